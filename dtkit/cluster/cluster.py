@@ -137,6 +137,7 @@ class Cluster(Engines):
         target: Any = None,
         columns: Sequence[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        activation_checkpointing: bool | Sequence[str] = False,
         sampler: Any = None,
         num_workers: int = 0,
         pin_memory: bool | None = None,
@@ -181,6 +182,8 @@ class Cluster(Engines):
         on_engine : callbacks that run on every rank after each step, such as ``dtkit.ExponentialMovingAverage(0.999)``.
         target, columns : for tables, see :meth:`partition`. `validation` and `Run.evaluate` take the same columns.
         collate_fn : function from a list of a Dataset's samples to a batch.
+        activation_checkpointing : compute blocks again in backward, for less memory: True for the model's chain of
+            blocks, or names of modules. A Pipeline does so with its stages.
         sampler : iterable of an epoch's row numbers, with a length, such as torch's ``WeightedRandomSampler``.
         num_workers : processes per engine that load a Dataset's samples (torch's DataLoader); 0 loads in the engine.
         pin_memory : page-locked memory for batches on their way to a GPU; by default if there is one.
@@ -217,6 +220,7 @@ class Cluster(Engines):
         loss: Callable[..., Any] | None = None,
         training_step: Callable[..., Any] | None = None,
         strategies: Sequence[Strategy] | None = None,
+        activation_checkpointing: bool | Sequence[str] = False,
     ) -> Plan:
         """Predict for each strategy and rank whether a training would fit, and what a step would cost. Trains nothing.
 
@@ -225,10 +229,13 @@ class Cluster(Engines):
         memory overhead. Memory excludes the data, and what torch loads at the first step.
 
         `sample` is a batch or a few rows, as in ``(X[:8], y[:8])``, or a :class:`Partition`; `strategies` are those to
-        compare, by default one of each that exists; the rest is as for :meth:`train`. Raises as `train` does.
+        compare, by default one of each that exists; the rest is as for :meth:`train`. Raises as `train` does. The
+        plan's ``largest_batch()`` says how many samples an update may have.
         """
         planner.check_idle(self.current_run)
-        request = profiler.PlanRequest(batch_size, optimizer, sample, loss, training_step, strategies)
+        request = profiler.PlanRequest(
+            batch_size, optimizer, sample, loss, training_step, strategies, activation_checkpointing
+        )
         return planner.make_plan(self._engine_group, model, request, self.benchmark)
 
     def benchmark(self, dtype: str = "float32", *, remeasure: bool = False) -> Benchmark:

@@ -25,6 +25,7 @@ from dtkit.engine.trial_training import BUCKET_BYTES, MIN_ROWS, TrialTraining, m
 from dtkit.planning.cost_model import LinkSpeeds, ModelSizes, StepTimings
 from dtkit.planning.layer_chain import LayerChain
 from dtkit.rpc import pickling
+from dtkit.strategies.activation_checkpointing import checkpoint_blocks
 from dtkit.strategies.meta_copy import count_bytes
 from dtkit.strategies.pipeline import layer_costs
 from dtkit.strategies.pipeline.cut import find_layer_chain
@@ -245,8 +246,11 @@ def _measure_chain(
 def _load_program(context: BenchmarkContext, program: bytes, model: str | None) -> tuple[Any, Loss, Any]:
     """Return (the model, the loss, the optimizer's factory); `model` names one on this engine."""
     # unpickles: sent by the notebook in a call
-    empty_model, loss_fn, factory = pickling.loads(program)
-    return empty_model if model is None else context.models[model], loss_fn, factory
+    empty_model, loss_fn, factory, activation_checkpointing = pickling.loads(program)
+    module = empty_model if model is None else context.models[model]
+    if activation_checkpointing:
+        module = checkpoint_blocks(module, activation_checkpointing)
+    return module, loss_fn, factory
 
 
 def _try_or_explain(work: Callable[[], Any], fallback: Any) -> tuple[Any, str]:

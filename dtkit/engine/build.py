@@ -23,6 +23,7 @@ from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.engine.reference_job import ReferenceJob
 from dtkit.engine.stream_trial import is_whole_batch
 from dtkit.mesh import Mesh
+from dtkit.strategies.activation_checkpointing import checkpoint_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,8 +61,10 @@ def build_job(
     if program.sampler is not None and not isinstance(data, StreamSource):
         source, shards = data
         data = source, SampledShards(program.sampler, len(source), len(shards.sizes), plan.seed)
-    context = _make_context(program.strategy, data, plan, location, single_process=reference is not None)
+    context = _make_context(program, data, plan, location, single_process=reference is not None)
     job_model = model if program.strategy.shards_model and reference is None else copy.deepcopy(model)
+    if program.activation_checkpointing and reference is None and program.strategy.pipeline_schedule is None:
+        job_model = checkpoint_blocks(job_model, program.activation_checkpointing)
     loaded = _make_batch_source(data, plan, context, loading_options)
     holds_batches = isinstance(loaded, IterableBatches) and _take_batches_apart(loaded, job_model, program, context)
     context = dataclasses.replace(context, make_sample_batch=_make_batch_sampler(data, loaded, plan, context))
@@ -104,10 +107,16 @@ def _take_batches_apart(
 
 
 def _make_context(
-    strategy: Strategy, data: EngineData, plan: JobPlan, location: tuple[Group, torch.device], *, single_process: bool
+    program: TrainingProgram,
+    data: EngineData,
+    plan: JobPlan,
+    location: tuple[Group, torch.device],
+    *,
+    single_process: bool,
 ) -> WorkerContext:
     """Return the environment of a job's worker."""
     group, device = location
+    strategy = program.strategy
     mesh = strategy.build_mesh(group.world_size)
     if single_process:
         mesh = Mesh({"dp": mesh.num_replicas})
@@ -119,6 +128,7 @@ def _make_context(
         shards=range(mesh.num_replicas) if single_process else [mesh.get_coordinates(group.rank)["dp"]],
         mesh=mesh,
         max_local_samples=-(-plan.batch_size // mesh.num_replicas),
+        recomputes_stages=bool(program.activation_checkpointing),
     )
 
 

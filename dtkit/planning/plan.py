@@ -10,7 +10,7 @@ from dtkit._util import formatting, views
 from dtkit.planning.cost_model import divide_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from matplotlib.figure import Figure
 
@@ -66,6 +66,17 @@ class Plan:
     benchmark: Benchmark
     notes: tuple[str, ...] = ()
     """Limits of the measurement, and what is not counted."""
+    find_largest_batch: Callable[[str], int] = dataclasses.field(default=lambda _: 0, repr=False, compare=False)
+    """Function from a strategy's text to :meth:`largest_batch`."""
+
+    def largest_batch(self, strategy: object = None) -> int:
+        """Return the most samples per update that fit on every rank, of one strategy; by default of the first one.
+
+        It follows from the same measurements, as if activations grew evenly with the samples. 0 if not even one sample
+        for each rank fits.
+        """
+        name = self.strategies[0] if strategy is None else self.get_rows(strategy)[0].strategy
+        return self.find_largest_batch(name)
 
     @property
     def fitting(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +15,7 @@ from dtkit.data import broadcast
 from dtkit.data.broadcast import ModelHandle
 from dtkit.data.partition import Partition
 from dtkit.errors import RunError
+from dtkit.planning.batch_search import find_largest_batch
 from dtkit.planning.cost_model import Benchmark
 from dtkit.planning.plan import Plan, PlanRow, build_rows
 from dtkit.planning.profiler import ModelProfiler, PlanRequest, get_model_name
@@ -101,6 +103,7 @@ def make_plan(
     with show_progress(f"planning for {get_model_name(model)}") as progress:
         profiler = ModelProfiler(engine_group, model, request, progress.update)
         rows = []
+        searches: dict[str, Callable[[], int]] = {}
         for strategy in strategies:
             profiles = profiler.profile_ranks(getattr(strategy, "precision", None), benchmark)
             if strategy.pipeline_schedule is not None:
@@ -110,6 +113,9 @@ def make_plan(
                 profiles = [dataclasses.replace(profile, sent_model=0) for profile in profiles]
             costs = [strategy.estimate_cost(profile, benchmark) for profile in profiles]
             rows += build_rows(repr(strategy), profiles, costs, profiler.memory_budgets)
+            searches[repr(strategy)] = functools.partial(
+                find_largest_batch, strategy, profiles, request.batch_size, benchmark, profiler.memory_budgets
+            )
     return Plan(
         model=get_model_name(model),
         batch_size=int(request.batch_size),
@@ -117,6 +123,7 @@ def make_plan(
         rows=tuple(rows),
         benchmark=benchmark,
         notes=tuple(dict.fromkeys([*profiler.notes, *_list_unknowns(rows), NOT_COUNTED_NOTE])),
+        find_largest_batch=lambda name: searches[name](),
     )
 
 

@@ -41,6 +41,7 @@ class PlanRequest:
     loss_fn: Callable[..., Any] | None = None
     training_step: Callable[..., Any] | None = None
     strategies: Sequence[Strategy] | None = None
+    activation_checkpointing: bool | Sequence[str] = False
 
 
 class ModelProfiler:
@@ -52,7 +53,14 @@ class ModelProfiler:
         self._engine_group, self._model, self._report_progress = engine_group, model, report_progress
         self.notes: list[str] = []
         self._data = distribute.distribute_validation_data(engine_group, request.sample)
-        self._program = pickle_program(engine_group, model, request.loss_fn, request.training_step, request.optimizer)
+        self._program = pickle_program(
+            engine_group,
+            model,
+            request.loss_fn,
+            request.training_step,
+            request.optimizer,
+            activation_checkpointing=request.activation_checkpointing,
+        )
         self._model_key = model.key if isinstance(model, ModelHandle) else None
         self._max_local_samples = _compute_max_local_samples(engine_group, request)
         self.memory_budgets = measure_memory_budgets(engine_group, free_caches=True)

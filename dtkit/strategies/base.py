@@ -64,6 +64,8 @@ class TrainingProgram:
     """Whether there is validation data: a scheduler that needs a loss then gets the validation loss."""
     on_engine: Sequence[Any] = ()
     """Callbacks on the engines: :class:`dtkit.engine.callbacks.EngineCallback`."""
+    activation_checkpointing: bool | Sequence[str] = False
+    """Names of the modules that compute again in backward; True for the model's blocks."""
     sampler: Any = None
     """Iterable of the row numbers of an epoch; None for dtkit's own order."""
 

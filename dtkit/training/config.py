@@ -51,6 +51,7 @@ class TrainConfig:
     columns: Sequence[Any] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     sampler: Any = None
+    activation_checkpointing: bool | Sequence[str] = False
     num_workers: int = 0
     pin_memory: bool | None = None
     prefetch: bool | None = None

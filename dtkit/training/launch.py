@@ -172,6 +172,7 @@ def _pickle_program(engine_group: EngineGroup, config: TrainConfig, strategy: St
         config.lr_scheduler_every,
         has_validation=config.validation is not None,
         on_engine=tuple(config.on_engine),
+        activation_checkpointing=config.activation_checkpointing,
         sampler=config.sampler,
     )
     return engine_group.uploads.dumps(program, name="train")

@@ -62,6 +62,7 @@ def check_config(config: TrainConfig) -> Strategy:
     _check_lr_scheduler(config)
     _check_callbacks(config)
     _check_on_engine(config.on_engine)
+    check_activation_checkpointing(config.activation_checkpointing)
     return _check_strategy(config.strategy)
 
 
@@ -178,6 +179,16 @@ def _check_callbacks(config: TrainConfig) -> None:
                 f"callbacks has {callback!r}; each must be a function of the run, called after every epoch, such as "
                 "dtkit.EarlyStopping(patience=3), or an object with a method on_step(run, step)"
             )
+
+
+def check_activation_checkpointing(blocks: Any) -> None:
+    """Check the argument: a flag, or names of modules."""
+    names = blocks if isinstance(blocks, (list, tuple)) else ()
+    if not isinstance(blocks, (bool, list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"activation_checkpointing={blocks!r}; it must be True (the model's blocks), False, or names of "
+            "modules in a list"
+        )
 
 
 def _check_on_engine(callbacks: Sequence[Any]) -> None:

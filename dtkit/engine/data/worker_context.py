@@ -35,3 +35,5 @@ class WorkerContext:
     """Largest number of samples in this worker's part of a batch."""
     replica_link: ReplicaLink | None = None
     """Link by which one rank of a replica loads the batches for all; None if each rank loads its own."""
+    recomputes_stages: bool = False
+    """Whether stages of a pipeline compute again in backward instead of keeping their activations."""

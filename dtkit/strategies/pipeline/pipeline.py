@@ -34,6 +34,7 @@ from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.planning.layer_chain import LayerChain, LayerCosts
 from dtkit.schedules.schedule import Schedule
+from dtkit.strategies.activation_checkpointing import refuse_batch_norm
 from dtkit.strategies.base import Strategy, Worker
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.loss import ModelInputs
@@ -262,8 +263,19 @@ class Pipeline(Strategy):
                 "a pipeline needs loss=, a function of (output, target), or a model that returns its own loss: "
                 "training_step= runs the whole model, but in a pipeline no rank has all of it"
             )
+        if context.recomputes_stages:
+            self._check_recomputation(model)
         placed = self._place_stages(model, loss_fn, context)
         return PipelineWorker(self, placed, loss_fn, optimizer, context, clip_grad_norm=self.clip_grad_norm)
+
+    def _check_recomputation(self, model: nn.Module) -> None:
+        """Raise ValueError if stages can't compute again in backward."""
+        refuse_batch_norm(model)
+        if any(action and action.kind == "W" for row in self.pipeline_schedule.rows for action in row):
+            raise ValueError(
+                f"{self.pipeline_schedule.name} runs backward in two passes, and activation_checkpointing would "
+                "compute each stage again in both. Use schedule='1F1B'"
+            )
 
     def _place_stages(self, model: nn.Module, loss_fn: Loss, context: WorkerContext) -> PlacedStages:
         """Cut the model on the host, and copy this rank's stages alone to its device."""
@@ -286,6 +298,8 @@ class Pipeline(Strategy):
         modules = copy_stages_to_device({stage: parts[stage] for stage in stages}, model, context.device)
         stage_ranks = [context.mesh.get_rank(pp=rank) for rank in self.pipeline_schedule.stage_ranks]
         stage_io = infer_stage_io(modules, stage_ranks, to_device(inputs.values, context.device), context.group)
+        for pair in modules.values():
+            pair.training.recomputes = context.recomputes_stages
         return PlacedStages(cut, modules, stage_io, unstaged, model, tied)
 
     def _choose_cut(self, model: nn.Module, batch: Any, loss_fn: Loss, context: WorkerContext) -> StageCut:

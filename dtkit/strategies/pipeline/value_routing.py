@@ -8,12 +8,14 @@ exporter, which is that of their first use.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from dtkit._util.torch_private import is_view, tree_flatten, tree_unflatten
+from dtkit.strategies.activation_checkpointing import run_checkpointed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,6 +49,8 @@ class StageModule:
     """Structure of the model's output, on the last stage."""
     mutated_inputs: frozenset[int] = frozenset()
     """Indices of received values that the module changes in place, as nn.ReLU(inplace=True) does."""
+    recomputes: bool = False
+    """Whether the module computes again in backward instead of keeping its activations."""
 
     def __call__(self, *given: Any) -> tuple[torch.Tensor, ...]:
         """Return the values to send, given those received.
@@ -55,11 +59,12 @@ class StageModule:
         gets copies of those that it changes.
         """
         given = tuple(t.clone() if k in self.mutated_inputs else t for k, t in enumerate(given))
+        call = functools.partial(run_checkpointed, self.module) if self.recomputes else self.module
         if self.routing is None:
-            outputs, self.output_spec = tree_flatten(self.module(*given))
+            outputs, self.output_spec = tree_flatten(call(*given))
             return _require_tensors(outputs)
         values = dict(zip(self.routing.received, given, strict=True))
-        result = self.module(*(values[name] for name in self.routing.module_inputs))
+        result = call(*(values[name] for name in self.routing.module_inputs))
         results = result if isinstance(result, (tuple, list)) else (result,)
         values.update(zip(self.routing.module_outputs, results, strict=True))
         return _require_tensors([values[name] for name in self.routing.sent])

@@ -1,4 +1,4 @@
-"""The lock that shows the reaper that a notebook owns the cluster."""
+"""The reaper: the lock that shows that a notebook owns the cluster, and leases."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from dtkit.cluster import reaper
+from dtkit.rpc.cluster_folder import JOB_FLAG
 from tests.support.locks import is_owned
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def test_a_forked_child_neither_holds_nor_releases_the_lock(tmp_path: Path):
 import os
 from pathlib import Path
 from dtkit.cluster import reaper
+from dtkit.rpc.cluster_folder import JOB_FLAG
 
 folder = Path({str(tmp_path)!r})
 reaper.acquire_lock(folder)
@@ -55,3 +57,29 @@ input()
         assert is_owned(tmp_path)
         parent.communicate("\n", timeout=30)
     assert not is_owned(tmp_path)
+
+
+def make_folder(path: Path) -> Path:
+    """Return a cluster's folder that no notebook owns, with a lease of nothing, or of an hour with a job."""
+    path.mkdir()
+    reaper.acquire_lock(path)
+    reaper.release_lock(path)
+    reaper.write_members(path, [], lease_s=0.0, job_lease_s=3600.0)
+    return path
+
+
+def test_job_in_memory_extends_the_lease(tmp_path: Path):
+    busy, idle = make_folder(tmp_path / "busy"), make_folder(tmp_path / "idle")
+    (busy / JOB_FLAG).touch()
+    reapers = [reaper.start_reaper(folder) for folder in (busy, idle)]  # the busy one looks first
+    try:
+        reapers[1].wait(30)
+        assert not idle.exists()
+        assert busy.exists()
+        (busy / JOB_FLAG).unlink()
+        reapers[0].wait(30)
+        assert not busy.exists()
+    finally:
+        for process in reapers:
+            process.kill()
+            process.wait(10)

@@ -20,7 +20,10 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "bash"}  # only python is executed
 PAGES = [
     "README.md",
-    *(f"docs/guides/{name}.md" for name in ("training", "checkpoints", "failures", "inside-a-step", "own-loop", "models")),
+    *(
+        f"docs/guides/{name}.md"
+        for name in ("training", "checkpoints", "failures", "inside-a-step", "own-loop", "models")
+    ),
 ]
 
 

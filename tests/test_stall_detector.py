@@ -312,3 +312,39 @@ def test_recovered_rank_is_not_reported_as_a_straggler(world: World):
         ]
         found = lookout.check(now)
         assert (None if found is None else found.kind) == ("recovered" if now == 6.5 else None)
+
+
+COMPILING = (
+    Frame("/lib/torch/_inductor/codecache.py", 1, "load"),
+    Frame("/lib/torch/_inductor/compile_fx.py", 9, "_compile_fx_inner"),
+    USER,
+)
+RUNNING_COMPILED = (Frame("/lib/torch/_inductor/output_code.py", 1, "__call__"), USER)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_compilation_is_no_stall_and_is_reported_once(world: World, everywhere: bool):  # noqa: FBT001
+    """One rank may have compiled before, and waits."""
+    compiling = [seen(rank, "running", **AWAY, stack=COMPILING, stalled_s=40.0) for rank in range(3)]
+    world.ranks = compiling if everywhere else ranks(compiling[1])
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
+    found = lookout.check(41.0)
+    assert found is not None
+    subject = "ranks 0, 1 and 2 compile" if everywhere else "rank 1 compiles"
+    assert (found.kind, found.rank) == ("compiling", None)
+    assert found.text == f"{subject} the model, for 40 s so far (torch.compile)."
+    assert lookout.check(42.0) is None
+    lookout.on_result(43.0, 1.0)
+    found = lookout.check(43.0)
+    assert found is not None
+    assert (found.kind, found.reason) == ("recovered", "the model was compiled in 40 s or so")
+
+
+def test_compiled_code_that_hangs_is_a_stall(world: World):
+    world.ranks = ranks(seen(1, "running", **AWAY, stack=RUNNING_COMPILED))
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
+    found = lookout.check(6.0)
+    assert found is not None
+    assert (found.kind, found.rank) == ("stuck", 1)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
 from dtkit.health.diagnosis import CERTAIN_CAUSES, HALTED_STATES, diagnose, find_straggler, get_progress_marker
-from dtkit.health.stall_report import report_all_stalled, report_straggler, report_stuck
+from dtkit.health.frames import is_compiling
+from dtkit.health.stall_report import report_all_stalled, report_compiling, report_straggler, report_stuck
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,6 +132,9 @@ class StallDetector:
         diagnosis = diagnose(observations, self._config.silent_s)
         if diagnosis is None:
             return None
+        compiling = [obs for obs in observations if obs.status is not None and is_compiling(obs.status.stack)]
+        if compiling and diagnosis.cause not in CERTAIN_CAUSES:
+            return report_compiling(compiling)
         if diagnosis.rank is None:
             limit_s = self.limit_s
             if diagnosis.cause != "apart":
@@ -163,6 +167,8 @@ class StallDetector:
         self._ignore_stragglers_until = now + timeouts.STRAGGLER_HOLDOFF_S
         subject = "all ranks go" if report.rank is None else f"rank {report.rank} goes"
         reason = f"{subject} on after {report.stalled_s:.0f} s"
+        if report.kind == "compiling":
+            reason = f"the model was compiled in {report.stalled_s:.0f} s or so"
         return dataclasses.replace(report, kind="recovered", reason=reason, remedy="", location="")
 
 

@@ -64,6 +64,22 @@ def trim_outer_frames(frames: Sequence[Frame]) -> CallStack:
     return tuple(frames[:count])
 
 
+_COMPILER_FUNCTIONS = {
+    "/torch/_dynamo/convert_frame.py": ("",),
+    "/torch/_inductor/compile_fx.py": ("compile_fx", "_compile_fx", "fx_codegen", "codegen_and_compile"),
+}
+"""Beginnings of the names of functions that compile, by file; an empty one stands for all functions."""
+
+
+def is_compiling(stack: Sequence[Frame]) -> bool:
+    """Return whether torch.compile is at work."""
+    return any(
+        frame.file.endswith(file) and frame.function.startswith(names)
+        for frame in stack
+        for file, names in _COMPILER_FUNCTIONS.items()
+    )
+
+
 def has_user_code(stack: Sequence[Frame]) -> bool:
     """Return whether any frame is the user's."""
     return any(frame.kind == "user" for frame in stack)

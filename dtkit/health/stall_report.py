@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from dtkit.errors import format_ranks
 from dtkit.health.status import IDLE
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ class StallReport:
     """A change in whether ranks move, for the user."""
 
     kind: str
-    """"stuck", "straggler", "together" (no rank alone) or "recovered"."""
+    """"stuck", "straggler", "together" (no rank alone), "compiling" or "recovered"."""
     rank: int | None
-    """The rank that the others wait for; None for "together"."""
+    """The rank that the others wait for; None for "together" and "compiling"."""
     host: str
     phase: str
     step: int | None
@@ -118,6 +119,16 @@ def report_all_stalled(cause: str, observations: Sequence[RankObservation]) -> S
     return dataclasses.replace(
         _make_report(longest, "together", reason, remedy), rank=None, host="", location="", stalled_s=seconds
     )
+
+
+def report_compiling(observations: Sequence[RankObservation]) -> StallReport:
+    """Return a report of ranks whose model is being compiled."""
+    longest = max(observations, key=lambda observation: observation.stalled_s)
+    ranks = format_ranks(sorted(observation.rank for observation in observations))
+    verb = "compiles" if len(observations) == 1 else "compile"
+    reason = f"{ranks} {verb} the model, for {longest.stalled_s:.0f} s so far (torch.compile)"
+    report = _make_report(longest, "compiling", reason, "")
+    return dataclasses.replace(report, rank=None, host="", location="", phase="compile")
 
 
 def _make_report(observation: RankObservation, kind: str, reason: str, remedy: str) -> StallReport:

@@ -149,6 +149,21 @@ class Checkpoint:
         model.load_state_dict(self.state_dict())
         return model
 
+    def export(self, folder: str | Path, model: torch.nn.Module, format: str = "hf") -> Path:  # noqa: A002 - a format is one
+        """Write the model for other software, and return the folder. `model` gives names and configuration.
+
+        "hf": a folder for ``from_pretrained``, with its config. "peft": the adapter alone. "dcp": torch's distributed
+        checkpoint, for which the whole model must fit this process. Raises ValueError for a model of another kind, and
+        CheckpointError if files are damaged.
+        """
+        from dtkit.checkpoint.export import ModelReader, export
+
+        self.check_fits(model.state_dict())
+        self.check_files()
+        target = parse_path("export(folder", folder)
+        export(ModelReader(self.path, self.metadata, self.get_tensor_entries()), target, model, format)
+        return target
+
     def summarize(self) -> dict[str, str]:
         """Return the rows of its table. The state is judged by the sizes of its files only."""
         spec, num_files = self.metadata["spec"], len(self.metadata["files"])

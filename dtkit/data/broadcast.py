@@ -148,9 +148,9 @@ def returns_loss(model: torch.nn.Module) -> bool:
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.name == "labels" for p in parameters):
         return True
-    wrapped = getattr(model, "base_model", None)
-    takes_anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return takes_anything and isinstance(wrapped, torch.nn.Module) and wrapped is not model and returns_loss(wrapped)
+    unwrap = getattr(model, "get_base_model", None)  # of PEFT, whose own forward takes anything
+    wrapped = None if unwrap is None else unwrap()
+    return isinstance(wrapped, torch.nn.Module) and wrapped is not model and returns_loss(wrapped)
 
 
 def find_batch_norms(model: torch.nn.Module) -> list[str]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
+from dtkit.checkpoint import folders
+from dtkit.checkpoint.checkpoint import Checkpoint
 from dtkit.errors import RunError
 from dtkit.history import engine_outbox, run_log
 from dtkit.training import persisted_run, recovered_state, recovery
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dtkit._util.deadline import Deadline
+    from dtkit.checkpoint.manager import CheckpointResult
     from dtkit.history.engine_outbox import EvaluationSums, UnreadDispatches
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.driver import Driver
@@ -181,6 +187,23 @@ class RunLifecycle:
                 self._progress.elapsed_s,
             )
             self._on_change()
+
+    def export(
+        self,
+        save: Callable[[Path], CheckpointResult],
+        path: str | Path | None,
+        format: str,  # noqa: A002 - as users type it
+    ) -> CheckpointResult:
+        """Write the model into a folder in another format, from a checkpoint that `save` writes beside it."""
+        if path is None:
+            raise ValueError(f"format={format!r} needs a folder: run.save('model', format={format!r})")
+        folder = folders.parse_path("path", path).absolute()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        model = self._progress.plan.job_spec.model_handle.build_model()
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+            saved = save(Path(temporary))
+            Checkpoint(saved.path).export(folder, model, format)
+        return dataclasses.replace(saved, path=folder)
 
     def fetch_callback_model(self, callback: Any) -> Any:
         """See :meth:`dtkit.EngineCallback.build_model`."""

@@ -231,14 +231,21 @@ class Run:
         return self._driver.progress.step
 
     def save(
-        self, path: str | Path | None = None, *, keep_last: int | None = None, timeout: float | None = None
+        self,
+        path: str | Path | None = None,
+        *,
+        format: str = "dtkit",  # noqa: A002 - a format is one
+        keep_last: int | None = None,
+        timeout: float | None = None,
     ) -> CheckpointResult:
         """Write a checkpoint into a folder of its own in `path` (by default ``checkpoint_dir``), to resume from later.
 
         While the run is RUNNING, it is of the step that is being taken; training continues while ranks write. With
-        `keep_last`, only the newest ones stay in `path`. Raises CheckpointError where it could not be written: the run
-        and older checkpoints are unchanged.
+        `keep_last`, only the newest ones stay. Raises CheckpointError where it could not be written: the run and older
+        checkpoints are unchanged. For another `format` see :meth:`dtkit.Checkpoint.export`: `path` then has the model.
         """
+        if format != "dtkit":
+            return self.lifecycle.export(lambda folder: self.save(folder, timeout=timeout), path, format)
         request = self._job.make_checkpoint_request(path, keep_last)
         if self._driver.progress.state.has_ended:
             self._job.save_after_end(request)
@@ -287,25 +294,22 @@ class Run:
     def memory(self, plan: Plan | None = None, *, timeout: float | None = None) -> Memory:
         """Return what each rank's memory holds, as measured, next to what `plan` (a cluster.plan) expected.
 
-        Parameters, gradients and optimizer state are counted on the engines now. The peak is the most that each process
-        grew to while this run took steps.
+        Parameters, gradients and optimizer state are as of now; the peak is the most that each process grew to.
         """
         return self._job.measure_memory(plan, timeout)
 
     def placement(self, *, timeout: float | None = None) -> Any:
         """Return which rank holds which part of the model: a table, by the strategy.
 
-        Of a Pipeline: its stages, with the measured costs of their layers. Of TensorParallel: how each module is
-        sharded. None where every rank holds the whole model, or an even part of every parameter.
+        None where every rank holds the whole model, or an even part of every parameter.
         """
         return self._job.get_placement(timeout)
 
     def verify(self, steps: int = 20, *, timeout: float | None = None) -> Verification:
         """Check that this training is the same as in one process. Prints the answer, and returns it.
 
-        The first `steps` steps are repeated from the start, once on all ranks and once on one engine alone with the
-        same rows; the parameters are then compared. Neither touches the run. Raises TimeoutError after `timeout`
-        seconds; without a `timeout`, each call to the engines has the time limit of a collective.
+        The first `steps` steps are repeated, on all ranks and on one engine alone with the same rows. Neither touches
+        the run. Without a `timeout` in seconds, each call to the engines has the time limit of a collective.
         """
         verification = self._job.verify(steps, timeout)
         print(verification.text())  # noqa: T201 - asked for as a report
@@ -381,9 +385,9 @@ class Run:
         display.show(self, fault_injection=fault_injection)
 
     def report(self, path: str | Path, *, single_process: Run | History | None = None) -> None:
-        """Write the run as one HTML file that needs nothing else: figures, nodes, versions, schedule and events.
+        """Write the run as one HTML file that needs nothing else.
 
-        `single_process`: the same training in one process (a run on one engine, or its history), to show the scaling.
+        `single_process`: the same training on one engine (a run, or its history), to show the scaling.
         """
         from dtkit.dashboard import report
 

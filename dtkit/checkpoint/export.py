@@ -1,0 +1,117 @@
+"""Checkpoints in the formats of others: Hugging Face's folder, an adapter of PEFT, torch's distributed checkpoint.
+
+The model's tensors are read from the files of all ranks, one file's worth at a time, so that no process holds the whole
+model (except for torch's format, which takes all at once).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from dtkit.checkpoint.safetensors_file import FileReader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    import torch
+
+FORMATS = ("hf", "peft", "dcp")
+_MAX_FILE_BYTES = 2 * 2**30
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+
+
+def export(reader: ModelReader, folder: Path, model: Any, format: str) -> None:  # noqa: A002 - as users type it
+    """Write a checkpoint's model into `folder`. `model` is one of its kind, for names and configuration."""
+    if format not in FORMATS:
+        raise ValueError(
+            f"format={format!r}; it must be 'hf' (a folder for from_pretrained), 'peft' (the adapter alone) or 'dcp' "
+            "(torch.distributed.checkpoint)"
+        )
+    needed = {"hf": "config", "peft": "peft_config"}.get(format)
+    if needed is not None and not hasattr(model, needed):
+        kind = "Hugging Face" if format == "hf" else "PEFT"
+        raise ValueError(
+            f"format={format!r} needs a model of {kind}, and {type(model).__name__} has no {needed}. Use format='dcp', "
+            "or save the state dict: torch.save(run.model.state_dict(), path)"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    {"hf": _export_hf, "peft": _export_peft, "dcp": _export_dcp}[format](reader, folder, model)
+
+
+class ModelReader:
+    """Reader of a model's tensors in a checkpoint, each under the first of its names."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+        """`entries` has dtype and shape of each tensor, by all of its names."""
+        self._path, self._metadata = path, metadata
+        self.aliases: Mapping[str, str] = metadata["facts"]["aliases"].get("model", {})
+        self.entries = {name: entry for name, entry in entries.items() if name not in self.aliases}
+
+    def count_bytes(self, name: str) -> int:
+        """Return the size of a tensor."""
+        entry = self.entries[name]
+        return int(math.prod(entry["shape"])) * _ITEM_BYTES.get(entry["dtype"], 1)
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return whole tensors."""
+        metadata = self._metadata
+        with FileReader(self._path, metadata["index"], list(metadata["files"]), metadata["facts"]) as reader:
+            shapes = {name: self.entries[name]["shape"] for name in names}
+            return {
+                name: reader.read_slice(f"model/{name}", [0] * len(shape), shape).contiguous()
+                for name, shape in shapes.items()
+            }
+
+
+def _export_hf(reader: ModelReader, folder: Path, model: Any) -> None:
+    from safetensors.torch import save_file
+
+    groups = list(_group_by_size(reader))
+    names = (
+        ["model.safetensors"]
+        if len(groups) == 1
+        else [f"model-{k:05}-of-{len(groups):05}.safetensors" for k in range(1, len(groups) + 1)]
+    )
+    for file, group in zip(names, groups, strict=True):
+        save_file(reader.read(group), folder / file, metadata={"format": "pt"})
+    if len(groups) > 1:
+        index = {
+            "metadata": {"total_size": sum(map(reader.count_bytes, reader.entries))},
+            "weight_map": {name: file for file, group in zip(names, groups, strict=True) for name in group},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def _group_by_size(reader: ModelReader) -> Iterator[list[str]]:
+    """Yield names of tensors that go into one file."""
+    group: list[str] = []
+    for name in reader.entries:
+        if group and sum(map(reader.count_bytes, [*group, name])) > _MAX_FILE_BYTES:
+            yield group
+            group = []
+        group.append(name)
+    yield group
+
+
+def _export_peft(reader: ModelReader, folder: Path, model: Any) -> None:
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and name in reader.entries]
+    model.save_pretrained(folder, state_dict=reader.read(trained))
+
+
+def _export_dcp(reader: ModelReader, folder: Path, _model: Any) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    state = reader.read(list(reader.entries))
+    state |= {name: state[first] for name, first in reader.aliases.items()}
+    writer = dcp.FileSystemWriter(folder)  # type: ignore[attr-defined]  # torch exports both by name only
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
+        dcp.save({"model": state}, storage_writer=writer, no_dist=True)  # type: ignore[attr-defined]

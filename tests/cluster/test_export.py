@@ -1,0 +1,91 @@
+"""Models for other software: Hugging Face's folder, PEFT's adapter, torch's distributed checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import dtkit
+from dtkit.checkpoint import export
+from tests.support import small
+
+pytest.importorskip("transformers")
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed import checkpoint as dcp
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+from tests.support.hugging_face import make_bert, make_llama, make_samples
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.cluster
+
+
+def train(cluster: dtkit.Cluster, model: Any, samples: Any, **options: Any) -> dtkit.Run:
+    run = cluster.train(model, samples, optimizer=small.sgd, batch_size=8, steps=2, **options)
+    run.wait(90)
+    return run
+
+
+def check_equal(loaded: torch.nn.Module, trained: torch.nn.Module) -> None:
+    expected = trained.state_dict()
+    state = loaded.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("max_bytes", [2**31, 50_000], ids=["one file", "several files"])
+def test_folder_is_what_from_pretrained_reads(
+    cluster2: dtkit.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int
+):
+    monkeypatch.setattr(export, "_MAX_FILE_BYTES", max_bytes)
+    run = train(cluster2, make_llama(), make_samples(16, "llama"), strategy=dtkit.Sharded())
+    result = run.save(tmp_path / "model", format="hf")
+    assert (result.path, result.step) == (tmp_path / "model", 2)
+    assert len(list(result.path.glob("*.safetensors"))) == (1 if max_bytes > 10**9 else 8)
+    check_equal(AutoModelForCausalLM.from_pretrained(result.path, dtype=torch.float64), run.model)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_tied_weights_are_written_once(cluster2: dtkit.Cluster, tmp_path: Path):
+    run = train(cluster2, make_bert(), make_samples(16, "bert"), strategy=dtkit.Pipeline(2, 2))
+    run.save(tmp_path / "model", format="hf")
+    check_equal(AutoModelForMaskedLM.from_pretrained(tmp_path / "model", dtype=torch.float64), run.model)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapter_is_written_alone(cluster2: dtkit.Cluster, tmp_path: Path):
+    adapted = get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"])).double()
+    run = train(cluster2, adapted, make_samples(16, "llama"))
+    run.save(tmp_path / "adapter", format="peft")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    assert weights.stat().st_size < 30_000
+    check_equal(PeftModel.from_pretrained(make_llama(), tmp_path / "adapter", autocast_adapter_dtype=False), run.model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_distributed_checkpoint_of_torch_has_the_model(cluster2: dtkit.Cluster, tmp_path: Path):
+    run = small.train(cluster2, strategy=dtkit.Sharded(), steps=2)
+    run.wait(60)
+    run.save(tmp_path / "dcp", format="dcp")
+    state = {"model": {name: torch.zeros_like(value) for name, value in small.net().state_dict().items()}}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    model = small.net()
+    model.load_state_dict(state["model"])
+    check_equal(model, run.model)
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [("hf", "Sequential has no config"), ("peft", "no peft_config"), ("onnx", "format='onnx'; ")],
+)
+def test_format_that_does_not_fit_is_refused(cluster2: dtkit.Cluster, tmp_path: Path, format: str, message: str):  # noqa: A002
+    run = small.train(cluster2, steps=1)
+    run.wait(60)
+    with pytest.raises(ValueError, match=message):
+        run.save(tmp_path / "model", format=format)
+    with pytest.raises(ValueError, match=f"format='{format}' needs a folder"):
+        run.save(format=format)

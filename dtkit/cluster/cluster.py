@@ -162,7 +162,8 @@ class Cluster(Engines):
             ``world_size`` makes that rank's part; of other streams rank r takes the items r, r + N, ... Or a torch
             DataLoader, whose Dataset, collate_fn, order, workers and batch size are taken over.
         optimizer : a function of the parameters, as in ``lambda params: torch.optim.SGD(params, lr=0.1)``. If it is a
-            function of ``model`` it gets the model, and of ``named_parameters`` pairs (name, parameter).
+            function of ``model`` it gets the model, and of ``named_parameters`` pairs (name, parameter). It may return
+            a list of optimizers, each for parameters of its own.
         batch_size : samples per update, over all ranks; by default that of a DataLoader.
         loss : ``loss(output, target)``, the mean over samples, or a pair (sum, weight). Not for a model that returns
             its own, as Hugging Face's do: a batch that is a dict has the arguments of its forward.

@@ -51,7 +51,9 @@ class ReferenceJob(Job):
 
     def build_reference_report(self) -> ReferenceReport:
         """Return what `verify` needs besides the parameters."""
-        return ReferenceReport(self._max_gradients, tuple(self._batch_digests))
+        optimizers = getattr(self._worker.optimizer, "optimizers", (self._worker.optimizer,))
+        is_muon = any(type(optimizer).__name__ == "Muon" for optimizer in optimizers)
+        return ReferenceReport(self._max_gradients, tuple(self._batch_digests), "bfloat16" if is_muon else None)
 
     def _load_batches(self) -> Sequence[tuple[int, Any]]:
         if self._shard_rngs is None or self._worker.batch_per_shard:

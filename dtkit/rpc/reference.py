@@ -26,3 +26,5 @@ class ReferenceReport:
     """Largest absolute gradient of every element, as a tensor for each parameter."""
     batch_digests: tuple[str, ...]
     """Digest of the samples of each step; none for a reference by parts."""
+    update_dtype: str | None = None
+    """Dtype that the optimizer computes in, if it isn't the parameters': Muon's is bfloat16."""

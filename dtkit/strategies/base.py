@@ -221,6 +221,22 @@ def _get_first_parameter_name(function: Callable[..., Any]) -> str:
         return ""
 
 
+def _check_optimizer(optimizer: Any) -> None:
+    import torch
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer= returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer, as in "
+            "optimizer=lambda params: torch.optim.SGD(params, lr=0.1), or a list of some"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() needs a closure that evaluates the loss several times, but all ranks "
+            "compute one gradient per step. Use an optimizer without a closure, such as SGD or AdamW"
+        )
+
+
 def make_optimizer(
     factory: Callable[..., Any], model: torch.nn.Module, view: torch.nn.Module | None = None
 ) -> torch.optim.Optimizer:
@@ -229,7 +245,7 @@ def make_optimizer(
     A function of ``model`` gets the model, or a `view` of it that has this rank's parameters under the model's names. A
     function of ``named_parameters`` gets (name, parameter) pairs. Any other one gets the parameters.
     """
-    import torch
+    from dtkit.strategies.combined_optimizer import CombinedOptimizer
 
     whole = model if view is None else view
     parameter_name = _get_first_parameter_name(factory)
@@ -239,17 +255,10 @@ def make_optimizer(
         optimizer = factory([(name, p) for name, p in whole.named_parameters() if p.requires_grad])
     else:
         optimizer = factory([p for p in model.parameters() if p.requires_grad])
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer= returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer, as in "
-            "optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{type(optimizer).__name__}.step() needs a closure that evaluates the loss several times, but all ranks "
-            "compute one gradient per step. Use an optimizer without a closure, such as SGD or AdamW"
-        )
+    several = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in several:
+        _check_optimizer(each)
+    optimizer = several[0] if len(several) == 1 else CombinedOptimizer(several)
     model_ids = {id(p) for p in model.parameters()}
     optimized = [p for group in optimizer.param_groups for p in group["params"]]
     if not optimized or any(id(p) not in model_ids for p in optimized):

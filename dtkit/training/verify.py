@@ -126,7 +126,13 @@ def verify(
         if engine_group.world_size > 1:
             modules = summarize_modules(job_spec.model_handle.build_with_state(reference))
         verification = compare_states(
-            state, reference, report.max_gradients, modules + tuple(equivalence_notes), steps, engine_group.world_size
+            state,
+            reference,
+            report.max_gradients,
+            modules + tuple(equivalence_notes),
+            steps,
+            engine_group.world_size,
+            report.update_dtype,
         )
         if verification.is_within_tolerance or equivalence_notes:
             return verification
@@ -265,9 +271,13 @@ def compare_states(
     incomparable_reasons: tuple[str, ...],
     steps: int,
     world_size: int,
+    update_dtype: str | None = None,
 ) -> Verification:
-    """Compare two state dicts. `gradients`: the largest absolute gradient of every number over the steps."""
-    dtype = _get_least_precise_dtype(state[name] for name in gradients if name in state)
+    """Compare two state dicts. `gradients`: the largest absolute gradient of every number over the steps.
+
+    The optimizer computes in `update_dtype`, or in that of the parameters.
+    """
+    dtype = update_dtype or _get_least_precise_dtype(state[name] for name in gradients if name in state)
     floor = _ZERO_GRADIENT_FRACTION.get(dtype, _ZERO_GRADIENT_FRACTION["float32"]) * max(
         (float(g.max()) for g in gradients.values() if g.numel()), default=0.0
     )

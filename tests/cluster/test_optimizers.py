@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,6 +10,9 @@ from torch import nn
 
 import dtkit
 from tests.support import small
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.cluster
 
@@ -51,10 +54,49 @@ def group_by_name(named_parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.01, momentum=0.9)
 
 
-@pytest.mark.parametrize("optimizer", [configure, group_by_name])
+def make_muon_and_adam(named_parameters: Any) -> list[torch.optim.Optimizer]:
+    """Return Muon for matrices, and AdamW for the others."""
+    named = list(named_parameters)
+    matrices, others = ([p for _, p in named if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
+    makers = [(matrices, lambda ps: torch.optim.Muon(ps, lr=0.02)), (others, lambda ps: torch.optim.AdamW(ps, lr=0.01))]
+    return [make(part) for part, make in makers if part]
+
+
+@pytest.mark.parametrize("optimizer", [configure, group_by_name, make_muon_and_adam])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
 def test_groups_of_an_optimizer_train_as_in_one_process(cluster2: dtkit.Cluster, strategy: Any, optimizer: Any):
     run = small.train(cluster2, Configured(), optimizer=optimizer, strategy=strategy, steps=4)
     run.wait(60)
     verification = run.verify(4)
     assert verification.verdict == "PASS", verification.text()
+
+
+def test_several_optimizers_continue_from_a_checkpoint(cluster2: dtkit.Cluster, tmp_path: Path):
+    options: dict[str, Any] = {"optimizer": make_muon_and_adam, "shuffle": "global"}
+    first = small.train(cluster2, Configured(), steps=2, checkpoint_dir=tmp_path, checkpoint_every=2, **options)
+    first.wait(60)
+    resumed = small.train(
+        cluster2, Configured(), steps=4, resume_from=tmp_path, lr_scheduler=halve_each_step, **options
+    )
+    resumed.wait(60)
+    assert resumed.history.column("lr").tolist() == [0.02] * 4 + [0.02, 0.02, 0.01, 0.01]
+    whole = small.train(cluster2, Configured(), steps=4, **options)
+    whole.wait(60)
+    resumed_again = small.train(cluster2, Configured(), steps=4, resume_from=tmp_path, **options)
+    resumed_again.wait(60)
+    expected = whole.model.state_dict()
+    for name, value in resumed_again.model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def halve_each_step(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def give_twice(parameters: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(parameters, lr=0.1), torch.optim.SGD(parameters[:1], lr=0.1)]
+
+
+def test_parameter_in_two_optimizers_is_refused(cluster2: dtkit.Cluster):
+    with pytest.raises(dtkit.errors.EngineError, match="a parameter is in two of the optimizers"):
+        small.train(cluster2, optimizer=give_twice)

@@ -63,6 +63,7 @@ test-all: lint chromium  ## every test, also those that `make test` leaves out (
 	$(UNIT_PYTEST) -m '$(UNIT_TESTS)'
 	$(BIN)/python -m pytest -m '$(CLUSTER_TESTS)'
 	$(BIN)/python -m pytest -m '$(NOTEBOOK_TESTS)'
+	$(BIN)/python -m tests.tried
 
 faults: venv  ## break each part of a training in each way, and print what came of it (half an hour or so)
 	$(BIN)/python -m tests.faults

@@ -43,9 +43,9 @@ class Stack(nn.Module):
 STRATEGIES = [
     dtkit.DataParallel(),
     slow(dtkit.DataParallel(accumulate=2)),
-    dtkit.Sharded(),
+    slow(dtkit.Sharded()),
     dtkit.Pipeline(2, 2),
-    dtkit.TensorParallel(2, plan={"blocks.*.layers.0": "colwise", "blocks.*.layers.2": "rowwise"}),
+    slow(dtkit.TensorParallel(2, plan={"blocks.*.layers.0": "colwise", "blocks.*.layers.2": "rowwise"})),
 ]
 
 

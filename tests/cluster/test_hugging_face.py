@@ -27,7 +27,7 @@ STRATEGIES = {
     "tensor": dtkit.TensorParallel(2),
     "pipeline": dtkit.Pipeline(2, 2),
 }
-FAST = [("classifier", "data"), ("llama", "tensor"), ("gpt2", "tensor"), ("llama", "pipeline"), ("bert", "pipeline")]
+FAST = [("classifier", "data"), ("llama", "tensor"), ("gpt2", "tensor"), ("bert", "pipeline")]
 CASES = [
     (model, strategy) if (model, strategy) in FAST else slow((model, strategy))
     for model in MODELS

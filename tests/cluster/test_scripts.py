@@ -16,6 +16,7 @@ from torch import nn
 
 import dtkit
 from dtkit.training.task import Task, submit_script
+from tests.support.marks import slow
 from tests.support.small import check_usable, train
 
 if TYPE_CHECKING:
@@ -129,9 +130,9 @@ def test_module_runs_as_with_python_m(cluster2: dtkit.Cluster, folder: Path):
     ("code", "message"),
     [
         ("sys.exit(3)", "t.py ended with exit code 3"),
-        ("sys.exit('no data')", "t.py ended with exit code 1"),
+        slow("sys.exit('no data')", "t.py ended with exit code 1"),
         ("raise ValueError('broken')", "t.py ended with exit code 1: ValueError: broken"),
-        ("os.kill(os.getpid(), 9)", "t.py ended with the signal SIGKILL"),
+        slow("os.kill(os.getpid(), 9)", "t.py ended with the signal SIGKILL"),
     ],
 )
 def test_failing_rank_ends_the_others(cluster2: dtkit.Cluster, folder: Path, code: str, message: str):

@@ -19,11 +19,21 @@ from dtkit._util.guard import run_guarded
 def main(call_path: str, result_path: str) -> None:
     """Call the function. Exits with 1 after an error; SystemExit is the function's own."""
     # unpickles: written by this process's engine
-    payload: Any = pickle.loads(Path(call_path).read_bytes())
+    engine_path, pickled = pickle.loads(Path(call_path).read_bytes())
+    sys.path[:] = engine_path  # modules that this path lacks were sent by value
+    payload: Any = pickle.loads(pickled)
     function, args, kwargs = payload.load()
     succeeded, outcome = run_guarded(lambda: (True, function(*args, **kwargs)), _describe_error)
     Path(result_path).write_bytes(cloudpickle.dumps((succeeded, outcome)))
+    _destroy_process_group()
     sys.exit(not succeeded)
+
+
+def _destroy_process_group() -> None:
+    """Destroy a process group that the function left: its threads may abort a process that exits."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _describe_error(error: Exception) -> tuple[bool, tuple[str, str, str]]:

@@ -51,7 +51,7 @@ def run_script(script: Script, environment: Mapping[str, str], output: CallOutpu
     with tempfile.TemporaryDirectory(prefix="dtkit-script-") as folder:
         call, result = Path(folder) / "call", Path(folder) / "result"
         if script.payload is not None:
-            call.write_bytes(pickle.dumps(script.payload))
+            call.write_bytes(pickle.dumps((sys.path, pickle.dumps(script.payload))))
         process = _ScriptProcess(_make_command(script, call, result), script.folder, environment, output)
         # waits: for as long as the script runs, in short turns
         code = process.wait()
@@ -59,8 +59,14 @@ def run_script(script: Script, environment: Mapping[str, str], output: CallOutpu
         if result.exists():
             # unpickles: written by this engine's own child process
             outcome = pickle.loads(result.read_bytes())
-        if code == 0:
-            return 0 if script.payload is None else None if outcome is None else outcome[1]
+        if code == 0 and script.payload is None:
+            return 0
+        if code == 0 and outcome is None:  # the function called sys.exit(0)
+            return None
+        if outcome is not None and outcome[0]:
+            if code:
+                output.add_line(f"{script.title} returned, and its process then ended with {_describe_exit(code)}")
+            return outcome[1]
         raise _make_error(script.title, code, outcome, process.last_lines)
 
 
@@ -73,7 +79,7 @@ def _make_command(script: Script, call: Path, result: Path) -> list[str]:
 def _make_error(title: str, code: int, outcome: Any, last_lines: Sequence[str]) -> ScriptError:
     if outcome is not None:
         return ScriptError(*outcome[1])
-    reason = f"exit code {code}" if code > 0 else f"the signal {signal.Signals(-code).name}"
+    reason = _describe_exit(code)
     lines = [_RANK_PREFIX.sub("", line) for line in last_lines]
     starts = [k for k, line in enumerate(lines) if line.strip() == _TRACEBACK_HEAD]
     if not starts:
@@ -81,6 +87,10 @@ def _make_error(title: str, code: int, outcome: Any, last_lines: Sequence[str]) 
     details = lines[starts[-1] :]
     cause = next((line for line in details[1:] if line and not line[0].isspace()), "")
     return ScriptError("ScriptError", f"{title} ended with {reason}: {cause}", "\n".join(details))
+
+
+def _describe_exit(code: int) -> str:
+    return f"exit code {code}" if code > 0 else f"the signal {signal.Signals(-code).name}"
 
 
 _NUM_SHOWN_LINES = 10

@@ -242,6 +242,19 @@ def fabric_script() -> tuple[int, list[float]]:
     return fabric.world_size, wrapped.module.weight.flatten().tolist()
 
 
+def test_crash_after_the_function_returned_keeps_its_result(
+    cluster2: dtkit.Cluster, capsys: pytest.CaptureFixture[str]
+):
+    def crash_at_exit() -> int:
+        import atexit
+
+        atexit.register(os.abort)
+        return int(os.environ["RANK"])
+
+    assert cluster2.torchrun(crash_at_exit) == [0, 1]
+    assert "crash_at_exit returned, and its process then ended with the signal SIGABRT" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("main", [accelerate_script, fabric_script])
 def test_scripts_of_other_libraries_run_and_average_gradients(cluster2, main):
     torch.manual_seed(0)

@@ -153,8 +153,7 @@ class Checkpoint:
         """Write the model for other software, and return the folder. `model` gives names and configuration.
 
         "hf": a folder for ``from_pretrained``, with its config. "peft": the adapter alone. "dcp": torch's distributed
-        checkpoint, for which the whole model must fit this process. Raises ValueError for a model of another kind, and
-        CheckpointError if files are damaged.
+        checkpoint. Raises ValueError for a model of another kind, and CheckpointError if files are damaged.
         """
         from dtkit.checkpoint.export import ModelReader, export
 

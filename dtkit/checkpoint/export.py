@@ -1,7 +1,7 @@
 """Checkpoints in the formats of others: Hugging Face's folder, an adapter of PEFT, torch's distributed checkpoint.
 
-The model's tensors are read from the files of all ranks, one file's worth at a time, so that no process holds the whole
-model (except for torch's format, which takes all at once).
+The model's tensors are read from the files of all ranks, one file's worth or one tensor at a time, so that no process
+holds the whole model.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from dtkit.checkpoint.safetensors_file import FileReader
+import torch
+
+from dtkit.checkpoint.safetensors_file import TORCH_DTYPES, FileReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    import torch
-
 FORMATS = ("hf", "peft", "dcp")
 _MAX_FILE_BYTES = 2 * 2**30
-_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
 
 
 def export(reader: ModelReader, folder: Path, model: Any, format: str) -> None:  # noqa: A002 - as users type it
@@ -54,7 +53,7 @@ class ModelReader:
     def count_bytes(self, name: str) -> int:
         """Return the size of a tensor."""
         entry = self.entries[name]
-        return int(math.prod(entry["shape"])) * _ITEM_BYTES.get(entry["dtype"], 1)
+        return int(math.prod(entry["shape"])) * TORCH_DTYPES[entry["dtype"]].itemsize
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return whole tensors."""
@@ -108,10 +107,23 @@ def _export_peft(reader: ModelReader, folder: Path, model: Any) -> None:
 
 def _export_dcp(reader: ModelReader, folder: Path, _model: Any) -> None:
     from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    state = reader.read(list(reader.entries))
+    class Planner(DefaultSavePlanner):
+        """Planner of a state dict without memory, which reads each tensor as it is written."""
+
+        def lookup_object(self, index: Any) -> Any:
+            """Return a tensor by its name."""
+            name = index.fqn.removeprefix("model.")
+            first = reader.aliases.get(name, name)
+            return reader.read([first])[first]
+
+    state = {
+        name: torch.empty(entry["shape"], dtype=TORCH_DTYPES[entry["dtype"]], device="meta")
+        for name, entry in reader.entries.items()
+    }
     state |= {name: state[first] for name, first in reader.aliases.items()}
     writer = dcp.FileSystemWriter(folder)  # type: ignore[attr-defined]  # torch exports both by name only
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
-        dcp.save({"model": state}, storage_writer=writer, no_dist=True)  # type: ignore[attr-defined]
+        dcp.save({"model": state}, storage_writer=writer, planner=Planner(), no_dist=True)  # type: ignore[attr-defined]

@@ -171,7 +171,8 @@ class Cluster(Engines):
         strategy : how to parallelize; :class:`DataParallel` by default.
         shuffle : "shard": each rank its own rows, in its own order. "global": the rows of a step don't depend on the
             number of ranks, so that training is the same up to rounding. None: rows (of a partition) in their order.
-        training_step : ``step(model, batch)`` instead of `loss`, for batches of any form; returns what `loss` may.
+        training_step : ``step(model, batch)`` instead of `loss`, for batches of any form; returns what `loss` may. With
+            several losses and optimizers, ``step(model, batch, optimizers)`` calls backward and steps itself.
         metrics : names and functions of (output, target) that return means, or objects of torchmetrics, for
             `validation` and `Run.evaluate`. With the model's own loss they get its logits and the labels.
         validation : held-out data, evaluated after each epoch.
@@ -194,7 +195,8 @@ class Cluster(Engines):
         checkpoint_every, checkpoint_dir, keep_last : write a checkpoint into this folder, which notebook and engines
             share, after so many steps and after the last one; the newest ones stay. Disk errors don't end training.
         resume_from : a checkpoint, or a folder of which the newest is taken. `steps` and `epochs` count from the very
-            start. Training continues from exactly that state, also with other engines or another strategy.
+            start. Training continues from exactly that state, also with other engines or another strategy. Or a model
+            that ``run.save(format=...)`` or ``save_pretrained`` wrote: its weights, with a new optimizer from step 0.
         on_failure : when an engine is lost, "repair" replaces it, with the state of a survivor; the fourth time in a
             row at one step the run fails. "shrink": the others take over its shard (in this epoch, ``shuffle="shard"``
             then repeats some rows and skips others). "pause": wait for ``run.resume()``, which repairs.

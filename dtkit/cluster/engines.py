@@ -17,8 +17,10 @@ from dtkit.cluster.sigterm import exit_on_sigterm
 from dtkit.dashboard.text import cluster_text
 from dtkit.errors import ClusterError
 from dtkit.health import stacks
+from dtkit.planning import planner
 from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.rpc.replacement import replace_lost_ranks
+from dtkit.training.earlier_runs import EarlierRuns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +65,7 @@ class Engines:
         self._engine_group, self._device_note, self._keep_alive = group, plan.note, keep_alive
         self.current_run: Run | None = None
         """The last run that was started, unless it was released."""
+        self.earlier_runs = EarlierRuns(lambda: planner.check_idle(self.current_run))
         self._benchmarks: dict[str, Benchmark] = {}
         atexit.register(self._close_at_exit)
         exit_on_sigterm()

@@ -141,6 +141,17 @@ def check_has_loss(model: Any, loss: Any, training_step: Any) -> None:
     )
 
 
+def check_is_not_manual(training_step: Any) -> None:
+    """Raise ValueError if a training step takes the optimizers: what it does can't be measured on a copy."""
+    from dtkit.strategies.loss import takes_optimizers
+
+    if takes_optimizers(training_step):
+        raise ValueError(
+            "training_step takes (model, batch, optimizers) and updates by itself, so it can't be tried without "
+            "training. Give a training_step of (model, batch) that returns the sum of its losses"
+        )
+
+
 def returns_loss(model: torch.nn.Module) -> bool:
     """Return whether a model computes its own loss: its forward takes ``labels``. Wrappers are looked through."""
     import torch

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +38,19 @@ if TYPE_CHECKING:
 class DataHandle:
     """Data on the engines, stored under `key`. They free it after this handle is garbage-collected.
 
-    `num_samples` is None if unknown. `columns` has the used columns of a table, which validation data needs too.
+    `num_samples` is None and `nbytes` infinite if unknown. `columns` has the used columns of a table, which validation
+    data needs too.
     """
 
     def __init__(
-        self, engine_group: EngineGroup, key: str, num_samples: int | None, columns: ColumnSelection | None = None
+        self,
+        engine_group: EngineGroup,
+        key: str,
+        num_samples: int | None,
+        columns: ColumnSelection | None = None,
+        nbytes: float = math.inf,
     ) -> None:
-        self.engine_group, self.key, self.num_samples = engine_group, key, num_samples
+        self.engine_group, self.key, self.num_samples, self.nbytes = engine_group, key, num_samples, nbytes
         self.columns = columns or ColumnSelection()
         weakref.finalize(self, engine_group.free_later, key)
 
@@ -216,7 +223,7 @@ def _send_data(
         engine_group.call_all_with_payload(
             lambda payload: make_call(DataOperations.load_data, key=key, payload=payload, sizes=tuple(sizes)), packed
         )
-    return DataHandle(engine_group, key, notebook_data.num_samples, notebook_data.columns)
+    return DataHandle(engine_group, key, notebook_data.num_samples, notebook_data.columns, packed.nbytes)
 
 
 # --- functions and streams, which engines call or iterate over --------------------------------------------------

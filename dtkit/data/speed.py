@@ -57,6 +57,7 @@ def check_measurable(model: Any, loss_fn: Any, training_step: Any, weights: Any)
     if not isinstance(model, ModelHandle):
         broadcast.check_model(model)
     broadcast.check_has_loss(model, loss_fn, training_step)
+    broadcast.check_is_not_manual(training_step)
 
 
 def measure_speeds(

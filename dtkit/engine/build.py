@@ -186,6 +186,8 @@ def _weigh_labels(
     all_labels = None
     if not isinstance(data, StreamSource) and isinstance(data[0], ArraySource):
         all_labels = data[0].labels
+    if program.loss_fn.is_manual:
+        return program
     weight = find_label_weight(program.loss_fn, model, context.make_sample_batch, all_labels)
     return dataclasses.replace(program, loss_fn=dataclasses.replace(program.loss_fn, label_weight=weight))
 

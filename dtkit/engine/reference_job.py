@@ -56,7 +56,7 @@ class ReferenceJob(Job):
         return ReferenceReport(self._max_gradients, tuple(self._batch_digests), "bfloat16" if is_muon else None)
 
     def _load_batches(self) -> Sequence[tuple[int, Any]]:
-        if self._shard_rngs is None or self._worker.batch_per_shard:
+        if self._shard_rngs is None or self._worker.batch_per_shard or self._worker.takes_whole_batch:
             batches = super()._load_batches()
             self._batch_digests.append(_digest_batches(batches))
             return batches

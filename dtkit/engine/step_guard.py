@@ -38,7 +38,8 @@ class StepGuard:
         """Whether the step is ending, so that SIGINT waits. A plain attribute, because SIGINT could
         interrupt a method call before it takes effect.
         """
-        optimizer.register_step_pre_hook(self._on_update_start)
+        for each in (optimizer, *getattr(optimizer, "optimizers", ())):
+            each.register_step_pre_hook(self._on_update_start)
         optimizer.register_step_post_hook(self._on_update_end)
 
     def _on_update_start(self, *_: object) -> None:

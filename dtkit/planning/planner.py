@@ -189,6 +189,7 @@ def _validate_request(engine_group: EngineGroup, model: Any, request: PlanReques
             "measured"
         )
     broadcast.check_has_loss(model, request.loss_fn, request.training_step)
+    broadcast.check_is_not_manual(request.training_step)
     if not callable(request.optimizer):
         raise TypeError(
             f"optimizer is a {type(request.optimizer).__name__}; it must be a function from parameters to an "

@@ -153,6 +153,8 @@ class Worker(abc.ABC):
     """Whether a forward pass is a collective, so that all ranks need equally many."""
     placement: Any = None
     """Table of the parts of the model by rank; None if all ranks hold equal parts."""
+    takes_whole_batch: bool = False
+    """Whether `step` takes one batch of all samples, never parts of it."""
     batch_per_shard: bool = False
     """Whether `step` takes one batch for each shard, instead of micro-batches of all shards."""
     notes: Sequence[str] = ()

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import compression
 from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
+from dtkit.strategies.manual_optimization import ManualWorker
 from dtkit.strategies.options import check_choice, check_count, check_flag, check_positive
 from dtkit.strategies.replicated import AUTOCAST_DTYPES, LossAccumulator, ReplicatedWorker
 
@@ -142,6 +143,8 @@ class DataParallel(Strategy):
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         if self.compile:
             model.compile()
+        if loss_fn.is_manual:
+            return ManualWorker(model, loss_fn, optimizer, context, clip_grad_norm=self.clip_grad_norm)
         return _DDPWorker(self, model, loss_fn, make_optimizer(optimizer, model), context)
 
 

@@ -12,6 +12,7 @@ loss nor a training step: a batch that is a dict holds the model's arguments by 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,11 @@ class Loss:
     """Weight of a mean over labels; None for a mean over samples."""
 
     @property
+    def is_manual(self) -> bool:
+        """Whether the training step also takes the optimizers, and updates the model itself."""
+        return takes_optimizers(self.training_step)
+
+    @property
     def is_from_model(self) -> bool:
         """Whether the model computes the loss."""
         return self.loss_fn is None and self.training_step is None
@@ -117,6 +123,17 @@ class Loss:
         inputs, target = self.split_batch(batch)
         output = inputs.pass_to(model)
         return self._weigh(self._compute_loss(output, target), target, "loss")
+
+    def update_model(self, model: torch.nn.Module, batch: Any, optimizers: Sequence[Any]) -> torch.Tensor:
+        """Run a training step that takes the optimizers. Return its loss, which is a mean over samples."""
+        assert self.training_step is not None
+        loss, weight = _check_loss_value(_take_logged(self.training_step(model, batch, optimizers)), "training_step")
+        if weight is not None:
+            raise TypeError(
+                "training_step returned (sum, weight); with optimizers it calls backward itself, so each of its losses "
+                "must be a mean over the samples. Return the mean to show"
+            )
+        return loss
 
     def evaluate_batch(self, model: torch.nn.Module, batch: Any) -> EvalOutput:
         """Return the model's output for a batch, for metrics."""
@@ -163,6 +180,19 @@ class Loss:
                 f"targets contain ignore_index={ignored}: the mean over the others is not a mean over samples. "
                 f"Pass a loss that returns (sum, weight): {WEIGHTED_LOSS_EXAMPLE}"
             )
+
+
+def takes_optimizers(training_step: Callable[..., Any] | None) -> bool:
+    """Return whether a training step has a third parameter, for the optimizers."""
+    if training_step is None:
+        return False
+    try:
+        parameters = list(inspect.signature(training_step).parameters.values())
+    except ValueError:  # a builtin without a signature
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
+    return len(required) == 3
 
 
 WEIGHTED_LOSS_EXAMPLE = "lambda out, y: (F.cross_entropy(out, y, ..., reduction='sum'), weight_of(y).sum())"

@@ -156,6 +156,8 @@ class RunOptions:
     """Why the training differs from that of one process."""
     supports_explain: bool = True
     """Whether the strategy can explain a step."""
+    is_manual: bool = False
+    """Whether the training step takes the optimizers, and updates the model itself."""
     schedule: Schedule | None = None
     """The order of each rank's work in a pipeline."""
     on_failure: str = "repair"

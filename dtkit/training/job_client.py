@@ -39,6 +39,8 @@ class JobClient:
     def __init__(self, engine_group: EngineGroup, driver: Driver) -> None:
         self.is_released = False
         """Whether the engines have freed the job."""
+        self.check_idle: Callable[[], None] | None = None
+        """Check that no other run is training, where the engines keep data and model after they freed the job."""
         self._engine_group, self._driver = engine_group, driver
         self._progress = driver.progress
         self._fetched_state: tuple[int, Mapping[str, Any]] | None = None
@@ -114,12 +116,19 @@ class JobClient:
             self._fetched_state = self._fetched_state if state is None else (self._progress.step, state)
 
     def free(self, timeout: float | None = None) -> None:
-        """Have the engines free the job and what was sent for it, so far as they hold it."""
+        """Have the engines free the job and, unless that is kept, what was sent for it, so far as they hold it."""
         plan = self._progress.plan
         with contextlib.suppress(DtkitError):
-            keys = [*plan.job_spec.owned_keys, plan.job]
+            keys = [plan.job] if self.check_idle is not None else [*plan.job_spec.owned_keys, plan.job]
             self._engine_group.call_all(make_call(DataOperations.release, keys=keys), timeout=timeout)
             self._engine_group.cluster_folder.set_job_flag(present=False)
+
+    def free_inputs(self) -> None:
+        """Have the engines free what they kept of an earlier run."""
+        if self.check_idle is not None:
+            self.check_idle = None
+            for key in self._progress.plan.job_spec.owned_keys:
+                self._engine_group.free_later(key)
 
     # -- questions --------------------------------------------------------------------------------------------
 
@@ -129,6 +138,11 @@ class JobClient:
         """See :meth:`dtkit.Run.evaluate`."""
         self.check_not_released("evaluate")
         plan = self._progress.plan
+        if plan.options.is_manual:
+            raise ValueError(
+                "evaluate() needs a loss= or a training_step(model, batch); this run's takes the optimizers too, and "
+                "would update the model. Compute from run.model"
+            )
         handle = distribute.distribute_validation_data(
             self._engine_group, data, training_data=plan.job_spec.data_handle
         )
@@ -158,7 +172,10 @@ class JobClient:
 
         if self.is_running:
             raise RunError("verify needs the engines to itself; call run.pause() first, then run.resume()")
-        self.check_not_released("verify")
+        if self.check_idle is None:
+            self.check_not_released("verify")
+        else:
+            self.check_idle()
         plan = self._progress.plan
         notes, deadline = plan.options.equivalence_notes, Deadline(timeout, "verify")
         return verify.verify(self._engine_group, plan.job_spec, min(steps, plan.steps), notes, deadline)
@@ -218,6 +235,11 @@ class JobClient:
     def check_explainable(self) -> None:
         """Raise RunError where the strategy can't explain a step."""
         plan = self._progress.plan
+        if plan.options.is_manual:
+            raise RunError(
+                "this run's training_step takes the optimizers and updates itself, so dtkit doesn't see the parts of a "
+                "step. Train with loss= or training_step(model, batch) to have a step explained"
+            )
         if not plan.options.supports_explain:
             raise RunError(
                 f"{plan.spec.strategy} has no whole gradients on each rank to be all-reduced, and nothing is sharded "

@@ -22,7 +22,7 @@ from dtkit.planning import fit_check, planner
 from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
 from dtkit.training.lightning import read_lightning
-from dtkit.training.resume import load_resume_point
+from dtkit.training.resume import load_start
 from dtkit.training.run import Run
 from dtkit.training.validation import (
     check_batch_size,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dtkit.checkpoint.folders import Lineage
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import Strategy
+    from dtkit.training.earlier_runs import EarlierRuns
 
 
 class TrainingHost(Protocol):
@@ -45,6 +46,7 @@ class TrainingHost(Protocol):
 
     current_run: Run | None
     """The last run that was started, unless it was released."""
+    earlier_runs: EarlierRuns
 
     def repair(self) -> list[int]:
         """Start engines in place of those that are gone."""
@@ -57,7 +59,7 @@ def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, 
     data, config = _unwrap_data_loader(*read_lightning(model, data, config))
     planner.check_idle(host.current_run, "and trains one model at a time", "end it (run.stop())")
     strategy = _check_all(engine_group, model, config)
-    resume_point = None if config.resume_from is None else load_resume_point(config.resume_from, model)
+    model, resume_point = load_start(config.resume_from, model)
     if config.on_failure == "repair":
         _replace_lost_engines(engine_group, host)
     plan = _make_plan(engine_group, model, data, config, strategy, () if resume_point is None else resume_point.lineage)
@@ -65,7 +67,7 @@ def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, 
         resume_point.check_steps_left(plan.spec)
     previous, host.current_run = host.current_run, None
     if previous is not None:
-        previous.release()
+        host.earlier_runs.add(previous)
     run = Run(engine_group, plan)
     run.lifecycle.build(resume_point)
     _warn_about_batch_norm(engine_group, plan.job_spec.model_handle, strategy)
@@ -190,6 +192,8 @@ def _make_run_options(
     validation: DataHandle | None,
     checkpoint_policy: CheckpointPolicy,
 ) -> RunOptions:
+    from dtkit.strategies.loss import takes_optimizers
+
     return RunOptions(
         strategy=strategy,
         on_failure=config.on_failure,
@@ -200,6 +204,7 @@ def _make_run_options(
         balanced_shard_sizes=shard_sizes if strategy.balance and len(shard_sizes) > 1 else None,
         equivalence_notes=strategy.equivalence_notes(),
         supports_explain=strategy.supports_explain,
+        is_manual=takes_optimizers(config.training_step),
         schedule=strategy.pipeline_schedule,
         checkpoint_policy=checkpoint_policy,
         disk_snapshot_policy=_make_disk_snapshot_policy(config, strategy, len(shard_sizes)),

@@ -209,11 +209,18 @@ class RunLifecycle:
         """See :meth:`dtkit.EngineCallback.build_model`."""
         return self._job.fetch_callback_model(callback)
 
-    def release(self, deadline: Deadline) -> None:
-        """Free the job, after fetching its weights, and delete what was written for a recovery."""
+    def release(self, deadline: Deadline, *, check_idle: Callable[[], None] | None = None) -> None:
+        """Free the job, after fetching its weights, and delete what was written for a recovery. Idempotent.
+
+        With `check_idle`, which raises RunError while another run is training, the engines keep data and model.
+        """
+        if self._job.is_released:
+            self._job.free_inputs()
+            return
         self._job.keep_state_dict(deadline)
         remaining = deadline.get_remaining_s()
         self._job.is_released = True
+        self._job.check_idle = check_idle
         self._job.free(remaining)
         history = self._progress.history
         log = history.run_log
@@ -223,6 +230,13 @@ class RunLifecycle:
         shutil.rmtree(self._driver.snapshot_folder, ignore_errors=True)
         if log is not None:
             log.remove()
+
+    def count_input_bytes(self) -> float:
+        """Return the memory of what was sent for this run alone; infinite if unknown."""
+        spec, world_size = self._progress.plan.job_spec, self._engine_group.world_size
+        model, data = spec.model_handle, spec.data_handle
+        sizes = {model.key: world_size * model.nbytes, data.key: data.nbytes}  # engines of a host share data
+        return sum(size for key, size in sizes.items() if key in spec.owned_keys)
 
     def close(self) -> None:
         """End the run as the cluster closes, at a step boundary if that is soon. Idempotent.

@@ -14,7 +14,7 @@ from dtkit.engine.observe.call_output import log
 from dtkit.history.history import ROW_DTYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.training.config import TrainConfig
 
@@ -32,15 +32,13 @@ def read_lightning(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Tra
     """Return data and arguments with what a Lightning module and its datamodule say; given arguments stay."""
     if not is_lightning_module(model):
         return data, config
-    if not model.automatic_optimization:
-        raise ValueError(
-            f"{type(model).__name__} has automatic_optimization=False, so its training_step updates by itself; dtkit "
-            "updates after each step. Use automatic optimization, or run it with cluster.torchrun"
-        )
     changes: dict[str, Any] = {}
     if config.loss is None and config.training_step is None:
-        changes["training_step"] = call_training_step
-    if config.optimizer is None:
+        changes["training_step"] = call_training_step if model.automatic_optimization else call_manual_step
+    if config.optimizer is None and not model.automatic_optimization:
+        configure_optimizers(model)  # engines call it again
+        changes["optimizer"] = configure_optimizers
+    elif config.optimizer is None:
         changes |= _read_optimizers(model, config)
     if hasattr(data, "train_dataloader"):
         data.prepare_data()
@@ -79,12 +77,7 @@ def _read_optimizers(model: Any, config: TrainConfig) -> dict[str, Any]:
 
 def _parse_optimizers(returned: Any) -> tuple[Any, Any, str]:
     """Return (optimizer, scheduler or None, "step" or "epoch")."""
-    optimizers, schedulers = returned, []
-    if isinstance(returned, dict):
-        optimizers, schedulers = returned["optimizer"], [returned["lr_scheduler"]] if "lr_scheduler" in returned else []
-    elif isinstance(returned, (list, tuple)) and len(returned) == 2 and isinstance(returned[0], (list, tuple)):
-        optimizers, schedulers = returned
-    optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    optimizers, schedulers = _split_optimizers(returned)
     if len(optimizers) != 1 or len(schedulers) > 1:
         raise ValueError(
             f"configure_optimizers returns {len(optimizers)} optimizers and {len(schedulers)} schedulers; dtkit takes "
@@ -94,6 +87,16 @@ def _parse_optimizers(returned: Any) -> tuple[Any, Any, str]:
     if isinstance(scheduler, dict):
         return optimizers[0], scheduler["scheduler"], scheduler.get("interval", "epoch")
     return optimizers[0], scheduler, "epoch"
+
+
+def _split_optimizers(returned: Any) -> tuple[list[Any], list[Any]]:
+    """Return (optimizers, schedulers)."""
+    optimizers, schedulers = returned, []
+    if isinstance(returned, dict):
+        optimizers, schedulers = returned["optimizer"], [returned["lr_scheduler"]] if "lr_scheduler" in returned else []
+    elif isinstance(returned, (list, tuple)) and len(returned) == 2 and isinstance(returned[0], (list, tuple)):
+        optimizers, schedulers = returned
+    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers], list(schedulers)
 
 
 # -- on the engines --------------------------------------------------------------------------------------------
@@ -113,10 +116,70 @@ def get_scheduler(optimizer: Any) -> Any:
 
 def call_training_step(model: Any, batch: Any) -> Any:
     """Return the loss of a module's own training step. What it logs becomes columns of the history."""
-    if "log" not in vars(model):
-        vars(model)["log"], vars(model)["log_dict"] = _log_one, _log_many
+    _replace_log(model)
     result = model.training_step(batch, 0)
     return result["loss"] if isinstance(result, dict) else result
+
+
+def _replace_log(model: Any) -> None:
+    """Have a module log to the history."""
+    if "log" not in vars(model):
+        vars(model)["log"], vars(model)["log_dict"] = _log_one, _log_many
+
+
+# -- manual optimization, on the engines -----------------------------------------------------------------------
+
+
+def configure_optimizers(model: Any) -> list[Any]:
+    """Return the optimizers of a module that steps them itself."""
+    optimizers, schedulers = _split_optimizers(model.configure_optimizers())
+    if schedulers:
+        raise ValueError(
+            f"configure_optimizers returns {len(schedulers)} schedulers, and the module updates by itself, with no "
+            "trainer to step them. Give one to cluster.train(lr_scheduler=...)"
+        )
+    return optimizers
+
+
+def call_manual_step(model: Any, batch: Any, optimizers: Sequence[Any]) -> Any:
+    """Run the training step of a module with manual optimization. Its loss is the last that was differentiated."""
+    _replace_log(model)
+    losses: list[Any] = []
+
+    def manual_backward(loss: Any, *args: Any, **options: Any) -> None:
+        losses.append(loss.detach())
+        loss.backward(*args, **options)
+
+    vars(model)["optimizers"] = lambda *_, **__: optimizers[0] if len(optimizers) == 1 else list(optimizers)
+    vars(model)["manual_backward"] = manual_backward
+    vars(model)["toggle_optimizer"], vars(model)["untoggle_optimizer"] = _make_toggles(optimizers)
+    try:
+        model.training_step(batch, 0)
+    finally:
+        for name in ("optimizers", "manual_backward", "toggle_optimizer", "untoggle_optimizer"):
+            del vars(model)[name]
+    if not losses:
+        raise ValueError(f"{type(model).__name__}.training_step has not called self.manual_backward(loss)")
+    return losses[-1]
+
+
+def _make_toggles(optimizers: Sequence[Any]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return functions that have parameters of one optimizer alone require gradients, and restore the others."""
+    others: list[Any] = []
+
+    def toggle(optimizer: Any) -> None:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        others[:] = [p for p in parameters if id(p) not in own and p.requires_grad]
+        for p in others:
+            p.requires_grad_(False)
+
+    def untoggle(_optimizer: Any) -> None:
+        for p in others:
+            p.requires_grad_(True)
+        others.clear()
+
+    return toggle, untoggle
 
 
 def _log_one(name: str, value: Any, **_options: Any) -> None:

@@ -43,8 +43,9 @@ def _find_causes(advances: Sequence[DispatchResult]) -> dict[int, str]:
     losses = {rank: advance.loss for rank, advance in enumerate(advances) if advance.loss is not None}
     if bad := {rank: loss for rank, loss in losses.items() if not math.isfinite(loss)}:
         return {rank: f"{problem}, with this rank's loss {loss}" for rank, loss in bad.items()}
-    all_losses = ", ".join(f"{loss:.4g}" for loss in losses.values())
-    problem += f", though every rank's loss is ({all_losses})"
+    if losses:
+        all_losses = ", ".join(f"{loss:.4g}" for loss in losses.values())
+        problem += f", though every rank's loss is ({all_losses})"
     if gradients := _find_first_stages(advances, "gradient"):
         last = max(gradients.values())
         detail = f"the first ones in backward's order are those of this rank's stage {last}"

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting
+from dtkit.checkpoint import exported_folder, folders
 from dtkit.checkpoint.checkpoint import Checkpoint
 from dtkit.checkpoint.folders import Lineage, get_lineage
 from dtkit.checkpoint.json_values import UnsupportedValueError, decode, encode
@@ -131,7 +132,20 @@ def _describe_rank_state(metadata: Any, spec: RunSpec, mesh: Mesh) -> str:
     return ", ".join(notes)
 
 
-def load_resume_point(path: str | Path, model: Any) -> ResumePoint:
+def load_start(path: str | Path | None, model: Any) -> tuple[Any, ResumePoint | None]:
+    """Return what a training begins with: the model, and the checkpoint at a path unless that is an exported model."""
+    if path is None:
+        return model, None
+    folder = folders.parse_path("resume_from", path)
+    if exported_folder.find_format(folder) is None:
+        return model, _load_resume_point(folder, model)
+    built = model.build_model() if isinstance(model, ModelHandle) else model
+    loaded, description = exported_folder.load_exported(folder, built)
+    print(f"resume_from: weights of {description} {folder}; the optimizer and the steps begin anew")  # noqa: T201
+    return loaded, None
+
+
+def _load_resume_point(path: Path, model: Any) -> ResumePoint:
     """Return the checkpoint at a path, with its files and its fit to the model checked. Raises CheckpointError."""
     checkpoint = Checkpoint(path)
     checkpoint.check_fits((model.build_model() if isinstance(model, ModelHandle) else model).state_dict())

@@ -337,8 +337,6 @@ class Run:
         Raises TimeoutError if the weights have not come within `timeout` seconds; the engines then keep the job.
         """
         deadline = Deadline(timeout, "release")
-        if self._job.is_released:
-            return
         if self._job.is_running:
             raise RunError(f"this run is at step {self.status.step} of {self.spec.steps}; run.stop() it first")
         if not self.done():

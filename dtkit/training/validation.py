@@ -63,7 +63,9 @@ def check_config(config: TrainConfig) -> Strategy:
     _check_callbacks(config)
     _check_on_engine(config.on_engine)
     check_activation_checkpointing(config.activation_checkpointing)
-    return _check_strategy(config.strategy)
+    strategy = _check_strategy(config.strategy)
+    _check_manual(config, strategy)
+    return strategy
 
 
 def check_can_shrink(world_size: int, config: TrainConfig, strategy: Strategy) -> None:
@@ -215,6 +217,32 @@ def _check_strategy(strategy: Any) -> Strategy:
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy={strategy!r}; it must be a dtkit strategy such as dtkit.DataParallel()")
     return strategy
+
+
+def _check_manual(config: TrainConfig, strategy: Strategy) -> None:
+    """Check a training step that takes the optimizers: what would happen within its updates is left to it."""
+    from dtkit.strategies.data_parallel import DataParallel
+    from dtkit.strategies.loss import takes_optimizers
+
+    if not takes_optimizers(config.training_step):
+        return
+    if type(strategy) is not DataParallel:
+        raise ValueError(
+            f"strategy={strategy!r}: a training_step that takes the optimizers needs whole gradients on each rank. Use "
+            "dtkit.DataParallel()"
+        )
+    for name, remedy in (
+        ("accumulate", "call backward() several times before step()"),
+        ("precision", "use torch.autocast in the step"),
+        ("compress", "leave it out"),
+    ):
+        if (value := getattr(strategy, name)) != getattr(DataParallel(), name):
+            raise ValueError(f"{name}={value!r}: training_step takes the optimizers and updates itself; {remedy}")
+    if config.validation is not None:
+        raise ValueError(
+            "validation=: a training_step that takes the optimizers would update the model on validation data. Leave "
+            "it out, and evaluate run.model"
+        )
 
 
 def check_batch_size(config: TrainConfig, partition: Partition) -> None:

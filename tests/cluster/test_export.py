@@ -78,6 +78,55 @@ def test_distributed_checkpoint_of_torch_has_the_model(cluster2: dtkit.Cluster, 
     check_equal(model, run.model)
 
 
+@pytest.mark.parametrize("format", ["hf", "dcp"])
+def test_training_begins_with_the_weights_of_a_folder(
+    cluster2: dtkit.Cluster,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    format: str,  # noqa: A002
+):
+    options: dict[str, Any] = {"samples": make_samples(16, "llama"), "shuffle": "global"}
+    run = train(cluster2, make_llama(), strategy=dtkit.Sharded(), **options)
+    run.save(tmp_path / "model", format=format)
+    other = make_llama()
+    torch.nn.init.zeros_(other.lm_head.weight)
+    train(cluster2, other, resume_from=tmp_path / "model", **options)
+    assert "the optimizer and the steps begin anew" in capfd.readouterr().out
+    expected = train(cluster2, run.model, **options).model.state_dict()
+    again = train(cluster2, other, resume_from=tmp_path / "model", **options)
+    for name, value in again.model.state_dict().items():
+        assert (value - expected[name]).abs().max() < 1e-12, name
+    assert not other.lm_head.weight.any()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_training_begins_with_an_adapter(cluster2: dtkit.Cluster, tmp_path: Path):
+    def adapt() -> Any:
+        return get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"])).double()
+
+    run = train(cluster2, adapt(), make_samples(16, "llama"))
+    run.save(tmp_path / "adapter", format="peft")
+    begun = cluster2.train(
+        adapt(),
+        make_samples(16, "llama"),
+        optimizer=small.sgd,
+        batch_size=8,
+        steps=2,
+        resume_from=tmp_path / "adapter",
+        start=False,
+    )
+    check_equal(begun.model, run.model)
+
+
+def test_folder_of_another_model_is_refused(cluster2: dtkit.Cluster, tmp_path: Path):
+    train(cluster2, make_bert(), make_samples(16, "bert")).save(tmp_path / "bert", format="hf")
+    with pytest.raises(dtkit.errors.CheckpointError, match="is of another model: LlamaForCausalLM lacks"):
+        train(cluster2, make_llama(), make_samples(16, "llama"), resume_from=tmp_path / "bert")
+    (tmp_path / "bert" / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(dtkit.errors.CheckpointError, match="can't be read as Hugging Face's folder"):
+        train(cluster2, make_bert(), make_samples(16, "bert"), resume_from=tmp_path / "bert")
+
+
 @pytest.mark.parametrize(
     ("format", "message"),
     [("hf", "Sequential has no config"), ("peft", "no peft_config"), ("onnx", "format='onnx'; ")],

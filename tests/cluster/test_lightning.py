@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support import small
+from tests.support.gan import Gan, judge, make_optimizers, make_points, train_gan
 
 if TYPE_CHECKING:
     import dtkit
@@ -70,10 +71,49 @@ def test_given_arguments_take_the_place_of_methods(cluster2: dtkit.Cluster):
     assert run.spec.batch_size == 8
 
 
-class Manual(Module):
+class ManualGan(lightning.LightningModule):
+    """GAN that updates by itself, in the words of Lightning."""
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.networks = Gan()
+
+    def training_step(self, batch: Any, _batch_idx: int) -> None:
+        generator, discriminator = self.optimizers()
+        real, noise = batch
+        self.toggle_optimizer(discriminator)
+        fake = self.networks.generator(noise)
+        for _ in range(2):
+            discriminator.zero_grad()
+            self.manual_backward(judge(self.networks.discriminator(real), 1.0))
+            self.manual_backward(judge(self.networks.discriminator(fake.detach()), 0.0))
+            discriminator.step()
+        self.untoggle_optimizer(discriminator)
+        self.toggle_optimizer(generator)
+        loss = judge(self.networks.discriminator(self.networks.generator(noise)), 1.0)
+        generator.zero_grad()
+        self.manual_backward(loss)
+        generator.step()
+        self.untoggle_optimizer(generator)
+        self.log("g_loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return make_optimizers(self.networks), []
+
+
+def test_module_with_manual_optimization_trains_as_the_same_function(cluster2: dtkit.Cluster):
+    run = cluster2.train(ManualGan(), make_points(), batch_size=16, steps=6)
+    run.wait(60)
+    expected = cluster2.train(
+        Gan(), make_points(), batch_size=16, steps=6, training_step=train_gan, optimizer=make_optimizers
+    )
+    expected.wait(60)
+    for p, q in zip(run.model.parameters(), expected.model.parameters(), strict=True):
+        assert (p - q).abs().max() < 1e-12
+    assert run.history.loss()[1].tolist() == pytest.approx(expected.history.loss()[1].tolist())
+    assert run.history.scalar("g_loss")[1] == pytest.approx(run.history.loss()[1])
+    assert all(p.requires_grad for p in run.model.parameters())
 
 
 class Two(Module):
@@ -81,10 +121,19 @@ class Two(Module):
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.2)]
 
 
+class ManualWithSchedule(ManualGan):
+    def configure_optimizers(self) -> Any:
+        optimizers = make_optimizers(self.networks)
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1)]
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
-    [(Manual, "automatic_optimization=False.* cluster.torchrun"), (Two, "returns 2 optimizers and 0 schedulers")],
+    [
+        (Two, "returns 2 optimizers and 0 schedulers"),
+        (ManualWithSchedule, "returns 1 schedulers, and the module updates by itself"),
+    ],
 )
-def test_what_one_update_a_step_cannot_do_is_refused(cluster2: dtkit.Cluster, model: Any, message: str):
+def test_optimizers_that_nothing_would_step_are_refused(cluster2: dtkit.Cluster, model: Any, message: str):
     with pytest.raises(ValueError, match=message):
         cluster2.train(model(), Data(), epochs=1)

@@ -1,0 +1,53 @@
+"""Runs before the current one: engines keep what they were sent for these, so that `verify` can still repeat them.
+
+Only data and model as they were sent are kept, without weights and optimizer, and only as far as memory allows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import psutil
+
+from dtkit._util.deadline import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dtkit.training.run import Run
+
+_MEMORY_FRACTION = 0.05
+"""Largest part of the free memory that is kept for earlier runs."""
+
+
+class EarlierRuns:
+    """Earlier runs whose data and model the engines keep. They are freed with the last reference to a run."""
+
+    def __init__(self, check_idle: Callable[[], None]) -> None:
+        """`check_idle` raises RunError while another run is training."""
+        self._check_idle = check_idle
+        self._runs: list[weakref.ref[Run]] = []
+
+    def add(self, run: Run) -> None:
+        """Free a run's job, and keep what was sent for it. The oldest runs' inputs are freed to make room."""
+        if run.is_released:
+            return
+        if not run.done():
+            run.stop()
+        run.lifecycle.release(Deadline(None, "release"), check_idle=self._check_idle)
+        self._runs.append(weakref.ref(run))
+        self._free_oldest()
+
+    def _free_oldest(self) -> None:
+        room = _MEMORY_FRACTION * psutil.virtual_memory().available
+        kept = []
+        for reference in reversed(self._runs):
+            if (run := reference()) is None:
+                continue
+            room -= run.lifecycle.count_input_bytes()
+            if room < 0:
+                run.release()
+            else:
+                kept.append(reference)
+        self._runs = kept[::-1]

@@ -125,7 +125,7 @@ def test_reader_joins_pieces_of_fused_blocks(tmp_path: Path):
     shards = [TensorShard(part, (12, 2), (2 * rank, 0), fused_blocks=3) for rank, part in enumerate(parts)]
     reports = []
     for rank, shard in enumerate(shards):
-        facts = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "per_rank": {}}
+        facts = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "per_rank": {}, "frozen": {}}
         reports.append(
             writer._write_tensors(tmp_path / folders.get_rank_filename(rank), ShardedState({"w": shard}, facts))
         )

@@ -99,6 +99,12 @@ class Checkpoint:
         aliases = self.metadata["facts"]["aliases"].get("model", {})
         return entries | {name: entries[first] for name, first in aliases.items()}
 
+    @property
+    def frozen_entries(self) -> Mapping[str, Any]:
+        """Return {name in the model's state dict: dtype, shape} of frozen parameters that were left out."""
+        entries: Mapping[str, Any] = self.metadata["facts"]["frozen"]
+        return entries
+
     def verify_files(self) -> list[str]:
         """Return the problems of its files, by their digests; empty if there are none. Reads all of them."""
         with ThreadPoolExecutor(4) as pool:  # digests are computed without the interpreter's lock
@@ -112,7 +118,7 @@ class Checkpoint:
 
     def check_fits(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError unless names, shapes and dtypes are those of a model's state dict."""
-        saved = self.get_tensor_entries()
+        saved = self.get_tensor_entries() | dict(self.frozen_entries)
         tensors = {name: value for name, value in state.items() if hasattr(value, "dtype")}
         if problems := _compare_tensors(saved, tensors):
             more = len(problems) - _MAX_SHOWN_PROBLEMS
@@ -129,7 +135,10 @@ class Checkpoint:
         return History.from_jsonl(self.path / HISTORY_FILE)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the model's weights as tensors on the CPU. Raises CheckpointError if files are damaged."""
+        """Return the model's weights as tensors on the CPU, so far as it has them.
+
+        Raises CheckpointError if files are damaged.
+        """
         from dtkit.checkpoint.json_values import decode
         from dtkit.checkpoint.safetensors_file import FileReader
 
@@ -146,7 +155,7 @@ class Checkpoint:
     def load_into(self, model: torch.nn.Module) -> torch.nn.Module:
         """Load the weights into a model, and return it. Raises CheckpointError if they are of another model."""
         self.check_fits(model.state_dict())
-        model.load_state_dict(self.state_dict())
+        model.load_state_dict(self.state_dict(), strict=not self.frozen_entries)
         return model
 
     def export(self, folder: str | Path, model: torch.nn.Module, format: str = "hf") -> Path:  # noqa: A002 - a format is one
@@ -159,6 +168,11 @@ class Checkpoint:
 
         self.check_fits(model.state_dict())
         self.check_files()
+        if self.frozen_entries and format != "peft":
+            raise ValueError(
+                f"format={format!r} needs the whole model, and {self.path} leaves out {len(self.frozen_entries)} "
+                "frozen parameters. Load it into the model and save that: load_into(model).save_pretrained(folder)"
+            )
         target = parse_path("export(folder", folder)
         export(ModelReader(self.path, self.metadata, self.get_tensor_entries()), target, model, format)
         return target

@@ -75,10 +75,12 @@ def is_fully_covered(entry: Mapping[str, Any], num_files: int) -> bool:
 
 def merge_facts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the facts of all ranks. Plain values are equal on all of them; optimizers of parts are joined."""
-    merged: dict[str, Any] = {"layout": parts[0]["layout"], "values": {}, "aliases": {}, "extra": {}, "per_rank": {}}
+    merged: dict[str, Any] = {"layout": parts[0]["layout"]} | {
+        key: {} for key in ("values", "aliases", "extra", "per_rank", "frozen")
+    }
     optimizers: dict[str, list[Any]] = {}
     for part in parts:
-        for key in ("values", "extra", "per_rank"):
+        for key in ("values", "extra", "per_rank", "frozen"):
             merged[key].update(part[key])
         for prefix, names in part["aliases"].items():
             merged["aliases"].setdefault(prefix, {}).update(names)

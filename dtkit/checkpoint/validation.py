@@ -99,7 +99,10 @@ _REQUIRED_FIELDS = {
     **dict.fromkeys(("spec", "facts", "files", "index"), _OBJECT),
     **{f"spec/{name}": _TEXT for name in ("name", "strategy", "optimizer", "loss")},
     **{f"spec/{name}": _POSITIVE_INT for name in ("world_size", "batch_size", "steps", "steps_per_epoch")},
-    **{f"facts/{name}": _OBJECT for name in ("layout", "values", "optimizers", "aliases", "extra", "per_rank")},
+    **{
+        f"facts/{name}": _OBJECT
+        for name in ("layout", "values", "optimizers", "aliases", "extra", "per_rank", "frozen")
+    },
 }
 """Required fields of checkpoint.json and their types, in the order of the check."""
 

@@ -147,6 +147,7 @@ class Cluster(Engines):
         checkpoint_every: int | None = None,
         checkpoint_dir: str | Path | None = None,
         keep_last: int = 3,
+        checkpoint_trainable_only: bool = False,
         resume_from: str | Path | None = None,
         on_failure: str = "repair",
         snapshot_every: int | None = None,
@@ -194,6 +195,8 @@ class Cluster(Engines):
         start : False leaves the run paused before its first step, for ``run.step()``.
         checkpoint_every, checkpoint_dir, keep_last : write a checkpoint into this folder, which notebook and engines
             share, after so many steps and after the last one; the newest ones stay. Disk errors don't end training.
+        checkpoint_trainable_only : leave frozen parameters out of checkpoints, as under an adapter of PEFT. The model
+            that you give on resuming has them.
         resume_from : a checkpoint, or a folder of which the newest is taken. `steps` and `epochs` count from the very
             start. Training continues from exactly that state, also with other engines or another strategy. Or a model
             that ``run.save(format=...)`` or ``save_pretrained`` wrote: its weights, with a new optimizer from step 0.

@@ -67,6 +67,8 @@ class Job:
         self.loss_fn, self.context = program.loss_fn, context
         self.layout = {"strategy": type(program.strategy).__name__, "mesh": dict(context.mesh.axes)}
         """Kind of strategy, and mesh. With another layout, state of one rank can't return to that rank."""
+        self.checkpoint_trainable_only = program.checkpoint_trainable_only
+        """Whether checkpoints leave frozen parameters out."""
         self._batch_source = batch_source
         self._num_micro_batches = program.strategy.num_micro_batches
         self._rng = JobRng(seed, context.device)

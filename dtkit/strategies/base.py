@@ -66,6 +66,8 @@ class TrainingProgram:
     """Callbacks on the engines: :class:`dtkit.engine.callbacks.EngineCallback`."""
     activation_checkpointing: bool | Sequence[str] = False
     """Names of the modules that compute again in backward; True for the model's blocks."""
+    checkpoint_trainable_only: bool = False
+    """Whether checkpoints leave frozen parameters out."""
     sampler: Any = None
     """Iterable of the row numbers of an epoch; None for dtkit's own order."""
 

@@ -251,7 +251,9 @@ class _Jobs(_Subject, JobOperations):
             f"{MODEL_PREFIX}/{name}": TensorShard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
             for name, tensor in tensors.items()
         }
-        facts: dict[str, Any] = {key: {} for key in ("layout", "values", "optimizers", "aliases", "extra", "per_rank")}
+        facts: dict[str, Any] = {
+            key: {} for key in ("layout", "values", "optimizers", "aliases", "extra", "per_rank", "frozen")
+        }
         return self._engine.pack(ShardedState(shards, facts))
 
     def reference_report(self, *, job: str) -> Payload:

@@ -60,6 +60,7 @@ class TrainConfig:
     checkpoint_every: int | None = None
     checkpoint_dir: str | Path | None = None
     keep_last: int = 3
+    checkpoint_trainable_only: bool = False
     resume_from: str | Path | None = None
     on_failure: str = "repair"
     snapshot_every: int | None = None

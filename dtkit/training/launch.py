@@ -175,6 +175,7 @@ def _pickle_program(engine_group: EngineGroup, config: TrainConfig, strategy: St
         has_validation=config.validation is not None,
         on_engine=tuple(config.on_engine),
         activation_checkpointing=config.activation_checkpointing,
+        checkpoint_trainable_only=config.checkpoint_trainable_only,
         sampler=config.sampler,
     )
     return engine_group.uploads.dumps(program, name="train")

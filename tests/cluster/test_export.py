@@ -10,6 +10,7 @@ import torch
 import dtkit
 from dtkit.checkpoint import export
 from tests.support import small
+from tests.support.marks import slow
 
 pytest.importorskip("transformers")
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -116,6 +117,40 @@ def test_training_begins_with_an_adapter(cluster2: dtkit.Cluster, tmp_path: Path
         start=False,
     )
     check_equal(begun.model, run.model)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("strategy", [dtkit.DataParallel(), slow(dtkit.Sharded()), slow(dtkit.Pipeline(2, 2))], ids=str)
+def test_checkpoints_without_frozen_parameters_are_small_and_resumed_from(
+    cluster2: dtkit.Cluster, tmp_path: Path, strategy: Any
+):
+    def adapt(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"])).double()
+
+    options = {"checkpoint_dir": tmp_path / "a", "checkpoint_every": 2, "checkpoint_trainable_only": True}
+    run = train(cluster2, adapt(0), make_samples(16, "llama"), strategy=strategy, shuffle="global", **options)
+    checkpoint = dtkit.Checkpoint(tmp_path / "a")
+    assert checkpoint.num_parameters == sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    check_equal(checkpoint.load_into(adapt(1)), run.model)
+    with pytest.raises(ValueError, match=r"leaves out \d+ frozen parameters"):
+        checkpoint.export(tmp_path / "hf", run.model, "hf")
+    resumed = cluster2.train(
+        adapt(1),
+        make_samples(16, "llama"),
+        optimizer=small.sgd,
+        batch_size=8,
+        steps=4,
+        shuffle="global",
+        resume_from=tmp_path / "a",
+    )
+    resumed.wait(60)
+    whole = cluster2.train(
+        adapt(0), make_samples(16, "llama"), optimizer=small.sgd, batch_size=8, steps=4, shuffle="global"
+    )
+    whole.wait(60)
+    for name, value in resumed.model.state_dict().items():
+        assert (value - whole.model.state_dict()[name]).abs().max() < 1e-12, name
 
 
 def test_folder_of_another_model_is_refused(cluster2: dtkit.Cluster, tmp_path: Path):

@@ -26,7 +26,15 @@ def make_rank_state(rank: int) -> ShardedState:
         shard = tensor.chunk(2)[rank].contiguous()
         offset = (rank * len(tensor.chunk(2)[0]), *(0 for _ in tensor.shape[1:]))
         shards[f"model/{name}"] = TensorShard(shard, tuple(tensor.shape), offset)
-    metadata = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "per_rank": {str(rank): {}}}
+    metadata = {
+        "layout": {},
+        "values": {},
+        "optimizers": {},
+        "aliases": {},
+        "extra": {},
+        "per_rank": {str(rank): {}},
+        "frozen": {},
+    }
     return ShardedState(shards, metadata)
 
 

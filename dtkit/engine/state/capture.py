@@ -37,11 +37,13 @@ _NON_OPTION_KEYS = ("params", "param_names")
 class StateCapture(StateVisitor):
     """Visitor that captures state. It collects the problems, and reports them once all ranks are done."""
 
-    def __init__(self, context: WorkerContext, layout: Mapping[str, Any]) -> None:
+    def __init__(self, context: WorkerContext, layout: Mapping[str, Any], *, skip_frozen: bool = False) -> None:
+        """With `skip_frozen`, parameters that need no gradient are named but not captured."""
         super().__init__(context, layout)
         self.problems: list[str] = []
+        self._skip_frozen = skip_frozen
         self._shards: dict[str, TensorShard] = {}
-        self._facts: dict[str, Any] = {"values": {}, "optimizers": {}, "aliases": {}, "extra": {}}
+        self._facts: dict[str, Any] = {"values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "frozen": {}}
         self._per_rank_facts: dict[str, Any] = {"values": {}, "optimizers": {}}
 
     def visit_value(self, name: str, current: Any) -> Any:
@@ -56,7 +58,7 @@ class StateCapture(StateVisitor):
 
     def visit_tensors(self, prefix: str, named_tensors: Mapping[str, torch.Tensor]) -> bool:
         """See :class:`StateVisitor`."""
-        unique, aliases = drop_aliases(named_tensors)
+        unique, aliases = drop_aliases(self._drop_frozen(named_tensors))
         self._facts["aliases"].setdefault(prefix, {}).update(aliases)
         for name, tensor in unique.items():
             self._add_shard(f"{prefix}/{name}", tensor, get_num_fused_blocks(tensor))
@@ -70,11 +72,27 @@ class StateCapture(StateVisitor):
         fraction: float | None = None,  # noqa: ARG002 - only restoring needs it
     ) -> None:
         """See :class:`StateVisitor`."""
-        for name, tensor in drop_aliases(named_tensors)[0].items():
+        for name, tensor in drop_aliases(self._drop_frozen(named_tensors))[0].items():
             self._add_shard(f"rank{self.rank}/{prefix}/{name}", tensor)
+
+    def _drop_frozen(self, named_tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return the tensors without frozen parameters, where these are skipped."""
+        if not self._skip_frozen:
+            return named_tensors
+        frozen = {
+            name: tensor
+            for name, tensor in named_tensors.items()
+            if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        }
+        self._facts["frozen"] |= {
+            name: {"dtype": SAFETENSORS_NAMES.get(tensor.dtype, ""), "shape": list(tensor.shape)}
+            for name, tensor in frozen.items()
+        }
+        return {name: tensor for name, tensor in named_tensors.items() if name not in frozen}
 
     def per_replica(self, prefix: str, named_tensors: Mapping[str, torch.Tensor], weight: float | None) -> None:
         """See :class:`StateVisitor`. A collective with a weight. Tensors that are equal everywhere are saved once."""
+        named_tensors = self._drop_frozen(named_tensors)
         if self._are_equal_on_all_ranks(named_tensors, weight):
             self.visit_tensors(prefix, named_tensors)
             return
@@ -259,16 +277,16 @@ def all_gather_json(group: Group | None, value: Any) -> list[Any]:
 
 
 def capture_state(job: StatefulJob) -> ShardedState:
-    """Return a copy of this rank's part of a job's state, on the CPU. A collective.
+    """Return a copy of this rank's part of a job's state, on the CPU, as a checkpoint has it. A collective.
 
     Raises UnsupportedValueError on all ranks.
     """
-    return _copy_to_cpu(view_state(job), torch.contiguous_format)
+    return _copy_to_cpu(view_state(job, skip_frozen=job.checkpoint_trainable_only), torch.contiguous_format)
 
 
-def view_state(job: StatefulJob) -> ShardedState:
+def view_state(job: StatefulJob, *, skip_frozen: bool = False) -> ShardedState:
     """Return the same without copying: the job still uses the tensors. A collective."""
-    capture = StateCapture(job.context, job.layout)
+    capture = StateCapture(job.context, job.layout, skip_frozen=skip_frozen)
     job.visit_state(capture)
     state = capture.build_state()
     state.facts["step"] = job.step

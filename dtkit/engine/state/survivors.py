@@ -66,7 +66,7 @@ def export_state(job: StatefulJob, scope: str) -> ShardedState:
         return ShardedState(_select_by_prefix(state.shards, [f"rank{rank}/"]), state.facts)
     optimizers = state.facts["per_rank"][str(rank)]["optimizers"]
     facts = {**state.facts, "per_rank": {str(rank): {"values": {}, "optimizers": optimizers}}}
-    facts.update({name: {} for name in ("values", "optimizers", "aliases", "extra")})
+    facts.update({name: {} for name in ("values", "optimizers", "aliases", "extra", "frozen")})
     return ShardedState(_select_by_prefix(state.shards, [f"rank{rank}/{prefix}/" for prefix in optimizers]), facts)
 
 

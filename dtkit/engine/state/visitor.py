@@ -95,6 +95,8 @@ class StatefulJob(Protocol):
     step: int
     partially_updated: bool
     """Whether an update began and did not end, so that the parameters are of no step."""
+    checkpoint_trainable_only: bool
+    """Whether checkpoints leave frozen parameters out."""
 
     @property
     def layout(self) -> Mapping[str, Any]:

@@ -297,6 +297,7 @@ while time.monotonic() < deadline:  # each briefly turns a gloo thread into a Py
     dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda done: None).wait()
 over.set()
 thread.join()
+dist.destroy_process_group()  # a process that exits with one may abort
 """
 
 

@@ -40,7 +40,8 @@ def load_exported(folder: Path, model: torch.nn.Module) -> tuple[torch.nn.Module
         loaders[format](folder, model)
     except CheckpointError:
         raise
-    except Exception as error:  # broad: of several libraries, for files that are damaged or of another model
+    # broad: of several libraries, for files that are damaged or of another model
+    except Exception as error:
         raise CheckpointError(f"{folder} can't be read as {_DESCRIPTIONS[format]}: {error}") from error
     return model, _DESCRIPTIONS[format]
 

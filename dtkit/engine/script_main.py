@@ -21,6 +21,7 @@ def main(call_path: str, result_path: str) -> None:
     # unpickles: written by this process's engine
     engine_path, pickled = pickle.loads(Path(call_path).read_bytes())
     sys.path[:] = engine_path  # modules that this path lacks were sent by value
+    # unpickles: the same file's second part
     payload: Any = pickle.loads(pickled)
     function, args, kwargs = payload.load()
     succeeded, outcome = run_guarded(lambda: (True, function(*args, **kwargs)), _describe_error)

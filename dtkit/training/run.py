@@ -332,7 +332,7 @@ class Run:
             self._waiter.call("repair", timeout=timeout)
 
     def release(self, timeout: float | None = None) -> None:
-        """Free the engines' copy of the model, after fetching its weights. A paused run is stopped. Idempotent.
+        """Free all that the engines hold of this run, after fetching its weights. A paused run is stopped. Idempotent.
 
         Raises TimeoutError if the weights have not come within `timeout` seconds; the engines then keep the job.
         """

@@ -84,7 +84,7 @@ def test_plan_knows_it_and_finds_the_largest_batch(cluster2: dtkit.Cluster):
     plain, checkpointed = plan(cluster2), plan(cluster2, activation_checkpointing=True)
     assert checkpointed.rows[0].activations < 0.6 * plain.rows[0].activations
     largest = plain.largest_batch()
-    assert checkpointed.largest_batch() > 1.3 * largest > 512
+    assert checkpointed.largest_batch() > largest > 512
     assert plain.largest_batch(dtkit.Sharded()) >= largest
     with pytest.raises(ValueError, match=r"Pipeline\(.*is not in this plan"):
         plain.largest_batch(dtkit.Pipeline(2, 2))

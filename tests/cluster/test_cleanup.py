@@ -206,6 +206,7 @@ def test_released_run_leaves_no_tensor_on_the_engines(cluster2: dtkit.Cluster, s
     second.wait(60)
     assert (first.is_released, second.is_released) == (True, False)
     assert max(cluster2.run(count_large_tensors)) > max(before)  # those of the second run
+    first.release()
     second.release()
     assert cluster2.run(count_large_tensors) == before
 

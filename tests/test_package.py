@@ -408,6 +408,7 @@ LAYERS = [  # bottom to top; the longest entry that fits a module counts
     "planning",
     "training",
     "cluster",
+    "integrations",
     "testing",
     "demo",
 ]

@@ -41,7 +41,7 @@ class ModelHandle:
         checksums: Sequence[str],
     ) -> None:
         self.engine_group, self.key, self.checksums = engine_group, key, tuple(checksums)
-        self.name = type(model).__name__
+        self.name = getattr(model, "model_name", type(model).__name__)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.nbytes = sum(packed.sizes)

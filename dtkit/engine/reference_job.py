@@ -53,7 +53,8 @@ class ReferenceJob(Job):
         """Return what `verify` needs besides the parameters."""
         optimizers = getattr(self._worker.optimizer, "optimizers", (self._worker.optimizer,))
         is_muon = any(type(optimizer).__name__ == "Muon" for optimizer in optimizers)
-        return ReferenceReport(self._max_gradients, tuple(self._batch_digests), "bfloat16" if is_muon else None)
+        dtype = "bfloat16" if is_muon else getattr(self._worker.model, "loss_dtype", None)
+        return ReferenceReport(self._max_gradients, tuple(self._batch_digests), dtype)
 
     def _load_batches(self) -> Sequence[tuple[int, Any]]:
         if self._shard_rngs is None or self._worker.batch_per_shard or self._worker.takes_whole_batch:

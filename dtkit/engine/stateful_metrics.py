@@ -52,7 +52,12 @@ class StatefulMetrics:
             return {}
         if group is not None:
             self._merge(group, replica)
-        return {name: _to_number(name, metric.compute()) for name, metric in self._metrics.items()}
+        values: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            value = metric.compute()
+            several = value if isinstance(value, dict) else {name: value}
+            values |= {key: _to_number(key, number) for key, number in several.items()}
+        return values
 
     def _merge(self, group: Group, replica: int) -> None:
         """Replace each metric by the merged one of all replicas; of ranks with the same rows, the first counts."""

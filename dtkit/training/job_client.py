@@ -14,6 +14,7 @@ from dtkit.data import distribute
 from dtkit.errors import DtkitError, RunError
 from dtkit.rpc.protocol import DataOperations, JobOperations, make_call
 from dtkit.training import state_dict
+from dtkit.training.adapters import to_user_model
 from dtkit.training.boundary_actions import make_save_call
 from dtkit.training.recorder import combine_evaluations
 from dtkit.types import State
@@ -66,7 +67,7 @@ class JobClient:
         step = self._progress.step
         if self._model is not None and self._model[0] == step and not self.is_running:
             return self._model[1]
-        model = self._progress.plan.job_spec.model_handle.build_with_state(self.fetch_state_dict())
+        model = to_user_model(self._progress.plan.job_spec.model_handle.build_with_state(self.fetch_state_dict()))
         if step == self._progress.step:
             self._model = step, model
         return model
@@ -80,7 +81,7 @@ class JobClient:
         self.check_not_released("build_model")
         index = plan.options.on_engine.index(callback)
         state = state_dict.fetch_state_dict(self._engine_group, plan.job, callback=index)
-        return plan.job_spec.model_handle.build_with_state(state)
+        return to_user_model(plan.job_spec.model_handle.build_with_state(state))
 
     def fetch_state_dict(self, timeout: float | None = None) -> Mapping[str, Any]:
         """Return the whole model's state dict as of the present step."""

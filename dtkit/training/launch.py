@@ -20,6 +20,7 @@ from dtkit.data.torch_loader import is_data_loader, read_data_loader
 from dtkit.errors import format_ranks
 from dtkit.planning import fit_check, planner
 from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions
+from dtkit.training.adapters import adapt_model
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
 from dtkit.training.lightning import read_lightning
 from dtkit.training.resume import load_start
@@ -56,6 +57,7 @@ class TrainingHost(Protocol):
 def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, config: TrainConfig) -> Run:
     """See :meth:`dtkit.Cluster.train`."""
     engine_group.check_open()
+    model, config = adapt_model(model, config)
     data, config = _unwrap_data_loader(*read_lightning(model, data, config))
     planner.check_idle(host.current_run, "and trains one model at a time", "end it (run.stop())")
     strategy = _check_all(engine_group, model, config)

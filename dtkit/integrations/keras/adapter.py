@@ -1,0 +1,73 @@
+"""What `cluster.train` makes of a Keras model, and of losses, optimizers and metrics as Keras names them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from dtkit.integrations.keras.metrics import KerasMetrics
+from dtkit.integrations.keras.optimizer import KerasOptimizer
+from dtkit.integrations.keras.saved_model import CompileOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dtkit.integrations.keras.module import KerasModule
+    from dtkit.training.config import TrainConfig
+
+_STRATEGIES = ("DataParallel", "NaiveDataParallel", "ParameterAveraging")
+
+
+def adapt(model: Any, config: TrainConfig) -> tuple[Any, TrainConfig]:
+    """Return a torch module and arguments in torch's terms for a Keras model. The model is copied, not changed."""
+    _check(config)
+    given = CompileOptions(config.loss, config.optimizer, config.metrics)
+    options = given.or_else(CompileOptions.of(model))
+    for name, value in (("loss", options.loss), ("optimizer", options.optimizer)):
+        if value is None:
+            raise ValueError(f"{model.name} was not compiled, and {name}= was not given. Give {name}=, or compile it")
+    module = _find_module_class().of(model, options)
+    metrics = None if not options.metrics else {"keras": KerasMetrics(options.loss, options.metrics)}
+    return module, dataclasses.replace(
+        config, loss=None, optimizer=make_optimizer_factory(options.optimizer), metrics=metrics
+    )
+
+
+def _check(config: TrainConfig) -> None:
+    strategy = type(config.strategy).__name__
+    if config.strategy is not None and strategy not in _STRATEGIES:
+        raise ValueError(
+            f"strategy={config.strategy!r}: a Keras model can't be cut or sharded, since its layers aren't torch "
+            f"modules. Use {', '.join(f'dtkit.{name}' for name in _STRATEGIES)}"
+        )
+    if config.training_step is not None:
+        raise ValueError("training_step= runs a torch model; for a Keras model give loss=, a Keras name or object")
+
+
+def _find_module_class() -> type[KerasModule]:
+    backend = keras.backend.backend()
+    if backend == "torch":
+        from dtkit.integrations.keras.torch_backend import TorchKerasModule
+
+        return TorchKerasModule
+    if backend == "tensorflow":
+        from dtkit.integrations.keras.tensorflow_backend import TensorFlowKerasModule
+
+        return TensorFlowKerasModule
+    raise ValueError(
+        f"Keras runs with its {backend} backend; dtkit trains with torch and tensorflow. Set KERAS_BACKEND=torch "
+        "before Keras is imported"
+    )
+
+
+def make_optimizer_factory(optimizer: Any) -> Callable[..., KerasOptimizer]:
+    """Return a function from a module to its optimizer, for an optimizer as Keras names it."""
+    config = keras.optimizers.serialize(keras.optimizers.get(optimizer))
+
+    def make_keras_optimizer(model: KerasModule) -> KerasOptimizer:
+        return KerasOptimizer(model, keras.optimizers.deserialize(config))
+
+    make_keras_optimizer.__name__ = str(config["class_name"])
+    return make_keras_optimizer

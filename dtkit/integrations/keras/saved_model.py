@@ -1,0 +1,129 @@
+"""A Keras model without weights, as plain values: its configuration, and classes that are not Keras's own.
+
+Keras's own pickling needs every class to be registered, and gives variables other names. Here classes of a notebook
+travel by value, and the order of variables is kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileOptions:
+    """What a model is trained with: names, objects or functions as Keras takes them."""
+
+    loss: Any = None
+    optimizer: Any = None
+    metrics: Any = None
+
+    @classmethod
+    def of(cls, model: keras.Model) -> CompileOptions:
+        """Return the options that a model was compiled with; all None if it was not."""
+        if not model.compiled:
+            return cls()
+        with keras.saving.custom_object_scope(dict(find_custom_objects(model))):
+            config = keras.saving.deserialize_keras_object(model.get_compile_config())
+        return cls(config["loss"], config["optimizer"], config["metrics"])
+
+    def or_else(self, other: CompileOptions) -> CompileOptions:
+        """Return these options, with those of another where they are None."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return CompileOptions(*(theirs if ours is None else ours for ours, theirs in pairs))
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedModel:
+    """Configuration of a Keras model, which can be pickled."""
+
+    config: Mapping[str, Any]
+    custom_objects: Mapping[str, Any]
+    backend: str
+    floatx: str
+    """Keras's default dtype, in which it computes losses."""
+
+    @classmethod
+    def save(cls, model: keras.Model) -> SavedModel:
+        """Save a model that has its variables. Raises ValueError if it has not."""
+        if not model.built:
+            raise ValueError(
+                f"{model.name} has no variables yet, as it doesn't know the shape of its inputs. Call it once on a "
+                "batch, or give keras.Input(shape) as its first layer"
+            )
+        config = keras.saving.serialize_keras_object(model)
+        return cls(config, dict(find_custom_objects(model)), keras.backend.backend(), keras.config.floatx())
+
+    def load(self) -> keras.Model:
+        """Return a new model with new weights. Raises RuntimeError if Keras runs with another backend here."""
+        if keras.backend.backend() != self.backend:
+            raise RuntimeError(
+                f"the model was made with Keras's {self.backend} backend, and Keras runs with "
+                f"{keras.backend.backend()} here. Set KERAS_BACKEND={self.backend} before the cluster starts"
+            )
+        keras.config.set_floatx(self.floatx)
+        with keras.saving.custom_object_scope(dict(self.custom_objects)):
+            try:
+                model: keras.Model = keras.saving.deserialize_keras_object(copy.deepcopy(dict(self.config)))
+            except (TypeError, ValueError) as error:
+                cause = next((line for line in reversed(str(error).splitlines()) if line.strip()), str(error))
+                raise ValueError(
+                    f"Keras can't rebuild {self.config['class_name']} from its configuration: {cause}. Let __init__ "
+                    "take **kwargs and pass them to super().__init__, and give the class get_config()"
+                ) from None
+        return model
+
+
+def copy_weights(source: keras.Model, target: keras.Model) -> None:
+    """Copy all variables. Raises ValueError if the models' variables differ."""
+    variables, copies = list_variables(source), list_variables(target)
+    if [v.shape for v in variables] != [v.shape for v in copies]:
+        raise ValueError(
+            f"{source.name} has {len(variables)} variables, and its configuration makes {len(copies)} or others. Give "
+            "its class get_config() and build(), as keras.saving asks for"
+        )
+    for variable, copied in zip(variables, copies, strict=True):
+        copied.assign(variable.value)
+
+
+def list_variables(model: keras.Model) -> list[Any]:
+    """Return a model's variables: the trainable ones first."""
+    return [*model.trainable_variables, *model.non_trainable_variables]
+
+
+def find_custom_objects(model: keras.Model) -> Iterator[tuple[str, Any]]:
+    """Yield (name, class) of the layers whose class is not Keras's own."""
+    pending, seen = [model], set()
+    while pending:
+        layer = pending.pop()
+        if id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        if is_custom(type(layer)):
+            yield type(layer).__name__, type(layer)
+        pending += [value for value in _iterate_attributes(layer) if isinstance(value, keras.Layer)]
+
+
+def _iterate_attributes(layer: keras.Layer) -> Iterator[Any]:
+    yield from getattr(layer, "layers", ())
+    for value in vars(layer).values():
+        if isinstance(value, keras.Layer):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from value
+        elif isinstance(value, dict):
+            yield from value.values()
+
+
+def is_custom(kind: Any) -> bool:
+    """Return whether a class or function is not one of Keras."""
+    module = inspect.getmodule(kind)
+    name = getattr(kind, "__module__", "") if module is None else module.__name__
+    return not (name == "keras" or name.startswith("keras."))

@@ -1,0 +1,23 @@
+"""One's own TensorFlow loop on dtkit's engines, for functions under ``cluster.run`` and ``cluster.torchrun``.
+
+Gradients, variables and metrics travel over the process group of torch.distributed. `collectives` has these functions;
+`callbacks` has a Keras callback that feeds `dtkit.log`.
+"""
+
+from dtkit.integrations.tensorflow.callbacks import LogCallback
+from dtkit.integrations.tensorflow.collectives import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    average_gradients,
+    broadcast_variables,
+    merge_metrics,
+)
+
+__all__ = [
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "LogCallback",
+    "average_gradients",
+    "broadcast_variables",
+    "merge_metrics",
+]

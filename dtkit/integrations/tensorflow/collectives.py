@@ -1,0 +1,100 @@
+"""Averages, sums and broadcasts of TensorFlow's values over the ranks.
+
+Values leave TensorFlow as numpy arrays. In a graph (`tf.function`, `fit`) they do so by `tf.py_function`, which XLA
+can't compile: use ``compile(jit_compile=False)``. All ranks must call the same functions in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]  # tensorflow has no types
+    """A gradient tape whose gradients are means over the ranks."""
+
+    def gradient(self, target: Any, sources: Any, *args: Any, samples: Any = None, **options: Any) -> Any:
+        """Return the gradients, averaged over ranks, weighted by `samples` if given. A collective.
+
+        With unequal batches, `samples` is the number of rows in this rank's batch, and `target` is their mean.
+        """
+        gradients = super().gradient(target, sources, *args, **options)
+        flat = tf.nest.flatten(gradients)
+        return tf.nest.pack_sequence_as(gradients, average_gradients(flat, samples))
+
+
+def DistributedOptimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:  # noqa: N802 - as Horovod calls it
+    """Return an optimizer of the same kind and options, which averages gradients over the ranks before each update."""
+    kind: Any = type(optimizer)
+
+    class Distributed(kind):  # type: ignore[misc]  # its base is the given optimizer's class
+        """Optimizer that averages gradients over the ranks."""
+
+        def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+            """Average, and update. A collective."""
+            return super().apply(average_gradients(grads), trainable_variables)
+
+    Distributed.__name__ = Distributed.__qualname__ = kind.__name__
+    made: keras.optimizers.Optimizer = Distributed.from_config(optimizer.get_config())
+    return made
+
+
+def average_gradients(gradients: Sequence[Any], samples: Any = None) -> list[Any]:
+    """Return means over the ranks, weighted by `samples` if given. A collective. A gradient of None stays None."""
+    dense = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
+    if not dense:
+        return list(gradients)
+    weight = tf.cast(1.0 if samples is None else samples, tf.float64)
+    if tf.executing_eagerly():
+        means = [tf.convert_to_tensor(mean) for mean in _average(weight, *dense)]
+    else:
+        means = tf.py_function(_average, [weight, *dense], [gradient.dtype for gradient in dense])
+        for mean, gradient in zip(means, dense, strict=True):
+            mean.set_shape(gradient.shape)
+    remaining = iter(means)
+    return [None if gradient is None else next(remaining) for gradient in gradients]
+
+
+def _average(weight: Any, *gradients: Any) -> list[np.ndarray]:
+    """Return weighted means of arrays, by one all-reduce for each dtype."""
+    arrays = [gradient.numpy() for gradient in gradients]
+    total = torch.tensor([float(weight)], dtype=torch.float64)
+    dist.all_reduce(total)
+    share = float(weight) / total.item()
+    means: list[np.ndarray] = [np.empty(0)] * len(arrays)
+    for dtype in dict.fromkeys(array.dtype for array in arrays):
+        chosen = [k for k, array in enumerate(arrays) if array.dtype == dtype]
+        flat = torch.from_numpy(np.concatenate([arrays[k].ravel() * dtype.type(share) for k in chosen]))
+        dist.all_reduce(flat)
+        parts = np.split(flat.numpy(), np.cumsum([arrays[k].size for k in chosen])[:-1])
+        for k, part in zip(chosen, parts, strict=True):
+            means[k] = part.reshape(arrays[k].shape)
+    return means
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
+    """Give all ranks the values that `root_rank` has. A collective, for use outside of graphs."""
+    for variable in variables:
+        value = torch.from_numpy(np.array(keras.ops.convert_to_numpy(variable)))
+        dist.broadcast(value, root_rank)
+        variable.assign(value.numpy())
+
+
+def merge_metrics(metrics: Sequence[keras.metrics.Metric]) -> None:
+    """Add up the state of metrics over the ranks, so that each rank's result is that of all rows. A collective.
+
+    Call it once at the end of an epoch: TensorFlow's own averages of means are wrong for unequal batches.
+    """
+    for metric in metrics:
+        for variable in metric.variables:
+            total = torch.from_numpy(np.array(keras.ops.convert_to_numpy(variable)))
+            dist.all_reduce(total)
+            variable.assign(total.numpy())

@@ -1,0 +1,252 @@
+"""Keras models on engines, compared with one worker's `fit`. The backend is Keras's own choice, torch by default."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import dtkit
+from dtkit.types import State
+from tests.support import small
+from tests.support.marks import slow
+from tests.support.waiting import wait_until
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+keras = pytest.importorskip("keras")
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of Keras's own code
+]
+
+ROWS = 49
+"""Steps of 16 rows end with one of a single row, so that a rank has none."""
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx(before)
+
+
+def make_rows() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(ROWS, 4)), generator.normal(size=(ROWS, 3))
+
+
+def make_model(*extra: Any, name: str = "net") -> Any:
+    keras.utils.set_random_seed(0)
+    first = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2")
+    return keras.Sequential([keras.Input((4,)), first, *extra, keras.layers.Dense(3)], name=name)
+
+
+def train(cluster: dtkit.Cluster, model: Any = None, rows: Any = None, **options: Any) -> dtkit.Run:
+    defaults: dict[str, Any] = {"loss": "mse", "optimizer": "sgd", "batch_size": 16}
+    if "epochs" not in options:
+        defaults["steps"] = 4
+    return cluster.train(
+        make_model() if model is None else model, make_rows() if rows is None else rows, **(defaults | options)
+    )
+
+
+def get_weights(model: Any) -> list[np.ndarray]:
+    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.trainable_variables]
+
+
+BOUND = 1e-12 if keras.backend.backend() == "tensorflow" else 1e-6
+"""Keras's torch backend computes losses in float32."""
+
+
+def check_equal(model: Any, expected: Any, bound: float = BOUND) -> None:
+    pairs = zip(get_weights(model), get_weights(expected), strict=True)
+    assert max(float(np.abs(a - b).max()) for a, b in pairs) <= bound
+
+
+def make_scheduled() -> Any:
+    return keras.optimizers.AdamW(keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.9), clipnorm=0.5)
+
+
+OPTIMIZERS = [lambda: "sgd", make_scheduled, slow(lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True))]
+
+
+@pytest.mark.parametrize("cluster", [slow(1), 2, slow(3), slow(4)], indirect=True)
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
+def test_training_equals_fit_of_one_worker(cluster: dtkit.Cluster, make_optimizer: Any):
+    model = make_model()
+    run = train(cluster, model, optimizer=make_optimizer(), batch_size=ROWS, epochs=5, metrics=["mae"])
+    run.wait(90)
+    expected = make_model()
+    expected.compile(loss="mse", optimizer=make_optimizer(), metrics=["mae"])
+    history = expected.fit(*make_rows(), batch_size=ROWS, epochs=5, verbose=0)
+    check_equal(run.model, expected)
+    assert run.history.loss()[1] == pytest.approx(history.history["loss"], rel=1e-6)
+    evaluation = run.evaluate(make_rows())
+    loss, error = expected.evaluate(*make_rows(), verbose=0)
+    assert (evaluation.values["loss"], evaluation.values["mae"]) == pytest.approx((loss, error), rel=1e-6)
+    check_equal(model, make_model(), 0.0)  # the given model stays as it is
+    assert run.spec.name == "net"
+    assert run.model.evaluate(*make_rows(), verbose=0)[1] == pytest.approx(error, rel=1e-6)
+
+
+def test_rank_without_rows_and_short_batches_change_nothing(cluster2: dtkit.Cluster):
+    run = train(cluster2, epochs=2, optimizer="adam")
+    run.wait(60)
+    assert 0 in run.history.column("samples")
+    verification = run.verify(8)
+    assert verification.verdict == "PASS", verification.text()
+
+
+def test_compiled_model_needs_no_other_arguments(cluster2: dtkit.Cluster):
+    model = make_model()
+    model.compile(loss=keras.losses.MeanSquaredError(), optimizer=keras.optimizers.SGD(0.1), metrics=["mae"])
+    run = cluster2.train(model, make_rows(), batch_size=16, epochs=1, validation=make_rows())
+    run.wait(60)
+    assert set(run.history.evaluations[-1].values) == {"loss", "mae"}
+    assert run.lr == pytest.approx(0.1)
+
+
+def test_training_continues_from_a_checkpoint_with_its_random_numbers(cluster2: dtkit.Cluster, tmp_path: Path):
+    def make_random() -> Any:
+        return make_model(keras.layers.BatchNormalization(), keras.layers.Dropout(0.3))
+
+    train(cluster2, make_random(), optimizer="adam", steps=3, checkpoint_dir=tmp_path, checkpoint_every=3).wait(60)
+    resumed = train(cluster2, make_random(), optimizer="adam", steps=6, resume_from=tmp_path)
+    resumed.wait(60)
+    weights = get_weights(resumed.model)
+    whole = train(cluster2, make_random(), optimizer="adam", steps=6)
+    whole.wait(60)
+    assert all(np.array_equal(a, b) for a, b in zip(weights, get_weights(whole.model), strict=True))
+    mean = keras.ops.convert_to_numpy(whole.model.get_layer(index=1).moving_mean)
+    assert np.abs(mean).max() > 0
+    assert whole.verify(4).verdict == "NOT COMPARABLE"
+
+
+def test_killed_engine_changes_nothing(cluster2: dtkit.Cluster):
+    run = train(cluster2, steps=300, optimizer="adam")
+    wait_until(lambda: run.status.step > 5)
+    run.inject_fault("kill", 1)
+    run.wait(90)
+    undisturbed = train(cluster2, steps=300, optimizer="adam")
+    undisturbed.wait(60)
+    check_equal(run.model, undisturbed.model)
+
+
+def test_run_pauses_steps_and_takes_another_learning_rate(cluster2: dtkit.Cluster):
+    run = train(cluster2, steps=small.LONG)
+    run.pause()
+    step = run.status.step
+    assert run.step(2) == step + 2
+    run.set(lr=0.5)
+    run.step(1)
+    assert run.history.column("lr")[-1] == 0.5
+    run.stop()
+    assert run.status.state is State.STOPPED
+
+
+def test_class_of_a_notebook_travels_by_value(cluster2: dtkit.Cluster):
+    class Doubling(keras.Model):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(2 * x)
+
+    keras.utils.set_random_seed(0)
+    model = Doubling()
+    model(make_rows()[0][:1])
+    run = train(cluster2, model, batch_size=ROWS, steps=3)
+    run.wait(60)
+    model.compile(loss="mse", optimizer="sgd")
+    model.fit(*make_rows(), batch_size=ROWS, epochs=3, verbose=0)
+    check_equal(run.model, model)
+
+
+def test_several_inputs_and_sparse_gradients(cluster2: dtkit.Cluster):
+    def make_two_inputs() -> Any:
+        keras.utils.set_random_seed(0)
+        words, numbers = keras.Input((5,), dtype="int32"), keras.Input((4,))
+        embedded = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(7, 6)(words))
+        output = keras.layers.Dense(3)(keras.layers.Concatenate()([embedded, numbers]))
+        return keras.Model([words, numbers], output)
+
+    words = np.random.default_rng(1).integers(7, size=(ROWS, 5))
+    numbers, targets = make_rows()
+    run = train(cluster2, make_two_inputs(), (words, numbers, targets), batch_size=ROWS)
+    run.wait(60)
+    expected = make_two_inputs()
+    expected.compile(loss="mse", optimizer="sgd")
+    expected.fit([words, numbers], targets, batch_size=ROWS, epochs=4, verbose=0)
+    check_equal(run.model, expected)
+
+
+def test_frozen_layers_stay_as_they_are(cluster2: dtkit.Cluster):
+    model = make_model()
+    model.layers[0].trainable = False
+    run = train(cluster2, model)
+    run.wait(60)
+    frozen, expected = run.model.layers[0].get_weights(), make_model().layers[0].get_weights()
+    assert all(np.array_equal(a, b) for a, b in zip(frozen, expected, strict=True))
+    assert len(run.model.trainable_variables) == 2
+
+
+def test_parameters_are_averaged(cluster2: dtkit.Cluster):
+    run = train(cluster2, steps=8, strategy=dtkit.ParameterAveraging(every=4), optimizer="adam")
+    run.wait(60)
+    assert run.status.state is State.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": dtkit.Pipeline(2, 2)}, "can't be cut or sharded"),
+        ({"strategy": dtkit.Sharded()}, "can't be cut or sharded"),
+        ({"training_step": lambda _model, _batch: None}, "training_step= runs a torch model"),
+        ({"loss": None}, "net was not compiled, and loss= was not given"),
+        ({"optimizer": None}, "net was not compiled, and optimizer= was not given"),
+    ],
+)
+def test_what_keras_models_cannot_do_is_refused(cluster2: dtkit.Cluster, options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        train(cluster2, **options)
+
+
+def test_class_that_keras_cannot_rebuild_is_refused(cluster2: dtkit.Cluster):
+    class Plain(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+    model = Plain()
+    model(make_rows()[0][:1])
+    with pytest.raises(ValueError, match=r"Keras can't rebuild Plain from its configuration.*Let __init__ take"):
+        train(cluster2, model)
+
+
+def test_model_without_variables_is_refused(cluster2: dtkit.Cluster):
+    with pytest.raises(ValueError, match="has no variables yet"):
+        train(cluster2, keras.Sequential([keras.layers.Dense(3)]))
+
+
+@pytest.mark.slow
+def test_all_this_holds_with_the_tensorflow_backend():
+    if importlib.util.find_spec("tensorflow") is None or keras.backend.backend() == "tensorflow":
+        pytest.skip("TensorFlow is not installed, or this is its run")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", __file__]
+    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,112 @@
+"""One's own TensorFlow loops on engines, compared with one worker."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+if TYPE_CHECKING:
+    import dtkit
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+def make_rows() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(30, 4)), generator.normal(size=(30, 3))
+
+
+def train_by_tape(first: int, samples_count: bool, graph: bool) -> list[np.ndarray]:  # noqa: FBT001
+    """Train on this rank's rows: rank 0 has the first ones."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import keras
+    import tensorflow as tf
+    import torch.distributed as dist
+
+    from dtkit.integrations.tensorflow import DistributedGradientTape, broadcast_variables
+
+    keras.config.set_floatx("float64")
+    rank = dist.get_rank() if dist.is_initialized() else None
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, kernel_initializer="ones")])
+    if rank == 1:
+        model.layers[0].kernel.assign(tf.zeros((4, 3), tf.float64))
+    if rank is not None:
+        broadcast_variables(model.variables)
+    optimizer = keras.optimizers.Adam(0.1)
+    optimizer.build(model.trainable_variables)
+    rows = make_rows()
+    x, y = (part if rank is None else part[:first] if rank == 0 else part[first:] for part in rows)
+    make_tape = tf.GradientTape if rank is None else DistributedGradientTape
+    options = {"samples": len(x)} if samples_count and rank is not None else {}
+
+    def step() -> None:
+        with make_tape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x) - y))
+        variables = [v.value for v in model.trainable_variables]
+        optimizer.apply(tape.gradient(loss, variables, **options), model.trainable_variables)
+
+    run = tf.function(step) if graph else step
+    for _ in range(4):
+        run()
+    return [v.numpy() for v in model.trainable_variables]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_tape_gives_the_gradients_of_all_rows(cluster2: dtkit.Cluster, *, graph: bool):
+    (expected,) = [train_alone(train_by_tape, 30, False, graph)]
+    for weights in cluster2.run(train_by_tape, 10, True, graph):
+        assert all(np.abs(a - b).max() < 1e-12 for a, b in zip(weights, expected, strict=True))
+
+
+def train_alone(function: Any, *args: Any) -> Any:
+    """Call the function in a fresh process without a process group."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args).result(120)
+
+
+def train_by_fit(count: int) -> tuple[list[np.ndarray], float, float]:
+    """Train by `fit` on this rank's half, and return weights, the merged metric, and the last loss."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import keras
+    import torch.distributed as dist
+
+    from dtkit.integrations.tensorflow import DistributedOptimizer, LogCallback, merge_metrics
+
+    keras.config.set_floatx("float64")
+    distributed = dist.is_initialized()
+    x, y = (part[dist.get_rank() :: 2] if distributed else part for part in make_rows())
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, kernel_initializer="ones")])
+    optimizer: Any = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(
+        loss="mse", optimizer=DistributedOptimizer(optimizer) if distributed else optimizer, jit_compile=False
+    )
+    model.fit(
+        x,
+        y,
+        batch_size=len(x),
+        epochs=count,
+        shuffle=False,
+        verbose=0,
+        callbacks=[LogCallback()] if distributed else [],
+    )
+    metric = keras.metrics.MeanAbsoluteError()
+    metric.update_state(y, model(x))
+    if distributed:
+        merge_metrics([metric])
+    return [v.numpy() for v in model.trainable_variables], float(metric.result()), 0.0
+
+
+def test_fit_with_a_distributed_optimizer_and_merged_metrics(cluster2: dtkit.Cluster):
+    weights, metric, _ = train_alone(train_by_fit, 4)
+    task = cluster2.submit(train_by_fit, 4)
+    for other, other_metric, _ in task.result(120):
+        assert all(np.abs(a - b).max() < 1e-12 for a, b in zip(weights, other, strict=True))
+        assert other_metric == pytest.approx(metric, rel=1e-12)
+    assert len(task.to_pandas()) == 8  # four batches by rank

@@ -22,7 +22,7 @@ PAGES = [
     "README.md",
     *(
         f"docs/guides/{name}.md"
-        for name in ("training", "checkpoints", "failures", "inside-a-step", "own-loop", "models")
+        for name in ("training", "checkpoints", "failures", "inside-a-step", "own-loop", "models", "keras")
     ),
 ]
 

@@ -9,16 +9,16 @@ if TYPE_CHECKING:
     from dtkit.training.config import TrainConfig
 
 _ADAPTERS = {"keras": "dtkit.integrations.keras.adapter"}
-"""Module with a function ``adapt(model, config)``, by the top-level package of a model's class."""
+"""Module with a function ``adapt(model, data, config)``, by the top-level package of a model's class."""
 
 
-def adapt_model(model: Any, config: TrainConfig) -> tuple[Any, TrainConfig]:
-    """Return a torch module, and arguments for it; a torch model and its arguments are returned as they are."""
+def adapt_model(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainConfig]:
+    """Return a torch module with data and arguments for it. For a torch model, these are returned as they are."""
     for kind in type(model).__mro__:
         if (adapter := _ADAPTERS.get(kind.__module__.partition(".")[0])) is not None:
-            adapted: tuple[Any, TrainConfig] = importlib.import_module(adapter).adapt(model, config)
+            adapted: tuple[Any, Any, TrainConfig] = importlib.import_module(adapter).adapt(model, data, config)
             return adapted
-    return model, config
+    return model, data, config
 
 
 def to_user_model(model: Any) -> Any:

@@ -57,7 +57,7 @@ class TrainingHost(Protocol):
 def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, config: TrainConfig) -> Run:
     """See :meth:`dtkit.Cluster.train`."""
     engine_group.check_open()
-    model, config = adapt_model(model, config)
+    model, data, config = adapt_model(model, data, config)
     data, config = _unwrap_data_loader(*read_lightning(model, data, config))
     planner.check_idle(host.current_run, "and trains one model at a time", "end it (run.stop())")
     strategy = _check_all(engine_group, model, config)

@@ -96,6 +96,7 @@ class CountSteps(dtkit.EngineCallback):
         self.count = state["count"]
 
 
+@pytest.mark.slow
 def test_own_callback_changes_the_optimizer_and_keeps_its_state_through_a_repair():
     with dtkit.Cluster(2, threads=1) as cluster:
         run = small.train(cluster, on_engine=[CountSteps()], steps=8, start=False)

@@ -79,7 +79,7 @@ def test_distributed_checkpoint_of_torch_has_the_model(cluster2: dtkit.Cluster, 
     check_equal(model, run.model)
 
 
-@pytest.mark.parametrize("format", ["hf", "dcp"])
+@pytest.mark.parametrize("format", ["hf", slow("dcp")])
 def test_training_begins_with_the_weights_of_a_folder(
     cluster2: dtkit.Cluster,
     tmp_path: Path,

@@ -132,6 +132,7 @@ def test_training_continues_from_a_checkpoint_with_its_random_numbers(cluster2: 
     assert whole.verify(4).verdict == "NOT COMPARABLE"
 
 
+@pytest.mark.slow
 def test_killed_engine_changes_nothing(cluster2: dtkit.Cluster):
     run = train(cluster2, steps=300, optimizer="adam")
     wait_until(lambda: run.status.step > 5)
@@ -152,6 +153,21 @@ def test_run_pauses_steps_and_takes_another_learning_rate(cluster2: dtkit.Cluste
     assert run.history.column("lr")[-1] == 0.5
     run.stop()
     assert run.status.state is State.STOPPED
+
+
+def test_rows_of_tf_data_are_all_trained_on(cluster2: dtkit.Cluster, capsys: pytest.CaptureFixture[str]):
+    tf = pytest.importorskip("tensorflow")
+    x, y = make_rows()
+    by_row = tf.data.Dataset.from_tensor_slices((x, y))
+    run = train(cluster2, rows=by_row.batch(16), batch_size=None, epochs=1, validation=by_row)
+    run.wait(60)
+    assert "tf.data: 49 rows, batch_size=16 over all ranks" in capsys.readouterr().out
+    assert run.history.column("samples").sum() == ROWS
+    expected = train(cluster2, epochs=1)
+    expected.wait(60)
+    check_equal(run.model, expected.model)
+    with pytest.raises(ValueError, match="never ends"):
+        train(cluster2, rows=by_row.repeat())
 
 
 def test_class_of_a_notebook_travels_by_value(cluster2: dtkit.Cluster):

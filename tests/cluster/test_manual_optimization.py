@@ -76,6 +76,7 @@ def test_gan_continues_from_a_checkpoint(cluster2: dtkit.Cluster, tmp_path: Path
         assert torch.equal(parameters[name], p), name
 
 
+@pytest.mark.slow
 def test_lost_engine_is_replaced_during_a_gan_training(cluster2: dtkit.Cluster):
     run = train(cluster2, steps=200)
     wait_until(lambda: run.status.step > 5)

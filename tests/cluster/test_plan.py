@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.filterwarnings("ignore:.*normalizes with the statistics of a batch:UserWarning")
-@pytest.mark.parametrize("name", [name if name == "perceptron" else slow(name) for name in CASES])
+@pytest.mark.parametrize("name", [slow(name) for name in CASES])
 def test_predicted_peak_memory_is_within_20_percent(cluster2: dtkit.Cluster, name: str):
     make, (x, y), batch_size, optimizer, strategy = CASES[name]
     strategy = strategy or dtkit.DataParallel()
@@ -157,7 +157,8 @@ class Decoder(nn.Module):
         return self.head(hidden.mean(1))
 
 
-@pytest.mark.parametrize("by", ["parameters", slow("time")])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["parameters", "time"])
 def test_plan_counts_modules_outside_the_chain_in_first_and_last_stage(cluster2: dtkit.Cluster, by: str):
     x = torch.randint(3000, (64, 16))
     model, strategy, loss = Decoder(), dtkit.Pipeline(2, 4, balance_by=by), nn.CrossEntropyLoss()

@@ -58,6 +58,7 @@ def test_last_stage_of_a_pipeline_logs(cluster2: dtkit.Cluster):
     assert run.history.scalar("spread", rank=0)[0].tolist() == []
 
 
+@pytest.mark.slow
 def test_logged_numbers_survive_a_killed_engine():
     with dtkit.Cluster(2, threads=1) as cluster:
         run = small.train(

@@ -194,6 +194,7 @@ def test_cancel_ends_whatever_the_script_does_within_five_seconds(cluster2: dtki
     check_usable(cluster2)
 
 
+@pytest.mark.slow
 def test_script_ends_with_its_engine(folder: Path):
     with dtkit.Cluster(2, threads=1) as cluster:
         task = start_stubborn(cluster, folder)

@@ -20,10 +20,10 @@ def plant_in_group(trap: Trap) -> None:
         return
     init: Any = Group.__init__
 
-    def trigger_and_form(group: Group, spec: Any) -> None:
+    def trigger_and_form(group: Group, *args: Any, **options: Any) -> None:
         Group.__init__ = init  # type: ignore[method-assign]
         trap.trigger("forming")
-        init(group, spec)
+        init(group, *args, **options)
 
     Group.__init__ = trigger_and_form  # type: ignore[method-assign]
 

@@ -10,6 +10,7 @@ import keras
 from dtkit.integrations.keras.metrics import KerasMetrics
 from dtkit.integrations.keras.optimizer import KerasOptimizer
 from dtkit.integrations.keras.saved_model import CompileOptions
+from dtkit.integrations.keras.tf_data import is_tf_dataset, read_tf_dataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 _STRATEGIES = ("DataParallel", "NaiveDataParallel", "ParameterAveraging")
 
 
-def adapt(model: Any, config: TrainConfig) -> tuple[Any, TrainConfig]:
-    """Return a torch module and arguments in torch's terms for a Keras model. The model is copied, not changed."""
+def adapt(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainConfig]:
+    """Return a torch module, data and arguments in torch's terms for a Keras model, which is copied."""
     _check(config)
     given = CompileOptions(config.loss, config.optimizer, config.metrics)
     options = given.or_else(CompileOptions.of(model))
@@ -30,9 +31,24 @@ def adapt(model: Any, config: TrainConfig) -> tuple[Any, TrainConfig]:
             raise ValueError(f"{model.name} was not compiled, and {name}= was not given. Give {name}=, or compile it")
     module = _find_module_class().of(model, options)
     metrics = None if not options.metrics else {"keras": KerasMetrics(options.loss, options.metrics)}
-    return module, dataclasses.replace(
-        config, loss=None, optimizer=make_optimizer_factory(options.optimizer), metrics=metrics
+    data, config = _read_tf_data(data, config)
+    return (
+        module,
+        data,
+        dataclasses.replace(config, loss=None, optimizer=make_optimizer_factory(options.optimizer), metrics=metrics),
     )
+
+
+def _read_tf_data(data: Any, config: TrainConfig) -> tuple[Any, TrainConfig]:
+    """Return arrays for datasets of tf.data, with their batch size unless one was given."""
+    if is_tf_dataset(config.validation):
+        config = dataclasses.replace(config, validation=read_tf_dataset(config.validation).arrays)
+    if not is_tf_dataset(data):
+        return data, config
+    rows = read_tf_dataset(data)
+    batch_size = config.batch_size or rows.batch_size
+    print(f"tf.data: {len(rows.arrays[0]):,} rows, batch_size={batch_size} over all ranks")  # noqa: T201 - what is taken over is said
+    return rows.arrays, dataclasses.replace(config, batch_size=batch_size)
 
 
 def _check(config: TrainConfig) -> None:

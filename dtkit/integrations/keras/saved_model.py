@@ -31,6 +31,7 @@ class CompileOptions:
         if not model.compiled:
             return cls()
         with keras.saving.custom_object_scope(dict(find_custom_objects(model))):
+            # unpickles: Keras's own configuration, which holds names and numbers
             config = keras.saving.deserialize_keras_object(model.get_compile_config())
         return cls(config["loss"], config["optimizer"], config["metrics"])
 
@@ -58,6 +59,7 @@ class SavedModel:
                 f"{model.name} has no variables yet, as it doesn't know the shape of its inputs. Call it once on a "
                 "batch, or give keras.Input(shape) as its first layer"
             )
+        # unpickles: nothing, it returns names and numbers
         config = keras.saving.serialize_keras_object(model)
         return cls(config, dict(find_custom_objects(model)), keras.backend.backend(), keras.config.floatx())
 
@@ -71,6 +73,7 @@ class SavedModel:
         keras.config.set_floatx(self.floatx)
         with keras.saving.custom_object_scope(dict(self.custom_objects)):
             try:
+                # unpickles: Keras's own configuration, without lambda layers (its safe mode)
                 model: keras.Model = keras.saving.deserialize_keras_object(copy.deepcopy(dict(self.config)))
             except (TypeError, ValueError) as error:
                 cause = next((line for line in reversed(str(error).splitlines()) if line.strip()), str(error))

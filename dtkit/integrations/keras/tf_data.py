@@ -1,0 +1,52 @@
+"""Datasets of `tf.data`, read once into arrays, whose rows are then partitioned as any others: none is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from dtkit.dashboard.text.progress import show_progress
+
+
+@dataclasses.dataclass(frozen=True)
+class TfRows:
+    """Rows of a `tf.data.Dataset`."""
+
+    arrays: tuple[np.ndarray, ...]
+    """Inputs, then the target."""
+    batch_size: int | None
+    """Size of its batches; None for a dataset of single rows."""
+
+
+def is_tf_dataset(data: Any) -> bool:
+    """Return whether this is a `tf.data.Dataset`."""
+    return type(data).__module__.startswith("tensorflow.") and hasattr(data, "as_numpy_iterator")
+
+
+def read_tf_dataset(dataset: Any) -> TfRows:
+    """Return all rows of a finite dataset. Raises ValueError for one without end."""
+    import tensorflow as tf
+
+    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            "the tf.data.Dataset never ends, so it has no rows to partition. Give it take(n), or a function that "
+            "yields its numpy batches on each engine: lambda: make_dataset().as_numpy_iterator(), with steps="
+        )
+    is_batched = _is_batched(dataset)
+    with show_progress("reading the tf.data.Dataset"):
+        items = [tf.nest.flatten(item) for item in dataset.as_numpy_iterator()]
+    if not items:
+        raise ValueError("the tf.data.Dataset has no rows")
+    join = np.concatenate if is_batched else np.stack
+    columns = zip(*items, strict=True)
+    return TfRows(tuple(join(column) for column in columns), len(items[0][0]) if is_batched else None)
+
+
+def _is_batched(dataset: Any) -> bool:
+    """Return whether each item is a batch: all of its parts have one leading dimension in common."""
+    import tensorflow as tf
+
+    shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
+    return all(shape.rank for shape in shapes) and len({shape[0] for shape in shapes}) == 1

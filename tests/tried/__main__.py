@@ -6,7 +6,9 @@ same batches. Each script runs by ``cluster.torchrun``, and its ranks must end w
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import runpy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PAGE = Path(__file__).parents[2] / "docs" / "tried.md"
+FOLDER = Path(__file__).parent
+SHUFFLING = ("lightning_trainer", "trainer")
+"""Scripts whose library shuffles the rows, in its own way."""
 STRATEGIES = [dtkit.DataParallel(), dtkit.Sharded(), dtkit.TensorParallel(2), dtkit.Pipeline(2, 2)]
-BATCH, STEPS, BOUND = 7, 4, 1e-6
+BATCH, STEPS, BOUND, CHECKSUM_BOUND = 7, 4, 1e-6, 1e-5
 PACKAGES = ("torch", "transformers", "peft", "pytorch-lightning", "accelerate")
 
 
@@ -83,15 +88,43 @@ def compare_with_plain_loop(cluster: dtkit.Cluster, make: Callable[[], Any], sam
     return f"{difference:.1e}" if difference <= BOUND else f"**WRONG by {difference:.1e}**"
 
 
-def run_script(cluster: dtkit.Cluster, path: Path) -> str:
-    """Return whether a script's ranks end with equal parameters."""
+def run_script(cluster: dtkit.Cluster, path: Path) -> tuple[str, float | None]:
+    """Return (whether a script's ranks end with equal parameters, their sum)."""
     task = submit_script(cluster._engine_group, str(path), (), {})
     try:
         task.wait(180)
     except dtkit.DtkitError as error:
-        return f"**FAILED: {str(error).splitlines()[0][:120]}**"
+        return f"**FAILED: {str(error).splitlines()[0][:120]}**", None
     checksums = {line for _, line in task.output if line.startswith("checksum")}
-    return "unchanged" if len(checksums) == 1 else f"**ranks differ: {sorted(checksums)}**"
+    if len(checksums) == 1:
+        return "unchanged", float(checksums.pop().removeprefix("checksum"))
+    return f"**ranks differ: {sorted(checksums)}**", None
+
+
+def compare_script(cluster: dtkit.Cluster, path: Path) -> str:
+    """Return the row of a script: how it ran, and the same training with dtkit."""
+    summary = path.read_text().split('"""')[1].strip().splitlines()[0].rstrip(".")
+    outcome, checksum = run_script(cluster, path)
+    same = FOLDER / "with_dtkit" / ("language_model.py" if path.stem == "trainer" else "regression.py")
+    difference = abs(runpy.run_path(str(same), {"cluster": cluster})["checksum"] - (checksum or 0.0))
+    result = "same" if difference < CHECKSUM_BOUND else f"**other, {difference:.1e}**"
+    if path.stem in SHUFFLING:
+        result = "rows in another order"
+    lines = count_lines(path), count_lines(same)
+    return f"| {summary} (`tests/tried/scripts/{path.name}`) | {outcome} | {lines[0]} | {lines[1]} | {result} |"
+
+
+def count_lines(path: Path) -> int:
+    """Return the number of lines with code."""
+    text = ast.unparse(_drop_docstrings(ast.parse(path.read_text())))
+    return sum(1 for line in text.splitlines() if line.strip())
+
+
+def _drop_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return tree
 
 
 def write_page(cluster: dtkit.Cluster) -> bool:
@@ -104,14 +137,14 @@ def write_page(cluster: dtkit.Cluster) -> bool:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Scripts of other libraries by `cluster.torchrun`, on two ranks:",
+        "Scripts of other libraries by `cluster.torchrun`, on two ranks. Beside them the same training with",
+        "`cluster.train` (`tests/tried/with_dtkit`), after `cluster = dtkit.Cluster(2)` in place of the torchrun",
+        "command: the lines of each, formatted alike, and the result.",
         "",
-        "| script | ran |",
-        "|---|---|",
+        "| script | ran | lines | with dtkit | result |",
+        "|---|---|---|---|---|",
     ]
-    for path in sorted((Path(__file__).parent / "scripts").glob("*.py")):
-        summary = path.read_text().split('"""')[1].strip().splitlines()[0].rstrip(".")
-        lines.append(f"| {summary} (`tests/tried/scripts/{path.name}`) | {run_script(cluster, path)} |")
+    lines += [compare_script(cluster, path) for path in sorted((FOLDER / "scripts").glob("*.py"))]
     versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES)
     lines += ["", f"With {versions}.", ""]
     PAGE.write_text("\n".join(lines))

@@ -26,15 +26,7 @@ def main(call_path: str, result_path: str) -> None:
     function, args, kwargs = payload.load()
     succeeded, outcome = run_guarded(lambda: (True, function(*args, **kwargs)), _describe_error)
     Path(result_path).write_bytes(cloudpickle.dumps((succeeded, outcome)))
-    _destroy_process_group()
     sys.exit(not succeeded)
-
-
-def _destroy_process_group() -> None:
-    """Destroy a process group that the function left: its threads may abort a process that exits."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def _describe_error(error: Exception) -> tuple[bool, tuple[str, str, str]]:

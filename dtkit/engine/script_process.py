@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _MAX_KEPT_LINES = 200  # of the output, for the error
 _TRACEBACK_HEAD = "Traceback (most recent call last):"
+_STARTUP_FOLDER = Path(__file__).parent / "startup"
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -107,7 +108,7 @@ class _ScriptProcess:
             self._process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env={**os.environ, **environment, LOG_DESCRIPTOR_VARIABLE: str(log_writer)},
+                env=_make_environment(environment, log_writer),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -159,6 +160,13 @@ class _ScriptProcess:
         assert self._process.stdout is not None
         self._process.stdout.close()
         os.close(self._log_reader)
+
+
+def _make_environment(given: Mapping[str, str], log_writer: int) -> dict[str, str]:
+    """Return the process's environment, whose first import is :mod:`dtkit.engine.startup.sitecustomize`."""
+    environment = {**os.environ, **given, LOG_DESCRIPTOR_VARIABLE: str(log_writer)}
+    paths = [str(_STARTUP_FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
+    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _start_reader(descriptor: int, take_line: Callable[[str], None]) -> threading.Thread:

@@ -243,6 +243,22 @@ def fabric_script() -> tuple[int, list[float]]:
     return fabric.world_size, wrapped.module.weight.flatten().tolist()
 
 
+def test_group_that_a_script_leaves_is_destroyed_after_the_environments_own_startup(
+    cluster2: dtkit.Cluster, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "sitecustomize.py").write_text("print('own startup')")
+    (folder / "t.py").write_text(
+        "import os, subprocess, sys, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.destroy_process_group = lambda: print('destroyed', flush=True)\n"
+        "path = os.environ['PYTHONPATH'] + os.pathsep + sys.path[0]\n"
+        "subprocess.run([sys.executable, '-c', 'pass'], env={**os.environ, 'PYTHONPATH': path}, check=True)\n"
+    )
+    assert cluster2.torchrun(folder / "t.py") == [0, 0]
+    output = capsys.readouterr().out
+    assert output.count("destroyed") == output.count("own startup") == 2
+
+
 def test_crash_after_the_function_returned_keeps_its_result(
     cluster2: dtkit.Cluster, capsys: pytest.CaptureFixture[str]
 ):

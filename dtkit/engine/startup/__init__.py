@@ -1,0 +1,1 @@
+"""Folder on the path of scripts' processes, with the module that Python imports at their start."""

@@ -60,11 +60,9 @@ class Cell:
             return OUTCOMES[self.fault]
         return {"checkpoint": "unsaved", "forming": "reformed"}.get(self.place, "failed")
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks that the fault may hit. A pipeline's last stage doesn't read the values of rows."""
-        ignores_rows = self.strategy == "Pipeline" and (self.fault, self.place) == ("NaN loss", "data")
-        return (0,) if ignores_rows else tuple(range(ENGINES))
+    def loads_data(self, rank: int) -> bool:
+        """Return whether a rank loads samples: one rank of each replica does, for all of them."""
+        return rank == 0 or self.strategy not in ("Pipeline", "TensorParallel")
 
     @property
     def exact(self) -> bool:

@@ -102,8 +102,10 @@ class Ground:
 def run_cell(cell: Cell, ground: Ground, seed: int) -> Outcome:
     """Run a cell and return its outcome. A cluster that the cell broke is closed."""
     generator = cell.make_random(seed)
-    step, rank = generator.randint(FIRST, LAST), generator.choice(cell.ranks)
+    step, rank = generator.randint(FIRST, LAST), generator.choice(range(ENGINES))
     place = cell.place if cell.place not in (ANYWHERE, OUTSIDE) else generator.choice(STEP_PLACES)
+    if place == "data" and not cell.loads_data(rank):
+        rank = 0
     outcome, start = Outcome(cell, step, rank), time.monotonic()
     try:
         expected_state = ground.get_expected_state(cell.strategy)

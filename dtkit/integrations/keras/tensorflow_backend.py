@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 import torch
 
+from dtkit._util.torch_private import count_inplace_writes
 from dtkit.integrations.keras.module import KerasModule, ModelOutput
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ class TensorFlowKerasModule(KerasModule):
         """Copy changed parameters and buffers into TensorFlow's variables."""
         for k, (tensor, variable) in enumerate(self._pair_variables()):
             known = self._pushed.get(k)
-            if known is None or known[0] is not tensor or known[1] != tensor._version:  # noqa: SLF001 - torch documents it
+            if known is None or known[0] is not tensor or known[1] != count_inplace_writes(tensor):
                 variable.assign(_to_tensorflow(tensor))
-                self._pushed[k] = tensor, tensor._version  # noqa: SLF001
+                self._pushed[k] = tensor, count_inplace_writes(tensor)
 
     def load_values(self) -> None:
         """See :class:`KerasModule`."""
@@ -54,7 +55,7 @@ class TensorFlowKerasModule(KerasModule):
             for k, (tensor, variable) in enumerate(self._pair_variables()):
                 if id(variable) in chosen:
                     tensor.copy_(_to_torch(variable))
-                    self._pushed[k] = tensor, tensor._version  # noqa: SLF001
+                    self._pushed[k] = tensor, count_inplace_writes(tensor)
 
     def _pair_variables(self) -> list[tuple[torch.Tensor, Any]]:
         tensors = [*self.parameters(), *self.buffers()]

@@ -35,10 +35,11 @@ venv: $(INSTALLED)  ## make .venv with the package (editable) and all that its t
 
 # The stamp is younger than what it was made from for as long as nothing needs installing. `pip --version` tells a
 # whole .venv from one that a failed attempt left behind.
+# Editable by a path entry (compat), since from the folder above a clone, Python takes the clone for an empty package.
 $(INSTALLED): pyproject.toml binder/constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "dtkit needs Python 3.11 or newer, and %s is %d.%d. Name another: make venv PYTHON=python3.12" % (sys.executable, v[0], v[1]))'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) --editable '.[dev]'
+	$(PIP_INSTALL) --editable '.[dev]' --config-settings editable_mode=compat
 	@touch $@
 
 demo: venv  ## train a real model on a cluster, in this terminal

@@ -19,7 +19,11 @@ Bad arguments raise plain ``ValueError`` or ``TypeError``. Every message gives t
 
 from __future__ import annotations
 
+import linecache
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from dtkit._util.notebook import name_code, render_traceback
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,6 +99,17 @@ class EngineError(DtkitError):
         """Failure that explains the others."""
         return self.failures[0]
 
+    @property
+    def full(self) -> str:
+        """Message with the whole tracebacks of the ranks that caused it."""
+        causes = [f for f in self.failures if not f.victim] or [self.cause]
+        tracebacks = [f"Traceback of rank {f.rank}:\n{f.traceback.rstrip()}" for f in causes if f.traceback]
+        return "\n\n".join([str(self), *tracebacks])
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: without dtkit's own frames."""
+        return render_traceback(self, is_hidden=_is_own_frame)
+
 
 class NonFiniteError(EngineError):
     """The gradients, reduced over all ranks, are not finite. Parameters are as before that step."""
@@ -112,11 +127,32 @@ def _format_failures(failures: Sequence[Failure]) -> str:
         position = f", step {step}" if step is not None else ""
         hosts = ", ".join(dict.fromkeys(f.host for f in group))
         lines.append(f"{format_ranks([f.rank for f in group])} on {hosts}{position}: {error_type}: {message}")
-    if causes[0].traceback:
-        lines.append(f"\nTraceback of rank {causes[0].rank}:\n{causes[0].traceback.rstrip()}")
+    lines += _format_user_frames(causes[0].user_frames)
     if victims:
-        lines.append(f"\n{format_ranks(victims)} only lost {'its peer' if len(victims) == 1 else 'their peers'}.")
+        lines.append(f"{format_ranks(victims)} only lost {'its peer' if len(victims) == 1 else 'their peers'}.")
+    if causes[0].traceback:
+        lines.append("(The error's .full has the whole traceback.)")
     return "\n".join(lines)
+
+
+_MAX_SHOWN_FRAMES = 4
+
+
+def _format_user_frames(frames: Sequence[tuple[str, int, str, str]]) -> list[str]:
+    """Return two lines for each of the innermost frames, named by cell as Jupyter does."""
+    lines = []
+    for file, line, function, source in frames[-_MAX_SHOWN_FRAMES:]:
+        lines.append(f"  {name_code(file)}, line {line}, in {function}")
+        if source := source.strip() or linecache.getline(file, line).strip():  # notebooks have the source of cells
+            lines.append(f"    {source}")
+    return lines
+
+
+_OWN_FOLDER = str(Path(__file__).parent)
+
+
+def _is_own_frame(file: str) -> bool:
+    return file.startswith(_OWN_FOLDER)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -221,6 +221,8 @@ class Failure:
     An engine reports "error", "refused", "nonfinite" or "interrupted". Without a report it is "lost" (its process has
     ended) or "stuck" (it does not answer).
     """
+    user_frames: tuple[tuple[str, int, str, str], ...] = ()
+    """(file, line, function, source) of the user's own frames, outermost first; no source where a file lacks it."""
 
     @property
     def is_engine_gone(self) -> bool:

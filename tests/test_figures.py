@@ -8,7 +8,8 @@ import pytest
 from dtkit._util import formatting
 from dtkit.dashboard.figures import render, run_figure, style
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
-from dtkit.types import Evaluation, ReplicaCheckResult, State
+from dtkit.errors import EngineError
+from dtkit.types import Evaluation, Failure, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
 
 
@@ -253,3 +254,26 @@ def test_pyplot_is_never_loaded():
 )
 def test_close_labels_are_spread_around_their_middle(wanted, placed):
     assert style.spread_positions(wanted, 0.1) == pytest.approx(placed)
+
+
+def test_a_failed_run_shows_its_error_first():
+    source = FakeSource(ranks=2)
+    source.exception = EngineError(
+        [Failure(1, "host", "ValueError", "bad", "all", 3, user_frames=(("a.py", 7, "step", "x = 1"),))]
+    )
+    source.end(State.FAILED)
+    source.advance(3)
+    figure = run_figure.draw_run(source)
+    texts = [text.get_text() for text in said(figure)]
+    assert texts[0] == "EngineError: rank 1 on host, step 3: ValueError: bad"
+    assert texts[1:3] == ["File a.py, line 7, in step", "x = 1"]
+    assert figure.axes
+
+
+def test_a_run_that_failed_before_its_first_step_has_no_empty_axes():
+    source = FakeSource(ranks=2)
+    source.exception = RuntimeError("no step was made")
+    source.end(State.FAILED)
+    figure = run_figure.draw_run(source)
+    assert not figure.axes
+    assert said(figure)[0].get_text() == "RuntimeError: no step was made"

@@ -1,16 +1,19 @@
-"""Detection of a Jupyter kernel, and displays in its cells."""
+"""Detection of a Jupyter kernel, displays in its cells, and errors as they show them."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+import traceback
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def in_notebook() -> bool:
     """Return whether this process is a Jupyter kernel, whose page can show widgets."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
+    return getattr(_get_shell(), "kernel", None) is not None
 
 
 class UpdatableDisplay:
@@ -32,3 +35,35 @@ class UpdatableDisplay:
             self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
         else:
             self._handle.update(data, raw=True)
+
+
+def name_code(file: str) -> str:
+    """Return how IPython names a file of code: "Cell In[3]" for a cell, else "File" and the path."""
+    shell = _get_shell()
+    name = None if shell is None else shell.compile.format_code_name(file)
+    return " ".join(name) if name else f"File {file}"
+
+
+def render_traceback(error: BaseException, *, is_hidden: Callable[[str], bool]) -> list[str]:
+    """Return an error's traceback as IPython shows it, without frames of hidden files."""
+    shell = _get_shell()
+    kept = _drop_frames(error.__traceback__, is_hidden)
+    if shell is None:
+        return traceback.format_exception(type(error), error, kept)
+    lines: list[str] = shell.InteractiveTB.structured_traceback(type(error), error, kept, tb_offset=1)
+    return lines
+
+
+def _drop_frames(frames: TracebackType | None, is_hidden: Callable[[str], bool]) -> TracebackType | None:
+    """Return copies of the frames that are not hidden."""
+    if frames is None:
+        return None
+    rest = _drop_frames(frames.tb_next, is_hidden)
+    if is_hidden(frames.tb_frame.f_code.co_filename):
+        return rest
+    return TracebackType(rest, frames.tb_frame, frames.tb_lasti, frames.tb_lineno)
+
+
+def _get_shell() -> Any:
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()

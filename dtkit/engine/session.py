@@ -83,6 +83,7 @@ class Session:
             type=name,
             message=error_report.format_message(error),
             traceback=details,
+            user_frames=error_report.list_user_frames(error),
             step=None if job is None else job.step,
             victim=is_victim,
             kind=kind,

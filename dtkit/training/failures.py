@@ -108,8 +108,9 @@ class FailureHandler:
             call.on_cancel()
             self._resync()
         else:
-            self._resync()
-            call.on_failure(EngineError(drop_consequential_refusals(failures)))
+            forming_error = self._resync()
+            cause = EngineError(drop_consequential_refusals(failures))
+            call.on_failure(cause if errors or forming_error is None else forming_error)
 
     # -- lost engines -----------------------------------------------------------------------------------------
 
@@ -182,26 +183,32 @@ class FailureHandler:
 
     # -- engines that are all there ---------------------------------------------------------------------------
 
-    def _resync(self) -> None:
-        """Form the group again after a failure in which no engine was lost, and bring all ranks to one step."""
+    def _resync(self) -> DtkitError | None:
+        """Form the group again after a failure in which no engine was lost, and bring all ranks to one step.
+
+        Return why the group could not be formed.
+        """
         progress = self._progress
         positions = recovery.query_positions(self._engine_group, progress.plan.job)
         progress.lost_ranks = [rank for rank in range(self._engine_group.world_size) if rank not in positions]
         if progress.lost_ranks or recovery.is_out_of_sync(positions):
             self.repair(recovery.explain_out_of_sync(positions))
-            return
+            return None
         progress.step = next(iter(positions.values())).step
-        self._reform_group()
+        return self._reform_group()
 
-    def _reform_group(self) -> None:
-        """Form the group, twice if need be: an interrupt may arrive late at an engine."""
+    def _reform_group(self) -> DtkitError | None:
+        """Form the group, twice if need be: an interrupt may arrive late at an engine. Return why it failed."""
         with contextlib.suppress(DtkitError):
             self._engine_group.membership.form_process_group()
-            return
+            return None
         try:
             self._engine_group.membership.form_process_group()
         except DtkitError as error:
-            self._progress.add_event("error", f"the process group could not be formed again: {error}")
+            message = str(error).partition("\n")[0]
+            self._progress.add_event("error", f"the process group could not be formed again: {message}")
+            return error
+        return None
 
 
 def _find_gone(failures: Sequence[Failure]) -> set[int]:

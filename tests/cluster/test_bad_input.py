@@ -130,7 +130,7 @@ def test_run_fails_in_the_first_step_with_the_engines_traceback(cluster2: dtkit.
     with pytest.raises(dtkit.errors.EngineError, match=re.compile(message, re.DOTALL)) as caught:
         run.wait(60)
     assert run.status.state is dtkit.types.State.FAILED
-    assert "Traceback of rank" in str(caught.value)
+    assert "Traceback of rank" in caught.value.full
     assert run.exception is caught.value
     check_usable(cluster2)
 

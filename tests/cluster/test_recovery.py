@@ -729,3 +729,31 @@ def test_interrupts_at_any_moment_lose_no_row(cluster: dtkit.Cluster, undisturbe
     run.wait(60)
     assert run.history.totals()["step"].tolist() == list(range(STEPS))
     assert max_difference(run.model.state_dict(), undisturbed) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [dtkit.DataParallel(), dtkit.Pipeline(2, 2)], ids=str)
+def test_group_that_cannot_be_formed_again_fails_the_run_with_the_reason(strategy: Any):
+    def break_forming() -> None:
+        from dtkit.engine.comm.process_group import Group
+
+        def refuse(*_: object, **__: object) -> None:
+            raise TypeError("no group here")
+
+        if dist.get_rank() == 1:
+            Group.__init__ = refuse
+
+    def fail_on_rank_0() -> None:
+        if dist.get_rank() == 0:
+            raise ValueError("so that the group is formed again")
+        dist.barrier()
+
+    with dtkit.Cluster(2, threads=1) as cluster:
+        run = train(cluster, steps=50, strategy=strategy, start=False)
+        run.step(2)
+        cluster.run(break_forming)
+        with pytest.raises(dtkit.errors.EngineError, match="so that the group"):
+            cluster.run(fail_on_rank_0)
+        run.resume()
+        with pytest.raises(dtkit.errors.EngineError, match="TypeError: no group here"):
+            run.wait(60)

@@ -358,7 +358,7 @@ def test_metric_that_fails_on_one_rank_is_named_and_releases_the_other(
     assert (run.status.state, run.status.step) == (dtkit.types.State.PAUSED, 4)
     error = run.exception
     assert isinstance(error, dtkit.errors.EngineError)
-    assert "Traceback of rank 1:" in str(error)
+    assert "Traceback of rank 1:" in error.full
     assert 'in fail_on_rank_1\n    raise LookupError("no such class")\n' in str(error)
     assert {failure.rank: failure.victim for failure in error.failures} == victims
     with ends_soon():

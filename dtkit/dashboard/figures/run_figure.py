@@ -23,7 +23,7 @@ from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.figures.style import ALERT_COLOR, MUTED_COLOR, TEXT_COLOR, describe_event_marks
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes
-from dtkit.dashboard.summary.notices import ALERT_KINDS, NOTICE_GLYPHS, collect_notices
+from dtkit.dashboard.summary.notices import ALERT_KINDS, NOTICE_GLYPHS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.step_strip import make_step_strip
 
 if TYPE_CHECKING:
@@ -50,12 +50,15 @@ def draw_run(run: RunView, panels: Sequence[Panel] | None = None) -> Figure:
     wide_panels = {} if panels else _make_wide_panels(run)
     if panels is None:
         panels = [*select_panels(run.history), *_wrap_custom_panels()]
-    rows = _arrange_rows(panels, wide_panels)
+    has_failed_early = run.exception is not None and not len(run.history)
+    rows = [] if has_failed_early else _arrange_rows(panels, wide_panels)
     heights = [wide_panels.get(row[0]) or _get_row_height(row, run.spec.world_size) for row in rows]
     title_lines = _collect_title_lines(run)
     title_height = _TITLE_LINE_HEIGHT_IN * (1 + len(title_lines)) + 0.14
     figure = create_figure(_WIDTH_IN, sum(heights) + title_height)
     _draw_title(figure, run, title_lines, title_height)
+    if has_failed_early:  # nothing was measured
+        return figure
     grid = figure.add_gridspec(len(rows), 2, height_ratios=heights)
     for k, row in enumerate(rows):
         for column, panel in enumerate(row):
@@ -115,12 +118,17 @@ def _get_row_height(row: list[Panel], num_ranks: int) -> float:
 def _collect_title_lines(run: RunView) -> list[tuple[str, str]]:
     """Return (kind, text) of each line below the title: the notices, and a legend of event marks."""
     lines = []
+    if run.exception is not None:
+        lines += [("error", part) for line in list_error_lines(run.exception) for part in _wrap_line(line)]
     for notice in collect_notices(run):
         text = f"{NOTICE_GLYPHS[notice.kind]} {notice.text}"
-        parts = textwrap.wrap(text, _TITLE_LINE_CHARS, subsequent_indent="    ")
-        lines += [(notice.kind, part) for part in parts]
+        lines += [(notice.kind, part) for part in _wrap_line(text)]
     legend = describe_event_marks(run.history.events)
     return [*lines, ("marks", f"marks:  {legend}")] if legend else lines
+
+
+def _wrap_line(line: str) -> list[str]:
+    return textwrap.wrap(line, _TITLE_LINE_CHARS, subsequent_indent="    ", drop_whitespace=False)
 
 
 def _draw_title(figure: Figure, run: RunView, lines: Sequence[tuple[str, str]], title_height: float) -> None:
@@ -134,7 +142,7 @@ def _draw_title(figure: Figure, run: RunView, lines: Sequence[tuple[str, str]], 
         _format_title(run), y=1 - 0.09 / height, fontsize=11.5, fontweight="bold", color=TEXT_COLOR, **text_style
     )
     for k, (kind, line) in enumerate(lines, 1):
-        is_alert = kind in ALERT_KINDS
+        is_alert = kind in (*ALERT_KINDS, "error")
         figure.text(
             y=1 - (0.11 + _TITLE_LINE_HEIGHT_IN * k) / height, s=line, fontsize=9.5, gid=f"remark-{kind}",
             fontweight="bold" if is_alert else "normal", color=ALERT_COLOR if is_alert else MUTED_COLOR, **text_style,

@@ -29,7 +29,7 @@ from dtkit.dashboard.summary.curves import CHARTS, MAX_NODE_LINES, Curves, forma
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.metrics import build_tiles, compute_epoch, compute_run_metrics
 from dtkit.dashboard.summary.node_series import NODE_CHARTS, NodeSeries
-from dtkit.dashboard.summary.notices import MARKED_EVENTS, collect_notices
+from dtkit.dashboard.summary.notices import MARKED_EVENTS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.step_strip import BOX_KINDS, make_step_strip
@@ -177,7 +177,7 @@ class MessageBuilder:
             },
             "lr": _replace_nonfinite(run.lr),
             "tiles": [dataclasses.asdict(tile) for tile in build_tiles(run, self._metrics)],
-            "error": None if error is None else _format_error(error),
+            "error": None if error is None else "\n".join(list_error_lines(error)),
             "remarks": [dataclasses.asdict(notice) for notice in collect_notices(run, self._lost_nodes)],
             "nodes_now": {
                 "world": run.spec.world_size,
@@ -270,7 +270,7 @@ class MessageBuilder:
             return np.empty(0) if step_strip is None else self._pack_strip(content, step_strip)
 
         def report(error: Exception) -> np.ndarray:
-            content["strip"] = {"error": _format_error(error)}
+            content["strip"] = {"error": "\n".join(list_error_lines(error))}
             return np.empty(0)
 
         return run_guarded(pack, report)
@@ -323,13 +323,6 @@ def _build_log_line(event: Event) -> dict[str, Any]:
         "time": event.time,
         "rank": event.rank,
     }
-
-
-def _format_error(error: BaseException) -> str:
-    """Return the first lines of an error for the banner. The notebook raises all of it from `wait`."""
-    lines = str(error).strip().splitlines() or [""]
-    text = "\n".join(formatting.sanitize_text(line) for line in lines[:6])
-    return f"{type(error).__name__}: {text}"[:1000]
 
 
 def _replace_nonfinite(value: float | None) -> float | None:

@@ -52,6 +52,16 @@ def collect_notices(run: RunView, lost_nodes: LostNodes | None = None) -> list[N
     ]
 
 
+_MAX_ERROR_LINES, _MAX_ERROR_CHARS = 6, 1000
+
+
+def list_error_lines(error: BaseException) -> list[str]:
+    """Return the first lines of an error. The notebook raises all of it from `wait`."""
+    lines = f"{type(error).__name__}: {error}".strip().splitlines()[:_MAX_ERROR_LINES]
+    text = "\n".join(formatting.sanitize_text(line) for line in lines)[:_MAX_ERROR_CHARS]
+    return text.splitlines()
+
+
 def _make_lost_notice(lost_nodes: LostNodes, num_ranks: int) -> Iterator[Notice]:
     """Return a notice on the lost nodes."""
     if lost_nodes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 
 from dtkit._util.guard import run_guarded
-from dtkit.health.frames import ENTRY_FILES
+from dtkit.health.frames import ENTRY_FILES, classify_file
 
 _MAX_MESSAGE_CHARS = 4000  # ten times as many for a traceback
 
@@ -33,6 +33,16 @@ def format_traceback(error: BaseException) -> str:
     while frames and frames.tb_next and frames.tb_frame.f_code.co_filename.startswith(ENTRY_FILES):
         frames = frames.tb_next
     return _shorten_middle("".join(traceback.format_exception(type(error), error, frames)), 10 * _MAX_MESSAGE_CHARS)
+
+
+def list_user_frames(error: BaseException) -> tuple[tuple[str, int, str, str], ...]:
+    """Return (file, line, function, source) of the user's own frames, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return tuple(
+        (frame.filename, frame.lineno or 0, frame.name, frame.line or "")
+        for frame in frames
+        if classify_file(frame.filename) == "user"
+    )
 
 
 def _shorten_middle(text: str, max_chars: int) -> str:

@@ -411,6 +411,7 @@ LAYERS = [  # bottom to top; the longest entry that fits a module counts
     "integrations",
     "testing",
     "demo",
+    "integrations",
 ]
 
 

@@ -239,6 +239,17 @@ STEPS_BUDGET_S = 1.0
 MAX_MEASURED_STEP_S = 4.0
 """Longest step that `plan` measures."""
 
+# -- Horovod's interface ----------------------------------------------------------------------------------------
+
+HOROVOD_CYCLE_S = 0.001
+"""Pause between two cycles of a negotiation, and between two looks of a rank that joined."""
+HOROVOD_JOIN_POLL_S = 0.05
+"""Time for which an operation waits before it looks for ranks that joined, and between two looks."""
+HOROVOD_STOP_TIMEOUT_S = 2.0
+"""Limit for operations that still run at a shutdown."""
+HOROVOD_RESET_TIMEOUT_S = 60.0
+"""Limit for all ranks to form a new group after an error under `elastic.run`."""
+
 # -- the test double --------------------------------------------------------------------------------------------
 
 HELD_CALL_TIMEOUT_S = 600.0

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     abort_groups: Callable[[], None]
     resolve_group: Callable[[str], dist.ProcessGroup]
     world_state: Any
+    get_default_store: Callable[[], Any]
     count_collectives: Callable[[dist.ProcessGroup], int]
     get_mesh_groups: Callable[[DeviceMesh], dict[str, dist.ProcessGroup]] | None
     POST_P2P: str
@@ -224,6 +225,9 @@ PRIVATE_NAMES = {
     ),
     "resolve_group": PrivateName(
         f"{_DISTRIBUTED}.distributed_c10d", "_resolve_process_group", "Explained collectives", _NO_PUBLIC
+    ),
+    "get_default_store": PrivateName(
+        f"{_DISTRIBUTED}.distributed_c10d", "_get_default_store", "Horovod's join", _NO_PUBLIC
     ),
     "world_state": PrivateName(
         f"{_DISTRIBUTED}.distributed_c10d", "_world", "Detections of stuck ranks", "torch doesn't list its groups"

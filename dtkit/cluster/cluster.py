@@ -55,17 +55,21 @@ class Cluster(Engines):
         """Call a function as :meth:`run` does, without waiting. The returned task displays itself."""
         return task.submit(self._engine_group, fn, args, kwargs, self.repair)
 
-    def torchrun(self, main: str | Path | Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def torchrun(
+        self, main: str | Path | Callable[..., Any], *args: Any, horovod: bool = False, **kwargs: Any
+    ) -> list[Any]:
         """Run a script in a fresh process for each rank, as torchrun would, and return the results by rank.
 
         main : the path of a script (``cluster.torchrun("train.py", "--epochs", 3)``), "-m" and a module's name, or a
             function, which is called with the other arguments. It makes its own process group.
+        horovod : whether ``import horovod.torch as hvd`` finds :mod:`dtkit.integrations.horovod.torch` in the script.
 
         The cell shows live what ranks print and pass to :func:`dtkit.log`. A function's results are what it returns,
         and a script's are its exit codes, 0. Any other code raises EngineError, and ends the other ranks. An interrupt
         ends the processes within seconds. Engines, and what they hold, stay as they are.
         """
-        return task.submit_script(self._engine_group, main, args, kwargs, self.repair).display_and_wait()
+        script = task.submit_script(self._engine_group, main, args, kwargs, self.repair, has_horovod=horovod)
+        return script.display_and_wait()
 
     def partition(
         self,

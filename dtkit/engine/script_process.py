@@ -52,8 +52,9 @@ def run_script(script: Script, environment: Mapping[str, str], output: CallOutpu
     with tempfile.TemporaryDirectory(prefix="dtkit-script-") as folder:
         call, result = Path(folder) / "call", Path(folder) / "result"
         if script.payload is not None:
-            call.write_bytes(pickle.dumps((sys.path, pickle.dumps(script.payload))))
-        process = _ScriptProcess(_make_command(script, call, result), script.folder, environment, output)
+            call.write_bytes(pickle.dumps((_make_module_path(script), pickle.dumps(script.payload))))
+        command = _make_command(script, call, result)
+        process = _ScriptProcess(command, script.folder, {**environment, **_make_environment(script)}, output)
         # waits: for as long as the script runs, in short turns
         code = process.wait()
         outcome = None
@@ -75,6 +76,23 @@ def _make_command(script: Script, call: Path, result: Path) -> list[str]:
     if script.payload is not None:
         return [sys.executable, "-u", "-m", "dtkit.engine.script_main", str(call), str(result)]
     return [sys.executable, "-u", *(("-m",) if script.is_module else ()), script.name, *script.args]
+
+
+_HOROVOD_FOLDER = str(Path(__file__).parents[1] / "integrations" / "horovod" / "shim")
+"""Folder in which a process finds `horovod`; it is on the path of no other."""
+
+
+def _make_module_path(script: Script) -> list[str]:
+    """Return the module path of a function's process, which is the engine's."""
+    return [_HOROVOD_FOLDER, *sys.path] if script.has_horovod else sys.path
+
+
+def _make_environment(script: Script) -> dict[str, str]:
+    """Return environment variables for `script` alone."""
+    if not script.has_horovod:
+        return {}
+    paths = [_HOROVOD_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _make_error(title: str, code: int, outcome: Any, last_lines: Sequence[str]) -> ScriptError:

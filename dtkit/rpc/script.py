@@ -24,6 +24,8 @@ class Script:
     """Working directory: the notebook's."""
     payload: Payload | None = None
     """The function and its arguments; None for a file or a module."""
+    has_horovod: bool = False
+    """Whether ``import horovod`` finds dtkit's implementation."""
 
     @property
     def title(self) -> str:
@@ -31,7 +33,9 @@ class Script:
         return self.name if self.is_module or self.payload is not None else Path(self.name).name
 
 
-def parse_script(main: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Script | None:
+def parse_script(
+    main: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_horovod: bool = False
+) -> Script | None:
     """Return the script that ``cluster.torchrun(main, *args)`` names by a path or by "-m"; None for a function."""
     if not isinstance(main, (str, os.PathLike)):
         return None
@@ -44,8 +48,8 @@ def parse_script(main: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sc
     if main == "-m":
         if not arguments:
             raise ValueError("'-m' without a module; name one, as in cluster.torchrun('-m', 'package.train')")
-        return Script(arguments[0], arguments[1:], is_module=True)
+        return Script(arguments[0], arguments[1:], is_module=True, has_horovod=has_horovod)
     path = Path(main).expanduser().absolute()
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file; give the path of a script, '-m' and a module, or a function")
-    return Script(str(path), arguments)
+    return Script(str(path), arguments, has_horovod=has_horovod)

@@ -261,9 +261,11 @@ def submit_script(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     repair: Callable[[], object] | None = None,
+    *,
+    has_horovod: bool = False,
 ) -> Task:
     """See :meth:`dtkit.Cluster.torchrun`; `repair` replaces engines that are gone."""
-    script = parse_script(main, args, kwargs)
+    script = parse_script(main, args, kwargs, has_horovod=has_horovod)
     if script is None:
         _check_callable(engine_group, main)
     engine_group.check_open()
@@ -271,7 +273,8 @@ def submit_script(
     port, count = _open_rendezvous_store(engine_group), next(engine_group.torchrun_attempts)
 
     def make_script_call(payload: Payload) -> Call[Any]:
-        to_run = Script(_get_name(main), payload=payload) if script is None else script
+        function = Script(_get_name(main), payload=payload, has_horovod=has_horovod)
+        to_run = function if script is None else script
         return make_call(FunctionOperations.run_script, script=to_run, port=port, restart_count=count)
 
     task = Task(engine_group, _get_name(main) if script is None else script.title, repair)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dtkit
@@ -749,7 +750,7 @@ def test_group_that_cannot_be_formed_again_fails_the_run_with_the_reason(strateg
         dist.barrier()
 
     with dtkit.Cluster(2, threads=1) as cluster:
-        run = train(cluster, steps=50, strategy=strategy, start=False)
+        run = start(cluster, steps=50, strategy=strategy, start=False)
         run.step(2)
         cluster.run(break_forming)
         with pytest.raises(dtkit.errors.EngineError, match="so that the group"):

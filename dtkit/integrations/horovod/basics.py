@@ -1,0 +1,262 @@
+"""Start and end, ranks and sizes, and what this implementation can do."""
+
+from __future__ import annotations
+
+import atexit
+import datetime as dt
+import itertools
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dtkit._util import timeouts
+from dtkit.engine.comm.tcp import make_connection_breaker
+from dtkit.integrations.horovod.communicator import Communicator
+from dtkit.integrations.horovod.context import Context, Placement, get_context, has_context, set_context
+from dtkit.integrations.horovod.process_sets import ProcessSet, add_process_set
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class _OwnGroup:
+    """The process group that `init` formed, in a script that had none."""
+
+    def __init__(self) -> None:
+        self._store: tuple[Any, int, int] | None = None  # kept, since rank 0 may serve it
+        self._generations = itertools.count()
+        self.break_connections: Callable[[], None] | None = None
+        """Ends blocked collectives; None if no group is formed."""
+
+    def form(self, timeout_s: float | None) -> None:
+        """Form a group from torchrun's environment; without one, a group of this process alone."""
+        limit = dt.timedelta(seconds=timeouts.FIRST_STEP_TIMEOUT_S if timeout_s is None else timeout_s)
+        if self._store is None:
+            self._store = _open_store(limit)
+        store, rank, size = self._store
+        prefix = f"dtkit-horovod/{next(self._generations)}"
+        self.break_connections = make_connection_breaker()
+        scoped = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # torch exports it by name only
+        dist.init_process_group(_choose_backend(), store=scoped, rank=rank, world_size=size, timeout=limit)
+
+    def leave(self, are_workers_idle: bool) -> None:  # noqa: FBT001 - a state, not a choice
+        """End the group, even if a worker waits for another rank."""
+        if self.break_connections is None:
+            return
+        if not are_workers_idle:
+            self.break_connections()
+        self.break_connections = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_own_group = _OwnGroup()
+
+
+def _open_store(limit: dt.timedelta) -> tuple[Any, int, int]:
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if "WORLD_SIZE" not in os.environ or missing == [*_TORCHRUN_VARIABLES[2:]]:
+        return dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # as above
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} is not set; start the script with cluster.torchrun(script, horovod=True) "
+            "or python -m torch.distributed.run"
+        )
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]  # as above
+    return store, rank, size
+
+
+def _choose_backend() -> str:
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    has_device_each = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+    return "cpu:gloo,cuda:nccl" if has_device_each and dist.is_nccl_available() else "gloo"
+
+
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Initialize: use the current process group, or form one from torchrun's environment. A collective.
+
+    comm : None, or the list of all ranks.
+    process_sets : sets to register, or "dynamic", which changes nothing: sets can always be added and removed.
+    """
+    start(comm, process_sets)
+
+
+def start(
+    comm: Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+    timeout_s: float | None = None,
+) -> None:
+    """Initialize as :func:`init` does, with a limit for the other ranks to arrive and for each later collective."""
+    if has_context():
+        return
+    if not dist.is_initialized():
+        _own_group.form(timeout_s)
+    _check_comm(comm)
+    set_context(Context(_find_placement(), _get_backend()))
+    for process_set in process_sets if process_sets is not None and not isinstance(process_sets, str) else ():
+        process_set.process_set_id = None
+        add_process_set(process_set)
+
+
+def _check_comm(comm: Any) -> None:
+    if comm is not None and (
+        not isinstance(comm, list) or sorted(comm) not in ([], list(range(dist.get_world_size())))
+    ):
+        raise NotImplementedError(
+            "comm can't be an MPI communicator or a part of the ranks; use hvd.ProcessSet instead"
+        )
+
+
+def _get_backend() -> str:
+    """Return the backend of subgroups: torch describes the group's own as a map."""
+    backend = str(dist.get_backend())
+    return "cpu:gloo,cuda:nccl" if "nccl" in backend or backend == "undefined" else backend
+
+
+def _find_placement() -> Placement:
+    """Compare the hosts' names; torchrun's environment wins where it is complete."""
+    world = Communicator(range(dist.get_world_size()), dist.get_rank(), None, str(dist.get_backend()))
+    hosts = world.all_gather_json(socket.gethostname())
+    names = list(dict.fromkeys(hosts))
+    sizes = [hosts.count(name) for name in names]
+    own = hosts[world.index]
+    local_rank = hosts[: world.index].count(own)
+    placement = Placement(
+        local_rank=local_rank,
+        local_size=hosts.count(own),
+        cross_rank=[name for name, size in zip(names, sizes, strict=True) if size > local_rank].index(own),
+        cross_size=sum(size > local_rank for size in sizes),
+        is_homogeneous=len(set(sizes)) == 1,
+    )
+    if _own_group.break_connections is not None and {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        placement.local_rank = int(os.environ["LOCAL_RANK"])
+        placement.local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        placement.cross_rank = int(os.environ.get("GROUP_RANK", placement.cross_rank))
+        placement.cross_size = int(os.environ.get("GROUP_WORLD_SIZE", placement.cross_size))
+    return placement
+
+
+def shutdown() -> None:
+    """End what `init` began. A process group that existed before stays."""
+    if not has_context():
+        set_context(None)
+        return
+    are_idle = get_context().close()
+    set_context(None)
+    _own_group.leave(are_idle)
+
+
+atexit.register(shutdown)
+
+
+def can_restart() -> bool:
+    """Return whether `init` formed the process group, and so can form it again."""
+    return _own_group.break_connections is not None
+
+
+def is_initialized() -> bool:
+    """Return whether `init` was called, in the current process group."""
+    return has_context()
+
+
+def rank() -> int:
+    """Return this process's rank, from 0."""
+    return get_context().rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return get_context().size
+
+
+def local_rank() -> int:
+    """Return this process's rank among those of its host."""
+    return get_context().placement.local_rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this host."""
+    return get_context().placement.local_size
+
+
+def cross_rank() -> int:
+    """Return this host's number among the hosts that have a rank with this local rank."""
+    return get_context().placement.cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have a rank with this local rank."""
+    return get_context().placement.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Return whether all hosts have equally many ranks."""
+    return get_context().placement.is_homogeneous
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's signature
+    """Raise NotImplementedError: there is no timeline of operations."""
+    raise NotImplementedError("timelines are not supported; profile with torch.profiler instead")
+
+
+def stop_timeline() -> None:
+    """Raise NotImplementedError: there is no timeline of operations."""
+    raise NotImplementedError("timelines are not supported; profile with torch.profiler instead")
+
+
+def mpi_threads_supported() -> bool:
+    """Raise NotImplementedError: there is no MPI."""
+    raise NotImplementedError("MPI is not supported; operations use gloo and NCCL")
+
+
+def mpi_enabled() -> bool:
+    """Return False: there is no MPI."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Return False: there is no MPI."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Return True: tensors in host memory use gloo."""
+    return True
+
+
+def gloo_built() -> bool:
+    """Return True: torch has gloo."""
+    return True
+
+
+def nccl_built() -> int:
+    """Return NCCL's version as one number, such as 22706, or 0 without a GPU."""
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def ddl_built() -> bool:
+    """Return False: there is no DDL."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: there is no oneCCL."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return whether torch has CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether torch has ROCm."""
+    return torch.version.hip is not None

@@ -1,0 +1,25 @@
+"""Errors that scripts written for Horovod catch by name."""
+
+from __future__ import annotations
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective failed, on this rank or on another. `elastic.run` restores the last commit after it."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
+    """The set of hosts changed. dtkit never raises it: the ranks of a script stay the same."""
+
+    def __init__(self, skip_sync: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's signature
+        super().__init__("the set of hosts changed")
+        self.skip_sync = skip_sync
+
+
+class NotInitializedError(ValueError):
+    """A function needs `init` first."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Horovod has not been initialized; call hvd.init() first. A function under cluster.run calls it too: "
+            "the engines form a new process group after a failure."
+        )

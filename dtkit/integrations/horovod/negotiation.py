@@ -1,0 +1,111 @@
+"""A worker that runs what all ranks have asked for, in whatever order they did (``HOROVOD_CHECK=1``).
+
+While a rank has operations to run, its worker takes part in *cycles*. In a cycle all ranks exchange the lists of their
+operations, by name and signature. Each rank finds in these lists what all of them wait for, and runs that.
+Signatures that differ give the same error on every rank. A cycle costs about two small messages per rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+from typing import TYPE_CHECKING, Any
+
+from dtkit._util import timeouts
+from dtkit._util.guard import run_guarded
+from dtkit.integrations.horovod.collectives import JOIN, check_signatures, mirror
+from dtkit.integrations.horovod.exceptions import HorovodInternalError
+from dtkit.integrations.horovod.worker import Handle, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Entry = tuple[str, dict[str, Any]]
+"""Name and signature of an operation."""
+
+
+@dataclasses.dataclass
+class Cycle:
+    """What a cycle decides: the operations to run in order, and which ranks have joined."""
+
+    ready: list[str]
+    joined: list[int]
+    """Positions in the process set."""
+
+    def has_all_joined(self, size: int) -> bool:
+        """Return whether no rank has data left."""
+        return len(self.joined) == size
+
+
+def plan_cycle(lists: Sequence[Sequence[Entry]]) -> Cycle:
+    """Decide from all ranks' lists, given in rank order, what they run now."""
+    joined = [k for k, entries in enumerate(lists) if any(signature["operation"] == JOIN for _, signature in entries)]
+    active = [[name for name, _ in entries] for k, entries in enumerate(lists) if k not in joined]
+    if not active:
+        return Cycle([], joined)
+    common = set(active[0]).intersection(*active[1:])
+    return Cycle([name for name in active[0] if name in common], joined)
+
+
+class NegotiatingWorker(Worker):
+    """See the module's docstring."""
+
+    def _run_loop(self) -> None:
+        pending: dict[str, Handle] = {}
+        joined: list[int] = []
+        while self._take_submitted(pending):
+            if pending:
+                joined = self._run_cycle(pending, joined)
+        for handle in pending.values():
+            handle.fail(HorovodInternalError("Horovod has been shut down. The other ranks did not ask for it"))
+
+    def _take_submitted(self, pending: dict[str, Handle]) -> bool:
+        """Take what this rank submitted; wait for it if nothing is pending. Return False to stop."""
+        try:
+            # waits: without a limit only in a daemon thread that has nothing to do
+            handle = self._queue.get(timeout=timeouts.HOROVOD_CYCLE_S if pending else None)
+            while handle is not None:
+                pending[handle.name] = handle
+                handle = self._queue.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _run_cycle(self, pending: dict[str, Handle], joined_before: list[int]) -> list[int]:
+        """Run what all ranks are ready for; return the positions of the ranks that have joined."""
+        entries = [(name, handle.collective.make_signature()) for name, handle in pending.items()]
+        lists = run_guarded(lambda: self.communicator.all_gather_json(entries), lambda error: error)
+        if isinstance(lists, Exception):
+            for handle in pending.values():
+                self._end(handle, lists)
+            pending.clear()
+            return []
+        cycle = plan_cycle(lists)
+        for name in cycle.ready:
+            self._run_ready(name, pending, lists, cycle)
+        if not cycle.has_all_joined(self.communicator.size):
+            return cycle.joined
+        last = [k for k in cycle.joined if k not in joined_before][-1]
+        for name in [name for name, handle in pending.items() if handle.collective.kind == JOIN]:
+            self._finish(pending.pop(name), lambda: self.communicator.ranks[last])
+        return []
+
+    def _run_ready(self, name: str, pending: dict[str, Handle], lists: Sequence[Sequence[Entry]], cycle: Cycle) -> None:
+        active = [k for k in range(self.communicator.size) if k not in cycle.joined]
+        signatures = [dict(lists[k])[name] for k in active]
+        ranks = [self.communicator.ranks[k] for k in active]
+        error = run_guarded(lambda: check_signatures(signatures, ranks, name), lambda error: error)
+        if self.communicator.index in cycle.joined:
+            if error is None:
+                run_guarded(lambda: mirror(signatures[0], self.communicator), lambda error: error)
+            return
+        handle = pending.pop(name)
+        if error is not None:
+            self._end(handle, error)
+        else:
+            self._finish(handle, lambda: handle.collective.run(self.communicator))
+
+    def _end(self, handle: Handle, error: Exception) -> None:
+        with self._lock:
+            self._names.discard(handle.name)
+        handle.fail(error)

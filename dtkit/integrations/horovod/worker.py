@@ -1,0 +1,137 @@
+"""A thread that runs the collectives of one process set, in the order in which this rank's functions ask for them.
+
+So asynchronous operations need no order of waiting, and each may consist of several messages. An interrupt ends the
+caller's wait at once. All ranks must ask in the same order; :mod:`negotiation` has a worker that also accepts others.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtkit._util import timeouts
+from dtkit._util.guard import run_guarded
+from dtkit.integrations.horovod.collectives import JOIN, Collective, mirror
+from dtkit.integrations.horovod.exceptions import HorovodInternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dtkit.integrations.horovod.communicator import Communicator
+    from dtkit.integrations.horovod.joining import JoinBoard
+
+
+class Handle:
+    """One submitted operation. `synchronize` of the interface waits for it."""
+
+    def __init__(self, collective: Collective, name: str, look_for_joined: Callable[[], None]) -> None:
+        self.collective, self.name = collective, name
+        self.finish: Callable[[Any], Any] = lambda result: result
+        """Makes the function's result of the collective's."""
+        self._look_for_joined = look_for_joined
+        self._done = threading.Event()
+        self._result: Any = None
+        self._error: Exception | None = None
+        cuda = next((tensor.device for tensor in collective.tensors if tensor.is_cuda), None)
+        self._device = cuda
+        self._inputs_ready = None if cuda is None else torch.cuda.current_stream(cuda).record_event()
+
+    def is_done(self) -> bool:
+        """Return whether the operation has ended, with a result or an error."""
+        if not self._done.is_set():
+            self._look_for_joined()
+        return self._done.is_set()
+
+    def wait(self) -> Any:
+        """Wait for the operation, and return its result. Raises HorovodInternalError if it failed."""
+        # waits: for a collective, limited by the process group's timeout
+        while not self._done.wait(timeouts.HOROVOD_JOIN_POLL_S):
+            self._look_for_joined()
+        if self._error is not None:
+            raise HorovodInternalError(str(self._error)) from self._error
+        return self._result
+
+    def run(self, work: Callable[[], Any]) -> None:
+        """Run the operation on the worker's thread, and store its result or error."""
+        self._error = run_guarded(lambda: self._store(work), lambda error: error)
+        self._done.set()
+
+    def _store(self, work: Callable[[], Any]) -> None:
+        if self._device is None:
+            self._result = self.finish(work())
+            return
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            assert self._inputs_ready is not None
+            stream.wait_event(self._inputs_ready)
+            self._result = self.finish(work())
+            stream.synchronize()
+
+    def fail(self, error: Exception) -> None:
+        """End the operation with an error."""
+        self._error = error
+        self._done.set()
+
+
+class Worker:
+    """The thread of one process set. `board` is None for a set whose ranks can't join."""
+
+    def __init__(self, communicator: Communicator, board: JoinBoard | None, name: str) -> None:
+        self.communicator, self._board = communicator, board
+        self._queue: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
+        self._names: set[str] = set()
+        # locks: while the table of names changes
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run_loop, name=f"dtkit-horovod-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, collective: Collective, name: str, finish: Callable[[Any], Any] | None = None) -> Handle:
+        """Queue an operation. Raises ValueError if one of this name has not ended."""
+        handle = Handle(collective, name, self._look_for_joined)
+        if finish is not None:
+            handle.finish = finish
+        with self._lock:
+            if name in self._names:
+                raise ValueError(
+                    f"Requested to {collective.kind} a tensor with the same name as another tensor that is currently "
+                    f"being processed: {name}. If you want to request another tensor, use a different tensor name."
+                )
+            self._names.add(name)
+        self._queue.put(handle)
+        return handle
+
+    def stop(self) -> bool:
+        """End the thread once it has run what was submitted; return whether it ended in time."""
+        self._queue.put(None)
+        self._thread.join(timeouts.HOROVOD_STOP_TIMEOUT_S)
+        return not self._thread.is_alive()
+
+    def _look_for_joined(self) -> None:
+        """Help ranks that have joined: they must know what this rank waits for."""
+        if self._board is not None:
+            self._board.look()
+
+    def _run_loop(self) -> None:
+        # waits: a daemon thread; nobody waits for it
+        while (handle := self._queue.get()) is not None:
+            self._run_one(handle)
+
+    def _run_one(self, handle: Handle) -> None:
+        if handle.collective.kind == JOIN:
+            self._finish(handle, self._join)
+            return
+        if self._board is not None:
+            self._board.begin(handle.collective.make_signature)
+        self._finish(handle, lambda: handle.collective.run(self.communicator))
+
+    def _finish(self, handle: Handle, work: Callable[[], Any]) -> None:
+        with self._lock:
+            self._names.discard(handle.name)  # before its caller continues, who may use the name again
+        handle.run(work)
+
+    def _join(self) -> int:
+        assert self._board is not None, "only the global process set can join"
+        return self._board.join(lambda signature: mirror(signature, self.communicator))

@@ -54,7 +54,7 @@ def run_script(script: Script, environment: Mapping[str, str], output: CallOutpu
         if script.payload is not None:
             call.write_bytes(pickle.dumps((_make_module_path(script), pickle.dumps(script.payload))))
         command = _make_command(script, call, result)
-        process = _ScriptProcess(command, script.folder, {**environment, **_make_environment(script)}, output)
+        process = _ScriptProcess(command, script.folder, {**environment, **_find_module_path(script)}, output)
         # waits: for as long as the script runs, in short turns
         code = process.wait()
         outcome = None
@@ -87,8 +87,8 @@ def _make_module_path(script: Script) -> list[str]:
     return [_HOROVOD_FOLDER, *sys.path] if script.has_horovod else sys.path
 
 
-def _make_environment(script: Script) -> dict[str, str]:
-    """Return environment variables for `script` alone."""
+def _find_module_path(script: Script) -> dict[str, str]:
+    """Return the environment variable for `script` alone with which its process finds `horovod`."""
     if not script.has_horovod:
         return {}
     paths = [_HOROVOD_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -44,7 +44,7 @@ class _OwnGroup:
         scoped = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # torch exports it by name only
         dist.init_process_group(_choose_backend(), store=scoped, rank=rank, world_size=size, timeout=limit)
 
-    def leave(self, are_workers_idle: bool) -> None:  # noqa: FBT001 - a state, not a choice
+    def leave(self, are_workers_idle: bool) -> None:
         """End the group, even if a worker waits for another rank."""
         if self.break_connections is None:
             return
@@ -199,7 +199,7 @@ def is_homogeneous() -> bool:
     return get_context().placement.is_homogeneous
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's signature
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Raise NotImplementedError: there is no timeline of operations."""
     raise NotImplementedError("timelines are not supported; profile with torch.profiler instead")
 

@@ -10,7 +10,7 @@ class HorovodInternalError(RuntimeError):
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
     """The set of hosts changed. dtkit never raises it: the ranks of a script stay the same."""
 
-    def __init__(self, skip_sync: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's signature
+    def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the set of hosts changed")
         self.skip_sync = skip_sync
 

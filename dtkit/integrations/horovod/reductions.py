@@ -31,7 +31,7 @@ _FUNCTIONS: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def resolve_op(op: int | None, average: bool | None = None) -> int:  # noqa: FBT001 - Horovod's old flag
+def resolve_op(op: int | None, average: bool | None = None) -> int:
     """Return the operation for `op` and the old flag `average`, which exclude each other; Average by default."""
     if op is not None and average is not None:
         raise ValueError("give either op or average, not both; average is the old name for op=Average or op=Sum")

@@ -44,7 +44,7 @@ def _check_tensors(tensors: Sequence[torch.Tensor]) -> None:
 
 def allreduce_async(
     tensor: torch.Tensor,
-    average: bool | None = None,  # noqa: FBT001 - Horovod's signature, as below
+    average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
@@ -60,7 +60,7 @@ def allreduce_async(
 
 def allreduce_async_(
     tensor: torch.Tensor,
-    average: bool | None = None,  # noqa: FBT001
+    average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
@@ -75,7 +75,7 @@ def allreduce_async_(
 
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
-    average: bool | None = None,  # noqa: FBT001
+    average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
@@ -89,7 +89,7 @@ def grouped_allreduce_async(
 
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
-    average: bool | None = None,  # noqa: FBT001
+    average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,

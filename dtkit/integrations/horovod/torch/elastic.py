@@ -1,22 +1,16 @@
-"""State that survives a failed collective: commit, restore, and an equal start on all ranks.
-
-The ranks of a script stay the same: hosts never come or go. After a failed collective `run` restores the last commit,
-forms the group again, and calls the function again. If a process ends, dtkit ends the others; start the script again.
-"""
+"""State of PyTorch's models, optimizers and samplers for `elastic.run`."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import random
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Sampler
 
-from dtkit._util import timeouts
 from dtkit.integrations.horovod import basics
-from dtkit.integrations.horovod.exceptions import HorovodInternalError
+from dtkit.integrations.horovod.elastic_state import ObjectState, State, run
 from dtkit.integrations.horovod.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
@@ -24,79 +18,9 @@ from dtkit.integrations.horovod.torch.functions import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence, Sized
+    from collections.abc import Iterator, Sized
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_MAX_RESETS = 3  # without a commit in between: the error would only be repeated
-
-
-class State:
-    """Base class of what is committed and restored."""
-
-    def __init__(self) -> None:
-        self.num_commits = 0
-        self._reset_callbacks: list[Callable[[], None]] = []
-
-    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Call these functions after each reset."""
-        self._reset_callbacks.extend(callbacks)
-
-    def on_reset(self) -> None:
-        """Call `reset` and the callbacks, after the group was formed again."""
-        self.reset()
-        for callback in self._reset_callbacks:
-            callback()
-
-    def commit(self) -> None:
-        """Save the state in memory. A failure returns to it."""
-        self.save()
-        self.num_commits += 1
-
-    def check_host_updates(self) -> None:
-        """Do nothing: the ranks of a script stay the same."""
-
-    def save(self) -> None:
-        """Save the state in memory."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Return to the state that was saved last."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Overwrite the state with rank 0's, and save it."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Adapt to a new group; a subclass may override it."""
-
-
-class ObjectState(State):
-    """Objects that are pickled. Each keyword argument becomes an attribute."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
-        self._saved_state = kwargs
-        self._set_attributes()
-
-    def _set_attributes(self) -> None:
-        for name, value in self._saved_state.items():
-            setattr(self, name, value)
-
-    def save(self) -> None:
-        """Keep the attributes' current values."""
-        self._saved_state = {name: getattr(self, name) for name in self._saved_state}
-
-    def restore(self) -> None:
-        """Return the attributes to their saved values."""
-        self._set_attributes()
-
-    def sync(self) -> None:
-        """Overwrite the attributes with rank 0's saved values."""
-        if self._saved_state:
-            self._saved_state = broadcast_object(self._saved_state)
-            self._set_attributes()
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
 
 class TorchState(ObjectState):
@@ -145,7 +69,7 @@ class ElasticSampler(Sampler[int]):
     samples that are left, shared among the ranks. `seed` must be the same on all ranks.
     """
 
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:  # noqa: FBT001, FBT002
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.epoch = self.processed_num = 0
         self.num_replicas, self.rank, self.num_samples, self.total_size = 1, 0, 0, 0
@@ -214,30 +138,3 @@ class _Handler:
 
 def _is_handled(value: Any) -> bool:
     return isinstance(value, (torch.nn.Module, torch.optim.Optimizer, ElasticSampler))
-
-
-def run(func: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    """Decorate a training function whose first argument is a state.
-
-    Rank 0's state is copied to all ranks, then the function is called. After HorovodInternalError the state returns to
-    the last commit, the group is formed again, and the function is called again: three times without a commit at most.
-    """
-
-    @functools.wraps(func)
-    def call(state: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        num_resets, num_commits = 0, state.num_commits
-        while True:
-            try:
-                state.sync()
-                return func(state, *args, **kwargs)
-            except HorovodInternalError:
-                num_resets = 1 if state.num_commits > num_commits else num_resets + 1
-                num_commits = state.num_commits
-                if num_resets > _MAX_RESETS or not basics.can_restart():
-                    raise
-                state.restore()
-            basics.shutdown()
-            basics.start(timeout_s=timeouts.HOROVOD_RESET_TIMEOUT_S)
-            state.on_reset()
-
-    return call  # type: ignore[return-value]  # the wrapper names its first argument

@@ -120,7 +120,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 def allreduce(
     tensor: torch.Tensor,
-    average: bool | None = None,  # noqa: FBT001 - Horovod's signature, as below
+    average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     op: int | None = None,
@@ -142,7 +142,7 @@ def allreduce(
 
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
-    average: bool | None = None,  # noqa: FBT001
+    average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     op: int | None = None,
@@ -168,7 +168,7 @@ def _decompress(compression: type[Compressor], tensors: Any, compressed: Sequenc
 
 def allreduce_(
     tensor: torch.Tensor,
-    average: bool | None = None,  # noqa: FBT001
+    average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
@@ -182,7 +182,7 @@ def allreduce_(
 
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
-    average: bool | None = None,  # noqa: FBT001
+    average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,

@@ -83,7 +83,7 @@ class _DistributedMixin:
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name, which reads as a class
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,
@@ -92,7 +92,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which reads as a class
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
-    sparse_as_dense: bool = False,  # noqa: FBT001, FBT002 - Horovod's signature
+    sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return the optimizer in a subclass of its class that reduces gradients before each step.

@@ -44,7 +44,7 @@ class SyncBatchNorm(BatchNormBase):
             result = result * _align(self.weight, input) + _align(self.bias, input)
         return result
 
-    def _normalize_locally(self, values: torch.Tensor, has_own_statistics: bool) -> torch.Tensor:  # noqa: FBT001
+    def _normalize_locally(self, values: torch.Tensor, has_own_statistics: bool) -> torch.Tensor:
         momentum = self._count_batch() if self.training and self.track_running_stats else 0.0
         return F.batch_norm(
             values,

@@ -1,0 +1,25 @@
+"""What Horovod's scripts for Keras 2 pass to Keras, and what Keras 3 no longer accepts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+
+
+def accept_dropped_arguments() -> None:
+    """Let `compile` accept `experimental_run_tf_function`, which Horovod's documentation asked for.
+
+    It switched off a way of running that Keras no longer has. Only a script's own process calls this function.
+    """
+    compile_model = keras.Model.compile
+    if compile_model.__name__ == "accept_dropped":
+        return
+
+    @functools.wraps(compile_model, assigned=("__doc__",))
+    def accept_dropped(self: Any, *args: Any, **options: Any) -> Any:
+        options.pop("experimental_run_tf_function", None)
+        return compile_model(self, *args, **options)
+
+    keras.Model.compile = accept_dropped

@@ -1,0 +1,16 @@
+"""Another name for dtkit's own modules. Python takes from `sys.modules` what an import put there."""
+
+import sys
+
+import dtkit.integrations.horovod.keras as implementation
+from dtkit.integrations.horovod import keras_2
+from dtkit.integrations.horovod.keras import callbacks, elastic
+
+keras_2.accept_dropped_arguments()
+sys.modules.update(
+    {
+        __name__: implementation,
+        f"{__name__}.callbacks": callbacks,
+        f"{__name__}.elastic": elastic,
+    }
+)

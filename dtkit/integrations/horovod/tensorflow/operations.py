@@ -1,0 +1,285 @@
+"""Operations on TensorFlow's tensors, with gradients, in eager mode and in graphs.
+
+Gradients are Horovod's: that of an all-gather and of a broadcast is averaged over the ranks. `device_dense` and
+`device_sparse` are accepted for Horovod's sake, and have no effect: tensors travel in host memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+import torch
+
+from dtkit.integrations.horovod import torch as torch_interface
+from dtkit.integrations.horovod.context import get_context
+from dtkit.integrations.horovod.process_sets import ProcessSet, global_process_set
+from dtkit.integrations.horovod.reductions import Average, Sum, resolve_op
+from dtkit.integrations.horovod.tensorflow.bridge import call
+from dtkit.integrations.horovod.tensorflow.compression import Compression, Compressor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def _reduce(tensors: Sequence[Any], name: str | None, **options: Any) -> list[Any]:
+    """Reduce tensors together. The gradient is reduced in the same way."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def run(*tensors: Any) -> Any:
+        results = call(
+            lambda *values: torch_interface.grouped_allreduce(list(values), name=name, **options),
+            tensors,
+            [tensor.dtype for tensor in tensors],
+        )
+        for result, tensor in zip(results, tensors, strict=True):
+            result.set_shape(tensor.shape)
+        return results, lambda *gradients: _reduce(gradients, None, **options)
+
+    return list(run(*map(tf.convert_to_tensor, tensors)))
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Reduce a tensor, a variable or IndexedSlices over all ranks, and return the result on each.
+
+    average : old name for op=Average (True) or op=Sum (False).
+    compression : what travels, `Compression.none` or `Compression.fp16`.
+    op : Average (default), Sum, Min, Max or Product; Average or Sum for IndexedSlices.
+    prescale_factor, postscale_factor : numbers that multiply the tensor before and after.
+    """
+    if isinstance(tensor, tf.IndexedSlices):
+        op = resolve_op(op, average)
+        if op not in (Average, Sum) or prescale_factor != 1.0 or postscale_factor != 1.0:
+            raise NotImplementedError("IndexedSlices can be summed or averaged only, without factors")
+        return _reduce_slices(tensor, op, process_set)
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    (result,) = grouped_allreduce(
+        [tensor], average, compression=compression, op=op, name=name, process_set=process_set, **factors
+    )
+    return result
+
+
+def _reduce_slices(slices: Any, op: int, process_set: ProcessSet) -> Any:
+    values = allgather(slices.values, process_set=process_set)
+    indices = allgather(slices.indices, process_set=process_set)
+    if op == Average:
+        values = values / tf.cast(process_set.size(), values.dtype)
+    return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> list[Any]:
+    """Reduce several tensors together, as :func:`allreduce` does each."""
+    if not tensors:
+        return []
+    op = resolve_op(op, average)
+    compressed = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    results = _reduce([tensor for tensor, _ in compressed], name, op=op, process_set=process_set, **factors)
+    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, compressed, strict=True)]
+
+
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return all ranks' tensors, one behind the other. Their first dimensions may differ."""
+    return grouped_allgather([tensor], name, process_set=process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Gather several tensors together, as :func:`allgather` does each."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]  # as above
+    def run(*tensors: Any) -> Any:
+        results = call(
+            lambda *values: torch_interface.grouped_allgather(list(values), name, process_set),
+            tensors,
+            [tensor.dtype for tensor in tensors],
+        )
+        for result, tensor in zip(results, tensors, strict=True):
+            result.set_shape([None, *tensor.shape[1:]])
+
+        def differentiate(*gradients: Any) -> list[Any]:
+            averages = grouped_allreduce(gradients, op=Average, process_set=process_set)
+            lengths = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors])
+            rows = allgather(tf.expand_dims(lengths, 0), process_set=process_set)
+            starts = tf.reduce_sum(rows[: process_set.rank()], axis=0)
+            return [average[starts[k] : starts[k] + lengths[k]] for k, average in enumerate(averages)]
+
+        return results, differentiate
+
+    return list(run(*map(tf.convert_to_tensor, tensors)))
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the tensor of rank `root_rank`, which alone gets the gradient."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]  # as above
+    def run(tensor: Any) -> Any:
+        (result,) = call(
+            lambda value: [torch_interface.broadcast(value, root_rank, name, process_set)], [tensor], [tensor.dtype]
+        )
+        result.set_shape(tensor.shape)
+
+        def differentiate(gradient: Any) -> Any:
+            average = allreduce(gradient, op=Average, process_set=process_set)
+            return average if get_context().rank == root_rank else tf.zeros_like(average)
+
+        return result, differentiate
+
+    return run(tf.convert_to_tensor(tensor))
+
+
+def broadcast_(
+    variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Overwrite variables with those of rank `root_rank`, and return them."""
+    for k, variable in enumerate(variables):
+        own_name = None if name is None else f"{name}.{k}"
+        variable.assign(broadcast(variable, root_rank, own_name, process_set=process_set))
+    return list(variables)
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send the first ``splits[0]`` rows to the first rank, and so on; return the rows that this rank receives.
+
+    splits : number of rows for each rank; None for equal parts. If given, the function also returns the numbers of
+        received rows.
+    """
+    rows, received = _exchange(tf.convert_to_tensor(tensor), splits, name, process_set)
+    return rows if splits is None else (rows, received)
+
+
+def _exchange(tensor: Any, splits: Any, name: str | None, process_set: ProcessSet) -> tuple[Any, Any]:
+    counts = [] if splits is None else [tf.cast(splits, tf.int32)]
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]  # as above
+    def run(tensor: Any) -> Any:
+        def exchange(value: torch.Tensor, *splits: torch.Tensor) -> list[torch.Tensor]:
+            handle = torch_interface.alltoall_async(value, splits[0] if splits else None, name, process_set)
+            rows, received = torch_interface.synchronize(handle)
+            return [rows, received.to(torch.int32)]
+
+        rows, received = call(exchange, [tensor, *counts], [tensor.dtype, tf.int32])
+        rows.set_shape([None, *tensor.shape[1:]])
+        received.set_shape([process_set.size()])
+
+        def differentiate(gradient: Any, _: Any) -> Any:
+            return _exchange(gradient, received, None, process_set)[0]
+
+        return (rows, received), differentiate
+
+    rows, received = run(tensor)
+    return rows, received
+
+
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduce a tensor over all ranks, and return this rank's part of its rows. `op` is Average or Sum."""
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return grouped_reducescatter(
+        [tensor], compression=compression, op=op, name=name, process_set=process_set, **factors
+    )[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """Reduce several tensors together, as :func:`reducescatter` does each."""
+    options: dict[str, Any] = {
+        "op": op,
+        "process_set": process_set,
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+    }
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]  # as above
+    def run(*tensors: Any) -> Any:
+        results = call(
+            lambda *values: torch_interface.grouped_reducescatter(list(values), name=name, **options),
+            tensors,
+            [tensor.dtype for tensor in tensors],
+        )
+        for result, tensor in zip(results, tensors, strict=True):
+            result.set_shape([None, *tensor.shape[1:]])
+
+        def differentiate(*gradients: Any) -> list[Any]:
+            factor = prescale_factor * postscale_factor * ((process_set.size() or 1) if op == Sum else 1)
+            scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+            return grouped_allgather(scaled, process_set=process_set)
+
+        return results, differentiate
+
+    compressed = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+    results = run(*(tensor for tensor, _ in compressed))
+    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, compressed, strict=True)]
+
+
+def join() -> int:
+    """Take part in the other ranks' sums with zeros until all have joined; return the rank that joined last."""
+    return torch_interface.join()
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait for all ranks."""
+    torch_interface.barrier(process_set)

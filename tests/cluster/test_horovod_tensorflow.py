@@ -1,0 +1,243 @@
+"""Horovod's interfaces for TensorFlow and Keras on two ranks, compared with one worker."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import dtkit
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+BOUND = 1e-12
+
+
+def make_rows() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(32, 4)), generator.normal(size=(32, 3))
+
+
+def make_model() -> Any:
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import keras
+
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, "tanh"), keras.layers.Dense(3)])
+
+
+def train_by_fit(passes: int, *, distributed: bool) -> list[np.ndarray]:
+    """Train with momentum by `fit`; with several passes, their gradients are averaged before an update."""
+    model = make_model()
+    import keras
+
+    x, y = make_rows()
+    optimizer: Any = keras.optimizers.SGD(0.1, momentum=0.9)
+    callbacks, batch_size = [], 32
+    if distributed:
+        import horovod.tensorflow.keras as hvd
+
+        hvd.init()
+        if hvd.rank() == 1:
+            model.layers[0].kernel.assign(model.layers[0].kernel * 2.0)
+        hvd.broadcast_variables(model.variables, root_rank=0)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, backward_passes_per_step=passes, average_aggregated_gradients=True
+        )
+        callbacks = [hvd.callbacks.MetricAverageCallback(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        x, y = x[hvd.rank() :: 2], y[hvd.rank() :: 2]
+        batch_size = 16 // passes
+    model.compile(optimizer, "mse", jit_compile=False)
+    model.fit(x, y, batch_size=batch_size, epochs=5, shuffle=False, callbacks=callbacks, verbose=0)
+    return [v.numpy() for v in model.trainable_variables]
+
+
+def call_alone(function: Any, *args: Any, **options: Any) -> Any:
+    """Call the function in a fresh process without a process group."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args, **options).result(120)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_fit_trains_like_one_worker(cluster2: dtkit.Cluster, passes: int):
+    expected = call_alone(train_by_fit, 1, distributed=False)
+    for weights in cluster2.torchrun(train_by_fit, passes, horovod=True, distributed=True):
+        assert max(np.abs(a - b).max() for a, b in zip(weights, expected, strict=True)) < BOUND
+
+
+def train_by_tape(*, distributed: bool, graph: bool, local: bool) -> list[np.ndarray]:
+    model = make_model()
+    import keras
+    import tensorflow as tf
+
+    x, y = make_rows()
+    optimizer = keras.optimizers.Adam(0.05)
+    optimizer.build(model.trainable_variables)
+    if distributed:
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+        x, y = x[hvd.rank() :: 2], y[hvd.rank() :: 2]
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x) - y))
+        if distributed:
+            tape = hvd.DistributedGradientTape(tape)
+            if local:
+                tape.register_local_source(model.trainable_variables[-1])
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        optimizer.apply(gradients, model.trainable_variables)
+
+    run = tf.function(step) if graph else step
+    for _ in range(5):
+        run()
+    return [v.numpy() for v in model.trainable_variables]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_tape_gives_the_gradients_of_all_rows(cluster2: dtkit.Cluster, *, graph: bool):
+    expected = call_alone(train_by_tape, distributed=False, graph=graph, local=False)
+    for weights in cluster2.torchrun(train_by_tape, horovod=True, distributed=True, graph=graph, local=False):
+        assert max(np.abs(a - b).max() for a, b in zip(weights, expected, strict=True)) < BOUND
+
+
+def test_local_source_stays_on_its_rank(cluster2: dtkit.Cluster):
+    first, second = cluster2.torchrun(train_by_tape, horovod=True, distributed=True, graph=True, local=True)
+    assert np.abs(first[-1] - second[-1]).max() > 1e-3
+
+
+def run_operations() -> dict[str, Any]:
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    hvd.init()
+    rank = hvd.rank()
+
+    @tf.function
+    def reduce(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = hvd.allreduce(x, op=hvd.Sum)
+        return total, tape.gradient(total, x)
+
+    rows = tf.Variable(tf.fill((rank + 1, 2), float(rank + 1)))
+    with tf.GradientTape() as tape:
+        gathered = hvd.allgather(rows)
+    total, gradient = reduce(tf.ones(3, tf.float64))
+    slices = hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), tf.constant([rank]), tf.constant([2, 2])), op=hvd.Sum)
+    exchanged, received = hvd.alltoall(tf.range(3), splits=[1, 2])
+    variable = tf.Variable(float(rank))
+    hvd.broadcast_variables([variable], root_rank=1)
+    return {
+        "sum": total.numpy().tolist(),
+        "gradient": gradient.numpy().tolist(),
+        "gathered": gathered.numpy()[:, 0].tolist(),
+        "gathered gradient": tape.gradient(gathered, rows).numpy().tolist(),
+        "slices": tf.convert_to_tensor(slices).numpy().tolist(),
+        "bfloat16": hvd.allreduce(tf.ones(2, tf.bfloat16)).dtype.name,
+        "exchanged": exchanged.numpy().tolist(),
+        "received": received.numpy().tolist(),
+        "variable": float(variable.numpy()),
+        "scattered": hvd.reducescatter(tf.ones((2, 2)), op=hvd.Sum).numpy().tolist(),
+        "objects": hvd.allgather_object(rank),
+    }
+
+
+def test_operations_in_eager_mode_and_graphs(cluster2: dtkit.Cluster):
+    for rank, results in enumerate(cluster2.torchrun(run_operations, horovod=True)):
+        assert results == {
+            "sum": [2.0] * 3,
+            "gradient": [2.0] * 3,
+            "gathered": [1.0, 2.0, 2.0],
+            "gathered gradient": [[1.0, 1.0]] * (rank + 1),
+            "slices": [[1.0, 1.0]] * 2,
+            "bfloat16": "bfloat16",
+            "exchanged": [[0, 0], [1, 2, 1, 2]][rank],
+            "received": [[1, 1], [2, 2]][rank],
+            "variable": 1.0,
+            "scattered": [[2.0, 2.0]],
+            "objects": [0, 1],
+        }
+
+
+def warm_up() -> list[float]:
+    model = make_model()
+    import horovod.keras as hvd
+    import keras
+
+    hvd.init()
+    x, y = make_rows()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.4, momentum=0.9)), "mse", jit_compile=False)
+    callbacks = [
+        hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2),
+        hvd.callbacks.LearningRateScheduleCallback(0.4, 0.1, start_epoch=2, staircase=True),
+    ]
+    history = model.fit(x, y, batch_size=8, epochs=4, callbacks=callbacks, verbose=0)
+    assert model.optimizer.momentum == 0.9
+    return history.history["lr"]
+
+
+def test_learning_rate_warms_up_and_decays(cluster2: dtkit.Cluster):
+    for rates in cluster2.torchrun(warm_up, horovod=True):
+        assert rates == pytest.approx([0.3, 0.4, 0.4, 0.04])
+
+
+def train_elastically() -> tuple[list[np.ndarray], int]:
+    model = make_model()
+    import horovod.keras as hvd
+    import keras
+
+    hvd.init()
+    x, y = (rows[hvd.rank() :: 2] for rows in make_rows())
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse", jit_compile=False)
+    failures = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.epoch < 5:
+            model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+            if state.epoch == 2 and not failures:
+                failures.append(1)
+                raise hvd.HorovodInternalError("planted")
+            state.epoch += 1
+            state.commit()
+
+    train(hvd.elastic.KerasState(model, epoch=0))
+    return [v.numpy() for v in model.trainable_variables], len(failures)
+
+
+def test_elastic_run_repeats_the_epoch_that_failed(cluster2: dtkit.Cluster):
+    expected = call_alone(train_by_fit, 1, distributed=False)
+    for weights, num_failures in cluster2.torchrun(train_elastically, horovod=True):
+        assert num_failures == 1
+        assert max(np.abs(a - b).max() for a, b in zip(weights, expected, strict=True)) < BOUND
+
+
+def save_and_load(folder: Path) -> tuple[float, str]:
+    model = make_model()
+    import horovod.keras as hvd
+    import keras
+
+    hvd.init()
+    x, y = make_rows()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), "mse", jit_compile=False)
+    model.fit(x, y, verbose=0)
+    model.save(folder / f"{hvd.rank()}.keras")
+    loaded = hvd.load_model(folder / f"{hvd.rank()}.keras")
+    pairs = zip(loaded.optimizer.variables, model.optimizer.variables, strict=True)
+    difference = max(float(np.abs(a.numpy() - b.numpy()).max()) for a, b in pairs)
+    return difference, type(loaded.optimizer).__mro__[1].__name__
+
+
+def test_loaded_model_goes_on_with_a_distributed_optimizer(cluster2: dtkit.Cluster, tmp_path: Path):
+    assert cluster2.torchrun(save_and_load, tmp_path, horovod=True) == [(0.0, "_DistributedMixin")] * 2

@@ -411,7 +411,6 @@ LAYERS = [  # bottom to top; the longest entry that fits a module counts
     "integrations",
     "testing",
     "demo",
-    "integrations",
 ]
 
 

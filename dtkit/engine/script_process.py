@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from dtkit.engine.observe.call_output import CallOutput
     from dtkit.rpc.script import Script
 
+ELASTIC_VARIABLE = "DTKIT_ELASTIC_FILE"
+"""Environment variable of a process: a file that it makes if it wants to be started again after it was killed."""
+
+_MAX_RESTARTS = 3
 _MAX_KEPT_LINES = 200  # of the output, for the error
 _TRACEBACK_HEAD = "Traceback (most recent call last):"
 _STARTUP_FOLDER = Path(__file__).parent / "startup"
@@ -53,10 +57,15 @@ def run_script(script: Script, environment: Mapping[str, str], output: CallOutpu
         call, result = Path(folder) / "call", Path(folder) / "result"
         if script.payload is not None:
             call.write_bytes(pickle.dumps((_make_module_path(script), pickle.dumps(script.payload))))
-        command = _make_command(script, call, result)
-        process = _ScriptProcess(command, script.folder, {**environment, **_find_module_path(script)}, output)
-        # waits: for as long as the script runs, in short turns
-        code = process.wait()
+        command, elastic = _make_command(script, call, result), Path(folder) / "elastic"
+        environment = {**environment, **_find_module_path(script), ELASTIC_VARIABLE: str(elastic)}
+        for remaining in reversed(range(_MAX_RESTARTS + 1)):
+            process = _ScriptProcess(command, script.folder, environment, output)
+            # waits: for as long as the script runs, in short turns
+            code = process.wait()
+            if code >= 0 or not elastic.exists() or not remaining:
+                break
+            output.add_line(f"the process of {script.title} ended with {_describe_exit(code)}; it is started again")
         outcome = None
         if result.exists():
             # unpickles: written by this engine's own child process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -222,6 +223,39 @@ def test_elastic_run_repeats_the_step_that_failed(cluster2: dtkit.Cluster):
     for parameters, num_failures in cluster2.torchrun(train_elastically, horovod=True):
         assert num_failures == 1
         assert all((a - b).abs().max() < BOUND for a, b in zip(parameters, expected, strict=True))
+
+
+def train_with_a_kill(rank_to_kill: int, flag: Path) -> list[torch.Tensor]:
+    import horovod.torch as hvd
+
+    hvd.init()
+    model = make_model()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    inputs, targets = (rows[hvd.rank() :: hvd.size()] for rows in make_rows())
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.step < 5:
+            if state.step == 3 and hvd.rank() == rank_to_kill and not flag.exists():
+                flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            state.step += 1
+            state.commit()
+
+    train(hvd.elastic.TorchState(model, optimizer, step=0))
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_killed_process_of_an_elastic_script_is_started_again(cluster2: dtkit.Cluster, tmp_path: Path, rank: int):
+    expected = train_alone()
+    for parameters in cluster2.torchrun(train_with_a_kill, rank, tmp_path / "flag", horovod=True):
+        assert all((a - b).abs().max() < BOUND for a, b in zip(parameters, expected, strict=True))
+    check_usable(cluster2)
 
 
 def call_what_is_missing() -> list[str]:

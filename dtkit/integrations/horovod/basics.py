@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import datetime as dt
-import itertools
 import os
 import socket
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,6 @@ class _OwnGroup:
 
     def __init__(self) -> None:
         self._store: tuple[Any, int, int] | None = None  # kept, since rank 0 may serve it
-        self._generations = itertools.count()
         self.break_connections: Callable[[], None] | None = None
         """Ends blocked collectives; None if no group is formed."""
 
@@ -39,7 +37,7 @@ class _OwnGroup:
         if self._store is None:
             self._store = _open_store(limit)
         store, rank, size = self._store
-        prefix = f"dtkit-horovod/{next(self._generations)}"
+        prefix = f"dtkit-horovod/{_find_generation(store, rank)}"
         self.break_connections = make_connection_breaker()
         scoped = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # torch exports it by name only
         dist.init_process_group(_choose_backend(), store=scoped, rank=rank, world_size=size, timeout=limit)
@@ -56,6 +54,20 @@ class _OwnGroup:
 
 
 _own_group = _OwnGroup()
+
+
+def _find_generation(store: Any, rank: int) -> int:
+    """Return the number of the group that the ranks form next.
+
+    A group is over if this rank has been in it: in this process, or in one before it that was killed.
+    """
+    key = "dtkit-horovod/generation"
+    current = int(store.compare_set(key, "", "0"))
+    if store.check([f"{key}/{current}/{rank}"]):
+        store.compare_set(key, str(current), str(current + 1))  # another rank may have been first
+        current = int(store.get(key))
+    store.set(f"{key}/{current}/{rank}", "1")
+    return current
 
 
 def _open_store(limit: dt.timedelta) -> tuple[Any, int, int]:

@@ -44,6 +44,8 @@ class Context:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.placement = placement
         self._backend = backend
+        self.sync_root = 0
+        """Rank whose state `elastic.run` copies to all ranks."""
         self._world = weakref.ref(dist.group.WORLD)  # the group is the engine's, or goes with `shutdown`
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._set_ids = itertools.count(1)

@@ -1,18 +1,26 @@
 """State that survives a failed collective: commit, restore, and an equal start on all ranks.
 
-The ranks of a script stay the same: hosts never come or go. After a failed collective `run` restores the last commit,
-forms the group again, and calls the function again. If a process ends, dtkit ends the others; start the script again.
+After a failed collective `run` restores the last commit, forms the group again, and calls the function again. If a
+rank's process is killed, its engine starts the script there again, and the new process takes over the others' state.
+The ranks stay the same: hosts never come or go.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+import torch
+
 from dtkit._util import timeouts
+from dtkit.engine.script_process import ELASTIC_VARIABLE
 from dtkit.integrations.horovod import basics
+from dtkit.integrations.horovod.context import get_context
 from dtkit.integrations.horovod.exceptions import HorovodInternalError
 from dtkit.integrations.horovod.torch.functions import broadcast_object
+from dtkit.integrations.horovod.torch.operations import allgather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +64,7 @@ class State:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Overwrite the state with rank 0's, and save it."""
+        """Overwrite the state with that of rank `get_context().sync_root`, and save it."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -84,24 +92,28 @@ class ObjectState(State):
         self._set_attributes()
 
     def sync(self) -> None:
-        """Overwrite the attributes with rank 0's saved values."""
+        """Overwrite the attributes with another rank's saved values."""
         if self._saved_state:
-            self._saved_state = broadcast_object(self._saved_state)
+            self._saved_state = broadcast_object(self._saved_state, get_context().sync_root)
             self._set_attributes()
 
 
 def run(func: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
     """Decorate a training function whose first argument is a state.
 
-    Rank 0's state is copied to all ranks, then the function is called. After HorovodInternalError the state returns to
-    the last commit, the group is formed again, and the function is called again: three times without a commit at most.
+    The state of the rank that has committed most is copied to all ranks, then the function is called. After
+    HorovodInternalError the state returns to the last commit, the group is formed again, and the function is called
+    again: three times without a commit at most. Call no other collective before it: a process that was started again
+    would wait for the others there.
     """
 
     @functools.wraps(func)
     def call(state: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        _ask_for_restarts()
         num_resets, num_commits = 0, state.num_commits
         while True:
             try:
+                get_context().sync_root = _find_most_advanced_rank(state)
                 state.sync()
                 return func(state, *args, **kwargs)
             except HorovodInternalError:
@@ -110,8 +122,30 @@ def run(func: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _
                 if num_resets > _MAX_RESETS or not basics.can_restart():
                     raise
                 state.restore()
-            basics.shutdown()
-            basics.start(timeout_s=timeouts.HOROVOD_RESET_TIMEOUT_S)
+            _form_group_again()
             state.on_reset()
 
     return call  # type: ignore[return-value]  # the wrapper names its first argument
+
+
+def _ask_for_restarts() -> None:
+    """Let the engine start this script again if its process is killed."""
+    if path := os.environ.get(ELASTIC_VARIABLE):
+        Path(path).touch()
+
+
+def _find_most_advanced_rank(state: State) -> int:
+    return int(allgather(torch.tensor([state.num_commits])).argmax())
+
+
+def _form_group_again() -> None:
+    """Form the group, several times if a process is killed meanwhile."""
+    for remaining in reversed(range(_MAX_RESETS)):
+        basics.shutdown()
+        try:
+            basics.start(timeout_s=timeouts.HOROVOD_RESET_TIMEOUT_S)
+        except RuntimeError:
+            if not remaining:
+                raise
+        else:
+            return

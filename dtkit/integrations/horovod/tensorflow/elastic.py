@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import tensorflow as tf
 
 from dtkit.integrations.horovod import elastic_state
+from dtkit.integrations.horovod.context import get_context
 from dtkit.integrations.horovod.elastic_state import ObjectState, State
 from dtkit.integrations.horovod.exceptions import HorovodInternalError
 from dtkit.integrations.horovod.tensorflow.functions import broadcast_variables
@@ -56,8 +57,8 @@ class TensorFlowState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Overwrite the variables and attributes with rank 0's, and save them."""
-        broadcast_variables(self._list_variables(), root_rank=0)
+        """Overwrite the variables and attributes with another rank's, and save them."""
+        broadcast_variables(self._list_variables(), get_context().sync_root)
         self._save_variables()
         super().sync()
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from dtkit.integrations.horovod import basics
+from dtkit.integrations.horovod.context import get_context
 from dtkit.integrations.horovod.elastic_state import ObjectState, State, run
 from dtkit.integrations.horovod.torch.functions import (
     broadcast_object,
@@ -56,7 +57,7 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Overwrite all parts with rank 0's, and save them."""
+        """Overwrite all parts with another rank's, and save them."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
@@ -127,12 +128,13 @@ class _Handler:
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
+        root = get_context().sync_root
         if isinstance(self.value, torch.nn.Module):
-            broadcast_parameters(self.value.state_dict(), root_rank=0)
+            broadcast_parameters(self.value.state_dict(), root)
         elif isinstance(self.value, torch.optim.Optimizer):
-            broadcast_optimizer_state(self.value, root_rank=0)
+            broadcast_optimizer_state(self.value, root)
         else:
-            self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+            self.value.load_state_dict(broadcast_object(self.value.state_dict(), root))
         self.save()
 
 

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import dtkit
-from tests.bench import balance, bubble, cluster, dashboard, link, overhead, recovery, saving, speed, strategies
+from tests.bench import balance, bubble, cluster, dashboard, keras, link, overhead, recovery, saving, speed, strategies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,7 @@ PARTS: dict[str, Callable[[], bool]] = {
     "bulk": cluster.bulk,
     "dispatches": cluster.dispatches,
     "exact": cluster.exact,
+    "keras": keras.keras,
     "saving": saving.saving,
     "recovery": recovery.recovery,
     "detection": recovery.detection,

@@ -245,6 +245,8 @@ HOROVOD_CYCLE_S = 0.001
 """Pause between two cycles of a negotiation, and between two looks of a rank that joined."""
 HOROVOD_JOIN_POLL_S = 0.05
 """Time for which an operation waits before it looks for ranks that joined, and between two looks."""
+HOROVOD_STALL_TIMEOUT_S = 60.0
+"""Limit in the strict mode for an operation that other ranks have not asked for."""
 HOROVOD_STOP_TIMEOUT_S = 2.0
 """Limit for operations that still run at a shutdown."""
 HOROVOD_RESET_TIMEOUT_S = 60.0

@@ -183,10 +183,10 @@ class FailureHandler:
 
     # -- engines that are all there ---------------------------------------------------------------------------
 
-    def _resync(self) -> DtkitError | None:
+    def _resync(self) -> EngineError | None:
         """Form the group again after a failure in which no engine was lost, and bring all ranks to one step.
 
-        Return why the group could not be formed.
+        Return the engines' error if they could not form it.
         """
         progress = self._progress
         positions = recovery.query_positions(self._engine_group, progress.plan.job)
@@ -197,8 +197,8 @@ class FailureHandler:
         progress.step = next(iter(positions.values())).step
         return self._reform_group()
 
-    def _reform_group(self) -> DtkitError | None:
-        """Form the group, twice if need be: an interrupt may arrive late at an engine. Return why it failed."""
+    def _reform_group(self) -> EngineError | None:
+        """Form the group, twice if need be: an interrupt may arrive late at an engine. Return the engines' error."""
         with contextlib.suppress(DtkitError):
             self._engine_group.membership.form_process_group()
             return None
@@ -207,7 +207,7 @@ class FailureHandler:
         except DtkitError as error:
             message = str(error).partition("\n")[0]
             self._progress.add_event("error", f"the process group could not be formed again: {message}")
-            return error
+            return error if isinstance(error, EngineError) else None
         return None
 
 

@@ -8,6 +8,7 @@ Signatures that differ give the same error on every rank. A cycle costs about tw
 from __future__ import annotations
 
 import dataclasses
+import os
 import queue
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from dtkit.integrations.horovod.worker import Handle, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_STALL_VARIABLE = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"  # Horovod's own
 
 Entry = tuple[str, dict[str, Any]]
 """Name and signature of an operation."""
@@ -84,6 +87,7 @@ class NegotiatingWorker(Worker):
         for name in cycle.ready:
             self._run_ready(name, pending, lists, cycle)
         if not cycle.has_all_joined(self.communicator.size):
+            self._fail_overdue(pending, lists)
             return cycle.joined
         last = [k for k in cycle.joined if k not in joined_before][-1]
         for name in [name for name, handle in pending.items() if handle.collective.kind == JOIN]:
@@ -104,6 +108,19 @@ class NegotiatingWorker(Worker):
             self._end(handle, error)
         else:
             self._finish(handle, lambda: handle.collective.run(self.communicator))
+
+    def _fail_overdue(self, pending: dict[str, Handle], lists: Sequence[Sequence[Entry]]) -> None:
+        """End operations that other ranks have not asked for in time."""
+        limit = float(os.environ.get(_STALL_VARIABLE, timeouts.HOROVOD_STALL_TIMEOUT_S))
+        late = [name for name, h in pending.items() if h.waited_s > limit and h.collective.kind != JOIN]
+        for name in late:
+            others = [
+                f"rank {rank} waits for {', '.join(other for other, _ in entries)}"
+                for rank, entries in zip(self.communicator.ranks, lists, strict=True)
+                if name not in dict(entries)
+            ]
+            message = f"{name} has waited for {limit:g} s ({_STALL_VARIABLE}); instead, {'; '.join(others)}"
+            self._end(pending.pop(name), HorovodInternalError(message))
 
     def _end(self, handle: Handle, error: Exception) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,12 +33,18 @@ class Handle:
         self.finish: Callable[[Any], Any] = lambda result: result
         """Makes the function's result of the collective's."""
         self._look_for_joined = look_for_joined
+        self._submitted_at = time.monotonic()
         self._done = threading.Event()
         self._result: Any = None
         self._error: Exception | None = None
         cuda = next((tensor.device for tensor in collective.tensors if tensor.is_cuda), None)
         self._device = cuda
         self._inputs_ready = None if cuda is None else torch.cuda.current_stream(cuda).record_event()
+
+    @property
+    def waited_s(self) -> float:
+        """Time since the operation was submitted, in seconds."""
+        return time.monotonic() - self._submitted_at
 
     def is_done(self) -> bool:
         """Return whether the operation has ended, with a result or an error."""

@@ -64,7 +64,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     multiplier : a function of the epoch, or a number whose power since `start_epoch` is taken.
     staircase : whether the rate changes with the epoch only; otherwise with each batch, and epochs are fractions.
-    momentum_correction : whether the batch that follows a change uses momentum times new rate over old rate.
+    momentum_correction : whether the batch that follows a change uses momentum times new rate over old rate. Keras 3
+        compiles momentum into its graph, so this has an effect with ``compile(run_eagerly=True)`` only.
     steps_per_epoch : number of batches; by default the one that `fit` knows.
     """
 
@@ -85,7 +86,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         self._staircase, self._corrects_momentum = staircase, momentum_correction
         self.steps_per_epoch = steps_per_epoch
-        self._epoch, self._momentum = 0, None
+        self._epoch = 0
+        self._momentum: float | None = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Find the number of batches."""

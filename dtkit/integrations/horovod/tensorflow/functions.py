@@ -37,7 +37,7 @@ def _read(variable: Any) -> Any:
 
 def _has_numbers(variable: Any) -> bool:
     """Return whether a variable has values to send; seeds of random layers are strings in some versions."""
-    return np.dtype(getattr(variable.dtype, "as_numpy_dtype", variable.dtype)).kind != "O"
+    return bool(np.dtype(getattr(variable.dtype, "as_numpy_dtype", variable.dtype)).kind != "O")
 
 
 def broadcast_object(

@@ -55,13 +55,14 @@ class GradientReducer:
             results = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in results]
         dense = [k for k in reduced if not isinstance(results[k], tf.IndexedSlices)]
         options = self._options
-        factors = {"prescale_factor": 1 / options.predivide_factor, "postscale_factor": options.predivide_factor}
+        factor = options.predivide_factor
         means = grouped_allreduce(
             [results[k] for k in dense],
             compression=options.compression,
             op=options.op,
+            prescale_factor=1 / factor,
+            postscale_factor=factor,
             process_set=options.process_set,
-            **factors,
         )
         for k, mean in zip(dense, means, strict=True):
             results[k] = mean

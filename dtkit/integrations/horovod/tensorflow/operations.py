@@ -64,7 +64,7 @@ def allreduce(
         if op not in (Average, Sum) or prescale_factor != 1.0 or postscale_factor != 1.0:
             raise NotImplementedError("IndexedSlices can be summed or averaged only, without factors")
         return _reduce_slices(tensor, op, process_set)
-    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    factors: dict[str, Any] = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     (result,) = grouped_allreduce(
         [tensor], average, compression=compression, op=op, name=name, process_set=process_set, **factors
     )
@@ -228,7 +228,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """Reduce a tensor over all ranks, and return this rank's part of its rows. `op` is Average or Sum."""
-    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    factors: dict[str, Any] = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     return grouped_reducescatter(
         [tensor], compression=compression, op=op, name=name, process_set=process_set, **factors
     )[0]

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import tensorflow as tf
 
-from dtkit.integrations.horovod import elastic_state
 from dtkit.integrations.horovod.context import get_context
-from dtkit.integrations.horovod.elastic_state import ObjectState, State
 from dtkit.integrations.horovod.exceptions import HorovodInternalError
 from dtkit.integrations.horovod.tensorflow.functions import broadcast_variables
+from dtkit.integrations.horovod.torch import elastic_state
+from dtkit.integrations.horovod.torch.elastic_state import ObjectState, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

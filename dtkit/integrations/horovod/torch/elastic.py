@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from dtkit.integrations.horovod import basics
 from dtkit.integrations.horovod.context import get_context
-from dtkit.integrations.horovod.elastic_state import ObjectState, State, run
+from dtkit.integrations.horovod.torch.elastic_state import ObjectState, State, run
 from dtkit.integrations.horovod.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,

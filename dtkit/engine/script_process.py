@@ -58,7 +58,7 @@ def run_script(script: Script, environment: Mapping[str, str], output: CallOutpu
         if script.payload is not None:
             call.write_bytes(pickle.dumps((_make_module_path(script), pickle.dumps(script.payload))))
         command, elastic = _make_command(script, call, result), Path(folder) / "elastic"
-        environment = {**environment, **_find_module_path(script), ELASTIC_VARIABLE: str(elastic)}
+        environment = {**environment, **_make_horovod_environment(script, environment), ELASTIC_VARIABLE: str(elastic)}
         for remaining in reversed(range(_MAX_RESTARTS + 1)):
             process = _ScriptProcess(command, script.folder, environment, output)
             # waits: for as long as the script runs, in short turns
@@ -91,17 +91,29 @@ _HOROVOD_FOLDER = str(Path(__file__).parents[1] / "integrations" / "horovod" / "
 """Folder in which a process finds `horovod`; it is on the path of no other."""
 
 
+_HOROVOD_VARIABLES = {
+    "RANK": "RANK",
+    "SIZE": "WORLD_SIZE",
+    "LOCAL_RANK": "LOCAL_RANK",
+    "LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+    "CROSS_RANK": "GROUP_RANK",
+    "CROSS_SIZE": "GROUP_WORLD_SIZE",
+}
+"""What horovodrun calls torchrun's variables."""
+
+
 def _make_module_path(script: Script) -> list[str]:
     """Return the module path of a function's process, which is the engine's."""
     return [_HOROVOD_FOLDER, *sys.path] if script.has_horovod else sys.path
 
 
-def _find_module_path(script: Script) -> dict[str, str]:
-    """Return the environment variable for `script` alone with which its process finds `horovod`."""
+def _make_horovod_environment(script: Script, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables with which the process finds `horovod`, and those that horovodrun sets."""
     if not script.has_horovod:
         return {}
     paths = [_HOROVOD_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(paths)}
+    placement = {f"HOROVOD_{name}": environment[source] for name, source in _HOROVOD_VARIABLES.items()}
+    return {"PYTHONPATH": os.pathsep.join(paths), **placement}
 
 
 def _make_error(title: str, code: int, outcome: Any, last_lines: Sequence[str]) -> ScriptError:

@@ -78,6 +78,8 @@ class _DistributedMixin:
             self._horovod_is_reduced = True
         return list(zip(gradients, var_list, strict=True))
 
+    _compute_gradients = compute_gradients  # as Keras 2 called it, and Horovod's scripts
+
     def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
         """Reduce the gradients, and update. Keras 2's options about aggregation have no effect."""
         options.pop("experimental_aggregate_gradients", None)

@@ -203,7 +203,7 @@ class ReduceScatter(Collective):
         return result
 
 
-class Barrier(Collective):
+class BarrierOperation(Collective):
     """A wait for all ranks."""
 
     kind = "barrier"
@@ -233,8 +233,8 @@ class Join(Collective):
 def mirror(signature: dict[str, Any], communicator: Communicator) -> None:
     """Take part in an operation of the other ranks, with zeros, after this rank has joined."""
     operation = signature["operation"]
-    if operation == Barrier.kind:
-        Barrier().run(communicator)
+    if operation == BarrierOperation.kind:
+        BarrierOperation().run(communicator)
     elif operation == AllReduce.kind and signature["op"] in ("Average", "Sum"):
         tensors = [
             torch.zeros(shape, dtype=getattr(torch, dtype), device=device)

@@ -96,9 +96,10 @@ class Context:
             dist.destroy_process_group(self._groups.pop(number))
 
     def _meet(self, name: str) -> None:
-        from dtkit.integrations.horovod.collectives import Barrier
+        from dtkit.integrations.horovod.collectives import BarrierOperation
 
-        self._workers[0].submit(Barrier(), name).wait()
+        # waits: a collective, limited by the process group's timeout
+        self._workers[0].submit(BarrierOperation(), name).wait()
 
     def make_name(self, kind: str, name: str | None) -> str:
         """Return "kind.name", or a numbered name that is the same on all ranks that call in the same order."""

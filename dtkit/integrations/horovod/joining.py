@@ -62,7 +62,6 @@ class JoinBoard:
         while not self._have_all_arrived():
             key = self._key("operation", self._position + 1)
             if not self._store.check([key]):
-                # waits: in short turns; a store whose server has ended raises
                 pause.wait(timeouts.HOROVOD_CYCLE_S)
                 continue
             mirror(json.loads(self._store.get(key)))

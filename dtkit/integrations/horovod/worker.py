@@ -54,7 +54,6 @@ class Handle:
 
     def wait(self) -> Any:
         """Wait for the operation, and return its result. Raises HorovodInternalError if it failed."""
-        # waits: for a collective, limited by the process group's timeout
         while not self._done.wait(timeouts.HOROVOD_JOIN_POLL_S):
             self._look_for_joined()
         if self._error is not None:

@@ -277,6 +277,7 @@ def grouped_reducescatter(
 
 def join() -> int:
     """Take part in the other ranks' sums with zeros until all have joined; return the rank that joined last."""
+    # waits: until the other ranks join, with operations that have limits of their own
     return torch_interface.join()
 
 

@@ -245,4 +245,5 @@ def poll(handle: Handle) -> bool:
 
 def synchronize(handle: Handle) -> Any:
     """Wait for an operation, and return its result. Raises HorovodInternalError if it failed on a rank."""
+    # waits: a collective, limited by the process group's timeout
     return handle.wait()

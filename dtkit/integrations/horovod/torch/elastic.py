@@ -134,6 +134,7 @@ class _Handler:
         elif isinstance(self.value, torch.optim.Optimizer):
             broadcast_optimizer_state(self.value, root)
         else:
+            # unpickles: sent by a rank of the same script
             self.value.load_state_dict(broadcast_object(self.value.state_dict(), root))
         self.save()
 

@@ -94,6 +94,7 @@ class ObjectState(State):
     def sync(self) -> None:
         """Overwrite the attributes with another rank's saved values."""
         if self._saved_state:
+            # unpickles: sent by a rank of the same script
             self._saved_state = broadcast_object(self._saved_state, get_context().sync_root)
             self._set_attributes()
 
@@ -141,6 +142,7 @@ def _find_most_advanced_rank(state: State) -> int:
 def _form_group_again() -> None:
     """Form the group, several times if a process is killed meanwhile."""
     for remaining in reversed(range(_MAX_RESETS)):
+        # waits: for workers and ranks, each with a limit
         basics.shutdown()
         try:
             basics.start(timeout_s=timeouts.HOROVOD_RESET_TIMEOUT_S)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.integrations.horovod.collectives import Barrier, Join
+from dtkit.integrations.horovod.collectives import BarrierOperation, Join
 from dtkit.integrations.horovod.context import get_context
 from dtkit.integrations.horovod.process_sets import ProcessSet, global_process_set
 from dtkit.integrations.horovod.reductions import Average, Sum, resolve_op
@@ -279,7 +279,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     context = get_context()
     worker = context.get_worker(process_set.process_set_id)
     # waits: a collective, limited by the process group's timeout
-    worker.submit(Barrier(), context.make_name(Barrier.kind, None)).wait()
+    worker.submit(BarrierOperation(), context.make_name(BarrierOperation.kind, None)).wait()
 
 
 def join(device: int = -1) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 import dtkit
 from dtkit.types import State
@@ -141,6 +143,34 @@ def test_killed_engine_changes_nothing(cluster2: dtkit.Cluster):
     undisturbed = train(cluster2, steps=300, optimizer="adam")
     undisturbed.wait(60)
     check_equal(run.model, undisturbed.model)
+
+
+@pytest.mark.slow
+def test_frozen_engine_is_named_and_replaced(cluster2: dtkit.Cluster):
+    run = train(cluster2, steps=small.LONG, optimizer="adam")
+    wait_until(lambda: run.status.step > 5)
+    frozen = cluster2.nodes[1].pid
+    os.kill(frozen, signal.SIGSTOP)
+    wait_until(lambda: any(event.kind == "stuck" for event in run.history.events), 30)
+    wait_until(lambda: any(event.kind == "repair" for event in run.history.events), 60)
+    step = run.status.step
+    wait_until(lambda: run.status.step > step + 5)
+    run.stop()
+    assert cluster2.nodes[1].pid != frozen
+    undisturbed = train(cluster2, steps=run.status.step, optimizer="adam")
+    undisturbed.wait(120)
+    check_equal(run.model, undisturbed.model)
+
+
+def test_error_of_one_rank_is_named_and_leaves_the_engines_usable(cluster2: dtkit.Cluster):
+    def raise_on_rank_1(target: Any, output: Any) -> Any:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            raise ValueError("planted")
+        return keras.losses.mean_squared_error(target, output)
+
+    with pytest.raises(dtkit.errors.EngineError, match=r"rank 1 .*ValueError: planted"):
+        train(cluster2, loss=raise_on_rank_1).wait(60)
+    small.check_usable(cluster2)
 
 
 def test_run_pauses_steps_and_takes_another_learning_rate(cluster2: dtkit.Cluster):

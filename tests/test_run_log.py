@@ -251,6 +251,26 @@ def test_without_a_name_the_cluster_without_a_notebook_is_chosen(tmp_path: Path)
         cluster_file.choose_cluster(both, "x")
 
 
+def test_cluster_of_a_living_notebook_is_not_taken_unasked(tmp_path: Path):
+    """This process may take its own clusters; this one belongs to its parent."""
+    used = paper(tmp_path, "dtkit-a", notebook=ProcessId.from_pid(os.getppid()))
+    with pytest.raises(dtkit.errors.ClusterError, match=r"other notebooks use .*'dtkit-a', force=True\):\n  dtkit-a: "):
+        cluster_file.choose_cluster([used], None)
+    with pytest.raises(dtkit.errors.ClusterError, match=r"dtkit-a: .* still runs\. Close the cluster there, or take"):
+        cluster_file.choose_cluster([used], "dtkit-a")
+    assert cluster_file.choose_cluster([used], "dtkit-a", force=True) == used
+    free = paper(tmp_path, "dtkit-b")
+    assert cluster_file.choose_cluster([used, free], None) == free
+
+
+def test_cluster_of_another_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    other = paper(tmp_path, "dtkit-a", environment="/elsewhere", directory="/books")
+    assert "in /books, with the environment /elsewhere" in other.describe()
+    with pytest.raises(dtkit.errors.ClusterError, match=r"uses the Python environment /elsewhere, and this notebook"):
+        dtkit.attach()
+
+
 @pytest.mark.parametrize(
     ("standings", "parts", "expected"),
     [

@@ -7,6 +7,7 @@ cluster's folder, where the other notebook wrote it. So are the results that it 
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from dtkit.cluster import cluster_file, start
 from dtkit.cluster.cluster import Cluster
 from dtkit.cluster.config import LaunchConfig
 from dtkit.cluster.launched_transport import get_runtime_folder
-from dtkit.errors import VersionMismatchError
+from dtkit.errors import ClusterError, VersionMismatchError
 from dtkit.training import persisted_run, recovered_state
 
 if TYPE_CHECKING:
@@ -26,14 +27,16 @@ if TYPE_CHECKING:
     from dtkit.types import EngineInventory
 
 
-def attach(name: str | Path | None = None) -> Cluster:
-    """Take over a running cluster, whether its notebook has ended or not.
+def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
+    """Take over a running cluster whose notebook has ended, such as before a restart of the kernel.
 
     Parameters
     ----------
     name
         Name of the cluster, as the error for several clusters lists them. By default, the cluster whose notebook has
         ended.
+    force
+        Whether to take the named cluster even if another notebook still uses it, or if it uses another environment.
 
     Returns
     -------
@@ -44,7 +47,8 @@ def attach(name: str | Path | None = None) -> Cluster:
     Raises
     ------
     ClusterError
-        If no cluster is running, if several are, or if an engine doesn't answer.
+        If no cluster is running, if several are, if another notebook uses it, if it uses another Python environment
+        or a module that this notebook lacks, or if an engine doesn't answer.
     VersionMismatchError
         If another version of dtkit started the cluster.
 
@@ -55,11 +59,16 @@ def attach(name: str | Path | None = None) -> Cluster:
             "dtkit.Cluster.from_client(client)"
         )
     running = cluster_file.find_running(get_runtime_folder())
-    info = cluster_file.choose_cluster(running, None if name is None else str(name))
+    info = cluster_file.choose_cluster(running, None if name is None else str(name), force=force)
     if info.version != __version__:
         raise VersionMismatchError(
             f"{info.name} was started by dtkit {info.version}, and this is {__version__}. Take it over with "
             "that version, or close it: its processes end by themselves when its notebook is gone"
+        )
+    if info.environment != sys.prefix and not force:
+        raise ClusterError(
+            f"{info.name} uses the Python environment {info.environment}, and this notebook uses {sys.prefix}. Attach "
+            f"from a notebook with that environment, or try it here with attach({info.name!r}, force=True)"
         )
     group, inventories = start.reattach(info)
     try:
@@ -67,8 +76,13 @@ def attach(name: str | Path | None = None) -> Cluster:
         cluster = Cluster._from_group(group, LaunchConfig.from_json(info.launch_config), run)  # noqa: SLF001
         if group.membership.find_lost_ranks():  # without a run; a restored run has replaced them
             cluster.repair()
-    except BaseException:
+    except BaseException as error:
         start.undo_reattach(group, info)
+        if isinstance(error, ModuleNotFoundError):
+            raise ClusterError(
+                f"the run of {info.name} needs the module {error.name!r}, which this notebook doesn't find; attach "
+                f"from a notebook in {info.directory}, or add the module's folder to sys.path. The cluster is as it was"
+            ) from error
         raise
     return cluster
 

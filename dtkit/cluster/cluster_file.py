@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import stat
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,10 @@ class ClusterInfo:
     """Fields of a :class:`dtkit.cluster.config.LaunchConfig`."""
     step_timeout: float | None = None
     interface: str | None = None
+    directory: str = dataclasses.field(default_factory=os.getcwd)
+    """Working directory of that notebook."""
+    environment: str = sys.prefix
+    """Folder of the Python environment that it and the engines use."""
     version: str = __version__
 
     @property
@@ -67,13 +72,22 @@ class ClusterInfo:
     def describe(self) -> str:
         """Return a line for a list of clusters."""
         age = formatting.format_duration(max(0.0, time.time() - self.started_at))
-        notebook = "its notebook still runs" if self.is_owned else "its notebook has ended"
+        notebook = (
+            f"its notebook (process {self.notebook.pid}) still runs" if self.is_owned else "its notebook has ended"
+        )
         size = (
             f"of dtkit {self.version}"
             if self.is_other_version
             else formatting.format_count(len(self.engine_ids), "engine")
         )
-        return f"{self.name}: {size}, started {age} ago, {notebook}"
+        place = "" if self.is_other_version else f", in {self.directory}"
+        other = f", with the environment {self.environment}" if self.environment != sys.prefix else ""
+        return f"{self.name}: {size}, started {age} ago{place}{other}, {notebook}"
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether another notebook owns it and still runs."""
+        return self.is_owned and self.notebook != ProcessId.from_pid()
 
     @property
     def is_other_version(self) -> bool:
@@ -137,20 +151,34 @@ def _is_private(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and private
 
 
-def choose_cluster(clusters: Sequence[ClusterInfo], name: str | None) -> ClusterInfo:
-    """Return the cluster with this name, or the only candidate; else raise ClusterError with the list."""
+def choose_cluster(clusters: Sequence[ClusterInfo], name: str | None, *, force: bool = False) -> ClusterInfo:
+    """Return the cluster with this name, or the only one that is not in use; else raise ClusterError with the list.
+
+    force : whether it may be one that another notebook uses. It must be named then.
+    """
     listed = "\n".join(f"  {info.describe()}" for info in clusters)
     if not clusters:
         raise ClusterError("no cluster of yours is running on this machine; start one with dtkit.Cluster()")
     if name is None:
-        free = [info for info in clusters if not info.is_owned]
-        candidates = free or list(clusters)
-        if len(candidates) == 1:
-            return candidates[0]
-        raise ClusterError(
-            f"{len(clusters)} clusters are running; name one, as in attach({clusters[-1].name!r}):\n{listed}"
-        )
+        return _choose_free(clusters, listed)
     for info in clusters:
         if info.name == Path(name).name:
+            if info.is_in_use and not force:
+                raise ClusterError(
+                    f"{info.describe()}. Close the cluster there, or take it from that notebook with "
+                    f"attach({info.name!r}, force=True)"
+                )
             return info
     raise ClusterError(f"no cluster {name!r} is running; there are:\n{listed}")
+
+
+def _choose_free(clusters: Sequence[ClusterInfo], listed: str) -> ClusterInfo:
+    free = [info for info in clusters if not info.is_owned] or [info for info in clusters if not info.is_in_use]
+    if len(free) == 1:
+        return free[0]
+    if not free:
+        raise ClusterError(
+            f"other notebooks use the clusters that are running; dtkit.Cluster() starts one for this notebook. To take "
+            f"one from its notebook, name it, as in attach({clusters[-1].name!r}, force=True):\n{listed}"
+        )
+    raise ClusterError(f"{len(clusters)} clusters are running; name one, as in attach({free[-1].name!r}):\n{listed}")

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 class ClusterRecord:
     """The cluster file of this notebook's cluster, kept up to date: an `OwnerRecord` of its engine group."""
 
-    def __init__(self, transport: LaunchedTransport, config: GroupConfig, started_at: float) -> None:
+    def __init__(self, transport: LaunchedTransport, config: GroupConfig, started_at: float, environment: str) -> None:
+        """`environment` is the folder of the engines' Python environment."""
         self._transport, self._config, self._started_at = transport, config, started_at
+        self._environment = environment
         # locks: while a file of some hundred bytes is written
         self._lock, self._is_written = threading.Lock(), False
         transport.on_refill = self._write_after_refill
@@ -43,7 +45,9 @@ class ClusterRecord:
             self._is_written = False
             info = read_cluster_file(self._transport.folder)
             if info.owner == self._config.owner_id:
-                dataclasses.replace(info, owner=former.owner, notebook=former.notebook).write()
+                dataclasses.replace(
+                    info, owner=former.owner, notebook=former.notebook, directory=former.directory
+                ).write()
 
     def _write_after_refill(self) -> None:
         """Record new spare engines: a notebook that takes over would otherwise start others."""
@@ -64,4 +68,5 @@ class ClusterRecord:
             launch_config=dataclasses.asdict(transport.config),
             step_timeout=config.step_timeout,
             interface=config.interface,
+            environment=self._environment,
         )

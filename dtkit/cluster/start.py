@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -35,7 +36,7 @@ def start_engines(n: int, config: LaunchConfig, *, step_timeout: float | None, i
     with show_progress(f"starting {engines}") as progress:
         transport = LaunchedTransport.start(n, config)
         progress.update(f"loading torch on {engines}")
-        return _connect(_make_launched_group(transport, step_timeout, interface, time.time()))
+        return _connect(_make_launched_group(transport, step_timeout, interface, time.time(), sys.prefix))
 
 
 def use_engines(
@@ -67,7 +68,7 @@ def _connect(group: EngineGroup) -> EngineGroup:
 def reattach(info: ClusterInfo) -> tuple[EngineGroup, list[EngineInventory]]:
     """Take over a cluster's engines. Return them with what each one holds."""
     transport = LaunchedTransport.reattach(info)
-    group = _make_launched_group(transport, info.step_timeout, info.interface, info.started_at)
+    group = _make_launched_group(transport, info.step_timeout, info.interface, info.started_at, info.environment)
     membership = group.membership
     try:
         inventories = membership.acquire_ownership()
@@ -95,11 +96,15 @@ def undo_reattach(group: EngineGroup, former: ClusterInfo) -> None:
 
 
 def _make_launched_group(
-    transport: LaunchedTransport, step_timeout: float | None, interface: str | None, started_at: float
+    transport: LaunchedTransport,
+    step_timeout: float | None,
+    interface: str | None,
+    started_at: float,
+    environment: str,
 ) -> EngineGroup:
     launch_config = transport.config
     config = _make_group_config(launch_config.plan, transport.reaper, launch_config.timeout, step_timeout, interface)
-    record = ClusterRecord(transport, config, started_at)
+    record = ClusterRecord(transport, config, started_at, environment)
     return EngineGroup(transport, ClusterFolder(transport.folder), config, record)
 
 

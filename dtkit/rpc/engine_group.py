@@ -126,7 +126,10 @@ class EngineGroup:
     def check_owned(self) -> None:
         """Raise SupersededError if another notebook has taken these engines over."""
         if self.is_superseded:
-            raise SupersededError("another notebook has taken this cluster over; dtkit.attach() takes it back")
+            raise SupersededError(
+                "another notebook has taken this cluster over; "
+                f"dtkit.attach({self.folder.name!r}, force=True) takes it back"
+            )
 
     def record_owner(self) -> None:
         """Record the present engines, so that a notebook that takes over finds them."""

@@ -37,7 +37,7 @@ _MAX_ENGINE_LOSSES = 3  # at one step, before the run ends: what ended these eng
 
 _SUPERSEDED_MESSAGE = (
     "another notebook has taken this cluster over, and the run with it, after step {step}. This one shows what was "
-    "until then; dtkit.attach() takes it back"
+    "until then; dtkit.attach(name, force=True) takes it back"
 )
 
 

@@ -199,12 +199,23 @@ def stop_between_dispatches(process: subprocess.Popen[str], folder: Path) -> Non
 
 
 @pytest.mark.slow
-def test_superseded_notebook_raises_and_leaves_the_cluster_alone():
-    with notebook() as process, dtkit.attach() as cluster:
-        check_run_continues(cluster)
-        printed, _ = process.communicate("", timeout=30)
-        assert "SupersededError another notebook has taken this cluster over" in printed
-        check_usable(cluster)
+def test_superseded_notebook_raises_and_leaves_the_cluster_alone(tmp_path: Path):
+    with notebook() as process:
+        name = next(tmp_path.iterdir()).name
+        with pytest.raises(dtkit.errors.ClusterError, match="other notebooks use the clusters"):
+            dtkit.attach()
+        with pytest.raises(dtkit.errors.ClusterError, match=r"still runs\. Close the cluster there"):
+            dtkit.attach(name)
+        assert process.poll() is None
+        with dtkit.attach(name, force=True) as cluster:
+            check_taken_over(process, cluster)
+
+
+def check_taken_over(process: subprocess.Popen[str], cluster: dtkit.Cluster) -> None:
+    check_run_continues(cluster)
+    printed, _ = process.communicate("", timeout=30)
+    assert "SupersededError another notebook has taken this cluster over" in printed
+    check_usable(cluster)
 
 
 LISTENING = NOTEBOOK.replace(
@@ -235,7 +246,7 @@ def test_superseded_notebook_cannot_change_the_persisted_run(tmp_path: Path):
     """The older notebook continues without knowing; only the newer one may write the run's record."""
     with notebook(LISTENING) as process:
         assert execute_line(process, "run.pause()") == "done\n"
-        newer = dtkit.attach(next(tmp_path.iterdir()).name)
+        newer = dtkit.attach(next(tmp_path.iterdir()).name, force=True)
         run = newer.current_run
         assert run is not None
         assert execute_line(process, "run.note('I am still here')") == "done\n"
@@ -266,8 +277,8 @@ def test_failed_attach_leaves_the_cluster_with_its_owner(tmp_path: Path, monkeyp
     """The previous owner keeps the cluster, and ends it."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
     cluster = dtkit.attach()
-    monkeypatch.setattr("dtkit.cluster.attach._restore_run", raise_unreadable)
-    with pytest.raises(LookupError, match="unreadable"):
+    monkeypatch.setattr("dtkit.cluster.attach._restore_run", raise_missing_module)
+    with pytest.raises(dtkit.errors.ClusterError, match=r"needs the module 'absent'.* The cluster is as it was"):
         dtkit.attach(cluster.folder.name)
     assert not cluster._engine_group.is_superseded
     assert is_owned(cluster.folder)  # otherwise the reaper ends it
@@ -276,8 +287,8 @@ def test_failed_attach_leaves_the_cluster_with_its_owner(tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def raise_unreadable(*_: object) -> None:
-    raise LookupError("unreadable")
+def raise_missing_module(*_: object) -> None:
+    raise ModuleNotFoundError("No module named 'absent'", name="absent")
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def _find_modules_with_2d_input(
     return flat
 
 
-def add_batch_norm_hint(error: ValueError) -> None:
+def add_batch_norm_hint(error: Exception) -> None:
     """Add the remedy to torch's error about a single sample, for counts that are not known beforehand."""
     if "more than 1 value per channel when training" in str(error):
         error.add_note(

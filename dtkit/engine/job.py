@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
-from dtkit.engine import checks, node_info
+from dtkit.engine import checks, error_hints, node_info
 from dtkit.engine.callbacks import CallbackList
 from dtkit.engine.data.sources import to_device
 from dtkit.engine.evaluation import check_metrics, evaluate_batches
@@ -251,8 +251,9 @@ class Job:
     ) -> StepResult:
         try:
             result = self._worker.step_result = self._worker.step(batches, counts, probe)
-        except ValueError as error:
+        except Exception as error:
             checks.add_batch_norm_hint(error)
+            error_hints.add_hints(error, batches, self._worker.model)
             raise
         return result
 

@@ -11,8 +11,8 @@ _MAX_MESSAGE_CHARS = 4000  # ten times as many for a traceback
 
 
 def format_message(error: BaseException) -> str:
-    """Return an error's message. If the error wraps the user's, as in torch's pipelining, name the user's first."""
-    text, cause = _stringify_error(error).strip(), error
+    """Return an error's message, with its notes. If it wraps the user's, as in torch's pipelining, name that first."""
+    text, cause = "\n".join([_stringify_error(error).strip(), *getattr(error, "__notes__", ())]), error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if cause is error:

@@ -1,0 +1,105 @@
+"""Remedies for errors that a first step often meets, from the shapes and types that the step was given."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtkit.strategies.loss import get_labels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_DIMENSION_NAMES = {1: "length", 2: "height, width", 3: "depth, height, width"}
+
+
+def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch.nn.Module) -> None:
+    """Add notes with remedies to an error of a step. `batches` are pairs of a number of samples and a batch."""
+    if isinstance(error, NameError):
+        error.add_note(
+            f"{error.name!r} is not defined on the engines. Functions take along what they use from the notebook as it "
+            "is when they are sent: run the cell that defines the name first, or import it inside the function"
+        )
+        return
+    if not batches:
+        return
+    batch, message = batches[0][1], str(error)
+    target = get_labels(batch)
+    inputs = batch[:-1] if isinstance(batch, tuple) and len(batch) > 1 else batch
+    hints = (
+        _explain_dtype(message, inputs, model),
+        _explain_convolution(message, inputs, model),
+        _explain_features(message, inputs),
+        _explain_target(message, target),
+    )
+    for hint in filter(None, hints):
+        error.add_note(hint)
+
+
+def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _iterate_tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _iterate_tensors(entry)
+
+
+def _get_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _explain_dtype(message: str, inputs: Any, model: torch.nn.Module) -> str | None:
+    if not re.search(r"same dtype|same type|should be the same|expected scalar type", message):
+        return None
+    used = next((t.dtype for t in _iterate_tensors(inputs) if t.is_floating_point()), None)
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if used is None or own is None or used == own:
+        return None
+    name = _get_name(own)
+    return f"The data are {_get_name(used)}, and the model is {name}; convert the data, as in X.astype({name!r})"
+
+
+def _explain_convolution(message: str, inputs: Any, model: torch.nn.Module) -> str | None:
+    convolution = re.search(r"input to conv(\d)d|to have \d+ channels", message)
+    sample = _describe_sample(inputs)
+    layers = [m for m in model.modules() if isinstance(m, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d))]
+    if convolution is None or sample is None or not layers:
+        return None
+    names = _DIMENSION_NAMES[len(layers[0].kernel_size)]
+    expected = f"{layers[0].in_channels}, {names}"
+    return (
+        f"A sample has shape {sample}, and {type(layers[0]).__name__} expects ({expected}); reshape the data, as in "
+        f"X.reshape(-1, {expected})"
+    )
+
+
+def _explain_features(message: str, inputs: Any) -> str | None:
+    shapes = re.search(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", message)
+    sample = _describe_sample(inputs)
+    if shapes is None or sample is None:
+        return None
+    return f"A sample has shape {sample}. A layer expects {shapes[2]} values in its last dimension, and got {shapes[1]}"
+
+
+def _explain_target(message: str, target: Any) -> str | None:
+    targets = next(_iterate_tensors(target), None)
+    if targets is None:
+        return None
+    name = _get_name(targets.dtype)
+    if re.search(r"expected target dtype|scalar type Long but|nll_loss.* not implemented", message):
+        return f"The targets are {name}, and class labels must be int64; convert them, as in y.astype('int64')"
+    if re.search(r"Found dtype Long but expected", message):
+        return f"The targets are {name}, and this loss expects floats; convert them, as in y.astype('float32')"
+    if re.search(r"Target -?\d+ is out of bounds", message):
+        low, high = int(targets.min()), int(targets.max())
+        return f"The targets of this batch lie between {low} and {high}; labels must be 0 to the number of classes - 1"
+    return None
+
+
+def _describe_sample(inputs: Any) -> str | None:
+    first = next(_iterate_tensors(inputs), None)
+    return None if first is None or not first.dim() else str(tuple(first.shape[1:]))

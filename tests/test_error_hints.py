@@ -1,0 +1,60 @@
+"""Remedies in the errors of a first step."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtkit.engine.error_hints import add_hints
+from dtkit.engine.observe.error_report import format_message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROWS = torch.zeros(5, 64)
+LABELS = torch.zeros(5, dtype=torch.int64)
+
+
+def fail(model: nn.Module, inputs: Any, target: Any, loss: Callable[..., Any] = nn.functional.cross_entropy) -> str:
+    """Return the message of the error that a step with this batch raises."""
+    with pytest.raises((RuntimeError, IndexError, NameError)) as caught:
+        loss(model(inputs), target)
+    add_hints(caught.value, [(5, (inputs, target))], model)
+    return format_message(caught.value)
+
+
+def use_unknown_name(output: Any, target: Any) -> Any:
+    return unknown_loss(output, target)  # noqa: F821 - the error that is tested
+
+
+CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "target", "loss", "expected"),
+    [
+        (nn.Linear(64, 10), ROWS.double(), LABELS, None, r"data are float64, and the model is float32; .*'float32'\)"),
+        (nn.Linear(64, 10).double(), ROWS, LABELS, None, r"data are float32, and the model is float64; .*'float64'\)"),
+        (CONVOLUTION, ROWS, LABELS, None, r"shape \(64,\), and Conv2d expects \(1, height, width\); .*-1, 1, height"),
+        (CONVOLUTION, torch.zeros(5, 3, 8, 8), LABELS, None, r"shape \(3, 8, 8\), and Conv2d expects \(1, height"),
+        (nn.Linear(32, 10), ROWS, LABELS, None, r"shape \(64,\)\. A layer expects 32 values in its last .* got 64"),
+        (nn.Linear(64, 10), ROWS, LABELS.float(), None, r"targets are float32, and class labels must be int64"),
+        (nn.Linear(64, 10), ROWS, LABELS.int(), None, r"targets are int32, and class labels must be int64"),
+        (nn.Linear(64, 10), ROWS, LABELS + 10, None, r"lie between 10 and 10; labels must be 0 to the number"),
+        (nn.Linear(64, 10), ROWS, LABELS, use_unknown_name, r"'unknown_loss' is not defined on the engines"),
+    ],
+)
+def test_error_names_the_remedy(model: nn.Module, inputs: Any, target: Any, loss: Any, expected: str):
+    message = fail(model, inputs, target, loss or nn.functional.cross_entropy)
+    assert re.search(expected, message), message
+
+
+def test_other_errors_stay_as_they_are():
+    error = RuntimeError("something else")
+    add_hints(error, [(5, {"input_ids": ROWS})], nn.Linear(64, 10))
+    add_hints(error, [], nn.Linear(64, 10))
+    assert format_message(error) == "something else"

@@ -83,6 +83,10 @@ def drop_consequential_refusals(failures: Sequence[Failure]) -> Sequence[Failure
     return [f for f in failures if f.kind != "refused"] or failures
 
 
+class ClusterWarning(UserWarning):
+    """A cluster starts where it will be slow: more engines than cores, or next to engines that nobody uses."""
+
+
 class EngineError(DtkitError):
     """A call failed on one or more ranks.
 

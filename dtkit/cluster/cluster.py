@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.arguments import suggest_arguments
 from dtkit.cluster.engines import Engines
 from dtkit.data import broadcast, distribute, speed
 from dtkit.planning import planner, profiler
@@ -71,6 +72,7 @@ class Cluster(Engines):
         script = task.submit_script(self._engine_group, main, args, kwargs, self.repair, has_horovod=horovod)
         return script.display_and_wait()
 
+    @suggest_arguments
     def partition(
         self,
         data: Any,
@@ -119,6 +121,7 @@ class Cluster(Engines):
 
     # -- training ---------------------------------------------------------------------------------------------
 
+    @suggest_arguments
     def train(
         self,
         model: Any,
@@ -220,6 +223,7 @@ class Cluster(Engines):
         config = TrainConfig(**{field.name: arguments[field.name] for field in dataclasses.fields(TrainConfig)})
         return launch.train(self._engine_group, self, model, data, config)
 
+    @suggest_arguments
     def plan(
         self,
         model: Any,

@@ -15,13 +15,15 @@ import os
 import stat
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit import __version__
 from dtkit._util import files, formatting
 from dtkit._util.process import ProcessId
-from dtkit.errors import ClusterError
+from dtkit._util.stacklevel import find_caller_stacklevel
+from dtkit.errors import ClusterError, ClusterWarning
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -182,3 +184,19 @@ def _choose_free(clusters: Sequence[ClusterInfo], listed: str) -> ClusterInfo:
             f"one from its notebook, name it, as in attach({clusters[-1].name!r}, force=True):\n{listed}"
         )
     raise ClusterError(f"{len(clusters)} clusters are running; name one, as in attach({free[-1].name!r}):\n{listed}")
+
+
+def warn_of_unused(running: Sequence[ClusterInfo]) -> None:
+    """Warn of clusters that compete with a new one: of this notebook, and of notebooks that have ended."""
+    for info in running:
+        engines = formatting.format_count(len(info.engine_ids), "engine")
+        if info.notebook == ProcessId.from_pid():
+            advice = f"this notebook already has {info.name} with {engines}; close it first with its close()"
+        elif not info.is_owned:
+            advice = (
+                f"{info.name} still has {engines} of a notebook that has ended; dtkit.attach({info.name!r}) takes them "
+                "over. Otherwise they end by themselves"
+            )
+        else:
+            continue
+        warnings.warn(advice, ClusterWarning, stacklevel=find_caller_stacklevel())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 from dtkit._util import formatting, resources
+from dtkit._util.stacklevel import find_caller_stacklevel
 from dtkit.engine import memory_limit as limits
+from dtkit.errors import ClusterWarning
 
 _MMAP_THRESHOLD_BYTES = 32 * 2**20
 """Size from which glibc maps an allocation by itself; it accepts no larger threshold."""
@@ -60,6 +63,18 @@ def plan_devices(num_engines: int, device: str, threads: int | None) -> DevicePl
     shared = formatting.format_count(gpus, "GPU")
     note = f"{num_engines} engines share {shared}: collectives go through gloo, since NCCL needs a GPU per rank."
     return DevicePlan(devices, threads, "gloo", note)
+
+
+def warn_of_too_many_engines(plan: DevicePlan) -> None:
+    """Warn if engines on the CPU have to share cores."""
+    cores, engines = resources.count_cores(), len(plan.devices)
+    if engines > cores and plan.devices[0] == "cpu":
+        warnings.warn(
+            f"{engines} engines share {formatting.format_count(cores, 'core')}: they train correctly, and no faster "
+            f"than {cores}. Cluster({engines}, threads=1) says that it is meant so",
+            ClusterWarning,
+            stacklevel=find_caller_stacklevel(),
+        )
 
 
 def choose_num_engines(n: int | None, launcher: str) -> int:

@@ -7,11 +7,14 @@ import math
 from typing import TYPE_CHECKING, Any, Self
 
 from dtkit._util import formatting, timeouts
+from dtkit._util.arguments import suggest_arguments
 from dtkit._util.notebook import in_notebook
+from dtkit.cluster import cluster_file
 from dtkit.cluster import start as starting
 from dtkit.cluster import transport as transports
 from dtkit.cluster.config import LaunchConfig
-from dtkit.cluster.devices import choose_num_engines, plan_devices
+from dtkit.cluster.devices import choose_num_engines, plan_devices, warn_of_too_many_engines
+from dtkit.cluster.launched_transport import get_runtime_folder
 from dtkit.cluster.launchers.launcher import check_launcher
 from dtkit.cluster.sigterm import exit_on_sigterm
 from dtkit.dashboard.text import cluster_text
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 class Engines:
     """Started or attached engines: what they are, and how they end. The base of `Cluster`."""
 
+    @suggest_arguments
     def __init__(
         self,
         n: int | None = None,
@@ -58,6 +62,9 @@ class Engines:
         limit = None if memory_limit is None else formatting.parse_bytes(memory_limit)
         lease = math.inf if keep_alive and lease is None else lease
         config = LaunchConfig(launcher, plan, timeout, limit, lease, spares, keep_alive)
+        if launcher == "local" and threads is None:
+            warn_of_too_many_engines(plan)
+        cluster_file.warn_of_unused(cluster_file.find_running(get_runtime_folder()))
         group = starting.start_engines(n, config, step_timeout=step_timeout, interface=interface)
         self._set_up(group, plan, keep_alive=keep_alive)
 

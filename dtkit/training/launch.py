@@ -19,6 +19,7 @@ from dtkit.data.partition import Partition
 from dtkit.data.torch_loader import is_data_loader, read_data_loader
 from dtkit.errors import format_ranks
 from dtkit.planning import fit_check, planner
+from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions
 from dtkit.training.adapters import adapt_model
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
@@ -180,6 +181,7 @@ def _pickle_program(engine_group: EngineGroup, config: TrainConfig, strategy: St
         checkpoint_trainable_only=config.checkpoint_trainable_only,
         sampler=config.sampler,
     )
+    warn_of_large_functions("train", [config.loss, config.training_step, config.optimizer_factory])
     return engine_group.uploads.dumps(program, name="train")
 
 

@@ -17,6 +17,7 @@ from dtkit._util.guard import notify_views, return_error, run_guarded_in_thread
 from dtkit.dashboard import call_display
 from dtkit.dashboard.text import call_text
 from dtkit.errors import DtkitError
+from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.protocol import FunctionOperations, make_call
 from dtkit.rpc.script import Script, parse_script
 
@@ -301,6 +302,7 @@ def _start(
     """Send a task's call to all ranks, and return the task."""
     engine_group = task.engine_group
     engine_group.membership.ensure_formed()
+    warn_of_large_functions(task.name, [function_call[0]])
     payload = engine_group.uploads.upload(engine_group.uploads.pack(function_call, name=task.name))
     try:
         futures = engine_group.fan_out(make_engine_call(payload), listen=task.receive)

@@ -1,0 +1,63 @@
+"""Warnings of what makes a cluster slow, and the remedy for misspelled arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import dtkit
+from dtkit._util import resources
+from dtkit._util.process import ProcessId
+from dtkit.cluster import cluster_file
+from dtkit.cluster.devices import plan_devices, warn_of_too_many_engines
+from dtkit.errors import ClusterWarning
+from dtkit.rpc.captured import LARGE_BYTES, warn_of_large_functions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LARGE = np.zeros(LARGE_BYTES + 1, dtype=np.uint8)
+
+
+def use_large() -> int:
+    return LARGE.nbytes
+
+
+def test_function_that_takes_much_along_is_warned_of():
+    also = np.zeros(10, dtype=np.uint8)
+    with pytest.warns(UserWarning, match=r"^call takes along LARGE \(52.4 MB\), also \(10 B\), and each call"):
+        warn_of_large_functions("call", [use_large, lambda: also, print, None])
+    warn_of_large_functions("call", [lambda: also])
+
+
+def test_more_engines_than_cores_are_warned_of():
+    cores = resources.count_cores()
+    warn_of_too_many_engines(plan_devices(cores, "cpu", None))
+    with pytest.warns(ClusterWarning, match=rf"^{cores + 1} engines share {cores} cores?: they train correctly"):
+        warn_of_too_many_engines(plan_devices(cores + 1, "cpu", None))
+
+
+def make_info(folder: Path, notebook: ProcessId) -> cluster_file.ClusterInfo:
+    return cluster_file.ClusterInfo(folder, 1, notebook, ProcessId.from_pid(), (0, 1), (), 0.0, {})
+
+
+def test_clusters_that_compete_are_warned_of(tmp_path: Path):
+    own, left = ProcessId.from_pid(), ProcessId(1, 0.0)
+    with pytest.warns(ClusterWarning, match="this notebook already has a with 2 engines; close it first"):
+        cluster_file.warn_of_unused([make_info(tmp_path / "a", own)])
+    with pytest.warns(ClusterWarning, match=r"b still has 2 engines of a notebook that has ended; dtkit.attach\('b'\)"):
+        cluster_file.warn_of_unused([make_info(tmp_path / "b", left)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"thread": 1}, r"^Cluster\(\) has no argument thread=; did you mean threads=\?"),
+        ({"zzz": 1}, r"^Cluster\(\) has no argument zzz=; it takes n, launcher, "),
+    ],
+)
+def test_misspelled_argument_names_the_right_one(options: dict[str, int], message: str):
+    with pytest.raises(TypeError, match=message):
+        dtkit.Cluster(2, **options)

@@ -68,6 +68,11 @@ class Engines:
         group = starting.start_engines(n, config, step_timeout=step_timeout, interface=interface)
         self._set_up(group, plan, keep_alive=keep_alive)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the cluster itself: engines aren't copied. scikit-learn's `clone` copies an estimator's parameters."""
+        del memo
+        return self
+
     def _set_up(self, group: EngineGroup, plan: DevicePlan, *, keep_alive: bool = False) -> None:
         self._engine_group, self._device_note, self._keep_alive = group, plan.note, keep_alive
         self.current_run: Run | None = None

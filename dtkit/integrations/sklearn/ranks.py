@@ -1,0 +1,116 @@
+"""Sums over ranks, and this process's rows. The same code fits with one process and with many."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Ranks(Protocol):
+    """The processes that fit together."""
+
+    size: int
+
+    def sum(self, *arrays: Any) -> list[np.ndarray]:
+        """Return the sums of float64 arrays over all ranks, by one all-reduce. The same bits on every rank."""
+
+    def gather(self, array: np.ndarray) -> list[np.ndarray]:
+        """Return each rank's array. All have the same shape."""
+
+    def log(self, **numbers: float) -> None:
+        """Show numbers of this rank while the others wait."""
+
+
+class OneProcess:
+    """A fit without engines."""
+
+    size = 1
+
+    def sum(self, *arrays: Any) -> list[np.ndarray]:
+        """Return the arrays."""
+        return [np.asarray(array, dtype=np.float64) for array in arrays]
+
+    def gather(self, array: np.ndarray) -> list[np.ndarray]:
+        """Return the array."""
+        return [array]
+
+    def log(self, **numbers: float) -> None:
+        """Do nothing."""
+
+
+class AllRanks:
+    """The ranks of the engines' process group."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self.size = dist.get_world_size()
+
+    def sum(self, *arrays: Any) -> list[np.ndarray]:
+        """Return the sums."""
+        import torch
+        import torch.distributed as dist
+
+        parts = [np.asarray(array, dtype=np.float64) for array in arrays]
+        flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts]))
+        dist.all_reduce(flat)
+        sums = np.split(flat.numpy(), np.cumsum([part.size for part in parts])[:-1])
+        return [total.reshape(part.shape) for total, part in zip(sums, parts, strict=True)]
+
+    def gather(self, array: np.ndarray) -> list[np.ndarray]:
+        """Return each rank's array."""
+        import torch
+        import torch.distributed as dist
+
+        own = torch.from_numpy(np.ascontiguousarray(array))
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(gathered, own)
+        return [part.numpy() for part in gathered]
+
+    def log(self, **numbers: float) -> None:
+        """Pass the numbers to `dtkit.log`."""
+        from dtkit.engine.observe.call_output import log
+
+        log(**numbers)
+
+
+Fit = Any
+"""Function of (ranks, columns, row numbers, **options) that returns a dict of results."""
+
+
+def fit_shard(key: str, fit: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Call `fit` on an engine with the rows of its shard. Raises ValueError for values that are not finite."""
+    import torch.distributed as dist
+
+    from dtkit.engine.session import get_session
+
+    source, shards = get_session().state.data[key]
+    rows = np.asarray(shards.get_rows(dist.get_rank()))
+    columns = [_to_array(column) for column in _to_tuple(source.take(rows))]
+    check_columns(columns)
+    return fit(AllRanks(), columns, rows, **options)
+
+
+def _to_tuple(batch: Any) -> Sequence[Any]:
+    if isinstance(batch, dict):
+        raise TypeError(
+            f"the partition has the columns {', '.join(batch)}; give arrays in order, as in partition((X, y))"
+        )
+    return batch if isinstance(batch, (tuple, list)) else (batch,)
+
+
+def _to_array(column: Any) -> np.ndarray:
+    return np.asarray(column)
+
+
+def check_columns(columns: Sequence[np.ndarray]) -> None:
+    """Raise ValueError unless the first column is a matrix of finite numbers."""
+    features = columns[0]
+    if features.ndim != 2:
+        raise ValueError(f"X has shape {features.shape}; it must be (rows, features), as in X.reshape(len(X), -1)")
+    if not np.isfinite(features).all():
+        raise ValueError("X contains NaN or infinity; remove these rows, or fill them with sklearn.impute")

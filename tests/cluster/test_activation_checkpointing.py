@@ -80,6 +80,7 @@ def plan(cluster: dtkit.Cluster, **options: Any) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_plan_knows_it_and_finds_the_largest_batch(cluster2: dtkit.Cluster):
     plain, checkpointed = plan(cluster2), plan(cluster2, activation_checkpointing=True)
     assert checkpointed.rows[0].activations < 0.6 * plain.rows[0].activations

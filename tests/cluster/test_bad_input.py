@@ -203,6 +203,7 @@ def list_blocked(cluster: dtkit.Cluster) -> list[bool]:
     return [rank.status is not None and rank.status.is_blocked for rank in cluster.stacks().ranks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", [4], indirect=True)
 @pytest.mark.parametrize(
     "strategy",

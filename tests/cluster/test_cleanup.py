@@ -79,6 +79,7 @@ def test_exception_in_the_with_block_leaves_nothing(runtime: Path):
     assert_nothing_left(set(processes), runtime)
 
 
+@pytest.mark.slow
 def test_close_ends_stuck_engines(runtime: Path, tmp_path: Path):
     cluster = dtkit.Cluster(2)
     try:
@@ -148,6 +149,7 @@ def notebook(case: str, folder: Path, lease: float = 2) -> Iterator[subprocess.P
             process.kill()
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_script_and_its_engines(runtime: Path, tmp_path: Path):
     """As a scheduler sends it. The lease would keep the engines for an hour."""
     with notebook("with a run", tmp_path, lease=3600) as process:
@@ -211,6 +213,7 @@ def test_released_run_leaves_no_tensor_on_the_engines(cluster2: dtkit.Cluster, s
     assert cluster2.run(count_large_tensors) == before
 
 
+@pytest.mark.slow
 def test_plan_leaves_no_tensor_on_the_engines(cluster2: dtkit.Cluster):
     """torch keeps hooks where Python's garbage collector can't find them."""
     before = cluster2.run(count_large_tensors)

@@ -209,6 +209,7 @@ def test_workers_for_arrays_are_refused(cluster2: dtkit.Cluster):
     small.check_usable(cluster2)
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_engine():
     with dtkit.Cluster(1, device="cpu") as cluster:
         run = small.train(cluster, rows=Rows(), num_workers=2, steps=3)

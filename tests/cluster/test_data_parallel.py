@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("cluster", [1, 3], in
 # -- data ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_unequal_shards_train_as_one_process(cluster: dtkit.Cluster):
     part = cluster.partition(data(), weights=[1 + 2 * rank for rank in range(cluster.world_size)])
     run = train(cluster, mlp(), part, shuffle="global")

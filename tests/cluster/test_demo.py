@@ -28,6 +28,7 @@ def run_demo(folder: Path, *arguments: str, **environment: str) -> subprocess.Co
     )
 
 
+@pytest.mark.slow
 def test_demo_trains_verifies_and_saves_a_picture(tmp_path: Path):
     done = run_demo(tmp_path, "--engines", "2", "--epochs", "6")
     assert done.returncode == 0, done.stderr

@@ -70,6 +70,7 @@ def test_oldest_runs_make_room(cluster2: dtkit.Cluster, monkeypatch: pytest.Monk
         runs[0].verify(2)
 
 
+@pytest.mark.slow
 def test_engines_free_what_only_a_forgotten_run_needs(cluster2: dtkit.Cluster):
     gc.collect()
     before = list_stored_keys(cluster2)

@@ -158,6 +158,7 @@ def get_free_bytes() -> int:
     return free_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engines", [2, slow(4)])
 def test_model_too_large_for_one_engine_trains_when_split(engines: int):
     """27 million parameters: 432 MB with gradients and AdamW's state, on engines of 420 MB."""

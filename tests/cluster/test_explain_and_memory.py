@@ -152,6 +152,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "part"),
     [

@@ -79,6 +79,7 @@ def make_adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"), [("pipeline", "data"), slow("data", "pipeline"), slow("pipeline", "pipeline")]
 )
@@ -95,6 +96,7 @@ def test_tied_weights_continue_from_a_checkpoint_of_another_strategy(
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)  # its loss is float32
 
 
+@pytest.mark.slow
 def test_ranks_with_both_ends_of_the_model_share_tied_weights(cluster2: dtkit.Cluster):
     """The first and the last of these stages are on one rank, which then has one parameter for both."""
     strategy = dtkit.Pipeline(2, 2, "ZBVZeroBubble", clip_grad_norm=0.01)

@@ -74,6 +74,7 @@ def endless(_output: torch.Tensor, _target: torch.Tensor) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_interrupting_an_active_call_ends_it_on_the_engines(cluster2: dtkit.Cluster, run: dtkit.Run):
     def interrupt() -> None:
         wait_until(lambda: all(read_op(cluster2, node) == "evaluate" for node in cluster2.nodes), 30)

@@ -101,6 +101,7 @@ def test_training_equals_fit_of_one_worker(cluster: dtkit.Cluster, make_optimize
     assert run.model.evaluate(*make_rows(), verbose=0)[1] == pytest.approx(error, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_rank_without_rows_and_short_batches_change_nothing(cluster2: dtkit.Cluster):
     run = train(cluster2, epochs=2, optimizer="adam")
     run.wait(60)
@@ -118,6 +119,7 @@ def test_compiled_model_needs_no_other_arguments(cluster2: dtkit.Cluster):
     assert run.lr == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_training_continues_from_a_checkpoint_with_its_random_numbers(cluster2: dtkit.Cluster, tmp_path: Path):
     def make_random() -> Any:
         return make_model(keras.layers.BatchNormalization(), keras.layers.Dropout(0.3))

@@ -102,6 +102,7 @@ class ManualGan(lightning.LightningModule):
         return make_optimizers(self.networks), []
 
 
+@pytest.mark.slow
 def test_module_with_manual_optimization_trains_as_the_same_function(cluster2: dtkit.Cluster):
     run = cluster2.train(ManualGan(), make_points(), batch_size=16, steps=6)
     run.wait(60)

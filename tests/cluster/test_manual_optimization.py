@@ -65,6 +65,7 @@ def test_rank_without_samples_takes_part_in_every_update(cluster2: dtkit.Cluster
     assert verification.verdict == "PASS", verification.text()
 
 
+@pytest.mark.slow
 def test_gan_continues_from_a_checkpoint(cluster2: dtkit.Cluster, tmp_path: Path):
     train(cluster2, steps=3, checkpoint_dir=tmp_path, checkpoint_every=3).wait(60)
     resumed = train(cluster2, steps=6, resume_from=tmp_path)
@@ -116,6 +117,7 @@ def test_nonfinite_gradients_before_the_first_update_change_nothing(cluster2: dt
     run.stop()
 
 
+@pytest.mark.slow
 def test_nonfinite_gradients_between_updates_are_named(cluster2: dtkit.Cluster):
     def step(model: Any, batch: Any, optimizers: Any) -> Any:
         judge(model.discriminator(batch[0]), 1.0).backward()
@@ -131,6 +133,7 @@ def test_nonfinite_gradients_between_updates_are_named(cluster2: dtkit.Cluster):
     small.check_usable(cluster2)
 
 
+@pytest.mark.slow
 def test_random_numbers_of_a_step_are_not_comparable(cluster2: dtkit.Cluster):
     def step(model: Any, batch: Any, optimizers: Any) -> Any:
         return train_gan(model, (batch[0], torch.randn_like(batch[1])), optimizers)

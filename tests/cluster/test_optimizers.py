@@ -10,6 +10,7 @@ from torch import nn
 
 import dtkit
 from tests.support import small
+from tests.support.marks import slow
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +63,7 @@ def make_muon_and_adam(named_parameters: Any) -> list[torch.optim.Optimizer]:
     return [make(part) for part, make in makers if part]
 
 
-@pytest.mark.parametrize("optimizer", [configure, group_by_name, make_muon_and_adam])
+@pytest.mark.parametrize("optimizer", [slow(configure), group_by_name, slow(make_muon_and_adam)])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
 def test_groups_of_an_optimizer_train_as_in_one_process(cluster2: dtkit.Cluster, strategy: Any, optimizer: Any):
     run = small.train(cluster2, Configured(), optimizer=optimizer, strategy=strategy, steps=4)
@@ -71,6 +72,7 @@ def test_groups_of_an_optimizer_train_as_in_one_process(cluster2: dtkit.Cluster,
     assert verification.verdict == "PASS", verification.text()
 
 
+@pytest.mark.slow
 def test_several_optimizers_continue_from_a_checkpoint(cluster2: dtkit.Cluster, tmp_path: Path):
     options: dict[str, Any] = {"optimizer": make_muon_and_adam, "shuffle": "global"}
     first = small.train(cluster2, Configured(), steps=2, checkpoint_dir=tmp_path, checkpoint_every=2, **options)

@@ -94,6 +94,7 @@ SHARDING = [dtkit.Sharded(), dtkit.TensorParallel(2), dtkit.Pipeline(2, 2)]
 SHARDING4 = [dtkit.Sharded(), dtkit.TensorParallel(4), dtkit.Pipeline(4, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fixture", "strategy"),
     [
@@ -263,6 +264,7 @@ def test_recovery_leaves_nothing_in_shared_memory():
     assert not set(SHM.glob(pattern))
 
 
+@pytest.mark.slow
 def test_resumed_run_falls_back_to_its_checkpoint_at_worst(cluster_with_spare: dtkit.Cluster, tmp_path: Path):
     expected = train_undisturbed(cluster_with_spare, steps=40)
     run = start(cluster_with_spare, steps=11)
@@ -333,6 +335,7 @@ class FailingScheduler(torch.optim.lr_scheduler.StepLR):
         return super().state_dict()
 
 
+@pytest.mark.slow
 def test_failed_snapshot_does_not_fail_the_run(cluster_with_spare: dtkit.Cluster):
     run = start(cluster_with_spare, lr_scheduler=FailingScheduler, start=False)
     run.step(EVERY + 1)

@@ -210,6 +210,7 @@ def test_model_with_an_unused_block_is_planned_in_equal_stages(cluster2: dtkit.C
     assert plan.rows[0].parameters == plan.rows[1].parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [slow(DataDependent), Recurrent])
 def test_model_that_fails_on_meta_tensors_is_profiled_with_real_ones(
     cluster2: dtkit.Cluster, make: Callable[[], nn.Module]
@@ -294,6 +295,7 @@ def test_plan_accepts_a_partition_and_a_training_step(cluster2: dtkit.Cluster):
     assert [row.rows for row in plan.get_rows("DataParallel()")] == [8, 8]
 
 
+@pytest.mark.slow
 def test_failure_during_planning_raises_the_engines_error(cluster2: dtkit.Cluster):
     def raise_error(_parameters: Any) -> torch.optim.Optimizer:
         raise RuntimeError("no optimizer here")
@@ -307,6 +309,7 @@ def test_failure_during_planning_raises_the_engines_error(cluster2: dtkit.Cluste
     check_usable(cluster2)
 
 
+@pytest.mark.slow
 def test_plan_is_refused_while_a_run_is_running(cluster2: dtkit.Cluster):
     run = train(cluster2, steps=100_000)
     try:
@@ -330,6 +333,7 @@ def plain(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+@pytest.mark.slow
 def test_fit_check_refuses_only_models_that_do_not_fit():
     small, large = wide(2500), wide(3500)  # 25 and 49 MB
     with dtkit.Cluster(1, memory_limit="170MB") as cluster:

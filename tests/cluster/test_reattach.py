@@ -166,6 +166,7 @@ EVALUATES = NOTEBOOK.replace(
 )
 
 
+@pytest.mark.slow
 def test_attach_restores_evaluations_that_the_notebook_had_not_read(tmp_path: Path):
     with notebook(EVALUATES) as process:
         (folder,) = tmp_path.iterdir()
@@ -321,6 +322,7 @@ def test_cluster_with_keep_alive_outlives_its_script():
         check_usable(cluster)
 
 
+@pytest.mark.slow
 def test_attach_refuses_a_cluster_whose_controller_was_killed(tmp_path: Path):
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
     (folder,) = tmp_path.iterdir()

@@ -138,6 +138,7 @@ class DeadlyPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
             die_once(self.flag)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [(dtkit.DataParallel(), {}), slow(dtkit.Pipeline(2, micro_batches=2), {"snapshot_every": 4})],
@@ -198,6 +199,7 @@ def test_second_lost_engine_is_replaced_by_the_next_spare(cluster: dtkit.Cluster
     wait_until(lambda: transport.spare_ids == [spare + 2], 30)
 
 
+@pytest.mark.slow
 def test_later_spare_is_recorded_in_the_cluster_file(cluster: dtkit.Cluster):
     transport: Any = cluster._engine_group.transport
     wait_until(lambda: transport.spare_ids, 60)
@@ -209,6 +211,7 @@ def test_later_spare_is_recorded_in_the_cluster_file(cluster: dtkit.Cluster):
     check_usable(cluster)
 
 
+@pytest.mark.slow
 def test_learning_rate_survives_recovery_from_an_older_snapshot(cluster: dtkit.Cluster):
     run = start(cluster, strategy=dtkit.Pipeline(2, micro_batches=2), snapshot_every=10, steps=40, start=False)
     run.step(14)
@@ -320,6 +323,7 @@ def test_three_of_four_engines_continue_and_skip_no_row(tmp_path: Path, shuffle:
         check_usable(cluster)
 
 
+@pytest.mark.slow
 def test_run_with_on_failure_pause_waits_for_a_repair(cluster: dtkit.Cluster, undisturbed: dict[str, Any]):
     run = start(cluster, on_failure="pause")
     wait_for_step(run, 120)
@@ -333,6 +337,7 @@ def test_run_with_on_failure_pause_waits_for_a_repair(cluster: dtkit.Cluster, un
     assert max_difference(run.model.state_dict(), undisturbed) <= BOUND
 
 
+@pytest.mark.slow
 def test_completed_run_is_repaired_saved_and_extended(
     cluster: dtkit.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -406,6 +411,7 @@ class FailingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.slow
 def test_cluster_is_usable_after_losing_all_engines(cluster: dtkit.Cluster):
     run = start(cluster, steps=100_000)
     wait_for_step(run, 30)
@@ -436,6 +442,7 @@ def test_train_first_replaces_engines_that_were_lost_earlier(cluster: dtkit.Clus
     assert "lost" not in list_loss_events(run)
 
 
+@pytest.mark.slow
 def test_idle_cluster_is_repaired_by_hand(cluster: dtkit.Cluster):
     part, model = cluster.partition(data()), cluster.broadcast(mlp())
     completed = cluster.train(model, part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)
@@ -552,6 +559,7 @@ def run_in_c() -> None:
     collections.deque(itertools.repeat(None), maxlen=0)
 
 
+@pytest.mark.slow
 def test_second_interrupt_replaces_a_rank_that_ignores_signals(cluster: dtkit.Cluster, tmp_path: Path):
     """Only replacing the rank by the spare releases the others."""
     wait_until(lambda: cluster._engine_group.transport.spare_ids, 60)  # type: ignore[attr-defined]

@@ -84,6 +84,7 @@ def test_wait_continues_while_the_run_is_paused(cluster2):
     assert run.status.state is State.PAUSED
 
 
+@pytest.mark.slow
 def test_resume_right_after_pause_continues_the_run(cluster2):
     run = train(cluster2, steps=LONG)
     wait_until_run(run, lambda: run.status.step > 20)
@@ -193,6 +194,7 @@ def test_model_is_fetched_once_per_step_and_the_user_s_is_unchanged(cluster2):
     assert all(parameter.any() for parameter in run.model.parameters())  # the run did not continue from zeros
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_averaged_over_ranks(cluster2):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3))

@@ -13,6 +13,7 @@ from torch import nn
 
 import dtkit
 from dtkit.dashboard.summary.notices import collect_notices
+from tests.support.marks import slow
 from tests.support.nets import get_worker, resume_and_wait
 from tests.support.small import check_usable, data, net, sgd, train
 from tests.support.waiting import ends_soon
@@ -163,7 +164,9 @@ def get_rank() -> int:
 # -- explained steps ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [dtkit.DataParallel(clip_grad_norm=0.1, accumulate=2), dtkit.NaiveDataParallel()])
+@pytest.mark.parametrize(
+    "strategy", [dtkit.DataParallel(clip_grad_norm=0.1, accumulate=2), slow(dtkit.NaiveDataParallel())]
+)
 def test_explained_steps_train_like_plain_steps(cluster2, strategy: Any):
     plain = train(cluster2, net().double(), (data()[0].double(), data()[1]), steps=6, strategy=strategy)
     plain.wait(60)
@@ -344,7 +347,7 @@ def fail_on_rank_1(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("strategy", "victims"),
-    [(dtkit.DataParallel(), {1: False}), (dtkit.Sharded(), {1: False, 0: True})],
+    [slow(dtkit.DataParallel(), {1: False}), (dtkit.Sharded(), {1: False, 0: True})],
     ids=["data", "sharded"],
 )
 def test_metric_that_fails_on_one_rank_is_named_and_releases_the_other(

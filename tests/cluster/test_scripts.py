@@ -53,6 +53,7 @@ def test_torchrun_script_runs_unchanged_and_repeatedly(cluster2):
     assert cluster2.run(lambda: "MASTER_ADDR" in os.environ) == [False, False]
 
 
+@pytest.mark.slow
 def test_failing_script_leaves_the_cluster_usable(cluster2):
     def bad_script() -> None:
         dist.init_process_group("gloo")
@@ -66,6 +67,7 @@ def test_failing_script_leaves_the_cluster_usable(cluster2):
     assert cluster2.torchrun(script)[0][0] == 2.0
 
 
+@pytest.mark.slow
 def test_run_continues_after_a_script(cluster2):
     run = train(cluster2, steps=1_000_000)
     assert [total for total, _ in cluster2.torchrun(script)] == [2.0, 2.0]
@@ -129,7 +131,7 @@ def test_module_runs_as_with_python_m(cluster2: dtkit.Cluster, folder: Path):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("sys.exit(3)", "t.py ended with exit code 3"),
+        slow("sys.exit(3)", "t.py ended with exit code 3"),
         slow("sys.exit('no data')", "t.py ended with exit code 1"),
         ("raise ValueError('broken')", "t.py ended with exit code 1: ValueError: broken"),
         slow("os.kill(os.getpid(), 9)", "t.py ended with the signal SIGKILL"),
@@ -148,6 +150,7 @@ def test_failing_rank_ends_the_others(cluster2: dtkit.Cluster, folder: Path, cod
     check_usable(cluster2)
 
 
+@pytest.mark.slow
 def test_exit_with_0_is_a_success(cluster2: dtkit.Cluster, folder: Path):
     (folder / "t.py").write_text("import sys; sys.exit(0)")
     assert cluster2.torchrun(folder / "t.py") == [0, 0]
@@ -206,6 +209,7 @@ def test_script_ends_with_its_engine(folder: Path):
     assert list_scripts("stubborn.py") == []
 
 
+@pytest.mark.slow
 def test_models_of_the_engines_stay(cluster2: dtkit.Cluster, folder: Path):
     run = train(cluster2, steps=4)
     run.wait(60)
@@ -243,6 +247,7 @@ def fabric_script() -> tuple[int, list[float]]:
     return fabric.world_size, wrapped.module.weight.flatten().tolist()
 
 
+@pytest.mark.slow
 def test_group_that_a_script_leaves_is_destroyed_after_the_environments_own_startup(
     cluster2: dtkit.Cluster, folder: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -272,6 +277,7 @@ def test_crash_after_the_function_returned_keeps_its_result(
     assert "crash_at_exit returned, and its process then ended with the signal SIGABRT" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("main", [accelerate_script, fabric_script])
 def test_scripts_of_other_libraries_run_and_average_gradients(cluster2, main):
     torch.manual_seed(0)

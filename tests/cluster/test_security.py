@@ -131,6 +131,7 @@ def test_cluster_listens_on_loopback_only_without_http_and_with_a_key(watched: W
     run.stop()
 
 
+@pytest.mark.slow
 def test_torchrun_script_listens_on_loopback_only(watched: WatchedCluster, tmp_path: Path):
     def long_script(path: str) -> None:
         dist.init_process_group("gloo")

@@ -73,6 +73,7 @@ def auxiliary_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
 OTHER_ROWS = [(Tokens, tokens_loss), slow(Views, views_loss), slow(Auxiliary, auxiliary_loss)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "loss_fn"), OTHER_ROWS)
 def test_output_with_other_rows_trains_when_micro_batches_are_full(cluster: dtkit.Cluster, make: Any, loss_fn: Any):
     """Five batches of 24 samples have full micro-batches only."""
@@ -82,6 +83,7 @@ def test_output_with_other_rows_trains_when_micro_batches_are_full(cluster: dtki
         assert max_difference(run.model.state_dict(), expected.state_dict()) <= BOUND, strategy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "loss_fn"), OTHER_ROWS)
 def test_output_with_other_rows_is_refused_when_it_must_be_split(cluster: dtkit.Cluster, make: Any, loss_fn: Any):
     """The sixth batch has one sample, and evaluation joins the outputs of micro-batches."""
@@ -130,6 +132,7 @@ class Overwriting(Blocks):
         return self.head(x)
 
 
+@pytest.mark.slow
 def test_stage_may_begin_with_an_in_place_layer(cluster: dtkit.Cluster):
     check_equals_one_process(
         cluster,
@@ -138,6 +141,7 @@ def test_stage_may_begin_with_an_in_place_layer(cluster: dtkit.Cluster):
     )
 
 
+@pytest.mark.slow
 def test_input_modified_in_place_may_be_used_again(cluster: dtkit.Cluster):
     check_equals_one_process(cluster, Overwriting, ALL)
 
@@ -183,6 +187,7 @@ def make_batch_norm_net() -> nn.Module:
     return nn.Sequential(*first, nn.Conv1d(4, 4, 2), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(12, CLASSES)).double()
 
 
+@pytest.mark.slow
 def test_empty_micro_batch_does_not_change_batch_statistics(cluster: dtkit.Cluster):
     """Batches of eight samples and of three, each in eight micro-batches."""
     (inputs, targets), expected = (t[:11] for t in data()), make_batch_norm_net()

@@ -148,7 +148,7 @@ def make_three(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(FEATURES, WIDTH), make(), make(), make(), nn.Linear(WIDTH, CLASSES))
 
 
-@pytest.mark.parametrize("make", [SecondFirst, Masked, *map(slow, (Returning, Named, Strided, Expanded))])
+@pytest.mark.parametrize("make", [Masked, *map(slow, (SecondFirst, Returning, Named, Strided, Expanded))])
 def test_models_of_blocks_train_as_one_process(cluster: dtkit.Cluster, make: Callable[[], nn.Module]):
     """Values skip whole stages, and the V schedule passes them on without sending."""
     check_equals_one_process(cluster, make, ALL)
@@ -156,7 +156,7 @@ def test_models_of_blocks_train_as_one_process(cluster: dtkit.Cluster, make: Cal
 
 @pytest.mark.parametrize(
     "make",
-    [flattened, make_frozen(3), slow(make_frozen(1)), slow(make_frozen(5))],
+    [flattened, *(slow(make_frozen(layer)) for layer in (3, 1, 5))],
     ids=["views", "3 frozen", "1 frozen", "5 frozen"],
 )
 def test_sequences_of_layers_train_as_one_process(cluster: dtkit.Cluster, make: Callable[[], nn.Module]):
@@ -166,7 +166,7 @@ def test_sequences_of_layers_train_as_one_process(cluster: dtkit.Cluster, make: 
 
 @pytest.mark.parametrize(
     "make",
-    [Conditioned, make_three(Tied), *(slow(make_three(layer)) for layer in (Queries, Around, Adapted))],
+    [slow(Conditioned), make_three(Tied), *(slow(make_three(layer)) for layer in (Queries, Around, Adapted))],
     ids=["frozen", "tied", "queries", "around", "lora"],
 )
 def test_weights_that_need_a_whole_backward_pass_train_as_one_process(
@@ -176,6 +176,7 @@ def test_weights_that_need_a_whole_backward_pass_train_as_one_process(
     check_equals_one_process(cluster, make, HALVED)
 
 
+@pytest.mark.slow
 def test_loss_pair_trains_as_one_process(cluster: dtkit.Cluster):
     expected = train_alone(Blocks, weighted)
     for strategy in ALL:

@@ -146,6 +146,7 @@ def test_endless_step_is_reported_with_rank_and_line(cluster3: dtkit.Cluster, fl
     small.check_usable(cluster3)
 
 
+@pytest.mark.slow
 def test_rank_whose_interpreter_is_blocked_is_reported(cluster2: dtkit.Cluster, flag: Path):
     run = small.train(cluster2, training_step=make_step(block_interpreter, flag), loss=None, steps=MANY)
     wait_until(lambda: run.status.step)
@@ -311,6 +312,7 @@ def test_stage_waits_for_another_no_longer_than_step_timeout(flag: Path):
         assert not flag.exists()
 
 
+@pytest.mark.slow
 def test_every_call_without_a_controller_raises():
     """No call is in flight when the controller dies, so that only the next call can notice it."""
     with dtkit.Cluster(2, threads=1) as cluster:

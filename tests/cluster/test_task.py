@@ -171,6 +171,7 @@ def test_lost_engine_ends_the_call_and_interrupts_the_others():
     assert caught.value.failures[1].kind == "interrupted"  # rank 0, which would have looped forever
 
 
+@pytest.mark.slow
 def test_cancel_replaces_an_engine_that_ignores_interrupts():
     def ignore_interrupts() -> None:
         print("running")
@@ -276,6 +277,7 @@ def test_interrupt_reaches_the_engines(cluster2, where):
     check_usable(cluster2)
 
 
+@pytest.mark.slow
 def test_memory_limit_raises_and_keeps_the_engine():
     def allocate(count: int) -> int:
         return len(torch.ones(count))

@@ -107,6 +107,7 @@ def test_evaluation_with_sharded_attention_equals_the_whole_model(
     assert run.evaluate((inputs, targets)).values["loss"] == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["encoder", slow("gpt")])
 def test_checkpoint_joins_the_heads_of_all_ranks(
     cluster: dtkit.Cluster, strategy: TensorParallel, kind: str, tmp_path: Path

@@ -16,6 +16,7 @@ import dtkit
 from dtkit.training.verify import NOT_A_MEAN, OWN_GENERATOR_IN_DATA, OWN_GENERATOR_IN_STEP, RANDOM_STEP
 from tests.support import small
 from tests.support.language_model import LENGTH, VOCABULARY, LanguageModel, compute_own_loss
+from tests.support.marks import slow
 from tests.support.random_samples import RandomSamples, draw_from_global_generators
 
 if TYPE_CHECKING:
@@ -71,9 +72,9 @@ def average_by_collective(model: nn.Module, batch: Any) -> torch.Tensor:
     ("training_step", "reason"),
     [
         (add_global_noise, RANDOM_STEP),
-        (add_noise_of_its_own, OWN_GENERATOR_IN_STEP),
+        slow(add_noise_of_its_own, OWN_GENERATOR_IN_STEP),
         (compute_contrastive_loss, NOT_A_MEAN),
-        (compute_hidden_token_mean, NOT_A_MEAN),
+        slow(compute_hidden_token_mean, NOT_A_MEAN),
     ],
 )
 def test_training_that_one_process_cannot_repeat_is_not_comparable(
@@ -100,6 +101,7 @@ def test_random_augmentation_passes(cluster2: dtkit.Cluster, strategy: Any):
     assert verification.verdict == "PASS", verification.text()
 
 
+@pytest.mark.slow
 def test_data_with_a_generator_of_its_own_is_not_comparable(cluster2: dtkit.Cluster):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     verification = verify(cluster2, model, RandomSamples(None), loss=nn.MSELoss())

@@ -7,6 +7,7 @@
     │   └── RefusedError          a request does not match the engine's owner, generation or step; nothing ran
     │       └── SupersededError   another notebook has attached to the cluster
     ├── EngineError               user code or an engine failed; `failures` has every rank's
+    │   ├── ItemError             one item of cluster.map failed
     │   └── NonFiniteError        gradients were NaN or infinite; parameters are as before that step
     ├── RunError                  the run's state does not allow the call
     │   └── PausedError           a run is paused, and can't continue while its caller waits
@@ -117,6 +118,20 @@ class EngineError(DtkitError):
 
 class NonFiniteError(EngineError):
     """The gradients, reduced over all ranks, are not finite. Parameters are as before that step."""
+
+
+class ItemError(EngineError):
+    """One item of `cluster.map` failed. `index` is its place, `cause` how and where it failed."""
+
+    def __init__(self, index: int, item: object, failure: Failure) -> None:
+        super().__init__([failure])
+        self.index = index
+        text = repr(item)
+        shown = text if len(text) <= _MAX_ITEM_CHARS else f"{text[:_MAX_ITEM_CHARS]}..."
+        self.args = (f"item {index} ({shown}): {self.args[0]}",)
+
+
+_MAX_ITEM_CHARS = 60
 
 
 def _format_failures(failures: Sequence[Failure]) -> str:

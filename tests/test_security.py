@@ -34,6 +34,7 @@ from dtkit.health import stacks
 from dtkit.health.diagnosis import RankObservation
 from dtkit.health.frames import Frame
 from dtkit.health.status import EngineStatus
+from dtkit.integrations.search import SearchResult, TrialRecord
 from dtkit.planning.memory_report import Memory
 from dtkit.rpc import shared_memory
 from dtkit.rpc.shared_memory import BufferMapping, SharedBuffer
@@ -243,6 +244,12 @@ def _labels() -> Partition:
     return Partition(4, 2, labels=[HOSTILE, "b", HOSTILE, "b"])
 
 
+def _found() -> SearchResult:
+    found = SearchResult(HOSTILE, "minimize", None)
+    found.trials = [TrialRecord(0, 0, HOSTILE, 1.0, {HOSTILE: HOSTILE, "lr": 0.1}, {0: 2.0})]
+    return found
+
+
 PAGES: dict[str, Any] = {  # a class that shows itself as HTML -> one that is full of hostile text
     "Benchmark": lambda *_: dataclasses.replace(plans.make_benchmark(), dtype=HOSTILE, backend=HOSTILE),
     "Checkpoint": lambda folder, _: _checkpoints(folder)[0],
@@ -256,6 +263,7 @@ PAGES: dict[str, Any] = {  # a class that shows itself as HTML -> one that is fu
     "PipelineExplanation": lambda *_: _piped(),
     "Plan": lambda *_: dataclasses.replace(plans.make_plan(model=HOSTILE), notes=(HOSTILE,)),
     "ModelHandle": lambda _, monkeypatch: _replicas(monkeypatch),
+    "SearchResult": lambda *_: _found(),
     "ShardedExplanation": lambda *_: _cut(),
     "Stacks": lambda *_: _stacks(),
     "StepExplanation": lambda *_: step_reports.make_explanation(step_reports.RANKS[:1], (HOSTILE,), model=HOSTILE),

@@ -168,6 +168,30 @@ CLOSE_CHECKPOINT_TIMEOUT_S = 10.0
 """Limit for finishing its checkpoint when the cluster closes."""
 FETCH_INTERRUPT_GRACE_S = 0.1
 """Grace, after an interrupt, for ranks that did not send their weights in time."""
+CLOSE_CALLBACKS_TIMEOUT_S = 10.0
+"""Limit for callbacks to finish what they do behind the training when the cluster closes."""
+
+# -- experiment trackers ----------------------------------------------------------------------------------------
+
+TRACKER_INTERVAL_S = 2.0
+"""Period of writing a run's records to an experiment tracker."""
+TRACKER_OPEN_TIMEOUT_S = 15.0
+"""Delay of a training's first step until a tracker is open; a slower one is opened meanwhile."""
+TRACKER_TIME_CREDIT_S = 0.05
+"""Time that a tracker may take at the beginning of a run, beyond its share."""
+TRACKER_STEP_S = 0.002
+"""Time that writing a step is taken to need until it is measured."""
+TRACKER_LAST_WRITE_S = 3.0
+"""Time for records that a tracker has not got when the run ends."""
+GIT_TIMEOUT_S = 3.0
+"""Limit for git to name the commit."""
+
+# -- a search for hyper-parameters ------------------------------------------------------------------------------
+
+SEARCH_POLL_S = 0.02
+"""Polling period for the questions of trials on engines, and for their answers."""
+SEARCH_ANSWER_TIMEOUT_S = 60.0
+"""Limit for the notebook to answer a trial, whose sampler may compute for a while."""
 
 # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from dtkit.cluster.config import LaunchConfig
 from dtkit.cluster.launched_transport import get_runtime_folder
 from dtkit.errors import ClusterError, VersionMismatchError
 from dtkit.training import persisted_run, recovered_state
+from dtkit.training.callbacks import start_callbacks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,5 +99,6 @@ def _restore_run(group: EngineGroup, inventories: Sequence[EngineInventory]) -> 
         if plan is not None:
             run = Run(group, plan.adapt_to(group.world_size))
             run.lifecycle.reattach()
+            start_callbacks(plan.options.callbacks, run)
             return run
     return None

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import TYPE_CHECKING, Any, Literal
 
 from dtkit._util.arguments import suggest_arguments
 from dtkit.cluster.engines import Engines
 from dtkit.data import broadcast, distribute, speed
 from dtkit.planning import planner, profiler
-from dtkit.training import launch, task
+from dtkit.training import item_map, launch, task
 from dtkit.training.config import TrainConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from dtkit.data.partition import Partition
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from dtkit.planning.plan import Plan
     from dtkit.strategies.base import Strategy
     from dtkit.training.run import Run
+
+_NEEDS_ENGINES = "which needs all engines"
 
 
 class Cluster(Engines):
@@ -55,6 +58,49 @@ class Cluster(Engines):
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> task.Task:
         """Call a function as :meth:`run` does, without waiting. The returned task displays itself."""
         return task.submit(self._engine_group, fn, args, kwargs, self.repair)
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        items: Iterable[Any],
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Call ``function(item, *args, **kwargs)`` for each item, on single engines as they become free.
+
+        Returns the results in the order of the items. The function and `args` travel once, and may be large. The item
+        of an engine that is lost is computed again, at most three times. An interrupt reaches the engines.
+
+        on_error : "raise" ends the other items, and raises :class:`~dtkit.errors.ItemError`, which names the item.
+            "return" puts that error into the item's place.
+        timeout : seconds for all items; then the engines are interrupted, and TimeoutError is raised.
+
+        Raises RunError while a run is running.
+        """
+        planner.check_idle(self.current_run, _NEEDS_ENGINES)
+        options: dict[str, Any] = {"args": args, "kwargs": kwargs, "on_error": on_error, "timeout": timeout}
+        return item_map.map_items(self._engine_group, function, items, self.repair, **options)
+
+    def search(
+        self, objective: Callable[..., Any], space: Mapping[str, Sequence[Any]] | None = None, **options: Any
+    ) -> Any:
+        """Look for the parameters with the best value: each trial on one engine. See :mod:`dtkit.integrations.search`.
+
+        objective : function of a trial, which returns a number. As with Optuna, ``trial.suggest_float("lr", 1e-4, 1e-1,
+            log=True)`` chooses a parameter, ``trial.report(value, step)`` tells a value on the way, and
+            ``trial.should_prune()`` says whether to end a bad trial early.
+        space : choices by name, ``{"lr": [0.1, 0.01]}``, which are in ``trial.params``; all combinations are tried, or
+            `n_trials` of them. Without it, Optuna chooses.
+        options : `n_trials`, `study` (Optuna's), `direction`, `seed`, `args`, `kwargs`, `on_error` and `timeout`.
+
+        Returns a :class:`~dtkit.integrations.search.SearchResult`. Raises RunError while a run is running.
+        """
+        planner.check_idle(self.current_run, _NEEDS_ENGINES)
+        search = importlib.import_module("dtkit.integrations.search.driver")  # integrations import the cluster
+        return search.search(self._engine_group, objective, space, self.repair, **options)
 
     def torchrun(
         self, main: str | Path | Callable[..., Any], *args: Any, horovod: bool = False, **kwargs: Any

@@ -260,9 +260,12 @@ class History:
         """Names of the numbers that `dtkit.log` got."""
         return self._scalars.names
 
-    def scalar(self, name: str, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return (steps, values) that one rank passed to `dtkit.log`, or the mean over all ranks by samples."""
-        return self._scalars.read(name, rank)
+    def scalar(self, name: str, rank: int | None = None, *, since: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Return (steps, values) that one rank passed to `dtkit.log`, or the mean over all ranks by samples.
+
+        Steps before `since` are left out.
+        """
+        return self._scalars.read(name, rank, since)
 
     def list_scalar_records(self) -> list[ScalarRecord]:
         """Return all numbers from `dtkit.log`, for a log or another history."""

@@ -52,15 +52,17 @@ class ScalarTables:
             for part in list(parts)
         ]
 
-    def read(self, name: str, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, name: str, rank: int | None = None, since: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return (steps, values) of one rank, or means over all ranks by weight. Raises ValueError for a wrong name.
 
-        A step that was taken again counts once, as it was last.
+        A step that was taken again counts once, as it was last. Steps before `since` are left out.
         """
         if name not in self._parts:
             names = ", ".join(self._parts) or "none"
             raise ValueError(f"no numbers were logged as {name!r}; there are {names}")
-        rows = np.concatenate(list(self._parts[name]))
+        parts = [part for part in list(self._parts[name]) if part["step"][-1] >= since]
+        rows = np.concatenate([np.empty(0, SCALAR_DTYPE), *parts])
+        rows = rows[rows["step"] >= since]
         rows = rows if rank is None else rows[rows["rank"] == rank]
         _, last = np.unique(rows[["step", "rank"]][::-1], return_index=True)
         rows = rows[::-1][last]  # by step, then by rank

@@ -121,7 +121,7 @@ class CallbackAction:
         report: Callable[[object, BaseException | None], None],
     ) -> None:
         self._progress, self._report = progress, report
-        self.runner = CallbackRunner(run_callbacks if progress.plan.options.callbacks else None)
+        self.runner = CallbackRunner(run_callbacks if any(map(callable, progress.plan.options.callbacks)) else None)
 
     def is_due(self, step: int) -> bool:
         """Return whether callbacks are to be called after this step, or are running."""

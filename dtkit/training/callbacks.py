@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dtkit._util.guard import return_error, run_guarded_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.history.history import History
     from dtkit.types import RunSpec
@@ -129,6 +130,21 @@ class EarlyStopping:
 
     def __repr__(self) -> str:
         return f"EarlyStopping(patience={self.patience}, monitor={self.monitor!r}, best={self.best:.4g})"
+
+
+def start_callbacks(callbacks: Sequence[Any], run: Any) -> None:
+    """Call ``on_start(run)`` of the callbacks that have it: before the first step, or where a run is continued."""
+    for callback in callbacks:
+        if hasattr(callback, "on_start"):
+            callback.on_start(run)
+
+
+def finish_callbacks(callbacks: Sequence[Any], timeout: float) -> None:
+    """Call ``finish_writing(timeout)`` of the callbacks that have it: they wait for their own threads."""
+    deadline = time.monotonic() + timeout
+    for callback in callbacks:
+        if hasattr(callback, "finish_writing"):
+            callback.finish_writing(max(0.0, deadline - time.monotonic()))
 
 
 def describe_callback_error(error: BaseException) -> str:

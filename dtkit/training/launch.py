@@ -22,6 +22,7 @@ from dtkit.planning import fit_check, planner
 from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions
 from dtkit.training.adapters import adapt_model
+from dtkit.training.callbacks import start_callbacks
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
 from dtkit.training.lightning import read_lightning
 from dtkit.training.resume import load_start
@@ -75,6 +76,7 @@ def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, 
     run.lifecycle.build(resume_point)
     _warn_about_batch_norm(engine_group, plan.job_spec.model_handle, strategy)
     host.current_run = run
+    start_callbacks(plan.options.callbacks, run)
     if config.start:
         run.resume()
     return run

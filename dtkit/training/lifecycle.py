@@ -15,6 +15,7 @@ from dtkit.checkpoint.checkpoint import Checkpoint
 from dtkit.errors import RunError
 from dtkit.history import engine_outbox, run_log
 from dtkit.training import persisted_run, recovered_state, recovery
+from dtkit.training.callbacks import finish_callbacks
 from dtkit.training.config import SnapshotInterval
 from dtkit.training.states import RETRAIN_HINT
 from dtkit.types import State
@@ -253,5 +254,6 @@ class RunLifecycle:
         self._driver.actions.checkpoint.manager.close(timeouts.CLOSE_CHECKPOINT_TIMEOUT_S)
         if is_at_boundary:
             self._job.keep_state_dict_if_quick()
+        finish_callbacks(self._progress.plan.options.callbacks, timeouts.CLOSE_CALLBACKS_TIMEOUT_S)
         self._progress.history.close_run_log()
         self._job.is_released = True

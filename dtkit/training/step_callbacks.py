@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util.guard import return_error, run_guarded_in_thread
 from dtkit.errors import RunError
-from dtkit.training.callbacks import CALLBACK_THREAD_NAME, describe_callback_error
+from dtkit.training.callbacks import CALLBACK_THREAD_NAME, describe_callback_error, finish_callbacks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +39,7 @@ class StepCallbacks:
     """The callbacks of one run that have a method ``on_step``."""
 
     def __init__(self, callbacks: Sequence[Any], run: Any, driver: Driver) -> None:
+        self._all_callbacks = callbacks
         self._callbacks = [callback for callback in callbacks if hasattr(callback, "on_step")]
         self._run, self._driver, self._history = run, driver, driver.progress.history
         self._num_done = 0
@@ -55,12 +57,14 @@ class StepCallbacks:
                 self._thread.start()
 
     def finish(self, timeout: float) -> None:
-        """Wait until the callbacks have seen all steps."""
+        """Wait until the callbacks have seen all steps, and have finished what they do behind the training."""
+        deadline = time.monotonic() + timeout
         self.notify()
         with self._lock:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
+        finish_callbacks(self._all_callbacks, max(0.0, deadline - time.monotonic()))
 
     def _process(self) -> None:
         while (summaries := self._take_new()) is not None:

@@ -176,10 +176,12 @@ def _check_callbacks(config: TrainConfig) -> None:
     if callable(config.callbacks):
         raise TypeError("callbacks is a function; give a list of functions of the run: callbacks=[function]")
     for callback in config.callbacks:
-        if isinstance(callback, type) or not (callable(callback) or hasattr(callback, "on_step")):
+        if isinstance(callback, type) or not (
+            callable(callback) or hasattr(callback, "on_step") or hasattr(callback, "on_start")
+        ):
             raise TypeError(
                 f"callbacks has {callback!r}; each must be a function of the run, called after every epoch, such as "
-                "dtkit.EarlyStopping(patience=3), or an object with a method on_step(run, step)"
+                "dtkit.EarlyStopping(patience=3), or an object with a method on_step(run, step) or on_start(run)"
             )
 
 

@@ -1,0 +1,54 @@
+"""One item of a map on an engine: the function is loaded once, and an error of one item harms nothing else."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+from dtkit._util.guard import run_guarded
+from dtkit.engine.observe import error_report
+from dtkit.types import Failure
+
+if TYPE_CHECKING:
+    from dtkit.rpc.payload import Payload
+
+ItemResult = tuple["Payload | None", Failure | None]
+"""What an item returned, or how it failed."""
+
+_loaded: dict[str, Any] = {}  # the function and arguments of the map that is under way, by its key
+
+
+def call_item(key: str, shared: Payload, item: Any) -> ItemResult:
+    """Call a map's function with one item. `shared` has the function and its other arguments.
+
+    The result is packed here, so that one that can't be pickled fails its item alone.
+    """
+    return run_guarded(lambda: (_compute(key, shared, item), None), lambda error: (None, _describe(error)))
+
+
+def _compute(key: str, shared: Payload, item: Any) -> Payload:
+    from dtkit.engine.session import get_session
+
+    if key not in _loaded:
+        _loaded.clear()
+        _loaded[key] = shared.load()
+    function, args, kwargs = _loaded[key]
+    return get_session().state.pack(function(item, *args, **kwargs), name="the function's result")
+
+
+def _describe(error: Exception) -> Failure:
+    from dtkit.engine.session import get_session
+
+    return Failure(
+        rank=get_session().state.rank,
+        host=socket.gethostname(),
+        type=type(error).__name__,
+        message=error_report.format_message(error),
+        traceback=error_report.format_traceback(error),
+        user_frames=error_report.list_user_frames(error),
+    )
+
+
+def forget_items() -> None:
+    """Free what the last map has loaded."""
+    _loaded.clear()

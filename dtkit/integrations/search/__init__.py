@@ -1,0 +1,11 @@
+"""Search for hyper-parameters: each trial on one engine, driven from the notebook by ``cluster.search``.
+
+`driver` has :func:`search`. Optuna's study and pruner decide where it is installed; without it, `grid` tries choices.
+`channel` connects a trial on an engine with its trial in the notebook.
+"""
+
+from dtkit.integrations.search.result import SearchResult
+from dtkit.integrations.search.trial import Trial, TrialPruned
+from dtkit.integrations.search.trial_record import TrialRecord
+
+__all__ = ["SearchResult", "Trial", "TrialPruned", "TrialRecord"]

@@ -1,0 +1,32 @@
+"""What is known of one trial."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtkit.errors import ItemError
+
+
+@dataclasses.dataclass
+class TrialRecord:
+    """One trial."""
+
+    number: int
+    rank: int | None = None
+    """The engine that computes it, or computed it last."""
+    state: str = "running"
+    """"running", "complete", "pruned" or "failed"."""
+    value: float | None = None
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reports: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Values on the way, by step."""
+    user_attrs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    seconds: float | None = None
+    error: ItemError | None = None
+
+    @property
+    def last_report(self) -> float | None:
+        """The value that was reported last."""
+        return next(reversed(self.reports.values()), None)

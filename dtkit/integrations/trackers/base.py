@@ -1,0 +1,107 @@
+"""What all experiment trackers share: a callback of ``cluster.train`` that feeds one writer for each run."""
+
+from __future__ import annotations
+
+import importlib
+import time
+import uuid
+import weakref
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dtkit.integrations.trackers.feed import FeedOptions, RunFeed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dtkit.integrations.trackers.tracked import TrackedRun, Writer
+    from dtkit.training.run import Run
+
+
+class Tracker(ABC):
+    """Base of the callbacks for experiment trackers. A tracker may serve several runs, one after another.
+
+    Each tracker has these options besides its own:
+
+    params : parameters to store beside those of the run, which may be nested: ``{"dropout": 0.1}``.
+    every : steps between two points. By default, as many steps as can be written in 0.3 % of the time,
+        evenly, and at the end as many of the last ones as fit into three seconds.
+    per_node : whether to write the loss, speed, waiting time and memory of each node.
+    report : whether to store the run's HTML report when it ends.
+
+    A tracker that raises is switched off with one warning; the training goes on. A subclass implements :meth:`open`.
+    """
+
+    package: ClassVar[str] = ""
+    """The module that a tracker needs, if any."""
+    extra: ClassVar[str] = ""
+    """The extra of ``dtkit-jupyter`` that installs it."""
+
+    def __init__(
+        self,
+        *,
+        params: Mapping[str, Any] | None = None,
+        every: int | None = None,
+        per_node: bool = True,
+        report: bool = True,
+    ) -> None:
+        """Raises ImportError, with what to install, where the tracker's package is missing."""
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f"every={every!r}; it must be a number of steps from 1 up, or None")
+        self._import_package()
+        self._options = FeedOptions(params or {}, every, per_node, report)
+        self._key = uuid.uuid4().hex[:12]
+        self._resumed_id = ""
+        self._feeds: weakref.WeakSet[RunFeed] = weakref.WeakSet()
+        self._feed: weakref.ref[RunFeed] | None = None
+
+    @abstractmethod
+    def open(self, run: TrackedRun) -> Writer:
+        """Return the writer of a run, which begins or is continued. It may raise, and take some seconds."""
+
+    def _import_package(self) -> None:
+        if not self.package:
+            return
+        try:
+            importlib.import_module(self.package)
+        except ImportError as error:
+            raise ImportError(
+                f"{type(self).__name__} needs the package {self.package} ({error}): pip install "
+                f"'dtkit-jupyter[{self.extra}]'"
+            ) from error
+
+    # -- what a training calls --------------------------------------------------------------------------------
+
+    def on_start(self, run: Run) -> None:
+        """Begin to write a run, or continue."""
+        resumed_id, self._resumed_id = self._resumed_id, ""
+        feed = RunFeed(run, self.open, self._options, key=self._key, resumed_id=resumed_id)
+        self._feeds.add(feed)
+        self._feed = weakref.ref(feed)
+        feed.start()
+
+    def finish_writing(self, timeout: float) -> None:
+        """Wait until all records are written, at most `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        for feed in list(self._feeds):
+            feed.finish(max(0.0, deadline - time.monotonic()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the id of the run in the tracker."""
+        feed = None if self._feed is None else self._feed()
+        return {"id": "" if feed is None else feed.run_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the saved run in the tracker."""
+        self._resumed_id = str(state["id"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another notebook needs that takes the run over."""
+        return vars(self) | {"_feed": None, "_feeds": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._feeds = weakref.WeakSet()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"

@@ -1,0 +1,96 @@
+"""Weights & Biases: runs of a project, on disk (offline) or on its server."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dtkit.integrations.trackers.base import Tracker
+from dtkit.types import State
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dtkit.integrations.trackers.tracked import Point, TrackedRun
+
+
+class Wandb(Tracker):
+    """Write runs for Weights & Biases: history, config, and the report as a file of the run.
+
+    project : name of the project.
+    mode : "offline" writes to disk, for ``wandb sync`` later; "online" needs ``wandb login`` before.
+    folder : where the folder ``wandb`` is made; by default in the notebook's.
+    params, every, per_node, report : see :class:`Tracker`.
+
+    A resumed run has the same id as before. Offline, each part of it has a folder of its own, which ``wandb sync``
+    puts together.
+    """
+
+    package, extra = "wandb", "wandb"
+
+    def __init__(
+        self,
+        project: str = "dtkit",
+        *,
+        mode: Literal["offline", "online"] = "offline",
+        folder: str | Path = ".",
+        params: Mapping[str, Any] | None = None,
+        every: int | None = None,
+        per_node: bool = True,
+        report: bool = True,
+    ) -> None:
+        if mode not in ("offline", "online"):
+            raise ValueError(f"mode={mode!r}; it must be 'offline' or 'online'")
+        super().__init__(params=params, every=every, per_node=per_node, report=report)
+        self.project, self.mode, self.folder = project, mode, Path(folder).absolute()
+
+    def open(self, run: TrackedRun) -> WandbWriter:
+        """Return the writer of a run. Other runs of W&B in this process stay open."""
+        import wandb
+
+        started = wandb.init(
+            project=self.project,
+            id=run.id,
+            name=run.name,
+            tags=list(run.tags),
+            dir=str(self.folder),
+            mode=self.mode,
+            resume="allow" if self.mode == "online" else None,
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+        started.define_metric("step")
+        started.define_metric("*", step_metric="step")
+        return WandbWriter(started)
+
+    def __repr__(self) -> str:
+        return f"Wandb({self.project!r}, mode={self.mode!r})"
+
+
+class WandbWriter:
+    """One run. Its x axis is the number "step", because W&B's own steps can't go back after a lost engine."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def write_parameters(self, values: Mapping[str, Any]) -> None:
+        """Store the config."""
+        self._run.config.update(dict(values), allow_val_change=True)
+
+    def write_points(self, points: Sequence[Point]) -> None:
+        """Store a row for each step."""
+        for point in points:
+            self._run.log({"step": point.step, **point.values})
+
+    def write_report(self, path: Path) -> None:
+        """Store the report as a file of the run."""
+        folder = Path(self._run.dir)
+        copy = folder / "report.html"
+        shutil.copyfile(path, copy)
+        self._run.save(str(copy), base_path=str(folder), policy="now")
+
+    def close(self, state: State) -> None:
+        """Finish the run."""
+        self._run.summary["state"] = state.value
+        self._run.finish(exit_code=int(state is State.FAILED))

@@ -265,6 +265,8 @@ MAX_MEASURED_STEP_S = 4.0
 
 # -- Horovod's interface ----------------------------------------------------------------------------------------
 
+JOBLIB_ABORT_TIMEOUT_S = 60.0
+"""Limit for the end of joblib's tasks, whose engines may have to be replaced."""
 HOROVOD_CYCLE_S = 0.001
 """Pause between two cycles of a negotiation, and between two looks of a rank that joined."""
 HOROVOD_JOIN_POLL_S = 0.05

@@ -14,6 +14,7 @@ from dtkit.training import item_map, launch, task
 from dtkit.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
@@ -101,6 +102,17 @@ class Cluster(Engines):
         planner.check_idle(self.current_run, _NEEDS_ENGINES)
         search = importlib.import_module("dtkit.integrations.search.driver")  # integrations import the cluster
         return search.search(self._engine_group, objective, space, self.repair, **options)
+
+    def joblib(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which joblib's tasks run on the engines: all that scikit-learn does with `n_jobs`.
+
+        ``with cluster.joblib(): GridSearchCV(...).fit(X, y)``. Large arrays lie once in shared memory. The results are
+        those of a single process. Raises RunError while a run is running.
+        """
+        planner.check_idle(self.current_run, _NEEDS_ENGINES)
+        backend = importlib.import_module("dtkit.integrations.joblib.backend")  # integrations import the cluster
+        context: contextlib.AbstractContextManager[None] = backend.use_engines(self._engine_group, self.repair)
+        return context
 
     def torchrun(
         self, main: str | Path | Callable[..., Any], *args: Any, horovod: bool = False, **kwargs: Any

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from dtkit.rpc.payload import Payload
     from dtkit.types import Failure, OutputItem, Reply
 
+_NOBODY = -1
+"""In place of the rank that has answered."""
+
 MAX_TRIES = 3
 """Engines that one item may end."""
 
@@ -136,6 +139,10 @@ class ItemScheduler:
                 self._tidy_up()
             notify_views(list(self._callbacks), self.name)
 
+    def wake(self) -> None:
+        """Look for further items now. From any thread."""
+        self._arrived.put(_NOBODY)
+
     # -- sending ----------------------------------------------------------------------------------------------
 
     @property
@@ -174,6 +181,9 @@ class ItemScheduler:
     def _wait_for_reply(self, wait_s: float) -> None:
         with contextlib.suppress(queue.Empty):
             rank = self._arrived.get(timeout=max(0.0, wait_s))
+            if rank == _NOBODY:
+                self._source.on_poll()
+                return
             running = self._running.pop(rank, None)
             if running is not None:
                 # waits: already done here

@@ -281,6 +281,32 @@ class Cluster(Engines):
         config = TrainConfig(**{field.name: arguments[field.name] for field in dataclasses.fields(TrainConfig)})
         return launch.train(self._engine_group, self, model, data, config)
 
+    def train_xgboost(
+        self,
+        params: Mapping[str, Any],
+        data: Any,
+        num_boost_round: int = 10,
+        *,
+        evals: Mapping[str, Any] | None = None,
+        early_stopping_rounds: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Train boosted trees with XGBoost's own collectives, each engine on its shard; wait for the model.
+
+        params : XGBoost's parameters. Histograms are summed over ranks, so `tree_method` must be "hist" or "approx".
+        data : ``(X, y)`` or ``(X, y, weights)``, or a partition of them.
+        evals : validation data by name.
+        early_stopping_rounds : rounds without improvement of the last metric of the last of `evals`.
+        options : further arguments of ``xgboost.train``, such as `xgb_model`, a model to go on with.
+
+        Returns a :class:`~dtkit.integrations.xgboost.BoostingResult`. The cell shows each round by node. An engine that
+        is lost is replaced, and the training goes on from the last round, three times at most. Raises EngineError for
+        what fails on the engines, and RunError during a run.
+        """
+        planner.check_idle(self.current_run, _NEEDS_ENGINES)
+        boosting = importlib.import_module("dtkit.integrations.xgboost.training")  # integrations import the cluster
+        return boosting.train(self, params, data, num_boost_round, evals, early_stopping_rounds, options)
+
     @suggest_arguments
     def plan(
         self,

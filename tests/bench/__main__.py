@@ -7,7 +7,20 @@ import sys
 from typing import TYPE_CHECKING
 
 import dtkit
-from tests.bench import balance, bubble, cluster, dashboard, keras, link, overhead, recovery, saving, speed, strategies
+from tests.bench import (
+    balance,
+    bubble,
+    cluster,
+    dashboard,
+    keras,
+    link,
+    overhead,
+    recovery,
+    saving,
+    speed,
+    strategies,
+    traditional,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +41,8 @@ PARTS: dict[str, Callable[[], bool]] = {
     "dispatches": cluster.dispatches,
     "exact": cluster.exact,
     "keras": keras.keras,
+    "forests": traditional.forests,
+    "xgboost": traditional.xgboost,
     "saving": saving.saving,
     "recovery": recovery.recovery,
     "detection": recovery.detection,

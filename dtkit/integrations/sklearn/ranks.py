@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from dtkit.integrations.shards import read_shard
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -78,33 +80,11 @@ class AllRanks:
         log(**numbers)
 
 
-Fit = Any
-"""Function of (ranks, columns, row numbers, **options) that returns a dict of results."""
-
-
 def fit_shard(key: str, fit: Callable[..., Any], options: dict[str, Any]) -> Any:
     """Call `fit` on an engine with the rows of its shard. Raises ValueError for values that are not finite."""
-    import torch.distributed as dist
-
-    from dtkit.engine.session import get_session
-
-    source, shards = get_session().state.data[key]
-    rows = np.asarray(shards.get_rows(dist.get_rank()))
-    columns = [_to_array(column) for column in _to_tuple(source.take(rows))]
+    columns, rows = read_shard(key)
     check_columns(columns)
     return fit(AllRanks(), columns, rows, **options)
-
-
-def _to_tuple(batch: Any) -> Sequence[Any]:
-    if isinstance(batch, dict):
-        raise TypeError(
-            f"the partition has the columns {', '.join(batch)}; give arrays in order, as in partition((X, y))"
-        )
-    return batch if isinstance(batch, (tuple, list)) else (batch,)
-
-
-def _to_array(column: Any) -> np.ndarray:
-    return np.asarray(column)
 
 
 def check_columns(columns: Sequence[np.ndarray]) -> None:

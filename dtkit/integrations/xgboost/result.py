@@ -1,0 +1,79 @@
+"""What a training of boosted trees leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+@dataclasses.dataclass
+class BoostingResult:
+    """The trained model and its metrics."""
+
+    booster: Any
+    """An ``xgboost.Booster``."""
+    history: dict[str, dict[str, list[float]]]
+    """Metrics by data ("train" and the names of `evals`), then by metric; one value a round, over all rows."""
+    restarts: int = 0
+    """How often the training went on after the loss of an engine."""
+    is_complete: bool = True
+    """False after an interrupt."""
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds that the model has."""
+        return int(self.booster.num_boosted_rounds())
+
+    @property
+    def best_iteration(self) -> int | None:
+        """Round with the best metric, from 0, if `early_stopping_rounds` was given."""
+        value = self.booster.attr("best_iteration")
+        return None if value is None else int(value)
+
+    def predict(self, X: np.ndarray) -> np.ndarray:
+        """Return the predictions for rows, of the best rounds if the training stopped early."""
+        import xgboost
+
+        last = self.num_rounds if self.best_iteration is None else self.best_iteration + 1
+        predictions: np.ndarray = self.booster.predict(xgboost.DMatrix(X), iteration_range=(0, last))
+        return predictions
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a DataFrame with a row for each round and a column such as "train-rmse" for each metric."""
+        import pandas as pd
+
+        columns = {f"{data}-{name}": values for data, own in self.history.items() for name, values in own.items()}
+        return pd.DataFrame(columns).rename_axis("round")
+
+    def figure(self) -> Figure:
+        """Return a figure with one axes for each metric and a line for each data set."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        names = list(dict.fromkeys(name for own in self.history.values() for name in own))
+        figure = Figure(figsize=(4.5 * max(1, len(names)), 3), layout="constrained")
+        FigureCanvasAgg(figure)
+        for ax, name in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
+            for data, own in self.history.items():
+                ax.plot(own.get(name, []), label=data)
+            ax.set(xlabel="round", ylabel=name)
+            ax.grid(alpha=0.3)
+            ax.legend(frameon=False)
+        return figure
+
+    def __repr__(self) -> str:
+        last = ", ".join(
+            f"{data}-{name} {values[-1]:.6g}"
+            for data, own in self.history.items()
+            for name, values in own.items()
+            if values
+        )
+        state = "" if self.is_complete else ", interrupted"
+        best = "" if self.best_iteration is None else f", best round {self.best_iteration}"
+        restarts = f", {self.restarts} restarts" if self.restarts else ""
+        return f"BoostingResult({self.num_rounds} rounds{best}{restarts}{state}: {last})"

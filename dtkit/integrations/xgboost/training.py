@@ -1,0 +1,162 @@
+"""``cluster.train_xgboost``: XGBoost's own tracker in the notebook, its workers on the engines."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from dtkit._util import timeouts
+from dtkit.data.partition import Partition
+from dtkit.errors import EngineError
+from dtkit.integrations.xgboost.result import BoostingResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+_MAX_RESTARTS = 3
+_LOOPBACK = "127.0.0.1"
+_last_result: list[BoostingResult] = []
+
+
+def get_last_result() -> BoostingResult | None:
+    """Return the result of the last training, which may have been interrupted; None before the first."""
+    return _last_result[0] if _last_result else None
+
+
+def train(
+    cluster: Any,
+    params: Mapping[str, Any],
+    data: Any,
+    num_boost_round: int,
+    evals: Mapping[str, Any] | None,
+    early_stopping_rounds: int | None,
+    options: dict[str, Any],
+) -> BoostingResult:
+    """See :meth:`dtkit.Cluster.train_xgboost`."""
+    xgboost = _import_xgboost()
+    if num_boost_round < 1:
+        raise ValueError(f"num_boost_round={num_boost_round}; it must be at least 1")
+    if early_stopping_rounds is not None and not evals:
+        raise ValueError('early_stopping_rounds needs evals, as in evals={"validation": (X_validation, y_validation)}')
+    if not cluster._engine_group.membership.is_single_host:  # noqa: SLF001
+        raise NotImplementedError("train_xgboost needs engines on one host: XGBoost's connections are not encrypted")
+    start = options.pop("xgb_model", None)
+    training = _Training(cluster, params, data, evals or {}, early_stopping_rounds, options)
+    return training.run(num_boost_round, None if start is None else bytes(_get_booster(start).save_raw("ubj")), xgboost)
+
+
+def _import_xgboost() -> Any:
+    try:
+        import xgboost
+        import xgboost.tracker
+    except ImportError:
+        raise ImportError(
+            "train_xgboost needs XGBoost, on the engines too; pip install 'dtkit-jupyter[xgboost]'"
+        ) from None
+    return xgboost
+
+
+def _get_booster(model: Any) -> Any:
+    return model.booster if isinstance(model, BoostingResult) else model
+
+
+class _Training:
+    """One training, with restarts after the loss of an engine."""
+
+    def __init__(
+        self,
+        cluster: Any,
+        params: Mapping[str, Any],
+        data: Any,
+        evals: Mapping[str, Any],
+        early_stopping_rounds: int | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._cluster, self._params, self._stop_rounds = cluster, dict(params), early_stopping_rounds
+        self._options = options
+        self._train = self._place(data)
+        self._evals = {name: self._place(rows) for name, rows in evals.items()}
+        self._path: Path = cluster._engine_group.folder / f"{cluster._engine_group.make_key('xgboost')}.ubj"  # noqa: SLF001
+        self._history: dict[str, dict[str, list[float]]] = {}
+
+    def _place(self, data: Any) -> Partition:
+        placed: Partition = data if isinstance(data, Partition) else self._cluster.partition(data)
+        if placed.source is None or placed.source.engine_group is not self._cluster._engine_group:  # noqa: SLF001
+            raise ValueError("this partition belongs to another cluster; partition the rows with this one")
+        return placed
+
+    def run(self, num_rounds: int, start: bytes | None, xgboost: Any) -> BoostingResult:
+        """Train until all rounds are there."""
+        first = 0 if start is None else _load(xgboost, start).num_boosted_rounds()
+        restarts = 0
+        try:
+            while True:
+                done = 0 if start is None else _load(xgboost, start).num_boosted_rounds() - first
+                try:
+                    results = self._train_once(num_rounds - done, start)
+                except EngineError as error:
+                    start = self._read_model() or start
+                    if restarts == _MAX_RESTARTS or not any(failure.is_engine_gone for failure in error.failures):
+                        raise
+                    restarts += 1
+                    self._cluster.repair()
+                except KeyboardInterrupt:
+                    self._keep_interrupted(xgboost, self._read_model() or start, restarts)
+                    raise
+                else:
+                    break
+        finally:
+            self._path.unlink(missing_ok=True)
+        self._extend_history(results[0]["history"])
+        result = BoostingResult(_load(xgboost, results[0]["model"]), self._history, restarts)
+        _last_result[:] = [result]
+        return result
+
+    def _train_once(self, num_rounds: int, start: bytes | None) -> list[dict[str, Any]]:
+        from dtkit.integrations.xgboost.worker import BoostingOrder, train_on_rank
+
+        keys = {name: placed.source.key for name, placed in self._evals.items()}
+        order = BoostingOrder(
+            self._params, num_rounds, self._train.source.key, keys, self._stop_rounds, self._options, str(self._path)
+        )
+        with _run_tracker(self._cluster.world_size) as addresses:
+            return list(self._cluster.run(train_on_rank, order, addresses, start))
+
+    def _read_model(self) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return self._path.read_bytes()
+        return None
+
+    def _keep_interrupted(self, xgboost: Any, model: bytes | None, restarts: int) -> None:
+        if model is not None:
+            result = BoostingResult(_load(xgboost, model), self._history, restarts, is_complete=False)
+            _last_result[:] = [result]
+            print(  # noqa: T201 - the cell shows no result after an interrupt
+                f"interrupted after {result.num_rounds} rounds; "
+                "dtkit.integrations.xgboost.get_last_result() has the model, and xgb_model= goes on with it"
+            )
+
+    def _extend_history(self, history: dict[str, dict[str, list[float]]]) -> None:
+        for data, own in history.items():
+            for name, values in own.items():
+                self._history.setdefault(data, {}).setdefault(name, []).extend(values)
+
+
+def _load(xgboost: Any, model: bytes) -> Any:
+    return xgboost.Booster(model_file=bytearray(model))
+
+
+@contextlib.contextmanager
+def _run_tracker(world_size: int) -> Iterator[dict[str, Any]]:
+    """Run XGBoost's tracker on loopback; yield the addresses that workers need."""
+    from xgboost.core import XGBoostError
+    from xgboost.tracker import RabitTracker
+
+    tracker = RabitTracker(world_size, _LOOPBACK, sortby="task", timeout=int(timeouts.XGBOOST_TRACKER_TIMEOUT_S))
+    tracker.start()
+    try:
+        yield {**tracker.worker_args(), "dmlc_timeout": int(timeouts.XGBOOST_COLLECTIVE_TIMEOUT_S), "dmlc_retry": 1}
+    finally:
+        with contextlib.suppress(XGBoostError):  # raised where a rank has failed, which the call has told
+            tracker.free()

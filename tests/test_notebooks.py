@@ -20,6 +20,7 @@ NOTEBOOKS = {  # name -> (least number of links, of predictions)
     "03_model_parallel": (7, 15),
     "04_schedules": (8, 13),
     "05_failures": (8, 9),
+    "06_beyond_pytorch": (6, 4),
 }
 
 

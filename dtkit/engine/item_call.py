@@ -18,18 +18,19 @@ ItemResult = tuple["Payload | None", Failure | None]
 _loaded: dict[str, Any] = {}  # the function and arguments of the map that is under way, by its key
 
 
-def call_item(key: str, shared: Payload, item: Any) -> ItemResult:
-    """Call a map's function with one item. `shared` has the function and its other arguments.
+def call_item(key: str, shared: Payload | None, item: Any) -> ItemResult:
+    """Call a map's function with one item. `shared` has the function and its other arguments, until they are loaded.
 
     The result is packed here, so that one that can't be pickled fails its item alone.
     """
     return run_guarded(lambda: (_compute(key, shared, item), None), lambda error: (None, _describe(error)))
 
 
-def _compute(key: str, shared: Payload, item: Any) -> Payload:
+def _compute(key: str, shared: Payload | None, item: Any) -> Payload:
     from dtkit.engine.session import get_session
 
     if key not in _loaded:
+        assert shared is not None
         _loaded.clear()
         _loaded[key] = shared.load()
     function, args, kwargs = _loaded[key]

@@ -96,6 +96,7 @@ class ItemScheduler:
         """Items that each rank has computed."""
         self._group, self._function_call, self._source, self._repair = engine_group, function_call, source, repair
         self._running: dict[int, _RunningItem] = {}
+        self._loaded: set[int] = set()  # ranks that have the function and its arguments
         self._unusable: set[int] = set()  # ranks that are gone, or left the process group
         self._to_repeat: collections.deque[tuple[int, Any]] = collections.deque()
         self._num_losses: collections.Counter[int] = collections.Counter()
@@ -157,9 +158,9 @@ class ItemScheduler:
                 return
             if rank not in self._running and rank not in self._unusable:
                 index, item = self._to_repeat.popleft() if self._to_repeat else self._source.take()
-                self._send(rank, index, item, (key, shared))
+                self._send(rank, index, item, (key, None if rank in self._loaded else shared))
 
-    def _send(self, rank: int, index: int, item: Any, function: tuple[str, Payload]) -> None:
+    def _send(self, rank: int, index: int, item: Any, function: tuple[str, Payload | None]) -> None:
         uploads = self._group.uploads
         payload = uploads.upload(uploads.pack((call_item, (*function, item), {}), name=f"item {index}"))
         call = make_call(FunctionOperations.call_function, payload=payload)
@@ -205,6 +206,7 @@ class ItemScheduler:
             result.discard()
             return
         self._unusable.add(rank)
+        self._loaded.discard(rank)
         self._num_losses[running.index] += 1
         will_repeat = reply.failure.kind in ("lost", "refused") and self._num_losses[running.index] < MAX_TRIES
         if will_repeat:
@@ -221,6 +223,7 @@ class ItemScheduler:
         value = payload.load()
         payload.discard()
         self.num_done[rank] += 1
+        self._loaded.add(rank)
         self._source.on_result(running.index, value)
 
     def _receive(self, rank: int, first: int, items: list[OutputItem]) -> None:

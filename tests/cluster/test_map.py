@@ -85,6 +85,20 @@ def test_large_arguments_are_loaded_once_on_each_engine(cluster2: dtkit.Cluster)
     assert all(len(found) == 1 for found in addresses.values())
 
 
+def test_the_arguments_travel_once_to_each_engine(cluster2: dtkit.Cluster, monkeypatch: pytest.MonkeyPatch):
+    transport, sizes = cluster2._engine_group.transport, []
+    send = transport.send
+
+    def record(rank: int, message: bytes, listen: Any = None) -> Any:
+        sizes.append(len(message))
+        return send(rank, message, listen)
+
+    monkeypatch.setattr(transport, "send", record)
+    table = np.arange(20_000.0)  # small enough to be sent in messages
+    cluster2.map(add_address, range(20), args=[table])
+    assert sum(size > table.nbytes for size in sizes) == 2
+
+
 def make_large(item: int) -> np.ndarray:
     return np.full(500_000, float(item))
 

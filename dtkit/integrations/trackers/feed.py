@@ -134,7 +134,8 @@ class RunFeed:
         self._is_off, self._thread = True, None
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         text = f"the tracker {self.run_id} is off, and the training goes on: {reason}"
-        _log.warning("%s", text, exc_info=error)
+        _log.warning("%s", text)
+        _log.debug("its traceback", exc_info=error)
         self._run.note(text)
 
     def _write_until_idle(self) -> None:

@@ -1,0 +1,54 @@
+"""Notebook 06 as committed: Keras, a Horovod script, a search and k-means, and every claim holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.notebook import (
+    ExecutedNotebook,
+    check_memory,
+    check_nothing_is_left,
+    execute_and_watch,
+    join_stream,
+    list_code_cells,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.notebook, pytest.mark.slow]
+
+CLAIM = re.compile(r"^(PASS|FAIL)  .+: measured \S+, at most \S+; you predicted \S+$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def done(root: Path) -> ExecutedNotebook:
+    if importlib.util.find_spec("keras") is None:  # an import would need its backend
+        pytest.skip("Keras is not installed")
+    return execute_and_watch(root / "notebooks/06_beyond_pytorch.ipynb")
+
+
+def test_every_claim_holds(done: ExecutedNotebook):
+    verdicts = CLAIM.findall(join_stream(done.notebook, "stdout"))
+    made = sum(len(re.findall(r"^within\(", cell.source, re.MULTILINE)) for cell in list_code_cells(done.notebook))
+    assert verdicts == ["PASS"] * made
+    assert made >= 7
+    assert f"{made} of {made} within their limits" in join_stream(done.notebook, "stdout")
+
+
+def test_the_notebook_shows_its_pictures(done: ExecutedNotebook):
+    for source in ("shuffle=None", "axes = plt.subplots"):
+        assert any("image/png" in output.get("data", {}) for output in done.outputs(source)), source
+
+
+def test_the_notebook_leaves_nothing_behind(done: ExecutedNotebook, root: Path):
+    check_nothing_is_left(done)
+    assert not list((root / "notebooks").glob("horovod_*"))
+
+
+def test_the_notebook_fits_in_the_memory_of_binder(done: ExecutedNotebook):
+    check_memory(done)

@@ -305,7 +305,9 @@ class Cluster(Engines):
         """
         planner.check_idle(self.current_run, _NEEDS_ENGINES)
         boosting = importlib.import_module("dtkit.integrations.xgboost.training")  # integrations import the cluster
-        return boosting.train(self, params, data, num_boost_round, evals, early_stopping_rounds, options)
+        return boosting.train(
+            self._engine_group, self, params, data, num_boost_round, evals, early_stopping_rounds, options
+        )
 
     @suggest_arguments
     def plan(

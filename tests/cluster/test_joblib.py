@@ -73,6 +73,7 @@ def test_error_of_a_task_is_raised_and_later_tasks_run(cluster2: dtkit.Cluster):
 
 def wait_for_a_minute(flag: Path) -> None:
     flag.touch()
+    # sleeps: under test: a task that an interrupt must end
     time.sleep(60)
 
 

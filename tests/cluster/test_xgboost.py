@@ -100,6 +100,7 @@ def test_interrupt_keeps_the_model(cluster2: dtkit.Cluster, tmp_path: Path):
 
     def metric(predictions: np.ndarray, matrix: Any) -> tuple[str, float]:
         flag.touch()
+        # sleeps: so that a thousand rounds take longer than the interrupt
         time.sleep(0.05)
         return "one", 1.0
 

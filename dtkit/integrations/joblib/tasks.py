@@ -86,6 +86,7 @@ class TaskQueue:
     def abort(self) -> None:
         """Interrupt the engines' tasks, and wait until they are free."""
         self._is_aborted = True
+        # waits: for the thread, with a limit
         self.join()
 
     def join(self) -> None:

@@ -41,7 +41,7 @@ class ShardedMixin:
             raise ValueError(f"a partition lies on engines; name them, as in {type(self).__name__}(cluster=cluster)")
         if y is not None:
             raise ValueError("y is part of the partition, as in cluster.partition((X, y)); leave it out in fit")
-        if partition.source is None or partition.source.engine_group is not self.cluster._engine_group:  # noqa: SLF001
+        if partition.source is None or partition.source.engine_group.folder != self.cluster.folder:
             raise ValueError("this partition belongs to another cluster; partition the rows with this one")
         results = list(self.cluster.run(fit_shard, partition.source.key, fit, options))
         self.n_features_in_ = int(results[0]["n_features"])

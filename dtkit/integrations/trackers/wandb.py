@@ -58,7 +58,9 @@ class Wandb(Tracker):
             mode=self.mode,
             resume="allow" if self.mode == "online" else None,
             reinit="create_new",
-            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+            settings=wandb.Settings(  # dtkit writes the commit and the memory itself
+                silent=True, console="off", x_disable_stats=True, disable_git=True, disable_job_creation=True
+            ),
         )
         started.define_metric("step")
         started.define_metric("*", step_metric="step")

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from dtkit.rpc.engine_group import EngineGroup
+
 _MAX_RESTARTS = 3
 _LOOPBACK = "127.0.0.1"
 _last_result: list[BoostingResult] = []
@@ -25,6 +27,7 @@ def get_last_result() -> BoostingResult | None:
 
 
 def train(
+    engine_group: EngineGroup,
     cluster: Any,
     params: Mapping[str, Any],
     data: Any,
@@ -39,10 +42,10 @@ def train(
         raise ValueError(f"num_boost_round={num_boost_round}; it must be at least 1")
     if early_stopping_rounds is not None and not evals:
         raise ValueError('early_stopping_rounds needs evals, as in evals={"validation": (X_validation, y_validation)}')
-    if not cluster._engine_group.membership.is_single_host:  # noqa: SLF001
+    if not engine_group.membership.is_single_host:
         raise NotImplementedError("train_xgboost needs engines on one host: XGBoost's connections are not encrypted")
     start = options.pop("xgb_model", None)
-    training = _Training(cluster, params, data, evals or {}, early_stopping_rounds, options)
+    training = _Training(engine_group, cluster, params, data, evals or {}, early_stopping_rounds, options)
     return training.run(num_boost_round, None if start is None else bytes(_get_booster(start).save_raw("ubj")), xgboost)
 
 
@@ -66,6 +69,7 @@ class _Training:
 
     def __init__(
         self,
+        engine_group: EngineGroup,
         cluster: Any,
         params: Mapping[str, Any],
         data: Any,
@@ -73,16 +77,16 @@ class _Training:
         early_stopping_rounds: int | None,
         options: dict[str, Any],
     ) -> None:
-        self._cluster, self._params, self._stop_rounds = cluster, dict(params), early_stopping_rounds
-        self._options = options
+        self._group, self._cluster, self._params = engine_group, cluster, dict(params)
+        self._options, self._stop_rounds = options, early_stopping_rounds
         self._train = self._place(data)
         self._evals = {name: self._place(rows) for name, rows in evals.items()}
-        self._path: Path = cluster._engine_group.folder / f"{cluster._engine_group.make_key('xgboost')}.ubj"  # noqa: SLF001
+        self._path: Path = engine_group.folder / f"{engine_group.make_key('xgboost')}.ubj"
         self._history: dict[str, dict[str, list[float]]] = {}
 
     def _place(self, data: Any) -> Partition:
         placed: Partition = data if isinstance(data, Partition) else self._cluster.partition(data)
-        if placed.source is None or placed.source.engine_group is not self._cluster._engine_group:  # noqa: SLF001
+        if placed.source is None or placed.source.engine_group is not self._group:
             raise ValueError("this partition belongs to another cluster; partition the rows with this one")
         return placed
 

@@ -32,6 +32,19 @@ def end_labels(ax):
     return {text.get_text() for text in ax.texts if text.get_gid() == "end"}
 
 
+def test_each_metric_has_a_panel():
+    source = FakeSource(ranks=2)
+    source.advance(50)
+    for step in (10, 20, 50):
+        source.history.add(Evaluation(step, 10, {"loss": 1.0, "accuracy": step / 100, "broken": float("nan")}))
+    figure = run_figure.draw_run(source)
+    accuracy = panel(figure, "accuracy")
+    (line,) = [line for line in accuracy.get_lines() if line.get_gid() == "metric accuracy"]
+    assert line.get_ydata().tolist() == [0.1, 0.2, 0.5]
+    assert accuracy._right_title.get_text() == "last 0.500, lowest 0.100, highest 0.500"
+    assert not [ax for ax in figure.axes if ax._left_title.get_text() in ("loss", "broken")]
+
+
 def test_each_node_has_a_line_and_a_label():
     source = FakeSource(ranks=4)
     source.advance(50)

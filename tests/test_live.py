@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dtkit._util import timeouts
 from dtkit.dashboard import display
 from dtkit.dashboard.live import widget
 from dtkit.dashboard.live.bundle import bundle_modules
@@ -559,11 +560,16 @@ def timers():
 
 @pytest.fixture
 def watched(timers, monkeypatch):
-    """A dashboard whose messages are kept: (source, dashboard, messages)."""
+    """A dashboard whose messages are kept, without its signs of life: (source, dashboard, messages)."""
     source = FakeSource()
     dashboard = widget.Dashboard(source, clock=timers.clock, call_later=timers.later)
     sent = []
-    monkeypatch.setattr(dashboard, "send", lambda content, buffers=(): sent.append((content, buffers)))
+
+    def send(content, buffers=()):
+        if content["kind"] != "alive":
+            sent.append((content, buffers))
+
+    monkeypatch.setattr(dashboard, "send", send)
     yield source, dashboard, sent
     dashboard.close()
 
@@ -581,6 +587,20 @@ def test_the_model_opens_with_a_snapshot():
     assert "createElement" in str(dashboard._esm)
     dashboard.close()
     assert source.subscribers == 0
+
+
+def test_page_gets_signs_of_life_until_the_view_is_closed(monkeypatch):
+    monkeypatch.setattr(timeouts, "LIVE_HEARTBEAT_S", 0.01)
+    dashboard = widget.Dashboard(FakeSource())
+    alive = threading.Semaphore(0)
+    monkeypatch.setattr(dashboard, "send", lambda content, buffers=(): content["kind"] == "alive" and alive.release())
+    assert dashboard._heartbeat._thread is None  # no page listens
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+    dashboard._on_page_message(dashboard, {"hello": "gap"}, [])
+    assert all(alive.acquire(timeout=10) for _ in range(3))
+    dashboard.close()
+    dashboard._heartbeat._thread.join(10)
+    assert not dashboard._heartbeat._thread.is_alive()
 
 
 def test_changes_are_sent_after_the_first_hello(watched, timers):

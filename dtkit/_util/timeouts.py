@@ -233,6 +233,8 @@ PROCESS_POLL_S = 0.02
 
 LIVE_INTERVAL_S = 0.25
 """Period of updating a live display: fluent, and under a percent of a core."""
+LIVE_HEARTBEAT_S = 2.0
+"""Period of the signs of life to a live display. The page misses them after five seconds (store.js)."""
 COMPARISON_INTERVAL_S = 0.5
 """Period of updating a comparison, which reads several runs."""
 TIMELINE_INTERVAL_S = 1.0

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -479,3 +480,111 @@ def test_comparison_shows_live_runs_with_distinct_lines(page: Page):
     page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(message))
     expect(rows.first.locator("td").nth(1)).to_have_text("350")
     assert root.locator("b, i").count() == 0
+
+
+def receive(page: Page, content: dict[str, Any]) -> None:
+    page.evaluate("(content) => window.receive(content, [])", content)
+
+
+def test_view_of_a_kernel_that_is_gone_says_so_and_recovers(page: Page):
+    """The page misses signs of life; without the first one it expects none."""
+    page.clock.install()
+    run = make_source(2)
+    view = StaticView(page, run)
+    page.clock.run_for(20_000)
+    expect(view.root).to_have_attribute("data-state", "running")
+    receive(page, {"kind": "alive"})
+    page.clock.run_for(7_000)
+    expect(view.root).to_have_attribute("data-state", "lost")
+    expect(view.root.get_by_test_id("error")).to_contain_text("dtkit.attach() takes the engines over")
+    expect(view.root.locator(".dtk-chip")).to_have_text("✕ kernel gone")
+    shown = view.root.locator(".dtk-ends").text_content()
+    page.clock.run_for(5_000)
+    assert view.root.locator(".dtk-ends").text_content() == shown
+    for button in ("pause", "stop"):
+        expect(view.root.get_by_test_id(button)).to_be_disabled()
+    receive(page, {"kind": "alive"})
+    page.clock.run_for(1_500)
+    expect(view.root).to_have_attribute("data-state", "running")
+    expect(view.root.get_by_test_id("error")).to_be_hidden()
+
+
+def test_stop_asks_once_and_a_bad_learning_rate_is_told(page: Page):
+    view = StaticView(page, make_source(2))
+    stop, rate = view.root.get_by_test_id("stop"), view.root.get_by_test_id("lr")
+    stop.click()
+    expect(stop).to_contain_text("Really stop?")
+    assert view.sent == []
+    stop.click()
+    assert [message["command"] for message in view.sent] == ["stop"]
+    rate.fill("-1")
+    expect(view.root.get_by_test_id("lr-unsent")).to_be_visible()
+    rate.press("Enter")
+    expect(view.root.get_by_role("alert").filter(has_text="must be a number, at least 0")).to_be_visible()
+    rate.press("Escape")
+    expect(view.root.get_by_test_id("lr-unsent")).to_be_hidden()
+    assert len(view.sent) == 1
+
+
+def test_run_that_has_not_started_is_ready(page: Page):
+    run = FakeSource(ranks=2)
+    run.state = State.PAUSED
+    view = StaticView(page, run)
+    expect(view.root.locator(".dtk-chip")).to_contain_text("ready")
+    expect(view.root.get_by_test_id("resume")).to_contain_text("Start")
+
+
+def test_loss_has_a_logarithmic_scale(page: Page, tmp_path: Path):
+    view = StaticView(page, make_source(2))
+    chart = view.root.get_by_test_id("loss-chart")
+    line = chart.locator("path.dtk-line[data-rank='0']")
+    before = line.get_attribute("d")
+    chart.get_by_test_id("scale").click()
+    expect(chart.get_by_test_id("scale")).to_have_attribute("aria-pressed", "true")
+    page.wait_for_function("([line, before]) => line.getAttribute('d') !== before", arg=[line.element_handle(), before])
+    assert "NaN" not in (line.get_attribute("d") or "")
+    view.screenshot(Path(os.environ.get("DTKIT_SCREENSHOTS", tmp_path)) / "log-scale.png")
+    chart.get_by_test_id("scale").click()
+    page.wait_for_function("([line, before]) => line.getAttribute('d') === before", arg=[line.element_handle(), before])
+    expect(view.root.get_by_test_id("throughput-chart").get_by_test_id("scale")).to_be_hidden()
+
+
+def test_each_metric_has_a_chart(page: Page, tmp_path: Path):
+    run = make_source(2)
+    for step in (50, 100, 150):
+        run.history.add(Evaluation(step, 100, {"loss": 1.0, "accuracy": step / 200, "<b>f1</b>": 0.5}))
+    view = StaticView(page, run)
+    charts = view.root.get_by_test_id("metric-chart")
+    expect(charts).to_have_count(2)
+    expect(charts.first.locator("h3")).to_have_text("accuracy last 0.750 · lowest 0.250 · highest 0.750")
+    expect(charts.last.locator("h3")).to_contain_text("<b>f1</b>")
+    path = charts.first.locator("path.dtk-line")
+    assert len(re.findall("[ML]", path.get_attribute("d") or "")) == 3
+    run.history.add(Evaluation(220, 100, {"accuracy": 0.9}))
+    view.update()
+    expect(charts.first.locator("h3")).to_contain_text("last 0.900")
+    assert list_overflowing(page) == []
+    view.screenshot(Path(os.environ.get("DTKIT_SCREENSHOTS", tmp_path)) / "metrics.png")
+
+
+def test_all_evaluations_are_drawn(page: Page):
+    """The last ones alone would make a long run look as if it had begun late."""
+    run = make_source(2)
+    for step in range(1, 321):
+        run.history.add(Evaluation(step, 1, {"loss": 1 / step}))
+    view = StaticView(page, run)
+    for step in range(321, 341):
+        run.history.add(Evaluation(step, 1, {"loss": 1 / step}))
+        view.update()
+    drawn = view.root.get_by_test_id("loss-chart").locator("path.dtk-chain").get_attribute("d") or ""
+    assert len(re.findall("[ML]", drawn)) == 340
+
+
+def test_patterns_of_two_modules_have_different_names(page: Page):
+    """The view after a kernel restart has a module of its own, next to the old view."""
+    names = []
+    for _ in range(2):
+        StaticView(page, make_source(2))
+        names.append(page.eval_on_selector_all("pattern", "(all) => all.map((pattern) => pattern.id)"))
+    assert names[0]
+    assert not set(names[0]) & set(names[1])

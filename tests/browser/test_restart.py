@@ -53,6 +53,9 @@ def test_restarted_kernel_shows_and_continues_the_run(lab: Lab, tmp_path: Path):
     before = wait_for_step(lab, 1, above=200)
 
     lab.restart()
+    lab.select(1)
+    expect(get_dashboard(lab, 1)).to_have_attribute("data-state", "lost", timeout=15_000)
+    expect(get_dashboard(lab, 1).get_by_test_id("error")).to_contain_text("dtkit.attach()")
     lab.screenshot(shots / "restarted.png")
     lab.run_cell(2)
     lab.wait_idle(timeout=120)

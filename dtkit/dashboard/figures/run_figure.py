@@ -14,6 +14,7 @@ from dtkit.dashboard.figures.panels import (
     learning_rate,
     loss,
     memory,
+    metrics,
     step_time,
     throughput,
     timeline,
@@ -70,7 +71,8 @@ def select_panels(history: History) -> list[Panel]:
     """Return the panels that a history has data for."""
     optional: list[Panel] = [gradient_norm.draw, learning_rate.draw]
     has_data = gradient_norm.has_gradient_norm(history) or learning_rate.has_lr_changes(history)
-    return [loss.draw, throughput.draw, step_time.draw, *(optional if has_data else [])]
+    validation = metrics.make_panels(history)
+    return [loss.draw, throughput.draw, *validation, step_time.draw, *(optional if has_data else [])]
 
 
 def _make_wide_panels(run: RunView) -> dict[Panel, float]:

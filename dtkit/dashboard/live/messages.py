@@ -47,6 +47,8 @@ MAX_CHANGE_BYTES = 4800
 MAX_CHANGE_EVENTS = 12
 MAX_LOG_LINES = 200
 """Lines of the log that a page keeps."""
+MAX_SNAPSHOT_EVALUATIONS = 500
+"""Evaluations of a snapshot; of more, an even choice."""
 MAX_MARKS = 60
 """Events that a page marks on the step axis."""
 
@@ -112,7 +114,9 @@ class MessageBuilder:
             "nodes": self._build_nodes(),
             "events": [_build_log_line(event) for event in events[-MAX_LOG_LINES:]],
             "marks": [_build_log_line(event) for event in events if event.kind in MARKED_EVENTS][-MAX_MARKS:],
-            "evaluations": self._build_evaluations(max(0, self._num_evaluations_sent - MAX_LOG_LINES)),
+            "evaluations": self._build_evaluations(
+                choose_evenly(range(self._num_evaluations_sent), MAX_SNAPSHOT_EVALUATIONS)
+            ),
         }
         part = self._curves.take_all()
         return self._pack_message(content, part.values, part.width, part.origin, part.first)
@@ -133,8 +137,9 @@ class MessageBuilder:
             self._num_events_sent += len(new_events)
             content["events"] = [_build_log_line(event) for event in new_events]
         if self._num_evaluations_sent < len(history.evaluations):
-            content["evaluations"] = self._build_evaluations(self._num_evaluations_sent)
-            self._num_evaluations_sent += len(content["evaluations"])
+            first = self._num_evaluations_sent
+            self._num_evaluations_sent = min(len(history.evaluations), first + MAX_LOG_LINES)
+            content["evaluations"] = self._build_evaluations(range(first, self._num_evaluations_sent))
         part = self._curves.take_changes(self._max_change_buckets)
         values = part.values[..., 1] if part.is_flat else part.values
         return self._pack_message(content, values, part.width, part.origin, part.first)
@@ -211,14 +216,15 @@ class MessageBuilder:
             "offers": list(self.extra_controls),
         }
 
-    def _build_evaluations(self, start: int) -> list[dict[str, Any]]:
-        """Return evaluations from `start` on, as many as a page keeps."""
+    def _build_evaluations(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return some of the history's evaluations."""
+        evaluations = self._run.history.evaluations
         return [
             {
                 "step": e.step,
                 "values": {formatting.sanitize_text(k, 40): _replace_nonfinite(v) for k, v in e.values.items()},
             }
-            for e in self._run.history.evaluations[start : start + MAX_LOG_LINES]
+            for e in (evaluations[index] for index in indices)
         ]
 
     def _pack_message(
@@ -297,6 +303,13 @@ class MessageBuilder:
             "straggler": None if timing.straggler is None else timing.straggler.text,
         }
         return np.array([bar.seconds for bar in bars])
+
+
+def choose_evenly(indices: Sequence[int], most: int) -> Sequence[int]:
+    """Return at most `most` indices, evenly apart, the last one included."""
+    if len(indices) <= most:
+        return indices
+    return [indices[round(k * (len(indices) - 1) / (most - 1))] for k in range(most)]
 
 
 def _pack_boxes(step_strip: StepStrip, boxes: np.ndarray) -> np.ndarray:

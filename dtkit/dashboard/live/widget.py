@@ -24,6 +24,7 @@ from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.live.bundle import bundle_modules
 from dtkit.dashboard.live.commands import CommandHandler
+from dtkit.dashboard.live.heartbeat import Heartbeat
 from dtkit.dashboard.live.messages import Message, MessageBuilder
 from dtkit.dashboard.live.panel_renderer import CustomPanelRenderer
 from dtkit.dashboard.throttle import Throttle, start_timer
@@ -71,6 +72,7 @@ class Dashboard(anywidget.AnyWidget):
         self._picture_throttle = Throttle(
             self._send_pictures, timeouts.PICTURE_INTERVAL_S, clock=clock, call_later=call_later
         )
+        self._heartbeat = Heartbeat(self._send_sign_of_life)
         message = self._message_builder.build_snapshot()
         super().__init__(opening={"content": message.content, "buffers": message.buffers})
         self.on_msg(self._on_page_message)
@@ -112,6 +114,7 @@ class Dashboard(anywidget.AnyWidget):
     def _stop_updates(self) -> None:
         unsubscribe, self._unsubscribe = self._unsubscribe, _do_nothing  # a second call does nothing
         unsubscribe()
+        self._heartbeat.stop()
         self._throttle.close()
         self._picture_throttle.close()
 
@@ -128,6 +131,11 @@ class Dashboard(anywidget.AnyWidget):
             has_pending = self._message_builder.has_pending
         if has_pending:
             self._throttle.trigger()
+
+    def _send_sign_of_life(self) -> None:
+        with self._send_lock:
+            if self.comm is not None:
+                self.send({"kind": "alive"})
 
     def _send_pictures(self) -> None:
         """Send the due pictures of the user's panels, drawn without the lock because drawing may take long."""
@@ -159,6 +167,7 @@ class Dashboard(anywidget.AnyWidget):
             self._is_page_ready = True
             self._num_opened_pages += page_opened
             self._send_message(self._message_builder.build_snapshot())
+        self._heartbeat.start()
         self._panel_renderer.reset()
         self._request_update()
 

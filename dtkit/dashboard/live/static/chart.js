@@ -1,7 +1,7 @@
 // Lines over the steps, as SVG, drawn from the store's buckets. A panel names its chart and its options.
 
 import { s, h, setAttr, setText } from "./elements.js";
-import { number, tick, ticks } from "./numbers.js";
+import { logTicks, number, tick, ticks } from "./numbers.js";
 import { nodeName, pick, pickedClass } from "./picking.js";
 import { MARKED } from "./store.js";
 
@@ -9,7 +9,8 @@ const LEFT = 46, RIGHT = 72, TOP = 14, BOTTOM = 22;
 
 /**
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
- * overall(head, value). Optional: fromZero, smooth, height, points(store), shown(store), lineName(store, line), lineClass.
+ * overall(head, value). Optional: fromZero, smooth, height, points(store), shown(store), lineName(store, line), lineClass,
+ * canLog: a button for a logarithmic scale, which leaves out values that are not positive.
  */
 export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });
@@ -18,12 +19,17 @@ export function chart(store, name, options, redraw) {
   for (const layer of ["grid", "marks", "bands", "lines", "points", "labels", "cursor"]) {
     svg.append((layers[layer] = s("g", { class: `dtk-${layer}` })));
   }
+  const scale = h("button", { type: "button", class: "dtk-log-scale", "data-testid": "scale", title: "logarithmic scale" }, "log");
+  scale.hidden = !options.canLog;
+  scale.addEventListener("click", () => { store.logScale = !store.logScale; redraw(); });
   const el = h("section", { class: "dtk-panel", "data-testid": options.testid },
-    h("h3", {}, options.title, " ", note), svg);
+    h("h3", {}, options.title, " ", note, scale), svg);
   const view = { store, name, svg, layers, height, paths: new Map(), options, layout: null, frame: null };
   pointAt(view, redraw);
   const update = () => {
     view.layout = store.head.charts[name];
+    view.isLog = Boolean(options.canLog) && store.logScale;
+    setAttr(scale, "aria-pressed", view.isLog);
     el.hidden = !(options.shown?.(store) ?? true);
     if (el.hidden) return;
     drawChart(view, Math.max(260, svg.parentElement.clientWidth || 0));
@@ -78,17 +84,19 @@ function grain(store, layout, smooth) {
 function drawChart(view, width) {
   const { store, svg, options, layout, height } = view, { curves } = store;
   const { width: each } = (view.grain = grain(store, layout, options.smooth));
+  if (view.isLog) view.grain.value = onlyPositive(view.grain.value);
   setAttr(svg, "width", width);
   setAttr(svg, "viewBox", `0 0 ${width} ${height}`);
-  const points = options.points?.(store) ?? [];
+  const points = (options.points?.(store) ?? []).filter((point) => !view.isLog || point.value > 0);
   const [low, high] = range(view, points);
   const first = curves.origin, last = Math.max(first + 1, curves.origin + curves.used * curves.width - 1);
   const end = Math.max(first + 1, Math.min(last, store.status.step || last));
   const plot = { width: width - LEFT - RIGHT, height: height - TOP - BOTTOM };
+  const size = view.isLog ? Math.log10 : (v) => v;
   view.frame = {
     ...plot, first, end,
     x: (step) => LEFT + (Math.min(step, end) - first) / (end - first) * plot.width,
-    y: (v) => TOP + (high - v) / (high - low) * plot.height,
+    y: (v) => TOP + (size(high) - size(v)) / (size(high) - size(low)) * plot.height,
     step: (bucket) => curves.origin + bucket * each + (each - 1) / 2,
   };
   drawGrid(view, low, high, width);
@@ -111,10 +119,14 @@ function range(view, points) {
     }
   }
   for (const point of points) [low, high] = [Math.min(low, point.value), Math.max(high, point.value)];
-  if (low > high) [low, high] = [0, 1];
+  if (low > high) [low, high] = view.isLog ? [0.1, 1] : [0, 1];
+  if (view.isLog) return [low / 1.1, high * 1.1];
   if (options.fromZero) low = 0;
   const room = (high - low || Math.abs(high) || 1) * 0.05;
   return [options.fromZero ? low : low - room, high + room];
+}
+function onlyPositive(value) {
+  return (line, bucket, which) => { const v = value(line, bucket, which); return v > 0 ? v : NaN; };
 }
 function orElse(v, other) {
   return Number.isNaN(v) ? other : v;
@@ -126,7 +138,8 @@ function drawGrid(view, low, high, width) {
     view.layers.grid.replaceChildren(s("text", { x: width / 2, y: view.height / 2, "text-anchor": "middle" }, "no step yet"));
     return;
   }
-  for (const v of ticks(low, high, view.height > 150 ? 5 : 3)) {
+  const count = view.height > 150 ? 5 : 3;
+  for (const v of view.isLog ? logTicks(low, high, count) : ticks(low, high, count)) {
     parts.push(s("line", { x1: LEFT, x2: LEFT + inner, y1: y(v), y2: y(v) }));
     parts.push(s("text", { x: LEFT - 7, y: y(v) + 4, "text-anchor": "end" }, tick(v)));
   }

@@ -15,6 +15,7 @@ import { header } from "./panels/header.js";
 import { learningRateChart } from "./panels/learning_rate.js";
 import { log } from "./panels/log.js";
 import { lossChart } from "./panels/loss.js";
+import { metrics } from "./panels/metrics.js";
 import { memory } from "./panels/memory.js";
 import { nodesTable } from "./panels/nodes.js";
 import { pictures } from "./panels/pictures.js";
@@ -26,11 +27,11 @@ import { throughputChart } from "./panels/throughput.js";
 import { tiles } from "./panels/tiles.js";
 import { timeline } from "./panels/timeline.js";
 import { waffle } from "./panels/waffle.js";
-import { apply, newStore } from "./store.js";
+import { apply, isLost, newStore } from "./store.js";
 import { followTheme } from "./theme.js";
 
 const PANELS = [
-  header, progress, banner, remarks, controls, tiles, waffle, lossChart, throughputChart, stepTime, timeline, gradientNormChart,
+  header, progress, banner, remarks, controls, tiles, waffle, lossChart, throughputChart, metrics, stepTime, timeline, gradientNormChart,
   learningRateChart, pictures, memory, nodesTable, log, summary,
 ];
 
@@ -63,8 +64,9 @@ function buildView(store, send) {
   const updates = panels.map(guarded);
   const draw = () => {
     if (!store.head) return;
+    store.lost = isLost(store);
     for (const update of updates) update();
-    setAttr(root, "data-state", store.status.state);
+    setAttr(root, "data-state", store.lost ? "lost" : store.status.state);
     setAttr(root, "data-step", store.status.step);
     setAttr(root, "data-seq", store.seq);
   };

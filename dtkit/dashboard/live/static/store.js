@@ -1,7 +1,9 @@
 // The state of a run, from its messages: one store for each model, so that all its views show the same.
 // messages.py builds the messages; buckets are merged here as in summary/curves.py.
 
-const LOG = 200;
+const LOG = 200, EVALUATIONS = 2000;
+/** A kernel sends a sign of life every two seconds; without one for so long, it is gone. */
+const SILENCE_MS = 5000;
 /** The states in which a run takes commands. */
 export const LIVE = ["pending", "running", "paused"];
 
@@ -19,14 +21,29 @@ export function newStore() {
     seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], error: null, refused: null,
     remarks: [], time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], outliers: [], slow: [], slowed: [] },
     selected: null, picking: false, effect: { count: 0, text: "" }, spot: null, strip: null, pictures: new Map(),
-    send: () => {}, redraw: () => {},
+    beats: false, lost: false, logScale: false, send: () => {}, redraw: () => {},
     log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null,
     curves: { width: 1, origin: 0, used: 0, data: new Float32Array(0) },
   };
 }
 
+/** Return whether a run waits for its first start. */
+export function isReady(store) {
+  return store.status.state === "paused" && !(store.status.elapsed > 0);
+}
+
+/** Return whether the kernel of a run in progress sends nothing any more. */
+export function isLost(store) {
+  return store.beats && LIVE.includes(store.status?.state) && Date.now() - store.heard > SILENCE_MS;
+}
+
 /** Apply a message. Return false if it doesn't follow the last one; the page then asks for a snapshot. */
 export function apply(store, content, buffers) {
+  store.heard = Date.now();
+  if (content.kind === "alive") {
+    store.beats = true;
+    return true;
+  }
   if (content.kind === "refused") {
     store.refused = content;
     store.asked.delete(content.command);
@@ -53,7 +70,7 @@ export function apply(store, content, buffers) {
     const events = content.events ?? [];
     store.log = store.log.concat(events).slice(-LOG);
     store.marks = store.marks.concat(events.filter((e) => e.kind in MARKED)).slice(-60);
-    store.evaluations = store.evaluations.concat(content.evaluations ?? []).slice(-LOG);
+    store.evaluations = thin(store.evaluations.concat(content.evaluations ?? []));
   }
   store.nodes = content.nodes ?? store.nodes;
   applyCurves(store, content.curves, floats(buffers[0]));
@@ -65,6 +82,11 @@ export function apply(store, content, buffers) {
   return true;
 }
 
+/** Return evaluations, every other one of the older half where there are too many. */
+function thin(evaluations) {
+  const half = Math.ceil(evaluations.length / 2);
+  return evaluations.length <= EVALUATIONS ? evaluations : evaluations.filter((_, k) => k >= half || k % 2 === 0);
+}
 /** Return a copy of a buffer's bytes; it may be a DataView at an odd offset. */
 function raw(buffer) {
   return (buffer.buffer ? new Uint8Array(buffer.buffer, buffer.byteOffset, buffer.byteLength) : new Uint8Array(buffer)).slice();

@@ -14,11 +14,9 @@ export const TEXTURE = {
   communication: "M0,8l8,-8M0,0l8,8",
   update: "M0,2h8M0,6h8",
 };
-let prefixes = 0;
-
-/** Return a prefix for the names of one view's patterns. */
+/** Return a prefix for the names of one view's patterns. A page may have views of several kernels, each with its module. */
 export function newPrefix() {
-  return `dtk${++prefixes}`;
+  return `dtk${Math.random().toString(36).slice(2, 10)}`;
 }
 export function phaseClass(phase) {
   return `dtk-${phase.replace(" ", "-")}`;

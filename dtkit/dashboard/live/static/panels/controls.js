@@ -1,7 +1,7 @@
 // Buttons, the learning rate, and fault injection. They send commands; a message reports the effect and its step.
 
 import { h, setAttr, setText } from "../elements.js";
-import { LIVE } from "../store.js";
+import { isReady, LIVE } from "../store.js";
 
 const BUTTONS = [
   { command: "pause", glyph: "‖", label: "Pause", asking: "Pausing…", when: ["pending", "running"] },
@@ -20,13 +20,25 @@ export function controls(store, send, redraw) {
     send({ command, value });
     redraw();
   };
+  let sure = 0; // when Stop was clicked first
+  const isSure = () => Date.now() - sure < SURE_MS;
+  const click = (command) => {
+    const asks = command === "stop" && !isSure();
+    sure = asks ? Date.now() : 0;
+    if (asks) redraw();
+    else ask(command, null);
+  };
   const buttons = BUTTONS.map((b) => {
     const glyph = h("span", { "aria-hidden": "true" }, b.glyph), label = h("span", {}, b.label);
     const el = h("button", { type: "button", "data-testid": b.command, class: `dtk-${b.command}` }, glyph, label);
-    el.addEventListener("click", () => ask(b.command, null));
+    el.addEventListener("click", () => click(b.command));
     return { ...b, el, text: label };
   });
-  const rate = rateField(store, ask), faults = faultField(store, ask, redraw);
+  const label = (b) => {
+    if (b.command === "stop" && isSure()) return "Really stop?";
+    return b.command === "resume" && isReady(store) ? "Start" : b.label;
+  };
+  const rate = rateField(store, ask, redraw), faults = faultField(store, ask, redraw);
   const said = h("span", { class: "dtk-said", role: "alert" });
   const effect = h("span", { class: "dtk-effect dtk-note", role: "status", "data-testid": "effect" });
   const el = h("div", { class: "dtk-controls", role: "group", "aria-label": "controls" },
@@ -37,16 +49,16 @@ export function controls(store, send, redraw) {
     const active = el.getRootNode().activeElement;
     for (const b of buttons) {
       const asked = store.asked.has(b.command);
-      setText(b.text, asked ? b.asking : b.label);
+      setText(b.text, asked && !store.lost ? b.asking : label(b));
       b.el.hidden = Boolean(b.offered) && !store.head.offers.includes(b.command);
-      b.el.disabled = asked || !b.when.includes(status.state);
+      b.el.disabled = asked || store.lost || !b.when.includes(status.state);
     }
     // A button that is disabled while it has the focus passes the focus on.
     if (active?.disabled && el.contains(active)) buttons.find((b) => !b.el.disabled && !b.el.hidden)?.el.focus();
     rate.update();
     faults.update();
     setText(effect, store.effect.text && `✓ ${store.effect.text}`);
-    setText(said, store.refused?.text ?? "");
+    setText(said, rate.complaint() ?? store.refused?.text ?? "");
   };
   return { el, update };
 }
@@ -75,7 +87,7 @@ function faultField(store, ask, redraw) {
     redraw();
   });
   const update = () => {
-    const { offers } = store.head, { world: ranks } = store.nodesNow, live = LIVE.includes(store.status.state);
+    const { offers } = store.head, { world: ranks } = store.nodesNow, live = LIVE.includes(store.status.state) && !store.lost;
     el.hidden = !offers.includes("slow") && !offers.includes("kill");
     while (node.children.length > ranks) node.lastChild.remove();
     while (node.children.length < ranks) node.append(h("option", { value: node.children.length }, `node ${node.children.length}`));
@@ -89,13 +101,15 @@ function faultField(store, ask, redraw) {
   return { el, update };
 }
 
-function rateField(store, ask) {
+function rateField(store, ask, redraw) {
   const input = h("input", { type: "number", step: "any", min: "0", "data-testid": "lr", title: "Enter applies it from the next dispatch on; arrow keys change it by a tenth" });
-  const el = h("label", { class: "dtk-rate" }, "learning rate", input);
-  let edited = false;
+  const unsent = h("span", { class: "dtk-note", hidden: "", "data-testid": "lr-unsent" }, "Enter sends it");
+  const el = h("label", { class: "dtk-rate" }, "learning rate", input, unsent);
+  let edited = false, refused = null;
   const current = () => (store.lr === null ? "" : String(+store.lr.toPrecision(6)));
-  const reset = () => { edited = false; input.value = current(); input.removeAttribute("aria-invalid"); };
-  input.addEventListener("input", () => { edited = true; });
+  const mark = () => { unsent.hidden = !edited; redraw(); };
+  const reset = () => { edited = false; refused = null; input.value = current(); input.removeAttribute("aria-invalid"); mark(); };
+  input.addEventListener("input", () => { edited = true; mark(); });
   input.addEventListener("blur", reset);
   input.addEventListener("keydown", (event) => {
     const value = input.valueAsNumber;
@@ -103,16 +117,19 @@ function rateField(store, ask) {
     else if (event.key === "Enter") {
       const good = Number.isFinite(value) && value >= 0;
       setAttr(input, "aria-invalid", !good);
+      refused = good ? null : "The learning rate must be a number, at least 0.";
       if (good) { edited = false; if (value !== store.lr) ask("lr", value); }
+      mark();
     } else if (event.key === "ArrowUp" || event.key === "ArrowDown") {
       event.preventDefault();
       edited = true;
       input.value = String(+((value || 0) * (event.key === "ArrowUp" ? 1.1 : 1 / 1.1)).toPrecision(3));
+      mark();
     }
   });
   const update = () => {
-    input.disabled = !LIVE.includes(store.status.state) || store.lr === null;
+    input.disabled = !LIVE.includes(store.status.state) || store.lost || store.lr === null;
     if (!edited && !store.asked.has("lr") && input.value !== current()) input.value = current();
   };
-  return { el, update };
+  return { el, update, complaint: () => refused };
 }

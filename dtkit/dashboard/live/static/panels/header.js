@@ -1,8 +1,9 @@
 // Model, strategy, and state of the run.
 
 import { h, setText } from "../elements.js";
+import { isReady } from "../store.js";
 
-const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", completed: "✓", stopped: "■", failed: "✕" };
+const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", completed: "✓", stopped: "■", failed: "✕", "kernel gone": "✕" };
 
 export function header(store) {
   const name = h("h2"), what = h("span", { class: "dtk-note" }), chip = h("span", { class: "dtk-chip" });
@@ -11,7 +12,8 @@ export function header(store) {
     setText(name, head.name);
     const { world } = store.nodesNow, was = head.ranks > world ? ` (was ${head.ranks})` : "";
     setText(what, `${head.strategy} · ${world} ${world === 1 ? "node" : "nodes"}${was} · batch ${head.batch.toLocaleString("en-US")}`);
-    setText(chip, `${STATE_GLYPH[status.state] ?? ""} ${status.state}`);
+    const state = store.lost ? "kernel gone" : isReady(store) ? "ready" : status.state;
+    setText(chip, `${STATE_GLYPH[state] ?? ""} ${state}`);
   };
   return { el: h("header", {}, name, what, chip), update };
 }

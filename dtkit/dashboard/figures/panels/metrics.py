@@ -1,0 +1,49 @@
+"""A panel for each validation metric besides the loss."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtkit._util import formatting
+from dtkit.dashboard.figures import style
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from matplotlib.axes import Axes
+
+    from dtkit.history.history import History
+
+_MAX_PANELS = 6
+_MAX_MARKERS = 20  # more markers would hide the line
+
+
+def make_panels(history: History) -> list[Callable[[Axes, History], None]]:
+    """Return the panels, in the order in which the metrics were given."""
+    names = dict.fromkeys(name for evaluation in history.evaluations for name in evaluation.values if name != "loss")
+    with_numbers = [name for name in names if _list_points(history, name)]
+    return [functools.partial(draw, name=name) for name in with_numbers[:_MAX_PANELS]]
+
+
+def draw(ax: Axes, history: History, *, name: str) -> None:
+    """Draw the values of one metric."""
+    points = _list_points(history, name)
+    steps, values = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    marker_step = -(-len(points) // _MAX_MARKERS)
+    ax.plot(
+        steps, values, "D-", color=style.TEXT_COLOR, linewidth=1.2, markerfacecolor="white", markersize=4,
+        markevery=((len(points) - 1) % marker_step, marker_step), gid=f"metric {name}",
+    )  # fmt: skip
+    style.style_axes(ax)
+    style.format_step_axis(ax)
+    last, low, high = (formatting.format_loss(float(value)) for value in (values[-1], values.min(), values.max()))
+    style.set_title(ax, formatting.sanitize_text(name, 40), f"last {last}, lowest {low}, highest {high}")
+    style.mark_events(ax, history.events)
+
+
+def _list_points(history: History, name: str) -> list[tuple[int, float]]:
+    points = [(e.step, e.values[name]) for e in history.evaluations if name in e.values]
+    return [(step, float(value)) for step, value in points if value is not None and np.isfinite(value)]

@@ -1,0 +1,35 @@
+"""Signs of life for a page, which otherwise can't tell a kernel that is gone from a run that is paused."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from dtkit._util import timeouts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Heartbeat:
+    """Calls `send` every two seconds on a thread of its own, also while a cell blocks the kernel."""
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        self._send = send
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start, unless it has started."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="dtkit-heartbeat", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Send nothing more."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        self._send()
+        while not self._stopped.wait(timeouts.LIVE_HEARTBEAT_S):
+            self._send()

@@ -141,14 +141,14 @@ def _fit(
 
 
 def _run_lloyd(ranks: Ranks, X: np.ndarray, centers: np.ndarray, max_iter: int, limit: float) -> dict[str, Any]:
-    labels = np.full(len(X), -1)
+    labels, sum_of_norms = np.full(len(X), -1), float((X**2).sum())
     has_converged, iterations = False, 0
     while iterations < max_iter:
         iterations += 1
-        before, labels = labels, _assign(X, centers)
-        moved, inertia = _move_centers(ranks, X, labels, centers)
-        ranks.log(loss=inertia / max(len(X), 1), samples=len(X))
-        (num_changed,) = ranks.sum(np.count_nonzero(labels != before))
+        before = labels
+        labels, offsets = _find_nearest(X, centers)
+        ranks.log(loss=(sum_of_norms + offsets) / max(len(X), 1), samples=len(X))
+        moved, num_changed = _move_centers(ranks, X, labels, before, centers)
         shift = float(((moved - centers) ** 2).sum())
         centers = moved
         has_converged = not num_changed
@@ -160,26 +160,37 @@ def _run_lloyd(ranks: Ranks, X: np.ndarray, centers: np.ndarray, max_iter: int, 
     return {"centers": centers, "labels": labels.astype(np.int32), "inertia": float(total), "iterations": iterations}
 
 
+def _find_nearest(X: np.ndarray, centers: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return each row's nearest center, and the sum of squared distances to them minus that of the rows' norms."""
+    squares, offsets = (centers**2).sum(axis=1), 0.0
+    labels = np.empty(len(X), dtype=np.intp)
+    for k in range(0, len(X), _BLOCK_ROWS):
+        distances = squares - 2.0 * (X[k : k + _BLOCK_ROWS] @ centers.T)
+        nearest = distances.argmin(axis=1)
+        labels[k : k + _BLOCK_ROWS] = nearest
+        offsets += float(distances[np.arange(len(nearest)), nearest].sum())
+    return labels, offsets
+
+
 def _assign(X: np.ndarray, centers: np.ndarray) -> np.ndarray:
     """Return the number of the nearest center of each row."""
-    squares = (centers**2).sum(axis=1)
-    blocks = [X[k : k + _BLOCK_ROWS] for k in range(0, len(X), _BLOCK_ROWS)]
-    nearest = [(squares - 2.0 * (block @ centers.T)).argmin(axis=1) for block in blocks]
-    return np.concatenate(nearest) if nearest else np.empty(0, dtype=np.intp)
+    return _find_nearest(X, centers)[0]
 
 
 def _sum_squares(X: np.ndarray, labels: np.ndarray, centers: np.ndarray) -> float:
     return float(((X - centers[labels]) ** 2).sum())
 
 
-def _move_centers(ranks: Ranks, X: np.ndarray, labels: np.ndarray, centers: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return the means of the clusters over all ranks, and the sum of squared distances of this rank's rows."""
-    own = _sum_clusters(X, labels, len(centers))
-    sums, counts = ranks.sum(own, np.bincount(labels, minlength=len(centers)))
+def _move_centers(
+    ranks: Ranks, X: np.ndarray, labels: np.ndarray, before: np.ndarray, centers: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """Return the means of the clusters over all ranks, and how many rows have another label than `before`."""
+    own, num_changed = _sum_clusters(X, labels, len(centers)), np.count_nonzero(labels != before)
+    sums, counts, changed = ranks.sum(own, np.bincount(labels, minlength=len(centers)), num_changed)
     empty = np.flatnonzero(counts == 0)
     if len(empty):
         _fill_empty(ranks, X, labels, centers, sums, counts, empty)
-    return sums / counts[:, None], _sum_squares(X, labels, centers)
+    return sums / counts[:, None], int(changed)
 
 
 def _sum_clusters(X: np.ndarray, labels: np.ndarray, num_clusters: int) -> np.ndarray:

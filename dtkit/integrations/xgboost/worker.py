@@ -66,7 +66,7 @@ def _make_matrix(key: str) -> xgboost.DMatrix:
     return xgboost.DMatrix(columns[0], columns[1], weight=weights, missing=np.nan)
 
 
-class RoundLogger(xgboost.callback.TrainingCallback):  # type: ignore[misc]  # xgboost's callbacks have no types
+class RoundLogger(xgboost.callback.TrainingCallback):  # type: ignore[misc, unused-ignore]  # no types where it is not installed
     """Shows each round in the notebook, and stores the model for the case that an engine is lost."""
 
     def __init__(self, model_path: str | None, num_rows: int) -> None:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 import dtkit
 from dtkit.checkpoint import folders, index, json_values, safetensors_file, validation
-from dtkit.checkpoint.manager import CheckpointRequest
+from dtkit.checkpoint.manager import CheckpointPolicy, CheckpointRequest
 from dtkit.checkpoint.safetensors_file import FileReader
 from dtkit.engine.data.random_state import GeneratorStates, derive_seed
 from dtkit.engine.state import writer
@@ -460,3 +460,9 @@ def test_checkpoints_are_due_every_n_steps_and_at_the_end(tmp_path: Path):
     manager.on_cancel(save)
     assert manager.is_due(25, 100)
     assert save.folder is None
+
+
+def test_a_folder_alone_gets_a_checkpoint_of_the_last_step(tmp_path: Path):
+    manager = make_manager(History(), tmp_path)
+    manager.policy = CheckpointPolicy(folder=tmp_path)
+    assert [step for step in range(18) if manager.is_due(step, 17) and manager.begin_next(step)] == [17]

@@ -54,7 +54,7 @@ class CheckpointPolicy:
     """Schedule of a run's own checkpoints, as asked for in ``cluster.train``."""
 
     every_steps: int | None = None
-    """Steps between checkpoints; None if there are none."""
+    """Steps between checkpoints; None if only the last step has one."""
     folder: Path | None = None
     keep_last: int = 3
     """Number of the run's own checkpoints to keep."""
@@ -71,9 +71,10 @@ class CheckpointPolicy:
         """Return whether to save after `step` of `total_steps` steps. `last_request` is (step, time)."""
         if self.folder is None or step <= last_request[0]:
             return False
-        if self.every_steps is not None:
-            return step % self.every_steps == 0 or (step == total_steps and not self.quiet)
-        return self.every_seconds is not None and time.monotonic() - last_request[1] >= self.every_seconds
+        if self.every_seconds is not None:
+            return time.monotonic() - last_request[1] >= self.every_seconds
+        is_last = step == total_steps and not self.quiet
+        return is_last or (self.every_steps is not None and step % self.every_steps == 0)
 
 
 @dataclasses.dataclass(eq=False)

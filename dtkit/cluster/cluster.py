@@ -259,7 +259,8 @@ class Cluster(Engines):
         seed : of the order of rows, and of random numbers on the engines.
         start : False leaves the run paused before its first step, for ``run.step()``.
         checkpoint_every, checkpoint_dir, keep_last : write a checkpoint into this folder, which notebook and engines
-            share, after so many steps and after the last one; the newest ones stay. Disk errors don't end training.
+            share, after so many steps and after the last one; the newest ones stay. A folder alone gets the last one.
+            Disk errors don't end training.
         checkpoint_trainable_only : leave frozen parameters out of checkpoints, as under an adapter of PEFT. The model
             that you give on resuming has them.
         resume_from : a checkpoint, or a folder of which the newest is taken. `steps` and `epochs` count from the very

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import dtkit
+from tests.support.waiting import wait_until_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -91,6 +96,74 @@ def test_cuda_equals_cpu_within_float32_rounding():
         on_cpu = train(cluster).model.state_dict()
     for name, value in on_cpu.items():
         torch.testing.assert_close(on_gpu[name], value, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dtkit.NaiveDataParallel(),
+        dtkit.Sharded(),
+        dtkit.Pipeline(stages=2, micro_batches=4, schedule="1F1B"),
+        dtkit.Pipeline(stages=2, micro_batches=4, schedule="ZBVZeroBubble"),
+        dtkit.TensorParallel(2),
+    ],
+    ids=["naive", "sharded", "1f1b", "zero-bubble", "tensor"],
+)
+def test_two_engines_on_one_gpu_train_as_one_process_does(strategy):
+    with dtkit.Cluster(2, device="cuda") as cluster:
+        run = train_perceptron(cluster, strategy)
+        assert cluster.backend == "gloo"
+        assert run.verify(steps=5)
+
+
+def test_checkpoint_of_a_gpu_resumes_on_a_cpu(tmp_path):
+    with dtkit.Cluster(1) as cluster:
+        train_perceptron(cluster, dtkit.DataParallel(), steps=10, checkpoint_dir=tmp_path)
+    with dtkit.Cluster(1, device="cpu") as cluster:
+        run = train_perceptron(cluster, dtkit.DataParallel(), steps=20, resume_from=tmp_path)
+        assert run.history.num_steps == 20
+
+
+def test_killed_engine_on_a_gpu_is_replaced():
+    with dtkit.Cluster(2, device="cuda") as cluster:
+        run = train_perceptron(cluster, dtkit.DataParallel(), steps=400, wait=False)
+        wait_until_run(run, lambda: run.history.num_steps > 5, 120)
+        os.kill(cluster.nodes[1].pid, signal.SIGKILL)
+        run.wait(300)
+        assert run.history.num_steps == 400
+        assert run.verify(steps=5)
+
+
+def test_compiled_bfloat16_training_lowers_the_loss():
+    with dtkit.Cluster(1) as cluster:
+        run = train_perceptron(cluster, dtkit.DataParallel(precision="bf16", compile=True), steps=200)
+        losses = run.history.rows()["loss"]
+        assert losses[-1] < losses[0] / 2
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(64, 10))
+
+
+def train_perceptron(
+    cluster: dtkit.Cluster, strategy: Any, steps: int = 30, *, wait: bool = True, **options: object
+) -> dtkit.Run:
+    run = cluster.train(
+        perceptron(),
+        digits(),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=64,
+        steps=steps,
+        shuffle="global",
+        strategy=strategy,
+        **options,
+    )
+    if wait:
+        run.wait(300)
+    return run
 
 
 def _all_reduce_on_the_gpu() -> float:

@@ -26,7 +26,7 @@ UNIT_PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 AS_ROOT = $(shell test "$$(id -u)" -ne 0 || echo --allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lab lint check test test-all faults soak bench chromium clean
+.PHONY: help venv demo lab lint check test test-all faults soak bench chromium hosts clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -83,6 +83,20 @@ chromium:  ## have a Chromium for the browser tests (installs Debian's when root
 	  apt-get update && apt-get install --yes --no-install-recommends chromium fonts-dejavu-core; \
 	else \
 	  echo 'The browser tests need Chromium or Chrome, and none is on PATH. Install one (Debian: apt-get install chromium), or name it: CHROMIUM=/path/to/it make test.' >&2; \
+	  exit 1; \
+	fi
+
+hosts:  ## have SSH, Slurm and Open MPI for the tests on several hosts (installs Debian's when root)
+	@missing=; for name in ip nsenter sshd sbatch slurmctld slurmd munged mpirun; do \
+	  PATH="$$PATH:/usr/sbin:/sbin" command -v "$$name" || missing="$$missing $$name"; \
+	done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then \
+	  export DEBIAN_FRONTEND=noninteractive; \
+	  apt-get update && apt-get install --yes --no-install-recommends \
+	    iproute2 munge openmpi-bin openssh-client openssh-server slurm-wlm util-linux; \
+	else \
+	  echo "Tests on several hosts need$$missing, and are skipped without. Debian has them in iproute2, munge, openmpi-bin, openssh-server and slurm-wlm." >&2; \
 	  exit 1; \
 	fi
 

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.hosts import network as networks
+from tests.support.hosts import slurm as slurms
+from tests.support.hosts import ssh
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.support.hosts.network import Network
+    from tests.support.hosts.slurm import Slurm
 
 # Set before any test imports torch: on two cores, processes with two threads each slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,3 +42,50 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", str(folder)], check=True, timeout=10)
+
+
+# -- several hosts ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def session_network() -> Iterator[Network]:
+    """Network of three hosts."""
+    with networks.make_network(3) as network:
+        yield network
+
+
+@pytest.fixture
+def network(session_network: Network) -> Iterator[Network]:
+    """Network of three hosts, all of them on and connected. A test may cut cables and power."""
+    yield session_network
+    session_network.repair()
+
+
+@pytest.fixture(scope="session")
+def session_ssh_config(session_network: Network) -> Path:
+    """Configuration with which ssh knows the hosts by name."""
+    networks.require(*ssh.PROGRAMS)
+    return ssh.start_ssh(session_network)
+
+
+@pytest.fixture
+def ssh_config(network: Network, session_ssh_config: Path) -> Path:
+    """Configuration with which ssh knows the hosts by name."""
+    return session_ssh_config
+
+
+@pytest.fixture(scope="session")
+def session_slurm(session_network: Network) -> Iterator[Slurm]:
+    """Slurm on the hosts."""
+    networks.require(*slurms.PROGRAMS)
+    with slurms.start_slurm(session_network) as slurm:
+        yield slurm
+
+
+@pytest.fixture
+def slurm(session_slurm: Slurm, network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
+    """Slurm on the hosts, without jobs. Its commands find it by the environment."""
+    monkeypatch.setenv("SLURM_CONF", str(session_slurm.config))
+    yield session_slurm
+    network.repair()
+    session_slurm.repair()

@@ -101,6 +101,8 @@ class RunSpec:
     optimizer: str
     tags: tuple[str, ...] = ()
     """Words that the user gave the run, to find it by."""
+    num_workers: int = 0
+    """Processes per engine that load samples."""
 
     @property
     def epochs(self) -> float:

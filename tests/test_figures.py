@@ -20,8 +20,9 @@ def panel(figure, name):
 
 
 def said(figure):
-    """The remarks under the title."""
-    return [text for text in figure.texts if (text.get_gid() or "").startswith("remark-")]
+    """The remarks under the title, without the verdict."""
+    remarks = [text for text in figure.texts if (text.get_gid() or "").startswith("remark-")]
+    return [text for text in remarks if text.get_gid() != "remark-verdict"]
 
 
 def lines(ax):

@@ -104,7 +104,8 @@ def test_the_summary_has_state_metrics_and_a_line_for_each_node():
     source = FakeSource(ranks=4, name="Net")
     source.advance(150)
     source.advance(1, loss=0.5)
-    head, where, now, *nodes = run_text.format_run(source).splitlines()
+    head, where, now, verdict, *nodes = run_text.format_run(source).splitlines()
+    assert verdict.startswith("→ computing is ")
     assert head == "Net · DataParallel() · running"
     assert where == "step 151 of 400, epoch 1 of 2, 15 s, 12 s left"
     assert now.startswith("loss 0.500, ")
@@ -121,7 +122,8 @@ def test_the_summary_has_delays_stragglers_and_agreement():
     assert re.search(r", waiting 3\d %$", now)
     assert said[:2] == ["✓ parameters identical on 4 nodes, checked at step 40", "▼ node 1 slowed 2x on purpose"]
     assert re.fullmatch(r"▲ node 1 keeps the others waiting: \d\d % of node [023]'s step", said[2])
-    assert said[3].startswith("  node 0")
+    assert said[3].startswith("→ without the straggler (node 1) 1.8 times as fast")
+    assert said[4].startswith("  node 0")
     source.consistency = ReplicaCheckResult(50, (2,), 40)
     progress = run_text.TextProgress(source, io.StringIO(), is_tty=False)
     assert "  ✕ node 2 differs since step 40: parameters are no longer equal" in progress.format_block()
@@ -156,7 +158,7 @@ def test_the_summary_has_stuck_and_left_out_nodes():
     source.advance(40)
     lines = run_text.format_run(source).splitlines()
     assert lines[3] == "○ 3 nodes: 1 of 4 was lost and left out"
-    assert [line.split()[:2] for line in lines[4:]] == [["node", str(k)] for k in range(3)]
+    assert [line.split()[:2] for line in lines[5:]] == [["node", str(k)] for k in range(3)]
 
 
 @pytest.mark.parametrize(

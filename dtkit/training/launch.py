@@ -328,6 +328,7 @@ def _make_spec(
         loss=_get_loss_name(config, model_handle),
         optimizer=_get_name(config.optimizer),
         tags=tuple(config.tags),
+        num_workers=int(config.num_workers),
     )
 
 

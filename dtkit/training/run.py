@@ -7,12 +7,9 @@ step and exception. This handle reads them and passes commands on.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util.deadline import Deadline
-from dtkit._util.guard import notify_views
 from dtkit.errors import RunError
 from dtkit.history.history import History
 from dtkit.training.driver import Driver
@@ -20,6 +17,7 @@ from dtkit.training.job_client import JobClient
 from dtkit.training.learning_rate import parse_lr
 from dtkit.training.lifecycle import RunLifecycle
 from dtkit.training.run_waiting import RunWaiter
+from dtkit.training.shown_run import ShownRun
 from dtkit.training.step_callbacks import StepCallbacks
 from dtkit.types import State
 
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
     from concurrent.futures import Future
     from pathlib import Path
-
-    from matplotlib.figure import Figure
 
     from dtkit.checkpoint.manager import CheckpointResult
     from dtkit.explain.base import Explanation
@@ -42,7 +38,7 @@ if TYPE_CHECKING:
     from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, RunSpec, Status
 
 
-class Run:
+class Run(ShownRun):
     """One training on a cluster. Shown as the last line of a cell it is a live dashboard.
 
     ``run.pause()``, ``resume()``, ``step()``, ``set(lr=...)`` and ``stop()`` return the step at which they took effect:
@@ -51,12 +47,8 @@ class Run:
     """
 
     def __init__(self, engine_group: EngineGroup, plan: RunPlan) -> None:
-        self.history = History(ranks_per_replica=plan.options.ranks_per_replica)
-        """What every rank did in every step: a table, see :class:`~dtkit.History`."""
+        super().__init__(History(ranks_per_replica=plan.options.ranks_per_replica))
         self._engine_group = engine_group
-        self._views: list[Callable[[], None]] = []
-        # locks: while a callback is noted
-        self._views_lock = threading.Lock()
         driver = self._driver = Driver(engine_group, plan, self.history, self._notify, self._run_callbacks)
         self._step_callbacks = StepCallbacks(plan.options.callbacks, self, driver)
         self._job = JobClient(engine_group, driver)
@@ -65,6 +57,10 @@ class Run:
         )
         self.lifecycle = RunLifecycle(engine_group, driver, self._job, self._notify)
         """What the cluster does with the run: not for users."""
+
+    def _notify(self) -> None:
+        self._step_callbacks.notify()
+        self._notify_views()
 
     def _run_callbacks(self) -> None:
         for callback in self._plan.options.callbacks:
@@ -342,57 +338,3 @@ class Run:
         if not self.done():
             self.stop(deadline.get_remaining_s())
         self.lifecycle.release(deadline)
-
-    # -- views ------------------------------------------------------------------------------------------------
-
-    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` after every change, from any thread; return the function that ends that."""
-        with self._views_lock:
-            self._views.append(callback)
-
-        def unsubscribe() -> None:
-            with self._views_lock, contextlib.suppress(ValueError):
-                self._views.remove(callback)
-
-        return unsubscribe
-
-    def _notify(self) -> None:
-        with self._views_lock:
-            views = list(self._views)
-        self._step_callbacks.notify()
-        notify_views(views, self.spec.name)
-
-    def figure(self) -> Figure:
-        """Return the run as a matplotlib Figure, at any time: loss and throughput, per node and together."""
-        from dtkit.dashboard.figures import run_figure
-
-        return run_figure.draw_run(self)
-
-    def __repr__(self) -> str:
-        from dtkit.dashboard.text import run_text
-
-        return run_text.format_run(self)
-
-    def dashboard(self, *, fault_injection: bool = False) -> None:
-        """Show the dashboard here, as `run` in the last line of a cell does.
-
-        With ``fault_injection=True`` it can also slow nodes down and end them, for lessons.
-        """
-        from dtkit.dashboard import display
-
-        display.show(self, fault_injection=fault_injection)
-
-    def report(self, path: str | Path, *, single_process: Run | History | None = None) -> None:
-        """Write the run as one HTML file that needs nothing else.
-
-        `single_process`: the same training on one engine (a run, or its history), to show the scaling.
-        """
-        from dtkit.dashboard import report
-
-        history = single_process.history if isinstance(single_process, Run) else single_process
-        report.write_report(self, path, single_process=history)
-
-    def _ipython_display_(self) -> None:
-        from dtkit.dashboard import display
-
-        display.show(self)

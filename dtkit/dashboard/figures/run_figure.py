@@ -26,6 +26,7 @@ from dtkit.dashboard.summary.curves import MAX_NODE_LINES
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes
 from dtkit.dashboard.summary.notices import ALERT_KINDS, NOTICE_GLYPHS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.step_strip import make_step_strip
+from dtkit.dashboard.summary.verdict import VERDICT_GLYPH, find_shown_verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -125,6 +126,9 @@ def _collect_title_lines(run: RunView) -> list[tuple[str, str]]:
     for notice in collect_notices(run):
         text = f"{NOTICE_GLYPHS[notice.kind]} {notice.text}"
         lines += [(notice.kind, part) for part in _wrap_line(text)]
+    verdict = find_shown_verdict(run)
+    if verdict is not None:
+        lines += [("verdict", part) for part in _wrap_line(f"{VERDICT_GLYPH} {verdict.text}")]
     legend = describe_event_marks(run.history.events)
     return [*lines, ("marks", f"marks:  {legend}")] if legend else lines
 

@@ -17,6 +17,7 @@ from dtkit._util import formatting, timeouts
 from dtkit.dashboard.summary.metrics import RunMetrics, compute_epoch, compute_run_metrics
 from dtkit.dashboard.summary.notices import NOTICE_GLYPHS, collect_notices
 from dtkit.dashboard.summary.stall import find_stall, format_line
+from dtkit.dashboard.summary.verdict import VERDICT_GLYPH, find_shown_verdict
 from dtkit.dashboard.throttle import Throttle, start_timer
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def format_run(run: RunView) -> str:
         _format_position(run),
         _format_metrics(metrics),
         *_format_notices(run, metrics),
+        *_format_verdict(run),
         *_format_node_lines(run, metrics),
     ]
     if run.exception is not None:
@@ -88,6 +90,12 @@ def _format_notices(run: RunView, metrics: RunMetrics) -> list[str]:
     if metrics.timing.straggler is not None:
         lines.append(f"▲ {metrics.timing.straggler.text}")
     return lines
+
+
+def _format_verdict(run: RunView) -> list[str]:
+    """Return the verdict, where there is one to show."""
+    verdict = find_shown_verdict(run)
+    return [] if verdict is None else [f"{VERDICT_GLYPH} {verdict.text}"]
 
 
 def _format_node_lines(run: RunView, metrics: RunMetrics) -> list[str]:
@@ -145,7 +153,7 @@ class TextProgress:
         progress = _format_bar(share) if self.is_tty else f"{100 * share:.0f} %"
         head = f"{status.state.value} {progress} step {status.step:,} of {status.steps:,}, {_format_times(status)}"
         metrics = compute_run_metrics(self._run.history, self._run.spec.world_size)
-        details = [_format_metrics(metrics), *_format_notices(self._run, metrics)]
+        details = [_format_metrics(metrics), *_format_notices(self._run, metrics), *_format_verdict(self._run)]
         return [head, *(f"  {line}" for line in details), *_format_node_lines(self._run, metrics)]
 
     def _format_in_place(self, new_lines: list[str], block: list[str]) -> str:

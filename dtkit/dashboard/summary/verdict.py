@@ -1,0 +1,353 @@
+"""The verdict: one line that says what holds a run back and what would help, from the measured phases.
+
+Each cause has its own arithmetic, which predicts the time of a step, or the samples per second, without that cause. The
+verdict names the cause with the largest predicted gain, if that exceeds ``MIN_GAIN``. All ranks take a step together,
+so a step lasts as long as the slowest rank computes, and then communicates.
+
+Predictions hold other things equal: worker processes need cores of their own, and a larger batch trains differently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtkit._util import formatting
+from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
+from dtkit.dashboard.summary.stall import find_stall
+from dtkit.dashboard.summary.timing import PHASES, WINDOW_STEPS, compute_step_timing, format_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.summary.timing import StepTiming
+    from dtkit.history.history import History
+    from dtkit.types import RunSpec
+
+VERDICT_GLYPH = "→"
+"""Glyph before a verdict."""
+
+MIN_GAIN = 0.1
+"""Smallest share of the time that a remedy must be predicted to save; means of a busy machine vary by less."""
+
+MIN_STEPS = 5
+"""Steps that a verdict needs. The first one warms up, and is left out."""
+
+MAX_BATCH_FACTOR = 16
+"""Largest factor on the batch that a verdict proposes."""
+
+_TARGET_OVERHEAD = 0.2  # share of a step that the proposed batch leaves to communication, update and Python
+_OVER_STAGES = 1.3  # ratio of the slowest stage to the mean one from which the cut is to blame
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Verdict:
+    """What holds a run back. Its text is one line; `explain()` prints the numbers behind it."""
+
+    cause: str
+    """One of "data", "straggler", "communication", "overhead", "bubble", "cut", "waiting", "computing", "unknown"."""
+    text: str
+    gain: float
+    """Share of the time for the same samples that the remedy is predicted to save; 0 if nothing holds the run back."""
+    arithmetic: tuple[str, ...] = ()
+    """Lines with the measured numbers, and how the prediction follows from them."""
+
+    def explain(self) -> None:
+        """Print the line, and the arithmetic behind it."""
+        print("\n".join([self.text, *(f"  {line}" for line in self.arithmetic)]))  # noqa: T201 - asked for
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """Measured means in seconds. Arrays have one number for each known rank."""
+
+    spec: RunSpec
+    timing: StepTiming
+    ranks: np.ndarray
+    phases: np.ndarray
+    ranks_per_replica: int
+
+    def get(self, phase: str) -> np.ndarray:
+        """Return the seconds of a phase by rank."""
+        seconds: np.ndarray = self.phases[:, PHASES.index(phase)]
+        return seconds
+
+    @property
+    def step_s(self) -> float:
+        return float(self.phases.sum(axis=1).max())
+
+    @property
+    def compute_s(self) -> np.ndarray:
+        """Seconds that each rank does not wait and does not communicate."""
+        return np.asarray(self.phases.sum(axis=1) - self.get("waiting") - self.get("communication"))
+
+    @property
+    def slowest(self) -> int:
+        return int(np.argmax(self.compute_s))
+
+    def share(self, phase: str) -> float:
+        """Return the share of all ranks' time that a phase takes."""
+        return float(self.get(phase).sum() / self.phases.sum())
+
+
+def find_verdict(history: History, spec: RunSpec) -> Verdict:
+    """Return the verdict on the last steps of a history."""
+    num_steps = min(WINDOW_STEPS, history.num_steps - 1)
+    if num_steps < MIN_STEPS:
+        steps = formatting.format_count(history.num_steps, "step")
+        return Verdict("unknown", f"{steps} so far: a verdict needs {MIN_STEPS + 1}", 0.0)
+    timing = compute_step_timing(history, spec.world_size, num_steps)
+    ranks = np.flatnonzero(np.isfinite(timing.seconds).all(axis=1))
+    if not timing.is_measured or not len(ranks):
+        return Verdict("unknown", "the phases of the steps were not measured", 0.0)
+    facts = _Facts(spec, timing, ranks, timing.seconds[ranks], history.ranks_per_replica)
+    found = [verdict for judge in _select_judges(facts) if (verdict := judge(facts)) and verdict.gain >= MIN_GAIN]
+    return max(found, key=lambda verdict: verdict.gain, default=_report_computing(facts))
+
+
+def find_shown_verdict(run: RunView) -> Verdict | None:
+    """Return the verdict for a view; None where something else matters: few steps, a stall, an error, a lost node."""
+    if find_stall(run) is not None or run.exception is not None or update_lost_nodes({}, run.history.events):
+        return None
+    verdict = find_verdict(run.history, run.spec)
+    return None if verdict.cause == "unknown" else verdict
+
+
+def _select_judges(facts: _Facts) -> Sequence[Callable[[_Facts], Verdict | None]]:
+    if not facts.timing.is_same_work:
+        return _judge_data, _judge_cut, _judge_bubble
+    return _judge_data, _judge_straggler, _judge_overhead, _judge_waiting
+
+
+# -- the causes --------------------------------------------------------------------------------------------------
+
+
+def _judge_data(facts: _Facts) -> Verdict | None:
+    """Return the gain of loading batches completely ahead: the slowest rank would only compute."""
+    data, compute = facts.get("data"), facts.compute_s
+    saved = float(compute.max() - (compute - data).max())
+    if saved <= 0:
+        return None
+    rank = facts.slowest
+    remaining, workers = facts.step_s - saved, facts.spec.num_workers
+    loading = workers * facts.step_s if workers else float(data[rank])
+    needed = max(workers + 1, math.ceil(loading / remaining))
+    others = np.delete(data, rank)
+    where = f" on node {facts.ranks[rank]}" if len(others) and data[rank] > 2 * np.median(others) else ""
+    gain = saved / facts.step_s
+    current = f" ({workers} now)" if workers else ""
+    text = f"waiting for data{where}: num_workers={needed}{current} would save up to {formatting.format_percent(gain)}"
+    total = f"one batch takes {_ms(loading)} to load"
+    source = f"{workers} workers finish a batch in each step of {_ms(facts.step_s)}, so {total}" if workers else total
+    return Verdict(
+        "data", text, gain,
+        (
+            *_list_means(facts),
+            (f"without waiting for data the slowest node would take {_ms(facts.step_s)} - {_ms(saved)} = "
+            f"{_ms(remaining)} a step, {formatting.format_percent(gain)} less"),
+            (f"{source}: {_ms(loading)} / {_ms(remaining)} rounds up to {formatting.format_count(needed, 'worker')}, "
+            "if each has a core"),
+        ),
+    )  # fmt: skip
+
+
+def _judge_straggler(facts: _Facts) -> Verdict | None:
+    """Return the gain of a step that is as long as that of the slowest node that is no straggler."""
+    if facts.timing.straggler is None:
+        return None
+    slow = np.isin(facts.ranks, facts.timing.straggler.ranks)
+    compute, noun = facts.compute_s, "straggler" if slow.sum() == 1 else "stragglers"
+    saved = float(compute.max() - compute[~slow].max())
+    if saved <= 0:
+        return None
+    remaining = facts.step_s - saved
+    names = format_nodes([int(rank) for rank in facts.ranks[slow]])
+    balanced, lines = _predict_balanced(facts)
+    return Verdict(
+        "straggler",
+        f"without the {noun} ({names}) {facts.step_s / remaining:.1f} times as fast{balanced}",
+        saved / facts.step_s,
+        (
+            *_list_means(facts),
+            f"{names} computes up to {_ms(compute.max())}, the slowest other node {_ms(compute[~slow].max())}",
+            (
+                f"without: {_ms(facts.step_s)} - {_ms(saved)} = {_ms(remaining)} a step, "
+                f"{_ms(facts.step_s)} / {_ms(remaining)} = {facts.step_s / remaining:.2f}"
+            ),
+            *lines,
+        ),
+    )
+
+
+def _predict_balanced(facts: _Facts) -> tuple[str, tuple[str, ...]]:
+    """Return what shares of the batch in proportion to speed would bring, where the strategy has them."""
+    if not facts.spec.strategy.startswith("DataParallel(") or "balance" in facts.spec.strategy:
+        return "", ()
+    compute = facts.compute_s
+    even = len(compute) / float((1 / compute).sum())
+    ratio = facts.step_s / (facts.step_s - float(compute.max()) + even)
+    if ratio < 1 / (1 - MIN_GAIN):
+        return "", ()
+    line = f'balance="auto": shares in proportion to speed let all nodes compute {_ms(even)}, the harmonic mean'
+    return f'; with balance="auto" {ratio:.1f} times', (line,)
+
+
+def _judge_overhead(facts: _Facts) -> Verdict | None:
+    """Return the gain of a larger batch, which communication and update don't grow with."""
+    communication = float(facts.get("communication").mean())
+    fixed = communication + float((facts.get("update") + facts.get("other"))[facts.slowest])
+    step_s = facts.step_s
+    grows = step_s - fixed
+    if grows <= 0 or facts.spec.strategy.startswith("TensorParallel("):
+        return _judge_sliced_model(facts)
+    factor = next((k for k in (2, 4, 8) if fixed / (fixed + k * grows) <= _TARGET_OVERHEAD), MAX_BATCH_FACTOR)
+    speed_up = factor * step_s / (fixed + factor * grows)
+    is_communication = communication >= fixed / 2
+    share = (communication if is_communication else fixed) / step_s
+    if share < MIN_GAIN:
+        return None
+    what = "communication" if is_communication else "overhead that a batch of any size has"
+    batch = f"batch_size={factor * facts.spec.batch_size} would take {speed_up:.1f} times the samples/s"
+    remedies = f"{batch}{_name_other_remedies(facts, is_communication)}"
+    return Verdict(
+        "communication" if is_communication else "overhead",
+        f"{what} is {formatting.format_percent(share)} of a step: {remedies}",
+        1 - 1 / speed_up,
+        (
+            *_list_means(facts),
+            (f"{_ms(fixed)} of a step don't grow with the batch (communication {_ms(communication)}, update, other); "
+            f"{_ms(grows)} do"),
+            (f"with a batch {factor} times as large a step takes {_ms(fixed)} + {factor} * {_ms(grows)} = "
+            f"{_ms(fixed + factor * grows)}"),
+            f"samples/s: {factor} * {_ms(step_s)} / {_ms(fixed + factor * grows)} = {speed_up:.2f} times",
+        ),
+    )  # fmt: skip
+
+
+def _judge_sliced_model(facts: _Facts) -> Verdict | None:
+    """Return the time that a model whose layers are sliced sends activations, which grow with the batch."""
+    share = facts.share("communication")
+    return Verdict(
+        "communication",
+        f"communication is {formatting.format_percent(share)} of a step, and grows with the batch: slice the model "
+        "over fewer ranks (tp_size) if their memory allows it",
+        share,
+        _list_means(facts),
+    )
+
+
+def _name_other_remedies(facts: _Facts, is_communication: bool) -> str:  # noqa: FBT001 - one of two kinds of overhead
+    """Return strategies that send less often or less, for the strategies that could be theirs."""
+    strategy = facts.spec.strategy
+    if not is_communication:
+        return ""
+    if strategy.startswith("ParameterAveraging("):
+        every = re.search(r"every=(\d+)", strategy)
+        return f", or every={4 * int(every[1])}" if every else ""
+    if strategy.startswith("DataParallel("):
+        return ", or ParameterAveraging()" if "compress" in strategy else ', or ParameterAveraging(), compress="bf16"'
+    return ", or DataParallel()" if strategy.startswith("NaiveDataParallel(") else ""
+
+
+def _judge_waiting(facts: _Facts) -> Verdict | None:
+    """Return the time that nodes wait for each other in turn, where none of them is slower than the others."""
+    if facts.timing.straggler is not None:
+        return None
+    share = facts.share("waiting")
+    return Verdict(
+        "waiting",
+        f"nodes wait for each other {formatting.format_percent(share)} of the time, none is always the slowest: other "
+        "work on the hosts, or batches that differ",
+        share if share >= 2 * MIN_GAIN else 0.0,
+        _list_means(facts),
+    )
+
+
+def _judge_cut(facts: _Facts) -> Verdict | None:
+    """Return the gain of stages that compute equally long."""
+    compute = facts.compute_s
+    saved = float(compute.max() - compute.mean())
+    if compute.max() < _OVER_STAGES * compute.mean():
+        return None
+    node = int(facts.ranks[facts.slowest])
+    ratio = compute.max() / compute.mean()
+    return Verdict(
+        "cut",
+        f"the stages on node {node} compute {ratio:.1f} times as long as the mean: "
+        f"an even split= would save up to {formatting.format_percent(saved / facts.step_s)}",
+        saved / facts.step_s,
+        (
+            *_list_means(facts),
+            (
+                f"the slowest stages compute {_ms(compute.max())}, the mean is {_ms(compute.mean())}, so even stages "
+                f"would take {_ms(saved)} less of {_ms(facts.step_s)}"
+            ),
+        ),
+    )
+
+
+def _judge_bubble(facts: _Facts) -> Verdict | None:
+    """Return the gain of more micro-batches, by the formula (p - 1) / (m + p - 1) of the bubble."""
+    stages, number = facts.ranks_per_replica, re.search(r"micro_batches=(\d+)", facts.spec.strategy)
+    waiting = facts.share("waiting")
+    if stages < 2 or number is None or waiting < MIN_GAIN:
+        return None
+    count = int(number[1])
+    bubble = (stages - 1) / (count + stages - 1)
+    samples = facts.spec.batch_size * stages // facts.spec.world_size
+    more = min(4 * count, samples)
+    gain = (1 - (count / (count + stages - 1)) / (more / (more + stages - 1))) if more > count else 0.0
+    return Verdict(
+        "bubble",
+        f"stages wait {formatting.format_percent(waiting)} of the time: Pipeline(micro_batches={more}) would save up "
+        f"to {formatting.format_percent(gain)}",
+        min(gain, waiting),
+        (
+            *_list_means(facts),
+            (
+                f"a pipeline of p = {stages} stages and m = {count} micro-batches idles (p - 1) / (m + p - 1) = "
+                f"{formatting.format_percent(bubble)}; with m = {more} it is "
+                f"{formatting.format_percent((stages - 1) / (more + stages - 1))}"
+            ),
+            "smaller micro-batches compute less efficiently, so less than that is saved",
+        ),
+    )
+
+
+def _report_computing(facts: _Facts) -> Verdict:
+    """Return the verdict where no remedy would save much."""
+    share = facts.share("forward") + facts.share("backward") + facts.share("update")
+    largest = max(("data", "waiting", "communication", "other"), key=facts.share)
+    rest = "" if facts.share(largest) < MIN_GAIN else f", {largest} {formatting.format_percent(facts.share(largest))}"
+    lines = (*_list_means(facts), f"no remedy is predicted to save {formatting.format_percent(MIN_GAIN)} or more")
+    text = f"computing is {formatting.format_percent(share)} of a step{rest}: nothing holds it back"
+    return Verdict("computing", text, 0.0, lines)
+
+
+def _list_means(facts: _Facts) -> tuple[str, ...]:
+    """Return the mean of each phase over all nodes, and the window."""
+    return tuple(_iterate_means(facts))
+
+
+def _iterate_means(facts: _Facts) -> Iterator[str]:
+    parts = (f"{phase} {_ms(float(facts.get(phase).mean()))}" for phase in PHASES if facts.get(phase).mean() > 0)
+    yield f"means of the last {facts.timing.num_steps} steps and all nodes: {', '.join(parts)}"
+    if len(facts.ranks) > 1:
+        compute = facts.compute_s
+        fast, slow = int(np.argmin(compute)), facts.slowest
+        yield (
+            f"computing with data: {_ms(compute[fast])} on node {facts.ranks[fast]} to {_ms(compute[slow])} on node "
+            f"{facts.ranks[slow]}; a step takes {_ms(facts.step_s)}"
+        )
+
+
+def _ms(seconds: float) -> str:
+    return formatting.format_duration(float(seconds))

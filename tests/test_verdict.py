@@ -1,0 +1,147 @@
+"""The verdict on what holds a run back, on histories whose cause is planted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtkit.dashboard.figures.run_figure import draw_run
+from dtkit.dashboard.summary.verdict import MIN_STEPS, find_shown_verdict, find_verdict
+from dtkit.dashboard.text.run_text import format_run
+from dtkit.history.history import ROW_DTYPE, History
+from tests.support.fake_source import FakeSource
+
+SPEC = FakeSource(ranks=2).spec
+
+
+def find(seconds: list[dict[str, float]], steps: int = 60, stages: int = 1, **spec: Any):
+    """Return the verdict on steps in which each rank takes these milliseconds in each phase."""
+    ranks = len(seconds)
+    rows = np.zeros(steps * ranks, ROW_DTYPE)
+    rows["step"], rows["rank"] = np.repeat(np.arange(steps), ranks), np.tile(np.arange(ranks), steps)
+    rows["samples"], rows["weight"], rows["loss"] = 64, 64, 1.0
+    for rank, phases in enumerate(seconds):
+        own = rows["rank"] == rank
+        for name, milliseconds in phases.items():
+            rows[f"{name}_s"][own] = milliseconds / 1e3
+        rows["step_s"][own] = sum(phases.values()) / 1e3
+    if stages > 1:
+        early = rows["rank"] % stages < stages - 1
+        rows["loss"][early], rows["weight"][early] = np.nan, 0
+    history = History(ranks_per_replica=stages)
+    history.append(rows)
+    return find_verdict(history, dataclasses.replace(SPEC, world_size=ranks, batch_size=64, **spec))
+
+
+def computing(**more: float) -> dict[str, float]:
+    return {"forward": 20.0, "backward": 40.0, **more}
+
+
+def test_slow_loading_on_one_node_names_the_node_and_the_workers():
+    verdict = find([computing(wait=40), computing(data=40)])
+    assert verdict.cause == "data"
+    assert verdict.text == "waiting for data on node 1: num_workers=1 would save up to 40 %"
+    assert any("100 ms - 40 ms = 60 ms" in line for line in verdict.arithmetic)
+
+
+def test_slow_loading_on_all_nodes_asks_for_enough_workers():
+    verdict = find([computing(data=140)] * 2)
+    assert verdict.text == "waiting for data: num_workers=3 would save up to 70 %"
+
+
+def test_too_few_workers_are_counted_by_what_they_load_now():
+    verdict = find([computing(data=60)] * 2, num_workers=1)
+    assert verdict.text == "waiting for data: num_workers=2 (1 now) would save up to 50 %"
+
+
+def test_a_straggler_is_named_with_the_speed_up_without_it():
+    verdict = find([computing(wait=60), {"forward": 40.0, "backward": 80.0}], strategy="Sharded()")
+    assert verdict.text == "without the straggler (node 1) 2.0 times as fast"
+    balanced = find([computing(wait=60), {"forward": 40.0, "backward": 80.0}], strategy="DataParallel()")
+    assert balanced.text == 'without the straggler (node 1) 2.0 times as fast; with balance="auto" 1.5 times'
+
+
+def test_communication_proposes_a_batch_and_what_it_brings():
+    verdict = find([computing(comm=60)] * 2)
+    assert verdict.cause == "communication"
+    assert verdict.text == (
+        "communication is 50 % of a step: batch_size=256 would take 1.6 times the samples/s, or ParameterAveraging(), "
+        'compress="bf16"'
+    )
+    assert verdict.gain == pytest.approx(1 - (60 + 4 * 60) / (4 * 120))
+
+
+def test_communication_that_grows_with_the_batch_proposes_no_batch():
+    verdict = find([computing(comm=60)] * 2, strategy="TensorParallel(tp_size=2)")
+    assert verdict.cause == "communication"
+    assert "batch_size" not in verdict.text
+
+
+def test_averaging_proposes_to_average_less_often():
+    assert find([computing(comm=60)] * 2, strategy="ParameterAveraging(every=4)").text.endswith("or every=16")
+
+
+def test_a_long_update_proposes_a_larger_batch():
+    verdict = find([computing(update=60)] * 2)
+    assert verdict.text.startswith("overhead that a batch of any size has is 50 % of a step: batch_size=256")
+
+
+def test_a_pipeline_with_few_micro_batches_proposes_more():
+    stages = [computing(wait=30), computing(wait=30)]
+    verdict = find(stages, stages=2, strategy="Pipeline(stages=2, micro_batches=2)")
+    assert verdict.text == "stages wait 33 % of the time: Pipeline(micro_batches=8) would save up to 25 %"
+
+
+def test_an_uneven_pipeline_proposes_another_cut():
+    stages = [computing(wait=60), {"forward": 40.0, "backward": 80.0}]
+    verdict = find(stages, stages=2, strategy="Pipeline(stages=2, micro_batches=16)")
+    assert verdict.text == (
+        "the stages on node 1 compute 1.3 times as long as the mean: an even split= would save up to 25 %"
+    )
+
+
+def test_nodes_that_wait_in_turn_are_told_apart_from_a_straggler():
+    assert find([computing(wait=30)] * 2).cause == "waiting"
+
+
+def test_nothing_holds_a_run_back_that_computes():
+    verdict = find([computing(comm=3)] * 2)
+    assert verdict.text == "computing is 95 % of a step: nothing holds it back"
+    assert verdict.gain == 0
+
+
+def test_the_first_steps_have_no_verdict():
+    assert find([computing()] * 2, steps=MIN_STEPS).cause == "unknown"
+    assert find([computing()] * 2, steps=MIN_STEPS + 1).cause == "computing"
+
+
+def test_explain_prints_the_arithmetic(capsys):
+    verdict = find([computing(comm=60)] * 2)
+    verdict.explain()
+    printed = capsys.readouterr().out
+    assert printed.startswith(repr(verdict))
+    assert "60 ms + 4 * 60 ms = 300 ms" in printed
+
+
+def test_text_and_picture_have_the_verdict():
+    source = FakeSource(ranks=2)
+    assert "→" not in format_run(source)
+    source.slowness = {1: 2.0}
+    source.advance(100)
+    assert "→ without the straggler (node 1) 1.8 times as fast" in format_run(source)
+    texts = [text.get_text() for text in draw_run(source).texts]
+    assert any(text.startswith("→ without the straggler (node 1)") for text in texts)
+
+
+def test_a_stuck_or_failed_run_has_no_verdict_in_views():
+    source = FakeSource(ranks=2)
+    source.advance(100)
+    assert find_shown_verdict(source) is not None
+    source.exception = ValueError("bad rows")
+    assert find_shown_verdict(source) is None
+    source.exception = None
+    source.stick(1)
+    assert find_shown_verdict(source) is None

@@ -14,6 +14,7 @@ from dtkit.dashboard.text import (
     memory_text,
     pipeline_text,
     plan_text,
+    profile_text,
     sharded_text,
 )
 from dtkit.data import partition_view
@@ -21,6 +22,7 @@ from dtkit.data.partition import Partition
 from dtkit.explain.data_parallel import StepExplanation
 from dtkit.explain.pipeline import PipelineExplanation
 from dtkit.explain.sharded import ShardedExplanation
+from dtkit.history.profile import Profile
 from dtkit.history.timeline import Timeline
 from dtkit.planning.cost_model import Benchmark
 from dtkit.planning.memory_report import Memory
@@ -94,6 +96,12 @@ def _draw_memory(memory: Memory) -> Figure:
     return draw_memory(memory)
 
 
+def _draw_profile(profile: Profile) -> Figure:
+    from dtkit.dashboard.figures.profile_figure import draw_profile
+
+    return draw_profile(profile)
+
+
 def _draw_timeline(timeline: Timeline) -> Figure:
     from dtkit.dashboard.figures.timeline_figure import draw_timeline
 
@@ -113,6 +121,7 @@ _register(ShardedExplanation, _draw_sharded_step, sharded_text.format_text, shar
 _register(Plan, _draw_plan, plan_text.format_text, plan_text.format_html)
 _register(Benchmark, _draw_benchmark, benchmark_text.format_text, benchmark_text.format_html)
 _register(Memory, _draw_memory, memory_text.format_text, memory_text.format_html)
+_register(Profile, _draw_profile, profile_text.format_text, profile_text.format_html)
 _register(
     Partition,
     partition_view.draw_partition,

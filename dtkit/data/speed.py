@@ -13,7 +13,8 @@ from dtkit.data import broadcast
 from dtkit.data.broadcast import ModelHandle
 from dtkit.data.partition import Partition
 from dtkit.data.program import pickle_program
-from dtkit.rpc.protocol import BenchmarkOperations, DataOperations, make_call
+from dtkit.rpc.measurements import BenchmarkOperations
+from dtkit.rpc.protocol import DataOperations, make_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,6 +17,7 @@ from dtkit.engine.ops.functions import FunctionOps
 from dtkit.engine.ops.group import GroupOps
 from dtkit.engine.ops.job_state import StateOps
 from dtkit.engine.ops.jobs import JobOps
+from dtkit.engine.ops.profiles import ProfileOps
 from dtkit.engine.ops.state import EngineState
 from dtkit.engine.script_process import ScriptError
 from dtkit.errors import RefusedError
@@ -42,6 +43,7 @@ class Session:
             JobOps(state),
             StateOps(state),
             BenchmarkOps(state),
+            ProfileOps(state),
         )
         """The methods that serve requests, by operation."""
 

@@ -15,7 +15,8 @@ from dtkit.planning import plan
 from dtkit.planning.cost_model import Benchmark, MemoryBudget, ModelProfile
 from dtkit.planning.planner import list_candidates
 from dtkit.planning.profiler import get_model_name, measure_memory_budgets, trains_on_host
-from dtkit.rpc.protocol import BenchmarkOperations, make_call
+from dtkit.rpc.measurements import BenchmarkOperations
+from dtkit.rpc.protocol import make_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -19,7 +19,8 @@ from dtkit.planning.batch_search import find_largest_batch
 from dtkit.planning.cost_model import Benchmark
 from dtkit.planning.plan import Plan, PlanRow, build_rows
 from dtkit.planning.profiler import ModelProfiler, PlanRequest, get_model_name
-from dtkit.rpc.protocol import BenchmarkOperations, make_call
+from dtkit.rpc.measurements import BenchmarkOperations
+from dtkit.rpc.protocol import make_call
 from dtkit.types import RunSpec, State, Status
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from dtkit.data.partition import Partition
 from dtkit.data.program import pickle_program
 from dtkit.planning.cost_model import Benchmark, LinearFit, MemoryBudget, ModelProfile, StepTimings
 from dtkit.planning.plan import find_shortage
-from dtkit.rpc.protocol import BenchmarkOperations, Call, make_call
+from dtkit.rpc.measurements import BenchmarkOperations
+from dtkit.rpc.protocol import Call, make_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,6 +11,8 @@ import dataclasses
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from dtkit.rpc.measurements import BenchmarkOperations, ProfileOperations
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
 
     from dtkit._util.process import ProcessId
     from dtkit.history.engine_outbox import EvaluationSums
-    from dtkit.planning.cost_model import ActivationPeak, AvailableMemory, LinkSpeeds, ModelSizes, StepTimings
-    from dtkit.planning.layer_chain import LayerChain
     from dtkit.planning.memory_report import MemoryUsage
     from dtkit.rpc.job_plan import JobDefinition, LoadingOptions
     from dtkit.rpc.payload import Payload
@@ -316,47 +316,6 @@ class StateOperations(ABC):
         """Return the snapshot of these ranks' parts as of `step`."""
 
 
-class BenchmarkOperations(ABC):
-    """Measurements: see :mod:`dtkit.engine.benchmark`."""
-
-    @abstractmethod
-    def measure_links(self, *, dtype: str) -> LinkSpeeds:
-        """Measure the speed of the engine and of its links. A collective."""
-
-    @abstractmethod
-    def measure_available_memory(self, *, free_caches: bool) -> AvailableMemory:
-        """Measure the memory that the engine can get, after it has freed unused memory if asked to."""
-
-    @abstractmethod
-    def measure_model_sizes(self, *, program: bytes, model: str | None) -> ModelSizes:
-        """Measure what a model needs for any batch. `model` is None if the program contains the model."""
-
-    @abstractmethod
-    def measure_activation_peaks(
-        self, *, program: bytes, model: str | None, data: str, rows: tuple[int, ...], precision: str | None = None
-    ) -> tuple[list[ActivationPeak], str]:
-        """Measure forward and backward on tensors without memory; without a result, the text gives the reason."""
-
-    @abstractmethod
-    def measure_layers(
-        self, *, program: bytes, model: str | None, data: str, rows: int, timed: bool
-    ) -> tuple[LayerChain | None, str]:
-        """Measure the layers of a model's chain; without a result, the text gives the reason."""
-
-    @abstractmethod
-    def measure_step_times(
-        self,
-        *,
-        program: bytes,
-        model: str,
-        data: str,
-        rows: int,
-        precision: str | None = None,
-        track_allocations: bool = False,
-    ) -> StepTimings:
-        """Take real steps on all ranks at the same time. A collective."""
-
-
 # -- the table ------------------------------------------------------------------------------------------------
 
 
@@ -378,6 +337,7 @@ SUBJECTS: tuple[Any, ...] = (
     JobOperations,
     StateOperations,
     BenchmarkOperations,
+    ProfileOperations,
 )
 OPERATIONS = {
     name: Operation(subject, name in _ANY_OWNER, name in _INDEPENDENT, name in _UNLIMITED_MEMORY)

@@ -8,17 +8,20 @@ Steps compute nothing. But models are stored, data is loaded, and functions are 
 
 from __future__ import annotations
 
+import gzip
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dtkit.engine.ops.admission import check_not_older
 from dtkit.history.history import ROW_DTYPE
+from dtkit.history.profile import OperatorTime, RankProfile
 from dtkit.planning.cost_model import AvailableMemory, LinkSpeeds, StepTimings
 from dtkit.planning.memory_report import MemoryUsage
 from dtkit.rpc.handshake import get_handshake
+from dtkit.rpc.measurements import BenchmarkOperations, ProfileOperations
 from dtkit.rpc.protocol import (
-    BenchmarkOperations,
     DataOperations,
     FunctionOperations,
     GroupOperations,
@@ -50,7 +53,7 @@ _NO_STATE = "fake engines have no state to save"
 
 def make_operations(engine: FakeEngine) -> dict[str, Callable[..., Any]]:
     """Return the methods that serve an engine's requests, by operation."""
-    subjects = (_Group, _Functions, _Data, _Models, _Jobs, _State, _Benchmarks)
+    subjects = (_Group, _Functions, _Data, _Models, _Jobs, _State, _Benchmarks, _Profiles)
     return bind_operations(*(subject(engine) for subject in subjects))
 
 
@@ -322,3 +325,14 @@ class _Benchmarks(_Subject, BenchmarkOperations):
         track_allocations: bool = False,
     ) -> StepTimings:
         return StepTimings([(1, 0.001, 0.002), (rows, 0.001 * rows, 0.002 * rows)], 0.001)
+
+
+class _Profiles(_Subject, ProfileOperations):
+    def start_profile(self, *, job: str) -> None:
+        self._engine.get_job(job)
+
+    def stop_profile(self, *, job: str) -> RankProfile | None:
+        self._engine.get_job(job)
+        operators = (OperatorTime("aten::mm", 3, 0.002 * (1 + self._engine.rank), 0.0),)
+        events = [{"ph": "X", "pid": 1, "tid": 1, "name": "aten::mm", "ts": 0.0, "dur": 2000.0}]
+        return RankProfile(operators, gzip.compress(json.dumps({"traceEvents": events}).encode()), 0.0)

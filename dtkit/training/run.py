@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util.deadline import Deadline
 from dtkit.errors import RunError
 from dtkit.history.history import History
+from dtkit.training import profiling
 from dtkit.training.driver import Driver
 from dtkit.training.job_client import JobClient
 from dtkit.training.learning_rate import parse_lr
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from dtkit.checkpoint.manager import CheckpointResult
     from dtkit.explain.base import Explanation
     from dtkit.health.stall_report import StallReport
+    from dtkit.history.profile import Profile
     from dtkit.history.timeline import Timeline
     from dtkit.planning.memory_report import Memory
     from dtkit.planning.plan import Plan
@@ -293,6 +295,15 @@ class Run(ShownRun):
         Parameters, gradients and optimizer state are as of now; the peak is the most that each process grew to.
         """
         return self._job.measure_memory(plan, timeout)
+
+    def profile(self, steps: int = 3, *, timeout: float | None = None) -> Profile:
+        """Take the next steps with torch's profiler on all ranks; return the operators, and one trace of all ranks.
+
+        A running run is paused for it, and goes on afterwards. Training stays the same, but these steps take longer.
+        ``profile.export_chrome_trace("trace.json.gz")`` writes the trace.
+        """
+        self._job.check_not_released("profile")
+        return profiling.profile_steps(self, self._engine_group, self._plan.job, steps, timeout)
 
     def placement(self, *, timeout: float | None = None) -> Any:
         """Return which rank holds which part of the model: a table, by the strategy.

@@ -24,7 +24,7 @@ from dtkit.history.comm_time import MESSAGE_DTYPE, MESSAGE_PHASES, SYNC_PHASE
 from dtkit.history.timeline import SPAN_DTYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.observe.clock import Clock
 
@@ -47,6 +47,8 @@ class PhaseTimer:
         self.clock = clock
         self.delay_factor = 1.0
         """Factor by which sleeps lengthen this rank's computation; 1 for none."""
+        self.on_phase: Callable[[str], None] | None = None
+        """Function that is called with each phase that begins, and with "" at the end of a step."""
         self._delayed_until: object | None = None  # mark in this phase up to which the delay is applied
         self._delay_owed_s = 0.0  # negative after too long a sleep
         self._events: PhaseEvents = []
@@ -57,6 +59,8 @@ class PhaseTimer:
         self.apply_delay()
         self._delayed_until = None
         self._events.append((phase, self.clock.record_mark(), position))
+        if self.on_phase is not None:
+            self.on_phase(phase if phase != END_OF_STEP else "")
 
     def continue_phase(self, phase: str, position: tuple[int, int]) -> None:
         """Begin `phase` unless it is the current one."""
@@ -115,6 +119,8 @@ class PhaseTimer:
     def reset(self) -> None:
         """Discard the events of a failed step."""
         self._events, self._enclosing_phase, self._delayed_until, self._delay_owed_s = [], "", None, 0.0
+        if self.on_phase is not None:
+            self.on_phase("")
 
 
 def _sleep_measured(seconds: float) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dtkit.rpc.measurements import BenchmarkOperations
 from dtkit.rpc.payload import Payload
-from dtkit.rpc.protocol import BenchmarkOperations
 
 if TYPE_CHECKING:
     from dtkit.engine.benchmark import BenchmarkContext
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class BenchmarkOps(BenchmarkOperations):
-    """See :class:`~dtkit.rpc.protocol.BenchmarkOperations`."""
+    """See :class:`~dtkit.rpc.measurements.BenchmarkOperations`."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state

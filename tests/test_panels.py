@@ -187,7 +187,8 @@ def test_nodes_count_as_lost_until_the_run_continues_without_them():
 
 def said(figure):
     """Return the texts below the title of a stored figure."""
-    return [text.get_text() for text in figure.texts if (text.get_gid() or "").startswith("remark-")]
+    remarks = [text for text in figure.texts if (text.get_gid() or "").startswith("remark-")]
+    return [text.get_text() for text in remarks if text.get_gid() != "remark-verdict"]
 
 
 def test_the_title_lists_stuck_and_left_out_nodes_and_event_marks():

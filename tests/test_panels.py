@@ -23,6 +23,8 @@ from dtkit.dashboard.summary.notices import collect_notices
 from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.step_strip import BOX_KINDS, MAX_BOXES, MAX_NODES, make_step_strip
 from dtkit.dashboard.summary.timing import compute_step_timing, select_bars
+from dtkit.dashboard.text import run_text
+from dtkit.history.scalars import ScalarRecord
 from dtkit.history.timeline import SPAN_DTYPE, Timeline, convert_simulation
 from dtkit.schedules.schedule import Schedule
 from dtkit.types import Event, State
@@ -157,7 +159,7 @@ def test_replaced_and_left_out_nodes_are_sent():
         4,
         4,
     )  # there are lines of four
-    assert told["head"]["overall"] == later["head"]["overall"] == "all ÷ n"  # was divided by 4, and is by 3
+    assert told["head"]["overall"] == later["head"]["overall"] == "all, per node"  # was divided by 4, and is by 3
     source.advance(40)
     assert "head" not in builder.build_change().content
     assert [bar.rank for bar in select_bars(compute_step_timing(source.history, 4))] == [
@@ -597,3 +599,31 @@ def test_every_step_axis_has_event_marks():
         if ax._left_title.get_text() in {"Loss", "Throughput", "Gradient norm", "Learning rate"}:
             marks = [line.get_gid() for line in ax.get_lines() if line.get_gid().startswith("event-")]
             assert marks == ["event-stuck", "event-lost", "event-repair", "event-save", "event-error"]
+
+
+@pytest.mark.usefixtures("own_panels")
+def test_a_wide_panel_has_a_row_of_its_own():
+    @dtkit.panel("Whole", wide=True)
+    def whole(ax, history):
+        ax.plot([0, 1])
+
+    source = FakeSource(ranks=2)
+    source.advance(20)
+    figure = run_figure.draw_run(source)
+    figure.canvas.draw()
+    width = {ax.get_title(loc="left"): ax.get_position().width for ax in figure.axes}
+    assert width["Whole"] > 1.8 * width["Loss"]
+    with pytest.raises(TypeError, match="wide='yes'"):
+        dtkit.panel("Whole", wide="yes")
+
+
+def test_numbers_of_the_user_have_panels_with_a_line_for_each_node():
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    for rank in (0, 1):
+        source.history.add(ScalarRecord(rank, {"kl": [(step, 64.0 * (rank + 1), 64.0) for step in range(40)]}))
+    (ax,) = [ax for ax in run_figure.draw_run(source).axes if ax.get_title(loc="left") == "kl"]
+    assert [line.get_label() for line in ax.get_lines()] == ["node 0", "node 1", "mean"]
+    np.testing.assert_allclose(ax.get_lines()[2].get_ydata(), 1.5)
+    assert ax.get_title(loc="right") == "last 1.50, lowest 1.50, highest 1.50"
+    assert "logged: kl 1.50" in run_text.format_run(source)

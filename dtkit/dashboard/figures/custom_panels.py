@@ -22,14 +22,17 @@ if TYPE_CHECKING:
     PanelFunction = Callable[[Axes, History], Any]
 
 _registered_panels: dict[str, PanelFunction] = {}
+_wide_panels: set[str] = set()
 
 
-def panel(name: str) -> Callable[[PanelFunction], PanelFunction]:
+def panel(name: str, *, wide: bool = False) -> Callable[[PanelFunction], PanelFunction]:
     """Add a panel to the dashboard of every run: a decorator of a function ``draw(ax, history)``.
 
-    `name` is its title. A panel of the same name is replaced, so that a cell may run again. To remove a panel, call
-    ``remove_panel(name)`` of this module.
+    `name` is its title. A `wide` panel takes the full width. A panel of the same name is replaced, so that a cell may
+    run again. To remove a panel, call ``remove_panel(name)`` of this module.
     """
+    if not isinstance(wide, bool):
+        raise TypeError(f"panel({name!r}, wide={wide!r}): it is True for the full width, or False")
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f'panel({name!r}): give it a title, as in @dtkit.panel("Accuracy")')
 
@@ -37,6 +40,7 @@ def panel(name: str) -> Callable[[PanelFunction], PanelFunction]:
         if not callable(draw):
             raise TypeError(f"{draw!r} is not a function; a panel is a function of (ax, history)")
         _registered_panels[name] = draw
+        (_wide_panels.add if wide else _wide_panels.discard)(name)
         return draw
 
     return register
@@ -45,8 +49,14 @@ def panel(name: str) -> Callable[[PanelFunction], PanelFunction]:
 def remove_panel(name: str) -> None:
     """Remove a panel. Does nothing if there is none of this name."""
     _registered_panels.pop(name, None)
+    _wide_panels.discard(name)
 
 
 def get_panels() -> dict[str, PanelFunction]:
     """Return the panels by name, in the order in which they were added."""
     return dict(_registered_panels)
+
+
+def is_wide(name: str) -> bool:
+    """Return whether a panel takes the full width."""
+    return name in _wide_panels

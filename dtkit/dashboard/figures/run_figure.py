@@ -15,6 +15,7 @@ from dtkit.dashboard.figures.panels import (
     loss,
     memory,
     metrics,
+    scalars,
     step_time,
     throughput,
     timeline,
@@ -50,10 +51,15 @@ def draw_run(run: RunView, panels: Sequence[Panel] | None = None) -> Figure:
     Bars, strips and squares take a row of their own, and so does a panel without a neighbor.
     """
     wide_panels = {} if panels else _make_wide_panels(run)
+    custom = {} if panels else _wrap_custom_panels()
     if panels is None:
-        panels = [*select_panels(run.history), *_wrap_custom_panels()]
+        panels = [*select_panels(run.history), *custom]
     has_failed_early = run.exception is not None and not len(run.history)
-    rows = [] if has_failed_early else _arrange_rows(panels, wide_panels)
+    rows = (
+        []
+        if has_failed_early
+        else _arrange_rows(panels, wide_panels, [panel for panel, is_wide in custom.items() if is_wide])
+    )
     heights = [wide_panels.get(row[0]) or _get_row_height(row, run.spec.world_size) for row in rows]
     title_lines = _collect_title_lines(run)
     title_height = _TITLE_LINE_HEIGHT_IN * (1 + len(title_lines)) + 0.14
@@ -72,8 +78,8 @@ def select_panels(history: History) -> list[Panel]:
     """Return the panels that a history has data for."""
     optional: list[Panel] = [gradient_norm.draw, learning_rate.draw]
     has_data = gradient_norm.has_gradient_norm(history) or learning_rate.has_lr_changes(history)
-    validation = metrics.make_panels(history)
-    return [loss.draw, throughput.draw, *validation, step_time.draw, *(optional if has_data else [])]
+    own = [*metrics.make_panels(history), *scalars.make_panels(history)]
+    return [loss.draw, throughput.draw, *own, step_time.draw, *(optional if has_data else [])]
 
 
 def _make_wide_panels(run: RunView) -> dict[Panel, float]:
@@ -91,17 +97,23 @@ def _make_wide_panels(run: RunView) -> dict[Panel, float]:
     return panels
 
 
-def _wrap_custom_panels() -> list[Panel]:
-    """Return the user's panels, each with its title and its error handling."""
-    return [panel_frame.wrap_panel(name, draw) for name, draw in custom_panels.get_panels().items()]
+def _wrap_custom_panels() -> dict[Panel, bool]:
+    """Return the user's panels, each with its title and its error handling, and whether it takes the full width."""
+    return {
+        panel_frame.wrap_panel(name, draw): custom_panels.is_wide(name)
+        for name, draw in custom_panels.get_panels().items()
+    }
 
 
-def _arrange_rows(panels: Sequence[Panel], wide_panels: Mapping[Panel, float]) -> list[list[Panel]]:
+def _arrange_rows(
+    panels: Sequence[Panel], wide_panels: Mapping[Panel, float], wide_custom: Sequence[Panel] = ()
+) -> list[list[Panel]]:
     """Return panels by row: squares first, then pairs, with strips and memory after the bars of step time."""
     first = [panel for panel in wide_panels if panel is waffle.draw]
     rows: list[list[Panel]] = [[panel] for panel in first]
+    alone = [step_time.draw, *wide_panels, *wide_custom]
     for panel in panels:
-        fits_last_row = rows and len(rows[-1]) == 1 and not {panel, rows[-1][0]} & {step_time.draw, *wide_panels}
+        fits_last_row = rows and len(rows[-1]) == 1 and panel not in alone and rows[-1][0] not in alone
         if fits_last_row:
             rows[-1].append(panel)
         else:

@@ -82,14 +82,13 @@ def count_replicas(num_ranks: int, ranks_per_replica: int) -> int:
 
 
 def format_overall_label(num_ranks: int, ranks_per_replica: int, num_initial_ranks: int | None = None) -> str:
-    """Return the label of throughput over all nodes: ``all ÷ 4``, or ``all`` for one replica.
-
-    A run that began with more nodes had another divisor, so its label is ``all ÷ n``.
-    """
-    count = count_replicas(num_ranks, ranks_per_replica)
-    if num_initial_ranks is not None and count != count_replicas(num_initial_ranks, ranks_per_replica):
-        return "all ÷ n"
-    return f"all ÷ {count}" if count > 1 else "all"
+    """Return the label of throughput over all nodes, divided by the replicas: ``all, per node``; ``all`` for one."""
+    count = count_replicas(
+        num_ranks if num_initial_ranks is None else max(num_ranks, num_initial_ranks), ranks_per_replica
+    )
+    if count == 1:
+        return "all"
+    return "all, per node" if ranks_per_replica == 1 else "all, per replica"
 
 
 def _compute_mean_throughput(totals: np.ndarray, ranks_per_replica: int) -> np.ndarray:

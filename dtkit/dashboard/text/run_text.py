@@ -14,7 +14,7 @@ import weakref
 from typing import TYPE_CHECKING, TextIO
 
 from dtkit._util import formatting, timeouts
-from dtkit.dashboard.summary.metrics import RunMetrics, compute_epoch, compute_run_metrics
+from dtkit.dashboard.summary.metrics import WINDOW_STEPS, RunMetrics, compute_epoch, compute_run_metrics
 from dtkit.dashboard.summary.notices import NOTICE_GLYPHS, collect_notices
 from dtkit.dashboard.summary.stall import find_stall, format_line
 from dtkit.dashboard.summary.verdict import VERDICT_GLYPH, find_shown_verdict
@@ -43,6 +43,7 @@ def format_run(run: RunView) -> str:
         head,
         _format_position(run),
         _format_metrics(metrics),
+        *_format_own_numbers(run),
         *_format_notices(run, metrics),
         *_format_verdict(run),
         *_format_node_lines(run, metrics),
@@ -79,6 +80,26 @@ def _format_metrics(metrics: RunMetrics) -> str:
     if metrics.timing.is_measured:
         parts.append(f"waiting {formatting.format_percent(metrics.timing.waiting_share)}")
     return ", ".join(parts)
+
+
+_MAX_OWN_NUMBERS = 6
+
+
+def _format_own_numbers(run: RunView) -> list[str]:
+    """Return the last validation in one line, and the last numbers from `dtkit.log` in another."""
+    lines = []
+    if run.history.evaluations:
+        last = run.history.evaluations[-1]
+        parts = [
+            f"{formatting.sanitize_text(name, 40)} {formatting.format_loss(value)}"
+            for name, value in list(last.values.items())[:_MAX_OWN_NUMBERS]
+        ]
+        lines.append(f"validation at step {last.step:,}: {', '.join(parts)}")
+    logged = []
+    for name in run.history.scalar_names[:_MAX_OWN_NUMBERS]:
+        _, values = run.history.scalar(name, since=run.status.step - WINDOW_STEPS)
+        logged += [f"{formatting.sanitize_text(name, 40)} {formatting.format_loss(values[-1])}"] if len(values) else []
+    return [*lines, *([f"logged: {', '.join(logged)}"] if logged else [])]
 
 
 def _format_notices(run: RunView, metrics: RunMetrics) -> list[str]:
@@ -153,7 +174,13 @@ class TextProgress:
         progress = _format_bar(share) if self.is_tty else f"{100 * share:.0f} %"
         head = f"{status.state.value} {progress} step {status.step:,} of {status.steps:,}, {_format_times(status)}"
         metrics = compute_run_metrics(self._run.history, self._run.spec.world_size)
-        details = [_format_metrics(metrics), *_format_notices(self._run, metrics), *_format_verdict(self._run)]
+        own_numbers = _format_own_numbers(self._run)
+        details = [
+            _format_metrics(metrics),
+            *own_numbers,
+            *_format_notices(self._run, metrics),
+            *_format_verdict(self._run),
+        ]
         return [head, *(f"  {line}" for line in details), *_format_node_lines(self._run, metrics)]
 
     def _format_in_place(self, new_lines: list[str], block: list[str]) -> str:

@@ -1,0 +1,59 @@
+"""A panel for each number that the user logged in a training: a line for each node, and the mean over all."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtkit._util import formatting
+from dtkit.dashboard.figures import style
+from dtkit.dashboard.summary.curves import MAX_NODE_LINES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from matplotlib.axes import Axes
+
+    from dtkit.history.history import History
+
+_MAX_PANELS = 8
+_MAX_POINTS = 256
+
+
+def make_panels(history: History) -> list[Callable[[Axes, History], None]]:
+    """Return the panels, in the order in which the names were first logged."""
+    with_numbers = [name for name in history.scalar_names if np.isfinite(history.scalar(name)[1]).any()]
+    return [functools.partial(draw, name=name) for name in with_numbers[:_MAX_PANELS]]
+
+
+def draw(ax: Axes, history: History, *, name: str) -> None:
+    """Draw the values of one name."""
+    style.style_axes(ax)
+    style.format_step_axis(ax)
+    ranks = history.ranks
+    if 1 < len(ranks) <= MAX_NODE_LINES:
+        for rank in ranks:
+            color = style.COLORS[rank % len(style.COLORS)]
+            ax.plot(*_thin_out(*history.scalar(name, rank)), color=color, linewidth=1.1, label=f"node {rank}")
+    steps, values = history.scalar(name)
+    ax.plot(
+        *_thin_out(steps, values), color=style.TEXT_COLOR, linewidth=1.5, label="mean" if len(ranks) > 1 else "_",
+        linestyle=(0, (3, 1.6)) if len(ranks) > 1 else "-", gid=f"scalar {name}",
+    )  # fmt: skip
+    style.draw_end_labels(ax, style.collect_line_labels(ax))
+    known = values[np.isfinite(values)]
+    last, low, high = (formatting.format_loss(float(value)) for value in (known[-1], known.min(), known.max()))
+    style.set_title(ax, formatting.sanitize_text(name, 40), f"last {last}, lowest {low}, highest {high}")
+    style.mark_events(ax, history.events)
+
+
+def _thin_out(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return at most ``_MAX_POINTS`` points, each the mean over as many neighbors."""
+    width = -(-len(steps) // _MAX_POINTS)
+    if width <= 1:
+        return steps, values
+    first = np.arange(0, len(steps), width)
+    count = np.diff(np.append(first, len(steps)))
+    return np.add.reduceat(steps.astype("f8"), first) / count, np.add.reduceat(values, first) / count

@@ -177,8 +177,8 @@ TRACKER_INTERVAL_S = 2.0
 """Period of writing a run's records to an experiment tracker."""
 TRACKER_OPEN_TIMEOUT_S = 15.0
 """Delay of a training's first step until a tracker is open; a slower one is opened meanwhile."""
-TRACKER_TIME_CREDIT_S = 0.05
-"""Time that a tracker may take at the beginning of a run, beyond its share."""
+TRACKER_TIME_CREDIT_S = 0.01
+"""Time that a tracker may take at once, beyond its share. More would slow the first seconds of a run."""
 TRACKER_STEP_S = 0.002
 """Time that writing a step is taken to need until it is measured."""
 TRACKER_LAST_WRITE_S = 3.0
@@ -282,7 +282,11 @@ HOROVOD_STALL_TIMEOUT_S = 60.0
 HOROVOD_STOP_TIMEOUT_S = 2.0
 """Limit for operations that still run at a shutdown."""
 HOROVOD_RESET_TIMEOUT_S = 60.0
-"""Limit for all ranks to form a new group after an error under `elastic.run`."""
+"""Limit for all ranks to form a new group after an error under `elastic.run`, once all have arrived."""
+HOROVOD_MEETING_TIMEOUT_S = 1800.0
+"""Limit for all ranks to arrive. Some may compute for long, or start on a new engine; the notebook ends a vain wait."""
+HOROVOD_MEETING_POLL_S = 0.02
+"""Pause between two looks for ranks that arrive."""
 
 # -- the test double --------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from tests.bench import (
     saving,
     speed,
     strategies,
+    trackers,
     traditional,
 )
 
@@ -45,6 +46,7 @@ PARTS: dict[str, Callable[[], bool]] = {
     "keras": keras.keras,
     "forests": traditional.forests,
     "xgboost": traditional.xgboost,
+    "trackers": trackers.trackers,
     "saving": saving.saving,
     "recovery": recovery.recovery,
     "detection": recovery.detection,

@@ -25,6 +25,7 @@ from dtkit.rpc.engine_group import EngineGroup
 from dtkit.rpc.membership import Membership
 from dtkit.rpc.payload import Payload, make_payload
 from dtkit.training import task
+from dtkit.training.script_task import submit_script
 from dtkit.types import Failure, Reply
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ def test_the_thread_ends_with_the_call(cluster):
 
 def test_script_gets_a_store_and_a_new_attempt(cluster):
     for attempt in range(2):
-        call = task.submit_script(cluster, len, (), {})
+        call = submit_script(cluster, len, (), {}, bool)
         (opened, to), (op, args) = cluster.sent[-2:]
         assert (opened, to["ranks"], op, args["port"], args["restart_count"]) == (
             "open_torchrun_store",
@@ -244,7 +245,7 @@ def test_script_gets_a_store_and_a_new_attempt(cluster):
 )
 def test_script_that_does_not_exist_is_refused_at_once(cluster, main, args, kwargs, error):
     with pytest.raises((TypeError, ValueError, FileNotFoundError), match=error):
-        task.submit_script(cluster, main, args, kwargs)
+        submit_script(cluster, main, args, kwargs, bool)
     assert cluster.sent == []
 
 

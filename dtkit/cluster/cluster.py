@@ -10,8 +10,9 @@ from dtkit._util.arguments import suggest_arguments
 from dtkit.cluster.engines import Engines
 from dtkit.data import broadcast, distribute, speed
 from dtkit.planning import planner, profiler
-from dtkit.training import item_map, launch, task
+from dtkit.training import item_map, launch, script_task, task
 from dtkit.training.config import TrainConfig
+from dtkit.training.elastic_script import make_policy
 
 if TYPE_CHECKING:
     import contextlib
@@ -115,19 +116,33 @@ class Cluster(Engines):
         return context
 
     def torchrun(
-        self, main: str | Path | Callable[..., Any], *args: Any, horovod: bool = False, **kwargs: Any
+        self,
+        main: str | Path | Callable[..., Any],
+        *args: Any,
+        horovod: bool = False,
+        min_np: int | None = None,
+        max_np: int | None = None,
+        on_failure: Literal["repair", "shrink"] | None = None,
+        **kwargs: Any,
     ) -> list[Any]:
         """Run a script in a fresh process for each rank, as torchrun would, and return the results by rank.
 
         main : the path of a script (``cluster.torchrun("train.py", "--epochs", 3)``), "-m" and a module's name, or a
             function, which is called with the other arguments. It makes its own process group.
         horovod : whether ``import horovod.torch as hvd`` finds :mod:`dtkit.integrations.horovod.torch` in the script.
+        on_failure : when an engine is lost and the script uses ``hvd.elastic.run``, "repair" starts another one, from
+            the last commit of the others, or goes on without it if that can't be done. "shrink" goes on with fewer
+            ranks at once. By default "shrink" with `min_np`, else "repair".
+        min_np, max_np : as for horovodrun, the fewest ranks to go on with (1), and the most to start with. Engines
+            beyond `max_np` wait to replace a lost one.
 
         The cell shows live what ranks print and pass to :func:`dtkit.log`. A function's results are what it returns,
         and a script's are its exit codes, 0. Any other code raises EngineError, and ends the other ranks. An interrupt
         ends the processes within seconds. Engines, and what they hold, stay as they are.
         """
-        script = task.submit_script(self._engine_group, main, args, kwargs, self.repair, has_horovod=horovod)
+        asked: dict[str, Any] = {"min_np": min_np, "max_np": max_np, "on_failure": on_failure}
+        policy = make_policy(self._engine_group.world_size, horovod=horovod, **asked)
+        script = script_task.submit_script(self._engine_group, main, args, kwargs, self.repair, policy)
         return script.display_and_wait()
 
     @suggest_arguments

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _LAUNCHERS: dict[str, type[Launcher]] = {"local": LocalLauncher}
 """Launchers with code of their own; ipyparallel's others all work alike."""
+_NO_ENGINE = -1
+"""In place of the id of a rank's engine."""
 
 
 class LaunchedTransport(IpyparallelTransport):
@@ -136,6 +138,12 @@ class LaunchedTransport(IpyparallelTransport):
                 self.engine_ids[rank] = engine
         if len(self.spare_ids) < self.config.spares:
             threading.Thread(target=self._refill_spares, name="dtkit-spares", daemon=True).start()
+
+    def set_aside(self, ranks: Sequence[int]) -> None:
+        """Make spare engines of the engines of these ranks."""
+        for rank in ranks:
+            self.spare_ids.insert(0, self.engine_ids[rank])
+            self.engine_ids[rank] = _NO_ENGINE
 
     def _use_spare(self, rank: int) -> bool:
         while self.spare_ids:

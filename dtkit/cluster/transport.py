@@ -125,6 +125,9 @@ class IpyparallelTransport:
             f"{_ATTACHED_REMEDY}"
         )
 
+    def set_aside(self, ranks: Sequence[int]) -> None:
+        """Do nothing: `replace` has never started an engine."""
+
     def make_locked_view(self, lock: threading.RLock) -> ipp.DirectView:
         """Return a view for ``%%px`` that fans out under the cluster's lock."""
         view = _LockedView(self._client, get_main_stream(self._client), targets=self.engine_ids)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
 from dtkit.engine.observe.call_output import LOG_DESCRIPTOR_VARIABLE
+from dtkit.rpc.script_ranks import ELASTIC_VARIABLE, FOLDER_VARIABLE, SLOT_VARIABLE, ScriptFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from dtkit.engine.observe.call_output import CallOutput
     from dtkit.rpc.script import Script
 
-ELASTIC_VARIABLE = "DTKIT_ELASTIC_FILE"
-"""Environment variable of a process: a file that it makes if it wants to be started again after it was killed."""
+KILLED = "ScriptKilled"
+"""Kind of the error of an elastic script whose process was killed again and again."""
 
 _MAX_RESTARTS = 3
 _MAX_KEPT_LINES = 200  # of the output, for the error
@@ -57,10 +58,10 @@ def run_script(script: Script, environment: Mapping[str, str], output: CallOutpu
         call, result = Path(folder) / "call", Path(folder) / "result"
         if script.payload is not None:
             call.write_bytes(pickle.dumps((_make_module_path(script), pickle.dumps(script.payload))))
-        command, elastic = _make_command(script, call, result), Path(folder) / "elastic"
-        environment = {**environment, **_make_horovod_environment(script, environment), ELASTIC_VARIABLE: str(elastic)}
+        command, elastic = _make_command(script, call, result), _get_elastic_file(script, Path(folder))
         for remaining in reversed(range(_MAX_RESTARTS + 1)):
-            process = _ScriptProcess(command, script.folder, environment, output)
+            own_environment = _make_script_environment(script, environment) | {ELASTIC_VARIABLE: str(elastic)}
+            process = _ScriptProcess(command, script.folder, own_environment, output)
             # waits: for as long as the script runs, in short turns
             code = process.wait()
             if code >= 0 or not elastic.exists() or not remaining:
@@ -78,7 +79,27 @@ def run_script(script: Script, environment: Mapping[str, str], output: CallOutpu
             if code:
                 output.add_line(f"{script.title} returned, and its process then ended with {_describe_exit(code)}")
             return outcome[1]
+        if code < 0 and elastic.exists():
+            raise ScriptError(KILLED, f"{script.title} ended with {_describe_exit(code)} {_MAX_RESTARTS + 1} times", "")
         raise _make_error(script.title, code, outcome, process.last_lines)
+
+
+def _get_elastic_file(script: Script, folder: Path) -> Path:
+    return folder / "elastic" if script.shared_folder is None else ScriptFolder(Path(script.shared_folder)).elastic_file
+
+
+def _make_script_environment(script: Script, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of a process that starts now; its rank may have changed since the call."""
+    made = {**environment, **_make_horovod_environment(script, environment)}
+    if script.shared_folder is None:
+        return made
+    ranks = ScriptFolder(Path(script.shared_folder)).read()
+    return {
+        **made,
+        **ranks.make_environment(script.slot),
+        FOLDER_VARIABLE: script.shared_folder,
+        SLOT_VARIABLE: str(script.slot),
+    }
 
 
 def _make_command(script: Script, call: Path, result: Path) -> list[str]:

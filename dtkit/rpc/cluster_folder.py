@@ -7,6 +7,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from dtkit.health import status
+from dtkit.rpc.script_ranks import FOLDER_PREFIX
 from dtkit.types import END_EARLY_PREFIX
 
 if TYPE_CHECKING:
@@ -68,5 +69,6 @@ class ClusterFolder:
             for path in [*self.path.glob("store-*"), *self.path.glob(f"{END_EARLY_PREFIX}*"), self.path / JOB_FLAG]:
                 path.unlink(missing_ok=True)
             status.remove_status_files(self.path)
-            shutil.rmtree(self.path / _SNAPSHOTS_FOLDER, ignore_errors=True)
+            for folder in [self.path / _SNAPSHOTS_FOLDER, *self.path.glob(f"{FOLDER_PREFIX}*")]:
+                shutil.rmtree(folder, ignore_errors=True)
             self.path.rmdir()

@@ -266,6 +266,26 @@ class Membership:
         self.handshake(ranks)
         self.form_process_group(ranks_changed=True)
 
+    def start_single_engines(self, ranks: Sequence[int], folder: Path) -> None:
+        """Start new engines at these ranks while the others are busy. Each forms a process group of its own.
+
+        It lasts until the group of all ranks is formed. `folder` is for what these groups write.
+        """
+        self._end_processes(ranks)
+        self._transport.replace(ranks)
+        self.handshake(ranks)
+        calls = []
+        for rank in ranks:
+            store = folder / f"engine-{rank}-{self._transport.engine_ids[rank]}" / "store"
+            store.parent.mkdir(mode=0o700)
+            store.touch(mode=0o600)
+            joined = self._make_join_calls(store, ranks_changed=True)[rank]
+            spec = dataclasses.replace(joined.args["spec"], rank=0, world_size=1)
+            calls.append(dataclasses.replace(joined, args={**joined.args, "spec": spec}))
+        replies = self._caller.gather_replies(self._caller.fan_out(calls, ranks=ranks), self.config.timeout + 5, ranks)
+        if failures := [reply.failure for reply in replies if reply.failure is not None]:
+            raise EngineError(failures)
+
     def drop_engines(self, ranks: Sequence[int]) -> None:
         """Continue without these ranks; higher ranks move down. All jobs end."""
         self._transport.kill(ranks)

@@ -26,6 +26,10 @@ class Script:
     """The function and its arguments; None for a file or a module."""
     has_horovod: bool = False
     """Whether ``import horovod`` finds dtkit's implementation."""
+    shared_folder: str | None = None
+    """Path of the :class:`~dtkit.rpc.script_ranks.ScriptFolder`; None for ranks that never change."""
+    slot: int = 0
+    """The place of the process in that folder's ranks."""
 
     @property
     def title(self) -> str:

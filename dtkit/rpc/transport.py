@@ -48,6 +48,9 @@ class Transport(Protocol):
     def replace(self, ranks: Sequence[int]) -> None:
         """Start a new engine at each of these ranks, and end the old ones. Raise ClusterError if that can't be done."""
 
+    def set_aside(self, ranks: Sequence[int]) -> None:
+        """Let these ranks be without an engine, as if it were lost. `replace` takes the engines again."""
+
     def drop(self, ranks: Sequence[int]) -> None:
         """Continue without these ranks; higher ranks move down."""
 

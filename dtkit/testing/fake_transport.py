@@ -170,6 +170,9 @@ class FakeTransport(FakeResults):
             self._workers[rank].inbox.put(None)
             self._workers[rank] = self._start(rank)
 
+    def set_aside(self, ranks: Sequence[int]) -> None:
+        """See :class:`~dtkit.rpc.transport.Transport`. Only engines that `replace` has started are set aside."""
+
     def drop(self, ranks: Sequence[int]) -> None:
         """See :class:`~dtkit.rpc.transport.Transport`."""
         kept = [worker for worker in self._workers if worker.engine.rank not in ranks]

@@ -64,6 +64,9 @@ class InProcessTransport:
         self._leave()
         self.session = Session()
 
+    def set_aside(self, ranks: Sequence[int]) -> None:
+        """See :class:`~dtkit.rpc.transport.Transport`. Only engines that `replace` has started are set aside."""
+
     def drop(self, ranks: Sequence[int]) -> None:
         """See :class:`~dtkit.rpc.transport.Transport`. The only rank stays."""
 

@@ -19,7 +19,6 @@ from dtkit.dashboard.text import call_text
 from dtkit.errors import DtkitError
 from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.protocol import FunctionOperations, make_call
-from dtkit.rpc.script import Script, parse_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -99,11 +98,15 @@ class Task:
         self._process_replies(replies)
 
     def _process_replies(self, replies: Sequence[Reply[Any]]) -> None:
-        results: list[Payload] = []
         for rank, reply in enumerate(replies):
             if isinstance(reply.value, tuple):  # (result or None, everything that was logged and printed)
                 self.receive(rank, 0, reply.value[1])
-                results += [reply.value[0]] if reply.value[0] is not None else []
+        self._load_results(replies)
+
+    def _load_results(self, replies: Sequence[Reply[Any]]) -> None:
+        """Load the results; raise what failed."""
+        values = [reply.value for reply in replies if isinstance(reply.value, tuple)]
+        results: list[Payload] = [value[0] for value in values if value[0] is not None]
         try:
             self.engine_group.unwrap(replies)
             self._results = [result.load() for result in results]
@@ -248,41 +251,16 @@ def submit(
     repair: Callable[[], object] | None = None,
 ) -> Task:
     """See :meth:`dtkit.Cluster.submit`; `repair` replaces engines that are gone."""
-    _check_callable(engine_group, fn)
+    check_callable(engine_group, fn)
 
     def make_function_call(payload: Payload) -> Call[Any]:
         return make_call(FunctionOperations.call_function, payload=payload)
 
-    return _start(Task(engine_group, _get_name(fn), repair), (fn, args, kwargs), make_function_call)
+    return start_on_all_ranks(Task(engine_group, get_name(fn), repair), (fn, args, kwargs), make_function_call)
 
 
-def submit_script(
-    engine_group: EngineGroup,
-    main: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    repair: Callable[[], object] | None = None,
-    *,
-    has_horovod: bool = False,
-) -> Task:
-    """See :meth:`dtkit.Cluster.torchrun`; `repair` replaces engines that are gone."""
-    script = parse_script(main, args, kwargs, has_horovod=has_horovod)
-    if script is None:
-        _check_callable(engine_group, main)
-    engine_group.check_open()
-    engine_group.membership.ensure_formed()
-    port, count = _open_rendezvous_store(engine_group), next(engine_group.torchrun_attempts)
-
-    def make_script_call(payload: Payload) -> Call[Any]:
-        function = Script(_get_name(main), payload=payload, has_horovod=has_horovod)
-        to_run = function if script is None else script
-        return make_call(FunctionOperations.run_script, script=to_run, port=port, restart_count=count)
-
-    task = Task(engine_group, _get_name(main) if script is None else script.title, repair)
-    return _start(task, (main, args, kwargs), make_script_call)
-
-
-def _check_callable(engine_group: EngineGroup, fn: Any) -> None:
+def check_callable(engine_group: EngineGroup, fn: Any) -> None:
+    """Raise TypeError for what is not a function, and ClusterClosedError for a closed cluster."""
     engine_group.check_open()
     if not callable(fn):
         raise TypeError(
@@ -290,11 +268,12 @@ def _check_callable(engine_group: EngineGroup, fn: Any) -> None:
         )
 
 
-def _get_name(fn: Any) -> str:
+def get_name(fn: Any) -> str:
+    """Return a name for a function."""
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
-def _start(
+def start_on_all_ranks(
     task: Task,
     function_call: tuple[Any, tuple[Any, ...], dict[str, Any]],
     make_engine_call: Callable[[Payload], Call[Any]],
@@ -311,15 +290,3 @@ def _start(
         raise
     task.start_collecting(futures, payload)
     return task
-
-
-def _open_rendezvous_store(engine_group: EngineGroup) -> int:
-    """Return the port of a store for a script's own group. Rank 0 may have to finish a long call first."""
-    return int(
-        engine_group.unwrap(
-            engine_group.gather_replies(
-                engine_group.fan_out(make_call(FunctionOperations.open_torchrun_store), ranks=[0]),
-                timeouts.TASK_TIMEOUT_S,
-            )
-        )[0]
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import datetime as dt
 import os
 import socket
 from typing import TYPE_CHECKING, Any
@@ -11,82 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dtkit._util import timeouts
-from dtkit.engine.comm.tcp import make_connection_breaker
 from dtkit.integrations.horovod.communicator import Communicator
 from dtkit.integrations.horovod.context import Context, Placement, get_context, has_context, set_context
+from dtkit.integrations.horovod.own_group import OwnGroup
 from dtkit.integrations.horovod.process_sets import ProcessSet, add_process_set
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-class _OwnGroup:
-    """The process group that `init` formed, in a script that had none."""
-
-    def __init__(self) -> None:
-        self._store: tuple[Any, int, int] | None = None  # kept, since rank 0 may serve it
-        self.break_connections: Callable[[], None] | None = None
-        """Ends blocked collectives; None if no group is formed."""
-
-    def form(self, timeout_s: float | None) -> None:
-        """Form a group from torchrun's environment; without one, a group of this process alone."""
-        limit = dt.timedelta(seconds=timeouts.FIRST_STEP_TIMEOUT_S if timeout_s is None else timeout_s)
-        if self._store is None:
-            self._store = _open_store(limit)
-        store, rank, size = self._store
-        prefix = f"dtkit-horovod/{_find_generation(store, rank)}"
-        self.break_connections = make_connection_breaker()
-        scoped = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # torch exports it by name only
-        dist.init_process_group(_choose_backend(), store=scoped, rank=rank, world_size=size, timeout=limit)
-
-    def leave(self, are_workers_idle: bool) -> None:
-        """End the group, even if a worker waits for another rank."""
-        if self.break_connections is None:
-            return
-        if not are_workers_idle:
-            self.break_connections()
-        self.break_connections = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-_own_group = _OwnGroup()
-
-
-def _find_generation(store: Any, rank: int) -> int:
-    """Return the number of the group that the ranks form next.
-
-    A group is over if this rank has been in it: in this process, or in one before it that was killed.
-    """
-    key = "dtkit-horovod/generation"
-    current = int(store.compare_set(key, "", "0"))
-    if store.check([f"{key}/{current}/{rank}"]):
-        store.compare_set(key, str(current), str(current + 1))  # another rank may have been first
-        current = int(store.get(key))
-    store.set(f"{key}/{current}/{rank}", "1")
-    return current
-
-
-def _open_store(limit: dt.timedelta) -> tuple[Any, int, int]:
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if "WORLD_SIZE" not in os.environ or missing == [*_TORCHRUN_VARIABLES[2:]]:
-        return dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # as above
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} is not set; start the script with cluster.torchrun(script, horovod=True) "
-            "or python -m torch.distributed.run"
-        )
-    store, rank, size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]  # as above
-    return store, rank, size
-
-
-def _choose_backend() -> str:
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    has_device_each = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
-    return "cpu:gloo,cuda:nccl" if has_device_each and dist.is_nccl_available() else "gloo"
+_own_group = OwnGroup()
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -103,7 +35,7 @@ def start(
     process_sets: Sequence[ProcessSet] | str | None = None,
     timeout_s: float | None = None,
 ) -> None:
-    """Initialize as :func:`init` does, with a limit for the other ranks to arrive and for each later collective."""
+    """Initialize as :func:`init` does, with a limit for the ranks to connect."""
     if has_context():
         return
     if not dist.is_initialized():

@@ -8,7 +8,7 @@ class HorovodInternalError(RuntimeError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
-    """The set of hosts changed. dtkit never raises it: the ranks of a script stay the same."""
+    """The set of hosts changed. dtkit never raises it: ranks change only with a failed collective."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the set of hosts changed")

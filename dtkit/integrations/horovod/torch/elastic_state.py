@@ -2,7 +2,8 @@
 
 After a failed collective `run` restores the last commit, forms the group again, and calls the function again. If a
 rank's process is killed, its engine starts the script there again, and the new process takes over the others' state.
-The ranks stay the same: hosts never come or go.
+If an engine is lost, the notebook puts another one in its place, or the script goes on with fewer ranks
+(:mod:`dtkit.training.elastic_script`).
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from dtkit._util import timeouts
-from dtkit.engine.script_process import ELASTIC_VARIABLE
 from dtkit.integrations.horovod import basics
 from dtkit.integrations.horovod.context import get_context
 from dtkit.integrations.horovod.exceptions import HorovodInternalError
 from dtkit.integrations.horovod.torch.functions import broadcast_object
 from dtkit.integrations.horovod.torch.operations import allgather
+from dtkit.rpc.script_ranks import ELASTIC_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_MAX_RESETS = 3  # without a commit in between: the error would only be repeated
+_MAX_RESETS = 5
+"""Resets without a commit in between. An engine starts a killed process three times, and then another one may come."""
 
 
 class State:
@@ -53,7 +55,7 @@ class State:
         self.num_commits += 1
 
     def check_host_updates(self) -> None:
-        """Do nothing: the ranks of a script stay the same."""
+        """Do nothing: ranks change only with a failed collective, which tells by itself."""
 
     def save(self) -> None:
         """Save the state in memory."""
@@ -103,9 +105,9 @@ def run(func: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _
     """Decorate a training function whose first argument is a state.
 
     The state of the rank that has committed most is copied to all ranks, then the function is called. After
-    HorovodInternalError the state returns to the last commit, the group is formed again, and the function is called
-    again: three times without a commit at most. Call no other collective before it: a process that was started again
-    would wait for the others there.
+    HorovodInternalError the state returns to the last commit, the group is formed again, maybe with fewer ranks, and
+    the function is called again: five times without a commit at most. Call no other collective before it: a process
+    that was started again would wait for the others there.
     """
 
     @functools.wraps(func)

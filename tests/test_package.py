@@ -409,6 +409,7 @@ LAYERS = [  # bottom to top; the longest entry that fits a module counts
     "training",
     "cluster",
     "integrations",
+    "lessons",
     "testing",
     "demo",
 ]

@@ -16,6 +16,16 @@ def in_notebook() -> bool:
     return getattr(_get_shell(), "kernel", None) is not None
 
 
+def show_value(value: Any) -> None:
+    """Show a value as the last line of a cell is shown; print its repr outside of IPython."""
+    if _get_shell() is None:
+        sys.stdout.write(f"{value!r}\n")
+        return
+    from IPython.display import display
+
+    display(value)  # type: ignore[no-untyped-call]
+
+
 class UpdatableDisplay:
     """A display in the cell that runs when it is first shown. Any thread may update it."""
 

@@ -1,0 +1,21 @@
+"""What the notebooks use to teach: claims with guesses and a score, and drawings of how ranks work together."""
+
+from dtkit.lessons.drawings import (
+    draw_data_parallel,
+    draw_fsdp,
+    draw_pipeline,
+    draw_ring_all_reduce,
+    draw_tensor_parallel,
+)
+from dtkit.lessons.lesson import Lesson
+from dtkit.lessons.waiting import wait_until
+
+__all__ = [
+    "Lesson",
+    "draw_data_parallel",
+    "draw_fsdp",
+    "draw_pipeline",
+    "draw_ring_all_reduce",
+    "draw_tensor_parallel",
+    "wait_until",
+]

@@ -1,0 +1,41 @@
+"""A figure of durations: measured, guessed and allowed, on one logarithmic axis."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dtkit.lessons.claims import Limit
+
+_GRAY, _BLUE, _ORANGE = "#808080", "#3b8ec2", "#e08214"  # readable on white and on black
+_SHORTEST_S = 1e-3  # a logarithmic axis has no zero
+
+
+def draw_durations(results: Sequence[Limit]) -> Figure:
+    """Draw one row for each duration, the first at the top. The figure has no background of its own."""
+    figure = Figure(figsize=(7.5, 1.0 + 0.36 * len(results)), layout="constrained", facecolor="none")
+    ax = figure.subplots()
+    rows = range(len(results))
+    ax.hlines(rows, _SHORTEST_S, [result.limit for result in results], color=_GRAY, linewidth=1, alpha=0.5)
+    ax.plot([result.limit for result in results], rows, "|", color=_GRAY, markersize=12, label="limit")
+    measured = [max(result.measured, _SHORTEST_S) for result in results]
+    ax.plot(measured, rows, "D", color=_ORANGE, markersize=7, label="measured")
+    guessed = [(max(result.guess, _SHORTEST_S), row) for row, result in enumerate(results) if result.guess is not None]
+    if guessed:
+        ax.plot(*zip(*guessed, strict=True), "o", color=_BLUE, fillstyle="none", markersize=9, label="your guess")
+    ax.set_yticks(rows, [result.quantity for result in results])
+    ax.set_ylim(len(results) - 0.4, -0.6)
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.set_xlabel("seconds", color=_GRAY)
+    ax.set_facecolor("none")
+    ax.grid(axis="x", color=_GRAY, alpha=0.3)
+    ax.tick_params(colors=_GRAY, which="both")
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.spines["bottom"].set_color(_GRAY)
+    figure.legend(loc="outside upper left", ncols=3, frameon=False, labelcolor=_GRAY)
+    return figure

@@ -1,0 +1,28 @@
+"""Waiting for something to happen in a run, without polling."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def wait_until(run: Any, condition: Callable[[], bool], timeout: float = 60) -> None:
+    """Wait until `condition()` is true. It is checked now and after each change of the run.
+
+    Raises TimeoutError after `timeout` seconds.
+    """
+    is_met = threading.Event()
+
+    def check() -> None:
+        if condition():
+            is_met.set()
+
+    unsubscribe = run.subscribe(check)
+    try:
+        if not (condition() or is_met.wait(timeout)):
+            raise TimeoutError(f"the condition is still false after {timeout:g} s; the run is {run.status.state.value}")
+    finally:
+        unsubscribe()

@@ -34,7 +34,11 @@ from dtkit.health import stacks
 from dtkit.health.diagnosis import RankObservation
 from dtkit.health.frames import Frame
 from dtkit.health.status import EngineStatus
+from dtkit.history.profile import OperatorTime, Profile, RankProfile
 from dtkit.integrations.search import SearchResult, TrialRecord
+from dtkit.lessons.claims import Claim, Limit
+from dtkit.lessons.lesson import Score
+from dtkit.lessons.svg import Canvas, Drawing
 from dtkit.planning.memory_report import Memory
 from dtkit.rpc import shared_memory
 from dtkit.rpc.shared_memory import BufferMapping, SharedBuffer
@@ -250,19 +254,40 @@ def _found() -> SearchResult:
     return found
 
 
+def _measurements() -> tuple[Claim, Limit]:
+    claim = Claim(HOSTILE, 1.0, 2.0, HOSTILE, formula=HOSTILE, expected=1.0)
+    return claim, Limit(HOSTILE, 1.0, 2.0, HOSTILE, limit=3.0)
+
+
+def _profile() -> Profile:
+    return Profile(HOSTILE, 1, 1, [RankProfile((OperatorTime(HOSTILE, 1, 1.0, 0.0),), b"", 0.0)])
+
+
+def _drawing() -> Drawing:
+    canvas = Canvas(10, 10, HOSTILE)
+    canvas.add_empty_box(0, 0, 5, 5, HOSTILE)
+    canvas.add_text(0, 0, HOSTILE)
+    return canvas.finish()
+
+
 PAGES: dict[str, Any] = {  # a class that shows itself as HTML -> one that is full of hostile text
     "Benchmark": lambda *_: dataclasses.replace(plans.make_benchmark(), dtype=HOSTILE, backend=HOSTILE),
     "Checkpoint": lambda folder, _: _checkpoints(folder)[0],
     "Checkpoints": lambda folder, _: _checkpoints(folder),
     "Cluster": lambda *_: _cluster(),
+    "Claim": lambda *_: _measurements()[0],
     "Comparison": lambda *_: dtkit.compare(
         [comparison_sources.make_source(), comparison_sources.make_source(HOSTILE, name=HOSTILE)]
     ),
+    "Drawing": lambda *_: _drawing(),
+    "Limit": lambda *_: _measurements()[1],
     "Memory": lambda *_: Memory.from_reports(HOSTILE, HOSTILE, 3, [memory_reports.make_usage()]),
     "Partition": lambda *_: _labels(),
     "PipelineExplanation": lambda *_: _piped(),
     "Plan": lambda *_: dataclasses.replace(plans.make_plan(model=HOSTILE), notes=(HOSTILE,)),
     "ModelHandle": lambda _, monkeypatch: _replicas(monkeypatch),
+    "Profile": lambda *_: _profile(),
+    "Score": lambda *_: Score(_measurements()),
     "SearchResult": lambda *_: _found(),
     "ShardedExplanation": lambda *_: _cut(),
     "Stacks": lambda *_: _stacks(),

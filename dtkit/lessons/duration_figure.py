@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dtkit.lessons.claims import Limit
 
 _GRAY, _BLUE, _ORANGE = "#808080", "#3b8ec2", "#e08214"  # readable on white and on black
-_SHORTEST_S = 1e-3  # a logarithmic axis has no zero
+_SHORTEST = 1e-3  # a logarithmic axis has no zero
 
 
 def draw_durations(results: Sequence[Limit]) -> Figure:
@@ -20,11 +20,11 @@ def draw_durations(results: Sequence[Limit]) -> Figure:
     figure = Figure(figsize=(7.5, 1.0 + 0.36 * len(results)), layout="constrained", facecolor="none")
     ax = figure.subplots()
     rows = range(len(results))
-    ax.hlines(rows, _SHORTEST_S, [result.limit for result in results], color=_GRAY, linewidth=1, alpha=0.5)
+    ax.hlines(rows, _SHORTEST, [result.limit for result in results], color=_GRAY, linewidth=1, alpha=0.5)
     ax.plot([result.limit for result in results], rows, "|", color=_GRAY, markersize=12, label="limit")
-    measured = [max(result.measured, _SHORTEST_S) for result in results]
+    measured = [max(result.measured, _SHORTEST) for result in results]
     ax.plot(measured, rows, "D", color=_ORANGE, markersize=7, label="measured")
-    guessed = [(max(result.guess, _SHORTEST_S), row) for row, result in enumerate(results) if result.guess is not None]
+    guessed = [(max(result.guess, _SHORTEST), row) for row, result in enumerate(results) if result.guess is not None]
     if guessed:
         ax.plot(*zip(*guessed, strict=True), "o", color=_BLUE, fillstyle="none", markersize=9, label="your guess")
     ax.set_yticks(rows, [result.quantity for result in results])

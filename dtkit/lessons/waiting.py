@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util import timeouts
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def wait_until(run: Any, condition: Callable[[], bool], timeout: float = 60) -> None:
+def wait_until(run: Any, condition: Callable[[], bool], timeout: float = timeouts.LESSON_TIMEOUT_S) -> None:
     """Wait until `condition()` is true. It is checked now and after each change of the run.
 
     Raises TimeoutError after `timeout` seconds.

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     foreach_norm: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
     foreach_mul_: Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+    foreach_copy_: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
     get_storage_id: Callable[[torch.UntypedStorage], int]
     get_sparse_values: Callable[[torch.Tensor], torch.Tensor]
     get_sparse_indices: Callable[[torch.Tensor], torch.Tensor]
@@ -195,6 +196,12 @@ PRIVATE_NAMES = {
     ),
     "foreach_mul_": PrivateName(
         "torch", "_foreach_mul_", "Gradient scales", "one operation a tensor is slower; clip_grad_norm_ uses it"
+    ),
+    "foreach_copy_": PrivateName(
+        "torch",
+        "_foreach_copy_",
+        "Gradients in one buffer, and copies of statistics",
+        "one operation a tensor is slower",
     ),
     "LAST_LR": PrivateName(
         "torch.optim.lr_scheduler", "LRScheduler._last_lr", "Schedules of a changed rate", _NO_PUBLIC, "key"

@@ -20,6 +20,7 @@ from dtkit.engine.data.sources import to_device
 from dtkit.engine.evaluation import check_metrics, evaluate_batches
 from dtkit.engine.lr_schedule import LearningRates
 from dtkit.engine.observe.call_output import ignore_logged, redirect_log
+from dtkit.engine.observe.clock import Clock
 from dtkit.engine.observe.phase_timer import build_blocked_times, build_messages, build_spans
 from dtkit.engine.observe.step_scalars import StepScalars
 from dtkit.engine.rng import JobRng
@@ -90,6 +91,7 @@ class Job:
         self._nonfinite_loss: float | None = None
         self._nonfinite: NonFiniteLocations = ()
         self._step_start = (0, 0.0, 0)  # samples and learning rate of the current step, bytes sent before it
+        self._sent_bytes: int | None = None  # up to now; None if others than steps have sent since
 
     @property
     def lr(self) -> float:
@@ -135,7 +137,7 @@ class Job:
         """
         self._reset_results()
         vote_steps, begun = _choose_vote_steps(num_steps), time.perf_counter()
-        with self._rng, self._step_guard.guard_sigint():
+        with self._rng, self._step_guard.guard_sigint(), self._scalars.collect():
             is_ending = _return_false if explain or not num_steps else self._start_vote(should_end_early())
             for k in range(num_steps):
                 if is_ending():
@@ -156,20 +158,22 @@ class Job:
         self.context.phases.reset()
         self.context.phases.clock.start_dispatch()
         self._end_reason, self._nonfinite_loss, self._nonfinite, self.step_report = "failed", None, (), None
+        self._sent_bytes = None
 
     def _start_vote(self, flag: bool) -> Callable[[], bool]:  # noqa: FBT001 - the one value that is agreed upon
         """Start to ask whether any rank has the flag, and return a function that waits for the answer."""
-        group = self.context.group
+        group, self._sent_bytes = self.context.group, None
         return (lambda: flag) if group is None else group.start_all_reduce_any(flag)
 
     def collect_results(self, *, fingerprint: bool = False) -> DispatchResult:
         """Return the results of the steps that the last `advance` completed; optionally with parameter checksums."""
-        (completed, self._completed_steps), clock = (self._completed_steps, []), self.context.phases.clock
+        completed, self._completed_steps = self._completed_steps, []
         memory = node_info.read_used_memory(self.context.device)
-        clock.synchronize()
-        rows = build_rows(completed, self._rank, self._batch_source.get_epoch, clock, memory)
-        self._recent_step_s = (self._recent_step_s + rows["step_s"].tolist())[-_NUM_RECENT_STEPS:]
-        events = [(done.step, done.events) for done in completed]
+        self.context.phases.clock.synchronize()
+        events = [(done.step, self.context.phases.clock.read_events(done.events)) for done in completed]
+        clock = Clock()  # the events have times now
+        rows = build_rows(completed, [each for _, each in events], self._rank, self._batch_source.get_epoch, memory)
+        self._recent_step_s = (self._recent_step_s + rows["step_s"][-_NUM_RECENT_STEPS:].tolist())[-_NUM_RECENT_STEPS:]
         messages = build_messages(events, clock)
         begun = time.perf_counter()
         checksums = self._worker.compute_fingerprint() if fingerprint else None
@@ -181,7 +185,7 @@ class Job:
             self._end_reason,
             self._nonfinite_loss,
             self._nonfinite,
-            blocked_spans=build_blocked_times([done.events for done in completed], clock),
+            blocked_spans=build_blocked_times([each for _, each in events], clock),
             messages=messages if len(messages) else None,
             scalars=self._scalars.take(),
             fingerprint=checksums,
@@ -195,9 +199,9 @@ class Job:
     def _take_step(self, *, explain: bool) -> bool:
         """Take a step, and return whether it was taken. After an exception it is complete or undone."""
         self._step_guard.begin_step()
+        self._scalars.begin_step()
         try:
-            with self._scalars.collect():
-                completed = self._run_step(explain=explain)
+            completed = self._run_step(explain=explain)
         except BaseException:
             self._step_guard.defers_sigint = True
             self._settle_failed_step()
@@ -224,7 +228,9 @@ class Job:
     def _run_step(self, *, explain: bool) -> CompletedStep | None:
         """Load the batches, and have the worker take the step. Return None if it was not taken."""
         self._worker.step_result = None
-        sent_bytes, lr = self._count_sent_bytes(), self.lr
+        if self._sent_bytes is None:  # else the last step has counted them
+            self._sent_bytes = self._count_sent_bytes()
+        sent_bytes, lr = self._sent_bytes, self.lr
         self.context.phases.enter("data")
         counts = self._batch_source.count_samples(self.step)
         if not any(counts):  # a stream has ended, on all ranks at this step
@@ -267,8 +273,8 @@ class Job:
         """Return the record of the current step, which ends now."""
         samples, lr, sent_bytes = self._step_start
         self._scalars.end_step(self.step, samples)
-        events = self.context.phases.end_step()
-        return CompletedStep(self.step, samples, lr, step_result, events, self._count_sent_bytes() - sent_bytes)
+        events, self._sent_bytes = self.context.phases.end_step(), self._count_sent_bytes()
+        return CompletedStep(self.step, samples, lr, step_result, events, self._sent_bytes - sent_bytes)
 
     def _load_batches(self) -> Sequence[tuple[int, Any]]:
         if self._worker.batch_per_shard:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit._util.torch_private import NormBase
+from dtkit._util.torch_private import NormBase, foreach_copy_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,8 +58,8 @@ class StepGuard:
         self.update_started = self.update_done = self.defers_sigint = False
         self._cpu_rng_state = torch.get_rng_state()
         self._cuda_rng_state = None if self._cuda_device is None else torch.cuda.get_rng_state(self._cuda_device)
-        for saved, buffer in zip(self._saved_statistics, self._norm_buffers, strict=True):
-            saved.copy_(buffer)
+        if self._norm_buffers:
+            foreach_copy_(self._saved_statistics, self._norm_buffers)
 
     def roll_back(self) -> None:
         """Undo the step. The update must not have started."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from dtkit.engine.observe.phase_timer import compute_durations
+from dtkit.engine.observe.phase_timer import sum_durations
 from dtkit.history.comm_time import MESSAGE_PHASES
 from dtkit.history.history import ROW_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dtkit.engine.observe.clock import Clock
     from dtkit.engine.observe.phase_timer import PhaseEvents
     from dtkit.strategies.base import StepResult
+
+_COMM_PHASES = ("sync", *MESSAGE_PHASES)
+_OWN_COLUMNS = ("data", "forward", "update", "step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +35,37 @@ class CompletedStep:
 
 
 def build_rows(
-    completed_steps: Sequence[CompletedStep], rank: int, get_epoch: Callable[[int], int], clock: Clock, memory: int
+    completed_steps: Sequence[CompletedStep],
+    events: Sequence[PhaseEvents],
+    rank: int,
+    get_epoch: Callable[[int], int],
+    memory: int,
 ) -> np.ndarray:
-    """Return one row for each step. Which part of `comm_s` was waiting follows from the times of all ranks."""
+    """Return one row for each step, column by column. `events` are those of the steps, with times in seconds.
+
+    Which part of `comm_s` was waiting follows from the times of all ranks.
+    """
     rows = np.zeros(len(completed_steps), ROW_DTYPE)
-    for row, completed in zip(rows, completed_steps, strict=True):
-        seconds, result = compute_durations(completed.events, clock), completed.step_result
-        row["step"], row["epoch"], row["rank"] = completed.step, get_epoch(completed.step), rank
-        row["samples"], row["weight"], row["lr"] = completed.samples, float(result.loss_weight), completed.lr
-        row["loss"] = np.nan if result.loss is None else float(result.loss)
-        for phase in ("data", "forward", "update", "step"):
-            row[f"{phase}_s"] = seconds.get(phase, 0.0)
-        row["backward_s"] = sum(s for phase, s in seconds.items() if phase.startswith("backward"))
-        row["comm_s"] = sum(seconds.get(phase, 0.0) for phase in ("sync", *MESSAGE_PHASES))
-        row["memory_bytes"], row["sent_bytes"], row["grad_norm"] = memory, completed.sent_bytes, result.grad_norm
+    results = [done.step_result for done in completed_steps]
+    rows["step"] = [done.step for done in completed_steps]
+    rows["epoch"] = [get_epoch(done.step) for done in completed_steps]
+    rows["samples"] = [done.samples for done in completed_steps]
+    rows["lr"] = [done.lr for done in completed_steps]
+    rows["sent_bytes"] = [done.sent_bytes for done in completed_steps]
+    rows["weight"] = _read_numbers([result.loss_weight for result in results])
+    rows["loss"] = _read_numbers([np.nan if result.loss is None else result.loss for result in results])
+    rows["grad_norm"] = [result.grad_norm for result in results]
+    rows["rank"], rows["memory_bytes"] = rank, memory
+    durations = [sum_durations(each) for each in events]
+    for phase in _OWN_COLUMNS:
+        rows[f"{phase}_s"] = [seconds.get(phase, 0.0) for seconds in durations]
+    rows["backward_s"] = [sum(s for phase, s in each.items() if phase.startswith("backward")) for each in durations]
+    rows["comm_s"] = [sum(each.get(phase, 0.0) for phase in _COMM_PHASES) for each in durations]
     return rows
+
+
+def _read_numbers(values: Sequence[Any]) -> list[float]:
+    """Return the numbers of tensors of one element, with one copy for all that are on a GPU."""
+    on_gpu = [value.detach().double() for value in values if isinstance(value, torch.Tensor) and value.is_cuda]
+    copied = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
+    return [next(copied) if isinstance(value, torch.Tensor) and value.is_cuda else float(value) for value in values]

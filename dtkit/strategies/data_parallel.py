@@ -1,10 +1,13 @@
 """Data parallelism: a copy of the model on each rank, with gradients summed over ranks in every step.
 
-torch's DDP does the work (Li et al., VLDB 2020): it reduces buckets of gradients while backward still computes the
-next ones. dtkit replaces DDP's hook for three reasons. Gradients are summed, not averaged: ranks scale their losses by
-samples (see :mod:`dtkit.strategies.replicated`). The hook can compress them. And the launch of the last bucket marks
-the end of computation. DDP wraps the model together with its loss, so that a user's training step gets the model
-itself, with all of its attributes.
+torch's DDP does the work for large models (Li et al., VLDB 2020): it reduces buckets of gradients while backward still
+computes the next ones. A small model has one bucket, and gets one flat buffer instead: see
+:mod:`dtkit.strategies.flat_gradients`. A single rank has nothing to reduce.
+
+dtkit replaces DDP's hook for three reasons. Gradients are summed, not averaged: ranks scale their losses by samples
+(see :mod:`dtkit.strategies.replicated`). The hook can compress them. And the launch of the last bucket marks the end of
+computation. DDP wraps the model together with its loss, so that a user's training step gets the model itself, with all
+of its attributes.
 
 A rank without samples runs no user code: an empty forward gives NaN, and a missing backward breaks DDP's reducer. All
 ranks know all counts, so in such a step all of them bypass DDP and sum their gradients explicitly.
@@ -24,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import compression
 from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
+from dtkit.strategies.flat_gradients import FlatGradients, fits_flat_buffer
 from dtkit.strategies.manual_optimization import ManualWorker
 from dtkit.strategies.options import check_choice, check_count, check_flag, check_positive
 from dtkit.strategies.replicated import AUTOCAST_DTYPES, LossAccumulator, ReplicatedWorker
@@ -145,7 +149,7 @@ class DataParallel(Strategy):
             model.compile()
         if loss_fn.is_manual:
             return ManualWorker(model, loss_fn, optimizer, context, clip_grad_norm=self.clip_grad_norm)
-        return _DDPWorker(self, model, loss_fn, make_optimizer(optimizer, model), context)
+        return _DataParallelWorker(self, model, loss_fn, make_optimizer(optimizer, model), context)
 
 
 class _LossModule(torch.nn.Module):
@@ -162,8 +166,11 @@ class _LossModule(torch.nn.Module):
         return loss_and_weight
 
 
-class _DDPWorker(ReplicatedWorker):
-    """One rank's copy of the model, under DDP."""
+class _DataParallelWorker(ReplicatedWorker):
+    """One rank's copy of the model: under DDP, with gradients in a flat buffer, or alone."""
+
+    _ddp: DistributedDataParallel | None = None
+    _flat_gradients: FlatGradients | None = None
 
     def __init__(
         self,
@@ -177,11 +184,20 @@ class _DDPWorker(ReplicatedWorker):
             model, loss_fn, optimizer, context, clip_grad_norm=strategy.clip_grad_norm, precision=strategy.precision
         )
         self._strategy = strategy
-        self._ddp = self._wrap_in_ddp()
+        self._prepare_sync()
 
-    def _wrap_in_ddp(self) -> torch.nn.Module:
-        if self._group is None:
-            return _LossModule(self._model, self._compute_loss)
+    def _prepare_sync(self) -> None:
+        """Choose how gradients are summed over the ranks of the current process group."""
+        strategy, self._ddp, self._flat_gradients = self._strategy, None, None
+        if self._group is None or (self._group.world_size == 1 and strategy.compress is None):
+            return
+        is_plain = strategy.compress is None and strategy.bucket_cap_mb is None and not strategy.find_unused_parameters
+        if is_plain and fits_flat_buffer(self._model):
+            self._flat_gradients = FlatGradients(self._parameters)
+        else:
+            self._ddp = self._wrap_in_ddp(self._group)
+
+    def _wrap_in_ddp(self, group: Group) -> DistributedDataParallel:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)  # it has no successor yet
             module = DistributedDataParallel(
@@ -192,7 +208,7 @@ class _DDPWorker(ReplicatedWorker):
                 bucket_cap_mb=self._strategy.bucket_cap_mb,
                 find_unused_parameters=self._strategy.find_unused_parameters,
             )
-        self._comm_hook = compression.make_comm_hook(self._strategy.compress, self._group)
+        self._comm_hook = compression.make_comm_hook(self._strategy.compress, group)
         # DDP's reducer holds the hook in C++, which garbage collection can't see: a strong reference would leak the
         # model. A lambda, since DDP checks the annotations of functions.
         this = weakref.proxy(self)
@@ -206,14 +222,14 @@ class _DDPWorker(ReplicatedWorker):
         return self._comm_hook(bucket)
 
     def set_process_group(self, group: Group) -> None:
-        """Wrap the model again, since DDP's reducer holds the old process group."""
+        """Prepare again, since DDP's reducer holds the old process group."""
         super().set_process_group(group)
-        self._ddp = self._wrap_in_ddp()
+        self._prepare_sync()
 
     def visit_state(self, visitor: StateVisitor) -> None:
         """Visit a replica's state and the state of the compression."""
         super().visit_state(visitor)
-        if self._group is not None:
+        if self._ddp is not None:
             compression.visit_hook_state(self._comm_hook, visitor, self.named_parameters())
 
     def step(
@@ -224,27 +240,38 @@ class _DDPWorker(ReplicatedWorker):
         some_rank_is_empty = self._group is not None and not all(counts)
         if some_rank_is_empty or probe is not None:
             return self._explain_step(batches, counts, probe)
-        loss_accumulator = LossAccumulator(sum(counts))
-        total = None
+        num_samples = sum(counts)
+        loss_accumulator, total = LossAccumulator(num_samples), None
         for k, (count, batch) in enumerate(batches, 1):
             last = k == len(batches)
             with contextlib.nullcontext() if last else self._no_sync():
                 self._phases.enter("forward")
-                value, weight = self._ddp(batch)
-                loss = loss_accumulator.add(value, weight, count)
+                value, weight = self._compute_loss(self._model, batch) if self._ddp is None else self._ddp(batch)
+                loss_accumulator.record(value, weight, count)
                 if last:
                     total = self._start_weight_reduce(loss_accumulator)
                 self._phases.enter("backward")
-                self._scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+                self._run_backward(value, 1.0 if weight is not None else count / num_samples)
         self._check_all_parameters_used()
+        self._reduce_flat_gradients()
         self._divide_by_weight(total)
         finite, norm = self._clip_and_update()
         return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
-        if isinstance(self._ddp, DistributedDataParallel):
-            return self._ddp.no_sync()
-        return contextlib.nullcontext()
+        return contextlib.nullcontext() if self._ddp is None else self._ddp.no_sync()
+
+    def _reduce_flat_gradients(self) -> None:
+        if self._flat_gradients is not None and self._group is not None:
+            buffer = self._flat_gradients.collect()
+            self._phases.enter("sync")
+            self._group.all_reduce(buffer)
+
+    def _compute_grad_norm(self) -> float:
+        flat = self._flat_gradients
+        if flat is not None and flat.is_current:
+            return float(torch.linalg.vector_norm(flat.buffer))
+        return super()._compute_grad_norm()
 
     def _check_all_parameters_used(self) -> None:
         """Raise at once: DDP reports a missing gradient one step later, while other ranks wait."""

@@ -120,8 +120,12 @@ class Loss:
         """Return (mean loss, None) or (sum, weight)."""
         if self.training_step is not None:
             return self._weigh(self.training_step(model, batch), get_labels(batch), "training_step")
-        inputs, target = self.split_batch(batch)
-        output = inputs.pass_to(model)
+        if self.loss_fn is not None:  # the common case, without the detour over names
+            values, target = split_batch(batch)
+            output = model(*values)
+        else:
+            inputs, target = self.split_batch(batch)
+            output = inputs.pass_to(model)
         return self._weigh(self._compute_loss(output, target), target, "loss")
 
     def update_model(self, model: torch.nn.Module, batch: Any, optimizers: Sequence[Any]) -> torch.Tensor:
@@ -245,6 +249,8 @@ def _take_logged(value: Any) -> Any:
 
 
 def _check_loss_value(value: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value, None
     if isinstance(value, tuple) and len(value) == 2:
         total, weight = value
         weight = torch.as_tensor(weight, dtype=torch.float64)

@@ -9,6 +9,7 @@ well.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ class LossAccumulator:
 
     def __init__(self, samples: int) -> None:
         self._global_samples = samples
-        self._loss_sum: torch.Tensor | None = None
+        self._parts: list[tuple[torch.Tensor, int]] = []  # (mean or sum, samples) of each micro-batch
         self.loss_weight: torch.Tensor | float = 0.0
         """Weight of the loss in the global mean; 0 without samples."""
         self.loss_form: int | None = None
@@ -47,17 +48,26 @@ class LossAccumulator:
 
     def add(self, loss: torch.Tensor, loss_weight: torch.Tensor | None, count: int) -> torch.Tensor:
         """Add a micro-batch's loss, and return its part of the global mean (or sum), to differentiate."""
+        self.record(loss, loss_weight, count)
+        return loss if loss_weight is not None else loss * (count / self._global_samples)
+
+    def record(self, loss: torch.Tensor, loss_weight: torch.Tensor | None, count: int) -> None:
+        """Add a micro-batch's loss."""
         weigh_scalars(count)
         self.loss_form = LOSS_IS_MEAN if loss_weight is None else LOSS_IS_WEIGHTED_SUM
-        part = loss.detach() if loss_weight is not None else loss.detach() * count
-        self._loss_sum = part if self._loss_sum is None else self._loss_sum + part
+        self._parts.append((loss.detach().clone(), count))  # a copy, since the user's code may write to it
         self.loss_weight = self.loss_weight + (float(count) if loss_weight is None else loss_weight.detach())
-        return loss if loss_weight is not None else loss * (count / self._global_samples)
 
     @property
     def mean_loss(self) -> torch.Tensor | None:
         """Mean loss of this rank's samples."""
-        return None if self._loss_sum is None else self._loss_sum / self.loss_weight
+        if not self._parts:
+            return None
+        if self.loss_form == LOSS_IS_WEIGHTED_SUM:
+            return functools.reduce(torch.add, [part for part, _ in self._parts]) / self.loss_weight
+        if len(self._parts) == 1:
+            return self._parts[0][0]
+        return functools.reduce(torch.add, [part * count for part, count in self._parts]) / self.loss_weight
 
 
 class ReplicatedWorker(Worker):
@@ -87,6 +97,7 @@ class ReplicatedWorker(Worker):
             self._grad_scaler = torch.amp.GradScaler(context.device.type, init_scale=2.0**12)
         if self._grad_scaler is not None:  # initialize its factor, even without samples
             self._grad_scaler.scale(torch.zeros((), device=context.device))
+        self._backward_seed: tuple[tuple[float, torch.dtype, torch.device], torch.Tensor] | None = None
         self._loss_form: int | None = None  # ranks agree on it in the first step of each process group
         self._num_samples_seen = 0  # the weight of this rank's batch statistics
 
@@ -110,6 +121,13 @@ class ReplicatedWorker(Worker):
     def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times fp16's factor, which keeps small gradients from vanishing."""
         return loss if self._grad_scaler is None else self._grad_scaler.scale(loss)
+
+    def _run_backward(self, loss: torch.Tensor, factor: float) -> None:
+        """Add the gradients of the loss times a factor, which is backward's first gradient and so costs nothing."""
+        scaled = self._scale_loss(loss)
+        if self._backward_seed is None or self._backward_seed[0] != (factor, scaled.dtype, scaled.device):
+            self._backward_seed = (factor, scaled.dtype, scaled.device), torch.full_like(scaled.detach(), factor)
+        scaled.backward(self._backward_seed[1])  # type: ignore[no-untyped-call]
 
     def _start_weight_reduce(
         self, loss_accumulator: LossAccumulator
@@ -188,6 +206,8 @@ class ReplicatedWorker(Worker):
         values = [gradients.get_values(g) for g in self._list_local_gradients()]
         if not values:
             return 0.0
+        if self._has_uniform_parameters and values[0].is_cpu:
+            return math.hypot(*map(float, foreach_norm(values)))
         if self._has_uniform_parameters:
             return float(torch.linalg.vector_norm(torch.stack(foreach_norm(values))))
         return float(torch.nn.utils.get_total_norm(values))

@@ -106,6 +106,9 @@ TABLE = [
     make_option_row([2, 4], DataParallel(), loss="pair"),
     make_option_row([3], DataParallel(accumulate=3, clip_grad_norm=0.2), loss="pair"),
     make_option_row([3], DataParallel(bucket_cap_mb=0.0005)),
+    make_option_row(
+        [2], DataParallel(accumulate=3, clip_grad_norm=0.2, bucket_cap_mb=0.0005), loss="pair"
+    ),  # under DDP
     make_option_row([3], DataParallel(balance="auto")),
     Row([1, 3], NaiveDataParallel(), ["mlp"]),
     # -- sharded ---------------------------------------------------------------------------------------------------

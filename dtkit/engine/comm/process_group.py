@@ -105,7 +105,14 @@ class Group:
     def all_reduce(self, tensor: torch.Tensor, process_group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Sum in place over all ranks, or over those of a `process_group` along an axis of a mesh."""
         self._count_payload(tensor, self.world_size if process_group is None else process_group.size())
-        dist.all_reduce(tensor, group=process_group)
+        world = dist.group.WORLD
+        if process_group is None and world is not None and not (tensor.is_complex() or tensor.is_sparse):
+            # waits: a collective, limited by the process group's timeout
+            world.allreduce(
+                [tensor]
+            ).wait()  # what torch's function calls after checks that cost a tenth of a short step
+        else:
+            dist.all_reduce(tensor, group=process_group)
         return tensor
 
     def device_mesh(self, mesh: Mesh, device: torch.device) -> DeviceMesh:

@@ -52,13 +52,16 @@ class SyncLoader:
 
     def load_rows(self, step: int, step_rows: StepBatches) -> StepBatches:
         """Return the batches of these rows."""
-        with annotate_load_errors(f"{self._unit} {step}", step_rows, self._rank):
+        try:
             row_lists = [rows for _, rows in step_rows if rows is not None]
             if isinstance(self._source, ArraySource) and len(row_lists) > 1:
                 batches = iter(self._source.take_micro_batches(row_lists))
             else:
                 batches = (self._seeds.take(self._source, rows, step) for rows in row_lists)
             return [(count, None if rows is None else self._pin_batch(next(batches))) for count, rows in step_rows]
+        except Exception as error:
+            _add_load_note(error, f"{self._unit} {step}", step_rows, self._rank)
+            raise
 
     def _pin_batch(self, batch: Any) -> Any:
         return map_tensors(batch, torch.Tensor.pin_memory) if self._pin_memory else batch
@@ -108,7 +111,11 @@ def annotate_load_errors(purpose: str, step_rows: StepBatches, rank: int) -> Ite
     try:
         yield
     except Exception as error:
-        rows = [int(row) for _, rows in step_rows if rows is not None for row in rows]
-        shown = ", ".join(map(str, rows[:8])) + (f", ... ({len(rows)} in all)" if len(rows) > 8 else "")
-        error.add_note(f"while rank {rank} was loading {purpose}: rows {shown}")
+        _add_load_note(error, purpose, step_rows, rank)
         raise
+
+
+def _add_load_note(error: Exception, purpose: str, step_rows: StepBatches, rank: int) -> None:
+    rows = [int(row) for _, rows in step_rows if rows is not None for row in rows]
+    shown = ", ".join(map(str, rows[:8])) + (f", ... ({len(rows)} in all)" if len(rows) > 8 else "")
+    error.add_note(f"while rank {rank} was loading {purpose}: rows {shown}")

@@ -25,6 +25,10 @@ class Clock:
         """Return a mark for this moment."""
         return time.perf_counter()
 
+    def read_events(self, events: list[tuple[str, object, Any]]) -> list[tuple[str, object, Any]]:
+        """Return events (phase, mark, position) with times in seconds as marks, so that each mark is read once."""
+        return events
+
     def synchronize(self) -> None:
         """Wait until the device has reached all marks."""
 
@@ -66,6 +70,10 @@ class CudaClock(Clock):
     def read_mark(self, mark: object) -> float:
         """Return the time at which the device reached the event."""
         return self._reference_s + self._reference_event.elapsed_time(mark) / 1000  # type: ignore[attr-defined, no-any-return]
+
+    def read_events(self, events: list[tuple[str, object, Any]]) -> list[tuple[str, object, Any]]:
+        """See :class:`Clock`."""
+        return [(phase, self.read_mark(mark), position) for phase, mark, position in events]
 
     def compute_elapsed(self, start: object, end: object) -> float:
         """Return the seconds between two events."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -56,8 +56,9 @@ class PhaseTimer:
 
     def enter(self, phase: str, position: tuple[int, int] | None = None) -> None:
         """End the current phase and begin `phase`, in a pipeline for the position (stage, micro-batch)."""
-        self.apply_delay()
-        self._delayed_until = None
+        if self.delay_factor > 1:
+            self.apply_delay()
+            self._delayed_until = None
         self._events.append((phase, self.clock.record_mark(), position))
         if self.on_phase is not None:
             self.on_phase(phase if phase != END_OF_STEP else "")
@@ -130,12 +131,13 @@ def _sleep_measured(seconds: float) -> float:
     return time.perf_counter() - start
 
 
-def compute_durations(events: PhaseEvents, clock: Clock) -> dict[str, float]:
-    """Return the seconds in each phase of one step, and those of the whole step as "step"."""
+def sum_durations(events: PhaseEvents) -> dict[str, float]:
+    """Return the seconds in each phase of one step, and those of the whole step as "step". Marks are times."""
     durations: dict[str, float] = {}
-    for (phase, start, _), (_, end, _) in itertools.pairwise(events):
-        durations[phase] = durations.get(phase, 0.0) + clock.compute_elapsed(start, end)
-    durations["step"] = clock.compute_elapsed(events[0][1], events[-1][1])
+    times: list[Any] = [mark for _, mark, _ in events]
+    for (phase, _, _), start, end in zip(events, times, times[1:], strict=False):
+        durations[phase] = durations.get(phase, 0.0) + (end - start)
+    durations["step"] = times[-1] - times[0]
     return durations
 
 

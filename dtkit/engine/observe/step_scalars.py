@@ -38,11 +38,15 @@ class StepScalars:
         self._sums: dict[str, _Sum] = {}
         self._unweighted: list[tuple[str, Any]] = []
 
+    def begin_step(self) -> None:
+        """Forget what an unfinished step has logged."""
+        self._sums, self._unweighted = {}, []
+
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
-        """Let `dtkit.log` add to the current step within the context."""
+        """Let `dtkit.log` add to the current step within the context, which may hold several steps."""
         global _active  # noqa: PLW0603 - an engine takes one step at a time
-        self._sums, self._unweighted = {}, []
+        self.begin_step()
         previous, _active = _active, self
         try:
             with redirect_log(self._add):

@@ -53,6 +53,7 @@ class GroupOps(GroupOperations):
         ranks_changed: bool = False,
     ) -> EngineDescription:
         """Form the process group. If ranks have changed, all jobs end."""
+        warmup.load_torch()
         import torch
 
         from dtkit.engine import checks, memory

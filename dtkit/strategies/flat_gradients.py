@@ -1,0 +1,56 @@
+"""Gradients of a small model in one buffer, which ranks sum by one all-reduce after backward.
+
+DDP overlaps the all-reduce of a bucket with the computation of the next ones. Small gradients fit into its first
+bucket, so nothing overlaps, but DDP's own work in each step remains. One flat buffer costs less, and its norm is one
+operation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dtkit._util.torch_private import foreach_copy_
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_FLAT_BYTES = 2**20  # DDP's first bucket: larger gradients have several, which overlap with backward
+
+
+def fits_flat_buffer(model: torch.nn.Module) -> bool:
+    """Return whether a model's gradients are small, dense and of one type, so that one buffer serves."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if any(getattr(module, "sparse", False) is True for module in model.modules()):  # embeddings
+        return False
+    has_one_type = len({(p.dtype, p.device) for p in parameters}) == 1
+    return (
+        has_one_type
+        and not any(p.is_complex() for p in parameters)
+        and sum(p.nbytes for p in parameters) <= MAX_FLAT_BYTES
+    )
+
+
+class FlatGradients:
+    """The gradients of some parameters as views of one buffer."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self.buffer = torch.zeros(
+            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
+        )
+        parts = torch.split(self.buffer, [p.numel() for p in parameters])
+        self._views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+    def collect(self) -> torch.Tensor:
+        """Copy all gradients into the buffer, let parameters have its views, and return the buffer."""
+        foreach_copy_(self._views, [p.grad for p in self._parameters])
+        for p, view in zip(self._parameters, self._views, strict=True):
+            p.grad = view
+        return self.buffer
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameters' gradients are in the buffer, so that its norm is theirs."""
+        return self._parameters[0].grad is self._views[0]

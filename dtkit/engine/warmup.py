@@ -63,5 +63,6 @@ def _freeze_loaded_objects() -> None:
     import torch
 
     gc.collect()
-    if not any(issubclass(type(item), torch.Tensor) for item in gc.get_objects()):
+    kinds = set(map(type, gc.get_objects()))
+    if not any(issubclass(kind, torch.Tensor) for kind in kinds):
         gc.freeze()

@@ -19,6 +19,7 @@ from tests.bench import (
     recovery,
     saving,
     speed,
+    step,
     strategies,
     trackers,
     traditional,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 PARTS: dict[str, Callable[[], bool]] = {
     "start": cluster.start,
+    "share": cluster.share,
+    "step": step.step,
     "throughput": speed.throughput,
     "comm": speed.comm,
     "strategies": strategies.strategies,

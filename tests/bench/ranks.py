@@ -49,7 +49,7 @@ COLLECTIVE_S = 60.0
 def run_on_two_ranks(
     task: str, *, prefixes: Sequence[Sequence[str]] = ((), ()), interface: str | None = None
 ) -> list[Any]:
-    """Return the results of `task`, a "module:function", by rank. `prefixes` are command prefixes of the ranks."""
+    """Return the results of `task`, a "module:function", by rank. Each rank has a prefix of its command."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -58,12 +58,18 @@ def run_on_two_ranks(
             task,
             str(Path(folder, "store")),
             interface or find_loopback_interface(),
+            str(len(prefixes)),
         ]
         with contextlib.ExitStack() as stack:
             started = [
                 stack.enter_context(_start_rank([*prefix, *command, str(r)])) for r, prefix in enumerate(prefixes)
             ]
             return [_read_result(process, rank) for rank, process in enumerate(started)]
+
+
+def run_on_ranks(task: str, num_ranks: int) -> list[Any]:
+    """Return the results of `task` by rank, for any number of ranks."""
+    return run_on_two_ranks(task, prefixes=((),) * num_ranks)
 
 
 @contextlib.contextmanager
@@ -108,10 +114,10 @@ def take_steps(job: Job, steps: int) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def main(task: str, store: str, interface: str, rank: str) -> None:
+def main(task: str, store: str, interface: str, world_size: str, rank: str) -> None:
     torch.set_num_threads(1)
     module, _, function = task.partition(":")
-    group = Group(GroupSpec(int(rank), WORLD_SIZE, 0, "gloo", "cpu", store, interface, 1, COLLECTIVE_S))
+    group = Group(GroupSpec(int(rank), int(world_size), 0, "gloo", "cpu", store, interface, 1, COLLECTIVE_S))
     result = getattr(importlib.import_module(module), function)(group)
     print(json.dumps(result), flush=True)
     group.barrier()

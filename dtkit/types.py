@@ -80,6 +80,25 @@ class EngineDescription(TypedDict):
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerSummary:
+    """A layer of a model, with all parameters below it."""
+
+    name: str
+    kind: str
+    """Name of its class."""
+    parameters: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSummary:
+    """A model's parameters and layers. A shared parameter counts once in `parameters`, and in each of its layers."""
+
+    parameters: int
+    trainable: int
+    layers: tuple[LayerSummary, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class RunSpec:
     """Request of a run as JSON data: the headline of every view."""
 
@@ -103,6 +122,9 @@ class RunSpec:
     """Words that the user gave the run, to find it by."""
     num_workers: int = 0
     """Processes per engine that load samples."""
+    settings: tuple[tuple[str, str], ...] = ()
+    """Other arguments of `train` that are not the defaults: (name, text as the user typed it)."""
+    model: ModelSummary | None = None
 
     @property
     def epochs(self) -> float:

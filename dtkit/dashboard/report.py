@@ -1,11 +1,11 @@
 """A run as one HTML file without network, scripts, or other files.
 
-It has the settings, the figure, the nodes, the schedule, the events, the versions, and the speed-up over one process.
+It has headline numbers, the verdict, charts with tooltips, the settings as typed, the model, the nodes, the learning
+rates, the events, the versions, and the speed-up over one process.
 """
 
 from __future__ import annotations
 
-import html
 import importlib.metadata
 import platform
 import time
@@ -17,7 +17,12 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit._util.table import Table
 from dtkit.dashboard.figures import render, run_figure
+from dtkit.dashboard.report_charts import draw_charts, list_metric_names
+from dtkit.dashboard.report_page import escape, format_cards, format_long_table, format_page, format_table
+from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower, make_row
+from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.dashboard.summary.step_strip import make_step_strip
+from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
 
 if TYPE_CHECKING:
@@ -31,20 +36,6 @@ _MAX_EVENTS = 500  # a flood of prints would hide the other events
 _MAX_LEARNING_RATES = 40
 _Item = TypeVar("_Item")
 
-_PAGE_TEMPLATE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 1080px; margin: 24px auto;
-  padding: 0 16px; }}
-h1 {{ font-size: 24px; }} h2 {{ font-size: 18px; margin-top: 28px; }} img {{ max-width: 100%; height: auto; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13.5px; }}
-th, td {{ padding: 3px 14px 3px 0; border-bottom: 1px solid #e4e4e4; vertical-align: baseline; }}
-div {{ overflow-x: auto; }} p {{ max-width: 75ch; }}
-</style></head><body>
-{body}
-</body></html>
-"""
-
 
 def write_report(run: RunView, path: str | Path, *, single_process: History | None = None) -> None:
     """Write the report of a run to `path`, with its speed-up over `single_process`, a history of one process.
@@ -53,39 +44,97 @@ def write_report(run: RunView, path: str | Path, *, single_process: History | No
     """
     scaling = _format_scaling_if_given(run, single_process)
     parts = [
-        *_format_head(run),
+        *_format_head(run, single_process),
+        *_format_charts(run),
         *scaling,
+        *_format_settings(run),
+        *_format_model(run),
         *_format_nodes(run),
         *_format_schedule(run),
         *_format_events(run),
         *_format_versions(),
     ]
-    page = _PAGE_TEMPLATE.format(title=_escape(run.spec.name), body="\n".join(parts))
-    Path(path).write_text(page, encoding="utf-8")
+    Path(path).write_text(format_page(run.spec.name, parts), encoding="utf-8")
 
 
-def _format_head(run: RunView) -> Iterator[str]:
-    spec, figure = run.spec, run_figure.draw_run(run)
-    yield f"<h1>{_escape(spec.name)}</h1>"
+def _format_head(run: RunView, single_process: History | None) -> Iterator[str]:
+    spec = run.spec
+    yield f"<h1>{escape(spec.name)}</h1>"
+    tags = "".join(f" · {tag}" for tag in spec.tags)
     position = run_text.format_run(run).splitlines()[1]
-    yield f"<p>{_escape(position)}. Written {time.strftime('%Y-%m-%d %H:%M')}.</p>"
+    nodes = formatting.format_count(spec.world_size, "node")
+    yield (
+        f'<p class="lead">{escape(f"{spec.strategy} on {nodes} · {run.status.state.value}{tags}")}<br>'
+        f"{escape(position)}. Written {time.strftime('%Y-%m-%d %H:%M')}.</p>"
+    )
+    if run.exception is not None:
+        yield f'<p class="error">{escape(f"{type(run.exception).__name__}: {run.exception}")}</p>'
+    yield format_cards(_iterate_cards(run, single_process))
+    verdict = find_shown_verdict(run)
+    if verdict is not None:
+        lines = "<br>".join(map(escape, verdict.arithmetic))
+        yield (
+            f'<div class="verdict"><b>{escape(verdict.text)}</b><details><summary>the arithmetic</summary>{lines}'
+            "</details></div>"
+        )
+
+
+def _iterate_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
+    """Return the headline numbers: the best of loss and metrics, speed, duration, and the cost against one process."""
+    history, metrics = run.history, compute_run_metrics(run.history, run.spec.world_size)
+    if metrics.loss is not None:
+        yield "training loss", formatting.format_loss(make_row("", history, "").loss), "mean of the last 20 steps"
+    for name in ["loss", *list_metric_names(history)]:
+        best = find_best_evaluation(history, name)
+        if best is not None:
+            word = "lowest" if is_better_lower(name) else "highest"
+            yield f"validation {name}", formatting.format_loss(best[1]), f"{word}, at step {best[0]:,}"
+    yield "throughput", formatting.format_rate(_compute_median_throughput(history)), "samples/s in the median step"
+    yield "duration", formatting.format_duration(run.status.elapsed_s), f"{run.status.step:,} steps"
+    if single_process is not None:
+        ratio = _compute_median_throughput(history) / _compute_median_throughput(single_process)
+        note = f"on {formatting.format_count(run.spec.world_size, 'node')}"
+        yield "against one process", f"{ratio:.2f} times", f"the samples/s, {note}"
+        yield (
+            "cost of a sample", formatting.format_percent(run.spec.world_size / ratio),
+            "of one process's node-seconds",
+        )  # fmt: skip
+
+
+def _format_charts(run: RunView) -> Iterator[str]:
+    yield "<h2>Charts</h2>"
+    yield draw_charts(run.history)
+    text = " ".join(run_text.format_run(run).split())
+    picture = render.format_img_tag(run_figure.draw_run(run), text)
+    yield f"<details><summary>all panels as one picture</summary>{picture}</details>"
+
+
+def _format_settings(run: RunView) -> Iterator[str]:
+    spec = run.spec
     facts = [
         ("strategy", spec.strategy),
-        ("nodes", f"{spec.world_size:,}"),
-        ("batch, over all nodes", f"{spec.batch_size:,}"),
-        ("samples in an epoch", f"{spec.samples:,}"),
-        ("steps", f"{run.status.step:,} of {spec.steps:,}"),
-        ("loss", spec.loss),
         ("optimizer", spec.optimizer),
+        ("loss", spec.loss),
+        ("batch_size, over all nodes", f"{spec.batch_size:,}"),
+        ("steps", f"{run.status.step:,} of {spec.steps:,}, {spec.steps_per_epoch:,} in an epoch"),
+        ("samples in an epoch", f"{spec.samples:,}"),
         ("order of rows", f"{spec.shuffle}, seed {spec.seed}"),
-        ("state", run.status.state.value),
-        *([("tags", ", ".join(spec.tags))] if spec.tags else []),
+        ("num_workers", f"{spec.num_workers}"),
+        *((name, text) for name, text in spec.settings if name not in ("optimizer", "loss")),
     ]
-    yield _format_table(Table((), facts))
-    if run.exception is not None:
-        yield f"<p><strong>{_escape(f'{type(run.exception).__name__}: {run.exception}')}</strong></p>"
-    yield "<h2>Figures</h2>"
-    yield render.format_img_tag(figure, " ".join(run_text.format_run(run).split()))
+    yield "<h2>Settings</h2>"
+    yield format_table(Table((), facts))
+
+
+def _format_model(run: RunView) -> Iterator[str]:
+    model = run.spec.model
+    if model is None:
+        return
+    rows = [(layer.name, layer.kind, f"{layer.parameters:,}") for layer in model.layers]
+    frozen = "" if model.trainable == model.parameters else f", {model.trainable:,} of them trained"
+    note = f"{model.parameters:,} parameters{frozen}."
+    table = Table(("layer", "class", "parameters"), rows, {"layer", "class"})
+    yield format_long_table("Model", table, [note])
 
 
 def _format_scaling_if_given(run: RunView, single_process: History | None) -> Iterator[str]:
@@ -115,7 +164,7 @@ def _format_scaling(run: RunView, single_process: History) -> Iterator[str]:
         ),
     ]
     yield "<h2>Speed-up over one process</h2>"
-    yield _format_table(Table(("", "samples/s", "speed-up", "of the ideal"), rows, {""}))
+    yield format_table(Table(("", "samples/s", "speed-up", "of the ideal"), rows, {""}))
     yield "<p>Medians over the steps. The ideal is the speed of one process times the number of nodes.</p>"
 
 
@@ -140,28 +189,26 @@ def _format_nodes(run: RunView) -> Iterator[str]:
         for node in run.nodes
     ]
     header = ("node", "engine", "host", "pid", "device", "memory", "threads")
-    yield "<h2>Nodes</h2>"
-    yield _format_table(Table(header, rows, {"host", "device"}))
+    yield format_long_table("Nodes", Table(header, rows, {"host", "device"}))
 
 
 def _format_schedule(run: RunView) -> Iterator[str]:
     """List the bubble of a pipeline, and the learning rates."""
-    yield "<h2>Schedule</h2>"
     step_strip = make_step_strip(run.timeline)
-    if step_strip is not None:
-        yield f"<p>Timeline of the last step (in the figure above): {_escape(step_strip.note)}.</p>"
+    if step_strip is not None and step_strip.is_pipelined:
+        yield f"<p>Timeline of the last step (in the picture above): {escape(step_strip.note)}.</p>"
     rows = run.history.rows()
     rows = rows[rows["rank"] == rows["rank"].min(initial=0)]
     changes = np.flatnonzero(np.diff(rows["lr"], prepend=np.nan) != 0)
     shown = _keep_ends(list(changes), _MAX_LEARNING_RATES)
     rates = [(f"{rows['step'][k]:,}", f"{rows['lr'][k]:.6g}") for k in shown]
-    yield _format_table(Table(("from step", "learning rate"), rates))
-    if len(changes) > len(shown):
-        yield f"<p>{len(changes):,} learning rates in all; the first and the last are shown.</p>"
+    hidden = f"{len(changes):,} learning rates in all; the first and the last are shown."
+    yield format_long_table(
+        "Learning rates", Table(("from step", "learning rate"), rates), [hidden] if len(changes) > len(shown) else []
+    )
 
 
 def _format_events(run: RunView) -> Iterator[str]:
-    yield "<h2>Events</h2>"
     events = run.history.events
     shown = _keep_ends(events, _MAX_EVENTS)
     rows = [
@@ -174,9 +221,9 @@ def _format_events(run: RunView) -> Iterator[str]:
         )
         for event in shown
     ]
-    yield _format_table(Table(("time", "step", "kind", "node", "text"), rows, {"time", "kind", "text"}))
-    if len(shown) < len(events):
-        yield f"<p>{len(events):,} events in all; the first and the last {_MAX_EVENTS // 2} are shown.</p>"
+    hidden = f"{len(events):,} events in all; the first and the last {_MAX_EVENTS // 2} are shown."
+    table = Table(("time", "step", "kind", "node", "text"), rows, {"time", "kind", "text"})
+    yield format_long_table("Events", table, [hidden] if len(shown) < len(events) else [])
 
 
 def _keep_ends(items: list[_Item], max_items: int) -> list[_Item]:
@@ -193,12 +240,4 @@ def _format_versions() -> Iterator[str]:
         except importlib.metadata.PackageNotFoundError:
             versions.append((name, "not installed"))
     yield "<h2>Versions</h2>"
-    yield _format_table(Table((), versions))
-
-
-def _format_table(table: Table) -> str:
-    return f"<div>{table.to_html()}</div>"
-
-
-def _escape(text: str) -> str:
-    return html.escape(formatting.sanitize_text(text, 1000))
+    yield format_table(Table((), versions))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import formatting
 from dtkit._util.table import Table
 from dtkit.dashboard.text.progress import show_progress
+from dtkit.data.layers import summarize_model
 from dtkit.rpc import pickling
 from dtkit.rpc.protocol import ModelOperations, make_call
 
@@ -44,6 +45,7 @@ class ModelHandle:
         self.name = getattr(model, "model_name", type(model).__name__)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.summary = summarize_model(model)
         self.nbytes = sum(packed.sizes)
         self.batch_norm_names = find_batch_norms(model)
         self.returns_loss = returns_loss(model)

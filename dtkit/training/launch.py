@@ -27,6 +27,7 @@ from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval
 from dtkit.training.lightning import read_lightning
 from dtkit.training.resume import load_start
 from dtkit.training.run import Run
+from dtkit.training.settings import describe_settings, describe_value
 from dtkit.training.validation import (
     check_batch_size,
     check_can_shrink,
@@ -326,9 +327,11 @@ def _make_spec(
         shuffle=shuffle,
         seed=int(config.seed),
         loss=_get_loss_name(config, model_handle),
-        optimizer=_get_name(config.optimizer),
+        optimizer=describe_value(config.optimizer),
         tags=tuple(config.tags),
         num_workers=int(config.num_workers),
+        settings=describe_settings(config),
+        model=model_handle.summary,
     )
 
 
@@ -347,5 +350,6 @@ def _get_loss_name(config: TrainConfig, model_handle: ModelHandle) -> str:
 
 
 def _get_name(function: Any) -> str:
-    """Return a function's name, else the object's class."""
-    return str(getattr(function, "__name__", type(function).__name__))
+    """Return a function's name, a lambda's source, else the object's class."""
+    is_function = hasattr(function, "__name__")
+    return describe_value(function) if is_function else type(function).__name__

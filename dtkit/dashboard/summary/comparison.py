@@ -7,12 +7,17 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import numpy as np
 
     from dtkit.history.history import History
 
 FINAL_LOSS_STEPS = 20
 """Steps over which the final loss is averaged. The loss of a single step is mostly noise."""
+
+
+_SAME_BYTES_RATIO = 1.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +35,8 @@ class ComparisonRow:
     samples_per_s: float
     seconds: float
     """Sum of the steps' times, without the time between dispatches."""
+    best: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Best validation of each metric, the loss included."""
 
 
 def make_row(label: str, history: History, strategy: str) -> ComparisonRow:
@@ -47,9 +54,39 @@ def make_row(label: str, history: History, strategy: str) -> ComparisonRow:
         bytes_per_step=sent_bytes / len(totals) if len(totals) else math.nan,
         samples_per_s=float(totals["samples"].sum()) / seconds if seconds > 0 else math.nan,
         seconds=seconds,
+        best={name: best[1] for name in _list_names(history) if (best := find_best_evaluation(history, name))},
     )
+
+
+def _list_names(history: History) -> list[str]:
+    return list(dict.fromkeys(name for evaluation in history.evaluations for name in evaluation.values))
+
+
+def differ_in_bytes(rows: Sequence[ComparisonRow]) -> bool:
+    """Return whether the runs sent different numbers of bytes in a step, by more than a twentieth."""
+    known = [row.bytes_per_step for row in rows if math.isfinite(row.bytes_per_step)]
+    return bool(known) and max(known) > _SAME_BYTES_RATIO * min(known)
 
 
 def _compute_final_loss(totals: np.ndarray) -> float:
     weight = float(totals["weight"].sum())
     return float((totals["loss"] * totals["weight"]).sum() / weight) if weight else math.nan
+
+
+_LOWER_WORDS = ("loss", "error", "perplexity", "mse", "mae", "rmse", "distance", "divergence", "kl")
+
+
+def is_better_lower(name: str) -> bool:
+    """Return whether a metric of this name is better when it is lower: losses, errors, distances."""
+    return any(
+        word in name.lower().replace("-", "_").split("_") or name.lower().endswith(word) for word in _LOWER_WORDS
+    )
+
+
+def find_best_evaluation(history: History, name: str) -> tuple[int, float] | None:
+    """Return (step, value) of the best validation of a metric; None without one."""
+    points = [(e.step, float(e.values[name])) for e in history.evaluations if e.values.get(name) is not None]
+    points = [point for point in points if math.isfinite(point[1])]
+    if not points:
+        return None
+    return (min if is_better_lower(name) else max)(points, key=lambda point: point[1])

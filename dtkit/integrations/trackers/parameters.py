@@ -24,6 +24,8 @@ PlainValue = str | int | float | bool
 def collect_parameters(run: Run, params: Mapping[str, Any]) -> dict[str, PlainValue]:
     """Return the parameters of a run, with those of the user. Other values than text and numbers become text."""
     values: dict[str, Any] = dict(dataclasses.asdict(run.spec))
+    values |= dict(values.pop("settings"))
+    values["parameters"] = (values.pop("model") or {}).get("parameters", 0)
     values |= {"learning_rate": run.lr, "nodes": run.spec.world_size} | _describe_nodes(run)
     values |= {"python": platform.python_version(), "dtkit": __version__, "torch": importlib.metadata.version("torch")}
     values |= read_git_commit(Path.cwd())

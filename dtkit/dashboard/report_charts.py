@@ -1,0 +1,92 @@
+"""The charts of a run's report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtkit._util import formatting
+from dtkit.dashboard.summary.curves import (
+    GRAD_NORM,
+    LOSS,
+    LR,
+    MAX_NODE_LINES,
+    THROUGHPUT,
+    downsample,
+    format_overall_label,
+    make_chart_layouts,
+)
+from dtkit.dashboard.svg_chart import MAX_POINTS, Series, draw_chart
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dtkit.dashboard.summary.curves import Chart
+    from dtkit.history.history import History
+
+_BUCKETS = 64  # a power of two, below MAX_POINTS
+assert _BUCKETS <= MAX_POINTS
+
+
+def draw_charts(history: History) -> str:
+    """Return the charts that a history has data for."""
+    charts = [chart for chart in _iterate_charts(history) if chart]
+    return f'<div class="charts">{"".join(charts)}</div>' if charts else "<p>No step yet.</p>"
+
+
+def _iterate_charts(history: History) -> Iterator[str]:
+    loss = [*_make_series(history, LOSS, "mean"), *_make_validation_series(history, "loss", "validation")]
+    yield draw_chart("Loss", "", loss, format_y=formatting.format_loss)
+    yield draw_chart(
+        "Throughput", "samples/s without waiting", from_zero=True, format_y=formatting.format_rate,
+        series=_make_series(history, THROUGHPUT, format_overall_label(history.num_ranks, history.ranks_per_replica)),
+    )  # fmt: skip
+    for name in list_metric_names(history):
+        series = _make_validation_series(history, name, name)
+        yield draw_chart(formatting.sanitize_text(name, 40), "validation", series, format_y=formatting.format_loss)
+    for name in history.scalar_names:
+        yield draw_chart(
+            formatting.sanitize_text(name, 40), "logged", _make_scalar_series(history, name),
+            format_y=formatting.format_loss,
+        )  # fmt: skip
+    if np.unique(history.column("lr")[np.isfinite(history.column("lr"))]).size > 1:
+        yield draw_chart("Learning rate", "", _make_series(history, LR, "lr"), format_y=formatting.format_loss)
+    yield draw_chart(
+        "Gradient norm", "over all nodes", _make_series(history, GRAD_NORM, "norm"), format_y=formatting.format_loss
+    )
+
+
+def list_metric_names(history: History) -> list[str]:
+    """Return the names of the validation metrics besides the loss."""
+    return list(dict.fromkeys(n for e in history.evaluations for n in e.values if n != "loss"))
+
+
+def _make_series(history: History, chart: Chart, overall: str) -> list[Series]:
+    """Return a line for each of a few nodes, and one over all."""
+    (layout,) = make_chart_layouts([chart], history.num_ranks)
+    buckets = downsample(history, chart, history.num_ranks, _BUCKETS)
+    lines = []
+    if not layout.banded and layout.nodes > 1:
+        lines = [
+            Series(f"node {k}", buckets.middle_steps, buckets.values[:, k, 1], k)
+            for k in range(min(layout.nodes, MAX_NODE_LINES))
+        ]
+    color = None if lines else 0
+    return [*lines, Series(overall, buckets.middle_steps, buckets.values[:, -1, 1], color)]
+
+
+def _make_validation_series(history: History, name: str, label: str) -> list[Series]:
+    points = [(e.step, e.values[name]) for e in history.evaluations if e.values.get(name) is not None]
+    if not points:
+        return []
+    steps, values = np.array(points, float).T
+    return [Series(label, steps, values, 5, is_marked=len(points) <= 40)]
+
+
+def _make_scalar_series(history: History, name: str) -> list[Series]:
+    ranks = history.ranks
+    lines = []
+    if 1 < len(ranks) <= MAX_NODE_LINES:
+        lines = [Series(f"node {rank}", *history.scalar(name, rank), color=rank) for rank in ranks]
+    return [*lines, Series("mean" if lines else name, *history.scalar(name), color=None if lines else 0)]

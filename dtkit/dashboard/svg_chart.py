@@ -1,0 +1,207 @@
+"""Line charts as SVG for a page: colors from the page's CSS, and a tooltip at each position that names every series.
+
+A chart needs no script. Invisible strips over it have the tooltips, and a line that shows where the pointer is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+MAX_POINTS = 120
+"""Points of a series, and strips with a tooltip. More series values are averaged."""
+
+_WIDTH, _HEIGHT = 560, 230
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 34
+_NUM_TICKS = 5
+
+CSS = """
+svg.chart { width: 100%; height: auto; display: block; font: 11px system-ui, sans-serif; overflow: visible; }
+.chart text { fill: var(--muted); } .chart .grid { stroke: var(--line); } .chart .axis { stroke: var(--muted); }
+.chart .series { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
+.chart .all { stroke: var(--ink); stroke-dasharray: 5 3; stroke-width: 1.9; }
+.chart .dot { fill: var(--page); stroke-width: 1.4; } .chart .strip line { stroke: var(--muted); opacity: 0; }
+.chart .strip:hover line { opacity: 1; } .chart .strip rect { fill: transparent; }
+.legend { font-size: 12px; color: var(--muted); margin: 2px 0 0; padding: 0; list-style: none; }
+.legend li { display: inline-block; margin-right: 14px; }
+.legend svg.chart { display: inline-block; width: 22px; height: 8px; margin-right: 5px; }
+"""
+
+COLORS = {
+    "light": ("#0072B2", "#B87700", "#00805D", "#B0578C", "#2A86BD", "#C65500", "#767600", "#6F58B5"),
+    "dark": ("#5CB3EA", "#F0B440", "#35C79B", "#E09BC4", "#8CD0F5", "#FF8A45", "#CFCF3C", "#B3A2EC"),
+}
+"""Colors of series on a light and on a dark page."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """A line. Its `color` is a number, or None for the dashed line over all; `is_marked` draws its points."""
+
+    label: str
+    x: np.ndarray
+    y: np.ndarray
+    color: int | None
+    is_marked: bool = False
+
+    @property
+    def css_class(self) -> str:
+        """The class that has its color."""
+        return "all" if self.color is None else f"s{self.color % len(COLORS['light'])}"
+
+
+def make_color_css(scheme: str) -> str:
+    """Return the rules that give series their colors, on a "light" or a "dark" page."""
+    return " ".join(
+        f".chart .s{k} {{ stroke: {color}; }} .chart .dot.all {{ stroke-dasharray: none; }}"
+        for k, color in enumerate(COLORS[scheme])
+    )
+
+
+def draw_chart(
+    title: str,
+    note: str,
+    series: Sequence[Series],
+    *,
+    format_y: Callable[[float], str],
+    format_x: Callable[[float], str] = lambda x: f"{x:,.0f}",
+    x_name: str = "step",
+    from_zero: bool = False,
+) -> str:
+    """Return a chart with its title and its legend as HTML; an empty text without a number to draw."""
+    drawn = [_thin_out(one) for one in series]
+    drawn = [one for one in drawn if len(one.x)]
+    if not drawn:
+        return ""
+    frame = _Frame.around(drawn, from_zero=from_zero)
+    parts = [*_draw_axes(frame, format_x, format_y, x_name)]
+    parts += [_draw_series(frame, one) for one in drawn]
+    parts += _draw_strips(frame, drawn, format_x, format_y, x_name)
+    label = html.escape(f"{title}: {'; '.join(f'{one.label} {format_y(float(one.y[-1]))}' for one in drawn)}")
+    heading = f"<h3>{html.escape(title)} <small>{html.escape(note)}</small></h3>"
+    svg = f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return f"<figure>{heading}{svg}{_draw_legend(drawn)}</figure>"
+
+
+def _thin_out(series: Series) -> Series:
+    """Return the series without what can't be drawn, and at most ``MAX_POINTS`` means of neighbors."""
+    known = np.isfinite(series.x) & np.isfinite(series.y)
+    x, y = np.asarray(series.x[known], float), np.asarray(series.y[known], float)
+    width = -(-len(x) // MAX_POINTS)
+    if width > 1:
+        first = np.arange(0, len(x), width)
+        count = np.diff(np.append(first, len(x)))
+        x, y = np.add.reduceat(x, first) / count, np.add.reduceat(y, first) / count
+    return dataclasses.replace(series, x=x, y=y)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frame:
+    """Limits of both axes."""
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+
+    @classmethod
+    def around(cls, series: Sequence[Series], *, from_zero: bool) -> _Frame:
+        x, y = (np.concatenate([getattr(one, axis) for one in series]) for axis in ("x", "y"))
+        low, high = float(y.min()), float(y.max())
+        low = min(0.0, low) if from_zero else low
+        margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+        return cls(float(x.min()), float(x.max()), low if from_zero else low - margin, high + margin)
+
+    def place_x(self, x: float) -> float:
+        span = self.x_high - self.x_low or 1.0
+        return _LEFT + (x - self.x_low) / span * (_WIDTH - _LEFT - _RIGHT)
+
+    def place_y(self, y: float) -> float:
+        return _HEIGHT - _BOTTOM - (y - self.y_low) / (self.y_high - self.y_low) * (_HEIGHT - _TOP - _BOTTOM)
+
+
+def choose_ticks(low: float, high: float, count: int = _NUM_TICKS) -> list[float]:
+    """Return round numbers within the limits, about `count` of them."""
+    if high <= low:
+        return [low]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    width = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
+    return [k * width for k in range(math.ceil(low / width), math.floor(high / width) + 1)]
+
+
+def _draw_axes(
+    frame: _Frame, format_x: Callable[[float], str], format_y: Callable[[float], str], x_name: str
+) -> list[str]:
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    parts = []
+    for tick in choose_ticks(frame.y_low, frame.y_high):
+        y = frame.place_y(tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        text = html.escape(format_y(tick))
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
+    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    ticks = [tick for tick in choose_ticks(frame.x_low, frame.x_high) if frame.place_x(tick) < right - 40]
+    for tick in ticks:
+        text = html.escape(format_x(tick))
+        parts.append(f'<text x="{frame.place_x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
+    parts.append(f'<text x="{right}" y="{bottom + 15}" text-anchor="end">{html.escape(x_name)}</text>')
+    return parts
+
+
+def _draw_series(frame: _Frame, series: Series) -> str:
+    places = [(frame.place_x(x), frame.place_y(y)) for x, y in zip(series.x, series.y, strict=True)]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    line = f'<polyline class="series {series.css_class}" points="{points}"/>'
+    if not series.is_marked and len(places) > 1:
+        return line
+    return line + "".join(
+        f'<circle class="dot {series.css_class}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places
+    )
+
+
+def _draw_strips(
+    frame: _Frame,
+    series: Sequence[Series],
+    format_x: Callable[[float], str],
+    format_y: Callable[[float], str],
+    x_name: str,
+) -> list[str]:
+    """Draw a strip with a tooltip around each position of the series with the most points."""
+    positions = max((one.x for one in series), key=len)
+    middles = [frame.place_x(float(x)) for x in positions]
+    edges = [_LEFT, *((a + b) / 2 for a, b in itertools.pairwise(middles)), _WIDTH - _RIGHT]
+    parts = []
+    for k, x in enumerate(positions):
+        lines = [f"{x_name} {format_x(float(x))}"]
+        lines += [f"{one.label}: {format_y(_read_at(one, float(x)))}" for one in series]
+        parts.append(
+            f'<g class="strip"><rect x="{edges[k]:.1f}" y="{_TOP}" width="{max(0.5, edges[k + 1] - edges[k]):.1f}" '
+            f'height="{_HEIGHT - _TOP - _BOTTOM}"/><line x1="{middles[k]:.1f}" x2="{middles[k]:.1f}" y1="{_TOP}" '
+            f'y2="{_HEIGHT - _BOTTOM}"/><title>{html.escape(chr(10).join(lines))}</title></g>'
+        )
+    return parts
+
+
+def _read_at(series: Series, x: float) -> float:
+    """Return the value at the point next to `x`."""
+    return float(series.y[int(np.argmin(np.abs(series.x - x)))])
+
+
+def _draw_legend(series: Sequence[Series]) -> str:
+    if len(series) < 2:
+        return ""
+    items = "".join(
+        f'<li><svg class="chart" viewBox="0 0 22 8" aria-hidden="true"><polyline class="series {one.css_class}" '
+        f'points="0,4 22,4"/></svg>{html.escape(one.label)}</li>'
+        for one in series
+    )
+    return f'<ul class="legend">{items}</ul>'

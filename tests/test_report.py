@@ -1,0 +1,178 @@
+"""Reports of a run: headline numbers, charts with tooltips, settings as typed, the model, folded tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dtkit
+from dtkit.dashboard import report
+from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower
+from dtkit.dashboard.svg_chart import MAX_POINTS, Series, choose_ticks, draw_chart
+from dtkit.data.layers import MAX_LAYERS, summarize_model
+from dtkit.testing.fake_transport import FakeTransport
+from dtkit.training.settings import describe_value
+from dtkit.types import Evaluation
+from tests.support.fake_source import FakeSource
+
+
+def write(source: FakeSource, folder, **options) -> str:
+    report.write_report(source, folder / "run.html", **options)
+    return (folder / "run.html").read_text(encoding="utf-8")
+
+
+def test_the_headline_has_the_best_of_each_metric(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    for step, loss, accuracy in ((10, 0.9, 0.5), (20, 0.6, 0.8), (30, 0.7, 0.75)):
+        source.history.add(Evaluation(step, 100, {"loss": loss, "accuracy": accuracy}))
+    page = write(source, tmp_path)
+    cards = re.findall(r'<div class="card"><span>([^<]*)</span><b>([^<]*)</b><span>([^<]*)</span>', page)
+    assert ("validation loss", "0.600", "lowest, at step 20") in cards
+    assert ("validation accuracy", "0.800", "highest, at step 20") in cards
+    assert "prefers-color-scheme: dark" in page
+    assert "<summary>the arithmetic</summary>" in page
+
+
+@pytest.mark.parametrize("name", ["loss", "val_loss", "error", "rmse", "perplexity", "word error", "kl"])
+def test_losses_and_errors_are_better_when_lower(name):
+    assert is_better_lower(name)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "f1", "auc", "reward", "weekly"])
+def test_other_metrics_are_better_when_higher(name):
+    assert not is_better_lower(name)
+
+
+def test_values_that_are_not_finite_are_never_the_best():
+    source = FakeSource()
+    source.history.add(Evaluation(1, 10, {"loss": float("nan")}))
+    assert find_best_evaluation(source.history, "loss") is None
+
+
+def test_long_tables_are_folded_and_short_ones_open(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(10)
+    source.event("note", "hello")
+    assert "rows</summary>" not in write(source, tmp_path)
+    for k in range(30):
+        source.event("note", f"event {k}")
+    assert "<h2>Events</h2><details><summary>31 rows</summary>" in write(source, tmp_path)
+
+
+def test_settings_and_model_are_in_the_report_as_typed(tmp_path):
+    cluster = dtkit.Cluster.from_transport(FakeTransport(2), device="cpu")
+    rows = torch.zeros(64, 4), torch.zeros(64, dtype=torch.int64)
+    run = cluster.train(
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)),
+        rows,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        batch_size=16,
+        steps=4,
+        metrics={"accuracy": lambda output, target: (output.argmax(1) == target).float().mean()},
+        start=False,
+    )
+    assert run.spec.optimizer == "lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)"
+    run.step(2)
+    run.report(tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert "lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)" in page
+    assert "(output.argmax(1) == target).float().mean()" in page
+    assert "&lt;lambda&gt;" not in page
+    assert "67 parameters." in page
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
+    assert cells[cells.index("Linear") - 1 : cells.index("Linear") + 2] == ["0", "Linear", "40"]
+    cluster.close()
+
+
+def scale(x: float, *, by: float) -> float:
+    return x * by
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (scale, "scale"),
+        (functools.partial(scale, by=2), "partial(scale, by=2)"),
+        (lambda x: x + 1, "lambda x: x + 1"),
+        (nn.CrossEntropyLoss(), "CrossEntropyLoss()"),
+        (torch.optim.SGD, "SGD"),
+        ({"double": scale}, "{'double': scale}"),
+        ((np.zeros(3), np.zeros(3)), "(ndarray of 3, ndarray of 3)"),
+        (0.5, "0.5"),
+        (object(), "object"),
+    ],
+)
+def test_values_are_described_as_typed(value, text):
+    assert describe_value(value) == text
+
+
+def test_a_lambda_over_several_lines_is_one_line():
+    function = lambda x: (  # noqa: E731 - a lambda is described
+        x + 1
+    )
+    assert describe_value(function) == "lambda x: x + 1"
+
+
+def test_a_lambda_without_source_is_named_as_one():
+    assert describe_value(eval("lambda x: x + 1")) == "a lambda"
+
+
+def test_a_deep_model_is_cut_where_its_layers_fit():
+    block = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))  # noqa: E731 - short
+    small, large = nn.Sequential(block(), block()), nn.Sequential(*[block() for _ in range(40)])
+    assert [layer.name for layer in summarize_model(small).layers] == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
+    summary = summarize_model(large)
+    assert len(summary.layers) == 40 <= MAX_LAYERS
+    assert sum(layer.parameters for layer in summary.layers) == summary.parameters == 40 * 12
+
+
+# -- charts ----------------------------------------------------------------------------------------------
+
+
+def chart(*series: Series) -> str:
+    return draw_chart("Loss", "note", series, format_y=lambda y: f"{y:.3g}")
+
+
+def test_a_tooltip_names_every_series_at_its_step():
+    steps = np.arange(5.0)
+    page = chart(Series("node 0", steps, steps, 0), Series("mean", steps, 2 * steps, None))
+    assert "<title>step 3\nnode 0: 3\nmean: 6</title>" in page
+    assert page.count('<g class="strip">') == 5
+    assert '<ul class="legend">' in page
+
+
+def test_a_long_series_is_drawn_from_few_points_without_gaps():
+    steps = np.arange(10_000.0)
+    values = np.where(steps % 7 == 0, np.nan, 1.0)
+    page = chart(Series("all", steps, values, None))
+    assert 50 < page.count('<g class="strip">') <= MAX_POINTS
+    assert "nan" not in page
+
+
+def test_nothing_to_draw_is_no_chart():
+    assert chart(Series("all", np.empty(0), np.empty(0), None)) == ""
+    assert chart(Series("all", np.arange(2.0), np.full(2, np.nan), None)) == ""
+
+
+def test_names_are_escaped():
+    assert "<b>" not in chart(Series("<b>", np.arange(2.0), np.arange(2.0), 1))
+
+
+@pytest.mark.parametrize(("low", "high", "ticks"), [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (3, 3, [3]), (0, 2e-4, 6)])
+def test_ticks_are_round_numbers_within_the_limits(low, high, ticks):
+    found = choose_ticks(low, high)
+    assert found == pytest.approx(ticks) if isinstance(ticks, list) else len(found) in (ticks - 1, ticks)
+
+
+def test_a_run_without_steps_has_a_report(tmp_path):
+    source = FakeSource(ranks=2)
+    source.spec = dataclasses.replace(source.spec, model=None)
+    assert "No step yet." in write(source, tmp_path)

@@ -1,5 +1,6 @@
 """dtkit.compare: several runs as a figure over bytes and steps, a table, and text."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import dtkit
 from dtkit.dashboard.figures import comparison_figure
 from dtkit.dashboard.text import comparison_text
+from dtkit.types import Evaluation
 from tests.support.comparison_sources import make_source
 from tests.support.fake_source import FakeSource
 
@@ -29,9 +31,11 @@ def test_the_table_agrees_with_the_histories():
 
 
 def test_the_text_of_a_comparison_is_a_table():
-    header, *lines = repr(
-        dtkit.compare([make_source(), make_source("ParameterAveraging(every=8)", every=8)])
-    ).splitlines()
+    header, *lines = (
+        repr(dtkit.compare([make_source(), make_source("ParameterAveraging(every=8)", every=8)]))
+        .partition("\n\n")[0]
+        .splitlines()
+    )
     assert re.split(" {2,}", header) == ["run", *comparison_text.NUMBER_COLUMNS]
     assert lines[0].startswith("DataParallel()  ")
     assert "32 MB" in lines[0]
@@ -47,8 +51,8 @@ def test_the_html_of_a_comparison_is_a_figure_and_an_escaped_table():
     assert "<script>" not in page
     assert "Odd(&#x27;&lt;script&gt;&#x27;)" in page
     numbers = re.findall(r'style="text-align: right; ([^"]*)"', page)
-    assert numbers == ["white-space: nowrap"] * 3 * len(comparison_text.NUMBER_COLUMNS)
-    assert 'alt="Loss against steps and against bytes. DataParallel(): loss ' in page
+    assert numbers == ["white-space: nowrap"] * 3 * (len(comparison_text.NUMBER_COLUMNS) - 2)  # equal bytes are hidden
+    assert 'alt="Loss against steps and time. DataParallel(): loss ' in page
     assert comparison._repr_png_().startswith(b"\x89PNG")
 
 
@@ -75,7 +79,7 @@ def test_lines_differ_by_more_than_color():
 
 def test_losses_are_drawn_against_steps_and_bytes():
     one, other = make_source(steps=40), make_source("ParameterAveraging(every=8)", every=8, steps=40)
-    steps, sent = dtkit.compare([one, other]).figure().axes
+    steps, _, sent = dtkit.compare([one, other]).figure().axes
     for by_step, by_bytes in zip(steps.get_lines(), sent.get_lines(), strict=True):
         np.testing.assert_array_equal(by_step.get_ydata(), by_bytes.get_ydata())
     np.testing.assert_array_equal(sent.get_lines()[0].get_xdata(), 400_000 * np.arange(1, 41))
@@ -87,7 +91,7 @@ def test_losses_are_drawn_against_steps_and_bytes():
 
 def test_very_different_bytes_get_a_logarithmic_axis():
     figure = dtkit.compare([make_source(), make_source("Tiny()", sent=4_000)]).figure()
-    assert figure.axes[1].get_xscale() == "log"
+    assert figure.axes[2].get_xscale() == "log"
     figure.canvas.draw()
 
 
@@ -101,7 +105,8 @@ def test_a_steeply_falling_loss_gets_a_logarithmic_axis():
 
 
 def test_a_long_comparison_is_drawn_from_few_points():
-    steps, sent = dtkit.compare([make_source(steps=5000)]).figure().axes
+    runs = [make_source(steps=5000), make_source("B()", steps=5000, sent=200_000)]
+    steps, _, sent = dtkit.compare(runs).figure().axes
     assert len(steps.get_lines()[0].get_xdata()) <= 64
     assert sent.get_lines()[0].get_xdata()[-1] == 5000 * 400_000
 
@@ -111,9 +116,9 @@ def test_runs_without_steps_or_bytes_are_shown():
     for runs in ([empty], [alone], [empty, alone], [empty, make_source("B()")]):
         comparison = dtkit.compare(runs)
         assert comparison._repr_png_().startswith(b"\x89PNG")
-        assert len(repr(comparison).splitlines()) == 1 + len(runs)
+        assert len(repr(comparison).partition("\n\n")[0].splitlines()) == 1 + len(runs)
     texts = {text.get_text() for ax in dtkit.compare([empty]).figure().axes for text in ax.texts}
-    assert texts == {"no step yet", "nothing was sent"}
+    assert texts == {"no step yet"}
 
 
 def test_a_comparison_reads_its_runs_when_it_is_shown():
@@ -181,3 +186,50 @@ def test_compare_loads_no_matplotlib():
 
 def test_markers_and_dashes_differ_for_every_color():
     assert len(comparison_figure._MARKERS) >= 8
+
+
+def with_metrics(strategy: str, accuracies, **options):
+    source = make_source(strategy, **options)
+    for k, accuracy in enumerate(accuracies):
+        source.history.add(Evaluation(20 * (k + 1), 100, {"loss": 1 - accuracy, "accuracy": accuracy}))
+    return source
+
+
+def test_metrics_and_differing_settings_are_compared():
+    one = with_metrics("DataParallel()", [0.5, 0.9, 0.8])
+    other = with_metrics("Sharded()", [0.6, 0.7, 0.75])
+    one.spec = dataclasses.replace(one.spec, settings=(("lr_scheduler", "cosine"),))
+    comparison = dtkit.compare([one, other])
+    assert comparison.rows[0].best == pytest.approx({"loss": 0.1, "accuracy": 0.9})
+    assert comparison.differences == [("lr_scheduler", "cosine", "default")]
+    named = dtkit.compare([one, other], labels=["a", "b"])
+    assert named.differences[0] == ("strategy", "DataParallel()", "Sharded()")
+    page = comparison._repr_html_()
+    assert "<b>0.900</b>" in page
+    assert "<b>0.750</b>" not in page
+    titles = [ax.get_title(loc="left") for ax in comparison.figure().axes]
+    assert titles == ["Loss against steps", "Loss against time", "Validation accuracy", "Validation loss"]
+    assert "lr_scheduler" in repr(comparison)
+    assert comparison.to_pandas().loc["Sharded()", "best accuracy"] == pytest.approx(0.75)
+
+
+def test_a_comparison_is_written_as_one_page(tmp_path):
+    runs = [with_metrics("DataParallel()", [0.5, 0.9]), with_metrics("Odd('<script>')", [0.6, 0.7])]
+    dtkit.compare([*runs, runs[0].history], labels=["a", "b", "c"]).report(tmp_path / "runs.html")
+    page = (tmp_path / "runs.html").read_text(encoding="utf-8")
+    assert not re.search(r"<script|<link|https?://", page)
+    headings = re.findall(r"<h3>([^<]*) <small>", page)
+    assert headings == [
+        "Loss against steps",
+        "Loss against time",
+        "Throughput",
+        "Validation loss",
+        "Validation accuracy",
+    ]
+    assert "<b>0.900</b>" in page
+    assert "Settings that differ" in page  # the labels are no strategies
+
+
+def test_a_comparison_without_steps_is_written(tmp_path):
+    dtkit.compare([FakeSource()]).report(tmp_path / "runs.html")
+    assert "Comparison of 1 run" in (tmp_path / "runs.html").read_text(encoding="utf-8")

@@ -25,6 +25,8 @@ class Table:
     rows: Sequence[Sequence[str]]
     text_columns: Collection[str] = ()
     """Names of the columns that hold text; the others hold numbers."""
+    bold_cells: Collection[tuple[int, int]] = ()
+    """Cells (row, column) that HTML shows in bold."""
 
     def to_text(self, indent: str = "") -> str:
         """Return the table as lines of text, with two spaces between columns."""
@@ -38,20 +40,22 @@ class Table:
     def to_html(self) -> str:
         """Return the table as HTML with every cell escaped."""
         head = f"<thead>{self._format_row(self.header, 'th')}</thead>" if self.header else ""
-        body = "".join(self._format_row(row, "td") for row in self.rows)
+        body = "".join(self._format_row(row, "td", index) for index, row in enumerate(self.rows))
         return f"<table>{head}<tbody>{body}</tbody></table>"
 
     def _is_text(self, column: int) -> bool:
         return not self.header or self.header[column] in self.text_columns
 
-    def _format_row(self, cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(self._format_cell(k, cell, tag) for k, cell in enumerate(cells))}</tr>"
+    def _format_row(self, cells: Sequence[str], tag: str, row: int = -1) -> str:
+        return f"<tr>{''.join(self._format_cell(k, cell, tag, row) for k, cell in enumerate(cells))}</tr>"
 
-    def _format_cell(self, column: int, cell: str, tag: str) -> str:
+    def _format_cell(self, column: int, cell: str, tag: str, row: int) -> str:
         style = "text-align: right; white-space: nowrap"  # a number is never cut from its unit
         if self._is_text(column):
             style = f"text-align: left; min-width: {min(len(cell), _MAX_UNBROKEN_CHARS)}ch"
-        return f'<{tag} style="{style}">{html.escape(_clean(cell))}</{tag}>'
+        text = html.escape(_clean(cell))
+        text = f"<b>{text}</b>" if (row, column) in self.bold_cells else text
+        return f'<{tag} style="{style}">{text}</{tag}>'
 
 
 def _clean(cell: str) -> str:

@@ -1,4 +1,4 @@
-"""Several runs next to each other: loss against steps, loss against bytes, and a table.
+"""Several runs next to each other: loss against steps, time and bytes, metrics, and tables.
 
 A step of one strategy may send a hundred times the bytes of another's. The same loss over steps shows how well a
 strategy learns, and over the bytes that each rank sent what that costs on a slow link. Engines count the bytes.
@@ -9,18 +9,24 @@ A comparison reads its runs each time it is shown, so it may be made while they 
 from __future__ import annotations
 
 import base64
-import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dtkit._util import formatting
 from dtkit._util.notebook import in_notebook
 from dtkit.dashboard.summary.comparison import make_row
-from dtkit.dashboard.text.comparison_text import TABLE_NOTE, describe_rows, make_table
+from dtkit.dashboard.summary.spec_differences import list_differences
+from dtkit.dashboard.text.comparison_text import (
+    TABLE_NOTE,
+    describe_rows,
+    make_differences_table,
+    make_table,
+)
 from dtkit.history.history import History
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     import pandas as pd
     from matplotlib.figure import Figure
@@ -60,12 +66,18 @@ class Comparison:
         """The runs, or the histories that were given."""
 
     @property
+    def differences(self) -> list[tuple[str, ...]]:
+        """Settings in which the runs differ: (setting, its text in each run)."""
+        rows = list_differences([run.spec if isinstance(run, Comparable) else None for run in self.runs])
+        return [row for row in rows if row[1:] != self.labels]  # labels say what differs
+
+    @property
     def rows(self) -> list[ComparisonRow]:
         """A row for each run, as of now."""
         return [make_row(*item) for item in zip(self.labels, self.histories, self._strategies, strict=True)]
 
     def figure(self) -> Figure:
-        """Return loss against steps and against bytes, as a matplotlib Figure."""
+        """Return loss against steps, time, and bytes where they differ, and each metric, as a matplotlib Figure."""
         from dtkit.dashboard.figures.comparison_figure import draw_comparison
 
         return draw_comparison(self.labels, self.histories)
@@ -74,7 +86,14 @@ class Comparison:
         """Return the table as a DataFrame with the labels as its index. Needs pandas."""
         import pandas as pd
 
-        return pd.DataFrame([dataclasses.asdict(row) for row in self.rows]).set_index("label")
+        rows = [{**vars(row), **{f"best {name}": value for name, value in row.best.items()}} for row in self.rows]
+        return pd.DataFrame(rows).drop(columns="best").set_index("label")
+
+    def report(self, path: str | Path) -> None:
+        """Write the comparison as one HTML file that needs nothing else: table, differences, charts with tooltips."""
+        from dtkit.dashboard.comparison_report import write_comparison_report
+
+        write_comparison_report(self, path)
 
     def make_mime_bundle(self) -> dict[str, str]:
         """Return the figure with its table, a PNG, and text, which a saved notebook can show."""
@@ -82,7 +101,9 @@ class Comparison:
         return {"text/html": self._repr_html_(), "image/png": png, "text/plain": repr(self)}
 
     def __repr__(self) -> str:
-        return make_table(self.rows).to_text()
+        differences = self.differences
+        table = make_table(self.rows).to_text()
+        return f"{table}\n\n{make_differences_table(self.labels, differences).to_text()}" if differences else table
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -104,7 +125,9 @@ class Comparison:
 
         rows = self.rows
         image = format_img_tag(self.figure(), describe_rows(rows))
-        return f"{image}{make_table(rows).to_html()}<small>{TABLE_NOTE}</small>"
+        differences = self.differences
+        settings = make_differences_table(self.labels, differences).to_html() if differences else ""
+        return f"{image}{make_table(rows).to_html()}<small>{TABLE_NOTE}</small>{settings}"
 
 
 def compare(runs: Iterable[Comparable | History], labels: Sequence[str] | None = None) -> Comparison:

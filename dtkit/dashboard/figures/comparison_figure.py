@@ -1,19 +1,20 @@
-"""The figure of several runs: loss against steps, and against the bytes that each rank has sent.
+"""The figure of several runs: loss against steps, time and bytes, and each validation metric.
 
 Runs differ by color, by the dashes of their lines, and by their markers.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
+from dtkit.dashboard.summary.comparison import differ_in_bytes, make_row
 from dtkit.dashboard.summary.curves import LOSS, downsample
 
 if TYPE_CHECKING:
@@ -31,24 +32,37 @@ _MARKERS = "os^DvP*X"
 _LOG_BYTES_RATIO = 20.0  # from this ratio of bytes on, a linear axis would hide the smaller ones
 _LOG_LOSS_RATIO = 50.0  # from this ratio of losses on, the axis is logarithmic
 _LEGEND_COLUMNS = 2
+_MAX_METRICS = 6
 
 
 def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figure:
-    """Draw both panels under a legend."""
-    rows = -(-len(labels) // _LEGEND_COLUMNS)
-    figure = create_figure(10.8, 3.3 + 0.22 * rows)
+    """Draw loss against steps, time, and bytes where they differ; then each validation metric, under one legend."""
+    legend_rows = -(-len(labels) // _LEGEND_COLUMNS)
+    has_bytes = differ_in_bytes([make_row("", history, "") for history in histories])
+    metrics = list(dict.fromkeys(name for history in histories for name in list_metrics(history)))[:_MAX_METRICS]
+    num_panels = 2 + has_bytes + len(metrics)
+    rows = -(-num_panels // 2)
+    figure = create_figure(10.8, 3.1 * rows + 0.2 + 0.22 * legend_rows)
     engine = figure.get_layout_engine()
     assert isinstance(engine, ConstrainedLayoutEngine)
-    engine.set(wspace=0.05)
-    steps_axes, bytes_axes = figure.subplots(1, 2)
+    engine.set(wspace=0.05, hspace=0.06)
+    panels = list(figure.subplots(rows, 2, squeeze=False).flat)
+    for ax in panels[num_panels:]:
+        ax.remove()
     parts = [downsample(history, LOSS, history.num_ranks, _NUM_BUCKETS) for history in histories]
-    sent_bytes = [_compute_sent_bytes(history, part) for history, part in zip(histories, parts, strict=True)]
-    _draw_runs(steps_axes, [part.middle_steps for part in parts], parts, labels)
-    _draw_runs(bytes_axes, sent_bytes, parts, labels)
-    _format_steps_panel(steps_axes, parts)
-    _format_bytes_panel(bytes_axes, sent_bytes)
-    _scale_loss_axes((steps_axes, bytes_axes), parts)
-    handles, names = steps_axes.get_legend_handles_labels()
+    _draw_runs(panels[0], [part.middle_steps for part in parts], parts, labels)
+    _format_steps_panel(panels[0], parts)
+    seconds = [_accumulate(history, part, "step_s") for history, part in zip(histories, parts, strict=True)]
+    _draw_runs(panels[1], seconds, parts, labels)
+    _format_time_panel(panels[1], parts)
+    if has_bytes:
+        sent_bytes = [_accumulate(history, part, "sent_bytes") for history, part in zip(histories, parts, strict=True)]
+        _draw_runs(panels[2], sent_bytes, parts, labels)
+        _format_bytes_panel(panels[2], sent_bytes)
+    _scale_loss_axes(panels[: 2 + has_bytes], parts)
+    for ax, name in zip(panels[2 + has_bytes :], metrics, strict=False):
+        _draw_metric(ax, name, histories, labels)
+    handles, names = panels[0].get_legend_handles_labels()
     figure.legend(
         handles, names, loc="outside upper left", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9,
         labelcolor=style.TEXT_COLOR, handlelength=4,
@@ -56,13 +70,38 @@ def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figu
     return figure
 
 
-def _compute_sent_bytes(history: History, buckets: CurveBuckets) -> np.ndarray:
-    """Return the bytes that one rank has sent by the end of each bucket, as the mean over the ranks."""
+def list_metrics(history: History) -> list[str]:
+    """Return the names of what validations found, the loss last."""
+    names = dict.fromkeys(name for evaluation in history.evaluations for name in evaluation.values)
+    return sorted(names, key=lambda name: name == "loss")
+
+
+def _accumulate(history: History, buckets: CurveBuckets, column: str) -> np.ndarray:
+    """Return the sum of a column by the end of each bucket; of bytes, the mean over the ranks."""
     totals = history.totals()
-    per_rank = totals["sent_bytes"] / np.maximum(1, totals["ranks"])
-    cumulative = np.concatenate([[0.0], np.cumsum(per_rank)])
+    per_step = totals[column] / np.maximum(1, totals["ranks"]) if column == "sent_bytes" else totals[column]
+    cumulative = np.concatenate([[0.0], np.cumsum(per_step)])
     end = buckets.origin + buckets.width * (buckets.first + 1 + np.arange(len(buckets.values))) - 1
     return np.asarray(cumulative[np.searchsorted(totals["step"], end, side="right")])
+
+
+def _draw_metric(ax: Axes, name: str, histories: Sequence[History], labels: Sequence[str]) -> None:
+    """Draw one validation metric of all runs."""
+    style.style_axes(ax)
+    style.format_step_axis(ax)
+    style.set_title(ax, f"Validation {formatting.sanitize_text(name, 40)}")
+    for k, (history, label) in enumerate(zip(histories, labels, strict=True)):
+        points = [(e.step, e.values[name]) for e in history.evaluations if e.values.get(name) is not None]
+        if points:
+            steps, values = np.array(points, float).T
+            look: dict[str, Any] = {
+                "marker": _MARKERS[k % len(_MARKERS)],
+                "linestyle": _LINE_STYLES[k % len(_LINE_STYLES)],
+            }
+            ax.plot(
+                steps, values, color=style.COLORS[k % len(style.COLORS)], linewidth=1.5, gid=label, markersize=5,
+                markerfacecolor="white", markevery=max(1, len(points) // 12), **look,
+            )  # fmt: skip
 
 
 def _draw_runs(
@@ -85,6 +124,15 @@ def _draw_runs(
 def _format_steps_panel(ax: Axes, run_buckets: Sequence[CurveBuckets]) -> None:
     style.format_step_axis(ax)
     style.set_title(ax, "Loss against steps", "mean over all nodes")
+    if not any(len(part.values) for part in run_buckets):
+        style.show_placeholder(ax)
+
+
+def _format_time_panel(ax: Axes, run_buckets: Sequence[CurveBuckets]) -> None:
+    style.set_title(ax, "Loss against time", "of steps, without the time between dispatches")
+    ax.set_xlabel("time", fontsize=8, color=style.MUTED_COLOR)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: formatting.format_duration(x) if x else "0"))
     if not any(len(part.values) for part in run_buckets):
         style.show_placeholder(ax)
 

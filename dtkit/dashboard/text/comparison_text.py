@@ -2,33 +2,73 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit._util.table import Table
-from dtkit.dashboard.summary.comparison import FINAL_LOSS_STEPS
+from dtkit.dashboard.summary.comparison import FINAL_LOSS_STEPS, differ_in_bytes, is_better_lower
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dtkit.dashboard.summary.comparison import ComparisonRow
 
-NUMBER_COLUMNS = ("nodes", "steps", "final loss", "sent per rank", "per step", "samples/s", "time")
+NUMBER_COLUMNS = ("nodes", "steps", "final loss", "sent per node", "per step", "samples/s", "time")
 TABLE_NOTE = (
-    f"final loss: mean of the last {FINAL_LOSS_STEPS} steps; bytes: sent by one rank; time: without that between "
+    f"final loss: mean of the last {FINAL_LOSS_STEPS} steps; bytes: sent by one node; time: without that between "
     "dispatches"
 )
 
 
+_BYTE_COLUMNS = ("sent per node", "per step")
+
+
 def make_table(rows: Sequence[ComparisonRow]) -> Table:
-    """Return the table. It has no column for strategies where the labels are the strategies."""
+    """Return the table. It has only columns in which runs differ, or that every comparison needs; the best is bold.
+
+    There are no bytes where all runs sent the same, and no strategies where the labels are the strategies.
+    """
     has_strategies = any(row.strategy != row.label for row in rows)
     text_columns = ("run", "strategy") if has_strategies else ("run",)
+    hidden = () if differ_in_bytes(rows) else _BYTE_COLUMNS
+    metrics = list(dict.fromkeys(name for row in rows for name in row.best))
+    numbers = [name for name in NUMBER_COLUMNS if name not in hidden]
+    split = numbers.index("final loss") + 1
+    header = [*text_columns, *numbers[:split], *(f"best {name}" for name in metrics), *numbers[split:]]
     lines = []
     for row in rows:
         strategy = [row.strategy or formatting.UNKNOWN] if has_strategies else []
-        lines.append([row.label, *strategy, *format_numbers(row)])
-    return Table([*text_columns, *NUMBER_COLUMNS], lines, text_columns)
+        cells = [cell for name, cell in zip(NUMBER_COLUMNS, format_numbers(row), strict=True) if name not in hidden]
+        best = [formatting.format_loss(row.best.get(name)) for name in metrics]
+        lines.append([row.label, *strategy, *cells[:split], *best, *cells[split:]])
+    return Table(header, lines, text_columns, _find_best_cells(rows, header, metrics))
+
+
+def _find_best_cells(
+    rows: Sequence[ComparisonRow], header: Sequence[str], metrics: Sequence[str]
+) -> list[tuple[int, int]]:
+    """Return the cells (row, column) of the best run in each column that has a better and a worse."""
+    keys: dict[str, list[float]] = {
+        "final loss": [-row.loss for row in rows],
+        "samples/s": [row.samples_per_s for row in rows],
+        **{
+            f"best {name}": [(-1 if is_better_lower(name) else 1) * row.best.get(name, math.nan) for row in rows]
+            for name in metrics
+        },
+    }
+    cells = []
+    for name, values in keys.items():
+        known = [value for value in values if math.isfinite(value)]
+        if len(known) > 1 and max(known) > min(known):
+            cells.append((values.index(max(known)), list(header).index(name)))
+    return cells
+
+
+def make_differences_table(labels: Sequence[str], differences: Sequence[tuple[str, ...]]) -> Table:
+    """Return the table of the settings in which the runs differ."""
+    header = ["setting", *labels]
+    return Table(header, differences, set(header))
 
 
 def describe_rows(rows: Sequence[ComparisonRow]) -> str:
@@ -37,7 +77,8 @@ def describe_rows(rows: Sequence[ComparisonRow]) -> str:
         f"{row.label}: loss {formatting.format_loss(row.loss)}, {formatting.format_bytes(row.sent_bytes)} sent"
         for row in rows
     )
-    return f"Loss against steps and against bytes. {'; '.join(parts)}"
+    axes = "steps, time and bytes" if differ_in_bytes(rows) else "steps and time"
+    return f"Loss against {axes}. {'; '.join(parts)}"
 
 
 def format_numbers(row: ComparisonRow) -> tuple[str, ...]:

@@ -1,0 +1,81 @@
+"""A comparison as one HTML file: the table, the settings that differ, and charts with tooltips."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from dtkit._util import formatting
+from dtkit.dashboard.report_charts import list_metric_names
+from dtkit.dashboard.report_page import escape, format_page, format_table
+from dtkit.dashboard.svg_chart import Series, draw_chart
+from dtkit.dashboard.text.comparison_text import TABLE_NOTE, make_differences_table, make_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from dtkit.dashboard.summary.comparison import ComparisonRow
+    from dtkit.history.history import History
+
+
+class ComparisonData(Protocol):
+    """All that the report reads of a comparison."""
+
+    labels: tuple[str, ...]
+    histories: tuple[History, ...]
+
+    @property
+    def rows(self) -> list[ComparisonRow]:
+        """A row for each run."""
+        ...
+
+    @property
+    def differences(self) -> list[tuple[str, ...]]:
+        """Settings in which the runs differ."""
+        ...
+
+
+def write_comparison_report(comparison: ComparisonData, path: str | Path) -> None:
+    """Write the report to `path`."""
+    title = f"Comparison of {formatting.format_count(len(comparison.labels), 'run')}"
+    Path(path).write_text(format_page(title, _format_parts(comparison, title)), encoding="utf-8")
+
+
+def _format_parts(comparison: ComparisonData, title: str) -> Iterator[str]:
+    yield f'<h1>{escape(title)}</h1><p class="lead">Written {time.strftime("%Y-%m-%d %H:%M")}.</p>'
+    yield format_table(make_table(comparison.rows))
+    yield f"<p><small>{escape(TABLE_NOTE)}. Bold: the best.</small></p>"
+    if comparison.differences:
+        yield "<h2>Settings that differ</h2>"
+        yield format_table(make_differences_table(comparison.labels, comparison.differences))
+    charts = "".join(_iterate_charts(comparison.labels, comparison.histories))
+    yield f'<h2>Charts</h2><div class="charts">{charts}</div>'
+
+
+def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iterator[str]:
+    runs = list(zip(range(len(labels)), labels, histories, strict=True))
+    losses = [Series(label, *history.loss(), color=k) for k, label, history in runs]
+    yield draw_chart("Loss against steps", "mean over all nodes", losses, format_y=formatting.format_loss)
+    timed = [
+        Series(label, np.cumsum(history.totals()["step_s"]), history.loss()[1], color=k) for k, label, history in runs
+    ]
+    yield draw_chart(
+        "Loss against time", "of steps", timed, format_y=formatting.format_loss, x_name="time",
+        format_x=lambda x: formatting.format_duration(x) if x else "0",
+    )  # fmt: skip
+    rates = [Series(label, *history.throughput(), color=k) for k, label, history in runs]
+    yield draw_chart("Throughput", "samples/s of all nodes", rates, format_y=formatting.format_rate, from_zero=True)
+    for name in dict.fromkeys(name for history in histories for name in ["loss", *list_metric_names(history)]):
+        points = [_make_metric_series(label, history, name, k) for k, label, history in runs]
+        yield draw_chart(
+            f"Validation {formatting.sanitize_text(name, 40)}", "", points, format_y=formatting.format_loss
+        )
+
+
+def _make_metric_series(label: str, history: History, name: str, color: int) -> Series:
+    points = [(e.step, e.values[name]) for e in history.evaluations if e.values.get(name) is not None]
+    steps, values = np.array(points, float).reshape(-1, 2).T
+    return Series(label, steps, values, color, is_marked=True)

@@ -1,0 +1,32 @@
+"""Settings in which runs differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtkit._util import formatting
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dtkit.types import RunSpec
+
+_FIELDS = ("strategy", "world_size", "batch_size", "optimizer", "loss", "shuffle", "seed", "num_workers", "samples")
+
+
+def list_differences(specs: Sequence[RunSpec | None]) -> list[tuple[str, ...]]:
+    """Return (setting, its text in each run) of the settings that differ; a dash where a run has none."""
+    settings = [None if spec is None else _collect(spec) for spec in specs]
+    names = dict.fromkeys(name for own in settings if own is not None for name in own)
+    rows = [
+        (name, *(formatting.UNKNOWN if own is None else own.get(name, "default") for own in settings)) for name in names
+    ]
+    known = [k for k, own in enumerate(settings, 1) if own is not None]
+    return [row for row in rows if len({row[k] for k in known}) > 1]
+
+
+def _collect(spec: RunSpec) -> dict[str, str]:
+    fields = {name: str(getattr(spec, name)) for name in _FIELDS}
+    if spec.model is not None:
+        fields["parameters"] = f"{spec.model.parameters:,}"
+    return fields | dict(spec.settings)

@@ -9,7 +9,7 @@ import pytest
 from dtkit._util import formatting
 from dtkit.dashboard.summary.notices import collect_notices
 from dtkit.dashboard.text import run_text
-from dtkit.types import ReplicaCheckResult, State
+from dtkit.types import Evaluation, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
 from tests.support.timers import Timers
 
@@ -213,36 +213,72 @@ def test_the_summary_names_the_error():
     assert run_text.format_run(source).splitlines()[-1] == "ValueError: bad [31m rows"
 
 
-def test_a_terminal_is_rewritten_in_place_with_one_write():
-    source, stream = FakeSource(ranks=2), Terminal()
-    writes = []
-    stream.write = writes.append
-    progress = run_text.TextProgress(source, stream)
+def read_screen(text: str, columns: int = 100) -> list[str]:
+    """Return the lines that a terminal shows after this output: text, colors, cursor up, and clearing of lines."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|[\r\n]|[^\x1b\r\n]+", text):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part.startswith("\x1b"):
+            count, kind = part[2:-1], part[-1]
+            row = max(0, row - int(count or 1)) if kind == "A" else row
+            lines[row] = "" if kind == "K" else lines[row]
+        elif part != "\r":
+            lines[row] += part
+            assert len(lines[row]) <= columns
+    return [line.rstrip() for line in lines]
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """A terminal of 100 columns with colors."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "30")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+def test_a_terminal_shows_one_block_with_the_log_above_it(screen):
+    source = FakeSource(ranks=2)
+    progress = run_text.TextProgress(source, screen)
     source.advance(1)
     progress.update()
     source.advance(1)
     source.event("print", "hello", rank=1)
+    source.history.add(Evaluation(2, 100, {"loss": 0.5, "accuracy": 0.75}))
+    source.event("note", "valid loss 0.5, valid accuracy 0.75")
     progress.update()
-    first, second = writes
-    assert first.count("\n") == 4  # the bar, the figures, two nodes
-    assert "\x1b[4F" not in first
-    assert second.startswith("\x1b[4F")
-    assert second.endswith("\x1b[J")
-    assert second.splitlines()[0].endswith("[1] hello\x1b[K")
-    assert second.count("\n") == 5
-    progress.update()
-    assert len(writes) == 2  # nothing changed, nothing is written
+    progress.close()
+    shown = [line for line in read_screen(screen.getvalue()) if line]
+    assert shown[0].endswith("[1] hello")
+    assert re.fullmatch(r"running +\S+ +step 2 of 400, epoch 1 of 2, 0 s, 12 s left", shown[1])
+    assert shown[3] == "  validation at step 2: loss 0.500, accuracy 0.750"
+    assert [line.split()[:2] for line in shown[4:]] == [["node", "0"], ["node", "1"]]
+    assert not any("valid loss" in line for line in shown)  # the line on the last validation is updated instead
+    assert "\x1b[1;32mrunning" in screen.getvalue()
+    assert screen.getvalue().endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_lines_are_cut_to_the_terminal(monkeypatch):
+def test_nothing_is_written_where_nothing_changed(screen):
+    source = FakeSource(ranks=2)
+    progress = run_text.TextProgress(source, screen)
+    source.advance(1)
+    progress.update()
+    written = screen.getvalue()
+    progress.update()
+    assert screen.getvalue() == written
+
+
+def test_lines_are_cut_to_the_terminal(screen, monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     monkeypatch.setenv("LINES", "4")
-    source, stream = FakeSource(ranks=8), Terminal()
+    source = FakeSource(ranks=8)
     source.advance(1)
-    run_text.TextProgress(source, stream).update()
-    lines = stream.getvalue().replace("\x1b[K", "").replace("\x1b[J", "").splitlines()
-    assert len(lines) == 3
-    assert max(map(len, lines)) == 29
+    run_text.TextProgress(source, screen).update()
+    shown = [line for line in read_screen(screen.getvalue(), columns=30) if line]
+    assert len(shown) <= 4
 
 
 def test_a_log_gets_plain_lines_every_few_seconds():

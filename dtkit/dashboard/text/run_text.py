@@ -1,13 +1,12 @@
 """A run as text: the plain repr, and progress in a terminal or a log.
 
-A terminal rewrites the block of lines in place with one write, which doesn't flicker, and lines of the log scroll above
-it. Elsewhere (a file, a pipe, CI) the block is printed every few seconds, without control sequences. Text of engines
-loses its control characters before it is shown.
+A terminal rewrites a colored block in place (see `terminal.py`), and lines of the log scroll above it.
+Elsewhere (a file, a pipe, CI) the block is printed every few seconds, without control sequences. Text of engines loses
+its control characters before it is shown.
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 import weakref
@@ -24,12 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.text.terminal import TerminalBlock
     from dtkit.types import Event, Status
 
 MAX_SHOWN_NODES = 16
 """Nodes with a line of their own. One line stands for the others."""
 
-_BAR_WIDTH = 24
+VALIDATION_PREFIX = "valid "
+"""Beginning of the events that log a validation."""
 
 
 def format_run(run: RunView) -> str:
@@ -148,7 +149,7 @@ class TextProgress:
     ) -> None:
         self._run, self._stream = run, stream
         self.is_tty = stream.isatty() if is_tty is None else is_tty
-        self._num_block_lines = 0
+        self._terminal: TerminalBlock | None = None
         self.num_printed_events = num_printed_events
         self._last_block: list[str] | None = None
 
@@ -158,49 +159,44 @@ class TextProgress:
         block = self.format_block()
         if not new_lines and block == self._last_block:
             return
-        text = (
-            self._format_in_place(new_lines, block)
-            if self.is_tty
-            else "".join(f"{line}\n" for line in [*new_lines, *block])
-        )
-        self._stream.write(text)
-        self._stream.flush()
         self._last_block = block
+        if self.is_tty:
+            self._show_in_terminal(new_lines, block[1:])
+            return
+        self._stream.write("".join(f"{line}\n" for line in [*new_lines, *block]))
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Write what is new, and end the block of a terminal."""
+        self.update()
+        if self._terminal is not None:
+            self._terminal.close()
 
     def format_block(self) -> list[str]:
-        """Return the lines of the current state: a progress bar, metrics, notices, and a line for each node."""
+        """Return the lines of the current state: position, metrics, notices, and a line for each node."""
         status = self._run.status
         share = min(1.0, status.step / status.steps) if status.steps else 0.0
-        progress = _format_bar(share) if self.is_tty else f"{100 * share:.0f} %"
-        head = f"{status.state.value} {progress} step {status.step:,} of {status.steps:,}, {_format_times(status)}"
+        head = f"{status.state.value} {100 * share:.0f} % {_format_position(self._run)}"
         metrics = compute_run_metrics(self._run.history, self._run.spec.world_size)
-        own_numbers = _format_own_numbers(self._run)
         details = [
             _format_metrics(metrics),
-            *own_numbers,
+            *_format_own_numbers(self._run),
             *_format_notices(self._run, metrics),
             *_format_verdict(self._run),
         ]
         return [head, *(f"  {line}" for line in details), *_format_node_lines(self._run, metrics)]
 
-    def _format_in_place(self, new_lines: list[str], block: list[str]) -> str:
-        """Return the text that rewrites the last block from its first line, and clears the lines below."""
-        columns, rows = shutil.get_terminal_size()
-        # The cursor can't go back over wrapped lines, so lines are cut.
-        shown = [line[: columns - 1] for line in block[: max(1, rows - 1)]]
-        up = f"\x1b[{self._num_block_lines}F" if self._num_block_lines else ""
-        self._num_block_lines = len(shown)
-        return up + "".join(f"{line}\x1b[K\n" for line in [*new_lines, *shown]) + "\x1b[J"
+    def _show_in_terminal(self, new_lines: list[str], lines: list[str]) -> None:
+        from dtkit.dashboard.text.terminal import TerminalBlock  # late: a log needs no rich
+
+        self._terminal = self._terminal or TerminalBlock(self._stream)
+        self._terminal.show(new_lines, self._run.status, _format_position(self._run), lines)
 
     def _take_new_events(self) -> list[Event]:
         new = self._run.history.events[self.num_printed_events :]
         self.num_printed_events += len(new)  # not the list's length, which may have grown since
-        return new
-
-
-def _format_bar(share: float) -> str:
-    filled = round(_BAR_WIDTH * share)
-    return "█" * filled + "░" * (_BAR_WIDTH - filled)
+        # The line on the last validation says the same, and is updated.
+        return [event for event in new if not (event.kind == "note" and event.text.startswith(VALIDATION_PREFIX))]
 
 
 def _format_event(event: Event) -> str:
@@ -230,7 +226,7 @@ def start_text_progress(
     def stop() -> None:
         unsubscribe()
         throttle.close()
-        progress.update()
+        progress.close()
         _num_printed_events[run] = progress.num_printed_events
 
     return stop

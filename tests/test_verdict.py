@@ -68,7 +68,7 @@ def test_communication_proposes_a_batch_and_what_it_brings():
     verdict = find([computing(comm=60)] * 2)
     assert verdict.cause == "communication"
     assert verdict.text == (
-        "communication is 50 % of a step: batch_size=256 would take 1.6 times the samples/s, or ParameterAveraging(), "
+        "communication is 50 % of a step: batch_size=256 for 1.6 times the samples/s, or ParameterAveraging(), "
         'compress="bf16"'
     )
     assert verdict.gain == pytest.approx(1 - (60 + 4 * 60) / (4 * 120))

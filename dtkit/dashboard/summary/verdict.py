@@ -38,8 +38,8 @@ MIN_GAIN = 0.1
 MIN_STEPS = 5
 """Steps that a verdict needs. The first one warms up, and is left out."""
 
-MAX_BATCH_FACTOR = 16
-"""Largest factor on the batch that a verdict proposes."""
+MAX_BATCH_FACTOR = 4
+"""Largest factor on the batch that a verdict proposes; a batch that is much larger needs other settings."""
 
 _TARGET_OVERHEAD = 0.2  # share of a step that the proposed batch leaves to communication, update and Python
 _OVER_STAGES = 1.3  # ratio of the slowest stage to the mean one from which the cut is to blame
@@ -208,14 +208,14 @@ def _judge_overhead(facts: _Facts) -> Verdict | None:
     grows = step_s - fixed
     if grows <= 0 or facts.spec.strategy.startswith("TensorParallel("):
         return _judge_sliced_model(facts)
-    factor = next((k for k in (2, 4, 8) if fixed / (fixed + k * grows) <= _TARGET_OVERHEAD), MAX_BATCH_FACTOR)
+    factor = 2 if fixed / (fixed + 2 * grows) <= _TARGET_OVERHEAD else MAX_BATCH_FACTOR
     speed_up = factor * step_s / (fixed + factor * grows)
     is_communication = communication >= fixed / 2
     share = (communication if is_communication else fixed) / step_s
     if share < MIN_GAIN:
         return None
     what = "communication" if is_communication else "overhead that a batch of any size has"
-    batch = f"batch_size={factor * facts.spec.batch_size} would take {speed_up:.1f} times the samples/s"
+    batch = f"batch_size={factor * facts.spec.batch_size} for {speed_up:.1f} times the samples/s"
     remedies = f"{batch}{_name_other_remedies(facts, is_communication)}"
     return Verdict(
         "communication" if is_communication else "overhead",

@@ -61,7 +61,7 @@ def _make_head(status: Status, position: str) -> Table:
     head = Table.grid(padding=(0, 1))
     for _ in range(3):
         head.add_column(no_wrap=True, overflow="ellipsis")
-    bar = ProgressBar(total=max(1, status.steps), completed=status.step, width=_BAR_WIDTH)
+    bar = ProgressBar(total=max(1, status.steps), completed=status.step, width=_BAR_WIDTH, complete_style="cyan")
     head.add_row(Text(state, style=_STATE_STYLES.get(state, "bold")), bar, Text(position))
     return head
 

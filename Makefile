@@ -26,7 +26,7 @@ UNIT_PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 AS_ROOT = $(shell test "$$(id -u)" -ne 0 || echo --allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lab lint check test test-all faults soak bench chromium hosts clean
+.PHONY: help venv demo lab lint check test test-all faults soak bench docs chromium hosts clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,11 +35,10 @@ venv: $(INSTALLED)  ## make .venv with the package (editable) and all that its t
 
 # The stamp is younger than what it was made from for as long as nothing needs installing. `pip --version` tells a
 # whole .venv from one that a failed attempt left behind.
-# Editable by a path entry (compat), since from the folder above a clone, Python takes the clone for an empty package.
 $(INSTALLED): pyproject.toml binder/constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "dtkit needs Python 3.11 or newer, and %s is %d.%d. Name another: make venv PYTHON=python3.12" % (sys.executable, v[0], v[1]))'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) --editable '.[dev]' --config-settings editable_mode=compat
+	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@
 
 demo: venv  ## train a real model on a cluster, in this terminal
@@ -75,6 +74,9 @@ soak: venv  ## train for 30 minutes with a fault every 20 s, and look for leaks
 bench: venv  ## measure speed, memory and start-up next to their references
 	$(BIN)/python -m tests.bench
 
+docs: venv  ## build the documentation in docs/_build/html (EXECUTE=1: run its notebooks, too)
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
 chromium:  ## have a Chromium for the browser tests (installs Debian's when root)
 	@if [ -n "$$CHROMIUM" ] && command -v "$$CHROMIUM"; then exit 0; fi; \
 	for name in $(BROWSERS); do command -v "$$name" && exit 0; done; \
@@ -101,6 +103,6 @@ hosts:  ## have SSH, Slurm and Open MPI for the tests on several hosts (installs
 	fi
 
 clean:  ## remove what these targets made, .venv included
-	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist out docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find dtkit tests notebooks -name __pycache__ -prune -exec rm -rf {} +
 	find notebooks -name .ipynb_checkpoints -prune -exec rm -rf {} +

@@ -1,0 +1,118 @@
+"""What a launcher for several hosts implements: it starts one agent on each host, and knows the jobs that run them.
+
+An agent is ``PYTHON -m dtkit.cluster.agent``. It reads one line of JSON from its standard input, or from the file that
+the environment variable ``DTKIT_AGENT_FILE`` names. The line holds the keys of the cluster, so it must not be in a
+command line, which other users can read. The agent starts and ends the engines of its host
+(:mod:`dtkit.cluster.agent`).
+
+A launcher is a frozen dataclass of plain values, because the cluster file stores it for :func:`dtkit.attach`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+AGENT_MODULE = "dtkit.cluster.agent"
+AGENT_FILE_VARIABLE = "DTKIT_AGENT_FILE"
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentRequest:
+    """Agents to start."""
+
+    folder: Path
+    """The cluster's private folder, for scripts and logs. Only this machine surely sees it."""
+    connection: Mapping[str, Any]
+    """Addresses and keys of ipyparallel's controller. They are secret."""
+    num_engines: int
+    """Engines that these agents will start, together."""
+    hosts: tuple[str, ...] = ()
+    """Names of the hosts, as `list_hosts` gives them; empty if the scheduler chooses."""
+
+    def format_input(self, host: str = "", connection: Mapping[str, Any] | None = None) -> str:
+        """Return the line that an agent reads, with another `connection` where ports are forwarded."""
+        fields = {"connection": dict(connection or self.connection), "host": host, "cluster": self.folder.name}
+        return json.dumps(fields) + "\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class JobState:
+    """State of what runs agents."""
+
+    phase: Literal["waiting", "running", "ended"]
+    text: str
+    """Id, state and reason for the user, such as ``job 17 is PENDING (Resources)``."""
+
+
+class AgentJob(abc.ABC):
+    """One process, or one job of a scheduler, that runs the agents of one or several hosts."""
+
+    @abc.abstractmethod
+    def get_state(self) -> JobState:
+        """Return its state. Asks a scheduler at most; takes a second or less."""
+
+    @abc.abstractmethod
+    def cancel(self) -> None:
+        """End it with its agents. Idempotent."""
+
+    def list_pids(self) -> list[int]:
+        """Return the processes of this machine that must live as long as the agents."""
+        return []
+
+    @abc.abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Return what `HostLauncher.restore_job` needs after the notebook's kernel was restarted."""
+
+
+class HostLauncher(abc.ABC):
+    """Starts agents on hosts. Its fields are what the user chose."""
+
+    name: ClassVar[str]
+    """Name of the class among dtkit's public names."""
+
+    @abc.abstractmethod
+    def get_controller_address(self) -> str:
+        """Return the address on which the controller listens, and no wider: 127.0.0.1 if agents come by a tunnel."""
+
+    @abc.abstractmethod
+    def list_hosts(self, num_engines: int) -> dict[str, int] | None:
+        """Return the engines of each host that is needed, in order of rank; None if a scheduler chooses the hosts.
+
+        Raises ValueError if there are too few slots.
+        """
+
+    @abc.abstractmethod
+    def start_agents(self, request: AgentRequest) -> list[AgentJob]:
+        """Start agents and return without waiting until they have connected. Raises ClusterError."""
+
+    @abc.abstractmethod
+    def restore_job(self, fields: Mapping[str, Any]) -> AgentJob:
+        """Return the job that `AgentJob.to_json` described, in another process."""
+
+    @abc.abstractmethod
+    def script(self) -> str:
+        """Return what will be run or submitted, as text for the user, without secrets."""
+
+    def count_agents(self, num_engines: int) -> int:
+        """Return how many agents will come for so many engines; each one is on a host of its own."""
+        hosts = self.list_hosts(num_engines)
+        return 1 if hosts is None else len(hosts)
+
+    def divide_engines(self, num_engines: int, hosts: Sequence[str]) -> list[int]:
+        """Return how many engines each host gets. `hosts` are the agents that came, in order."""
+        slots = self.list_hosts(num_engines)
+        if slots is not None:
+            return [slots.get(host, 0) for host in hosts]
+        least, more = divmod(num_engines, len(hosts))
+        return [least + (k < more) for k in range(len(hosts))]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields for the cluster file, with the name of the class."""
+        return {"name": self.name, **dataclasses.asdict(self)}  # type: ignore[call-overload]  # each one is a dataclass

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dtkit.checkpoint.checkpoint import Checkpoint, list_checkpoints
     from dtkit.cluster.attach import attach
     from dtkit.cluster.cluster import Cluster
+    from dtkit.cluster.launchers.ssh import SSH
     from dtkit.dashboard.compare import compare
     from dtkit.dashboard.figures.custom_panels import panel
     from dtkit.data.partition import Partition
@@ -48,6 +49,7 @@ _HOMES = {  # public name -> its module
     "Partition": "data.partition",
     "Pipeline": "strategies.pipeline.pipeline",
     "Run": "training.run",
+    "SSH": "cluster.launchers.ssh",
     "Schedule": "schedules.schedule",
     "Sharded": "strategies.sharded",
     "TensorParallel": "strategies.tensor.tensor_parallel",
@@ -59,7 +61,7 @@ _HOMES = {  # public name -> its module
 }
 _MODULES = ("errors", "types")  # all errors, and the types of results
 
-__all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
+__all__ = [  # noqa: PLE0604, RUF022, RUF100 - the names resolve by __getattr__
     "Checkpoint",
     "Cluster",
     "DataParallel",
@@ -74,6 +76,7 @@ __all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
     "Partition",
     "Pipeline",
     "Run",
+    "SSH",
     "Schedule",
     "Sharded",
     "TensorParallel",

@@ -255,6 +255,17 @@ class Failure:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoreAddress:
+    """Place of the store at which the ranks of several hosts meet."""
+
+    address: str
+    port: int
+    key: bytes = dataclasses.field(repr=False)
+    """Secret that every connection must know."""
+    generation: int
+
+
+@dataclasses.dataclass(frozen=True)
 class GroupSpec:
     """Settings with which one engine joins the process group of one generation."""
 
@@ -270,6 +281,8 @@ class GroupSpec:
     """Network interface of collectives; the loopback one unless the user names another."""
     threads: int | None
     timeout_s: float
+    store: StoreAddress | None = None
+    """Store between hosts that share no folder; `store_path` is then a path on the rank's own host, without a file."""
 
 
 @dataclasses.dataclass(frozen=True)

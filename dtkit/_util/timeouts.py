@@ -14,6 +14,7 @@ a pause                grace + interrupt + grace <= 3 s where steps are short
 a dispatch             slow step < target < forced end < stall reported
 a notebook ends        reaper's poll < lease < lease while a job trains
 a cluster closes       SIGTERM's grace + SIGKILL < wait for the reaper
+a host is cut off      heartbeat lost <= SSH's checks < controller silent
 a checkpoint           poll < no progress < wait for the previous save < age of an abandoned folder
 a display              update of the page < picture of a panel
 ====================== =========================================================================================
@@ -228,6 +229,39 @@ REAPER_EXIT_TIMEOUT_S = 10.0
 """Limit for the reaper to end a cluster and itself."""
 PROCESS_POLL_S = 0.02
 """Polling period until processes have ended or engines have registered."""
+
+# -- several hosts ----------------------------------------------------------------------------------------------
+
+CONTROLLER_SILENT_S = 10.0
+"""Time without a heartbeat of the controller after which agents and engines end; the controller gives up sooner."""
+REGISTRATION_TIMEOUT_S = 60.0
+"""Limit for an engine to register with a busy controller."""
+AGENT_CALL_TIMEOUT_S = 10.0
+"""Limit for an agent's answer, without data."""
+AGENT_DATA_TIMEOUT_S = 600.0
+"""Limit for sending data to a host once."""
+AGENT_STOP_TIMEOUT_S = 8.0
+"""Limit for the agents to end their engines as a cluster closes."""
+AGENT_EXIT_DELAY_S = 0.2
+"""Delay before a stopped agent ends, in which its reply leaves."""
+NEW_AGENT_TIMEOUT_S = 30.0
+"""Limit for an agent that replaces a lost one."""
+MIRROR_PERIOD_S = 0.25
+"""Period at which the notebook compares its folder with those of the hosts."""
+JOB_POLL_S = 0.5
+"""Period at which what starts agents is asked for its state."""
+REACH_TIMEOUT_S = 5.0
+"""Limit for a connection from one host to another."""
+STORE_HANDSHAKE_TIMEOUT_S = 10.0
+"""Limit for a connection to the store to prove that it knows the key."""
+STORE_ANSWER_TIMEOUT_S = 10.0
+"""Limit for an answer of the store, which never waits."""
+STORE_POLL_S = 0.005
+"""Period at which a rank asks the store for a value that is missing."""
+SSH_CONNECT_TIMEOUT_S = 10.0
+"""Limit for SSH to connect; SSH takes whole seconds."""
+SSH_ALIVE_INTERVAL_S = 2.0
+"""Period at which SSH checks its connection, in whole seconds."""
 
 # -- displays ---------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,11 @@ class LaunchConfig:
     """Engines that are started too, and wait to replace a lost one."""
     keep_alive: bool = False
     """Whether engines outlive a script."""
+    hosts: dict[str, Any] | None = None
+    """Launcher for several hosts, as its `to_json` describes it; None for a launcher by name."""
+    device: str = "auto"
+    """Device that the user asked for, where the hosts decide what there is."""
+    interface: str | None = None
 
     def __post_init__(self) -> None:
         spares = self.spares

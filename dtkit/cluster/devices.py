@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import TYPE_CHECKING
 
 from dtkit._util import formatting, resources
 from dtkit._util.stacklevel import find_caller_stacklevel
 from dtkit.engine import memory_limit as limits
 from dtkit.errors import ClusterWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _MMAP_THRESHOLD_BYTES = 32 * 2**20
 """Size from which glibc maps an allocation by itself; it accepts no larger threshold."""
@@ -43,14 +47,19 @@ class DevicePlan:
         return variables
 
 
-def plan_devices(num_engines: int, device: str, threads: int | None) -> DevicePlan:
-    """Return devices for all engines: a GPU each if there are enough, else shared GPUs, else the CPU."""
+def check_devices(device: str, threads: int | None) -> None:
+    """Raise ValueError or TypeError for a device or a number of threads that can't be."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={device!r}; it must be 'auto', 'cpu' or 'cuda'")
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
         raise TypeError(f"threads={threads!r}; it must be an integer. Leave it out for cores // engines")
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}; an engine needs at least one. Leave it out for cores // engines")
+
+
+def plan_devices(num_engines: int, device: str, threads: int | None) -> DevicePlan:
+    """Return devices for all engines: a GPU each if there are enough, else shared GPUs, else the CPU."""
+    check_devices(device, threads)
     gpus = 0 if device == "cpu" else resources.count_gpus()
     if device == "cuda" and not gpus:
         raise ValueError("device='cuda', but no CUDA device is usable here; use device='cpu' or 'auto'")
@@ -62,6 +71,21 @@ def plan_devices(num_engines: int, device: str, threads: int | None) -> DevicePl
         return DevicePlan(devices, threads, "cpu:gloo,cuda:nccl")
     shared = formatting.format_count(gpus, "GPU")
     note = f"{num_engines} engines share {shared}: collectives go through gloo, since NCCL needs a GPU per rank."
+    return DevicePlan(devices, threads, "gloo", note)
+
+
+def plan_host_devices(hosts: Sequence[tuple[int, int, int]], device: str, threads: int | None) -> DevicePlan:
+    """Return devices for engines on several hosts, given as (engines, cores, GPUs): alike on all of them."""
+    gpus = 0 if device == "cpu" else min(count for _, _, count in hosts)
+    if device == "cuda" and not gpus:
+        raise ValueError("device='cuda', but not every host has a usable CUDA device; use device='cpu' or 'auto'")
+    threads = threads or min(max(1, cores // max(1, engines)) for engines, cores, _ in hosts)
+    if not gpus:
+        return DevicePlan(("cpu",) * sum(engines for engines, _, _ in hosts), threads, "gloo")
+    devices = tuple(f"cuda:{k % count}" for engines, _, count in hosts for k in range(engines))
+    if all(engines <= count for engines, _, count in hosts):
+        return DevicePlan(devices, threads, "cpu:gloo,cuda:nccl")
+    note = "Engines share GPUs: collectives go through gloo, since NCCL needs a GPU per rank."
     return DevicePlan(devices, threads, "gloo", note)
 
 

@@ -12,10 +12,10 @@ from dtkit._util.notebook import in_notebook
 from dtkit.cluster import cluster_file
 from dtkit.cluster import start as starting
 from dtkit.cluster import transport as transports
-from dtkit.cluster.config import LaunchConfig
-from dtkit.cluster.devices import choose_num_engines, plan_devices, warn_of_too_many_engines
+from dtkit.cluster.devices import plan_devices
+from dtkit.cluster.launch_request import make_config, make_host_config
 from dtkit.cluster.launched_transport import get_runtime_folder
-from dtkit.cluster.launchers.launcher import check_launcher
+from dtkit.cluster.launchers.hosts import HostLauncher
 from dtkit.cluster.sigterm import exit_on_sigterm
 from dtkit.dashboard.text import cluster_text
 from dtkit.errors import ClusterError
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from dtkit.cluster.config import LaunchConfig
     from dtkit.cluster.devices import DevicePlan
     from dtkit.planning.cost_model import Benchmark
     from dtkit.rpc.engine_group import EngineGroup
@@ -45,7 +46,7 @@ class Engines:
         self,
         n: int | None = None,
         *,
-        launcher: str = "local",
+        launcher: str | HostLauncher = "local",
         device: str = "auto",
         threads: int | None = None,
         memory_limit: int | str | None = None,
@@ -56,16 +57,15 @@ class Engines:
         spares: int = 0,
         keep_alive: bool = False,
     ) -> None:
-        check_launcher(launcher)
-        n = choose_num_engines(n, launcher)
-        plan = plan_devices(n, device, threads)
-        limit = None if memory_limit is None else formatting.parse_bytes(memory_limit)
         lease = math.inf if keep_alive and lease is None else lease
-        config = LaunchConfig(launcher, plan, timeout, limit, lease, spares, keep_alive)
-        if launcher == "local" and threads is None:
-            warn_of_too_many_engines(plan)
+        limit = None if memory_limit is None else formatting.parse_bytes(memory_limit)
+        common = {"timeout": timeout, "memory_limit": limit, "lease": lease, "spares": spares, "keep_alive": keep_alive}
+        if isinstance(launcher, HostLauncher):
+            config = make_host_config(n, launcher, device, threads, interface=interface, **common)
+        else:
+            config = make_config(n, launcher, device, threads, **common)
         cluster_file.warn_of_unused(cluster_file.find_running(get_runtime_folder()))
-        group = starting.start_engines(n, config, step_timeout=step_timeout, interface=interface)
+        group, plan = starting.start_engines(config, step_timeout=step_timeout, interface=interface)
         self._set_up(group, plan, keep_alive=keep_alive)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

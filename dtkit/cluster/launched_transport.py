@@ -17,6 +17,7 @@ from dtkit._util import resources, timeouts
 from dtkit._util.deadline import wait_until
 from dtkit.cluster import reaper
 from dtkit.cluster.config import LaunchConfig
+from dtkit.cluster.launchers.agents import AgentLauncher
 from dtkit.cluster.launchers.launcher import Launcher
 from dtkit.cluster.launchers.local import LocalLauncher
 from dtkit.cluster.lease import Lease
@@ -55,15 +56,17 @@ class LaunchedTransport(IpyparallelTransport):
         self._is_closing = False
 
     @classmethod
-    def start(cls, n: int, config: LaunchConfig) -> LaunchedTransport:
+    def start(cls, n: int, config: LaunchConfig, on_wait: Callable[[str], object] = bool) -> LaunchedTransport:
         """Start reaper, controller, `n` engines and the spare ones."""
         folder = _make_cluster_folder()
         lease = Lease.start(folder, config.lease_s, config.job_lease_s)
         transport = cls(config, folder, _get_launcher_class(config)(config, folder), lease)
+        transport._launcher.on_wait = on_wait
         try:
             transport._launcher.start_controller()
             transport._report_members()
             IpyparallelTransport.__init__(transport, transport._launcher.connect(), [])
+            transport._connect_hosts(n)
             ids = transport._start_engines(n + config.spares)
         except BaseException:
             transport.close()
@@ -82,7 +85,15 @@ class LaunchedTransport(IpyparallelTransport):
         transport = cls(config, info.folder, launcher, lease)
         IpyparallelTransport.__init__(transport, client, list(info.engine_ids))
         transport.spare_ids = list(info.spare_ids)
+        transport._connect_hosts(len(info.engine_ids))
+        if transport.hosts is not None:
+            transport.hosts.exchange()  # results that the other notebook hasn't read
         return transport
+
+    def _connect_hosts(self, num_engines: int) -> None:
+        self.config = self._launcher.connect_hosts(self._client, num_engines)
+        self.hosts = self._launcher.make_host_access(lambda rank: self.engine_ids[rank])
+        self._report_members()
 
     @property
     def reaper(self) -> ProcessId:
@@ -111,15 +122,17 @@ class LaunchedTransport(IpyparallelTransport):
     def detach(self) -> None:
         """Stop using the engines, which another notebook has now."""
         self._is_closing = True
+        self._launcher.detach()
         self._client.close()
         self._lease.release()
 
     def close(self) -> None:
         """Let the reaper, which knows every process, end all of them."""
         self._is_closing = True
-        if (client := getattr(self, "_client", None)) is not None:  # else starting failed
-            client.close()
         try:
+            self._launcher.end_hosts()
+            if (client := getattr(self, "_client", None)) is not None:  # else starting failed
+                client.close()
             self._launcher.stop()
         finally:
             self._lease.end_cluster()
@@ -176,11 +189,15 @@ class LaunchedTransport(IpyparallelTransport):
             self._launcher.start_engines(n)
             self._report_members()
             timeout = self.config.timeout
-            if not wait_until(lambda: len(set(self._client.ids) - known) >= n or self._is_closing, timeout):
-                self._raise_missing(len(set(self._client.ids) - known), n)
+            if not wait_until(lambda: len(self._list_new(known)) >= n or self._is_closing, timeout):
+                self._raise_missing(len(self._list_new(known)), n)
             self._report_members()  # with the nannies
             _make_private(self.folder)
-            return sorted(set(self._client.ids) - known)[:n]
+            return self._launcher.order_engines(self._list_new(known))[:n]
+
+    def _list_new(self, known: set[int]) -> list[int]:
+        """Return the engines that have connected since, without agents."""
+        return [engine for engine in self._client.ids if engine not in known and not self._launcher.is_agent(engine)]
 
     def _report_members(self) -> None:
         self._lease.write_members(self._launcher.list_pids())
@@ -201,6 +218,8 @@ def get_runtime_folder() -> Path:
 
 
 def _get_launcher_class(config: LaunchConfig) -> type[Launcher]:
+    if config.hosts is not None:
+        return AgentLauncher
     return _LAUNCHERS.get(config.launcher, Launcher)
 
 

@@ -29,14 +29,18 @@ if TYPE_CHECKING:
     from dtkit.types import EngineInventory
 
 
-def start_engines(n: int, config: LaunchConfig, *, step_timeout: float | None, interface: str | None) -> EngineGroup:
-    """Start engines on this host, or wherever the launcher starts them."""
+def start_engines(
+    config: LaunchConfig, *, step_timeout: float | None, interface: str | None
+) -> tuple[EngineGroup, DevicePlan]:
+    """Start engines on this host, or wherever the launcher starts them. Return them with their devices."""
     shared_memory.remove_orphans()
+    n = len(config.plan.devices)
     engines = formatting.format_count(n, "engine")
     with show_progress(f"starting {engines}") as progress:
-        transport = LaunchedTransport.start(n, config)
+        transport = LaunchedTransport.start(n, config, progress.update)
         progress.update(f"loading torch on {engines}")
-        return _connect(_make_launched_group(transport, step_timeout, interface, time.time(), sys.prefix))
+        group = _make_launched_group(transport, step_timeout, interface, time.time(), sys.prefix)
+        return _connect(group), transport.config.plan
 
 
 def use_engines(

@@ -21,6 +21,8 @@ from dtkit.types import Failure, Reply
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dtkit.rpc.transport import Hosts
+
 _ATTACHED_REMEDY = "Train with on_failure='shrink', or start engines where the lost ones came from, and attach again"
 
 
@@ -38,6 +40,8 @@ def wrap_client(client: Any) -> IpyparallelTransport:
 
 class IpyparallelTransport:
     """Transport over a connected client, which leaves the engines running when it is closed."""
+
+    hosts: Hosts | None = None
 
     def __init__(self, client: ipp.Client, engine_ids: list[int]) -> None:
         self._client = client

@@ -256,11 +256,13 @@ class EngineGroup:
     ) -> list[R]:
         """Call every rank with a packed object, which all map from one file.
 
-        With `broadcast`, and on several hosts, rank 0 gets the object and broadcasts it over the data plane.
+        With `broadcast`, and on several hosts without agents, rank 0 gets the object and broadcasts it over the data
+        plane. An agent gets one copy for all engines of its host.
         """
-        payload = self.uploads.upload(packed)
+        broadcast = broadcast or not self.membership.can_share_memory
+        payload = self.uploads.upload(packed, inline=broadcast)
         try:
-            if broadcast or not self.membership.is_single_host:
+            if broadcast:
                 return self.call_all([make_call(payload.for_broadcast(rank)) for rank in range(self.world_size)])
             return self.call_all(make_call(payload))
         finally:

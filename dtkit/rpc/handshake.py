@@ -12,6 +12,8 @@ import dtkit
 from dtkit.errors import VersionMismatchError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dtkit.types import Reply
 
 
@@ -40,11 +42,16 @@ def check_reply(rank: int, reply: Reply[Any]) -> dict[str, Any]:
             f"rank {rank} can't load dtkit {dtkit.__version__}: {reason}. Install the same dtkit-jupyter where the "
             "engines run"
         )
+    check_versions(engine, f"rank {rank}")
+    return engine
+
+
+def check_versions(engine: Mapping[str, Any], name: str) -> None:
+    """Raise VersionMismatchError unless the versions of another process's handshake equal this process's."""
     notebook = get_handshake()
-    for name in ("dtkit", "python", "cloudpickle", "torch"):
-        if notebook[name] != engine.get(name):
+    for package in ("dtkit", "python", "cloudpickle", "torch"):
+        if notebook[package] != engine.get(package):
             raise VersionMismatchError(
-                f"{name} is {notebook[name]} in the notebook and {engine.get(name)} on rank {rank} "
+                f"{package} is {notebook[package]} in the notebook and {engine.get(package)} on {name} "
                 f"({engine['host']}); they must be equal. Start the engines from the notebook's environment"
             )
-    return engine

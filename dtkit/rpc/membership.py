@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dtkit._util.process import ProcessId
     from dtkit.rpc.cluster_folder import ClusterFolder
     from dtkit.rpc.protocol import Call
-    from dtkit.rpc.transport import Transport
+    from dtkit.rpc.transport import Hosts, Transport
     from dtkit.types import EngineDescription
 
 R = TypeVar("R")
@@ -111,6 +111,16 @@ class Membership:
         return list(self._nodes)
 
     @property
+    def hosts(self) -> Hosts | None:
+        """Access to hosts that don't share the notebook's folder."""
+        return self._transport.hosts
+
+    @property
+    def can_share_memory(self) -> bool:
+        """Whether the notebook can put one copy of data where all engines of a host map it."""
+        return self.is_single_host or self.hosts is not None
+
+    @property
     def backend(self) -> str:
         """Library of the collectives: "gloo" or "nccl"."""
         return "nccl" if "nccl" in self.config.backend else "gloo"
@@ -137,8 +147,8 @@ class Membership:
 
     def _check_hosts(self) -> None:
         hosts = set(self._host_by_rank.values())
-        self.is_single_host = hosts == {socket.gethostname()}
-        if len(hosts) > 1 and self.config.interface is None:
+        self.is_single_host = hosts == {socket.gethostname()} and self.hosts is None
+        if len(hosts) > 1 and self.hosts is None and self.config.interface is None:
             raise ClusterError(
                 f"the engines run on {len(hosts)} hosts ({', '.join(sorted(hosts))}), and dtkit uses the loopback "
                 "interface by default; name the network between them, as in interface='eth0'. Tensor traffic on it is "
@@ -222,8 +232,9 @@ class Membership:
             self.is_formed = True
 
     def _make_join_calls(self, store: Path, *, ranks_changed: bool) -> list[Call[EngineDescription]]:
-        config, world_size = self.config, len(self._transport.engine_ids)
+        config, world_size, hosts = self.config, len(self._transport.engine_ids), self.hosts
         interface = config.interface or resources.find_loopback_interface()
+        meeting_point = None if hosts is None else hosts.open_store(self.generation)
         return [
             make_call(
                 GroupOperations.join_group,
@@ -233,10 +244,11 @@ class Membership:
                     generation=self.generation,
                     backend=config.backend,
                     device=config.devices[rank],
-                    store_path=str(store),
-                    interface=interface,
+                    store_path=str(store if hosts is None else hosts.get_folder(rank) / store.name),
+                    interface=interface if hosts is None else hosts.get_interface(rank),
                     threads=config.threads,
                     timeout_s=config.timeout,
+                    store=meeting_point,
                 ),
                 owner=config.owner_id,
                 file_owner=config.file_owner if self.is_single_host else None,
@@ -306,6 +318,9 @@ class Membership:
         return all_new
 
     def _end_processes(self, ranks: Sequence[int]) -> None:
+        if self.hosts is not None:
+            self.hosts.end_processes({node.rank: node.pid for node in self._nodes if node.rank in ranks})
+            return
         host = socket.gethostname()
         self._transport.end_processes([node.pid for node in self._nodes if node.rank in ranks and node.host == host])
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from typing import TYPE_CHECKING, Any
 
 from dtkit.rpc import pickling, shared_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from dtkit._util.process import ProcessId
+    from dtkit.rpc.transport import Hosts
 
 _MAX_INLINE_BYTES = 256 * 1024
 """Size up to which a file is not worth it."""
@@ -24,6 +26,8 @@ class Payload:
     sizes: tuple[int, ...]
     shared_buffer: shared_memory.SharedBuffer | None = None
     inline_buffers: tuple[bytes, ...] | None = None
+    host_buffers: Mapping[str, shared_memory.SharedBuffer] | None = None
+    """Place of the buffers on each of several hosts, by hostname."""
     is_broadcast: bool = False
     """Whether rank 0 broadcasts the buffers to the other ranks."""
 
@@ -40,6 +44,8 @@ class Payload:
 
     def open_buffers(self) -> Sequence[Any] | None:
         """Return the buffers, mapped copy-on-write or inline; None if rank 0 has them."""
+        if self.host_buffers is not None:
+            return shared_memory.BufferMapping.open(self.host_buffers[socket.gethostname()])
         if self.shared_buffer is not None:
             return shared_memory.BufferMapping.open(self.shared_buffer)
         return None if self.inline_buffers is None else [bytearray(b) for b in self.inline_buffers]
@@ -60,8 +66,20 @@ def make_payload(
     packed: pickling.PackedObject, file_owner: ProcessId | None, max_inline_bytes: int = _MAX_INLINE_BYTES
 ) -> Payload:
     """Make a payload. Without a file owner, for another host, everything goes inline."""
-    if file_owner is None or packed.nbytes - len(packed.header) <= max_inline_bytes:
+    if file_owner is None or is_small(packed, max_inline_bytes):
         return Payload(packed.header, packed.sizes, inline_buffers=tuple(bytes(b) for b in packed.buffers))
     return Payload(
         packed.header, packed.sizes, shared_buffer=shared_memory.write_buffers(packed.buffers, file_owner=file_owner)
     )
+
+
+def make_host_payload(packed: pickling.PackedObject, hosts: Hosts) -> Payload:
+    """Make a payload with one copy of the buffers on each host."""
+    if is_small(packed):
+        return make_payload(packed, None)
+    return Payload(packed.header, packed.sizes, host_buffers=hosts.write_buffers(packed.buffers))
+
+
+def is_small(packed: pickling.PackedObject, max_inline_bytes: int = _MAX_INLINE_BYTES) -> bool:
+    """Return whether the buffers are not worth a file."""
+    return packed.nbytes - len(packed.header) <= max_inline_bytes

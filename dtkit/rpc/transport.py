@@ -9,14 +9,44 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
+    from pathlib import Path
 
-    from dtkit.types import Reply
+    from dtkit.rpc.shared_memory import SharedBuffer
+    from dtkit.types import Reply, StoreAddress
+
+
+class Hosts(Protocol):
+    """Hosts that share no folder, each with an agent that acts for the notebook."""
+
+    def get_folder(self, rank: int) -> Path:
+        """Return the cluster's folder on the host of a rank."""
+
+    def get_interface(self, rank: int) -> str:
+        """Return the name of the interface through which the other hosts reach the host of a rank."""
+
+    def open_store(self, generation: int) -> StoreAddress:
+        """Return where a generation of the process group meets."""
+
+    def write_buffers(self, buffers: Sequence[Any]) -> dict[str, SharedBuffer]:
+        """Put one copy of the buffers into the shared memory of each host. Return their places by hostname."""
+
+    def remove_buffers(self, places: Mapping[str, SharedBuffer]) -> None:
+        """Delete the files of such copies."""
+
+    def end_processes(self, pids: Mapping[int, int]) -> None:
+        """End the engines with these pids by rank. Works for stopped engines too."""
+
+    def exchange(self) -> None:
+        """Compare the notebook's folder with those of the hosts now."""
 
 
 class Transport(Protocol):
     """Engines, in order of rank."""
+
+    hosts: Hosts | None
+    """Access to the hosts, where the notebook's folder is not theirs."""
 
     @property
     def engine_ids(self) -> Sequence[int]:

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from dtkit.rpc import pickling, user_modules
-from dtkit.rpc.payload import Payload, make_payload
+from dtkit.rpc.payload import Payload, make_host_payload, make_payload
 
 if TYPE_CHECKING:
     from dtkit.rpc.membership import Membership
@@ -27,23 +27,33 @@ class Uploads:
         """Pickle a small object into one string of bytes."""
         return pickling.dumps(obj, self._find_modules(), name=name)
 
-    def upload(self, packed: pickling.PackedObject) -> Payload:
-        """Put a packed object where all engines can load it, until `discard`."""
-        membership = self._membership
-        payload = make_payload(packed, membership.config.file_owner if membership.is_single_host else None)
+    def upload(self, packed: pickling.PackedObject, *, inline: bool = False) -> Payload:
+        """Put a packed object where all engines can load it, until `discard`; into the message with `inline`."""
+        membership, hosts = self._membership, self._membership.hosts
+        if hosts is None:
+            payload = make_payload(packed, membership.config.file_owner if membership.is_single_host else None)
+        elif inline:
+            payload = make_payload(packed, None)
+        else:
+            payload = make_host_payload(packed, hosts)
         self._payloads.append(payload)
         return payload
 
     def discard(self, payload: Payload) -> None:
         """Delete an upload that no engine will open again."""
-        payload.discard()
+        self._remove_files(payload)
         with contextlib.suppress(ValueError):
             self._payloads.remove(payload)
 
     def discard_all(self) -> None:
         """Delete all uploads."""
         for payload in self._payloads:
-            payload.discard()
+            self._remove_files(payload)
+
+    def _remove_files(self, payload: Payload) -> None:
+        payload.discard()
+        if payload.host_buffers is not None and (hosts := self._membership.hosts) is not None:
+            hosts.remove_buffers(payload.host_buffers)
 
     def _find_modules(self) -> Any:
         return user_modules.find_user_modules(self._membership.engine_sys_path)

@@ -33,6 +33,7 @@ from dtkit.types import Failure, Reply, Request
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dtkit.rpc.transport import Hosts
     from dtkit.types import OutputItem
 
     Publish = Callable[[int, list[OutputItem]], None]
@@ -83,6 +84,8 @@ class FakeTransport(FakeResults):
     ``served_requests`` has (rank, operation, arguments) in the order of service. ``interrupted_ranks`` has the ranks
     that were interrupted.
     """
+
+    hosts: Hosts | None = None
 
     def __init__(self, world_size: int = 2, *, step_s: float = 0.05) -> None:
         super().__init__(world_size, step_s)

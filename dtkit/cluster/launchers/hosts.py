@@ -33,6 +33,8 @@ class AgentRequest:
     """Addresses and keys of ipyparallel's controller. They are secret."""
     num_engines: int
     """Engines that these agents will start, together."""
+    num_agents: int
+    """Agents to start, each on a host of its own."""
     hosts: tuple[str, ...] = ()
     """Names of the hosts, as `list_hosts` gives them; empty if the scheduler chooses."""
 

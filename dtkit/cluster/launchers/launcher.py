@@ -13,9 +13,11 @@ from dtkit._util.process import ProcessId
 from dtkit.errors import ClusterError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from dtkit.cluster.config import LaunchConfig
+    from dtkit.cluster.launchers.host_access import HostAccess
 
 _HUB_RECORD_LIMIT = 256
 """Requests and results that the controller keeps, though dtkit never asks for them."""
@@ -25,8 +27,11 @@ class Launcher:
     """Starts and ends processes through ipyparallel. This one works with the name of any of its launchers."""
 
     controller_ip = ""  # ipyparallel's own choice
+    on_wait: Callable[[str], object]
+    """Called with what is being waited for."""
 
     def __init__(self, config: LaunchConfig, folder: Path) -> None:
+        self.on_wait = bool
         self._config, self._folder = config, folder
         self._engine_set_ids: list[str] = []
         self._controller: ProcessId | None = None
@@ -47,7 +52,7 @@ class Launcher:
         max_misses = round(timeouts.HEARTBEAT_TIMEOUT_S / timeouts.HEARTBEAT_PERIOD_S)
         self._cluster = ipp.Cluster(
             controller_ip=self.controller_ip,
-            engine_launcher_class=self._config.launcher,
+            engine_launcher_class="local" if self._config.hosts is not None else self._config.launcher,
             profile_dir=str(self._folder),
             cluster_id="dtkit",
             shutdown_atexit=False,
@@ -101,6 +106,31 @@ class Launcher:
         """Start engines, without waiting for them to connect."""
         # waits: ipyparallel waits at most 60 s for the connection file
         self._engine_set_ids.append(self._cluster.start_engines_sync(n))
+
+    def connect_hosts(self, client: Any, num_engines: int) -> LaunchConfig:
+        """Make hosts ready for engines. Return the configuration, in which devices may differ."""
+        del client, num_engines
+        return self._config
+
+    def make_host_access(self, get_engine_id: Callable[[int], int]) -> HostAccess | None:
+        """Return the access to hosts that don't share this one's folder, by rank; None without such hosts."""
+        del get_engine_id
+        return None
+
+    def order_engines(self, engine_ids: Sequence[int]) -> list[int]:
+        """Return new engines in order of rank."""
+        return sorted(engine_ids)
+
+    def is_agent(self, engine_id: int) -> bool:
+        """Return whether ipyparallel's engine is an agent, which is no rank."""
+        del engine_id
+        return False
+
+    def detach(self) -> None:
+        """Stop what follows the engines in the background; they stay."""
+
+    def end_hosts(self) -> None:
+        """End what runs on other hosts, while the controller still runs."""
 
     def list_pids(self) -> list[int]:
         """Return the pids of this host's processes of the cluster, children included."""

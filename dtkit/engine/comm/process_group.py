@@ -22,7 +22,6 @@ import socket
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtkit._util import timeouts
 from dtkit._util.torch_private import abort_groups, get_sparse_indices, get_sparse_values, set_group_timeout
-from dtkit.engine.comm import tcp, torch_cleanup
-from dtkit.types import ABORT_FLAG
+from dtkit.engine.comm import rendezvous, tcp, torch_cleanup
+from dtkit.engine.comm.host_store import HostStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,14 +67,12 @@ class Group:
         self.generation, self.backend = spec.generation, spec.backend
         self._lift_memory_limit = lift_memory_limit
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = spec.interface
-        _wait_for_ranks(spec)
+        self._store = rendezvous.meet(spec)  # torch keeps no reference to a store that is written in Python
         before = tcp.list_sockets()
-        store = dist.FileStore(spec.store_path, spec.world_size)  # type: ignore[attr-defined]  # torch exports it by name only
-        store.set_timeout(dt.timedelta(seconds=spec.timeout_s))  # also for subgroups, instead of five minutes
         hook = sys.excepthook
         dist.init_process_group(
             spec.backend,
-            store=store,
+            store=self._store,
             rank=spec.rank,
             world_size=spec.world_size,
             timeout=dt.timedelta(seconds=spec.timeout_s),
@@ -269,6 +266,8 @@ class Group:
             dist.destroy_process_group()
         torch_cleanup.release_groups(self._device_meshes.values())
         self._device_meshes.clear()
+        if isinstance(self._store, HostStore):
+            self._store.close()
 
 
 def _describe_layout(tensor: torch.Tensor) -> tuple[list[int], list[int], str, bool]:
@@ -280,34 +279,6 @@ def _describe_layout(tensor: torch.Tensor) -> tuple[list[int], list[int], str, b
 def _set_group_timeout(seconds: float, group: dist.ProcessGroup | None) -> None:
     if set_group_timeout is not None:
         set_group_timeout(dt.timedelta(seconds=seconds), group)
-
-
-def _wait_for_ranks(spec: GroupSpec) -> None:
-    """Wait until all ranks have arrived. Unlike torch's wait, an interrupt or the abort flag ends this one."""
-    arrival_file = Path(f"{spec.store_path}.{spec.rank}")
-    arrival_file.touch(mode=0o600)
-    try:
-        _poll_for_ranks(spec)
-    except BaseException:
-        arrival_file.unlink(missing_ok=True)  # else later ranks would wait for this one in torch
-        raise
-
-
-def _poll_for_ranks(spec: GroupSpec) -> None:
-    abort_flag = Path(f"{spec.store_path}{ABORT_FLAG}")
-    deadline, pause = time.monotonic() + spec.timeout_s, threading.Event()
-    missing = list(range(spec.world_size))
-    while missing := [rank for rank in missing if not Path(f"{spec.store_path}.{rank}").exists()]:
-        _check_not_aborted(spec, abort_flag)
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"Wait timeout: ranks {missing} did not join the group within {spec.timeout_s:g} s")
-        pause.wait(timeouts.GROUP_JOIN_POLL_S)
-    _check_not_aborted(spec, abort_flag)  # the last rank hasn't checked yet, and others may have left
-
-
-def _check_not_aborted(spec: GroupSpec, abort_flag: Path) -> None:
-    if abort_flag.exists():
-        raise RuntimeError(f"Connection closed: a rank could not join generation {spec.generation} of the group")
 
 
 def hold_group_until_done(work: dist.Work, group: Any, timeout_s: float) -> None:

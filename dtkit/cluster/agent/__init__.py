@@ -1,0 +1,1 @@
+"""The agent of a host: an idle ipyparallel engine that starts, watches and ends the engines of its host."""

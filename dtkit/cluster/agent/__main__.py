@@ -1,0 +1,28 @@
+"""Start of an agent: ``python -m dtkit.cluster.agent``. See :mod:`dtkit.cluster.launchers.hosts` for its input."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from dtkit.cluster.agent import hangup, host_agent
+from dtkit.cluster.agent.engine import make_engine_arguments
+from dtkit.cluster.launchers.hosts import AGENT_FILE_VARIABLE
+
+
+def main() -> None:
+    """Read the input, prepare this host's folder, and become an ipyparallel engine."""
+    path = os.environ.get(AGENT_FILE_VARIABLE)
+    fields = json.loads(sys.stdin.readline() if path is None else Path(path).read_text())
+    agent = host_agent.start_agent(host=fields["host"], cluster=fields["cluster"])
+    hangup.exit_on_hangup()
+    os.environ.update(agent.make_variables(fields["connection"]))
+    sys.argv[1:] = make_engine_arguments()
+    runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Start of an engine by its host's agent: ``python -m dtkit.cluster.agent.engine AGENT_PID``."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+
+from dtkit._util import timeouts
+
+_PR_SET_PDEATHSIG = 1
+
+
+def make_engine_arguments() -> list[str]:
+    """Return ipyparallel's arguments: an engine waits for a busy controller, and ends when it hears none."""
+    misses = round(
+        timeouts.CONTROLLER_SILENT_S / (timeouts.HEARTBEAT_PERIOD_S + 0.5)
+    )  # its period is half a second more
+    return [
+        f"--IPEngine.timeout={timeouts.REGISTRATION_TIMEOUT_S:.0f}",
+        f"--IPEngine.max_heartbeat_misses={misses}",
+        "--log-level=30",
+    ]
+
+
+def main() -> None:
+    """End with the agent, and become an ipyparallel engine."""
+    agent_pid = int(sys.argv[1])
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != agent_pid:  # it has ended meanwhile
+        return
+    sys.argv[1:] = make_engine_arguments()
+    runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

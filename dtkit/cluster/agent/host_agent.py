@@ -1,0 +1,190 @@
+"""One host's part of a cluster: its folder, its engines, its shared memory and its store.
+
+The agent does no training, so it always answers. It holds the lock of its folder, and a reaper on the same host
+(:mod:`dtkit.cluster.reaper`) watches this lock: when the agent has ended, in whatever way, the reaper ends the engines
+and deletes all files. The agent itself ends when it hears no heartbeat of the controller, or when the connection
+through which it was started ends. So an owner that is gone, or behind a cut link, leaves nothing on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtkit._util import resources, timeouts
+from dtkit.cluster import reaper
+from dtkit.cluster.agent import addresses
+from dtkit.cluster.agent.folder_mirror import FolderMirror
+from dtkit.cluster.agent.protocol import AgentInfo, MirrorReply, MirrorRequest
+from dtkit.cluster.lease import Lease
+from dtkit.engine.comm.store_server import StoreServer
+from dtkit.rpc import shared_memory
+from dtkit.rpc.handshake import get_handshake
+from dtkit.types import StoreAddress
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class HostAgent:
+    """What the agent's process holds. Its public methods are called by the notebook."""
+
+    def __init__(self, host: str, cluster: str, folder: Path) -> None:
+        self._host, self._cluster, self._folder = host, cluster, folder
+        self._engines: list[subprocess.Popen[bytes]] = []
+        self._connection: Mapping[str, Any] = {}
+        self._store: StoreServer | None = None
+        self._mirror = FolderMirror(folder)
+        self._buffers: dict[str, shared_memory.SharedBuffer] = {}
+        self._lease = Lease.start(folder, 0.0, 0.0)
+
+    def make_variables(self, connection: Mapping[str, Any]) -> dict[str, str]:
+        """Return the environment of this process and its children: the controller, and the reaper's marker."""
+        self._connection = connection
+        return {
+            "IPP_CONNECTION_INFO": json.dumps(dict(connection)),
+            "IPP_CLUSTER_ID": "dtkit",
+            reaper.MARKER_VARIABLE: str(self._folder),
+        }
+
+    # -- the host ---------------------------------------------------------------------------------------------
+
+    def handshake(self) -> dict[str, object]:
+        """Return the versions, which are compared before anything else."""
+        return get_handshake()
+
+    def describe(self, interface: str | None = None) -> AgentInfo:
+        """Return what this host is. Raises LookupError for an unknown interface."""
+        interfaces = addresses.list_interfaces()
+        if interface is None:
+            address = addresses.choose_address(self._connection["interface"].rpartition("/")[2])
+            interface = addresses.find_interface(address, interfaces)
+        else:
+            address = addresses.find_address(interface, interfaces)
+        return AgentInfo(
+            host=self._host or socket.gethostname(),
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            folder=str(self._folder),
+            address=address,
+            interface=interface,
+            cores=resources.count_cores(),
+            gpus=resources.count_gpus(),
+        )
+
+    def list_addresses(self) -> str:
+        """Return this host's interfaces, for an error."""
+        return addresses.describe_interfaces(addresses.list_interfaces())
+
+    def try_to_reach(self, address: str, port: int) -> str | None:
+        """Connect to another host. Return None, or why that failed."""
+        try:
+            with socket.create_connection((address, port), timeouts.REACH_TIMEOUT_S):  # port: a client
+                return None
+        except OSError as error:
+            return error.strerror or str(error)
+
+    # -- engines ----------------------------------------------------------------------------------------------
+
+    def start_engines(self, environments: Sequence[Mapping[str, str]]) -> list[int]:
+        """Start one engine for each environment, and return their pids.
+
+        The kernel ends them with this process's main thread, which therefore starts them.
+        """
+        assert threading.current_thread() is threading.main_thread()
+        self._engines = [engine for engine in self._engines if engine.poll() is None]
+        logs = self._folder / "log"
+        logs.mkdir(mode=0o700, exist_ok=True)
+        started = [self._start_engine(environment, logs) for environment in environments]
+        self._engines += started
+        return [engine.pid for engine in started]
+
+    def _start_engine(self, environment: Mapping[str, str], logs: Path) -> subprocess.Popen[bytes]:
+        with (logs / f"engine-{secrets.token_hex(4)}.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "dtkit.cluster.agent.engine", str(os.getpid())],
+                env={**os.environ, **self.make_variables(self._connection), **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def count_engines(self) -> int:
+        """Return how many engines run."""
+        return sum(engine.poll() is None for engine in self._engines)
+
+    def kill_engines(self, pids: Sequence[int]) -> None:
+        """End engines of this agent at once, also stopped ones."""
+        for engine in self._engines:
+            if engine.pid in pids and engine.poll() is None:
+                engine.kill()
+
+    def read_logs(self, max_bytes: int = 500) -> str:
+        """Return the end of the newest engine log that has any text."""
+        paths = sorted((self._folder / "log").glob("engine-*"), key=lambda path: path.stat().st_mtime)
+        texts = [path.read_text(errors="replace")[-max_bytes:].strip() for path in reversed(paths)]
+        return next((text for text in texts if text), "")
+
+    # -- data -------------------------------------------------------------------------------------------------
+
+    def write_buffers(self, buffers: Sequence[bytes]) -> shared_memory.SharedBuffer:
+        """Write buffers into this host's shared memory. Raises OSError if there is no room."""
+        handle = shared_memory.write_buffers(buffers, file_owner=self._lease.reaper)
+        self._buffers[handle.path] = handle
+        return handle
+
+    def remove_buffers(self, paths: Sequence[str]) -> None:
+        """Delete files of shared memory; engines that have mapped them keep the data."""
+        for path in paths:
+            if (handle := self._buffers.pop(path, None)) is not None:
+                shared_memory.remove_file(handle)
+
+    # -- process groups ---------------------------------------------------------------------------------------
+
+    def open_store(self, address: str, generation: int) -> StoreAddress:
+        """Return where a generation of the process group meets; earlier generations are forgotten."""
+        if self._store is None or self._store.address != address:
+            self._store = StoreServer(address)
+        self._store.forget_before(generation)
+        return StoreAddress(address, self._store.port, self._store.key, generation)
+
+    def mirror(self, request: MirrorRequest) -> MirrorReply:
+        """Follow the flags of the notebook's folder, and return what has changed in this one."""
+        return self._mirror.exchange(request)
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End the engines, delete all files, and end this process after the reply."""
+        for engine in self._engines:
+            with contextlib.suppress(ProcessLookupError):
+                engine.kill()
+        self._lease.end_cluster()
+        timer = threading.Timer(timeouts.AGENT_EXIT_DELAY_S, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+
+
+_agents: list[HostAgent] = []
+
+
+def start_agent(host: str, cluster: str) -> HostAgent:
+    """Make this process's agent, with a new private folder."""
+    shared_memory.remove_orphans()
+    folder = Path(tempfile.mkdtemp(prefix=f"{cluster}-"))
+    _agents[:] = [HostAgent(host, cluster, folder)]
+    return _agents[0]
+
+
+def get_agent() -> HostAgent:
+    """Return this process's agent."""
+    return _agents[0]

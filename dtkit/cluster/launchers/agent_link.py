@@ -1,0 +1,79 @@
+"""The notebook's calls to one agent."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import pickle
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from dtkit._util import timeouts
+from dtkit._util.torch_private import get_client_engines, get_main_stream
+from dtkit.cluster.agent.agent_call import AgentCall, IdentifyCall, dump_call
+from dtkit.errors import ClusterError
+
+if TYPE_CHECKING:
+    import ipyparallel as ipp
+
+    from dtkit.cluster.agent.protocol import AgentInfo
+
+
+class AgentLink:
+    """One agent, by ipyparallel's id. It serves one call after the other."""
+
+    info: AgentInfo
+    """Set once the agent has been asked."""
+
+    def __init__(self, client: ipp.Client, engine_id: int) -> None:
+        self._client, self.engine_id = client, engine_id
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the controller receives its heartbeats."""
+        return self.engine_id in self._client.ids
+
+    def send(self, operation: str, **arguments: Any) -> Future[Any]:
+        """Send a call. The future has its value, or raises ClusterError."""
+        return self._send(operation, AgentCall(), [dump_call(operation, arguments)])
+
+    def send_identify(self) -> Future[Any]:
+        """Ask an engine, not an agent, for (hostname, pid)."""
+        return self._send("identify", IdentifyCall(), [])
+
+    def _send(self, operation: str, function: Any, arguments: list[bytes]) -> Future[Any]:
+        future: Future[Any] = Future()
+        engine = get_client_engines(self._client).get(self.engine_id)
+        if engine is None:
+            future.set_exception(ClusterError(f"{self._name} is gone: its agent has ended or was cut off"))
+            return future
+        sent = self._client.send_apply_request(
+            get_main_stream(self._client), function, arguments, ident=engine.encode()
+        )
+        sent.add_done_callback(lambda done: self._read(operation, done, future))
+        return future
+
+    def call(self, operation: str, timeout: float = timeouts.AGENT_CALL_TIMEOUT_S, **arguments: Any) -> Any:
+        """Send a call and return its value. Raises ClusterError."""
+        try:
+            return self.send(operation, **arguments).result(timeout)
+        except concurrent.futures.TimeoutError:
+            raise ClusterError(f"{self._name} did not answer within {timeout:g} s ({operation})") from None
+
+    @property
+    def _name(self) -> str:
+        return self.info.host if hasattr(self, "info") else f"agent {self.engine_id}"
+
+    def _read(self, operation: str, done: Any, future: Future[Any]) -> None:
+        if done.msg_id in self._client.history:
+            self._client.history.remove(done.msg_id)  # it would grow for ever
+        result = done.result(timeout=0)
+        if not isinstance(result, list):
+            text = getattr(result, "evalue", str(result))
+            future.set_exception(ClusterError(f"{self._name} could not answer ({operation}): {text}"))
+            return
+        # unpickles: an agent's reply; agents are trusted like engines (docs/guides/security.md)
+        succeeded, value = pickle.loads(result.pop())
+        if succeeded:
+            future.set_result(value)
+        else:
+            future.set_exception(ClusterError(f"{self._name}: {value}"))

@@ -1,0 +1,112 @@
+"""Access to hosts through their agents: see :class:`dtkit.rpc.transport.Hosts`."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtkit._util import files, timeouts
+from dtkit.cluster.agent.folder_mirror import list_flags, list_runs
+from dtkit.cluster.agent.protocol import MirrorReply, MirrorRequest
+from dtkit.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from dtkit.cluster.launchers.agent_link import AgentLink
+    from dtkit.rpc.shared_memory import SharedBuffer
+    from dtkit.types import StoreAddress
+
+
+class HostAccess:
+    """The hosts of one cluster, and the thread that keeps their folders and the notebook's alike."""
+
+    def __init__(
+        self, folder: Path, list_agents: Callable[[], Sequence[AgentLink]], get_agent: Callable[[int], AgentLink]
+    ) -> None:
+        """`get_agent` returns the agent of a rank."""
+        self._folder, self._list_agents, self._get_agent = folder, list_agents, get_agent
+        self._reader = secrets.token_hex(8)
+        self._is_closed = threading.Event()
+        # locks: while agents answer, which has a timeout
+        self._mirror_lock = threading.Lock()
+
+    def start(self) -> None:
+        """Keep the folders alike until `close`."""
+        threading.Thread(target=self._mirror_loop, name="dtkit-mirror", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop doing that."""
+        self._is_closed.set()
+
+    # -- Hosts ------------------------------------------------------------------------------------------------
+
+    def get_folder(self, rank: int) -> Path:
+        """Return the cluster's folder on the host of a rank."""
+        return Path(self._get_agent(rank).info.folder)
+
+    def get_interface(self, rank: int) -> str:
+        """Return the interface through which the other hosts reach the host of a rank."""
+        return self._get_agent(rank).info.interface
+
+    def open_store(self, generation: int) -> StoreAddress:
+        """Return where a generation meets: on the host of rank 0."""
+        agent = self._get_agent(0)
+        store: StoreAddress = agent.call("open_store", address=agent.info.address, generation=generation)
+        return store
+
+    def write_buffers(self, buffers: Sequence[Any]) -> dict[str, SharedBuffer]:
+        """Send the buffers once to each host. Raises ClusterError if one has no room."""
+        data = [bytes(memoryview(buffer).cast("B")) if memoryview(buffer).nbytes else b"" for buffer in buffers]
+        agents = self._list_agents()
+        sent = [agent.send("write_buffers", buffers=data) for agent in agents]
+        places: dict[str, SharedBuffer] = {}
+        try:
+            for agent, future in zip(agents, sent, strict=True):
+                places[agent.info.hostname] = future.result(timeouts.AGENT_DATA_TIMEOUT_S)
+        except BaseException:
+            self.remove_buffers(places)
+            raise
+        return places
+
+    def remove_buffers(self, places: Mapping[str, SharedBuffer]) -> None:
+        """Delete such copies, without waiting."""
+        for agent in self._list_agents():
+            if (place := places.get(agent.info.hostname)) is not None:
+                agent.send("remove_buffers", paths=[place.path])
+
+    def end_processes(self, pids: Mapping[int, int]) -> None:
+        """End engines that may be stopped, by pid by rank, without waiting."""
+        for rank, pid in pids.items():
+            self._get_agent(rank).send("kill_engines", pids=[pid])
+
+    def exchange(self) -> None:
+        """Compare the folders now. A host that doesn't answer is skipped; losses are noticed elsewhere."""
+        with self._mirror_lock:
+            request = MirrorRequest(
+                self._reader, frozenset(list_flags(self._folder)), frozenset(list_runs(self._folder))
+            )
+            for future in [agent.send("mirror", request=request) for agent in self._list_agents()]:
+                with contextlib.suppress(ClusterError, TimeoutError, OSError):
+                    self._store(future.result(timeouts.AGENT_CALL_TIMEOUT_S))
+
+    def _store(self, reply: MirrorReply) -> None:
+        for name, data in reply.files.items():
+            with contextlib.suppress(FileNotFoundError):  # the run has been removed meanwhile
+                files.replace_file(self._get_path(name), data)
+        for name in reply.removed:
+            self._get_path(name).unlink(missing_ok=True)
+
+    def _get_path(self, name: str) -> Path:
+        path = (self._folder / name).resolve()
+        if not path.is_relative_to(self._folder.resolve()):
+            raise ClusterError(f"a host sent a file {name!r} outside the cluster's folder")
+        return path
+
+    def _mirror_loop(self) -> None:
+        while not self._is_closed.wait(timeouts.MIRROR_PERIOD_S):
+            with contextlib.suppress(OSError):  # the client or the folder is gone: the cluster is closing
+                self.exchange()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.installation import VERSION
+
 if TYPE_CHECKING:
     from dtkit import errors, types
     from dtkit.checkpoint.checkpoint import Checkpoint, list_checkpoints
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from dtkit.training.callbacks import EarlyStopping
     from dtkit.training.run import Run
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {  # public name -> its module
     "Checkpoint": "checkpoint.checkpoint",

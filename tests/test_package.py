@@ -23,15 +23,13 @@ if TYPE_CHECKING:
 VIEWS = {"IPython", "ipyparallel", "ipywidgets", "anywidget", "matplotlib"}
 FORBIDDEN = {  # a file or folder of dtkit/, the longest match counts -> what it never imports, however late
     "engine": VIEWS,
-    "engine/entrypoint.py": VIEWS - {"IPython"},
     "strategies": VIEWS,
     "dashboard": {"torch", "ipyparallel"},
     "training": {"torch", "ipyparallel"},
     "training/verify.py": {"ipyparallel"},
     "training/launch.py": {"ipyparallel"},
     "training/state_dict.py": {"ipyparallel"},
-    "history": {"torch", "ipyparallel"},
-    "history/history.py": {"torch", "ipyparallel", "matplotlib"},
+    "history": {"torch", "ipyparallel", "matplotlib"},
     "schedules": {"torch", "ipyparallel"},
     "types.py": {"torch", "ipyparallel", "numpy"},
     "mesh.py": {"torch", "ipyparallel"},
@@ -174,14 +172,19 @@ def _imports(node: ast.AST, package: str, *, at_once: bool = True) -> Iterator[I
         if isinstance(child, ast.Import):
             yield from (Import(alias.name, child.lineno, at_once) for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
-            start = package.rsplit(".", child.level - 1)[0] if child.level else ""
-            module = ".".join(part for part in (start, child.module) if part)
+            module = _base(child, package)
             names = [module, *(f"{module}.{alias.name}" for alias in child.names)]
             yield from (Import(name, child.lineno, at_once) for name in names)
         else:
             late = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
             yield from _imports(child, package, at_once=at_once and not late and not for_types)
+
+
+def _base(node: ast.ImportFrom, package: str) -> str:
+    """The full name of the module or package that `from ... import` names."""
+    start = package.rsplit(".", node.level - 1)[0] if node.level else ""
+    return ".".join(part for part in (start, node.module) if part)
 
 
 def _reached(file: str, imports: dict[str, list[Import]]) -> set[str]:
@@ -411,19 +414,42 @@ LAYERS = [  # bottom to top; the longest entry that fits a module counts
     "integrations",
     "lessons",
     "testing",
+    "dtkit",
     "demo",
 ]
 
 
 @pytest.fixture(scope="module")
-def graph(imports: dict[str, list[Import]]) -> dict[str, set[str]]:
-    """Modules of dtkit that each one imports, without the leading "dtkit."; late and type-only imports too."""
-    modules = {_module(file) for file in imports if not file.endswith("__init__.py")}  # packages hold a docstring only
-    edges = {}
-    for file, lines in imports.items():
-        names = {line.module.removeprefix("dtkit.") for line in lines if line.module.startswith("dtkit.")}
-        edges[_module(file)] = (names & modules) - {_module(file)}
-    return edges
+def graph(root: Path, imports: dict[str, list[Import]]) -> dict[str, set[str]]:
+    """What each module of dtkit imports from dtkit, without the leading "dtkit."; late and type-only imports too."""
+    modules = {_module(file) for file in imports}
+    trees = {file: ast.parse((root / "dtkit" / file).read_text()) for file in imports}
+    return {_module(file): _targets(tree, _package(file), modules) - {_module(file)} for file, tree in trees.items()}
+
+
+def _targets(tree: ast.AST, package: str, modules: set[str]) -> set[str]:
+    """Return which modules a file imports. A name that isn't a module counts for its package's `__init__`."""
+    targets = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            targets |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = _base(node, package)
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            targets |= {name if name.removeprefix("dtkit.") in modules else base for name in names}
+    return {target.removeprefix("dtkit.") for target in targets if target.split(".")[0] == "dtkit"} & modules
+
+
+def test_an_import_counts_for_its_module_and_else_for_its_package():
+    code = "from dtkit.rpc import payload\nfrom dtkit import errors"
+    assert _targets(ast.parse(code), "dtkit", {"dtkit", "errors", "rpc", "rpc.payload"}) == {"rpc.payload", "errors"}
+    code = "from dtkit import errors, Run\nfrom . import send\nimport dtkit.mesh, torch"
+    assert _targets(ast.parse(code), "dtkit.rpc", {"dtkit", "errors", "rpc", "mesh"}) == {
+        "dtkit",
+        "errors",
+        "rpc",
+        "mesh",
+    }
 
 
 def test_modules_import_only_from_their_own_or_lower_layers(graph: dict[str, set[str]]):
@@ -457,8 +483,8 @@ def test_no_file_or_class_is_too_long(root: Path):
 
 
 def _module(file: str) -> str:
-    """Return "rpc.payload" for "rpc/payload.py", and "rpc" for "rpc/__init__.py"."""
-    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    """Return "rpc.payload" for "rpc/payload.py", "rpc" for "rpc/__init__.py", and "dtkit" for "__init__.py"."""
+    return file.removesuffix(".py").removesuffix("__init__").replace("/", ".").rstrip(".") or "dtkit"
 
 
 def _height(module: str) -> int:

@@ -11,14 +11,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+def get_shell() -> Any:
+    """Return IPython's shell, or None outside of IPython. This never imports IPython."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
 def in_notebook() -> bool:
     """Return whether this process is a Jupyter kernel, whose page can show widgets."""
-    return getattr(_get_shell(), "kernel", None) is not None
+    return getattr(get_shell(), "kernel", None) is not None
 
 
 def show_value(value: Any) -> None:
     """Show a value as the last line of a cell is shown; print its repr outside of IPython."""
-    if _get_shell() is None:
+    if get_shell() is None:
         sys.stdout.write(f"{value!r}\n")
         return
     from IPython.display import display
@@ -49,14 +55,14 @@ class UpdatableDisplay:
 
 def name_code(file: str) -> str:
     """Return how IPython names a file of code: "Cell In[3]" for a cell, else "File" and the path."""
-    shell = _get_shell()
+    shell = get_shell()
     name = None if shell is None else shell.compile.format_code_name(file)
     return " ".join(name) if name else f"File {file}"
 
 
 def render_traceback(error: BaseException, *, is_hidden: Callable[[str], bool]) -> list[str]:
     """Return an error's traceback as IPython shows it, without frames of hidden files."""
-    shell = _get_shell()
+    shell = get_shell()
     kept = _drop_frames(error.__traceback__, is_hidden)
     if shell is None:
         return traceback.format_exception(type(error), error, kept)
@@ -72,8 +78,3 @@ def _drop_frames(frames: TracebackType | None, is_hidden: Callable[[str], bool])
     if is_hidden(frames.tb_frame.f_code.co_filename):
         return rest
     return TracebackType(rest, frames.tb_frame, frames.tb_lasti, frames.tb_lineno)
-
-
-def _get_shell() -> Any:
-    ipython = sys.modules.get("IPython")
-    return None if ipython is None else ipython.get_ipython()

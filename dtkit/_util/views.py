@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from matplotlib.figure import Figure
+    import matplotlib.figure
 
+Figure: TypeAlias = "matplotlib.figure.Figure"
+"""matplotlib's figure. Classes of results name it here, so that they never import matplotlib."""
 _Shown = TypeVar("_Shown")
 
 _VIEWS_MODULE = "dtkit.dashboard.views"

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtkit import __version__
+from dtkit._util.installation import VERSION
 from dtkit.cluster import cluster_file, start
 from dtkit.cluster.cluster import Cluster
 from dtkit.cluster.config import LaunchConfig
@@ -61,9 +61,9 @@ def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
         )
     running = cluster_file.find_running(get_runtime_folder())
     info = cluster_file.choose_cluster(running, None if name is None else str(name), force=force)
-    if info.version != __version__:
+    if info.version != VERSION:
         raise VersionMismatchError(
-            f"{info.name} was started by dtkit {info.version}, and this is {__version__}. Take it over with "
+            f"{info.name} was started by dtkit {info.version}, and this is {VERSION}. Take it over with "
             "that version, or close it: its processes end by themselves when its notebook is gone"
         )
     if info.environment != sys.prefix and not force:

@@ -19,8 +19,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit import __version__
 from dtkit._util import files, formatting
+from dtkit._util.installation import VERSION
 from dtkit._util.process import ProcessId
 from dtkit._util.stacklevel import find_caller_stacklevel
 from dtkit.errors import ClusterError, ClusterWarning
@@ -54,7 +54,7 @@ class ClusterInfo:
     """Working directory of that notebook."""
     environment: str = sys.prefix
     """Folder of the Python environment that it and the engines use."""
-    version: str = __version__
+    version: str = VERSION
 
     @property
     def name(self) -> str:
@@ -94,7 +94,7 @@ class ClusterInfo:
     @property
     def is_other_version(self) -> bool:
         """Whether another version of dtkit owns it: then only the fields that every version writes are set."""
-        return self.version != __version__
+        return self.version != VERSION
 
     def write(self) -> None:
         """Replace the cluster file."""
@@ -108,7 +108,7 @@ _FILE_KEYS = {field.name for field in dataclasses.fields(ClusterInfo)} - {"folde
 def read_cluster_file(folder: Path) -> ClusterInfo:
     """Read a folder's cluster file. Raise FileNotFoundError, ValueError, TypeError or KeyError if it isn't one."""
     fields = json.loads((folder / CLUSTER_FILE).read_text(encoding="utf-8"))
-    if fields["version"] != __version__ or fields.keys() != _FILE_KEYS:
+    if fields["version"] != VERSION or fields.keys() != _FILE_KEYS:
         return _read_other_version(folder, fields)
     ids = {name: tuple(fields[name]) for name in ("engine_ids", "spare_ids")}
     processes = {name: _read_process(fields[name]) for name in ("notebook", "reaper")}
@@ -118,7 +118,7 @@ def read_cluster_file(folder: Path) -> ClusterInfo:
 def _read_other_version(folder: Path, fields: dict[str, Any]) -> ClusterInfo:
     """Return what is necessary to refuse a cluster of another version by its name."""
     version = str(fields["version"])
-    version += " (another build)" if version == __version__ else ""
+    version += " (another build)" if version == VERSION else ""
     return ClusterInfo(
         folder,
         owner=0,

@@ -1,13 +1,15 @@
 """Entry to an engine: ipyparallel calls an `Entrypoint`, which is pickled by reference and imported there.
 
-Only this module uses IPython on an engine: it gives the server a function that publishes, and the kernel, whose SIGINT
-the session handles from then on.
+Only this module uses the engine's IPython shell. It gives the server a function that publishes, and the kernel, whose
+SIGINT the session handles from then on.
 """
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
+
+from dtkit._util.notebook import get_shell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +24,10 @@ class Entrypoint:
 
     def __call__(self, message: bytes) -> list[bytes]:
         """Serve one request on this engine."""
-        from IPython import get_ipython
-
         from dtkit.engine import server
 
         os.environ.pop(_CONNECTION_INFO_VARIABLE, None)  # a cell that prints its environment must not print the key
-        shell = get_ipython()
+        shell = get_shell()
         if shell is None:
             return [server.handle_request(message, None)]
         server.attach_sigint_handler(shell.kernel)

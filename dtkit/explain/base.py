@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import numpy as np
-    from matplotlib.figure import Figure
+
+    from dtkit._util.views import Figure
 
 
 class TensorReport(TypedDict):

@@ -8,7 +8,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import dtkit
+from dtkit._util.installation import PACKAGE_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_FRAMES = 60
 """Number of innermost frames that are kept. Recursion would fill the status file."""
 
-_DTKIT_FOLDER = str(Path(dtkit.__file__).parent)
+_DTKIT_FOLDER = str(PACKAGE_FOLDER)
 ENTRY_FILES = tuple(
     str(Path(_DTKIT_FOLDER, "engine", name)) for name in ("entrypoint.py", "server.py", "session.py", "ops")
 )

@@ -18,14 +18,13 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import dtkit
 from dtkit._util import timeouts
+from dtkit._util.installation import PACKAGE_FOLDER
+from dtkit._util.notebook import get_shell
 from dtkit._util.process import ProcessId
 from dtkit.health.diagnosis import HALTED_STATES, RankObservation
 from dtkit.health.frames import MAX_FRAMES, CallStack, Frame, find_user_frame, make_stack
@@ -33,6 +32,7 @@ from dtkit.health.status import IDLE, EngineStatus, get_dump_path, get_status_pa
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from dtkit.types import NodeInfo
 
@@ -40,7 +40,7 @@ _THREAD_PATTERN = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MUL
 _FRAME_PATTERN = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _ESCAPE_PATTERN = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _INSTALL_FOLDER_PATTERN = re.compile(
-    rf"^.*/(?:site|dist)-packages/|^{re.escape(str(Path(dtkit.__file__).parent.parent))}/(?=dtkit/)"
+    rf"^.*/(?:site|dist)-packages/|^{re.escape(str(PACKAGE_FOLDER.parent))}/(?=dtkit/)"
 )
 
 
@@ -290,7 +290,7 @@ def _format_html_frame(frame: Frame) -> str:
 
 def _format_filename(file: str) -> str:
     """Return a file's name for the user: a cell's number, or a package's path without the installation's folder."""
-    shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    shell = get_shell()
     with contextlib.suppress(AttributeError):  # no shell, or one without cells
         cell_name = shell.compile.format_code_name(file)
         if cell_name is not None:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import pandas as pd
-    from matplotlib.figure import Figure
+
+    from dtkit._util.views import Figure
 
 
 @dataclasses.dataclass(frozen=True)

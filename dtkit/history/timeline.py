@@ -26,8 +26,7 @@ from dtkit.history.chrome_trace import build_trace
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from matplotlib.figure import Figure
-
+    from dtkit._util.views import Figure
     from dtkit.schedules.action import Action
     from dtkit.schedules.schedule import Schedule
     from dtkit.schedules.simulator import Simulation

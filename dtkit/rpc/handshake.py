@@ -8,7 +8,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
-import dtkit
+from dtkit._util import installation
 from dtkit.errors import VersionMismatchError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def get_handshake() -> dict[str, object]:
     The keys are a contract between versions of dtkit: only add to them.
     """
     return {
-        "dtkit": dtkit.__version__,
+        "dtkit": installation.VERSION,
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "cloudpickle": importlib.metadata.version("cloudpickle"),
         "torch": importlib.metadata.version("torch").partition("+")[0],
@@ -39,8 +39,8 @@ def check_reply(rank: int, reply: Reply[Any]) -> dict[str, Any]:
     if not isinstance(engine, dict):
         reason = reply.failure.message if reply.failure else "no answer"
         raise VersionMismatchError(
-            f"rank {rank} can't load dtkit {dtkit.__version__}: {reason}. Install the same dtkit-jupyter where the "
-            "engines run"
+            f"rank {rank} can't load dtkit {installation.VERSION}: {reason}. Install the same dtkit-jupyter "
+            "where the engines run"
         )
     check_versions(engine, f"rank {rank}")
     return engine

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from matplotlib.figure import Figure
-
+    from dtkit._util.views import Figure
     from dtkit.dashboard.summary.verdict import Verdict
     from dtkit.history.history import History
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     import pandas as pd
-    from matplotlib.figure import Figure
 
+    from dtkit._util.views import Figure
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
     from dtkit.rpc.protocol import Call

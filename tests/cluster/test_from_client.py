@@ -82,13 +82,14 @@ def test_last_client_to_attach_owns_the_engines(cluster: dtkit.Cluster, client: 
 
 
 def test_engine_with_another_version_is_refused_naming_both_versions(client: ipp.Client):
-    client[1].execute("import dtkit; kept = dtkit.__version__; dtkit.__version__ = '0.0.1'", block=True)
+    client[1].execute("from dtkit._util import installation; kept = installation.VERSION", block=True)
+    client[1].execute("installation.VERSION = '0.0.1'", block=True)
     try:
         message = rf"dtkit is {dtkit.__version__} in the notebook and 0.0.1 on rank 1 \(.*\); they must be equal"
         with pytest.raises(dtkit.errors.VersionMismatchError, match=message):
             dtkit.Cluster.from_client(client)
     finally:
-        client[1].execute("dtkit.__version__ = kept", block=True)
+        client[1].execute("installation.VERSION = kept", block=True)
     with dtkit.Cluster.from_client(client) as cluster:
         check_usable(cluster)
 

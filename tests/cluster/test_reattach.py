@@ -364,8 +364,8 @@ def older(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     """Folder with a copy of dtkit of another version."""
     folder = tmp_path_factory.mktemp("older")
     shutil.copytree(Path(dtkit.__file__).parent, folder / "dtkit", ignore=shutil.ignore_patterns("__pycache__"))
-    init_file = folder / "dtkit" / "__init__.py"
-    init_file.write_text(init_file.read_text().replace(f'__version__ = "{dtkit.__version__}"', '__version__ = "0.0.1"'))
+    version_file = folder / "dtkit" / "_util" / "installation.py"
+    version_file.write_text(version_file.read_text().replace(f'"{dtkit.__version__}"', '"0.0.1"'))
     monkeypatch.setenv("PYTHONPATH", str(folder))
     return folder
 

@@ -17,10 +17,9 @@ import sys
 import threading
 from itertools import accumulate, chain, repeat, starmap
 from operator import attrgetter, methodcaller
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import dtkit
+from dtkit._util.installation import PACKAGE_FOLDER
 from dtkit.health.frames import MAX_FRAMES, CallStack, has_user_code, make_stack
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from dtkit.health.frames import Frame
 
 _DISTRIBUTED_PATH = "/torch/distributed/"
-_VOTE_WAIT_FUNCTION = str(Path(dtkit.__file__).parent / "engine/comm/process_group.py"), "wait_for_result"
+_VOTE_WAIT_FUNCTION = str(PACKAGE_FOLDER / "engine/comm/process_group.py"), "wait_for_result"
 """File and name of the function in which a rank waits for `Group.start_all_reduce_any`."""
 _COMPUTING_PATHS = ("/torch/distributed/tensor/", "/torch/distributed/pipelining/")
 _get_code_and_line = attrgetter("f_code", "f_lineno")

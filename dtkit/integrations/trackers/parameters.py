@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit import __version__
 from dtkit._util import timeouts
+from dtkit._util.installation import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ def collect_parameters(run: Run, params: Mapping[str, Any]) -> dict[str, PlainVa
     values |= dict(values.pop("settings"))
     values["parameters"] = (values.pop("model") or {}).get("parameters", 0)
     values |= {"learning_rate": run.lr, "nodes": run.spec.world_size} | _describe_nodes(run)
-    values |= {"python": platform.python_version(), "dtkit": __version__, "torch": importlib.metadata.version("torch")}
+    values |= {"python": platform.python_version(), "dtkit": VERSION, "torch": importlib.metadata.version("torch")}
     values |= read_git_commit(Path.cwd())
     return dict(_flatten({**values, **params}))
 

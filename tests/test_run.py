@@ -192,6 +192,37 @@ def test_train_raises_for_a_lost_engine_if_it_must_not_be_replaced(cluster, engi
         train(cluster, on_failure="pause")
 
 
+def test_repair_of_an_ended_run_raises_after_its_timeout_and_goes_on(cluster, engines, monkeypatch):
+    run = train(cluster)
+    run.wait(10)
+    engines.end_engine(1)
+    released, replaced, replace = threading.Event(), [], engines.replace
+
+    def replace_when_released(ranks):
+        assert released.wait(10)
+        replaced.extend(ranks)
+        replace(ranks)
+
+    monkeypatch.setattr(engines, "replace", replace_when_released)
+    for _ in range(2):  # the second call waits for the same repair
+        with pytest.raises(TimeoutError, match=r"has not ended within timeout=0\.05 s; it goes on"):
+            run.repair(timeout=0.05)
+    released.set()
+    run.repair(10)
+    assert replaced == [1]
+    assert engines.find_lost_ranks() == []
+    assert run.history.events[-1].kind == "repair"
+
+
+def test_inject_fault_raises_where_the_process_does_not_end_in_time(cluster, engines, monkeypatch):
+    run = train(cluster, start=False)
+    given = []
+    monkeypatch.setattr(engines, "kill", lambda ranks, timeout: given.append((ranks, timeout)))
+    with pytest.raises(TimeoutError, match=r"process of rank 1 has not ended within timeout=0\.5 s"):
+        run.inject_fault("kill", 1, timeout=0.5)
+    assert given == [([1], 0.5)]
+
+
 def test_released_run_refuses_repair(cluster, engines):
     run = train(cluster)
     run.wait(10)
@@ -1000,6 +1031,7 @@ def test_runs_and_tasks_have_the_same_waiting_methods(name):
         "repair",
         "release",
         "inject_delay",
+        "inject_fault",
     ],
 )
 def test_every_blocking_method_of_a_run_has_a_timeout(name):

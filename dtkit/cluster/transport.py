@@ -107,12 +107,13 @@ class IpyparallelTransport:
         alive = set(self._client.ids)
         return [rank for rank, engine in enumerate(self.engine_ids) if engine not in alive]
 
-    def kill(self, ranks: Sequence[int]) -> None:
-        """End these engines by SIGKILL, through their nannies, and wait until the controller knows."""
+    def kill(self, ranks: Sequence[int], timeout: float = timeouts.KILL_TIMEOUT_S) -> bool:
+        """End these engines by SIGKILL, through their nannies, and wait until the controller knows. See `Transport`."""
         targets = [self.engine_ids[rank] for rank in ranks if self.engine_ids[rank] in self._client.ids]
-        if targets:
-            self._client.send_signal(signal.SIGKILL, targets=targets, block=False)
-            wait_until(lambda: not set(targets) & set(self._client.ids), timeouts.KILL_TIMEOUT_S)
+        if not targets:
+            return True
+        self._client.send_signal(signal.SIGKILL, targets=targets, block=False)
+        return wait_until(lambda: not set(targets) & set(self._client.ids), timeout)
 
     def end_processes(self, pids: Sequence[int]) -> None:
         """Do nothing: these processes belong to the user."""

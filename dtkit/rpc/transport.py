@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dtkit._util import timeouts
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
@@ -69,8 +71,8 @@ class Transport(Protocol):
     def find_lost_ranks(self) -> list[int]:
         """Return the ranks whose engines have ended."""
 
-    def kill(self, ranks: Sequence[int]) -> None:
-        """End these engines at once, and return when they are gone."""
+    def kill(self, ranks: Sequence[int], timeout: float = timeouts.KILL_TIMEOUT_S) -> bool:
+        """End these engines at once, and wait until they are gone. Return whether they are, after `timeout` seconds."""
 
     def end_processes(self, pids: Sequence[int]) -> None:
         """End these processes of this host, if the transport started them. Works for stopped engines too."""

@@ -162,10 +162,11 @@ class FakeTransport(FakeResults):
         """See :class:`~dtkit.rpc.transport.Transport`."""
         return [worker.engine.rank for worker in self._workers if worker.is_lost]
 
-    def kill(self, ranks: Sequence[int]) -> None:
+    def kill(self, ranks: Sequence[int], timeout: float = 0) -> bool:  # noqa: ARG002 - it ends at once
         """See :class:`~dtkit.rpc.transport.Transport`."""
         for rank in ranks:
             self.end_engine(rank)
+        return True
 
     def replace(self, ranks: Sequence[int]) -> None:
         """See :class:`~dtkit.rpc.transport.Transport`."""

@@ -53,8 +53,9 @@ class InProcessTransport:
         """See :class:`~dtkit.rpc.transport.Transport`."""
         return []
 
-    def kill(self, ranks: Sequence[int]) -> None:
+    def kill(self, ranks: Sequence[int], timeout: float = 0) -> bool:  # noqa: ARG002 - nothing is ended
         """See :class:`~dtkit.rpc.transport.Transport`. This process can't be ended."""
+        return False
 
     def end_processes(self, pids: Sequence[int]) -> None:
         """See :class:`~dtkit.rpc.transport.Transport`. The engine has no process of its own."""

@@ -233,6 +233,12 @@ class JobClient:
         self.check_not_released("inject_fault")
         return f"node {rank} killed on purpose"
 
+    def kill(self, rank: int, timeout: float | None) -> None:
+        """End a rank's process. Raises TimeoutError if it has not ended within `timeout` seconds."""
+        timeout = timeouts.KILL_TIMEOUT_S if timeout is None else timeout
+        if not self._engine_group.transport.kill([rank], timeout):
+            raise TimeoutError(f"the process of rank {rank} has not ended within timeout={timeout:g} s; give it longer")
+
     def check_explainable(self) -> None:
         """Raise RunError where the strategy can't explain a step."""
         plan = self._progress.plan

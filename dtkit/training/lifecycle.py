@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import shutil
 import tempfile
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
+from dtkit._util.guard import run_guarded_in_thread
 from dtkit.checkpoint import folders
 from dtkit.checkpoint.checkpoint import Checkpoint
 from dtkit.errors import RunError
@@ -40,6 +44,9 @@ class RunLifecycle:
     ) -> None:
         self._engine_group, self._driver, self._job, self._on_change = engine_group, driver, job, on_change
         self._progress = driver.progress
+        self._repair: Future[None] | None = None
+        # locks: to start one repair; two threads must not replace the same engines
+        self._repair_lock = threading.Lock()
 
     def build(self, resume_point: ResumePoint | None) -> None:
         """Build the job on the engines; the run is then paused before its first step, or at the checkpoint's."""
@@ -174,8 +181,20 @@ class RunLifecycle:
         self._driver.start()
         self._update_persisted()
 
-    def repair(self) -> None:
-        """Replace the engines that are gone, after the run's end."""
+    def repair(self, timeout: float | None) -> None:
+        """Replace the engines that are gone, after the run's end. TimeoutError leaves it going on."""
+        with self._repair_lock:
+            if self._repair is None or self._repair.done():
+                self._repair = future = Future[None]()
+                arguments = (lambda: future.set_result(self._replace_lost_engines()), future.set_exception)
+                threading.Thread(target=run_guarded_in_thread, args=arguments, name="dtkit-repair", daemon=True).start()
+            future = self._repair
+        if not concurrent.futures.wait([future], timeout).done:
+            raise TimeoutError(f"the repair has not ended within timeout={timeout:g} s; it goes on")
+        # waits: no more, since the repair has ended
+        future.result()
+
+    def _replace_lost_engines(self) -> None:
         if lost_ranks := self._engine_group.membership.find_lost_ranks():
             old_world_size = self._engine_group.world_size
             result = self._driver.failures.recover(lost_ranks)
@@ -195,7 +214,7 @@ class RunLifecycle:
         path: str | Path | None,
         format: str,  # noqa: A002 - as users type it
     ) -> CheckpointResult:
-        """Write the model into a folder in another format, from a checkpoint that `save` writes beside it."""
+        """Write the model into a folder in another format, from a checkpoint that `save` writes next to it."""
         if path is None:
             raise ValueError(f"format={format!r} needs a folder: run.save('model', format={format!r})")
         folder = folders.parse_path("path", path).absolute()

@@ -222,10 +222,10 @@ class Run(ShownRun):
         self.note(self._job.inject_delay(rank, factor, timeout))
         return self._driver.progress.step
 
-    def inject_fault(self, name: str, rank: int) -> int:
+    def inject_fault(self, name: str, rank: int, *, timeout: float | None = None) -> int:
         """End a rank's process, for lessons: ``run.inject_fault("kill", 1)``. Returns the steps taken so far."""
         self.note(self._job.check_fault(name, rank))
-        self._engine_group.transport.kill([rank])
+        self._job.kill(rank, timeout)
         return self._driver.progress.step
 
     def save(
@@ -331,10 +331,10 @@ class Run(ShownRun):
         self.resume(deadline.get_remaining_s())
 
     def repair(self, timeout: float | None = None) -> None:
-        """Replace the engines that are gone, and continue where the survivors are."""
+        """Replace the engines that are gone, and continue where the survivors are. TimeoutError leaves it going on."""
         self._job.check_not_released("run.repair()")
         if self._driver.progress.state.has_ended:
-            self.lifecycle.repair()
+            self.lifecycle.repair(timeout)
         else:
             self._waiter.call("repair", timeout=timeout)
 

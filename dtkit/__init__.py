@@ -127,7 +127,7 @@ def _check_installation() -> None:
     except importlib.metadata.PackageNotFoundError:
         return
     warnings.warn(
-        f"the unrelated distribution `dtkit` {other} is installed beside `dtkit-jupyter`, and both install into the "
+        f"the unrelated distribution `dtkit` {other} is installed next to `dtkit-jupyter`, and both install into the "
         "folder dtkit/. Repair it with: pip uninstall -y dtkit dtkit-jupyter; pip install dtkit-jupyter",
         UserWarning,
         stacklevel=3,

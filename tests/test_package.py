@@ -81,7 +81,7 @@ def test_import_warns_about_an_unrelated_distribution_named_dtkit(tmp_path: Path
         text=True,
         timeout=60,
     )
-    assert "the unrelated distribution `dtkit` 9.9 is installed beside `dtkit-jupyter`" in out.stderr
+    assert "the unrelated distribution `dtkit` 9.9 is installed next to `dtkit-jupyter`" in out.stderr
     assert "pip uninstall -y dtkit dtkit-jupyter" in out.stderr
 
 

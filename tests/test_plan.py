@@ -460,10 +460,10 @@ def test_the_allocation_tracker_releases_freed_tensors():
 def test_a_meta_copy_keeps_tied_parameters_and_dtypes():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
     model[1].weight = model[0].weight
-    hollow = copy_to_meta(model)
-    assert hollow[0].weight is hollow[1].weight
-    assert hollow[1].bias.dtype is torch.float64
-    assert all(p.is_meta for p in hollow.parameters())
+    meta_model = copy_to_meta(model)
+    assert meta_model[0].weight is meta_model[1].weight
+    assert meta_model[1].bias.dtype is torch.float64
+    assert all(p.is_meta for p in meta_model.parameters())
     assert not model[0].weight.is_meta
 
 

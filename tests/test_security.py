@@ -208,9 +208,9 @@ def _replicas(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _stacks() -> stacks.Stacks:
     frame = Frame(HOSTILE, 3, HOSTILE, "user")
-    standing = EngineStatus(0, 1, 0, HOSTILE, 7, 1.0, 50.0, "advance", HOSTILE, 44.0, 6.0, False, None)
-    standing = dataclasses.replace(standing, stack=(frame,), threads={HOSTILE: (frame,)})
-    return stacks.Stacks([RankObservation(0, HOSTILE, 7, HOSTILE, 0.1, standing)])
+    status = EngineStatus(0, 1, 0, HOSTILE, 7, 1.0, 50.0, "advance", HOSTILE, 44.0, 6.0, False, None)
+    status = dataclasses.replace(status, stack=(frame,), threads={HOSTILE: (frame,)})
+    return stacks.Stacks([RankObservation(0, HOSTILE, 7, HOSTILE, 0.1, status)])
 
 
 def _checkpoints(folder: Path) -> Checkpoints:

@@ -19,7 +19,7 @@ USER = Frame("net.py", 14, "forward", "user")
 LIBRARY = Frame("torch/autograd/graph.py", 979, "backward")
 
 
-def standing(rank: int, **changed: Any) -> EngineStatus:
+def make_status(rank: int, **changed: Any) -> EngineStatus:
     """Status of one of three ranks, waiting in a collective of a training."""
     found = EngineStatus(
         rank=rank,
@@ -44,7 +44,7 @@ def standing(rank: int, **changed: Any) -> EngineStatus:
 
 
 def seen(rank: int, process: str = "sleeping", age_s: float = 0.2, **changed: Any) -> RankObservation:
-    return RankObservation(rank, "here", 100 + rank, process, age_s, standing(rank, **changed))
+    return RankObservation(rank, "here", 100 + rank, process, age_s, make_status(rank, **changed))
 
 
 def ranks(culprit: RankObservation) -> list[RankObservation]:
@@ -149,37 +149,37 @@ def world() -> World:
 
 
 def test_detector_observes_no_rank_before_a_dispatch_is_overdue(world: World):
-    lookout = StallDetector(world)
-    assert lookout.check(100.0) is None
-    lookout.on_sent(100.0)
-    assert lookout.check(104.9) is None
-    assert (world.asked, lookout.is_overdue) == (0, False)
-    assert lookout.check(105.1) is not None
-    assert (world.asked, lookout.is_overdue) == (1, True)
+    detector = StallDetector(world)
+    assert detector.check(100.0) is None
+    detector.on_sent(100.0)
+    assert detector.check(104.9) is None
+    assert (world.asked, detector.is_overdue) == (0, False)
+    assert detector.check(105.1) is not None
+    assert (world.asked, detector.is_overdue) == (1, True)
 
 
 @pytest.mark.parametrize(("step_s", "limit"), [(0.05, 5.0), (2.0, 10.0), (20.0, 100.0)])
 def test_time_limit_is_five_step_durations_but_at_least_five_seconds(world: World, step_s: float, limit: float):
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    lookout.on_result(1.0, step_s)
-    lookout.on_sent(2.0)
-    assert lookout.limit_s == limit
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    detector.on_result(1.0, step_s)
+    detector.on_sent(2.0)
+    assert detector.limit_s == limit
 
 
 def test_dispatch_starts_when_the_previous_one_has_returned(world: World):
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    lookout.on_sent(0.1)
-    lookout.on_result(4.0, 0.5)
-    assert lookout.check(8.9) is None
-    assert lookout.check(9.1) is not None
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    detector.on_sent(0.1)
+    detector.on_result(4.0, 0.5)
+    assert detector.check(8.9) is None
+    assert detector.check(9.1) is not None
 
 
 def test_stall_report_names_rank_phase_step_and_line(world: World):
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    found = lookout.check(6.0)
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    found = detector.check(6.0)
     assert found is not None
     assert (found.kind, found.rank, found.host, found.phase, found.step) == ("stuck", 1, "here", "forward", 12)
     assert found.location == "net.py:14 in forward"
@@ -192,57 +192,57 @@ def test_stall_report_names_rank_phase_step_and_line(world: World):
 
 def test_stall_report_of_a_stopped_rank_has_its_own_remedy(world: World):
     world.ranks = ranks(seen(1, "stopped", stalled_s=0.0))
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    found = lookout.check(6.0)
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    found = detector.check(6.0)
     assert found is not None
     assert "is stopped (SIGSTOP) in a collective of step 12" in found.reason
     assert found.remedy == "`kill -CONT 101` on here lets it go on"
 
 
 def test_stall_is_reported_once_and_again_when_it_changes(world: World):
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    assert lookout.check(6.0) is not None
-    assert lookout.check(6.5) is None
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    assert detector.check(6.0) is not None
+    assert detector.check(6.5) is None
     world.ranks = ranks(seen(1, **AWAY | {"stalled_s": 7.0}))
-    assert lookout.check(7.0) is None
-    assert lookout.stall_report is not None
-    assert lookout.stall_report.stalled_s == pytest.approx(7.2)
+    assert detector.check(7.0) is None
+    assert detector.stall_report is not None
+    assert detector.stall_report.stalled_s == pytest.approx(7.2)
     world.ranks = ranks(seen(1, **AWAY | {"phase": "backward"}))
-    assert lookout.check(7.5) is not None
+    assert detector.check(7.5) is not None
 
 
-def land(lookout: StallDetector, world: World) -> None:
-    lookout.on_result(20.0, 0.1)
+def land(detector: StallDetector, world: World) -> None:
+    detector.on_result(20.0, 0.1)
 
 
-def move(lookout: StallDetector, world: World) -> None:
+def move(detector: StallDetector, world: World) -> None:
     world.ranks = [seen(rank, stalled_s=0.1) for rank in range(3)]
 
 
 @pytest.mark.parametrize("recover", [land, move])
 def test_recovery_is_reported_once(world: World, recover: Callable[[StallDetector, World], None]):
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    assert lookout.check(6.0) is not None
-    recover(lookout, world)
-    found = lookout.check(20.5)
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    assert detector.check(6.0) is not None
+    recover(detector, world)
+    found = detector.check(20.5)
     assert found is not None
     assert (found.kind, found.rank, found.text) == ("recovered", 1, "rank 1 goes on after 6 s.")
-    assert lookout.check(21.0) is None
-    assert lookout.stall_report is None
+    assert detector.check(21.0) is None
+    assert detector.stall_report is None
 
 
 def test_reset_clears_the_stall_without_reporting_a_recovery(world: World):
     """An interrupted or replaced rank has not recovered."""
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    assert lookout.check(6.0) is not None
-    lookout.reset()
-    assert lookout.stall_report is None
-    assert not lookout.is_overdue
-    assert lookout.check(6.5) is None
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    assert detector.check(6.0) is not None
+    detector.reset()
+    assert detector.stall_report is None
+    assert not detector.is_overdue
+    assert detector.check(6.5) is None
 
 
 def test_slow_rank_that_moves_is_reported_once_as_a_straggler(world: World):
@@ -251,66 +251,66 @@ def test_slow_rank_that_moves_is_reported_once_as_a_straggler(world: World):
         return [slow if rank == 1 else seen(rank, stalled_s=0.5, step=step, blocked_fraction=0.9) for rank in range(3)]
 
     world.ranks = shares(12)
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    assert lookout.check(6.0) is None  # it may be stuck: no progress has been observed
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    assert detector.check(6.0) is None  # it may be stuck: no progress has been observed
     world.ranks = shares(13)
-    found = lookout.check(6.5)
+    found = detector.check(6.5)
     assert found is not None
     assert (found.kind, found.rank) == ("straggler", 1)
     assert "slowed 10x on purpose" in found.reason
-    lookout.on_result(7.0, 0.5)
-    assert lookout.check(7.5) is None
-    lookout.on_sent(7.5)
+    detector.on_result(7.0, 0.5)
+    assert detector.check(7.5) is None
+    detector.on_sent(7.5)
     world.ranks = shares(14)
-    assert lookout.check(13.0) is None
+    assert detector.check(13.0) is None
     world.ranks = shares(15)
-    assert lookout.check(13.5) is None
+    assert detector.check(13.5) is None
 
 
 def test_rank_slowed_on_purpose_gets_a_proportionally_longer_limit(world: World):
     world.ranks = ranks(seen(1, delay_factor=10.0, **AWAY))
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    assert lookout.check(6.0) is None
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    assert detector.check(6.0) is None
 
 
 def test_stall_of_all_ranks_at_once_is_reported_after_a_longer_limit(world: World):
     world.ranks = [seen(rank, **AWAY) for rank in range(3)]
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    assert lookout.check(6.0) is None
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    assert detector.check(6.0) is None
     world.ranks = [seen(rank, **AWAY | {"stalled_s": 31.0}) for rank in range(3)]
-    found = lookout.check(32.0)
+    found = detector.check(32.0)
     assert found is not None
     assert (found.kind, found.rank) == ("together", None)
     assert "rank 2 in forward of step 12, net.py:14 in forward" in found.text
 
 
 def test_minimum_time_limit_is_configurable(world: World):
-    lookout = StallDetector(world, DetectorConfig(min_limit_s=0.5))
-    lookout.on_sent(0.0)
-    assert lookout.check(0.6) is not None
+    detector = StallDetector(world, DetectorConfig(min_limit_s=0.5))
+    detector.on_sent(0.0)
+    assert detector.check(0.6) is not None
 
 
 def test_reset_clears_the_dispatches_in_flight(world: World):
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    lookout.reset()
-    assert lookout.check(100.0) is None
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    detector.reset()
+    assert detector.check(100.0) is None
     assert world.asked == 0
 
 
 def test_recovered_rank_is_not_reported_as_a_straggler(world: World):
     """The last observations still include those in which the others waited for it."""
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    assert lookout.check(6.0) is not None
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    assert detector.check(6.0) is not None
     for step, now in enumerate((6.5, 7.0, 7.5)):
         world.ranks = [
             seen(rank, stalled_s=0.1, step=13 + step, blocked_fraction=0.9 * (rank != 1)) for rank in range(3)
         ]
-        found = lookout.check(now)
+        found = detector.check(now)
         assert (None if found is None else found.kind) == ("recovered" if now == 6.5 else None)
 
 
@@ -327,24 +327,24 @@ def test_compilation_is_no_stall_and_is_reported_once(world: World, everywhere: 
     """One rank may have compiled before, and waits."""
     compiling = [seen(rank, "running", **AWAY, stack=COMPILING, stalled_s=40.0) for rank in range(3)]
     world.ranks = compiling if everywhere else ranks(compiling[1])
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    found = lookout.check(41.0)
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    found = detector.check(41.0)
     assert found is not None
     subject = "ranks 0, 1 and 2 compile" if everywhere else "rank 1 compiles"
     assert (found.kind, found.rank) == ("compiling", None)
     assert found.text == f"{subject} the model, for 40 s so far (torch.compile)."
-    assert lookout.check(42.0) is None
-    lookout.on_result(43.0, 1.0)
-    found = lookout.check(43.0)
+    assert detector.check(42.0) is None
+    detector.on_result(43.0, 1.0)
+    found = detector.check(43.0)
     assert found is not None
     assert (found.kind, found.reason) == ("recovered", "the model was compiled in 40 s or so")
 
 
 def test_compiled_code_that_hangs_is_a_stall(world: World):
     world.ranks = ranks(seen(1, "running", **AWAY, stack=RUNNING_COMPILED))
-    lookout = StallDetector(world)
-    lookout.on_sent(0.0)
-    found = lookout.check(6.0)
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    found = detector.check(6.0)
     assert found is not None
     assert (found.kind, found.rank) == ("stuck", 1)

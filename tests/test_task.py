@@ -75,8 +75,8 @@ class FakeCluster:
     def upload(self, packed: pickling.PackedObject) -> Payload:
         return make_payload(packed, None)
 
-    def discard(self, shipment: Payload) -> None:
-        self.discarded.append(shipment)
+    def discard(self, payload: Payload) -> None:
+        self.discarded.append(payload)
 
     def ensure_formed(self) -> None:
         """The group is formed."""
@@ -98,8 +98,8 @@ class FakeCluster:
         self.on_interrupt()
 
     def answer(self, rank: int, value: Any = None, items: Sequence[Any] = (), failure: Failure | None = None) -> None:
-        shipment = None if failure else value if isinstance(value, Payload) else result(value)
-        self.futures[rank].set_result(Reply((shipment, list(items)), failure))
+        payload = None if failure else value if isinstance(value, Payload) else result(value)
+        self.futures[rank].set_result(Reply((payload, list(items)), failure))
 
 
 @pytest.fixture
@@ -182,18 +182,18 @@ def test_a_lost_engine_ends_the_call(cluster):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_result_stays_in_shared_memory(cluster, fails):
-    shipment = result(np.zeros(125), small=0)
-    assert shipment.shared_buffer is not None
-    assert os.path.exists(shipment.shared_buffer.path)  # noqa: PTH110 - a path as text
+    payload = result(np.zeros(125), small=0)
+    assert payload.shared_buffer is not None
+    assert os.path.exists(payload.shared_buffer.path)  # noqa: PTH110 - a path as text
     call = start(cluster)
-    cluster.answer(0, shipment)
+    cluster.answer(0, payload)
     cluster.answer(1, failure=broke(1) if fails else None)
     if fails:
         with pytest.raises(EngineError):
             call.result(10)
     else:
         assert len(call.result(10)[0]) == 125
-    assert not os.path.exists(shipment.shared_buffer.path)  # noqa: PTH110
+    assert not os.path.exists(payload.shared_buffer.path)  # noqa: PTH110
 
 
 def test_only_ranks_that_still_run_are_interrupted(cluster):

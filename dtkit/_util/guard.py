@@ -1,13 +1,11 @@
-"""Where an error of any kind is caught: here, and in an engine's answer (`dtkit/engine/server.py`), nowhere else.
+"""Boundaries that catch errors of any kind. `dtkit/engine/server.py` has the only other one, for an engine's replies.
 
-Two things may fail in ways that nobody can list. What a user's function raises belongs to whoever asked for it: it
-becomes a run's exception, a call's result, or an error that says what to do. What a view raises (a panel, a button on
-a page, a subscriber) is shown in its place or logged, and never touches the training. Either way somebody must hear of
-it, so there is no catching here without a function to report to.
+Two kinds of code may raise anything. An error of a user's function becomes a run's exception, a call's result, or an
+error with a remedy. An error of a view (a panel, a button, a subscriber) is shown in its place or logged, and never
+affects the training. Both must be reported, so every function here takes one that reports.
 
-That function gets the error inside the `except`, and nothing here outlives it. Who writes an error into a variable
-makes a cycle (the error has its traceback, that has the frames, and one of them has the variable), which keeps alive
-what any of these frames hold, models and batches too, until Python's collector comes by.
+The report is called inside the `except`, and no variable here keeps the error. Such a variable would form a cycle:
+error, traceback, frame, variable. The cycle would keep models and batches alive until Python's collector runs.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _log = logging.getLogger("dtkit")
 
 
 def run_guarded(work: Callable[[], _Result], report: Callable[[Exception], _Fallback]) -> _Result | _Fallback:
-    """What `work` returns; where it raises, what `report` makes of the error, which may be another error.
+    """Return the result of `work`. If it raises, return that of `report`, which may raise another error.
 
     KeyboardInterrupt and SystemExit pass.
     """
@@ -42,7 +40,7 @@ def run_guarded_in_thread(
 ) -> _Result | _Fallback:
     """Call `work` as :func:`run_guarded` does, and catch KeyboardInterrupt and SystemExit too: for a thread.
 
-    They would end the thread in silence, and whoever waits for its answer would wait for ever.
+    They would end the thread silently, and a caller that waits for its result would wait for ever.
     """
     try:
         return work()
@@ -52,11 +50,11 @@ def run_guarded_in_thread(
 
 
 def return_error(error: _Error) -> _Error:
-    """The error: what to report to for one who keeps it."""
+    """Return the error: the report for a caller that keeps it."""
     return error
 
 
 def notify_views(views: Iterable[Callable[[], None]], name: str) -> None:
-    """Call each view of what is called `name`. An error in one is logged; the next is called all the same."""
+    """Call each view of the run or task `name`. An error in one is logged, and the next view is still called."""
     for view in views:
         run_guarded(view, lambda error: _log.error("a view of %s failed", name, exc_info=error))

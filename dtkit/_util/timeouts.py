@@ -304,7 +304,7 @@ MAX_MEASURED_STEP_S = 4.0
 XGBOOST_TRACKER_TIMEOUT_S = 60.0
 """Limit for all ranks to meet at XGBoost's tracker."""
 XGBOOST_COLLECTIVE_TIMEOUT_S = 60.0
-"""Limit for one of XGBoost's own collectives. A lost rank is told earlier, by its closed connection."""
+"""Limit for one of XGBoost's own collectives. A lost rank is noticed earlier, by its closed connection."""
 JOBLIB_ABORT_TIMEOUT_S = 60.0
 """Limit for the end of joblib's tasks, whose engines may have to be replaced."""
 HOROVOD_CYCLE_S = 0.001

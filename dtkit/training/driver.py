@@ -316,7 +316,7 @@ class Driver:
         progress = self.progress
         progress.next_step, progress.needs_resync = progress.step, False
         self.calls.interruption.reset()
-        # Whoever set the flag: a kernel that was killed since, too.
+        # A kernel that was killed since may have set the flag.
         self._engine_group.cluster_folder.set_end_early(progress.plan.job, enabled=False)
         if progress.state.has_ended:
             return

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from dtkit.rpc.payload import Payload
 
-_FILENAME = "rescued.pkl"
+_FILENAME = "recovered_state.pkl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RecoveredState:
             payload.discard()
 
     def _save(self, folder: Path, job: str) -> None:
-        """Unless nobody will take this run over; that the disk is full is no reason not to recover."""
+        """Write it to disk. No-op if the cluster can't be re-attached; a full disk must not prevent the recovery."""
         path = _get_path(folder, job)
         if not path.parent.is_dir():
             return
@@ -64,7 +64,7 @@ def list_jobs(folder: Path) -> list[str]:
 
 
 def load_interrupted(folder: Path, job: str) -> RecoveredState | None:
-    """Return the state that a notebook kept which ended during a recovery."""
+    """Return the state that was stored by a notebook which ended during a recovery."""
     path = _get_path(folder, job)
     # unpickles: written by this user's earlier notebook; nobody else can write to its folder
     return pickling.loads(path.read_bytes()) if path.exists() else None

@@ -141,7 +141,7 @@ def load_start(path: str | Path | None, model: Any) -> tuple[Any, ResumePoint | 
         return model, _load_resume_point(folder, model)
     built = model.build_model() if isinstance(model, ModelHandle) else model
     loaded, description = exported_folder.load_exported(folder, built)
-    print(f"resume_from: weights of {description} {folder}; the optimizer and the steps begin anew")  # noqa: T201
+    print(f"resume_from: weights of {description} {folder}; the optimizer and the steps start again")  # noqa: T201
     return loaded, None
 
 

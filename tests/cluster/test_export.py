@@ -92,7 +92,7 @@ def test_training_begins_with_the_weights_of_a_folder(
     other = make_llama()
     torch.nn.init.zeros_(other.lm_head.weight)
     train(cluster2, other, resume_from=tmp_path / "model", **options)
-    assert "the optimizer and the steps begin anew" in capfd.readouterr().out
+    assert "the optimizer and the steps start again" in capfd.readouterr().out
     expected = train(cluster2, run.model, **options).model.state_dict()
     again = train(cluster2, other, resume_from=tmp_path / "model", **options)
     for name, value in again.model.state_dict().items():

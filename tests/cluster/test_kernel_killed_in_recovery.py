@@ -104,5 +104,5 @@ def test_attach_after_a_kill_during_recovery_continues_the_run(tmp_path: Path, m
             assert run is not None
             assert lost_nodes.update_lost_nodes({}, run.history.events) == {}  # no rank is missing
             check_run_continues(cluster, strategy, repeated=strategy is PIPELINE)
-            assert not list(cluster.folder.glob("runs/*/rescued*"))
+            assert not list(cluster.folder.glob("runs/*/recovered_state*"))
     wait_until(lambda: not list_processes(tmp_path))

@@ -199,7 +199,7 @@ def _scale_norm_axis(ax: Axes, layers: Sequence[LayerRecord]) -> None:
 
 
 def _write_columns(ax: Axes, explanation: StepExplanation, layers: Sequence[LayerRecord]) -> None:
-    """Write the numbers of the layers beside their bars."""
+    """Write the numbers of the layers next to their bars."""
     columns = (
         (0.0, "all-reduced\nnorm", [_format_common_value(layer.reduced) for layer in layers]),
         (

@@ -69,7 +69,7 @@ def _draw_bars(ax: Axes, rows: Sequence[MemoryRow], planned: Sequence[dict[str, 
 
 
 def _annotate_bars(ax: Axes, rows: Sequence[MemoryRow], unit_size: float, *, show_limits: bool) -> None:
-    """Write the numbers beside the bars, and draw the limits if asked."""
+    """Write the numbers next to the bars, and draw the limits if asked."""
     for y, row in enumerate(rows):
         limit = row.limit if show_limits else None
         planned = row.planned.needed if row.planned is not None else None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def draw_search(trials: Sequence[TrialRecord], best: TrialRecord | None, title: str, *, maximize: bool) -> Figure:
-    """Draw the value of each trial with the best so far, and beside it the reported values, if there are any."""
+    """Draw the value of each trial with the best so far, and next to it the reported values, if there are any."""
     has_reports = any(trial.reports for trial in trials)
     figure = create_figure(11.0 if has_reports else 5.5, 3.4)
     axes = figure.subplots(1, 2 if has_reports else 1, squeeze=False)[0]

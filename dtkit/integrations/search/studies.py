@@ -1,4 +1,4 @@
-"""Who chooses parameters: Optuna's study, or a plain list of combinations."""
+"""Choice of parameters: Optuna's study, or a plain list of combinations."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ShardedMixin:
 
     def __sklearn_tags__(self) -> Any:
         """Return the tags of the estimator: dense, finite numbers, which become float64."""
-        tags = super().__sklearn_tags__()  # type: ignore[misc]  # the class beside has it
+        tags = super().__sklearn_tags__()  # type: ignore[misc]  # the other base class has it
         tags.input_tags.sparse = tags.input_tags.allow_nan = False
         if tags.transformer_tags is not None:
             tags.transformer_tags.preserves_dtype = ["float64"]

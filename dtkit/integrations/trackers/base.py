@@ -23,7 +23,7 @@ class Tracker(ABC):
 
     Each tracker has these options besides its own:
 
-    params : parameters to store beside those of the run, which may be nested: ``{"dropout": 0.1}``.
+    params : parameters to store in addition to those of the run, which may be nested: ``{"dropout": 0.1}``.
     every : steps between two points. By default, as many steps as can be written in 0.3 % of the time,
         evenly, and at the end as many of the last ones as fit into three seconds.
     per_node : whether to write the loss, speed, waiting time and memory of each node.

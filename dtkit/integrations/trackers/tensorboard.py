@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Tracker):
-    """Write runs for TensorBoard: scalars, parameters (the tab HParams), and the report beside the event files.
+    """Write runs for TensorBoard: scalars, parameters (the tab HParams), and the report next to the event files.
 
     folder : each run gets a folder of its own in it. A resumed run continues in its own.
     params, every, per_node, report : see :class:`Tracker`.

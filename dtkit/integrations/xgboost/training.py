@@ -162,5 +162,5 @@ def _run_tracker(world_size: int) -> Iterator[dict[str, Any]]:
     try:
         yield {**tracker.worker_args(), "dmlc_timeout": int(timeouts.XGBOOST_COLLECTIVE_TIMEOUT_S), "dmlc_retry": 1}
     finally:
-        with contextlib.suppress(XGBoostError):  # raised where a rank has failed, which the call has told
+        with contextlib.suppress(XGBoostError):  # raised where a rank has failed, which the call has reported
             tracker.free()

@@ -42,7 +42,7 @@ class _Accumulator:
         return tf.equal(self.counter.assign_add(1), self._passes)
 
     def take(self) -> list[Any]:
-        """Return the sums or means, and begin anew."""
+        """Return the sums or means, and start again from zero."""
         factor = self._passes if self._is_averaged else 1
         results = [tf.identity(total) / tf.cast(factor, total.dtype) for total in self._sums]
         for total in self._sums:

@@ -70,10 +70,10 @@ def broadcast_optimizer_state(
         tensors.append(torch.empty(value.shape, dtype=value.dtype))
         return tensors[-1]
 
-    skeleton = _replace(optimizer.state_dict(), torch.Tensor, remove) if is_root else None
+    structure = _replace(optimizer.state_dict(), torch.Tensor, remove) if is_root else None
     # unpickles: sent by a rank of the same script
-    skeleton = broadcast_object(skeleton, root_rank, "optimizer state")
-    state = None if is_root else _replace(skeleton, _Placeholder, restore)
+    structure = broadcast_object(structure, root_rank, "optimizer state")
+    state = None if is_root else _replace(structure, _Placeholder, restore)
     broadcast_parameters([(f"optimizer state {k}", tensor) for k, tensor in enumerate(tensors)], root_rank)
     if state is not None:
         optimizer.load_state_dict(state)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dtkit.cluster.config import LaunchConfig
     from dtkit.cluster.launchers.host_access import HostAccess
 
+_LOG_LEVEL = 50  # ipyparallel prints when engines end, which dtkit reports itself
 _HUB_RECORD_LIMIT = 256
 """Requests and results that the controller keeps, though dtkit never asks for them."""
 
@@ -41,7 +42,7 @@ class Launcher:
     def reattach(cls, config: LaunchConfig, folder: Path) -> Self:
         """Return the launcher of a cluster that another notebook started."""
         launcher = cls(config, folder)
-        launcher._cluster = ipp.Cluster.from_file(profile_dir=str(folder), cluster_id="dtkit")
+        launcher._cluster = ipp.Cluster.from_file(profile_dir=str(folder), cluster_id="dtkit", log_level=_LOG_LEVEL)
         launcher._engine_set_ids = list(launcher._cluster.engines)
         return launcher
 
@@ -56,7 +57,7 @@ class Launcher:
             profile_dir=str(self._folder),
             cluster_id="dtkit",
             shutdown_atexit=False,
-            log_level=50,
+            log_level=_LOG_LEVEL,
             controller_args=[
                 f"--HeartMonitor.period={round(1000 * timeouts.HEARTBEAT_PERIOD_S)}",
                 f"--HeartMonitor.max_heartmonitor_misses={max_misses}",

@@ -107,7 +107,9 @@ def use_everything(transport: Any, folder: Path) -> dict[str, set[str]]:
         cluster.refresh_nodes()
         assert cluster.run(len, "abc") == [3]
         part = cluster.partition(data())
-        run = train(cluster, rows=part, steps=STEPS, validation=data())
+        run = train(cluster, rows=part, steps=STEPS, validation=data(), start=False)
+        assert run.profile(2).num_steps == 2
+        run.resume()
         run.wait(LIMIT_S)
         assert run.status.state is State.COMPLETED
         assert run.status.step == STEPS
@@ -115,6 +117,7 @@ def use_everything(transport: Any, folder: Path) -> dict[str, set[str]]:
         run.evaluate(data())
         run.memory()
         run.placement()
+        run.efficiency()
         run.inject_delay(0, 1.0)
         with contextlib.suppress(CheckpointError):  # fake engines have no state
             run.save(folder / "checkpoint")

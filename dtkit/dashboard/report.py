@@ -20,7 +20,7 @@ from dtkit.dashboard.figures import render, run_figure
 from dtkit.dashboard.report_charts import draw_charts, list_metric_names
 from dtkit.dashboard.report_page import escape, format_cards, format_long_table, format_page, format_table
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower, make_row
-from dtkit.dashboard.summary.metrics import compute_run_metrics
+from dtkit.dashboard.summary.metrics import compute_efficiency, compute_run_metrics
 from dtkit.dashboard.summary.step_strip import make_step_strip
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
@@ -90,6 +90,11 @@ def _iterate_cards(run: RunView, single_process: History | None) -> Iterator[tup
             word = "lowest" if is_better_lower(name) else "highest"
             yield f"validation {name}", formatting.format_loss(best[1]), f"{word}, at step {best[0]:,}"
     yield "throughput", formatting.format_rate(_compute_median_throughput(history)), "samples/s in the median step"
+    efficiency = compute_efficiency(run, metrics)
+    if efficiency is not None and efficiency.tokens_per_s is not None:
+        yield "tokens", formatting.format_rate(efficiency.tokens_per_s), "tokens/s"
+    if efficiency is not None and efficiency.mfu is not None:
+        yield "MFU", formatting.format_percent(efficiency.mfu), efficiency.mfu_note
     yield "duration", formatting.format_duration(run.status.elapsed_s), f"{run.status.step:,} steps"
     if single_process is not None:
         ratio = _compute_median_throughput(history) / _compute_median_throughput(single_process)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from dtkit.history.workload import Workload
+
 ROW_DTYPE = np.dtype(
     [
         ("step", "i4"),
@@ -147,6 +149,8 @@ class History:
         self.events: list[Event] = []
         self.evaluations: list[Evaluation] = []
         self._scalars = ScalarTables()
+        self.workload: Workload | None = None
+        """Operations and tokens of a sample, once they were measured."""
         self.run_log: HistoryLog | None = None
         """Log on disk to which the history is also written."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dtkit.history.profile import RankProfile
+    from dtkit.history.workload import Workload
     from dtkit.planning.cost_model import ActivationPeak, AvailableMemory, LinkSpeeds, ModelSizes, StepTimings
     from dtkit.planning.layer_chain import LayerChain
 
@@ -62,3 +63,7 @@ class ProfileOperations(ABC):
     @abstractmethod
     def stop_profile(self, *, job: str) -> RankProfile | None:
         """Return what was recorded since `start_profile`; None if nothing was, since this is another process."""
+
+    @abstractmethod
+    def measure_workload(self, *, job: str, model: str) -> Workload:
+        """Count the operations and the tokens of a sample. No collective."""

@@ -17,6 +17,7 @@ import numpy as np
 from dtkit.engine.ops.admission import check_not_older
 from dtkit.history.history import ROW_DTYPE
 from dtkit.history.profile import OperatorTime, RankProfile
+from dtkit.history.workload import Workload
 from dtkit.planning.cost_model import AvailableMemory, LinkSpeeds, StepTimings
 from dtkit.planning.memory_report import MemoryUsage
 from dtkit.rpc.handshake import get_handshake
@@ -336,3 +337,7 @@ class _Profiles(_Subject, ProfileOperations):
         operators = (OperatorTime("aten::mm", 3, 0.002 * (1 + self._engine.rank), 0.0),)
         events = [{"ph": "X", "pid": 1, "tid": 1, "name": "aten::mm", "ts": 0.0, "dur": 2000.0}]
         return RankProfile(operators, gzip.compress(json.dumps({"traceEvents": events}).encode()), 0.0)
+
+    def measure_workload(self, *, job: str, model: str) -> Workload:
+        self._engine.get_job(job)
+        return Workload(48.0, 0, "this CPU")

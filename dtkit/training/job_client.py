@@ -12,6 +12,7 @@ from dtkit.checkpoint import folders
 from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.data import distribute
 from dtkit.errors import DtkitError, RunError
+from dtkit.rpc.measurements import ProfileOperations
 from dtkit.rpc.protocol import DataOperations, JobOperations, make_call
 from dtkit.training import state_dict
 from dtkit.training.adapters import to_user_model
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from dtkit.history.workload import Workload
     from dtkit.planning.memory_report import Memory
     from dtkit.planning.plan import Plan
     from dtkit.rpc.engine_group import EngineGroup
@@ -160,6 +162,14 @@ class JobClient:
         plan, step = self._progress.plan, self._progress.step
         reports = self._engine_group.call_all(make_call(JobOperations.memory_usage, job=plan.job), timeout=timeout)
         return Memory.from_reports(plan.spec.name, plan.spec.strategy, step, reports, expected)
+
+    def measure_workload(self, timeout: float | None) -> Workload:
+        """See :meth:`dtkit.Run.efficiency`."""
+        self.check_not_released("efficiency")
+        plan = self._progress.plan
+        key = plan.job_spec.model_handle.key
+        call = make_call(ProfileOperations.measure_workload, job=plan.job, model=key)
+        return self._engine_group.call_all(call, timeout=timeout, ranks=[0])[0]
 
     def get_placement(self, timeout: float | None) -> Any:
         """See :meth:`dtkit.Run.placement`."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util.deadline import Deadline
 from dtkit.errors import RunError
 from dtkit.history.history import History
+from dtkit.history.workload import EFFICIENCY_STEPS, Efficiency
 from dtkit.training import profiling
 from dtkit.training.driver import Driver
 from dtkit.training.job_client import JobClient
@@ -304,6 +305,20 @@ class Run(ShownRun):
         """
         self._job.check_not_released("profile")
         return profiling.profile_steps(self, self._engine_group, self._plan.job, steps, timeout)
+
+    def efficiency(self, *, timeout: float | None = None) -> Efficiency:
+        """Return tokens per second, operations per second, and their share of the devices' peak (MFU).
+
+        The model's operations are counted once, on tensors without memory; views show the numbers from then on.
+        """
+        workload = self.history.workload
+        if workload is None:
+            workload = self.history.workload = self._job.measure_workload(timeout)
+            self._notify()
+        totals = self.history.totals(self.history.num_steps - EFFICIENCY_STEPS)
+        seconds = float(totals["step_s"].sum())
+        rate = float(totals["samples"].sum()) / seconds if seconds else 0.0
+        return Efficiency(workload, rate, self.spec.world_size)
 
     def placement(self, *, timeout: float | None = None) -> Any:
         """Return which rank holds which part of the model: a table, by the strategy.

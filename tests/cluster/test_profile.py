@@ -88,3 +88,12 @@ def test_an_error_in_a_profiled_step_ends_the_profile(cluster2):
     again = train(cluster2, steps=4, start=False)
     assert again.profile(1).num_steps == 1
     again.stop()
+
+
+def test_efficiency_counts_the_whole_model_under_any_strategy(cluster2):
+    for strategy in (dtkit.DataParallel(), dtkit.Pipeline(2, 2)):
+        run = train(cluster2, mlp(), steps=6, strategy=strategy, start=False)
+        run.step(2)
+        assert run.efficiency().workload.flops_per_sample == 2 * (2 * 4 * 8 + 3 * 8 * 8 + 3 * 8 * 3)
+        run.resume()
+        run.wait(60)

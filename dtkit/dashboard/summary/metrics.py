@@ -13,6 +13,7 @@ from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall, format_short
 from dtkit.dashboard.summary.timing import StepTiming, compute_step_timing, format_nodes
+from dtkit.history.workload import Efficiency
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,6 +116,25 @@ def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
         "of all nodes' time",
     )
     yield _build_nodes_tile(run, metrics)
+    yield from _build_efficiency_tiles(run, metrics)
+
+
+def compute_efficiency(run: RunView, metrics: RunMetrics) -> Efficiency | None:
+    """Return tokens, operations and MFU at the present speed; None before they were measured."""
+    workload = run.history.workload
+    if workload is None or metrics.throughput is None:
+        return None
+    return Efficiency(workload, metrics.throughput, run.spec.world_size)
+
+
+def _build_efficiency_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
+    efficiency = compute_efficiency(run, metrics)
+    if efficiency is None:
+        return
+    if efficiency.tokens_per_s is not None:
+        yield Tile("tokens/s", formatting.format_rate(efficiency.tokens_per_s), "all nodes")
+    if efficiency.mfu is not None:
+        yield Tile("MFU", formatting.format_percent(efficiency.mfu), "of the devices' peak")
 
 
 def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:

@@ -13,7 +13,13 @@ import weakref
 from typing import TYPE_CHECKING, TextIO
 
 from dtkit._util import formatting, timeouts
-from dtkit.dashboard.summary.metrics import WINDOW_STEPS, RunMetrics, compute_epoch, compute_run_metrics
+from dtkit.dashboard.summary.metrics import (
+    WINDOW_STEPS,
+    RunMetrics,
+    compute_efficiency,
+    compute_epoch,
+    compute_run_metrics,
+)
 from dtkit.dashboard.summary.notices import NOTICE_GLYPHS, collect_notices
 from dtkit.dashboard.summary.stall import find_stall, format_line
 from dtkit.dashboard.summary.verdict import VERDICT_GLYPH, find_shown_verdict
@@ -44,6 +50,7 @@ def format_run(run: RunView) -> str:
         head,
         _format_position(run),
         _format_metrics(metrics),
+        *_format_efficiency(run, metrics),
         *_format_own_numbers(run),
         *_format_notices(run, metrics),
         *_format_verdict(run),
@@ -81,6 +88,12 @@ def _format_metrics(metrics: RunMetrics) -> str:
     if metrics.timing.is_measured:
         parts.append(f"waiting {formatting.format_percent(metrics.timing.waiting_share)}")
     return ", ".join(parts)
+
+
+def _format_efficiency(run: RunView, metrics: RunMetrics) -> list[str]:
+    """Return tokens, operations and MFU, where they were measured."""
+    efficiency = compute_efficiency(run, metrics)
+    return [] if efficiency is None else [formatting.sanitize_text(repr(efficiency).partition(", ")[2])]
 
 
 _MAX_OWN_NUMBERS = 6
@@ -180,6 +193,7 @@ class TextProgress:
         metrics = compute_run_metrics(self._run.history, self._run.spec.world_size)
         details = [
             _format_metrics(metrics),
+            *_format_efficiency(self._run, metrics),
             *_format_own_numbers(self._run),
             *_format_notices(self._run, metrics),
             *_format_verdict(self._run),

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dtkit.engine.observe.step_profile import StepProfiler
     from dtkit.engine.ops.state import EngineState
     from dtkit.history.profile import RankProfile
+    from dtkit.history.workload import Workload
 
 
 class ProfileOps(ProfileOperations):
@@ -32,6 +33,21 @@ class ProfileOps(ProfileOperations):
         del job
         profiler, self._profiler = self._profiler, None
         return None if profiler is None else profiler.stop()
+
+    def measure_workload(self, *, job: str, model: str) -> Workload:
+        """Count the operations and the tokens of a sample. No collective."""
+        from dtkit.engine.observe.call_output import ignore_logged, redirect_log
+        from dtkit.engine.workload import measure_workload
+
+        training = self._state.get_job(job)
+        assert training.context.make_sample_batch is not None
+        with redirect_log(ignore_logged):  # a trial of the loss belongs to no step
+            return measure_workload(
+                self._state.get_model(model),
+                training.loss_fn,
+                training.context.make_sample_batch,
+                self._state.get_device(),
+            )
 
     def _discard(self) -> None:
         """End a profile whose notebook is gone."""

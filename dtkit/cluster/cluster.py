@@ -33,7 +33,8 @@ class Cluster(Engines):
     """Engines on this machine (or wherever `launcher` starts them), as ranks 0 to n - 1 of one process group.
 
     n : number of engines; by default one per GPU, else what cores and memory allow, at most four.
-    launcher : "local", or the name of any ipyparallel launcher ("ssh", "slurm", "mpi", ...).
+    launcher : "local"; several hosts, such as ``dtkit.SSH(["gpu1:4", "gpu2:4"])``; or the name of any ipyparallel
+        launcher ("slurm", "mpi", ...), whose engines must share the notebook's folder.
     device : "auto" (a GPU if there is one), "cpu" or "cuda".
     threads : torch threads per engine; by default the cores divided among the engines.
     memory_limit : bytes, or text such as "600MB", that each engine may allocate; with a GPU, of its memory.

@@ -167,10 +167,12 @@ class Launcher:
 
 def check_launcher(name: str) -> None:
     """Raise ValueError for a launcher that ipyparallel doesn't know."""
+    if name == "ssh":
+        raise ValueError("launcher='ssh'; name the hosts, as in launcher=dtkit.SSH(['gpu1:4', 'gpu2:4'])")
     try:
         ipp.cluster.launcher.find_launcher_class(name, "engine")
     except (KeyError, AttributeError):
         raise ValueError(
-            f"launcher={name!r}; it must be 'local', or the name of a launcher that ipyparallel knows, such as 'ssh', "
+            f"launcher={name!r}; it must be 'local', or the name of a launcher that ipyparallel knows, such as "
             "'slurm' or 'mpi'"
         ) from None

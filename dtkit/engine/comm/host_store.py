@@ -11,7 +11,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it by name only
 
 from dtkit._util import timeouts
 from dtkit.engine.comm.store_server import authenticate, set_receive_timeout
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dtkit.types import StoreAddress
 
 
-class HostStore(Store):  # type: ignore[misc]  # torch declares no type
+class HostStore(Store):
     """Store of one generation. Keep a reference for as long as the process group lives: torch has none of its own."""
 
     def __init__(self, place: StoreAddress, timeout_s: float) -> None:

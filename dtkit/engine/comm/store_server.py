@@ -12,6 +12,7 @@ import json
 import secrets
 import socket
 import threading
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,10 @@ class StoreServer:
     def _serve(self, client: socket.socket) -> None:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         set_receive_timeout(client, timeouts.STORE_HANDSHAKE_TIMEOUT_S)
-        with Connection(client.detach()) as connection, contextlib.suppress(EOFError, OSError, ValueError):
+        with (
+            Connection(client.detach()) as connection,
+            contextlib.suppress(AuthenticationError, EOFError, OSError, ValueError),
+        ):
             authenticate(connection, self.key, is_server=True)
             set_receive_timeout(connection, None)
             while True:

@@ -115,6 +115,12 @@ class Membership:
         """Access to hosts that don't share the notebook's folder."""
         return self._transport.hosts
 
+    def list_interfaces(self) -> set[str]:
+        """Return the network interfaces over which tensors travel, as far as they are known."""
+        if self.hosts is None:
+            return {self.config.interface} if self.config.interface is not None else set()
+        return {self.hosts.get_interface(rank) for rank in self._list_ranks()}
+
     @property
     def can_share_memory(self) -> bool:
         """Whether the notebook can put one copy of data where all engines of a host map it."""

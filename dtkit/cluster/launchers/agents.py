@@ -21,7 +21,7 @@ from dtkit.errors import ClusterError
 from dtkit.rpc.handshake import check_versions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from dtkit.cluster.config import LaunchConfig
@@ -171,23 +171,34 @@ class AgentLauncher(Launcher):
     def start_engines(self, n: int) -> None:
         """Start engines in waves, and wait for them: a controller registers only so many at once."""
         assert self._client is not None
-        self._replace_lost_agents()
+        counts = self._count_engines()
+        if self._replace_agents([agent for agent in self._agents if agent not in counts]):
+            counts = self._count_engines()
         self._started = []
-        order = self._choose_agents(n)
+        order = self._choose_agents(n, counts)
         for begin in range(0, len(order), _WAVE):
             known = {*self._client.ids}
             wave = order[begin : begin + _WAVE]
             self._start_wave(wave)
             self._wait_for_engines(known, wave)
 
-    def _choose_agents(self, n: int) -> list[AgentLink]:
+    def _count_engines(self) -> dict[AgentLink, int]:
+        """Return the engines of each agent. One that doesn't answer is lost, though the controller may not know yet."""
+        sent = {agent: agent.send("count_engines") for agent in self._agents}
+        counts = {}
+        for agent, future in sent.items():
+            with contextlib.suppress(ClusterError, concurrent.futures.TimeoutError):
+                counts[agent] = future.result(timeouts.AGENT_CALL_TIMEOUT_S)
+        return counts
+
+    def _choose_agents(self, n: int, counts: Mapping[AgentLink, int]) -> list[AgentLink]:
         """Return the agent of each new engine: hosts that lack engines first, in order of rank, then all in turn."""
-        agents = self.agents
+        agents = list(counts)
         if not agents:
             raise ClusterError("no host is left; close this cluster and start another one")
         chosen = []
         for agent in agents:
-            missing = self._num_engines.get(agent.info.host, 0) - agent.call("count_engines")
+            missing = self._num_engines.get(agent.info.host, 0) - counts[agent]
             chosen += [agent] * max(0, missing)
         chosen = chosen[:n]
         return chosen + [agents[k % len(agents)] for k in range(n - len(chosen))]
@@ -232,12 +243,14 @@ class AgentLauncher(Launcher):
         """Return whether ipyparallel's engine is an agent, which is no rank."""
         return any(agent.engine_id == engine_id for agent in self._agents)
 
-    def _replace_lost_agents(self) -> None:
-        """Start a new agent on each host that has lost its own: a further job where a scheduler chooses the host."""
-        lost = [agent for agent in self._agents if not agent.is_alive]
+    def _replace_agents(self, lost: Sequence[AgentLink]) -> bool:
+        """Start a new agent on each host that has lost its own: a further job where a scheduler chooses the host.
+
+        Return whether there was one.
+        """
         if not lost:
-            return
-        self._agents = self.agents
+            return False
+        self._agents = [agent for agent in self._agents if agent not in lost]
         names = tuple(agent.info.host for agent in lost)
         num_engines = sum(self._num_engines.get(name, 0) for name in names)
         chosen_by_user = self._host_launcher.list_hosts(num_engines) is not None
@@ -250,6 +263,7 @@ class AgentLauncher(Launcher):
             shares = self._host_launcher.divide_engines(num_engines, new)
             self._num_engines |= dict(zip(new, shares, strict=True))
         self._write_hosts()
+        return True
 
     # -- the cluster ------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import secrets
 import threading
@@ -89,9 +90,12 @@ class HostAccess:
             request = MirrorRequest(
                 self._reader, frozenset(list_flags(self._folder)), frozenset(list_runs(self._folder))
             )
-            for future in [agent.send("mirror", request=request) for agent in self._list_agents()]:
-                with contextlib.suppress(ClusterError, TimeoutError, OSError):
-                    self._store(future.result(timeouts.AGENT_CALL_TIMEOUT_S))
+            sent = [agent.send("mirror", request=request) for agent in self._list_agents()]
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                for future in concurrent.futures.as_completed(sent, timeout=timeouts.AGENT_CALL_TIMEOUT_S):
+                    with contextlib.suppress(ClusterError, OSError):
+                        # waits: already done here
+                        self._store(future.result())
 
     def _store(self, reply: MirrorReply) -> None:
         for name, data in reply.files.items():

@@ -34,8 +34,7 @@ def make_page(group: EngineGroup, device_note: str) -> TablePage:
         for node in group.nodes
     ]
     notes = [device_note] if device_note else []
-    interface = group.membership.config.interface
-    if interface not in (None, resources.find_loopback_interface()):
-        notes.append(f"Tensors travel over {interface}, and that traffic is not encrypted.")
+    if interfaces := sorted(group.membership.list_interfaces() - {resources.find_loopback_interface()}):
+        notes.append(f"Tensors travel over {', '.join(interfaces)}, and that traffic is not encrypted.")
     headline = f"Cluster of {formatting.format_count(group.world_size, 'engine')}, {backend}"
     return TablePage(headline, [Table(_HEADER, rows, {"host", "device", "backend"})], notes)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from dtkit.checkpoint.checkpoint import Checkpoint, list_checkpoints
     from dtkit.cluster.attach import attach
     from dtkit.cluster.cluster import Cluster
+    from dtkit.cluster.launchers.batch import Batch
+    from dtkit.cluster.launchers.mpi import MPI
+    from dtkit.cluster.launchers.slurm import Slurm
     from dtkit.cluster.launchers.ssh import SSH
     from dtkit.dashboard.compare import compare
     from dtkit.dashboard.figures.custom_panels import panel
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOMES = {  # public name -> its module
+    "Batch": "cluster.launchers.batch",
     "Checkpoint": "checkpoint.checkpoint",
     "Cluster": "cluster.cluster",
     "DataParallel": "strategies.data_parallel",
@@ -45,6 +49,7 @@ _HOMES = {  # public name -> its module
     "EngineCallback": "engine.callbacks",
     "ExponentialMovingAverage": "engine.callbacks",
     "History": "history.history",
+    "MPI": "cluster.launchers.mpi",
     "NaiveDataParallel": "strategies.naive",
     "OuterSGD": "strategies.averaging",
     "ParameterAveraging": "strategies.averaging",
@@ -54,6 +59,7 @@ _HOMES = {  # public name -> its module
     "SSH": "cluster.launchers.ssh",
     "Schedule": "schedules.schedule",
     "Sharded": "strategies.sharded",
+    "Slurm": "cluster.launchers.slurm",
     "TensorParallel": "strategies.tensor.tensor_parallel",
     "attach": "cluster.attach",
     "compare": "dashboard.compare",
@@ -64,6 +70,7 @@ _HOMES = {  # public name -> its module
 _MODULES = ("errors", "types")  # all errors, and the types of results
 
 __all__ = [  # noqa: PLE0604, RUF022, RUF100 - the names resolve by __getattr__
+    "Batch",
     "Checkpoint",
     "Cluster",
     "DataParallel",
@@ -72,6 +79,7 @@ __all__ = [  # noqa: PLE0604, RUF022, RUF100 - the names resolve by __getattr__
     "EngineCallback",
     "ExponentialMovingAverage",
     "History",
+    "MPI",
     "NaiveDataParallel",
     "OuterSGD",
     "ParameterAveraging",
@@ -81,6 +89,7 @@ __all__ = [  # noqa: PLE0604, RUF022, RUF100 - the names resolve by __getattr__
     "SSH",
     "Schedule",
     "Sharded",
+    "Slurm",
     "TensorParallel",
     "attach",
     "compare",

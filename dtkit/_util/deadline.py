@@ -30,11 +30,11 @@ class Deadline:
         return remaining
 
 
-def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
+def wait_until(condition: Callable[[], bool], timeout: float, poll_s: float = timeouts.PROCESS_POLL_S) -> bool:
     """Wait until `condition` is true; return whether it became true in time."""
     deadline, pause = time.monotonic() + timeout, threading.Event()
     while not condition():
         if time.monotonic() > deadline:
             return False
-        pause.wait(timeouts.PROCESS_POLL_S)
+        pause.wait(poll_s)
     return True

@@ -263,6 +263,17 @@ SSH_CONNECT_TIMEOUT_S = 10.0
 SSH_ALIVE_INTERVAL_S = 2.0
 """Period at which SSH checks its connection, in whole seconds."""
 
+# -- Slurm --------------------------------------------------------------------------------------------------------
+
+SLURM_COMMAND_TIMEOUT_S = 20.0
+"""Limit for one of a scheduler's commands to answer."""
+SLURM_POLL_S = 2.0
+"""Period of asking for a job's state; Slurm's controller serves everybody."""
+SLURM_CANCEL_POLL_S = 0.25
+"""The same while it is cancelled, which takes a second or two."""
+SLURM_CANCEL_TIMEOUT_S = 45.0
+"""Limit for a cancelled job to end: Slurm kills its processes after a KillWait of 30 s."""
+
 # -- displays ---------------------------------------------------------------------------------------------------
 
 LIVE_INTERVAL_S = 0.25

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from dtkit.cluster.launchers.hosts import HostLauncher
 
-_HOMES = {"SSH": "ssh"}
+_HOMES = {"Batch": "batch", "MPI": "mpi", "SSH": "ssh", "Slurm": "slurm"}
 """Module of each class."""
 
 

@@ -1,0 +1,240 @@
+"""Agents as jobs of PBS, LSF, HTCondor or SGE. ipyparallel knows the commands of these schedulers.
+
+Each host is a job of its own. Nobody has run this on a real scheduler: tests check the scripts alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from ipyparallel.cluster import launcher as ipyparallel_launchers
+
+from dtkit._util import timeouts
+from dtkit._util.formatting import sanitize_text
+from dtkit.cluster.launchers.hosts import AgentJob, HostLauncher, JobState
+from dtkit.cluster.launchers.script import (
+    INPUT_VARIABLE,
+    Script,
+    check_count,
+    check_line,
+    format_agent,
+    format_call,
+)
+from dtkit.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dtkit.cluster.launchers.hosts import AgentRequest
+
+SYSTEMS = ("HTCondor", "LSF", "PBS", "SGE")
+_SHELL_TEMPLATE = """\
+#!/bin/bash
+{directives}
+{program_and_args}
+"""
+_CONDOR_TEMPLATE = """\
+universe = vanilla
+executable = /bin/bash
+arguments = {script_file}
+getenv = True
+output = {output_file}
+error = {output_file}
+queue
+"""
+_DIRECTIVES = {  # the job's name, the environment, its output, and the queue if there is one
+    "LSF": ("#BSUB -J dtkit", "#BSUB -env all", "#BSUB -o {output_file}", "#BSUB -q {queue}"),
+    "PBS": ("#PBS -N dtkit", "#PBS -V", "#PBS -j oe", "#PBS -o {output_file}", "#PBS -q {queue}"),
+    "SGE": ("#$ -N dtkit", "#$ -V", "#$ -S /bin/bash", "#$ -j y", "#$ -o {output_file}", "#$ -q {queue}"),
+}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Batch(HostLauncher):
+    """Engines on hosts that a scheduler gives: "PBS", "LSF", "HTCondor" or "SGE". Not tried on real schedulers.
+
+    nodes : number of hosts; each one is a job. Ask for whole hosts in the template, since two agents can't share one.
+    template : the script to submit, with ipyparallel's words: ``{program_and_args}`` becomes the agent's command, and
+        ``{queue}`` and ``{output_file}`` their values. The job has to inherit the environment, as by ``#PBS -V``.
+    queue : the scheduler's queue.
+    log_folder : for scripts and output, on a file system that the hosts share; by default ``~/.cache/dtkit``.
+    python : how hosts start Python: a path or a command. By default this notebook's Python, which hosts have to share.
+    address : of this machine, where the hosts reach it.
+    """
+
+    name: ClassVar[str] = "Batch"
+
+    system: str
+    _: dataclasses.KW_ONLY
+    address: str
+    nodes: int = 1
+    template: str | None = None
+    queue: str | None = None
+    log_folder: str | None = None
+    python: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.system not in SYSTEMS:
+            raise ValueError(f"{self.system!r} is not a scheduler that Batch knows; they are {', '.join(SYSTEMS)}")
+        check_count("nodes", self.nodes)
+        for option in ("address", "queue", "log_folder", "python"):
+            if getattr(self, option) is not None:
+                check_line(option, getattr(self, option))
+        if self.template is not None and "{program_and_args}" not in self.template:
+            raise ValueError("template= starts no agent; put {program_and_args} on the line that runs on the host")
+
+    def __repr__(self) -> str:
+        return format_call(self)
+
+    def script(self) -> Script:
+        """Return the script that is submitted for each host."""
+        return self._format(Path("dtkit-agent"))
+
+    def _format(self, path: Path) -> Script:
+        template = self.template
+        if template is None and self.system == "HTCondor":
+            template = _CONDOR_TEMPLATE
+        elif template is None:
+            lines = [line for line in _DIRECTIVES[self.system] if self.queue or "{queue}" not in line]
+            template = _SHELL_TEMPLATE.replace("{directives}", "\n".join(lines))
+        values = {
+            "{program_and_args}": format_agent(self.python),
+            "{output_file}": f"{path}.log",
+            "{queue}": self.queue or "",
+            "{script_file}": f"{path}.sh",
+        }
+        for word, value in values.items():  # other braces are the shell's
+            template = template.replace(word, value)
+        return Script(template)
+
+    # -- agents -----------------------------------------------------------------------------------------------
+
+    def list_hosts(self, num_engines: int) -> None:
+        """Return None: the scheduler chooses."""
+        if num_engines < self.nodes:
+            raise ValueError(
+                f"{num_engines} engines on {self.nodes} hosts; each host has at least one. Ask for more engines, or "
+                "for fewer nodes"
+            )
+
+    def count_agents(self, num_engines: int) -> int:
+        """Return the number of jobs."""
+        del num_engines
+        return self.nodes
+
+    def get_controller_address(self) -> str:
+        """Return the address that the user named."""
+        return self.address
+
+    def start_agents(self, request: AgentRequest) -> list[AgentJob]:
+        """Submit a job for each host."""
+        folder = Path.home() / ".cache" / "dtkit" if self.log_folder is None else Path(self.log_folder).expanduser()
+        folder = folder.absolute()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        environment = {INPUT_VARIABLE: request.format_input()}
+        jobs: list[AgentJob] = []
+        try:
+            for _ in range(request.num_agents):
+                path = folder / f"{request.folder.name}-{os.urandom(3).hex()}"
+                jobs.append(self._submit(path, environment))
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            raise
+        return jobs
+
+    def _submit(self, path: Path, environment: Mapping[str, str]) -> BatchJob:
+        script = path.with_suffix(".batch")
+        script.write_text(self._format(path))
+        if self.system == "HTCondor":
+            path.with_suffix(".sh").write_text(f"{format_agent(self.python)}\n")
+        launcher = _get_ipyparallel_launcher(self.system)
+        if self.system == "LSF":  # bsub reads its directives from standard input only
+            done = _call(launcher.submit_command, environment, script.read_text())
+        else:
+            done = _call([*launcher.submit_command, str(script)], environment)
+        found = launcher.job_id_regexp.search(done.stdout)
+        if done.returncode or found is None:
+            raise ClusterError(f"{self.system} refused the job: {sanitize_text(done.stderr or done.stdout)}")
+        return BatchJob(self.system, found.group(launcher.job_id_regexp_group), f"{path}.log")
+
+    def restore_job(self, fields: Mapping[str, Any]) -> AgentJob:
+        """Return the job that `AgentJob.to_json` described."""
+        return BatchJob(**fields)
+
+
+class BatchJob(AgentJob):
+    """A job by its id."""
+
+    def __init__(self, system: str, job_id: str, log: str) -> None:
+        self._system, self._job_id, self._log = system, job_id, log
+
+    def get_state(self) -> JobState:
+        """Ask the scheduler, which forgets jobs that have ended."""
+        done = _call([word.format(self._job_id) for word in _STATUS_COMMANDS[self._system]])
+        phase = read_phase(self._system, self._job_id, done.stdout)
+        log = "" if phase != "ended" else f"; see its output in {self._log}"
+        return JobState(phase, f"{self._system} job {self._job_id} is {phase}{log}")
+
+    def cancel(self) -> None:
+        """Delete the job; the scheduler ends its processes."""
+        _call([*_get_ipyparallel_launcher(self._system).delete_command, self._job_id])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what restores this object."""
+        return {"system": self._system, "job_id": self._job_id, "log": self._log}
+
+
+_STATUS_COMMANDS = {
+    "HTCondor": ("condor_q", "{}", "-format", "%d\n", "JobStatus"),
+    "LSF": ("bjobs", "-noheader", "-o", "stat", "{}"),
+    "PBS": ("qstat", "-f", "{}"),
+    "SGE": ("qstat",),
+}
+_WAITING = {
+    "HTCondor": r"^[15]$",  # idle, held
+    "LSF": r"^(PEND|PSUSP|WAIT)",
+    "PBS": r"job_state = [QHWT]",
+    "SGE": r"^\s*{}\s+\S+\s+\S+\s+\S+\s+(h?qw|hqw|Eqw)\s",
+}
+_RUNNING = {
+    "HTCondor": r"^[27]$",  # running, suspended
+    "LSF": r"^(RUN|USUSP|SSUSP|PROV)",
+    "PBS": r"job_state = [REBS]",
+    "SGE": r"^\s*{}\s+\S+\s+\S+\s+\S+\s+(t|r|R|s|S)\w*\s",
+}
+
+
+def read_phase(system: str, job_id: str, text: str) -> Literal["waiting", "running", "ended"]:
+    """Return what a scheduler's status command says about a job."""
+    if re.search(_WAITING[system].replace("{}", job_id), text, re.MULTILINE):
+        return "waiting"
+    return "running" if re.search(_RUNNING[system].replace("{}", job_id), text, re.MULTILINE) else "ended"
+
+
+def _get_ipyparallel_launcher(system: str) -> Any:
+    """Return ipyparallel's object for a scheduler, which knows its commands and the form of its ids."""
+    return getattr(ipyparallel_launchers, f"{system}EngineSetLauncher")()
+
+
+def _call(
+    command: list[str], environment: Mapping[str, str] | None = None, script: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    if shutil.which(command[0]) is None:
+        raise ClusterError(f"{command[0]} is not on this notebook's PATH. Start the notebook where the scheduler is")
+    return subprocess.run(
+        command,
+        input=script,
+        stdin=subprocess.DEVNULL if script is None else None,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeouts.SLURM_COMMAND_TIMEOUT_S,
+    )

@@ -1,0 +1,260 @@
+"""Agents on the nodes of a Slurm job: what a user asks for, and the batch script that this makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from dtkit._util import formatting
+from dtkit.cluster.launchers.hosts import AgentJob, HostLauncher
+from dtkit.cluster.launchers.process_job import ProcessJob
+from dtkit.cluster.launchers.script import (
+    INPUT_VARIABLE,
+    Script,
+    check_count,
+    check_line,
+    check_lines,
+    check_option_names,
+    format_agent,
+    format_call,
+)
+from dtkit.cluster.launchers.slurm_job import SlurmJob, call_slurm, submit_job
+from dtkit.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dtkit.cluster.launchers.hosts import AgentRequest
+
+_OTHER_WORDS = {  # of dask-jobqueue, submitit and sbatch
+    "cores": "cpus_per_task",
+    "cpus": "cpus_per_task",
+    "gpus": "gpus_per_node",
+    "job_extra_directives": "directives",
+    "name": "job_name",
+    "job_script_prologue": "setup",
+    "log_directory": "log_folder",
+    "mem": "memory",
+    "mem_gb": "memory",
+    "n": "nodes",
+    "num_nodes": "nodes",
+    "project": "account",
+    "queue": "partition",
+    "slurm_additional_parameters": "directives",
+    "timeout_min": "time",
+    "walltime": "time",
+}
+_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
+_MEMORY = re.compile(r"\d+[KMGT]?")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Slurm(HostLauncher):
+    """Engines on the nodes of a Slurm job. In a notebook that runs inside a job, ``Slurm()`` uses that job's nodes.
+
+    partition, account, qos : as for ``sbatch``; what isn't given is not sent, so that the site's defaults hold.
+    nodes : number of nodes, by default one. Each runs one task, the agent, which starts that node's engines.
+    gpus_per_node, cpus_per_task : GPUs and cores of each node.
+    memory : of each node, as in "32G".
+    time : limit of the job, in minutes or as in "02:00:00" and "1-12:00:00".
+    setup : lines of shell before Python starts, such as ``["module load cuda", "source ~/env/bin/activate"]``.
+    directives : further options of ``sbatch``, such as ``["--constraint=a100"]``.
+    log_folder : where the job's output stays, on a file system that the nodes share. By default it is in
+        ``~/.cache/dtkit`` until the cluster is closed.
+    python : how the nodes start Python: a path, or a command such as "apptainer exec image.sif python". By default this
+        notebook's Python, which the nodes have to share.
+    job_name : by default the cluster's name, by which a further job avoids the nodes that are in use.
+    address : of this machine, where the nodes reach it; by default that of the route to the nodes.
+
+    A job is submitted if any of partition, account, qos, time, memory and directives is given, also inside a job.
+    """
+
+    name: ClassVar[str] = "Slurm"
+
+    partition: str | None = None
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    memory: str | None = None
+    time: str | int | None = None
+    account: str | None = None
+    qos: str | None = None
+    setup: tuple[str, ...] = ()
+    directives: tuple[str, ...] = ()
+    log_folder: str | None = None
+    python: str | None = None
+    job_name: str | None = None
+    address: str | None = None
+
+    def __new__(cls, *args: object, **options: Any) -> Self:
+        """Refuse unknown options with the word that was probably meant."""
+        check_option_names(cls, options, _OTHER_WORDS)
+        if args:
+            raise TypeError(f"Slurm({args[0]!r}): name each option, as in Slurm(partition={args[0]!r})")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_count("nodes", self.nodes)
+        check_count("gpus_per_node", self.gpus_per_node, least=0)
+        check_count("cpus_per_task", self.cpus_per_task)
+        for option in ("partition", "account", "qos", "log_folder", "python", "job_name", "address"):
+            if getattr(self, option) is not None:
+                check_line(option, getattr(self, option))
+        _check_time(self.time)
+        object.__setattr__(self, "setup", check_lines("setup", self.setup))
+        object.__setattr__(self, "directives", check_lines("directives", self.directives))
+        for directive in self.directives:
+            if not directive.startswith("-"):
+                raise ValueError(f"directives: {directive!r} must be an option of sbatch, as in '--constraint=a100'")
+        self._format_memory()
+
+    def __repr__(self) -> str:
+        return format_call(self)
+
+    # -- what is submitted ------------------------------------------------------------------------------------
+
+    def script(self) -> Script:
+        """Return the batch script that is submitted, or the lines that are run inside a job."""
+        if self._joins_allocation:
+            return self._format_step()
+        return self._format_job(self.nodes or 1, self.job_name or "dtkit", [])
+
+    def _format_job(self, nodes: int, job_name: str, busy_nodes: list[str]) -> Script:
+        asked = {
+            "job-name": job_name,
+            "nodes": nodes,
+            "ntasks-per-node": 1,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "gpus-per-node": self.gpus_per_node,
+            "cpus-per-task": self.cpus_per_task,
+            "mem": self._format_memory(),
+            "time": self.time,
+            "exclude": ",".join(busy_nodes) or None,
+            "output": self.log_path("%j"),
+        }
+        options = [f"--{option}={value}" for option, value in asked.items() if value is not None]
+        # When a node is lost, Slurm neither ends the others nor starts the job again.
+        options += ["--no-requeue", "--no-kill", *self.directives]
+        directives = "".join(f"#SBATCH {option}\n" for option in options)
+        return Script(f"#!/bin/bash\n{directives}\n{self._format_body()}")
+
+    def _format_step(self) -> Script:
+        """Return the script for a job that exists: it starts a step on that job's nodes, next to other steps."""
+        nodes = [] if self.nodes is None else [f"--nodes={self.nodes}"]
+        gpus = [] if self.gpus_per_node is None else [f"--gpus-per-node={self.gpus_per_node}"]
+        return Script(f"#!/bin/bash\n{self._format_body('--overlap', *nodes, '--ntasks-per-node=1', *gpus)}")
+
+    def _format_body(self, *options: str) -> str:
+        # Since Slurm 22.05, srun doesn't take this option from the job.
+        cores = [] if self.cpus_per_task is None else [f"--cpus-per-task={self.cpus_per_task}"]
+        srun = " ".join(["srun", *options, *cores, "--no-kill", "--kill-on-bad-exit=0"])
+        setup = "".join(f"{line}\n" for line in self.setup)
+        return f"{setup}{srun} {format_agent(self.python)}\n"
+
+    def log_path(self, job_id: str) -> Path:
+        """Return the file with the job's output."""
+        folder = Path.home() / ".cache" / "dtkit" if self.log_folder is None else Path(self.log_folder).expanduser()
+        return folder.absolute() / f"slurm-{job_id}.log"
+
+    def _format_memory(self) -> str | None:
+        """Return the memory as Slurm writes it: its units are powers of 1,024, and it doesn't know "GB"."""
+        if self.memory is None or _MEMORY.fullmatch(str(self.memory)):
+            return self.memory
+        return f"{-(-formatting.parse_bytes(self.memory) // 2**20)}M"
+
+    # -- agents -----------------------------------------------------------------------------------------------
+
+    @property
+    def _joins_allocation(self) -> bool:
+        """Whether this notebook runs inside a job, and no other one is asked for."""
+        asks = (self.partition, self.account, self.qos, self.time, self.memory, *self.directives)
+        return "SLURM_JOB_ID" in os.environ and not any(asks)
+
+    def list_hosts(self, num_engines: int) -> None:
+        """Return None: Slurm chooses."""
+        if num_engines < self.count_agents(num_engines):
+            raise ValueError(
+                f"{formatting.format_count(num_engines, 'engine')} on {self.nodes} nodes; each node has at least one. "
+                "Ask for more engines, or for fewer nodes"
+            )
+
+    def count_agents(self, num_engines: int) -> int:
+        """Return the number of nodes."""
+        del num_engines
+        if self.nodes is None and self._joins_allocation:
+            return int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+        return self.nodes or 1
+
+    def get_controller_address(self) -> str:
+        """Return the address from which this machine reaches a node."""
+        if self.address is not None:
+            return self.address
+        partition = [] if self.partition is None else [f"--partition={self.partition}"]
+        nodes = call_slurm(["sinfo", "--noheader", "--Node", "--format=%o", *partition]).stdout.split()
+        for node in nodes[:_MAX_TRIED_NODES]:
+            if (address := find_route(node)) is not None:
+                return address
+        raise ClusterError(
+            f"no address of this machine was found that Slurm's nodes reach: their names ({', '.join(nodes[:3])}, ...) "
+            "can't be resolved here. Name the address of this machine: Slurm(address=...)"
+        )
+
+    def start_agents(self, request: AgentRequest) -> list[AgentJob]:
+        """Submit the job, or a further one for engines that are missing."""
+        if self._joins_allocation:
+            inputs = {INPUT_VARIABLE: request.format_input()}
+            return [ProcessJob.start("srun", self._format_step(), request.folder, inputs)]
+        job_name = self.job_name or request.folder.name
+        busy_nodes = _list_nodes_of(job_name)
+        self._make_log_folder()
+        script = self._format_job(request.num_agents, job_name, busy_nodes)
+        job_id = submit_job(script, {INPUT_VARIABLE: request.format_input()})
+        return [SlurmJob(job_id, self.log_path(job_id), is_log_temporary=self.log_folder is None)]
+
+    def _make_log_folder(self) -> None:
+        folder = self.log_path("0").parent
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"the folder {str(folder)!r} for the job's output can't be made: {error.strerror}. Choose another one "
+                "with log_folder=, on a file system that the nodes share"
+            ) from None
+
+    def restore_job(self, fields: Mapping[str, Any]) -> AgentJob:
+        """Return the job that `AgentJob.to_json` described."""
+        return SlurmJob.from_json(fields) if "job_id" in fields else ProcessJob.from_json(fields)
+
+
+_MAX_TRIED_NODES = 3
+
+
+def find_route(host: str) -> str | None:
+    """Return the address of this machine on the way to a host; nothing is sent. None if its name is unknown."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        # Sends nothing: connecting a datagram socket only chooses the route
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _list_nodes_of(job_name: str) -> list[str]:
+    """Return the nodes on which jobs of this name run, as Slurm writes them: a second agent there would be refused."""
+    done = call_slurm(["squeue", "--noheader", "--me", f"--name={job_name}", "--states=RUNNING", "--format=%N"])
+    return done.stdout.split()
+
+
+def _check_time(value: str | int | None) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return
+    if value is not None and not (isinstance(value, str) and _TIME.fullmatch(value)):
+        raise ValueError(f"time={value!r}; it must be minutes, or text such as '02:00:00' or '1-12:00:00'")

@@ -1,0 +1,194 @@
+"""One Slurm job: submit it, see how it is doing, cancel it. Each step is one of Slurm's own commands.
+
+The state comes from ``squeue``, which also knows jobs that ended some minutes ago, and needs no accounting database.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtkit._util import timeouts
+from dtkit._util.deadline import wait_until
+from dtkit._util.formatting import sanitize_text
+from dtkit.cluster.launchers.hosts import AgentJob, JobState
+from dtkit.cluster.launchers.script import read_log_end
+from dtkit.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"}
+_ACTIVE = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
+_HOPELESS = {  # reason -> what to do; Slurm would wait forever
+    "BadConstraints": "no node has what it asks for",
+    "PartitionConfig": "the partition doesn't give what it asks for",
+    "PartitionNodeLimit": "it asks for more nodes than the partition gives",
+    "PartitionTimeLimit": "time= is longer than the partition allows",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class QueueState:
+    """What Slurm says about a job."""
+
+    state: str
+    """Slurm's word, such as PENDING, RUNNING, TIMEOUT, or UNKNOWN after Slurm has forgotten the job."""
+    reason: str = ""
+    time_left_s: float | None = None
+    """Seconds until the time limit; None without one, and before the job runs."""
+    nodes: str = ""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the job is in the queue."""
+        return self.state in _WAITING
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its processes can run."""
+        return self.state in _ACTIVE
+
+    def __str__(self) -> str:
+        has_reason = self.reason and self.reason not in ("None", self.state)
+        return f"{self.state} ({self.reason})" if has_reason else self.state
+
+
+class SlurmJob(AgentJob):
+    """A job by its id. `log` has its output, and goes with it if it is `temporary`."""
+
+    def __init__(self, job_id: str, log: Path, *, is_log_temporary: bool = False) -> None:
+        self.job_id, self.log, self._is_log_temporary = job_id, log, is_log_temporary
+        self._state, self._asked_at = JobState("waiting", f"Slurm job {job_id} is submitted"), -math.inf
+
+    def __repr__(self) -> str:
+        return f"SlurmJob({self.job_id!r})"
+
+    def get_state(self) -> JobState:
+        """Return the phase, with id, state and reason. Slurm is asked once in a while."""
+        if time.monotonic() - self._asked_at >= timeouts.SLURM_POLL_S:
+            self._state, self._asked_at = self._describe(self.query()), time.monotonic()
+        return self._state
+
+    def _describe(self, now: QueueState) -> JobState:
+        text = f"Slurm job {self.job_id} is {now}"
+        if now.is_waiting and now.reason in _HOPELESS:
+            advice = f"{_HOPELESS[now.reason]}. {describe_partitions()}"
+            return JobState("ended", f"{text}, and would stay so: {advice}")
+        if now.is_waiting:
+            return JobState("waiting", text)
+        return JobState("running", text) if now.is_running else JobState("ended", f"{text}. {read_log_end(self.log)}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what restores this object."""
+        return {"job_id": self.job_id, "log": str(self.log), "is_log_temporary": self._is_log_temporary}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> SlurmJob:
+        """Return what `to_json` described."""
+        return cls(fields["job_id"], Path(fields["log"]), is_log_temporary=fields["is_log_temporary"])
+
+    def query(self) -> QueueState:
+        """Ask Slurm for the state. Raises ClusterError if Slurm doesn't answer."""
+        done = call_slurm(["squeue", "--noheader", "--states=all", f"--jobs={self.job_id}", "--format=%T|%r|%L|%N"])
+        if done.returncode and "Invalid job id" not in done.stderr:
+            raise ClusterError(f"squeue doesn't know how job {self.job_id} is: {_format_error(done.stderr)}")
+        first = done.stdout.partition("\n")[0]
+        if not first:
+            return QueueState("UNKNOWN", "Slurm has forgotten it")
+        state, reason, time_left, nodes = first.split("|")
+        return QueueState(state, reason, parse_time(time_left) if state in _ACTIVE else None, nodes)
+
+    def cancel(self) -> None:
+        """End the job, and wait until Slurm has ended its processes. No-op for one that has ended."""
+        call_slurm(["scancel", self.job_id])
+        self._asked_at = -math.inf
+        # Slurm kills what ignores SIGTERM after its KillWait, 30 s by default.
+        wait_until(self._has_ended, timeouts.SLURM_CANCEL_TIMEOUT_S, timeouts.SLURM_CANCEL_POLL_S)
+        if self._is_log_temporary:
+            self.log.unlink(missing_ok=True)
+
+    def _has_ended(self) -> bool:
+        state = self.query()
+        return not state.is_waiting and not state.is_running
+
+
+def submit_job(script: str, environment: Mapping[str, str]) -> str:
+    """Submit a batch script, and return the job's id. The environment travels with it, and not on a command line.
+
+    Raises ClusterError with Slurm's words if it refuses the script.
+    """
+    done = call_slurm(["sbatch", "--parsable"], script=script, environment=environment)
+    if done.returncode:
+        raise ClusterError(f"Slurm refused the job: {_format_error(done.stderr)}. {describe_partitions()}")
+    return done.stdout.strip().partition(";")[0]  # of a federation: "id;cluster"
+
+
+def call_slurm(
+    command: list[str], *, script: str | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands. Raises ClusterError if it is missing or doesn't answer."""
+    if shutil.which(command[0]) is None:
+        raise ClusterError(
+            f"{command[0]} is not on this notebook's PATH. Start the notebook where Slurm's commands are, such as on a "
+            "login node, or add their folder to PATH"
+        )
+    try:
+        return subprocess.run(
+            command,
+            input=script,
+            stdin=subprocess.DEVNULL if script is None else None,
+            env={**_drop_allocation(os.environ), **(environment or {})},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeouts.SLURM_COMMAND_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ClusterError(
+            f"{command[0]} did not answer within {timeouts.SLURM_COMMAND_TIMEOUT_S:g} s; Slurm's controller may be "
+            "overloaded or down. Try `sinfo` in a terminal"
+        ) from None
+
+
+def _drop_allocation(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what describes the job that this notebook may be in; another job has its own."""
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    return {name: value for name, value in environment.items() if not name.startswith("SLURM_") or name in kept}
+
+
+def describe_partitions() -> str:
+    """Return a sentence with the partitions that there are, and what a node of each has."""
+    done = call_slurm(["sinfo", "--noheader", "--format=%R|%D|%c|%m|%G|%l"])
+    found = []
+    for line in done.stdout.splitlines():
+        name, nodes, cores, memory, gpus, limit = line.split("|")
+        devices = "" if gpus in ("(null)", "N/A") else f", {gpus}"
+        found.append(f"{name} ({nodes} nodes with {cores} cores, {memory} MB{devices}; up to {limit})")
+    return f"Partitions here: {'; '.join(found)}" if found else "`sinfo` lists no partition"
+
+
+def parse_time(text: str) -> float | None:
+    """Return the seconds of Slurm's ``days-hours:minutes:seconds``, or None for a word such as UNLIMITED."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return 86400.0 * days + 3600 * hours + 60 * minutes + seconds
+
+
+def _format_error(stderr: str) -> str:
+    """Return the most particular line of what a command of Slurm complains about."""
+    lines = [
+        re.sub(r"^\w+: (error|fatal): (Batch job submission failed: )?", "", line.strip())
+        for line in stderr.splitlines()
+        if line.strip()
+    ]
+    return sanitize_text(lines[0].rstrip(".")) if lines else "it gave no reason"

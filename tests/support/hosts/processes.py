@@ -1,0 +1,22 @@
+"""What runs on hosts apart from their services."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from tests.support.hosts.network import Network
+
+_SERVICES = ("sshd", "slurmd")
+
+
+def list_commands(network: Network) -> list[str]:
+    """Return the command lines on all hosts, without those of their services."""
+    lines = []
+    for process in (process for host in network.hosts for process in host.list_processes()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            lines.append(" ".join(process.cmdline()))
+    return [line for line in lines if line and not any(name in line for name in _SERVICES)]

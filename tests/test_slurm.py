@@ -1,0 +1,137 @@
+"""Slurm's options and the batch script that they make: nothing is sent that wasn't asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dtkit
+from dtkit.cluster.launchers.slurm_job import parse_time
+
+DEFAULT_DIRECTIVES = [
+    "--job-name=dtkit",
+    "--nodes=1",
+    "--ntasks-per-node=1",
+    f"--output={Path.home()}/.cache/dtkit/slurm-%j.log",
+    "--no-requeue",
+    "--no-kill",
+]
+AGENT = """ bash -c 'input=$DTKIT_AGENT_INPUT; unset DTKIT_AGENT_INPUT; exec {} -m dtkit.cluster.agent"""
+FULL: dict[str, Any] = {
+    "partition": "gpu",
+    "nodes": 2,
+    "gpus_per_node": 8,
+    "cpus_per_task": 32,
+    "memory": "200G",
+    "time": "1-12:00:00",
+    "account": "physics",
+    "qos": "long",
+    "setup": ["module load cuda", "source ~/env/bin/activate"],
+    "directives": ["--constraint=a100"],
+    "log_folder": "/shared/logs",
+    "python": "apptainer exec image.sif python",
+}
+
+
+def list_directives(script: str) -> list[str]:
+    return re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)
+
+
+def test_script_without_options_asks_only_for_one_task_on_each_node():
+    script = dtkit.Slurm().script()
+    assert list_directives(script) == DEFAULT_DIRECTIVES
+    srun = script.splitlines()[-1]
+    assert srun.startswith("srun --no-kill --kill-on-bad-exit=0" + AGENT.format(sys.executable))
+
+
+def test_script_has_each_option_once_and_setup_before_python():
+    script = dtkit.Slurm(**FULL).script()
+    assert list_directives(script) == [
+        *("--job-name=dtkit", "--nodes=2", "--ntasks-per-node=1", "--partition=gpu", "--account=physics"),
+        *("--qos=long", "--gpus-per-node=8", "--cpus-per-task=32", "--mem=200G", "--time=1-12:00:00"),
+        *("--output=/shared/logs/slurm-%j.log", "--no-requeue", "--no-kill", "--constraint=a100"),
+    ]
+    assert script.splitlines()[-3:-1] == ["module load cuda", "source ~/env/bin/activate"]
+    srun = "srun --cpus-per-task=32 --no-kill --kill-on-bad-exit=0"
+    assert script.splitlines()[-1].startswith(srun + AGENT.format("apptainer exec image.sif python"))
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=10)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, value in FULL.items() if name != "nodes"])
+def test_each_option_changes_the_script_by_itself_alone(name: str, value: Any):
+    before, after = dtkit.Slurm().script(), dtkit.Slurm(**{name: value}).script()
+    changed = set(after.splitlines()) ^ set(before.splitlines())
+    assert 1 <= len(changed) <= 3
+    assert len(list_directives(after)) - len(list_directives(before)) in (0, 1)
+
+
+def test_inside_a_job_its_nodes_are_used_unless_another_job_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    script = dtkit.Slurm(setup=["module load cuda"]).script()
+    assert script.splitlines()[:2] == ["#!/bin/bash", "module load cuda"]
+    assert script.splitlines()[2].startswith("srun --overlap --ntasks-per-node=1 --no-kill")
+    assert dtkit.Slurm().count_agents(6) == 3
+    assert dtkit.Slurm(nodes=2).count_agents(6) == 2
+    assert "srun --overlap --nodes=2 " in dtkit.Slurm(nodes=2).script()
+    assert "#SBATCH --partition=gpu" in dtkit.Slurm(partition="gpu").script()
+
+
+def test_script_and_launcher_show_themselves_readably():
+    launcher = dtkit.Slurm(partition="gpu", nodes=2, setup=["module load cuda"])
+    assert repr(launcher) == "Slurm(partition='gpu', nodes=2, setup=('module load cuda',))"
+    assert repr(launcher.script()) == str(launcher.script())
+    assert dtkit.Slurm(**dataclasses.asdict(launcher)) == launcher
+
+
+@pytest.mark.parametrize(("memory", "sent"), [("32G", "32G"), ("500", "500"), ("24 GB", "22889M"), ("1GiB", "1024M")])
+def test_memory_is_sent_in_units_that_slurm_knows(memory: str, sent: str):
+    assert f"--mem={sent}" in list_directives(dtkit.Slurm(memory=memory).script())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"walltime": "1:00:00"}, r"Slurm\(\) has no option walltime=; did you mean time=\?"),
+        ({"queue": "gpu"}, "did you mean partition="),
+        ({"partitions": "gpu"}, "did you mean partition="),
+        ({"colour": "red"}, "it takes partition, nodes, "),
+        ({"args": ("gpu",)}, r"name each option, as in Slurm\(partition='gpu'\)"),
+    ],
+)
+def test_unknown_option_is_refused_with_the_word_that_was_meant(options: dict[str, Any], message: str):
+    with pytest.raises(TypeError, match=message):
+        dtkit.Slurm(*options.pop("args", ()), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 0}, "nodes=0; it must be an integer from 1 up"),
+        ({"nodes": True}, "nodes=True"),
+        ({"gpus_per_node": -1}, "gpus_per_node=-1; it must be an integer from 0 up"),
+        ({"time": "two hours"}, "time='two hours'; it must be minutes, or text such as"),
+        ({"time": 0}, "time=0"),
+        ({"memory": "much"}, "'much' is not an amount of memory"),
+        ({"setup": "module load cuda"}, r"must be a list of lines. Write setup=\['module load cuda'\]"),
+        ({"partition": "gpu\n#SBATCH --nodes=99"}, "must be text of one line"),
+        ({"directives": ["a100"]}, "must be an option of sbatch, as in '--constraint=a100'"),
+    ],
+)
+def test_bad_value_is_refused_before_anything_is_sent(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        dtkit.Slurm(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0:59", 59), ("4:30", 270), ("1:00:00", 3600), ("2-01:00:01", 176401), ("UNLIMITED", None), ("INVALID", None)],
+)
+def test_time_that_slurm_prints_becomes_seconds(text: str, seconds: float | None):
+    assert parse_time(text) == seconds

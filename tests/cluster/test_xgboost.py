@@ -64,6 +64,30 @@ def test_rounds_are_shown_and_early_stopping_keeps_the_best(
     assert more.num_rounds == result.num_rounds + 3
 
 
+def list_matrices() -> list[int]:
+    from dtkit.integrations.xgboost import worker
+
+    return [id(matrix) for _, matrix in worker._known_matrices.values()]
+
+
+def test_second_training_uses_the_matrix_and_its_bins_again(cluster2: dtkit.Cluster):
+    X, y = load_digits(return_X_y=True)
+    part, other = cluster2.partition((X, y)), cluster2.partition((X, y), seed=1)
+    first = cluster2.train_xgboost(PARAMS, part, 3)
+    known = cluster2.run(list_matrices)
+    second = cluster2.train_xgboost(PARAMS, part, 3)
+    assert cluster2.run(list_matrices) == known
+    np.testing.assert_array_equal(first.predict(X), second.predict(X))
+    with pytest.raises(dtkit.errors.EngineError):  # the group is formed again, maybe with another engine
+        cluster2.run(lambda: 1 / 0)
+    third = cluster2.train_xgboost(PARAMS, part, 3)
+    assert cluster2.run(list_matrices) != known
+    np.testing.assert_array_equal(first.predict(X), third.predict(X))
+    cluster2.train_xgboost(PARAMS, other, 1)
+    del part
+    assert [len(matrices) for matrices in cluster2.run(list_matrices)] == [1, 1]
+
+
 @pytest.mark.slow
 def test_training_goes_on_after_the_loss_of_an_engine(tmp_path: Path):
     X, y = load_digits(return_X_y=True)
@@ -126,11 +150,12 @@ def test_interrupt_keeps_the_model(cluster2: dtkit.Cluster, tmp_path: Path):
     [
         ({"num_boost_round": 0}, "num_boost_round=0; it must be at least 1"),
         ({"early_stopping_rounds": 3}, "early_stopping_rounds needs evals"),
+        ({"num_rounds": 3}, r"no argument num_rounds=; did you mean num_boost_round=\?"),
     ],
 )
 def test_bad_arguments_are_refused(cluster2: dtkit.Cluster, arguments: dict[str, Any], message: str):
     X, y = load_digits(return_X_y=True)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         cluster2.train_xgboost(PARAMS, (X, y), **arguments)
 
 
@@ -140,4 +165,6 @@ def test_errors_of_xgboost_leave_the_engines_usable(cluster2: dtkit.Cluster):
         cluster2.train_xgboost({"objective": "nonsense"}, (X, y), 2)
     with pytest.raises(dtkit.errors.EngineError, match=r"give \(X, y\) or \(X, y, weights\)"):
         cluster2.train_xgboost(PARAMS, (X,), 2)
+    with pytest.raises(dtkit.errors.EngineError, match=r"evals\['fewer'\] has 3 features, and the training data 64"):
+        cluster2.train_xgboost(PARAMS, (X, y), 2, evals={"fewer": (X[:, :3], y)})
     check_usable(cluster2)

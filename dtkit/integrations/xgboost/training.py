@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import timeouts
 from dtkit.data.partition import Partition
 from dtkit.errors import EngineError
+from dtkit.integrations.xgboost.checks import check_arguments, check_options
 from dtkit.integrations.xgboost.result import BoostingResult
 
 if TYPE_CHECKING:
@@ -38,10 +39,8 @@ def train(
 ) -> BoostingResult:
     """See :meth:`dtkit.Cluster.train_xgboost`."""
     xgboost = _import_xgboost()
-    if num_boost_round < 1:
-        raise ValueError(f"num_boost_round={num_boost_round}; it must be at least 1")
-    if early_stopping_rounds is not None and not evals:
-        raise ValueError('early_stopping_rounds needs evals, as in evals={"validation": (X_validation, y_validation)}')
+    check_arguments(params, num_boost_round, evals, early_stopping_rounds)
+    check_options(options, xgboost)
     if not engine_group.membership.is_single_host:
         raise NotImplementedError("train_xgboost needs engines on one host: XGBoost's connections are not encrypted")
     start = options.pop("xgb_model", None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xgboost
@@ -13,6 +14,15 @@ import xgboost
 from dtkit._util.files import replace_file
 from dtkit.engine.observe.call_output import log
 from dtkit.integrations.shards import read_shard
+from dtkit.integrations.xgboost.checks import TRAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dtkit.engine.data.batches import Shards
+
+_STORE_INTERVAL = 19
+"""Time between two stored models, in units of the time that the first of them took."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +38,7 @@ class BoostingOrder:
     options: dict[str, Any]
     """Further arguments of ``xgboost.train``."""
     model_path: str
-    """File into which rank 0 writes the model after each round."""
+    """File into which rank 0 writes the model after a round."""
 
 
 def train_on_rank(order: BoostingOrder, tracker: dict[str, Any], start: bytes | None) -> dict[str, Any]:
@@ -36,23 +46,58 @@ def train_on_rank(order: BoostingOrder, tracker: dict[str, Any], start: bytes | 
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    matrices = {name: _make_matrix(key) for name, key in {"train": order.train_key, **order.eval_keys}.items()}
+    matrices = _get_matrices({TRAIN: order.train_key, **order.eval_keys})
+    _check_widths(matrices)
     history: dict[str, Any] = {}
     with xgboost.collective.CommunicatorContext(**tracker, dmlc_task_id=f"{rank:06d}"):
         booster = xgboost.train(
             {"nthread": 1, **order.params},
-            matrices["train"],
+            matrices[TRAIN],
             order.num_rounds,
             evals=[(matrix, name) for name, matrix in matrices.items()],
             evals_result=history,
             early_stopping_rounds=order.early_stopping_rounds,
             verbose_eval=False,
             xgb_model=None if start is None else bytearray(start),
-            callbacks=[RoundLogger(order.model_path if rank == 0 else None, matrices["train"].num_row())],
+            callbacks=[RoundLogger(order.model_path if rank == 0 else None, matrices[TRAIN].num_row())],
             **order.options,
         )
     model = bytes(booster.save_raw("ubj")) if rank == 0 else b""
     return {"model": model, "history": history, "best": booster.attr("best_iteration")}
+
+
+_known_matrices: weakref.WeakKeyDictionary[Shards, tuple[int, xgboost.DMatrix]] = weakref.WeakKeyDictionary()
+"""Matrices of the last call, with the generation of the process group. They go with the partition's rows."""
+
+
+def _get_matrices(keys: Mapping[str, str]) -> dict[str, xgboost.DMatrix]:
+    """Return matrices by name, for the partitions with these keys.
+
+    Those of the last call are used again, since XGBoost keeps their bins. Ranks estimate bins together, so a rank must
+    not do so alone: a matrix is used again only in the same generation, in which no rank was replaced and none failed.
+    """
+    from dtkit.engine.session import get_session
+
+    state = get_session().state
+    generation, known = state.get_group().generation, dict(_known_matrices)
+    _known_matrices.clear()
+    matrices = {}
+    for name, key in keys.items():
+        _, shards = state.data[key]
+        known_generation, matrix = known.get(shards, (None, None))
+        matrices[name] = _make_matrix(key) if matrix is None or known_generation != generation else matrix
+        _known_matrices[shards] = generation, matrices[name]
+    return matrices
+
+
+def _check_widths(matrices: Mapping[str, xgboost.DMatrix]) -> None:
+    """Raise ValueError if validation rows have another width. XGBoost would take absent features as missing values."""
+    expected = matrices[TRAIN].num_col()
+    for name, matrix in matrices.items():
+        if matrix.num_col() != expected:
+            raise ValueError(
+                f"evals[{name!r}] has {matrix.num_col()} features, and the training data {expected}; give the same ones"
+            )
 
 
 def _make_matrix(key: str) -> xgboost.DMatrix:
@@ -67,12 +112,16 @@ def _make_matrix(key: str) -> xgboost.DMatrix:
 
 
 class RoundLogger(xgboost.callback.TrainingCallback):  # type: ignore[misc, unused-ignore]  # no types where it is not installed
-    """Shows each round in the notebook, and stores the model for the case that an engine is lost."""
+    """Shows each round in the notebook, and stores the model for the case that an engine is lost.
+
+    Storing takes at most a twentieth of the time: a model grows with each round.
+    """
 
     def __init__(self, model_path: str | None, num_rows: int) -> None:
         super().__init__()
         self._path = None if model_path is None else Path(model_path)
         self._num_rows, self._began = num_rows, time.perf_counter()
+        self._store_at = 0.0
 
     def after_iteration(self, model: Any, epoch: int, evals_log: dict[str, Any]) -> bool:
         """Log a round, and never stop."""
@@ -88,6 +137,12 @@ class RoundLogger(xgboost.callback.TrainingCallback):  # type: ignore[misc, unus
             **{name: float(value) for name, value in metrics.items()},
             round_s=seconds,
         )
-        if self._path is not None:
-            replace_file(self._path, bytes(model.save_raw("ubj")))
+        if self._path is not None and time.perf_counter() >= self._store_at:
+            self._store(self._path, model)
         return False
+
+    def _store(self, path: Path, model: Any) -> None:
+        start = time.perf_counter()
+        replace_file(path, bytes(model.save_raw("ubj")))
+        end = time.perf_counter()
+        self._store_at = end + _STORE_INTERVAL * (end - start)

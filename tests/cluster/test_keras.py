@@ -263,10 +263,15 @@ def test_parameters_are_averaged(cluster2: dtkit.Cluster):
         ({"training_step": lambda _model, _batch: None}, "training_step= runs a torch model"),
         ({"loss": None}, "net was not compiled, and loss= was not given"),
         ({"optimizer": None}, "net was not compiled, and optimizer= was not given"),
+        ({"loss": "crossentropie"}, "loss has 'crossentropie', which Keras doesn't know; give a name"),
+        ({"loss": torch.nn.MSELoss()}, r"loss has MSELoss\(\), which is not one of Keras"),
+        ({"metrics": ["acuracy"]}, "metrics has 'acuracy', which Keras doesn't know"),
+        ({"metrics": [3]}, "metrics has 3, which is not one of Keras"),
+        ({"lr_scheduler": keras.optimizers.schedules.ExponentialDecay(0.1, 9, 0.9)}, "give it to the optimizer"),
     ],
 )
 def test_what_keras_models_cannot_do_is_refused(cluster2: dtkit.Cluster, options: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         train(cluster2, **options)
 
 
@@ -283,6 +288,26 @@ def test_class_that_keras_cannot_rebuild_is_refused(cluster2: dtkit.Cluster):
     model(make_rows()[0][:1])
     with pytest.raises(ValueError, match=r"Keras can't rebuild Plain from its configuration.*Let __init__ take"):
         train(cluster2, model)
+
+
+def test_class_without_a_configuration_is_refused(cluster2: dtkit.Cluster):
+    class Sized(keras.Model):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(width)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+    model = Sized(3)
+    model(make_rows()[0][:1])
+    with pytest.raises(ValueError, match=r"can't save the configuration of Sized.*get_config\(\)"):
+        train(cluster2, model)
+
+
+def test_layer_is_refused(cluster2: dtkit.Cluster):
+    with pytest.raises(TypeError, match=r"Keras Dense, which is not a keras\.Model; wrap it"):
+        train(cluster2, keras.layers.Dense(3))
 
 
 def test_model_without_variables_is_refused(cluster2: dtkit.Cluster):

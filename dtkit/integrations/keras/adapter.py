@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from dtkit.integrations.keras.compile_checks import check_compile_options
 from dtkit.integrations.keras.metrics import KerasMetrics
 from dtkit.integrations.keras.optimizer import KerasOptimizer
 from dtkit.integrations.keras.saved_model import CompileOptions
@@ -24,11 +25,17 @@ _STRATEGIES = ("DataParallel", "NaiveDataParallel", "ParameterAveraging")
 def adapt(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainConfig]:
     """Return a torch module, data and arguments in torch's terms for a Keras model, which is copied."""
     _check(config)
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"model is a Keras {type(model).__name__}, which is not a keras.Model; wrap it, as in "
+            "keras.Sequential([keras.Input(shape), layer])"
+        )
     given = CompileOptions(config.loss, config.optimizer, config.metrics)
     options = given.or_else(CompileOptions.of(model))
     for name, value in (("loss", options.loss), ("optimizer", options.optimizer)):
         if value is None:
             raise ValueError(f"{model.name} was not compiled, and {name}= was not given. Give {name}=, or compile it")
+    check_compile_options(options)
     module = _find_module_class().of(model, options)
     metrics = None if not options.metrics else {"keras": KerasMetrics(options.loss, options.metrics)}
     data, config = _read_tf_data(data, config)
@@ -60,6 +67,11 @@ def _check(config: TrainConfig) -> None:
         )
     if config.training_step is not None:
         raise ValueError("training_step= runs a torch model; for a Keras model give loss=, a Keras name or object")
+    if isinstance(config.lr_scheduler, keras.optimizers.schedules.LearningRateSchedule):
+        raise TypeError(
+            f"lr_scheduler={config.lr_scheduler!r} is a schedule of Keras; give it to the optimizer, as in "
+            "optimizer=keras.optimizers.SGD(schedule)"
+        )
 
 
 def _find_module_class() -> type[KerasModule]:

@@ -60,7 +60,13 @@ class SavedModel:
                 "batch, or give keras.Input(shape) as its first layer"
             )
         # unpickles: nothing, it returns names and numbers
-        config = keras.saving.serialize_keras_object(model)
+        try:
+            config = keras.saving.serialize_keras_object(model)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"Keras can't save the configuration of {type(model).__name__}, from which engines build it. Give the "
+                "class get_config(), which returns the arguments of __init__, and let __init__ take **kwargs"
+            ) from error
         return cls(config, dict(find_custom_objects(model)), keras.backend.backend(), keras.config.floatx())
 
     def load(self) -> keras.Model:

@@ -1,0 +1,45 @@
+"""Check of losses and metrics in the notebook, where an error comes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import torch
+
+if TYPE_CHECKING:
+    from dtkit.integrations.keras.saved_model import CompileOptions
+
+_CHOSEN_BY_LABELS = ("accuracy", "acc", "crossentropy", "ce")
+"""Names of metrics for which Keras looks at the labels first."""
+
+
+def check_compile_options(options: CompileOptions) -> None:
+    """Raise TypeError or ValueError for losses and metrics that Keras doesn't know."""
+    for loss in _flatten(options.loss):
+        _check("loss", loss, keras.losses.get)
+    for metric in _flatten(options.metrics):
+        if metric not in _CHOSEN_BY_LABELS:
+            _check("metrics", metric, keras.metrics.get)
+
+
+def _flatten(value: Any) -> list[Any]:
+    """Return the parts of lists and dicts of any depth, without None."""
+    if isinstance(value, Mapping):
+        return _flatten(list(value.values()))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [part for element in value for part in _flatten(element)]
+    return [] if value is None else [value]
+
+
+def _check(name: str, value: Any, get: Callable[[Any], Any]) -> None:
+    remedy = "give a name such as 'mse', an object or a function of Keras"
+    is_torch = isinstance(value, torch.nn.Module) and not isinstance(value, keras.Layer)
+    if is_torch or not (isinstance(value, str) or callable(value)):
+        raise TypeError(f"{name} has {value!r}, which is not one of Keras; {remedy}")
+    if isinstance(value, str):
+        try:
+            get(value)
+        except ValueError as error:
+            raise ValueError(f"{name} has {value!r}, which Keras doesn't know; {remedy}") from error

@@ -11,6 +11,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dtkit.integrations.horovod.process_sets import ProcessSet
+
 
 def call(function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     """Call a function of torch tensors with TensorFlow's, and return its results as TensorFlow's.
@@ -26,6 +28,16 @@ def call(function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[Any]
 
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     return run(*tensors) if tf.executing_eagerly() else list(tf.py_function(run, tensors, list(dtypes)))
+
+
+def read_size(process_set: ProcessSet, dtype: Any) -> Any:
+    """Return the number of ranks as a tensor. A graph reads it whenever it runs: elastic scripts may lose ranks."""
+
+    def read() -> int:
+        return process_set.size() or 1
+
+    size = read() if tf.executing_eagerly() else tf.ensure_shape(tf.py_function(read, [], tf.int64), [])
+    return tf.cast(size, dtype)
 
 
 def to_torch(tensor: Any) -> torch.Tensor:

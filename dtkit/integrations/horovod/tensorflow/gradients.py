@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from dtkit.integrations.horovod.process_sets import ProcessSet, global_process_set
 from dtkit.integrations.horovod.reductions import Average, resolve_op
+from dtkit.integrations.horovod.tensorflow.bridge import read_size
 from dtkit.integrations.horovod.tensorflow.compression import Compression, Compressor
 from dtkit.integrations.horovod.tensorflow.operations import allreduce, grouped_allreduce
 
@@ -74,7 +75,7 @@ class GradientReducer:
         """Divide a local gradient by the number of ranks, so that it weighs as much as its part of an average."""
         if gradient is None or not self._options.scale_local_gradients:
             return gradient
-        size = float(self._options.process_set.size() or 1)
+        size = read_size(self._options.process_set, gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
         return gradient / size
@@ -145,6 +146,8 @@ def DistributedGradientTape(
     scale_local_gradients : whether gradients of `register_local_source` are divided by the number of ranks.
     """
     check_groups(num_groups, groups)
+    if not hasattr(gradtape, "gradient"):
+        raise TypeError(f"gradtape is {gradtape!r}; give a tf.GradientTape")
     options = ReducerOptions(
         compression, sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients
     )

@@ -15,7 +15,7 @@ from dtkit.integrations.horovod import torch as torch_interface
 from dtkit.integrations.horovod.context import get_context
 from dtkit.integrations.horovod.process_sets import ProcessSet, global_process_set
 from dtkit.integrations.horovod.reductions import Average, Sum, resolve_op
-from dtkit.integrations.horovod.tensorflow.bridge import call
+from dtkit.integrations.horovod.tensorflow.bridge import call, read_size
 from dtkit.integrations.horovod.tensorflow.compression import Compression, Compressor
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _reduce_slices(slices: Any, op: int, process_set: ProcessSet) -> Any:
     values = allgather(slices.values, process_set=process_set)
     indices = allgather(slices.indices, process_set=process_set)
     if op == Average:
-        values = values / tf.cast(process_set.size(), values.dtype)
+        values = values / read_size(process_set, values.dtype)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
@@ -205,7 +205,7 @@ def _exchange(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
 
         rows, received = call(exchange, [tensor, *counts], [tensor.dtype, tf.int32])
         rows.set_shape([None, *tensor.shape[1:]])
-        received.set_shape([process_set.size()])
+        received.set_shape([None])  # the ranks of an elastic script may become fewer
 
         def differentiate(gradient: Any, _: Any) -> Any:
             return _exchange(gradient, received, None, process_set)[0]
@@ -264,8 +264,10 @@ def grouped_reducescatter(
             result.set_shape([None, *tensor.shape[1:]])
 
         def differentiate(*gradients: Any) -> list[Any]:
-            factor = prescale_factor * postscale_factor * ((process_set.size() or 1) if op == Sum else 1)
+            factor = prescale_factor * postscale_factor
             scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+            if op == Sum:
+                scaled = [gradient * read_size(process_set, gradient.dtype) for gradient in scaled]
             return grouped_allgather(scaled, process_set=process_set)
 
         return results, differentiate

@@ -49,6 +49,8 @@ def test_request_without_horovod_is_refused():
     with pytest.raises(ValueError, match=r"min_np=1: only scripts under hvd\.elastic\.run .*horovod=True"):
         make_policy(4, horovod=False, **(NONE | {"min_np": 1}))
     assert make_policy(4, horovod=False, **NONE) is None
+    with pytest.raises(TypeError, match="horovod='yes'; it must be True or False"):
+        make_policy(4, horovod="yes", **NONE)
 
 
 def test_ranks_move_down_when_a_slot_is_dropped(tmp_path: Path):

@@ -125,3 +125,8 @@ ESTIMATORS = [
 )
 def test_scikit_learns_own_checks(estimator: Any, check: Any):
     check(estimator)
+
+
+def test_cluster_of_another_kind_is_refused():
+    with pytest.raises(TypeError, match=r"cluster=3; it must be a dtkit\.Cluster"):
+        Ridge(cluster=3).fit(np.eye(3), np.ones(3))

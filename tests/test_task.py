@@ -219,7 +219,7 @@ def test_the_thread_ends_with_the_call(cluster):
 
 def test_script_gets_a_store_and_a_new_attempt(cluster):
     for attempt in range(2):
-        call = submit_script(cluster, len, (), {}, bool)
+        call = submit_script(cluster, len, (), {})
         (opened, to), (op, args) = cluster.sent[-2:]
         assert (opened, to["ranks"], op, args["port"], args["restart_count"]) == (
             "open_torchrun_store",
@@ -245,7 +245,7 @@ def test_script_gets_a_store_and_a_new_attempt(cluster):
 )
 def test_script_that_does_not_exist_is_refused_at_once(cluster, main, args, kwargs, error):
     with pytest.raises((TypeError, ValueError, FileNotFoundError), match=error):
-        submit_script(cluster, main, args, kwargs, bool)
+        submit_script(cluster, main, args, kwargs)
     assert cluster.sent == []
 
 

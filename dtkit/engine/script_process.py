@@ -147,6 +147,8 @@ def _make_error(title: str, code: int, outcome: Any, last_lines: Sequence[str]) 
         return ScriptError("ScriptError", f"{title} ended with {reason}", "\n".join(lines[-_NUM_SHOWN_LINES:]))
     details = lines[starts[-1] :]
     cause = next((line for line in details[1:] if line and not line[0].isspace()), "")
+    if "No module named 'horovod'" in cause:
+        cause += ". cluster.torchrun(script, horovod=True) brings dtkit's implementation"
     return ScriptError("ScriptError", f"{title} ended with {reason}: {cause}", "\n".join(details))
 
 

@@ -43,9 +43,11 @@ class ElasticPolicy:
 
 
 def make_policy(
-    world_size: int, *, horovod: bool, min_np: int | None, max_np: int | None, on_failure: str | None
+    world_size: int, *, horovod: Any, min_np: int | None, max_np: int | None, on_failure: str | None
 ) -> ElasticPolicy | None:
     """Check the arguments of :meth:`dtkit.Cluster.torchrun`, and return what they ask for; None without Horovod."""
+    if not isinstance(horovod, bool):
+        raise TypeError(f"horovod={horovod!r}; it must be True or False")
     given = {"min_np": min_np, "max_np": max_np, "on_failure": on_failure}
     names = [f"{name}={value!r}" for name, value in given.items() if value is not None]
     if names and not horovod:
@@ -79,7 +81,7 @@ class ElasticTask(Task):
     """A script on engines of one host. What ranks log and print is listed under the ranks of their engines."""
 
     def __init__(
-        self, engine_group: EngineGroup, name: str, repair: Callable[[], object], policy: ElasticPolicy
+        self, engine_group: EngineGroup, name: str, repair: Callable[[], object] | None, policy: ElasticPolicy
     ) -> None:
         super().__init__(engine_group, name, repair)
         self._policy = policy
@@ -208,9 +210,9 @@ class ElasticTask(Task):
             return
         group.transport.set_aside(sorted(self._new))  # so that the repair finds them missing, and takes them
         if lost := group.membership.find_lost_ranks():
-            assert self._repair is not None
             try:
-                self._repair()
+                if self._repair is not None:
+                    self._repair()
             except DtkitError:  # an attached cluster can't start engines
                 with contextlib.suppress(DtkitError):  # the next call meets the same error, and raises it
                     replace_lost_ranks(group, lost, shrink=True)

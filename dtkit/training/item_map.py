@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtkit._util import formatting
@@ -11,7 +12,7 @@ from dtkit.errors import ItemError
 from dtkit.training.item_scheduler import ItemScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from dtkit.dashboard.text.progress import Progress
     from dtkit.rpc.engine_group import EngineGroup
@@ -34,6 +35,11 @@ def map_items(
     """See :meth:`dtkit.Cluster.map`; `repair` replaces engines that are gone."""
     engine_group.check_open()
     check_function(function, on_error)
+    check_arguments(args, kwargs, timeout)
+    if not hasattr(items, "__iter__"):
+        raise TypeError(
+            f"items={items!r} is a {type(items).__name__}; give a list, as in cluster.map(function, [1, 2])"
+        )
     source = _Items(list(items), on_error)
     name = str(getattr(function, "__name__", type(function).__name__))
     scheduler = ItemScheduler(engine_group, name, (function, tuple(args), dict(kwargs or {})), source, repair)
@@ -52,6 +58,16 @@ def check_function(function: Any, on_error: str) -> None:
         )
     if on_error not in ("raise", "return"):
         raise ValueError(f"on_error={on_error!r}; it must be 'raise' or 'return'")
+
+
+def check_arguments(args: Any, kwargs: Any, timeout: Any) -> None:
+    """Raise TypeError or ValueError unless these are a sequence, names with values, and seconds."""
+    if isinstance(args, (str, bytes)) or not hasattr(args, "__iter__"):
+        raise TypeError(f"args={args!r}; give the further arguments as a list, as in args=[{args!r}]")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs={kwargs!r}; give further arguments by name, as in kwargs={{'width': 8}}")
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0):
+        raise ValueError(f"timeout={timeout!r}; it must be a number of seconds above 0, or None for no limit")
 
 
 def _show(progress: Progress, scheduler: ItemScheduler, num_items: int) -> None:

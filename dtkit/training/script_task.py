@@ -25,7 +25,7 @@ def submit_script(
     main: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    repair: Callable[[], object],
+    repair: Callable[[], object] | None = None,
     policy: ElasticPolicy | None = None,
 ) -> Task:
     """See :meth:`dtkit.Cluster.torchrun`; `repair` replaces engines that are gone.

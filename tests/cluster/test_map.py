@@ -167,6 +167,25 @@ def test_wrong_arguments_are_refused(cluster2: dtkit.Cluster):
         cluster2.map([1, 2], [1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on_error='ignore'"):
         cluster2.map(square, [1], on_error="ignore")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"items=5 is a int; give a list"):
+        cluster2.map(square, 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"args": 3}, r"args=3; give the further arguments as a list, as in args=\[3\]"),
+        ({"args": "xy"}, r"args='xy'; give the further arguments as a list"),
+        ({"kwargs": [1]}, r"kwargs=\[1\]; give further arguments by name"),
+        ({"timeout": -1}, "timeout=-1; it must be a number of seconds above 0"),
+        ({"timeout": "3"}, "timeout='3'; it must be a number of seconds above 0"),
+    ],
+)
+def test_further_arguments_of_another_kind_are_refused(cluster2: dtkit.Cluster, options: dict[str, Any], message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        cluster2.map(square, [1], **options)
+    with pytest.raises((TypeError, ValueError), match=message):
+        cluster2.search(square, {"x": [1]}, **options)
 
 
 def test_a_map_is_refused_while_a_run_trains(cluster2: dtkit.Cluster):

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 import dtkit
-from dtkit.training.task import Task, submit_script
+from dtkit.training.script_task import submit_script
 from tests.support.marks import slow
 from tests.support.small import check_usable, train
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from dtkit.training.task import Task
 
 pytestmark = pytest.mark.cluster
 

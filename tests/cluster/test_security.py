@@ -26,7 +26,7 @@ import torch.distributed as dist
 import zmq
 
 import dtkit
-from dtkit.training.task import submit_script
+from dtkit.training.script_task import submit_script
 from tests.support.leftovers import list_processes, make_large_data, wait_until_stepping
 from tests.support.small import LONG, check_usable, train
 from tests.support.waiting import wait_until_run

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from dtkit.errors import EngineError
+
 if TYPE_CHECKING:
     import dtkit
 
@@ -110,3 +112,41 @@ def test_fit_with_a_distributed_optimizer_and_merged_metrics(cluster2: dtkit.Clu
         assert all(np.abs(a - b).max() < 1e-12 for a, b in zip(weights, other, strict=True))
         assert other_metric == pytest.approx(metric, rel=1e-12)
     assert len(task.to_pandas()) == 8  # four batches by rank
+
+
+def ask_for_what_is_wrong(case: str) -> None:
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import tensorflow as tf
+
+    from dtkit.integrations import tensorflow as ours
+
+    variable = tf.Variable([1.0, 2.0])
+    if case == "optimizer":
+        ours.DistributedOptimizer("sgd")  # type: ignore[arg-type]
+    elif case == "root":
+        ours.broadcast_variables([variable], root_rank=9)
+    elif case == "variables":
+        ours.broadcast_variables(variable)
+    elif case == "metrics":
+        ours.merge_metrics([3])  # type: ignore[list-item]
+    else:
+        with ours.DistributedGradientTape() as tape:
+            loss = tf.reduce_sum(variable * variable)
+        tape.gradient(loss, [variable], samples=int(case))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("optimizer", "optimizer is 'sgd'; give an object of keras.optimizers"),
+        ("root", "root_rank=9; the ranks are 0 to 1"),
+        ("variables", r"variables must be a list .*\[variable\]"),
+        ("metrics", r"metrics must be a list .*\[metric\]"),
+        ("0", "samples=0 here, and 0 over all ranks; give each rank's number of rows"),
+        ("-1", "samples=-1 here, and -2 over all ranks"),
+    ],
+)
+def test_bad_arguments_are_refused(cluster2: dtkit.Cluster, case: str, message: str):
+    with pytest.raises(EngineError, match=message):
+        cluster2.run(ask_for_what_is_wrong, case)
+    assert cluster2.run(len, "ab") == [2, 2]

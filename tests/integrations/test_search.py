@@ -56,10 +56,13 @@ def test_a_space_without_choices_is_refused(space: Any):
         ((SPACE, None, "minimize", 0, None), "n_trials=0"),
         ((SPACE, None, "least", None, None), "direction='least'"),
         ((SPACE, object(), "minimize", None, None), "space= and study= are given"),
+        ((SPACE, None, "minimize", None, "x"), "seed='x'; it must be an integer from 0 up"),
+        (([("lr", [1])], None, "minimize", None, None), r"space=\[.*give lists of choices by name"),
+        ((None, 3, "minimize", 2, None), r"study=3 is a int; give Optuna's"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: Any, message: str):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         _choose_study(*arguments)
 
 

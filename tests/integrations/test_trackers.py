@@ -209,6 +209,21 @@ def test_a_wrong_mode_of_wandb_is_refused():
         Wandb(mode="on")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Wandb("a/b"), r"project='a/b'; it must be a name without / "),
+        (lambda: Wandb(""), "project=''; it must be a name"),
+        (lambda: MLflow(3), "experiment=3; it must be a name"),  # type: ignore[arg-type]
+        (lambda: TensorBoard(params=[1]), r"params=\[1\]; give parameters by name"),  # type: ignore[arg-type]
+        (lambda: TensorBoard(per_node="no"), "per_node='no'; it must be True or False"),  # type: ignore[arg-type]
+    ],
+)
+def test_options_of_another_kind_are_refused(make: Any, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
 def test_a_tracker_can_be_pickled_for_another_notebook(tmp_path: Path):
     pytest.importorskip("tensorboard")
     tracker = TensorBoard(tmp_path, params={"a": 1})

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from transformers import ViTConfig, ViTForImageClassification
 
 import dtkit
-from dtkit.training.task import submit_script
+from dtkit.training.script_task import submit_script
 from tests.support.hugging_face import MODELS, make_llama, make_samples
 
 if TYPE_CHECKING:

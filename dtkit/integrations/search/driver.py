@@ -21,7 +21,7 @@ from dtkit.integrations.search.result import SearchResult
 from dtkit.integrations.search.studies import GridStudy, OptunaStudy
 from dtkit.integrations.search.trial import run_trial
 from dtkit.integrations.search.trial_record import TrialRecord
-from dtkit.training.item_map import check_function
+from dtkit.training.item_map import check_arguments, check_function
 from dtkit.training.item_scheduler import ItemScheduler
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def search(
     """
     engine_group.check_open()
     check_function(objective, on_error)
+    check_arguments(args, kwargs, timeout)
     chosen, num_trials = _choose_study(space, study, direction, n_trials, seed)
     name = str(getattr(objective, "__name__", type(objective).__name__))
     result = SearchResult(name, chosen.direction, getattr(chosen, "study", None))
@@ -87,6 +88,8 @@ def _choose_study(
         raise ValueError(f"n_trials={n_trials!r}; it must be a number from 1 up")
     if direction not in ("minimize", "maximize"):
         raise ValueError(f"direction={direction!r}; it must be 'minimize' or 'maximize'")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+        raise ValueError(f"seed={seed!r}; it must be an integer from 0 up, or None")
     if space is not None and study is not None:
         raise ValueError("space= and study= are given; a study chooses by itself, so leave the space out")
     if space is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 Direction = Literal["minimize", "maximize"]
 
@@ -30,6 +31,10 @@ class OptunaStudy:
 
     def __init__(self, study: Any) -> None:
         self.study = study
+        if not (hasattr(study, "directions") and hasattr(study, "ask")):
+            raise TypeError(
+                f"study={study!r} is a {type(study).__name__}; give Optuna's, as optuna.create_study() makes it"
+            )
         if len(study.directions) != 1:
             raise ValueError(f"the study has {len(study.directions)} directions; cluster.search optimizes one value")
         self.direction = study.direction.name.lower()
@@ -65,6 +70,8 @@ class GridStudy:
     def __init__(
         self, space: Mapping[str, Sequence[Any]], direction: Direction, n_trials: int | None, seed: int | None
     ) -> None:
+        if not isinstance(space, Mapping):
+            raise TypeError(f"space={space!r}; give lists of choices by name, as in space={{'lr': [0.1, 0.01]}}")
         for name, choices in space.items():
             if isinstance(choices, str) or not hasattr(choices, "__len__") or not len(choices):
                 raise ValueError(f"space[{name!r}]={choices!r}; it must be a list of choices, such as [0.1, 0.01]")

@@ -26,6 +26,11 @@ class ShardedMixin:
         X : array of (rows, features), or a partition of ``(X,)`` or ``(X, y)``.
         y : array of targets; None for a partition, and for estimators without targets.
         """
+        if self.cluster is not None and not hasattr(self.cluster, "partition"):
+            raise TypeError(
+                f"cluster={self.cluster!r}; it must be a dtkit.Cluster, as in {type(self).__name__}(cluster=cluster), "
+                "or None to fit in this process"
+            )
         if isinstance(X, Partition):
             return self._fit_partition(fit, X, y, options)
         columns = [X] if y is None else [X, y]

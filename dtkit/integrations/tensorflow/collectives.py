@@ -33,6 +33,8 @@ class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]  # tensorf
 
 def DistributedOptimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:  # noqa: N802 - as Horovod calls it
     """Return an optimizer of the same kind and options, which averages gradients over the ranks before each update."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"optimizer is {optimizer!r}; give an object of keras.optimizers, as keras.optimizers.SGD(0.1)")
     kind: Any = type(optimizer)
 
     class Distributed(kind):  # type: ignore[misc]  # its base is the given optimizer's class
@@ -68,6 +70,11 @@ def _average(weight: Any, *gradients: Any) -> list[np.ndarray]:
     arrays = [gradient.numpy() for gradient in gradients]
     total = torch.tensor([float(weight)], dtype=torch.float64)
     dist.all_reduce(total)
+    if not (float(weight) >= 0 and total.item() > 0):
+        raise ValueError(
+            f"samples={float(weight):g} here, and {total.item():g} over all ranks; give each rank's number of rows, at "
+            "least 0, and not 0 on all ranks"
+        )
     share = float(weight) / total.item()
     means: list[np.ndarray] = [np.empty(0)] * len(arrays)
     for dtype in dict.fromkeys(array.dtype for array in arrays):
@@ -80,9 +87,19 @@ def _average(weight: Any, *gradients: Any) -> list[np.ndarray]:
     return means
 
 
+def _check_list(name: str, values: Any, attribute: str, example: str) -> list[Any]:
+    """Return a list of objects that have an attribute. Raises TypeError for anything else, on each rank alike."""
+    listed: list[Any] = list(values) if isinstance(values, (list, tuple)) else [None]
+    if not all(hasattr(value, attribute) for value in listed):
+        raise TypeError(f"{name} must be a list of TensorFlow's or Keras's {name}, as in {example}")
+    return listed
+
+
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     """Give all ranks the values that `root_rank` has. A collective, for use outside of graphs."""
-    for variable in variables:
+    if not 0 <= root_rank < dist.get_world_size():
+        raise ValueError(f"root_rank={root_rank}; the ranks are 0 to {dist.get_world_size() - 1}")
+    for variable in _check_list("variables", variables, "assign", "[variable]"):
         value = torch.from_numpy(np.array(keras.ops.convert_to_numpy(variable)))
         dist.broadcast(value, root_rank)
         variable.assign(value.numpy())
@@ -93,7 +110,7 @@ def merge_metrics(metrics: Sequence[keras.metrics.Metric]) -> None:
 
     Call it once at the end of an epoch: TensorFlow's own averages of means are wrong for unequal batches.
     """
-    for metric in metrics:
+    for metric in _check_list("metrics", metrics, "variables", "[metric]"):
         for variable in metric.variables:
             total = torch.from_numpy(np.array(keras.ops.convert_to_numpy(variable)))
             dist.all_reduce(total)

@@ -7,15 +7,21 @@ import time
 import uuid
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtkit.integrations.trackers.feed import FeedOptions, RunFeed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dtkit.integrations.trackers.tracked import TrackedRun, Writer
     from dtkit.training.run import Run
+
+
+def check_name(argument: str, name: object, forbidden: str = "") -> None:
+    """Raise ValueError unless `name` is text that isn't empty and has none of the `forbidden` characters."""
+    if not isinstance(name, str) or not name.strip() or set(name) & set(forbidden):
+        rule = f" without {' '.join(forbidden)}" if forbidden else ""
+        raise ValueError(f"{argument}={name!r}; it must be a name{rule}, such as {argument}='digits'")
 
 
 class Tracker(ABC):
@@ -48,6 +54,11 @@ class Tracker(ABC):
         """Raises ImportError, with what to install, where the tracker's package is missing."""
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(f"every={every!r}; it must be a number of steps from 1 up, or None")
+        if params is not None and not isinstance(params, Mapping):
+            raise TypeError(f"params={params!r}; give parameters by name, as in params={{'dropout': 0.1}}")
+        for option, value in (("per_node", per_node), ("report", report)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{option}={value!r}; it must be True or False")
         self._import_package()
         self._options = FeedOptions(params or {}, every, per_node, report)
         self._key = uuid.uuid4().hex[:12]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dtkit.integrations.trackers.base import Tracker
+from dtkit.integrations.trackers.base import Tracker, check_name
 from dtkit.types import State
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class MLflow(Tracker):
         per_node: bool = True,
         report: bool = True,
     ) -> None:
+        check_name("experiment", experiment)
         super().__init__(params=params, every=every, per_node=per_node, report=report)
         self.experiment, self.tracking_uri = experiment, tracking_uri
 

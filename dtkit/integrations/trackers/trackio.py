@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dtkit.integrations.trackers.base import Tracker
+from dtkit.integrations.trackers.base import Tracker, check_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,6 +32,7 @@ class Trackio(Tracker):
         per_node: bool = True,
         report: bool = True,
     ) -> None:
+        check_name("project", project)
         super().__init__(params=params, every=every, per_node=per_node, report=report)
         self.project = project
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtkit.integrations.trackers.base import Tracker
+from dtkit.integrations.trackers.base import Tracker, check_name
 from dtkit.types import State
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Wandb(Tracker):
         per_node: bool = True,
         report: bool = True,
     ) -> None:
+        check_name("project", project, "/\\#?%:")
         if mode not in ("offline", "online"):
             raise ValueError(f"mode={mode!r}; it must be 'offline' or 'online'")
         super().__init__(params=params, every=every, per_node=per_node, report=report)

@@ -163,7 +163,7 @@ class Job:
     def _start_vote(self, flag: bool) -> Callable[[], bool]:  # noqa: FBT001 - the one value that is agreed upon
         """Start to ask whether any rank has the flag, and return a function that waits for the answer."""
         group, self._sent_bytes = self.context.group, None
-        return (lambda: flag) if group is None else group.start_all_reduce_any(flag)
+        return (lambda: flag) if group is None or group.world_size == 1 else group.start_all_reduce_any(flag)
 
     def collect_results(self, *, fingerprint: bool = False) -> DispatchResult:
         """Return the results of the steps that the last `advance` completed; optionally with parameter checksums."""

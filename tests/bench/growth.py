@@ -1,0 +1,58 @@
+"""How the notebook's memory and the opening of a dashboard grow with the number of steps."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import numpy as np
+import psutil
+
+from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.history.history import ROW_DTYPE, History
+from tests.bench.pairs import PAIRS, Sample, report
+from tests.support.fake_source import FakeSource
+
+STEPS, RANKS, DISPATCH = 1_000_000, 2, 1000
+MAX_MEMORY_MB, MAX_OPENING_S = 300, 1.0
+
+
+def growth() -> bool:
+    """Measure a history of a million tiny steps of two ranks, and the first message of its dashboard."""
+    return measure_memory() & measure_opening()
+
+
+def measure_memory() -> bool:
+    """Append the rows of a million steps, and measure the process."""
+    gc.collect()
+    before, history, seconds = psutil.Process().memory_full_info().uss, History(), 0.0
+    for first in range(0, STEPS, DISPATCH):
+        rows = _make_rows(first)
+        start = time.perf_counter()
+        history.append(rows)
+        seconds += time.perf_counter() - start
+    assert len(history) == STEPS * RANKS
+    added = (psutil.Process().memory_full_info().uss - before) / 1e6
+    print(f"  {1e6 * seconds / STEPS:.2f} us a step to append the rows of {RANKS} ranks")
+    return report(f"memory of {STEPS:,} steps of {RANKS} ranks", Sample([added]), unit="MB", most=MAX_MEMORY_MB)
+
+
+def _make_rows(first: int) -> np.ndarray:
+    """Return the rows of a dispatch, in the order in which the recorder appends them."""
+    rows = np.zeros(DISPATCH * RANKS, ROW_DTYPE)
+    rows["step"] = np.repeat(np.arange(first, first + DISPATCH), RANKS)
+    rows["rank"] = np.tile(np.arange(RANKS), DISPATCH)
+    rows["samples"], rows["weight"], rows["loss"], rows["step_s"] = 32, 32, 1.0, 0.001
+    return rows
+
+
+def measure_opening() -> bool:
+    """Measure the first message, which a newly opened page gets."""
+    source = FakeSource(ranks=RANKS, steps=STEPS)
+    source.advance(STEPS)
+    seconds = []
+    for _ in range(PAIRS):
+        start = time.thread_time()
+        MessageBuilder(source).build_snapshot()
+        seconds.append(time.thread_time() - start)
+    return report(f"processor time to open a run of {STEPS:,} steps", Sample(seconds), unit="s", most=MAX_OPENING_S)

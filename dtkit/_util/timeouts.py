@@ -30,6 +30,8 @@ HEARTBEAT_TIMEOUT_S = 8.0
 """Silence after which an engine is given up. Only stopped engines need it: the end of a process is known at once."""
 WATCHDOG_PERIOD_S = 0.5
 """Sampling period of an engine's watchdog. A sample costs the engine a fraction of a millisecond."""
+SYSTEM_SAMPLE_S = 2.0
+"""Period of the watchdog's samples of CPU, network, memory and GPU."""
 WATCHDOG_MISSED_SAMPLE_S = 1.25
 """Gap between two samples from which the watchdog concludes that its process was stopped."""
 MAX_STATUS_AGE_S = 1.25
@@ -284,6 +286,10 @@ COMPARISON_INTERVAL_S = 0.5
 """Period of updating a comparison, which reads several runs."""
 TIMELINE_INTERVAL_S = 1.0
 """Interval between two timelines of a live display, whose boxes are most of its bytes."""
+SERIES_INTERVAL_S = 2.0
+"""Shortest interval between two messages of a live display with numbers of the user's own or of the machines."""
+VERDICT_INTERVAL_S = 2.0
+"""Interval between two verdicts of a live display, so that its line can be read."""
 PICTURE_INTERVAL_S = 2.0
 """Shortest interval between two pictures of a custom panel."""
 LOG_INTERVAL_S = 5.0
@@ -294,6 +300,10 @@ PROGRESS_INTERVAL_S = 0.5
 """Period of updating that progress."""
 PROGRESS_JOIN_TIMEOUT_S = 5.0
 """Limit for the thread that shows the progress to end."""
+KEPT_PICTURE_FIRST_S = 5.0
+"""Delay of the first picture that a saved notebook shows of a run: many runs end or pause sooner."""
+KEPT_PICTURE_INTERVAL_S = 30.0
+"""Shortest interval between two such pictures during a run."""
 REPLACE_TIMEOUT_S = 10.0
 """Limit for the live displays of an ended run to become pictures."""
 

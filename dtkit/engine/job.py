@@ -23,6 +23,7 @@ from dtkit.engine.observe.call_output import ignore_logged, redirect_log
 from dtkit.engine.observe.clock import Clock
 from dtkit.engine.observe.phase_timer import build_blocked_times, build_messages, build_spans
 from dtkit.engine.observe.step_scalars import StepScalars
+from dtkit.engine.observe.system_monitor import MONITOR
 from dtkit.engine.rng import JobRng
 from dtkit.engine.state.capture import capture_model
 from dtkit.engine.step_guard import StepGuard
@@ -187,7 +188,7 @@ class Job:
             self._nonfinite,
             blocked_spans=build_blocked_times([each for _, each in events], clock),
             messages=messages if len(messages) else None,
-            scalars=self._scalars.take(),
+            scalars=self._scalars.take() | (MONITOR.take(completed[-1].step) if completed else {}),
             fingerprint=checksums,
             fingerprint_s=fingerprint_s,
             step_report=self.step_report,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from dtkit.history.scalars import ScalarRecord, ScalarTables
+from dtkit.history.scalars import SYSTEM_PREFIX, ScalarRecord, ScalarTables
 from dtkit.types import Evaluation, Event, StepRecord
 
 if TYPE_CHECKING:
@@ -262,7 +262,16 @@ class History:
     @property
     def scalar_names(self) -> list[str]:
         """Names of the numbers that `dtkit.log` got."""
-        return self._scalars.names
+        return [name for name in self._scalars.names if not name.startswith(SYSTEM_PREFIX)]
+
+    @property
+    def system_names(self) -> list[str]:
+        """Names of what engines report of their machines, such as ``system/CPU (cores)``; for :meth:`scalar`."""
+        return [name for name in self._scalars.names if name.startswith(SYSTEM_PREFIX)]
+
+    def count_scalar_records(self, name: str) -> int:
+        """Return how often numbers of this name came in, so that a reader knows whether there are new ones."""
+        return self._scalars.count_records(name)
 
     def scalar(self, name: str, rank: int | None = None, *, since: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return (steps, values) that one rank passed to `dtkit.log`, or the mean over all ranks by samples.

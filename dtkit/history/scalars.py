@@ -13,6 +13,9 @@ import numpy as np
 if TYPE_CHECKING:
     from dtkit.types import Scalars
 
+SYSTEM_PREFIX = "system/"
+"""Prefix of the names that engines report of themselves."""
+
 SCALAR_DTYPE = np.dtype([("step", "i4"), ("rank", "i4"), ("total", "f8"), ("weight", "f8")])
 """Row of one name, rank and step; the value is the total divided by the weight."""
 
@@ -35,6 +38,10 @@ class ScalarTables:
     def names(self) -> list[str]:
         """Names in the order in which they were first logged."""
         return list(self._parts)
+
+    def count_records(self, name: str) -> int:
+        """Return how often numbers of this name came in."""
+        return len(self._parts.get(name, ()))
 
     def add(self, record: ScalarRecord) -> None:
         """Append one rank's numbers."""

@@ -14,6 +14,7 @@ import torch
 
 from dtkit.engine.observe.call_output import redirect_log
 from dtkit.history.history import ROW_DTYPE
+from dtkit.history.scalars import SYSTEM_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -61,6 +62,8 @@ class StepScalars:
                     f"dtkit.log({name}=...): the history of a training has a column {name!r} already; use another "
                     f"name, as in my_{name}="
                 )
+            if name.startswith(SYSTEM_PREFIX):
+                raise ValueError(f"dtkit.log of {name!r}: names that begin with {SYSTEM_PREFIX!r} are dtkit's own")
             if isinstance(value, tuple):
                 total, weight = value
                 self._sums.setdefault(name, _Sum()).add(_detach(total), _detach(weight))

@@ -31,6 +31,7 @@ from dtkit._util import files, timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.engine.observe import stack_sampler
 from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
+from dtkit.engine.observe.system_monitor import MONITOR
 from dtkit.health.frames import has_user_code
 from dtkit.health.status import IDLE, EngineStatus, get_dump_path, get_status_path
 from dtkit.history.comm_time import MESSAGE_PHASES
@@ -197,6 +198,7 @@ class Watchdog:
                 status = self.sample(self._spec)
                 with contextlib.suppress(OSError):  # a full disk, or nobody reads it since the folder is gone
                     self._write_status(status)
+                MONITOR.sample_if_due()
 
     def _on_sample_error(self, error: Exception) -> None:
         """Delete the status after a failed sample, since an old file would mean that this engine is stuck."""

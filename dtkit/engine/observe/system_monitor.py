@@ -1,0 +1,95 @@
+"""Use of the machine by one engine: CPU, network, memory, and its GPU where NVIDIA's library is there.
+
+The watchdog's thread samples every two seconds; a sample costs about a millisecond. The next dispatch that ends carries
+the means since the last one, as numbers of a step with the prefix ``system/``, so they reach the history, its log on
+disk, and views the way of `dtkit.log`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from dtkit._util import timeouts
+from dtkit.history.scalars import SYSTEM_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dtkit.types import Scalars
+
+
+class SystemMonitor:
+    """Samples of this process and its host since the last :meth:`take`. Tests replace `clock`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # locks: for a few additions
+        self._lock = threading.Lock()  # the watchdog samples, and the serving thread takes
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._sampled_at = float("-inf")
+        self._cpu_s = self._sent_bytes = 0.0
+        self._process: Any = None
+        self._gpu: Any = None
+
+    def sample_if_due(self) -> None:
+        """Take a sample, two seconds after the last one at the earliest."""
+        now = self._clock()
+        if now - self._sampled_at >= timeouts.SYSTEM_SAMPLE_S:
+            since, self._sampled_at = self._sampled_at, now
+            values = self._read(now - since)
+            with self._lock:
+                for name, value in values.items():
+                    total, count = self._sums.get(name, (0.0, 0))
+                    self._sums[name] = total + value, count + 1
+
+    def take(self, step: int) -> Scalars:
+        """Return the means of the samples since the last call, as numbers of `step`."""
+        with self._lock:
+            sums, self._sums = self._sums, {}
+        return {SYSTEM_PREFIX + name: [(step, total, float(count))] for name, (total, count) in sums.items()}
+
+    def _read(self, seconds: float) -> dict[str, float]:
+        import psutil
+
+        if self._process is None:
+            self._process = psutil.Process()
+        self._gpu = self._gpu or _open_gpu()
+        times, network = self._process.cpu_times(), psutil.net_io_counters()
+        cpu_s, sent_bytes = times.user + times.system, float(network.bytes_sent) if network else 0.0
+        before, self._cpu_s, self._sent_bytes = (self._cpu_s, self._sent_bytes), cpu_s, sent_bytes
+        values = {"memory (MB)": self._process.memory_info().rss / 1e6}
+        if seconds < float("inf"):  # rates need an earlier sample
+            values["CPU (cores)"] = (cpu_s - before[0]) / seconds
+            values["network (MB/s)"] = max(0.0, sent_bytes - before[1]) / 1e6 / seconds
+        if self._gpu is not None:
+            values |= _read_gpu(*self._gpu)
+        return values
+
+
+def _open_gpu() -> tuple[Any, Any] | None:
+    """Return NVIDIA's library and this process's GPU; None without them, or before torch has used a GPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    return None
+
+
+def _read_gpu(library: Any, device: Any) -> dict[str, float]:
+    rates, memory = library.nvmlDeviceGetUtilizationRates(device), library.nvmlDeviceGetMemoryInfo(device)
+    return {"GPU (%)": float(rates.gpu), "GPU memory (MB)": memory.used / 1e6}
+
+
+MONITOR = SystemMonitor()
+"""The monitor of this process: an engine is one process."""

@@ -1,0 +1,52 @@
+"""Samples of an engine's CPU, network and memory."""
+
+from dtkit.engine.observe.system_monitor import SystemMonitor
+from dtkit.history.history import History
+from dtkit.history.scalars import ScalarRecord
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_rates_need_two_samples():
+    clock = Clock()
+    monitor = SystemMonitor(clock)
+    monitor.sample_if_due()
+    assert set(monitor.take(3)) == {"system/memory (MB)"}
+    clock.now += 1.0
+    monitor.sample_if_due()  # too early
+    assert monitor.take(4) == {}
+    clock.now += 1.5
+    monitor.sample_if_due()
+    scalars = monitor.take(5)
+    assert {"system/CPU (cores)", "system/network (MB/s)", "system/memory (MB)"} <= set(scalars)
+    ((step, memory_mb, count),) = scalars["system/memory (MB)"]
+    assert (step, count) == (5, 1.0)
+    assert 10 < memory_mb < 1e6
+    ((_, cores, _),) = scalars["system/CPU (cores)"]
+    assert cores >= 0
+
+
+def test_several_samples_become_their_mean():
+    clock = Clock()
+    monitor = SystemMonitor(clock)
+    for _ in range(4):
+        monitor.sample_if_due()
+        clock.now += 2.0
+    scalars = monitor.take(9)
+    assert [rows[0][2] for rows in scalars.values()] == [4.0, 3.0, 3.0]
+    assert monitor.take(10) == {}
+
+
+def test_numbers_of_the_system_are_apart_from_the_users():
+    history = History()
+    history.add(ScalarRecord(0, {"system/CPU (cores)": [(1, 2.0, 2.0)], "kl": [(1, 0.5, 1.0)]}))
+    assert history.scalar_names == ["kl"]
+    assert history.system_names == ["system/CPU (cores)"]
+    steps, cores = history.scalar("system/CPU (cores)", 0)
+    assert (steps.tolist(), cores.tolist()) == ([1], [1.0])

@@ -12,6 +12,8 @@ import io
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from dtkit.dashboard.figures.neutral import make_neutral, shrink_png
+
 _DPI = 160
 _CSS_PIXELS_PER_INCH = 92
 
@@ -30,6 +32,14 @@ def render_png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
+def render_notebook_png(figure: Figure) -> bytes:
+    """Return the figure as a PNG for a notebook of any theme. Changes the figure's colors."""
+    make_neutral(figure)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=_DPI, facecolor="none")
+    return shrink_png(file.getvalue())
+
+
 def get_css_width(figure: Figure) -> int:
     """Return the figure's width in CSS pixels."""
     return round(figure.get_figwidth() * _CSS_PIXELS_PER_INCH)
@@ -37,6 +47,6 @@ def get_css_width(figure: Figure) -> int:
 
 def format_img_tag(figure: Figure, alt: str) -> str:
     """Return the figure as an ``<img>`` no wider than its container; `alt` says the same in words."""
-    data = base64.b64encode(render_png(figure)).decode("ascii")
+    data = base64.b64encode(render_notebook_png(figure)).decode("ascii")
     attributes = f'width="{get_css_width(figure)}" style="max-width: 100%" alt="{html.escape(alt)}"'
     return f'<img src="data:image/png;base64,{data}" {attributes}>'

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
     Panel = Callable[[Axes, History], None]
 
-_WIDTH_IN, _ROW_HEIGHT_IN, _LOW_ROW_HEIGHT_IN = 10.8, 3.1, 2.3
+_WIDTH_IN, _ROW_HEIGHT_IN, _LOW_ROW_HEIGHT_IN = 9.0, 2.9, 2.2
 _TITLE_LINE_HEIGHT_IN = 0.24
-_TITLE_LINE_CHARS = 140
+_TITLE_LINE_CHARS = 112
 
 
 def draw_run(run: RunView, panels: Sequence[Panel] | None = None) -> Figure:

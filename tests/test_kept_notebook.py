@@ -28,11 +28,12 @@ def test_displays_become_pictures_and_text(tmp_path: Path):
     nbformat.write(new_notebook(cells=[new_code_cell(source) for source in sources]), path)
     done = execute(path, timeout=120)
     for cell in done.cells[1:3]:
-        (output,) = cell.outputs
+        place, output = cell.outputs
+        assert "dtkit-live" in place.data["text/html"]
         assert {"image/png", "text/plain"} <= set(output.data)
         assert "application/vnd.jupyter.widget-view+json" not in output.data
-    assert "completed" in done.cells[1].outputs[0].data["text/plain"]
-    assert "its history" in done.cells[2].outputs[0].data["text/plain"]
+    assert "completed" in done.cells[1].outputs[-1].data["text/plain"]
+    assert "its history" in done.cells[2].outputs[-1].data["text/plain"]
     page, _ = HTMLExporter().from_notebook_node(done)
     assert len(re.findall(r"<img[^>]*data:image/png;base64,", page)) == 2
     report = (tmp_path / "run.html").read_text(encoding="utf-8")

@@ -406,6 +406,7 @@ def test_values_equal_on_all_ranks_have_one_line():
         ("throughput", 5, 4),
         ("lr", 10, 0),
         ("grad_norm", 11, 0),
+        ("step_s", 12, 0),
     ]
     totals = source.history.totals()
     np.testing.assert_array_equal(part.get_all().values[:, 11, 1], totals["grad_norm"].astype("f4"))
@@ -718,16 +719,20 @@ def notebook(monkeypatch):
 
     monkeypatch.setattr("IPython.display.display", show)
     monkeypatch.setattr(display, "in_notebook", lambda: True)
-    return shown
+    monkeypatch.delenv("VSCODE_PID", raising=False)
+    yield shown
+    while display._displays:
+        display._displays.popitem()[1].close()
 
 
-def test_an_ended_run_is_replaced_by_a_picture_and_text(notebook):
+def test_an_ended_run_has_a_picture_and_stays_live(notebook):
     source = FakeSource()
     source.advance(5)
     display.show(source)
     display.show(source)
-    (model, first), (same, second) = notebook
-    assert model is same  # one model, two views: in step by construction
+    (first_place, _), (_, first), (second_place, _), (_, second) = notebook
+    assert first_place == second_place  # one model, two views: in step by construction
+    assert re.fullmatch(r'<div class="dtkit-live" data-dtkit-live="\w+"></div>', first_place["text/html"])
     source.state = State.PAUSED
     source.changed()
     assert first.updates == []
@@ -739,18 +744,91 @@ def test_an_ended_run_is_replaced_by_a_picture_and_text(notebook):
         assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
         assert "completed" in data["text/plain"]
         assert metadata["image/png"]["width"] > 500
-    assert model.comm is None  # closed
-    assert source.subscribers == 0
-    assert source not in display._displays
+    assert get_widget(source).comm is not None
 
 
-def test_a_run_that_had_ended_is_shown_as_a_picture(notebook):
+def get_widget(source):
+    return display._displays[source]._widget
+
+
+def test_no_cell_holds_a_widget_view(notebook):
+    """Without its kernel it would read "model not found"."""
+    source = FakeSource()
+    display.show(source)
+    source.advance(5)
+    display._displays[source]._draw_picture()
+    source.end()
+    assert display.wait_until_replaced(source, timeout=60)
+    (_, handle) = notebook[1]
+    bundles = [bundle for bundle, _ in notebook] + [data for data, _ in handle.updates]
+    assert len(bundles) == 4
+    assert set().union(*bundles) == {"text/html", "image/png", "text/plain"}
+
+
+def test_a_run_that_goes_on_has_a_picture_that_says_its_age(notebook):
+    source = FakeSource()
+    source.advance(5)
+    display.show(source)
+    (data, handle) = notebook[1]
+    assert "Step 5 of 400 at " in data["text/html"]
+    assert "a front end that loads Jupyter widgets (anywidget)" in data["text/plain"]
+    source.advance(7)
+    displays = display._displays[source]
+    displays._draw_picture()
+    [(data, _)] = handle.updates
+    assert re.search(r"Step 12 of 400 at [\d:]{8}, refreshed now and then.*<img [^>]*base64,iVBOR", data["text/html"])
+    source.end()
+    assert display.wait_until_replaced(source, timeout=60)
+    displays._draw_picture()  # too late
+    assert set(handle.updates[-1][0]) == {"image/png", "text/plain"}
+
+
+def test_an_extended_run_is_drawn_again_at_its_next_end(notebook):
+    source = FakeSource()
+    display.show(source)
+    source.end()
+    assert display.wait_until_replaced(source, timeout=60)
+    source.state = State.RUNNING
+    source.advance(5)
+    assert not display.wait_until_replaced(source, timeout=0)
+    source.end()
+    assert display.wait_until_replaced(source, timeout=60)
+    assert len(notebook[1][1].updates) == 2
+
+
+def test_views_of_the_oldest_ended_runs_are_closed(notebook, monkeypatch):
+    monkeypatch.setattr(display, "MAX_ENDED_VIEWS", 0)
+    first, second = FakeSource(), FakeSource()
+    display.show(first)
+    widget = get_widget(first)
+    first.end()
+    assert display.wait_until_replaced(first, timeout=60)
+    display.show(second)
+    assert widget.comm is None
+    assert first.subscribers == 0
+    assert first not in display._displays
+    assert get_widget(second).comm is not None
+
+
+def test_vs_code_gets_a_widget_view_until_the_end(notebook, monkeypatch):
+    monkeypatch.setenv("VSCODE_PID", "1")
+    source = FakeSource()
+    display.show(source)
+    [(widget, handle)] = notebook
+    assert widget is get_widget(source)
+    display._displays[source]._draw_picture()
+    assert handle.updates == []
+    source.end()
+    assert display.wait_until_replaced(source, timeout=60)
+    assert [set(data) for data, _ in handle.updates] == [{"image/png", "text/plain"}]
+
+
+def test_a_run_that_had_ended_is_shown_with_its_picture(notebook):
     source = FakeSource()
     source.advance(5)
     source.end()
     display.show(source)
-    [(data, handle)] = notebook
-    assert handle is None
+    (data, _) = notebook[1]
     assert set(data) == {"image/png", "text/plain"}
     assert display.wait_until_replaced(source, timeout=0)
 
@@ -761,22 +839,9 @@ def test_a_failing_picture_is_replaced_by_text_with_the_error(notebook, monkeypa
     monkeypatch.setattr(display, "make_static_output", lambda _: 1 / 0)
     source.end(State.FAILED)
     assert display.wait_until_replaced(source, timeout=60)
-    [(data, _)] = notebook[0][1].updates
+    [(data, _)] = notebook[1][1].updates
     assert "failed" in data["text/plain"]
     assert "ZeroDivisionError" in data["text/plain"]
-
-
-def test_a_reloaded_page_keeps_the_last_state(notebook):
-    source = FakeSource()
-    display.show(source)
-    model = notebook[0][0]
-    for _ in range(2):
-        model._on_page_message(model, {"hello": "opened"}, [])
-    source.end()
-    assert display.wait_until_replaced(source, timeout=60)
-    assert model.comm is not None
-    assert source.subscribers == 0
-    model.close()
 
 
 def test_a_run_outside_a_notebook_is_shown_as_text(capsys):

@@ -1,63 +1,74 @@
-"""The display of a run as the last line of a cell, and the picture that replaces it when the run ends.
+"""The display of a run as the last line of a cell: a live view, and a picture for whoever opens the saved notebook.
 
-A saved notebook can't show a widget without its kernel. So the output is shown through a display handle. When the run
-ends, the handle replaces it by a PNG and text, which every viewer of notebooks shows. This happens on a view's thread,
-also long after the cell has ended. Only then is the widget's model closed.
+The live view works as long as the kernel, also after the run's end (:mod:`dtkit.dashboard.live.placement`). The picture
+next to it is drawn when the run ends, and now and then before, on a view's thread. So the notebook may be saved at any
+time. Front ends without widgets show the picture alone, with a sentence that says so.
 
-All displays of one run share one model, and are replaced together.
+All displays of one run share one model.
 """
 
 from __future__ import annotations
 
 import base64
+import html
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit._util.notebook import in_notebook
+from dtkit.dashboard.live.placement import PlacedView, place_view
 from dtkit.dashboard.text import run_text
-from dtkit.dashboard.throttle import Throttle
+from dtkit.dashboard.throttle import Throttle, start_timer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dtkit.dashboard.live.placement import Output
     from dtkit.dashboard.live.widget import Dashboard
     from dtkit.dashboard.run_view import RunView
 
-    Output = tuple[dict[str, str], dict[str, Any]]
+MAX_DRAWING_SHARE = 0.01
+"""Largest share of a core for the pictures of a run that goes on."""
+MAX_ENDED_VIEWS = 16
+"""Live views of ended runs that stay; older ones are closed, so that their memory is freed."""
 
 
 def show(run: RunView, *, fault_injection: bool = False) -> None:
-    """Show a run: live in a notebook, as a picture when it has ended, and as text elsewhere.
+    """Show a run: live and as a picture in a notebook, and as text elsewhere.
 
     With `fault_injection`, all its displays have controls that slow nodes down and end them.
     """
     if not in_notebook():
         sys.stdout.write(run_text.format_run(run) + "\n")
-    elif run.status.state.has_ended or not _try_show_live(run, fault_injection=fault_injection):
-        from IPython.display import display
-
-        data, metadata = _make_static_or_text_output(run)
-        display(data, metadata=metadata, raw=True)  # type: ignore[no-untyped-call]
+        return
+    with _lock:
+        displays = _displays.get(run)
+        if displays is None:
+            displays = _displays[run] = _LiveDisplays(run)
+            _close_old_displays()
+    displays.show(fault_injection=fault_injection)
 
 
 def wait_until_replaced(run: RunView, timeout: float = timeouts.REPLACE_TIMEOUT_S) -> bool:
-    """Wait until the live displays of an ended run are replaced. Return whether they are, after `timeout` seconds.
+    """Wait until the displays of an ended run have its last picture. Return whether they have, after `timeout` seconds.
 
     A caller that ends the kernel, or reports the end of the run, waits first. Without displays it returns at once.
     """
     with _lock:
         displays = _displays.get(run)
-    return displays is None or displays.replaced_event.wait(timeout)
+    return displays is None or displays.final_event.wait(timeout)
 
 
 def make_static_output(run: RunView) -> Output:
     """Return what a saved notebook shows: (data, metadata) of a MIME bundle with a PNG and text."""
-    from dtkit.dashboard.figures.render import get_css_width, render_png
+    from dtkit.dashboard.figures.render import get_css_width, render_notebook_png
     from dtkit.dashboard.figures.run_figure import draw_run
 
     figure = draw_run(run)
-    png = base64.b64encode(render_png(figure)).decode("ascii")
+    png = base64.b64encode(render_notebook_png(figure)).decode("ascii")
     return {"image/png": png, "text/plain": run_text.format_run(run)}, {"image/png": {"width": get_css_width(figure)}}
 
 
@@ -70,66 +81,119 @@ def _make_static_or_text_output(run: RunView) -> Output:
     return run_guarded(lambda: make_static_output(run), make_text_output)
 
 
-class _LiveDisplays:
-    """The live displays of one run: one model and any number of handles, replaced once when the run ends."""
+def _make_meanwhile_output(run: RunView) -> Output:
+    """Return the picture of a run that goes on, below a sentence that says how old it is."""
+    data, metadata = _make_static_or_text_output(run)
+    sentence, text = _describe_picture(run), data["text/plain"]
+    if "image/png" not in data:
+        return _make_text_output(sentence, text)
+    width = metadata["image/png"]["width"]
+    image = f'<img alt="the run as a picture" width="{width}" src="data:image/png;base64,{data["image/png"]}">'
+    return {"text/html": f"<div><p><em>{sentence}</em></p>{image}</div>", "text/plain": f"{sentence}\n{text}"}, {}
 
-    def __init__(self, run: RunView) -> None:
+
+def _make_text_output(sentence: str, text: str) -> Output:
+    page = f"<div><p><em>{sentence}</em></p><pre>{html.escape(text)}</pre></div>"
+    return {"text/html": page, "text/plain": f"{sentence}\n{text}"}, {}
+
+
+def _describe_picture(run: RunView) -> str:
+    status = run.status
+    return (
+        f"Step {status.step:,} of {status.steps:,} at {time.strftime('%H:%M:%S')}, refreshed now and then. "
+        "The live view needs this notebook's kernel, and a front end that loads Jupyter widgets (anywidget)."
+    )
+
+
+class _LiveDisplays:
+    """The displays of one run: one model, and any number of pictures."""
+
+    def __init__(self, run: RunView, call_later: Callable[[float, Callable[[], None]], None] = start_timer) -> None:
         from dtkit.dashboard.live.widget import Dashboard
 
-        self.replaced_event = threading.Event()
+        self.final_event = threading.Event()
+        """Set while the picture is that of the run's end."""
         self._run = run
-        self._handles: list[Any] = []
+        self._views: list[PlacedView] = []
         # locks: while a handle is noted, or a picture made
-        self._lock = threading.Lock()  # a handle is added before the replacement, or not at all
-        self._is_replaced = False
+        self._lock = threading.Lock()  # a display gets the picture at its creation, or with the others
         self._widget: Dashboard = Dashboard(run)
-        self._throttle = Throttle(self._replace_when_ended, 0.0)
-        self._unsubscribe = run.subscribe(self._trigger_when_ended)
+        self._final_throttle = Throttle(self._draw_final_picture, 0.0)
+        self._throttle = Throttle(self._draw_picture, timeouts.KEPT_PICTURE_INTERVAL_S)
+        self._may_draw = False
+        self._unsubscribe = run.subscribe(self._on_change)
+        call_later(timeouts.KEPT_PICTURE_FIRST_S, self._start_drawing)
 
-    def try_show(self, *, fault_injection: bool) -> bool:
-        """Add a display in the current cell. Return False if the run has ended and was replaced."""
-        from IPython.display import display
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has ended, and its pictures with it."""
+        return self.final_event.is_set()
 
+    def show(self, *, fault_injection: bool) -> None:
+        """Add a display in the current cell."""
+        if fault_injection:
+            self._widget.enable_fault_injection()
         with self._lock:
-            if self._is_replaced:
-                return False
-            if fault_injection:
-                self._widget.enable_fault_injection()
-            self._handles.append(display(self._widget, display_id=True))  # type: ignore[no-untyped-call]
-        self._trigger_when_ended()  # the run may have ended before this display was subscribed
-        return True
+            has_ended = self._run.status.state.has_ended
+            text = _make_text_output(_describe_picture(self._run), run_text.format_run(self._run))
+            self._views.append(place_view(self._widget, _make_static_or_text_output(self._run) if has_ended else text))
+            if has_ended:
+                self.final_event.set()
+        self._on_change()  # the run may have ended before this display was noted
 
-    def _trigger_when_ended(self) -> None:
-        if self._run.status.state.has_ended:
-            self._throttle.trigger()
-
-    def _replace_when_ended(self) -> None:
-        """Replace every display by the static output. Runs on a view's thread."""
-        if self._is_replaced or not self._run.status.state.has_ended:
-            return  # the run was extended in the meantime, so it is live again
-        data, metadata = _make_static_or_text_output(self._run)
-        with self._lock:
-            self._is_replaced = True
-            for handle in self._handles:
-                handle.update(data, metadata=metadata, raw=True)
+    def close(self) -> None:
+        """End the live view; its pictures stay."""
         self._unsubscribe()
         self._throttle.close()
-        self._widget.close_or_freeze()
-        with _lock:
-            _displays.pop(self._run, None)
-        self.replaced_event.set()
+        self._final_throttle.close()
+        self._widget.close()
+
+    def _on_change(self) -> None:
+        if not self._run.status.state.has_ended:
+            self.final_event.clear()  # it may have been extended
+            if self._may_draw:
+                self._throttle.trigger()
+        elif not self.final_event.is_set():
+            self._final_throttle.trigger()
+
+    def _start_drawing(self) -> None:
+        self._may_draw = True
+        if not self._run.status.state.has_ended:
+            self._throttle.trigger()
+
+    def _draw_picture(self) -> None:
+        """Refresh the picture during the run. Runs on a view's thread."""
+        if any(view.shows_pictures_meanwhile for view in self._views):
+            started_at = time.thread_time()
+            output = _make_meanwhile_output(self._run)
+            drawing_s = time.thread_time() - started_at
+            self._throttle.interval = max(timeouts.KEPT_PICTURE_INTERVAL_S, drawing_s / MAX_DRAWING_SHARE)
+            with self._lock:
+                if not self._run.status.state.has_ended:
+                    self._update([view for view in self._views if view.shows_pictures_meanwhile], output)
+
+    def _draw_final_picture(self) -> None:
+        """Draw the picture of the end. Runs on a view's thread."""
+        if self.final_event.is_set() or not self._run.status.state.has_ended:
+            return
+        output = _make_static_or_text_output(self._run)
+        with self._lock:
+            self._update(self._views, output)
+        self.final_event.set()
+
+    def _update(self, views: list[PlacedView], output: Output) -> None:
+        for view in views:
+            view.update(output)
 
 
-# locks: while a handle is noted, or a picture made
+def _close_old_displays() -> None:
+    """Close the oldest views of ended runs beyond those that stay. The caller holds the lock."""
+    ended = [run for run, displays in _displays.items() if displays.has_ended]
+    for run in ended[: len(ended) - MAX_ENDED_VIEWS]:
+        _displays.pop(run).close()
+
+
+# locks: while a model is made or closed
 _lock = threading.Lock()
 _displays: dict[RunView, _LiveDisplays] = {}
-"""Live displays by run: a run that is shown again gets another view of the same model."""
-
-
-def _try_show_live(run: RunView, *, fault_injection: bool) -> bool:
-    """Show a live run. Return False if it ended meanwhile."""
-    with _lock:
-        displays = _displays.get(run)
-        if displays is None:
-            displays = _displays[run] = _LiveDisplays(run)
-    return displays.try_show(fault_injection=fault_injection)
+"""Displays by run: a run that is shown again gets another view of the same model."""

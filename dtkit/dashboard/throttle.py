@@ -42,7 +42,9 @@ class Throttle:
         clock: Callable[[], float] = time.monotonic,
         call_later: Callable[[float, Callable[[], None]], None] = start_timer,
     ) -> None:
-        self._callback, self._interval, self._clock, self._call_later = callback, interval, clock, call_later
+        self._callback, self._clock, self._call_later = callback, clock, call_later
+        self.interval = interval
+        """Shortest time between two calls, in seconds."""
         # locks: for a few assignments
         self._lock = threading.Lock()
         self._last_call_at = float("-inf")
@@ -58,7 +60,7 @@ class Throttle:
                 self._is_retriggered = True
                 return
             self._scheduled = True
-            delay = max(0.0, self._last_call_at + self._interval - self._clock())
+            delay = max(0.0, self._last_call_at + self.interval - self._clock())
         self._call_later(delay, self._run_callback)
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ def share() -> bool:
         run.resume()
         shares = [_measure_own_share(SHARE_S) for _ in range(PAIRS)]
         run.stop()
-        dashboard.close_or_freeze()
+        dashboard.close()
         median = float(np.median(run.history.rows()["step_s"]))
     print(f"  {1000 * median:.2f} ms a step, {os.cpu_count()} cores")
     return report("the notebook's share of a core, with 8 engines", Sample(shares), unit="%", most=5.0)

@@ -49,7 +49,7 @@ def _measure_speed(cluster: dtkit.Cluster, model: dtkit.ModelHandle, part: dtkit
     assert len(run.history) == 2 * steps
     within = run.history.rows()["step_s"][2 * work.warm :].sum() / 2
     print(f"  {within / seconds:.1%} of the time is within steps", flush=True)
-    dashboard.close_or_freeze()
+    dashboard.close()
     return work.steps / seconds
 
 

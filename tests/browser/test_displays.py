@@ -55,7 +55,7 @@ def get_displays(lab: Lab) -> list[Locator]:
 
 
 @pytest.mark.parametrize("look", LOOKS, indirect=True, ids=["lab-light", "lab-dark", "notebook7"])
-def test_displays_stay_in_sync_and_end_as_pictures(lab: Lab):
+def test_displays_stay_in_sync_and_keep_pictures(lab: Lab):
     first, second = start(lab)
     for view in (first, second):
         expect(view.get_by_test_id("slow")).to_be_visible()  # one display has fault controls, so both have them
@@ -80,8 +80,9 @@ def test_displays_stay_in_sync_and_end_as_pictures(lab: Lab):
     lab.wait_idle()
     saved = lab.save()
     for cell in (1, 2):
-        (output,) = saved.cells[cell].outputs
-        assert set(output.data) == {"image/png", "text/plain"}
+        place, picture = saved.cells[cell].outputs
+        assert "dtkit-live" in place.data["text/html"]
+        assert set(picture.data) == {"image/png", "text/plain"}
     lab.close()  # the kernel is gone
     lab.reload()
     pictures = lab.page.locator(".jp-OutputArea-output img[src^='data:image/png']")

@@ -107,10 +107,11 @@ def test_quickstart_run_can_be_watched_paused_resumed_and_stopped(lab: Lab, tmp_
     dashboard.get_by_test_id("stop").click()
     dashboard.get_by_test_id("stop").click()  # it asks once
 
-    # The output is a picture now, which a saved notebook shows without a kernel.
+    # The view stays, and below it is a picture, which a saved notebook shows without a kernel.
+    expect(dashboard).to_have_attribute("data-state", "stopped", timeout=1000 * TRAINING_S)
     lab.wait_text(cell, "image/png", timeout=TRAINING_S)
     lab.wait_idle()
-    (picture,) = [output for output in lab.outputs(cell) if "data" in output]
+    _place, picture = [output for output in lab.outputs(cell) if "data" in output]
     assert set(picture["data"]) == {"image/png", "text/plain"}
     assert "stopped" in "".join(picture["data"]["text/plain"])
     lab.select(cell)

@@ -133,9 +133,12 @@ class ExecutedNotebook:
     footprint: Footprint
 
     def outputs(self, source: str) -> list[NotebookNode]:
+        """Return the cell's outputs without the empty places of live views."""
         cells = [cell for cell in list_code_cells(self.notebook) if source in cell.source]
         assert len(cells) == 1, f"{len(cells)} cells have {source!r}"
-        return cells[0].outputs
+        return [
+            output for output in cells[0].outputs if "dtkit-live" not in output.get("data", {}).get("text/html", "")
+        ]
 
     def text(self, source: str) -> str:
         """Return the cell's printed text, and its outputs as plain text."""

@@ -1,7 +1,8 @@
 """The live view of a comparison: one chart with a shared axis, and a table that is its legend.
 
 All runs are drawn in buckets of the same width, so that a point of the axis means the same in each. Each message has
-the whole view: a kilobyte for each run, twice a second at most. When no run goes on, the figure replaces the view.
+the whole view: a kilobyte for each run, twice a second at most. The view stays after the runs' end; the
+figure is in the saved notebook.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import traitlets
 from dtkit._util import formatting, timeouts
 from dtkit.dashboard.live.bundle import bundle_modules
 from dtkit.dashboard.live.messages import Message
+from dtkit.dashboard.live.placement import make_place_name, place_view
 from dtkit.dashboard.live.widget import STATIC_FOLDER
 from dtkit.dashboard.summary.curves import LOSS, Chart, Curves
 from dtkit.dashboard.throttle import Throttle, start_timer
@@ -144,6 +146,8 @@ class ComparisonWidget(anywidget.AnyWidget):
 
     opening = traitlets.Dict().tag(sync=True)
     """The first message: ``{"content": ..., "buffers": [...]}``."""
+    place = traitlets.Unicode().tag(sync=True)
+    """Name of the view's places in the page."""
 
     def __init__(
         self,
@@ -157,7 +161,7 @@ class ComparisonWidget(anywidget.AnyWidget):
         self._send_lock = threading.Lock()
         self._throttle = Throttle(self._send_update, timeouts.COMPARISON_INTERVAL_S, clock=clock, call_later=call_later)
         opening = self._message_builder.build_snapshot()
-        super().__init__(opening={"content": opening.content, "buffers": opening.buffers})
+        super().__init__(opening={"content": opening.content, "buffers": opening.buffers}, place=make_place_name())
         self.on_msg(lambda *_: self._throttle.trigger())  # a page sent hello
         self._unsubscribers = [run.subscribe(self._throttle.trigger) for run in _select_running(comparison.runs)]
 
@@ -182,21 +186,20 @@ def _select_running(runs: Sequence[object]) -> list[ChangingRun]:
 
 def try_show(comparison: ComparisonView) -> bool:
     """Show a comparison live in the current cell. Return False if none of its runs goes on."""
-    from IPython.display import display
-
     running = _select_running(comparison.runs)
     if not running:
         return False
-    widget = ComparisonWidget(comparison)
-    handle: Any = display(widget, display_id=True)  # type: ignore[no-untyped-call]
+    view = place_view(ComparisonWidget(comparison), (comparison.make_mime_bundle(), {}))
+    unsubscribers: list[Callable[[], None]] = []
 
-    def replace_when_ended() -> None:
-        if not _select_running(running) and widget.comm is not None:
-            handle.update(comparison.make_mime_bundle(), raw=True)
-            widget.close()
+    def draw_when_ended() -> None:
+        if not _select_running(running):
+            view.update((comparison.make_mime_bundle(), {}))
+            throttle.close()
+            for unsubscribe in unsubscribers:
+                unsubscribe()
 
-    throttle = Throttle(replace_when_ended, 0.0)
-    for run in running:
-        run.subscribe(throttle.trigger)
+    throttle = Throttle(draw_when_ended, 0.0)
+    unsubscribers += [run.subscribe(throttle.trigger) for run in running]
     throttle.trigger()
     return True

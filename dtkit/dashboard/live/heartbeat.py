@@ -12,16 +12,19 @@ if TYPE_CHECKING:
 
 
 class Heartbeat:
-    """Calls `send` every two seconds on a thread of its own, also while a cell blocks the kernel."""
+    """Calls `send` every two seconds on a thread of its own, also while a cell blocks the kernel.
 
-    def __init__(self, send: Callable[[], None]) -> None:
+    The thread ends when `send` returns False, and :meth:`start` starts another one.
+    """
+
+    def __init__(self, send: Callable[[], bool]) -> None:
         self._send = send
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start, unless it has started."""
-        if self._thread is None:
+        """Start, unless it runs or was stopped."""
+        if not self._stopped.is_set() and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._run, name="dtkit-heartbeat", daemon=True)
             self._thread.start()
 
@@ -30,6 +33,5 @@ class Heartbeat:
         self._stopped.set()
 
     def _run(self) -> None:
-        self._send()
-        while not self._stopped.wait(timeouts.LIVE_HEARTBEAT_S):
-            self._send()
+        while self._send() and not self._stopped.wait(timeouts.LIVE_HEARTBEAT_S):
+            pass

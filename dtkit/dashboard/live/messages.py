@@ -25,6 +25,7 @@ import numpy as np
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.guard import run_guarded
+from dtkit.dashboard.summary.activity import find_activity
 from dtkit.dashboard.summary.curves import CHARTS, MAX_NODE_LINES, Curves, format_overall_label
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.metrics import build_tiles, compute_epoch, compute_run_metrics
@@ -34,6 +35,7 @@ from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.step_strip import BOX_KINDS, make_step_strip
 from dtkit.dashboard.summary.timing import PHASES, select_bars
+from dtkit.dashboard.summary.verdict import find_shown_verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,9 +43,10 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.lost_nodes import LostNodes
     from dtkit.dashboard.summary.step_strip import StepStrip
+    from dtkit.dashboard.summary.verdict import Verdict
     from dtkit.types import Event, NodeInfo
 
-MAX_CHANGE_BYTES = 4800
+MAX_CHANGE_BYTES = 4200
 MAX_CHANGE_EVENTS = 12
 MAX_LOG_LINES = 200
 """Lines of the log that a page keeps."""
@@ -81,6 +84,8 @@ class MessageBuilder:
         self._sent_nodes: list[NodeInfo] = []
         self._sent_world_size = self._num_ranks
         self._strip_sent_at, self._strip_step, self._has_strip = -math.inf, -1, False
+        self._verdict: Verdict | None = None
+        self._verdict_due_at = -math.inf
         self.selected_rank: int | None = None
         """The highlighted node."""
         self.extra_controls: Sequence[str] = ()
@@ -165,7 +170,7 @@ class MessageBuilder:
         stuck_ranks = [] if stall is None or stall.rank is None else [stall.rank]
         self._outliers = find_outliers(self._metrics, {*self._lost_nodes, *stuck_ranks})
         epoch, epochs = compute_epoch(run.spec, status.step)
-        error = run.exception
+        error, activity = run.exception, find_activity(run, self._lost_nodes)
         return {
             "kind": kind,
             "seq": self._seq,
@@ -177,7 +182,8 @@ class MessageBuilder:
                 "epoch": epoch,
                 "epochs": epochs,
                 "elapsed": _replace_nonfinite(status.elapsed_s),
-                "remaining": _replace_nonfinite(status.remaining_s),
+                "remaining": None if activity else _replace_nonfinite(status.remaining_s),
+                "activity": None if activity is None else dataclasses.asdict(activity),
                 "message": "" if stall else formatting.sanitize_text(status.message),  # a notice has the same words
             },
             "lr": _replace_nonfinite(run.lr),
@@ -192,9 +198,20 @@ class MessageBuilder:
                 "slow": list(self._metrics.timing.straggler.ranks) if self._metrics.timing.straggler else [],
                 "slowed": sorted(run.delay_factors),
             },
+            **self._build_verdict(changed_only=kind == "change"),
             "selected": self.selected_rank,
             "effect": self.last_effect,
         }
+
+    def _build_verdict(self, *, changed_only: bool) -> dict[str, Any]:
+        """Return what holds the run back, as of the last seconds; nothing if the page knows it."""
+        now, before = self._clock(), self._verdict
+        if now >= self._verdict_due_at:
+            self._verdict, self._verdict_due_at = find_shown_verdict(self._run), now + timeouts.VERDICT_INTERVAL_S
+        verdict = self._verdict
+        if changed_only and verdict == before:
+            return {}
+        return {"verdict": verdict and {"text": verdict.text, "arithmetic": verdict.arithmetic}}
 
     def _build_nodes(self) -> list[dict[str, Any]]:
         self._sent_nodes = list(self._run.nodes)
@@ -209,6 +226,7 @@ class MessageBuilder:
             "ranks": self._num_ranks,
             "overall": format_overall_label(spec.world_size, self._run.history.ranks_per_replica, self._num_ranks),
             "batch": spec.batch_size,
+            "steps_per_epoch": spec.steps_per_epoch,
             "charts": {layout.name: dataclasses.asdict(layout) for layout in self._curves.chart_layouts},
             "columns": self._curves.num_columns,
             "phases": PHASES,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.guard import run_guarded
-from dtkit.dashboard.figures.custom_panels import get_panels
+from dtkit.dashboard.figures.custom_panels import get_panels, is_wide
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +32,7 @@ class PanelPicture:
     name: str
     png: bytes
     error: str | None
+    is_wide: bool = False
 
 
 class CustomPanelRenderer:
@@ -71,6 +72,6 @@ class CustomPanelRenderer:
 
         title = formatting.sanitize_text(name, 60)
         return run_guarded(
-            lambda: PanelPicture(title, panel_frame.draw_png(function, self._history), None),
-            lambda error: PanelPicture(title, b"", panel_frame.format_error(error)),
+            lambda: PanelPicture(title, panel_frame.draw_png(function, self._history), None, is_wide(name)),
+            lambda error: PanelPicture(title, b"", panel_frame.format_error(error), is_wide(name)),
         )

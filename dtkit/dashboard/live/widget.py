@@ -27,6 +27,8 @@ from dtkit.dashboard.live.commands import CommandHandler
 from dtkit.dashboard.live.heartbeat import Heartbeat
 from dtkit.dashboard.live.messages import Message, MessageBuilder
 from dtkit.dashboard.live.panel_renderer import CustomPanelRenderer
+from dtkit.dashboard.live.placement import make_place_name
+from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.dashboard.throttle import Throttle, start_timer
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ STATIC_FOLDER = Path(__file__).parent / "static"
 
 
 class Dashboard(anywidget.AnyWidget):
-    """A live view of a run for JupyterLab and its relatives, until :meth:`close`.
+    """A live view of a run for JupyterLab and its relatives, until :meth:`close`, also after the run's end.
 
     All displays and pages of one Dashboard show the same. With `fault_injection` a page may slow nodes down and end
     them. Tests replace `clock` and `call_later`.
@@ -49,6 +51,8 @@ class Dashboard(anywidget.AnyWidget):
 
     opening = traitlets.Dict().tag(sync=True)
     """The first message: ``{"content": ..., "buffers": [...]}``."""
+    place = traitlets.Unicode().tag(sync=True)
+    """Name of the view's places in the page."""
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class Dashboard(anywidget.AnyWidget):
         clock: Callable[[], float] = time.monotonic,
         call_later: Callable[[float, Callable[[], None]], None] = start_timer,
     ) -> None:
+        self._run = run
         self._message_builder = MessageBuilder(run)
         self._command_handler = CommandHandler(run, self._report_command, fault_injection=fault_injection)
         self._message_builder.extra_controls = self._command_handler.extra_controls
@@ -65,16 +70,19 @@ class Dashboard(anywidget.AnyWidget):
         # locks: while a message is made and sent
         self._send_lock = threading.Lock()  # messages leave in the order in which they are built
         self._is_page_ready = False
-        self._num_opened_pages = 0
         self._num_updates = 0
         self._unsubscribe: Callable[[], None] = _do_nothing
         self._throttle = Throttle(self._send_update, timeouts.LIVE_INTERVAL_S, clock=clock, call_later=call_later)
         self._picture_throttle = Throttle(
             self._send_pictures, timeouts.PICTURE_INTERVAL_S, clock=clock, call_later=call_later
         )
+        self._series_feed = SeriesFeed(run.history, clock)
+        self._series_throttle = Throttle(
+            self._send_series, timeouts.SERIES_INTERVAL_S, clock=clock, call_later=call_later
+        )
         self._heartbeat = Heartbeat(self._send_sign_of_life)
         message = self._message_builder.build_snapshot()
-        super().__init__(opening={"content": message.content, "buffers": message.buffers})
+        super().__init__(opening={"content": message.content, "buffers": message.buffers}, place=make_place_name())
         self.on_msg(self._on_page_message)
         self._unsubscribe = run.subscribe(self._request_update)
         self._request_update()  # for changes between the snapshot and the subscription
@@ -89,8 +97,12 @@ class Dashboard(anywidget.AnyWidget):
 
     def _request_update(self) -> None:
         self._throttle.trigger()
+        if self._is_page_ready and not self._run.status.state.has_ended:  # it may have been extended
+            self._heartbeat.start()
         if self._panel_renderer.is_outdated:
             self._picture_throttle.trigger()
+        if self._is_page_ready and self._series_feed.is_outdated:
+            self._series_throttle.trigger()
 
     def close(self) -> None:
         """End the view: nothing more is sent, and pages drop the model."""
@@ -98,25 +110,13 @@ class Dashboard(anywidget.AnyWidget):
         with self._send_lock:
             super().close()
 
-    def close_or_freeze(self) -> None:
-        """End the view of an ended run whose output was replaced by a picture.
-
-        Only the page that ran the cell replaces the output. For a page that was reloaded, or a second tab, the model
-        stays open with the last state.
-        """
-        if self._num_opened_pages < 2:
-            self.close()
-            return
-        with self._send_lock:
-            self._send_message(self._message_builder.build_snapshot())
-        self._stop_updates()
-
     def _stop_updates(self) -> None:
         unsubscribe, self._unsubscribe = self._unsubscribe, _do_nothing  # a second call does nothing
         unsubscribe()
         self._heartbeat.stop()
         self._throttle.close()
         self._picture_throttle.close()
+        self._series_throttle.close()
 
     def _send_update(self) -> None:
         """Send the changes since the last message. Runs on the throttle's thread."""
@@ -132,10 +132,12 @@ class Dashboard(anywidget.AnyWidget):
         if has_pending:
             self._throttle.trigger()
 
-    def _send_sign_of_life(self) -> None:
+    def _send_sign_of_life(self) -> bool:
+        """Send a sign of life. Return False if the page needs no more of them."""
         with self._send_lock:
             if self.comm is not None:
                 self.send({"kind": "alive"})
+            return self.comm is not None and not self._run.status.state.has_ended
 
     def _send_pictures(self) -> None:
         """Send the due pictures of the user's panels, drawn without the lock because drawing may take long."""
@@ -143,10 +145,19 @@ class Dashboard(anywidget.AnyWidget):
             with self._send_lock:
                 if self.comm is None:
                     return
-                content = {"kind": "picture", "name": picture.name, "error": picture.error}
+                content = {"kind": "picture", "name": picture.name, "error": picture.error, "wide": picture.is_wide}
                 self.send(content, [picture.png])
         if self._panel_renderer.is_outdated:  # not due yet, or outdated again
             self._picture_throttle.trigger()
+
+    def _send_series(self) -> None:
+        """Send numbers of the user's own and of the machines, in a share of the time."""
+        message = self._series_feed.build_message()
+        with self._send_lock:
+            if self.comm is not None and message is not None:
+                self._send_message(message)
+        if self._series_feed.is_outdated:
+            self._series_throttle.trigger()
 
     def _send_message(self, message: Message) -> None:
         self.send(message.content, message.buffers)
@@ -156,19 +167,19 @@ class Dashboard(anywidget.AnyWidget):
         if not isinstance(content, dict):
             return
         if "hello" in content:
-            self._on_hello(page_opened=content["hello"] == "opened")
+            self._on_hello()
         elif "select" in content:
             self._select_node(content["select"])
         elif isinstance(content.get("command"), str):
             self._handle_command(content["command"], content.get("value"))
 
-    def _on_hello(self, *, page_opened: bool) -> None:
+    def _on_hello(self) -> None:
         with self._send_lock:
             self._is_page_ready = True
-            self._num_opened_pages += page_opened
             self._send_message(self._message_builder.build_snapshot())
         self._heartbeat.start()
         self._panel_renderer.reset()
+        self._series_feed.reset()
         self._request_update()
 
     def _select_node(self, rank: Any) -> None:

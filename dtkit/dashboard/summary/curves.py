@@ -101,7 +101,8 @@ LOSS = Chart("loss", lambda rows: rows["loss"], lambda totals, _copies: totals["
 THROUGHPUT = Chart("throughput", compute_own_throughput, _compute_mean_throughput)
 LR = Chart("lr", lambda rows: rows["lr"], None)
 GRAD_NORM = Chart("grad_norm", None, lambda totals, _copies: totals["grad_norm"])
-CHARTS = (LOSS, THROUGHPUT, LR, GRAD_NORM)
+STEP_TIME = Chart("step_s", None, lambda totals, _copies: totals["step_s"])
+CHARTS = (LOSS, THROUGHPUT, LR, GRAD_NORM, STEP_TIME)
 
 
 def make_chart_layouts(charts: Sequence[Chart], num_ranks: int, max_lines: int = MAX_NODE_LINES) -> list[ChartLayout]:

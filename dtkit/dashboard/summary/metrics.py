@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit.dashboard.summary.activity import find_activity
 from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall, format_short
@@ -102,7 +103,11 @@ class Tile:
 
 def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
     """Return the tiles at the top of a view."""
-    yield Tile("throughput", formatting.format_rate(metrics.throughput), "samples/s, all nodes")
+    activity = find_activity(run, metrics.lost_nodes)
+    if activity is None:
+        yield Tile("throughput", formatting.format_rate(metrics.throughput), "samples/s, all nodes")
+    else:
+        yield Tile("throughput", formatting.UNKNOWN, "no steps are taken")
     yield Tile("mean loss", formatting.format_loss(metrics.loss), _describe_loss(run, metrics))
     slow = metrics.timing.straggler
     yield Tile(

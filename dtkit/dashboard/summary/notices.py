@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
+from dtkit.dashboard.summary.activity import describe_last_repair
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_sentence
 from dtkit.dashboard.summary.timing import format_nodes
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
     from dtkit.dashboard.summary.lost_nodes import LostNodes
     from dtkit.types import ReplicaCheckResult
 
-NOTICE_GLYPHS = {"lost": "✕", "stuck": STUCK_GLYPH, "differs": "✕", "identical": "✓", "fewer": "○", "slowed": "▼"}
+NOTICE_GLYPHS = {
+    "lost": "✕",
+    "stuck": STUCK_GLYPH,
+    "differs": "✕",
+    "identical": "✓",
+    "fewer": "○",
+    "slowed": "▼",
+    "repaired": "+",
+}
 """Kinds of notices, the most urgent first, with the glyph of each."""
 
 ALERT_KINDS = ("lost", "stuck", "differs")
@@ -49,6 +58,7 @@ def collect_notices(run: RunView, lost_nodes: LostNodes | None = None) -> list[N
         *_make_consistency_notice(run.consistency, ranks),
         *([] if lost_nodes else _make_left_out_notice(run)),
         *_make_delay_notices(run),
+        *_make_repair_notice(run),
     ]
 
 
@@ -109,6 +119,13 @@ def _describe_compared(consistency: ReplicaCheckResult, num_ranks: int) -> str:
     if consistency.num_holders > 1:
         return f"parameters identical between {formatting.format_count(consistency.num_holders, 'replica')}"
     return f"parameters that are not split identical on {formatting.format_count(num_ranks, 'node')}"
+
+
+def _make_repair_notice(run: RunView) -> Iterator[Notice]:
+    """Return how the last loss of nodes ended, while a run goes on and nothing newer has happened."""
+    text = None if run.status.state.has_ended else describe_last_repair(run.history.events)
+    if text is not None:
+        yield Notice("repaired", text)
 
 
 def _make_delay_notices(run: RunView) -> Iterator[Notice]:

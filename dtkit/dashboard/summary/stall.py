@@ -41,6 +41,12 @@ def format_short(stall: StallReport) -> str:
     return f"{STUCK_GLYPH} {subject}: {', '.join(filter(None, details))}"
 
 
+def format_position(stall: StallReport) -> str:
+    """Return a text such as ``stuck: node 1 in forward``, without the seconds."""
+    phase = _describe_phase(stall)
+    return "stuck: no node moves" if stall.rank is None else f"stuck: node {stall.rank}{phase and f' in {phase}'}"
+
+
 def format_sentence(stall: StallReport) -> str:
     """Return a sentence with node, position and remedy, without the seconds."""
     if stall.rank is None:

@@ -1,153 +1,119 @@
-// Lines over the steps, as SVG, drawn from the store's buckets. A panel names its chart and its options.
+// A chart over the steps, as SVG. A panel names its chart and its options; all charts share the tools of store.view.
+//
+//   chart/grain.js    what is drawn: buckets of the store, or single points
+//   chart/axis.js     steps, epochs, time or samples
+//   chart/lines.js    lines, bands, points, labels
+//   chart/pointer.js  pointing and zooming
+//   chart/tooltip.js  the box at the pointer
 
+import { xAxis } from "./chart/axis.js";
+import { bucketGrain, movingAverage, onlyPositive, valueLimits } from "./chart/grain.js";
+import { drawLabels, drawLine, drawPoints, drawSpots, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
+import { drawDragged, listenToChart } from "./chart/pointer.js";
+import { newTooltip, within } from "./chart/tooltip.js";
 import { s, h, setAttr, setText } from "./elements.js";
+import { newFrame } from "./frame.js";
 import { logTicks, number, tick, ticks } from "./numbers.js";
-import { nodeName, pick, pickedClass } from "./picking.js";
+import { nodeName } from "./picking.js";
 import { MARKED } from "./store.js";
+import { newPrefix } from "./textures.js";
 
-const LEFT = 46, RIGHT = 72, TOP = 14, BOTTOM = 22;
+const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
 
 /**
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
- * overall(head, value). Optional: fromZero, smooth, height, points(store), shown(store), lineName(store, line), lineClass,
- * canLog: a button for a logarithmic scale, which leaves out values that are not positive.
+ * overall(head, value). Optional: overallName, right(head): room for labels, unit, format(value), fromZero, merged (buckets at most), height, points(store), pointName,
+ * shown(store), exact: never smooth, joined: lines without gaps, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line),
+ * canLog: the logarithmic scale of all such charts, which leaves out values that are not positive.
  */
 export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });
-  const layers = {}, height = options.height ?? 200;
-  const svg = s("svg", { role: "img", class: "dtk-chart", height, tabindex: 0 });
+  const layers = {}, clip = newPrefix(), clipped = s("rect");
+  const svg = s("svg", { role: "img", class: "dtk-chart dtk-lines-chart", tabindex: 0 }, s("clipPath", { id: clip }, clipped));
   for (const layer of ["grid", "marks", "bands", "lines", "points", "labels", "cursor"]) {
     svg.append((layers[layer] = s("g", { class: `dtk-${layer}` })));
   }
-  const scale = h("button", { type: "button", class: "dtk-log-scale", "data-testid": "scale", title: "logarithmic scale" }, "log");
-  scale.hidden = !options.canLog;
-  scale.addEventListener("click", () => { store.logScale = !store.logScale; redraw(); });
-  const el = h("section", { class: "dtk-panel", "data-testid": options.testid },
-    h("h3", {}, options.title, " ", note, scale), svg);
-  const view = { store, name, svg, layers, height, paths: new Map(), options, layout: null, frame: null };
-  pointAt(view, redraw);
+  for (const layer of ["bands", "lines", "points"]) layers[layer].setAttribute("clip-path", `url(#${clip})`);
+  const frame = newFrame(options.title, note, { svg, csv: () => listValues(view) });
+  const el = h("section", { class: "dtk-panel", "data-testid": options.testid, ...(options.title ? { "data-name": options.title } : {}) }, frame.head, svg);
+  frame.attach(el, redraw);
+  const view = { store, name, svg, layers, clipped, paths: new Map(), options, layout: null, frame: null, grain: null, point: null, tip: newTooltip(el) };
+  listenToChart(view, redraw);
   const update = () => {
-    view.layout = store.head.charts[name];
-    view.isLog = Boolean(options.canLog) && store.logScale;
-    setAttr(scale, "aria-pressed", view.isLog);
+    view.layout = options.layout?.(store) ?? store.head.charts[name];
+    view.isLog = Boolean(options.canLog) && store.view.log;
     el.hidden = !(options.shown?.(store) ?? true);
     if (el.hidden) return;
-    drawChart(view, Math.max(260, svg.parentElement.clientWidth || 0));
-    setText(note, readout(view) ?? options.note(store.head, view.layout));
+    const flat = Boolean(options.isFlat?.(store));
+    el.classList.toggle("dtk-flat", flat);
+    el.classList.toggle("dtk-wide", flat);
+    view.height = frame.height() ?? options.height ?? 200;
+    view.grain = options.grain?.(store) ?? bucketGrain(store.curves, store.head.columns, view.layout, options.merged);
+    if (view.isLog) view.grain.value = onlyPositive(view.grain.value);
+    if (!flat) drawChart(view, Math.max(240, el.clientWidth || 0));
+    setText(note, (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view));
+    drawTooltip(view, el);
     setAttr(svg, "aria-label", `${options.title}: ${describe(view)}`);
   };
-  return { el, update };
-}
-
-/** Point at a step with the pointer or the arrow keys, in all charts. */
-function pointAt(view, redraw) {
-  const { store, svg } = view;
-  const to = (hover) => { store.hover = hover; redraw(); };
-  svg.addEventListener("pointermove", (event) => {
-    const x = event.clientX - svg.getBoundingClientRect().left;
-    to(view.frame ? Math.min(1, Math.max(0, (x - LEFT) / view.frame.width)) : null);
-  });
-  svg.addEventListener("pointerleave", () => to(null));
-  svg.addEventListener("blur", () => to(null));
-  svg.addEventListener("keydown", (event) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-    if (event.key === "Escape") to(null);
-    if (!by || !view.frame) return;
-    event.preventDefault();
-    const each = view.grain.width / (view.frame.end - view.frame.first);
-    to(Math.min(1, Math.max(0, (store.hover ?? 1) + by * each)));
-  });
-}
-
-/**
- * Return the buckets of a chart as {used, width, value(line, bucket, which)}: which is 0 smallest, 1 mean, 2 largest.
- * With `smooth`, buckets are merged until at most that many are left.
- */
-function grain(store, layout, smooth) {
-  const { data, used, width } = store.curves, { columns } = store.head;
-  const at = (line, bucket, which) => data[(bucket * columns + layout.first + line) * 3 + which];
-  let each = 1;
-  while (smooth && used > smooth * each) each *= 2;
-  if (each === 1) return { used, width, value: at };
-  const value = (line, bucket, which) => {
-    const found = [];
-    for (let b = bucket * each; b < Math.min(used, (bucket + 1) * each); b++) {
-      const v = at(line, b, which);
-      if (!Number.isNaN(v)) found.push(v);
-    }
-    if (!found.length) return NaN;
-    return which === 0 ? Math.min(...found) : which === 2 ? Math.max(...found) : found.reduce((a, b) => a + b) / found.length;
-  };
-  return { used: Math.ceil(used / each), width: width * each, value };
+  return { el, update, title: options.title };
 }
 
 function drawChart(view, width) {
-  const { store, svg, options, layout, height } = view, { curves } = store;
-  const { width: each } = (view.grain = grain(store, layout, options.smooth));
-  if (view.isLog) view.grain.value = onlyPositive(view.grain.value);
-  setAttr(svg, "width", width);
-  setAttr(svg, "viewBox", `0 0 ${width} ${height}`);
-  const points = (options.points?.(store) ?? []).filter((point) => !view.isLog || point.value > 0);
-  const [low, high] = range(view, points);
-  const first = curves.origin, last = Math.max(first + 1, curves.origin + curves.used * curves.width - 1);
-  const end = Math.max(first + 1, Math.min(last, store.status.step || last));
-  const plot = { width: width - LEFT - RIGHT, height: height - TOP - BOTTOM };
-  const size = view.isLog ? Math.log10 : (v) => v;
+  const { store, svg, options, layout, height, grain } = view;
+  view.axis = xAxis(store);
+  view.shown = (line) => !store.view.hidden.has(lineKey(layout, line));
+  for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) setAttr(svg, key, value);
+  const points = store.view.hidden.has("valid") ? [] : (options.points?.(store) ?? []).filter((point) => !view.isLog || point.value > 0);
+  view.points = points;
+  view.whole = wholeRange(view);
+  const [first, end] = store.view.zoom ?? view.whole;
+  const inSight = points.filter((point) => point.step >= first && point.step <= end).map((point) => point.value);
+  const [low, high] = valueLimits(grain, {
+    shown: view.shown, from: first, to: end, extra: inSight, isLog: view.isLog, robust: store.view.robust, fromZero: options.fromZero,
+  });
+  const right = options.right?.(store.head) ?? RIGHT, plot = { width: width - LEFT - right, height: height - TOP - BOTTOM };
+  const size = view.isLog ? Math.log10 : (v) => v, { axis } = view, from = axis.of(first), long = axis.of(end) - from || 1;
   view.frame = {
-    ...plot, first, end,
-    x: (step) => LEFT + (Math.min(step, end) - first) / (end - first) * plot.width,
+    ...plot, first, end, low, high,
+    x: (step) => LEFT + (axis.of(step) - from) / long * plot.width,
     y: (v) => TOP + (size(high) - size(v)) / (size(high) - size(low)) * plot.height,
-    step: (bucket) => curves.origin + bucket * each + (each - 1) / 2,
+    stepAt: (x) => Math.min(end, Math.max(first, axis.step(from + (x - LEFT) / plot.width * long))),
   };
-  drawGrid(view, low, high, width);
+  for (const [key, value] of Object.entries({ x: LEFT - 2, y: TOP - 2, width: plot.width + 4, height: plot.height + 4 })) setAttr(view.clipped, key, value);
+  drawGrid(view, width);
   drawMarks(view);
   const ends = [];
   for (let line = 0; line <= layout.nodes; line++) drawLine(view, line, ends);
   drawSpots(view, ends);
   drawPoints(view, points, ends);
-  drawLabels(view, ends, width);
+  drawLabels(view, ends, { left: width - right + 8, top: TOP, bottom: height - BOTTOM });
   drawCursor(view);
 }
-/** Return the range of the drawn values, with some room. */
-function range(view, points) {
-  const { options, layout } = view, { used, value } = view.grain;
-  let [low, high] = [Infinity, -Infinity];
-  for (let b = 0; b < used; b++) {
-    for (let line = 0; line <= layout.nodes; line++) {
-      low = Math.min(low, orElse(value(line, b, 0), Infinity));
-      high = Math.max(high, orElse(value(line, b, 2), -Infinity));
-    }
-  }
-  for (const point of points) [low, high] = [Math.min(low, point.value), Math.max(high, point.value)];
-  if (low > high) [low, high] = view.isLog ? [0.1, 1] : [0, 1];
-  if (view.isLog) return [low / 1.1, high * 1.1];
-  if (options.fromZero) low = 0;
-  const room = (high - low || Math.abs(high) || 1) * 0.05;
-  return [options.fromZero ? low : low - room, high + room];
-}
-function onlyPositive(value) {
-  return (line, bucket, which) => { const v = value(line, bucket, which); return v > 0 ? v : NaN; };
-}
-function orElse(v, other) {
-  return Number.isNaN(v) ? other : v;
+/** Return the first and the last step of all charts, so that they have one axis. */
+function wholeRange({ store }) {
+  const { curves } = store, first = curves.used ? curves.origin : 1;
+  const last = Math.max(first + 1, curves.origin + curves.used * curves.width - 1);
+  return [first, Math.max(first + 1, Math.min(last, store.status.step || last))];
 }
 
-function drawGrid(view, low, high, width) {
-  const { x, y, first, end, width: inner } = view.frame, parts = [];
+function drawGrid(view, width) {
+  const { x, y, first, end, low, high, width: inner } = view.frame, { axis } = view, parts = [];
   if (!view.grain.used) {
     view.layers.grid.replaceChildren(s("text", { x: width / 2, y: view.height / 2, "text-anchor": "middle" }, "no step yet"));
     return;
   }
-  const count = view.height > 150 ? 5 : 3;
+  const count = Math.max(2, Math.round(view.height / 42));
   for (const v of view.isLog ? logTicks(low, high, count) : ticks(low, high, count)) {
     parts.push(s("line", { x1: LEFT, x2: LEFT + inner, y1: y(v), y2: y(v) }));
-    parts.push(s("text", { x: LEFT - 7, y: y(v) + 4, "text-anchor": "end" }, tick(v)));
+    parts.push(s("text", { x: LEFT - 7, y: y(v) + 4, "text-anchor": "end" }, view.options.mark?.(v) ?? tick(v)));
   }
-  const whole = ticks(first, end, width > 420 ? 6 : 4).filter(Number.isInteger);
-  parts.push(s("text", { x: LEFT - 7, y: view.height - 5, "text-anchor": "end" }, "step"));
-  for (const v of whole) {
-    if (x(v) - 3.3 * tick(v).length < LEFT - 4) continue; // it would overlap the label
-    parts.push(s("text", { x: x(v), y: view.height - 5, "text-anchor": "middle" }, tick(v)));
+  parts.push(s("text", { x: LEFT - 7, y: view.height - 5, "text-anchor": "end" }, axis.label));
+  let free = LEFT - 4;
+  for (const v of axis.marks(axis.of(first), axis.of(end), Math.max(3, Math.round(width / 85)))) {
+    const at = x(axis.step(v)), half = 3.3 * axis.mark(v).length;
+    if (at - half < free || at > LEFT + inner + 2) continue; // it would overlap the last one
+    parts.push(s("text", { x: at, y: view.height - 5, "text-anchor": "middle" }, axis.mark(v)));
+    free = at + half + 6;
   }
   view.layers.grid.replaceChildren(...parts);
 }
@@ -168,145 +134,101 @@ function drawMarks(view) {
   view.layers.marks.replaceChildren(...parts);
 }
 
-/** Draw a line's mean as a path, and its extremes as a band behind it. */
-function drawLine(view, line, ends) {
-  const { store, layers, options, layout } = view;
-  const { used, width, value } = view.grain, { x, y, step } = view.frame;
-  const overall = line === layout.nodes, alone = !layout.nodes;
-  const band = alone ? width > 1 : !overall && (layout.banded || width > 1);
-  let mean = "", up = "", down = "", pen = "M", last = NaN, seen = 0;
-  for (let b = 0; b < used; b++) {
-    const v = value(line, b, 1);
-    if (Number.isNaN(v)) { pen = "M"; continue; }
-    const at = x(step(b)).toFixed(1);
-    mean += `${pen}${at},${y(v).toFixed(1)}`;
-    if (band) {
-      up += `${up ? "L" : "M"}${at},${y(value(line, b, 2)).toFixed(1)}`;
-      down = `L${at},${y(value(line, b, 0)).toFixed(1)}${down}`;
-    }
-    pen = "L"; last = v; seen++;
-  }
-  if (seen === 1) mean += "h.01"; // a dot, with round caps
-  const crowd = layout.banded && !overall;
-  const hue = crowd ? "crowd" : alone ? "only" : overall ? "all" : `n${line % 8}`;
-  const single = overall && layout.nodes === 1 && !layout.banded; // the line of a single node is also the overall line
-  const rank = overall ? "all" : crowd ? "band" : line;
-  const path = pathOf(view, `line${line}`, layers.lines, "", rank), own = overall || crowd || options.lineName ? undefined : line;
-  const dash = options.lineName ? ` dtk-dash${line % 4}` : ""; // runs differ without colors too
-  setAttr(path, "class", `dtk-line dtk-${hue}${dash}${pickedClass(store, own)}`);
-  setAttr(path, "d", crowd || single ? "" : mean);
-  const shade = pathOf(view, `band${line}`, layers.bands, `dtk-band dtk-${hue}`);
-  setAttr(shade, "d", band && seen ? `${up}${down}Z` : "");
-  setAttr(shade, "opacity", crowd ? 0.3 : 0.32 / (layout.nodes + 1)); // overlapping bands would hide the lines
-  const label = overall ? options.overall(store.head, last) : options.lineName?.(store, line) ?? nodeName(store, line);
-  if (seen && !crowd && !single) ends.push({ y: y(last), label, hue, rank: own });
-}
-
-/** Draw lines of outliers and of the highlighted node over the band of many nodes. */
-function drawSpots(view, ends) {
-  const { store, layers, layout, name } = view, { spot } = store, { x, y } = view.frame;
-  const ranks = layout.banded && spot?.charts.includes(name) ? spot.ranks : [];
-  for (let k = 0; k < 5; k++) {
-    const path = pathOf(view, `spot${k}`, layers.lines, "dtk-line"), rank = ranks[k];
-    if (rank === undefined) { setAttr(path, "d", ""); continue; }
-    let d = "", pen = "M", last = NaN;
-    for (let b = 0; b < spot.used; b++) {
-      const v = spot.data[(b * spot.charts.length + spot.charts.indexOf(name)) * ranks.length + k];
-      if (Number.isNaN(v)) { pen = "M"; continue; }
-      d += `${pen}${x(spot.origin + b * spot.width + (spot.width - 1) / 2).toFixed(1)},${y(v).toFixed(1)}`;
-      pen = "L"; last = v;
-    }
-    const hue = rank === store.selected ? "chosen" : `s${k % 4}`;
-    setAttr(path, "class", `dtk-line dtk-spot dtk-${hue}${pickedClass(store, rank)}`);
-    setAttr(path, "data-rank", rank);
-    setAttr(path, "d", d);
-    if (d) ends.push({ y: y(last), label: nodeName(store, rank), hue, rank });
-  }
-}
-function pathOf(view, key, layer, cls, rank) {
-  if (!view.paths.has(key)) {
-    const path = s("path", rank === undefined ? { class: cls } : { class: cls, "data-rank": rank });
-    view.paths.set(key, path);
-    layer.append(path);
-  }
-  return view.paths.get(key);
-}
-
-function drawPoints(view, points, ends) {
-  const { x, y } = view.frame;
-  const r = points.length > 20 ? 3 : 4;
-  const chain = points.length > 20 ? [s("path", { class: "dtk-chain", d: points.map((p, k) => `${k ? "L" : "M"}${x(p.step)},${y(p.value)}`).join("") })] : [];
-  view.layers.points.replaceChildren(...chain, ...apart(points, x).map((p) =>
-    s("path", { d: `M${x(p.step)},${y(p.value)}m${-r},0l${r},${-r}l${r},${r}l${-r},${r}z` }, s("title", {}, `step ${p.step}: validation ${number(p.value)}`))));
-  if (points.length) ends.push({ y: y(points.at(-1).value), label: "◇ valid", hue: "all" });
-}
-
-/** Draw points that don't overlap, including the last one; a line joins all points. */
-function apart(points, x) {
-  if (points.length <= 20) return points;
-  const kept = [];
-  for (const point of [...points].reverse()) if (!kept.length || x(kept.at(-1).step) - x(point.step) >= 16) kept.push(point);
-  return kept.reverse();
-}
-
-/** Write names at the lines' ends, apart from each other. */
-function drawLabels(view, ends, width) {
-  ends.sort((a, b) => a.y - b.y);
-  const placed = spread(ends.map((end) => end.y), 12, TOP, view.height - BOTTOM);
-  view.layers.labels.replaceChildren(...ends.map((end, k) => {
-    const text = s("text", { x: width - RIGHT + 8, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);
-    if (end.rank !== undefined) text.addEventListener("click", () => pick(view.store, end.rank));
-    return text;
-  }));
-}
-/** Return ascending positions at least `gap` apart; close positions stay around their middle (as in figures/style.py). */
-function spread(wanted, gap, low, high) {
-  const crowds = [];
-  for (const y of wanted) {
-    let [middle, count] = [y, 1];
-    while (crowds.length && middle - crowds.at(-1)[0] < gap * (count + crowds.at(-1)[1]) / 2) {
-      const [other, others] = crowds.pop();
-      middle = (middle * count + other * others) / (count + others);
-      count += others;
-    }
-    const half = gap * (count - 1) / 2;
-    crowds.push([Math.max(low + half, Math.min(high - half, middle)), count]);
-  }
-  return crowds.flatMap(([middle, count]) => Array.from({ length: count }, (_, k) => middle + gap * (k - (count - 1) / 2)));
-}
-
-/** Draw the bucket under the pointer, in all charts. */
-function hovered(view) {
-  const { store, frame } = view, { used, width } = view.grain;
-  if (store.hover === null || !used || !frame) return null;
-  const step = frame.first + store.hover * (frame.end - frame.first);
-  return Math.min(used - 1, Math.max(0, Math.floor((step - store.curves.origin) / width)));
+/** Return the place under the pointer, in all charts. */
+function hovered({ store, frame, grain }) {
+  if (store.hover === null || !grain.used || !frame || store.hover < frame.first || store.hover > frame.end) return null;
+  return grain.find(store.hover);
 }
 function drawCursor(view) {
-  const bucket = hovered(view), { x, y, step } = view.frame, parts = [];
-  if (bucket !== null) {
-    const at = x(step(bucket)), v = view.grain.value(view.layout.nodes, bucket, 1);
-    parts.push(s("line", { x1: at, x2: at, y1: TOP, y2: view.height - BOTTOM }));
-    if (!Number.isNaN(v)) parts.push(s("circle", { cx: at, cy: y(v), r: 3 }));
+  const at = hovered(view), { x, y } = view.frame, { layout, grain } = view, parts = [];
+  if (at !== null) {
+    const left = x(Math.min(view.frame.end, Math.max(view.frame.first, grain.step(at)))), v = grain.value(layout.nodes, at, 1);
+    parts.push(s("line", { x1: left, x2: left, y1: TOP, y2: view.height - BOTTOM }));
+    if (!Number.isNaN(v) && view.shown(layout.nodes)) parts.push(s("circle", { cx: left, cy: y(v), r: 3 }));
   }
   view.layers.cursor.replaceChildren(...parts);
+  drawDragged(view, TOP, view.height - BOTTOM);
+}
+
+function format({ options }, v) {
+  const text = options.format?.(v) ?? number(v);
+  return options.unit && Number.isFinite(v) ? `${text} ${options.unit}` : text;
+}
+function stepsText([first, last]) {
+  return first === last ? `step ${first.toLocaleString("en-US")}` : `steps ${first.toLocaleString("en-US")}–${last.toLocaleString("en-US")}`;
 }
 function readout(view) {
-  const bucket = hovered(view);
-  if (bucket === null) return null;
-  const { store: { curves }, layout } = view, { width, value } = view.grain;
-  const first = curves.origin + bucket * width;
-  const steps = width === 1 ? `step ${first}` : `steps ${first}–${first + width - 1}`;
-  const lines = layout.banded
-    ? [`${number(value(0, bucket, 0))} to ${number(value(0, bucket, 2))}`]
-    : layout.nodes > 1 ? Array.from({ length: layout.nodes }, (_, k) => number(value(k, bucket, 1))) : [];
-  return `${steps}: ${number(value(layout.nodes, bucket, 1))}${lines.length ? ` (${lines.join(" · ")})` : ""}`;
+  const at = hovered(view);
+  if (at === null) return null;
+  return `${stepsText(view.grain.span(at))}: ${format(view, view.grain.value(view.layout.nodes, at, 1))}`;
 }
+
+/** Name every line at the pointer, with its value and unit. */
+function drawTooltip(view, panel) {
+  const at = hovered(view), { point, keyed, svg, frame } = view;
+  if (at === null || view.dragged || !(point || (keyed && svg.ownerDocument.activeElement === svg))) return view.tip.hide();
+  const box = svg.getBoundingClientRect(), spot = point ?? [box.left + frame.x(view.store.hover), box.top + TOP + 10];
+  const [x, y] = within(panel, { clientX: spot[0], clientY: spot[1] }), { axis, grain } = view, span = grain.span(at);
+  const more = axis.label === "step" ? "" : ` · ${axis.label} ${axis.format(axis.of(span[1]))}`;
+  view.tip.show(x, y, `${stepsText(span)}${more}`, tooltipRows(view, at));
+}
+function tooltipRows(view, at) {
+  const { layout } = view, rows = [];
+  for (let line = 0; line <= layout.nodes; line++) {
+    const single = line === layout.nodes && layout.nodes === 1 && !layout.banded; // the same as its node
+    if (view.shown(line) && !single && !Number.isNaN(view.grain.value(line, at, 1))) rows.push(lineRow(view, line, at));
+  }
+  return [...rows, ...spotRows(view, at), ...pointRows(view, at)];
+}
+function lineRow(view, line, at) {
+  const { store, layout, grain, options } = view, overall = line === layout.nodes, mark = `dtk-${lineHue(layout, line)}`;
+  const text = format(view, grain.value(line, at, 1));
+  if (layout.banded && !overall) return { label: "lowest to highest", value: `${format(view, grain.value(0, at, 0))} to ${format(view, grain.value(0, at, 2))}`, mark };
+  const label = overall ? overallName(options, store.head) ?? (layout.nodes ? "mean" : options.title) : options.lineName?.(store, line) ?? nodeName(store, line);
+  return { label, value: withAverage(view, line, at, text), mark };
+}
+function overallName({ overallName: name }, head) {
+  return typeof name === "function" ? name(head) : name;
+}
+function withAverage(view, line, at, text) {
+  const weight = smoothing(view);
+  return weight ? `${format(view, movingAverage(view.grain, line, weight)[at])} (${text})` : text;
+}
+function spotRows(view, at) {
+  const { store: { spot, view: tools }, name, layout, grain } = view;
+  if (!layout.banded || !spot?.charts.includes(name) || tools.hidden.has("spots")) return [];
+  const bucket = Math.min(spot.used - 1, Math.max(0, Math.floor((grain.step(at) - spot.origin) / spot.width)));
+  return spot.ranks.map((rank, k) => ({ label: nodeName(view.store, rank), value: format(view, spotValue(spot, name, k, bucket)), mark: `dtk-${rank === view.store.selected ? "chosen" : `s${k % 4}`}` }));
+}
+function pointRows(view, at) {
+  const [first, last] = view.grain.span(at), { options, points } = view;
+  const near = options.pointName ? points.filter(({ step }) => step >= first && step <= last).slice(-1) : [];
+  return near.map(({ step, value }) => ({ label: `validation at step ${step.toLocaleString("en-US")}`, value: format(view, value), mark: "dtk-all" }));
+}
+
 function describe(view) {
-  const { store, layout } = view, { used, value } = view.grain;
-  for (let b = used - 1; b >= 0; b--) {
-    const v = value(layout.nodes, b, 1);
-    if (!Number.isNaN(v)) return `${layout.nodes > 1 || layout.banded ? "over all nodes " : ""}${number(v)} at step ${store.status.step}`;
+  const { store, layout, grain } = view;
+  for (let at = grain.used - 1; at >= 0; at--) {
+    const v = grain.value(layout.nodes, at, 1);
+    if (!Number.isNaN(v)) return `${layout.nodes > 1 || layout.banded ? "over all nodes " : ""}${format(view, v)} at step ${store.status.step}`;
   }
   return "no step yet";
+}
+
+/** Return the drawn values as rows of a table, the first with the names of the columns. */
+function listValues({ grain, layout, options, store, axis }) {
+  const names = [];
+  for (let line = 0; line <= layout.nodes; line++) {
+    const name = line === layout.nodes ? overallName(options, store.head) ?? "overall" : layout.banded ? "band" : options.lineName?.(store, line) ?? `node ${line}`;
+    names.push(name, ...(grain.wide > 1 || layout.banded ? [`${name} lowest`, `${name} highest`] : []));
+  }
+  const rows = [["first step", "last step", ...(axis.label === "step" ? [] : [axis.label]), ...names]];
+  for (let at = 0; at < grain.used; at++) {
+    const span = grain.span(at), values = [];
+    for (let line = 0; line <= layout.nodes; line++) {
+      values.push(...(grain.wide > 1 || layout.banded ? [1, 0, 2] : [1]).map((which) => grain.value(line, at, which)));
+    }
+    rows.push([...span, ...(axis.label === "step" ? [] : [axis.of(span[1])]), ...values.map((v) => (Number.isNaN(v) ? "" : v))]);
+  }
+  return rows;
 }

@@ -2,8 +2,10 @@
 
 import { chart } from "./chart.js";
 import { h, s, setAttr, setText } from "./elements.js";
-import { followTheme } from "./theme.js";
+import { mountViews } from "./mount.js";
 import { apply, newStore } from "./store.js";
+import { followTheme } from "./theme.js";
+import { toolbar } from "./toolbar.js";
 
 const COLUMNS_OF_RUNS = [["run", "label"], ["state", "state"], ["steps", "steps"], ["loss", "loss"], ["samples/s", "rate"], ["sent per rank", "sent"]];
 
@@ -33,11 +35,12 @@ function buildComparison(store) {
     title: "Loss", testid: "comparison-chart", height: 260,
     note: () => "mean over all nodes, on the same steps", overall: () => "", lineName: (_store, line) => `run ${line + 1}`,
   }, redraw);
-  const table = runsTable(store);
+  const tools = toolbar(store, null), table = runsTable(store);
   lines.el.classList.add("dtk-wide");
-  root.append(h("div", { class: "dtk-body" }, lines.el, table.el));
+  root.append(h("div", { class: "dtk-body" }, tools.el, lines.el, table.el));
   function draw() {
     if (!store.head) return;
+    tools.update();
     lines.update();
     table.update();
     setAttr(root, "data-state", store.status.state);
@@ -46,23 +49,30 @@ function buildComparison(store) {
   return { root, redraw };
 }
 
+function openComparison(store) {
+  const { root, redraw } = buildComparison(store), stopTheme = followTheme(root), size = new ResizeObserver(redraw);
+  size.observe(root);
+  redraw();
+  return { root, redraw, dispose: () => { stopTheme(); size.disconnect(); } };
+}
+
 export default () => {
   const store = newStore(), views = new Set();
-  const receive = (content, buffers) => { apply(store, content, buffers); for (const redraw of views) redraw(); };
+  store.redraw = () => { for (const redraw of views) redraw(); };
+  const receive = (content, buffers) => { apply(store, content, buffers); store.redraw(); };
   return {
     initialize({ model }) {
       model.on("msg:custom", receive);
       const { content, buffers } = model.get("opening");
       receive(content, buffers);
+      views.add(mountViews(model.get("place"), () => openComparison(store)));
       model.send({ hello: "opened" });
     },
     render({ el }) {
-      const { root, redraw } = buildComparison(store), stopTheme = followTheme(root), size = new ResizeObserver(redraw);
+      const { root, redraw, dispose } = openComparison(store);
       el.append(root);
       views.add(redraw);
-      size.observe(root);
-      redraw();
-      return () => { views.delete(redraw); stopTheme(); size.disconnect(); };
+      return () => { views.delete(redraw); dispose(); };
     },
   };
 };

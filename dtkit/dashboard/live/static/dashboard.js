@@ -8,6 +8,7 @@
 // There is no dependency and no build step: bundle.py puts the files into one module.
 
 import { h, setAttr, setText } from "./elements.js";
+import { mountViews } from "./mount.js";
 import { banner } from "./panels/banner.js";
 import { controls } from "./panels/controls.js";
 import { gradientNormChart } from "./panels/gradient_norm.js";
@@ -21,18 +22,24 @@ import { nodesTable } from "./panels/nodes.js";
 import { pictures } from "./panels/pictures.js";
 import { progress } from "./panels/progress.js";
 import { remarks } from "./panels/remarks.js";
+import { scalars } from "./panels/scalars.js";
 import { stepTime } from "./panels/step_time.js";
 import { summary } from "./panels/summary.js";
+import { system } from "./panels/system.js";
+import { verdict } from "./panels/verdict.js";
 import { throughputChart } from "./panels/throughput.js";
 import { tiles } from "./panels/tiles.js";
 import { timeline } from "./panels/timeline.js";
 import { waffle } from "./panels/waffle.js";
+import { toolbar } from "./toolbar.js";
 import { apply, isLost, newStore } from "./store.js";
 import { followTheme } from "./theme.js";
 
+/** What is above the charts, and the panels below their tools. */
+const TOP_PANELS = [header, progress, banner, remarks, controls, tiles, verdict];
 const PANELS = [
-  header, progress, banner, remarks, controls, tiles, waffle, lossChart, throughputChart, metrics, stepTime, timeline, gradientNormChart,
-  learningRateChart, pictures, memory, nodesTable, log, summary,
+  waffle, lossChart, throughputChart, metrics, scalars, gradientNormChart, learningRateChart, stepTime, timeline, pictures, system, memory, nodesTable,
+  log,
 ];
 
 /** Show an error of a panel in that panel only. */
@@ -59,13 +66,14 @@ function buildView(store, send) {
     asked = true;
     requestAnimationFrame(() => { asked = false; draw(); });
   };
-  const panels = PANELS.map((build) => build(store, send, redraw));
-  body.append(...panels.map((panel) => panel.el));
-  const updates = panels.map(guarded);
+  const make = (build) => build(store, send, redraw);
+  const panels = PANELS.map(make), all = [...TOP_PANELS.map(make), toolbar(store, panels), ...panels, summary(store)];
+  body.append(...all.map((panel) => panel.el));
+  const updates = all.map((panel) => [panel, guarded(panel)]);
   const draw = () => {
     if (!store.head) return;
     store.lost = isLost(store);
-    for (const update of updates) update();
+    for (const [panel, update] of updates) if (!panel.el.classList.contains("dtk-off")) update();
     setAttr(root, "data-state", store.lost ? "lost" : store.status.state);
     setAttr(root, "data-step", store.status.step);
     setAttr(root, "data-seq", store.seq);
@@ -73,9 +81,18 @@ function buildView(store, send) {
   return { root, redraw };
 }
 
+/** Return a view that follows the theme and its size: {root, redraw, dispose}. */
+function openView(store, model) {
+  const { root, redraw } = buildView(store, (message) => model.send(message)), stopTheme = followTheme(root);
+  const size = new ResizeObserver(redraw);
+  size.observe(root);
+  const ticking = setInterval(redraw, 1000); // the elapsed time of a long step
+  redraw();
+  return { root, redraw, dispose: () => { stopTheme(); size.disconnect(); clearInterval(ticking); } };
+}
+
 export default () => {
-  const store = newStore();
-  const views = new Set();
+  const store = newStore(), views = new Set();
   let asked = 0;
   const receive = (model, content, buffers) => {
     if (!apply(store, content, buffers) && Date.now() - asked > 1000) {
@@ -91,18 +108,14 @@ export default () => {
       model.on("msg:custom", (content, buffers) => receive(model, content, buffers));
       const { content, buffers } = model.get("opening");
       receive(model, content, buffers);
+      views.add(mountViews(model.get("place"), () => openView(store, model)));
       model.send({ hello: "opened" });
     },
     render({ model, el }) {
-      const { root, redraw } = buildView(store, (message) => model.send(message));
+      const { root, redraw, dispose } = openView(store, model);
       el.append(root);
       views.add(redraw);
-      const stopTheme = followTheme(root);
-      const size = new ResizeObserver(redraw);
-      size.observe(root);
-      const ticking = setInterval(redraw, 1000); // the elapsed time of a long step
-      redraw();
-      return () => { views.delete(redraw); stopTheme(); size.disconnect(); clearInterval(ticking); };
+      return () => { views.delete(redraw); dispose(); };
     },
   };
 };

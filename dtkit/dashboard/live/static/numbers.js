@@ -35,6 +35,7 @@ export function duration(seconds) {
 export function tick(value) {
   if (Math.abs(value) >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
   if (Math.abs(value) >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
+  if (value !== 0 && Math.abs(value) < 1e-3) return (+value.toPrecision(3)).toExponential();
   return (+value.toPrecision(6)).toLocaleString("en-US", { maximumFractionDigits: 12 });
 }
 /** Return about `count` round values between low and high. */

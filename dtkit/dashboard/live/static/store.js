@@ -19,12 +19,17 @@ export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", sto
 export function newStore() {
   return {
     seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], error: null, refused: null,
-    remarks: [], time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], outliers: [], slow: [], slowed: [] },
-    selected: null, picking: false, effect: { count: 0, text: "" }, spot: null, strip: null, pictures: new Map(),
-    beats: false, lost: false, logScale: false, send: () => {}, redraw: () => {},
-    log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null,
+    remarks: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], outliers: [], slow: [], slowed: [] },
+    selected: null, picking: false, effect: { count: 0, text: "" }, spot: null, strip: null, pictures: new Map(), series: new Map(),
+    beats: false, lost: false, view: newView(), send: () => {}, redraw: () => {},
+    log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null, // the step at the pointer
     curves: { width: 1, origin: 0, used: 0, data: new Float32Array(0) },
   };
+}
+
+/** Return the settings of the chart tools: `zoom` has the first and last step in sight, `hidden` the keys of lines. */
+function newView() {
+  return { x: "step", smooth: 0, log: false, robust: false, zoom: null, hidden: new Set() };
 }
 
 /** Return whether a run waits for its first start. */
@@ -51,7 +56,14 @@ export function apply(store, content, buffers) {
   }
   if (content.kind === "picture") {
     const bytes = content.error === null ? raw(buffers[0]) : null;
-    store.pictures.set(content.name, { error: content.error, bytes });
+    store.pictures.set(content.name, { error: content.error, bytes, wide: Boolean(content.wide) });
+    return true;
+  }
+  if (content.kind === "series") {
+    for (const one of content.series) {
+      const each = one.points * (one.lines + 1), [first] = [one.first];
+      store.series.set(one.name, { ...one, values: floats(buffers[0]).subarray(first, first + each) });
+    }
     return true;
   }
   const whole = content.kind === "snapshot";
@@ -60,6 +72,7 @@ export function apply(store, content, buffers) {
   store.seq = content.seq;
   store.received = Date.now();
   for (const key of ["status", "lr", "tiles", "error", "remarks"]) store[key] = content[key];
+  if (content.verdict !== undefined) store.verdict = content.verdict;
   applyNow(store, content);
   store.head = content.head ?? store.head; // it changes when nodes are left out
   if (whole) {

@@ -42,7 +42,7 @@ export function controls(store, send, redraw) {
   const said = h("span", { class: "dtk-said", role: "alert" });
   const effect = h("span", { class: "dtk-effect dtk-note", role: "status", "data-testid": "effect" });
   const el = h("div", { class: "dtk-controls", role: "group", "aria-label": "controls" },
-    ...buttons.map((b) => b.el), rate.el, faults.el, effect, said);
+    ...buttons.map((b) => b.el), rate.el, faults.el, h("div", { class: "dtk-answer" }, effect, " ", said));
   const update = () => {
     const { status } = store;
     forgetAnswered(store);

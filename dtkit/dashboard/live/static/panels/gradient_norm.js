@@ -8,6 +8,7 @@ export function gradientNormChart(store, _send, redraw) {
     title: "Gradient norm",
     testid: "gradient-norm-chart",
     height: 130,
+    canLog: true,
     note: () => "over all nodes, before clipping",
     overall: (_head, last) => number(last),
     shown: (st) => known(st, st.head.charts.grad_norm.first),

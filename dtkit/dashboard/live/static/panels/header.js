@@ -1,6 +1,7 @@
 // Model, strategy, and state of the run.
 
 import { h, setText } from "../elements.js";
+import { clock } from "../numbers.js";
 import { isReady } from "../store.js";
 
 const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", completed: "✓", stopped: "■", failed: "✕", "kernel gone": "✕" };
@@ -12,8 +13,9 @@ export function header(store) {
     setText(name, head.name);
     const { world } = store.nodesNow, was = head.ranks > world ? ` (was ${head.ranks})` : "";
     setText(what, `${head.strategy} · ${world} ${world === 1 ? "node" : "nodes"}${was} · batch ${head.batch.toLocaleString("en-US")}`);
-    const state = store.lost ? "kernel gone" : isReady(store) ? "ready" : status.state;
-    setText(chip, `${STATE_GLYPH[state] ?? ""} ${state}`);
+    const state = store.lost ? "kernel gone" : isReady(store) ? "ready" : status.state, doing = store.lost ? null : status.activity;
+    setText(chip, doing ? `${doing.glyph} ${doing.text}, ${clock(doing.seconds + (Date.now() - store.received) / 1000)}` : `${STATE_GLYPH[state] ?? ""} ${state}`);
+    chip.classList.toggle("dtk-busy", Boolean(doing));
   };
   return { el: h("header", {}, name, what, chip), update };
 }

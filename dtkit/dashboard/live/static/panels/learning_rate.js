@@ -9,12 +9,18 @@ export function learningRateChart(store, _send, redraw) {
     testid: "learning-rate-chart",
     height: 130,
     fromZero: true,
-    note: () => "the same on all nodes",
-    overall: (_head, last) => String(+last.toPrecision(3)),
-    shown: (st) => known(st, st.head.charts.grad_norm.first) || changed(st, st.head.charts.lr.first),
+    exact: true,
+    note: (_head, layout) => (changed(store, layout.first) ? "the same on all nodes" : `${shortRate(store.lr)}, the same since the first step`),
+    overall: (_head, last) => shortRate(last),
+    format: shortRate,
+    shown: (st) => known(st, st.head.charts.lr.first),
+    isFlat: (st) => !changed(st, st.head.charts.lr.first),
   }, redraw);
 }
 
+function shortRate(value) {
+  return value === null ? "" : String(+value.toPrecision(4));
+}
 /** Return whether the learning rate changes. */
 function changed(store, column) {
   const { data, used } = store.curves, { columns } = store.head;

@@ -7,6 +7,7 @@ export function lossChart(store, _send, redraw) {
     title: "Loss",
     testid: "loss-chart",
     canLog: true,
+    pointName: "◇ valid",
     note: (_head, layout) => (layout.banded ? "mean, and the band from lowest to highest node" : layout.nodes > 1 ? "per node and mean" : ""),
     overall: () => "mean",
     points: (st) => st.evaluations.filter((e) => Number.isFinite(e.values.loss ?? NaN)).map((e) => ({ step: e.step, value: e.values.loss })),

@@ -5,6 +5,7 @@ import { bytes, share } from "../numbers.js";
 import { nodeName, pickedClass } from "../picking.js";
 
 const NEARLY = 0.9; // share of the limit from which on a bar is an alert
+const AMPLE = 0.5; // share up to which one line is enough for all nodes
 
 export function memory(store) {
   const rows = h("div", { class: "dtk-memory", role: "list" });
@@ -12,11 +13,12 @@ export function memory(store) {
   const update = () => {
     const shown = shownMemory(store);
     el.hidden = !shown.length;
+    el.classList.toggle("dtk-flat", shown.every(({ used, limit }) => used < AMPLE * limit));
     while (rows.children.length > shown.length) rows.lastChild.remove();
     while (rows.children.length < shown.length) rows.append(memoryRow());
     shown.forEach((item, k) => drawMemory(store, rows.children[k], item));
   };
-  return { el, update };
+  return { el, update, title: "Memory" };
 }
 
 /** Return {rank, label, used, limit} of every node, or of three among many and the highlighted one. */

@@ -28,7 +28,7 @@ export function nodesTable(store) {
       setText(cells[7], number(loss ?? NaN)); setText(cells[8], number(rate ?? NaN));
     });
   };
-  return { el, update };
+  return { el, update, title: "Nodes" };
 }
 function nodeRow(store, node) {
   const many = store.head.ranks > 8, swatch = many ? [] : [h("span", { class: `dtk-swatch dtk-n${node.rank}`, "aria-hidden": "true" })];

@@ -3,7 +3,7 @@
 import { h, setText } from "../elements.js";
 
 export function pictures(store) {
-  const el = h("div", { class: "dtk-pictures" }), shown = new Map();
+  const el = h("div", { class: "dtk-several" }), shown = new Map();
   const update = () => {
     for (const [name, picture] of store.pictures) {
       if (!shown.has(name)) {
@@ -13,7 +13,7 @@ export function pictures(store) {
       drawPicture(shown.get(name), picture);
     }
   };
-  return { el, update };
+  return { el, update, title: "Your panels" };
 }
 
 function newPicture(name) {
@@ -24,6 +24,7 @@ function newPicture(name) {
 function drawPicture(view, picture) {
   if (view.drawn === picture) return;
   view.drawn = picture;
+  view.el.classList.toggle("dtk-wide", picture.wide);
   view.image.hidden = picture.error !== null;
   view.broken.hidden = picture.error === null;
   setText(view.broken, picture.error === null ? "" : `${view.name}: this panel failed: ${picture.error}`);

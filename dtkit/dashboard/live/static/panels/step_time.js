@@ -4,9 +4,11 @@
 // highlights its node in all panels.
 
 import { h, s, setAttr, setText } from "../elements.js";
+import { newTooltip, within } from "../chart/tooltip.js";
+import { newFrame } from "../frame.js";
 import { duration, share, tick, ticks } from "../numbers.js";
 import { pick, pickedClass } from "../picking.js";
-import { drawLegend, newPrefix, phaseLook, textures } from "../textures.js";
+import { drawLegend, newPrefix, phaseClass, phaseLook, textures } from "../textures.js";
 
 const BAR = 22, GAP = 8, AXIS = 20, END = 64;
 
@@ -14,13 +16,17 @@ export function stepTime(store, _send, redraw) {
   const note = h("span", { class: "dtk-note", "aria-live": "polite" });
   const straggler = h("p", { class: "dtk-straggler", "data-testid": "straggler" });
   const layers = { axis: s("g", { class: "dtk-grid" }), bars: s("g") };
-  const view = { store, redraw, prefix: newPrefix(), rows: [], at: 0, pointed: null, layers };
+  const view = { store, redraw, prefix: newPrefix(), rows: [], at: 0, pointed: null, spot: null, layers };
   const svg = s("svg", { class: "dtk-chart dtk-bars", role: "list", "aria-label": "where a step's time goes, by node" },
     textures(view.prefix), layers.axis, layers.bars);
   const legend = h("ul", { class: "dtk-legend", "aria-label": "phases" });
-  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "time-panel" },
-    h("h3", {}, "Where a step's time goes ", note), straggler, svg, legend);
+  const title = "Where a step's time goes", frame = newFrame(title, note, { svg, csv: () => listTimes(store) });
+  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "time-panel" }, frame.head, straggler, svg, legend);
+  frame.attach(el, redraw);
+  view.tip = newTooltip(el);
   svg.addEventListener("keydown", (event) => move(view, event));
+  svg.addEventListener("pointermove", (event) => { view.spot = within(el, event); redraw(); });
+  svg.addEventListener("pointerleave", () => { view.spot = null; redraw(); });
   const update = () => {
     const { time, head } = store;
     el.hidden = !time?.bars.length;
@@ -31,9 +37,11 @@ export function stepTime(store, _send, redraw) {
     draw(view, svg, bars, Math.max(260, el.clientWidth || 0));
     drawLegend(legend, head.phases.filter((_, k) => seen(bars, k)), view.prefix);
     const bar = bars[view.pointed];
-    setText(note, bar ? described(bar, head.phases) : `ms, mean of the last ${time.steps} ${time.steps === 1 ? "step" : "steps"}`);
+    if (bar && view.spot) view.tip.show(...view.spot, `${bar.label}: ${duration(bar.whole)} a step`, phaseRows(bar, head.phases));
+    else view.tip.hide();
+    setText(note, bar && !view.spot ? described(bar, head.phases) : `ms, mean of the last ${time.steps} ${time.steps === 1 ? "step" : "steps"}`);
   };
-  return { el, update };
+  return { el, update, title: "Where a step's time goes" };
 }
 
 /** Return the bars of the store: {label, slow, seconds, whole}. */
@@ -54,6 +62,14 @@ function seen(bars, k) {
 function described(bar, phases) {
   const parts = phases.flatMap((phase, k) => (bar.seconds[k] > 0 ? [`${phase} ${duration(bar.seconds[k])} (${share(bar.seconds[k] / bar.whole)})`] : []));
   return `${bar.label}: ${duration(bar.whole)} a step: ${parts.join(" · ")}`;
+}
+
+function phaseRows(bar, phases) {
+  return phases.flatMap((phase, k) => (bar.seconds[k] > 0 ? [{ label: phase, value: `${duration(bar.seconds[k])} · ${share(bar.seconds[k] / bar.whole)}`, mark: `dtk-key ${phaseClass(phase)}` }] : []));
+}
+/** Return the bars as rows of a table. */
+function listTimes(store) {
+  return [["node", ...store.head.phases.map((phase) => `${phase} (s)`)], ...read(store).map((bar) => [bar.label, ...bar.seconds])];
 }
 
 function draw(view, svg, bars, width) {

@@ -3,27 +3,37 @@
 // All boxes of a kind are one path, which keeps pipelines of many micro-batches fast. Hollow boxes behind show the planned
 // schedule. The panel's note describes the box under the pointer.
 
+import { newTooltip, within } from "../chart/tooltip.js";
 import { h, s, setAttr, setText } from "../elements.js";
+import { newFrame } from "../frame.js";
 import { duration, tick, ticks } from "../numbers.js";
 import { nodeName, pick, pickedClass } from "../picking.js";
-import { drawLegend, newPrefix, phaseLook, textures } from "../textures.js";
+import { drawLegend, newPrefix, phaseClass, phaseLook, textures } from "../textures.js";
 
 const FEW = 8, FOOT = 20, RIM = 14, WHOLE = 60000, NUMBERED = 400, EACH = 5, NEAR = 3;
 const PASSES = ["forward", "backward", "backward input", "backward weight"];
 
-export function timeline(store) {
+export function timeline(store, _send, redraw) {
   const note = h("span", { class: "dtk-note" }), prefix = newPrefix();
   const layers = Object.fromEntries(["axis", "plan", "boxes", "numbers", "names"].map((name) => [name, s("g", { class: `dtk-strip-${name}` })]));
   layers.axis.setAttribute("class", "dtk-grid");
   const svg = s("svg", { class: "dtk-chart", role: "img" }, textures(prefix), ...Object.values(layers));
   const legend = h("ul", { class: "dtk-legend", "aria-label": "kinds of work" });
-  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "timeline-panel" }, h("h3", {}, "Timeline ", note), svg, legend);
-  const view = { store, svg, layers, prefix, width: 0, boxes: null, pointed: null };
-  const say = () => setText(note, pointedAt(view) ?? `${store.strip.note}, what each node did when`);
+  const frame = newFrame("Timeline", note, { svg, csv: () => listBoxes(store) });
+  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "timeline-panel" }, frame.head, svg, legend);
+  frame.attach(el, redraw);
+  const view = { store, svg, layers, prefix, width: 0, boxes: null, pointed: null, spot: null, tip: newTooltip(el) };
+  const say = () => {
+    const box = store.strip ? boxAt(view) : null;
+    setText(note, box ? `${box.node}: ${box.what} · ${box.long}` : `${store.strip.note}, what each node did when`);
+    if (box && view.spot) view.tip.show(...view.spot, box.node, [{ label: box.what, value: box.long, mark: `dtk-key ${phaseClass(box.kind)}` }, { label: "began", value: box.began, mark: "" }]);
+    else view.tip.hide();
+  };
   const point = (to) => { view.pointed = to; if (!store.strip?.error) say(); };
-  svg.addEventListener("pointermove", ({ clientX, clientY }) => {
+  svg.addEventListener("pointermove", (event) => {
     const { left, top } = svg.getBoundingClientRect();
-    point([clientX - left, clientY - top]);
+    view.spot = within(el, event);
+    point([event.clientX - left, event.clientY - top]);
   });
   svg.addEventListener("pointerleave", () => point(null));
   const update = () => {
@@ -41,7 +51,7 @@ export function timeline(store) {
     drawLegend(legend, used, prefix);
     setAttr(svg, "aria-label", `timeline: ${describeStrip(store)}`);
   };
-  return { el, update };
+  return { el, update, title: "Timeline" };
 }
 
 /** Return the height of a strip: many strips are lower, and those of a pipeline have room for the plan. */
@@ -78,8 +88,8 @@ function microBatch(x, top, batch, rowTall) {
     s("text", { class: "dtk-share", x, y: top + rowTall / 2 + 4, "text-anchor": "middle" }, text)];
 }
 
-/** Return a description of the narrowest box at or near the pointer, or null. */
-function pointedAt(view) {
+/** Return {node, kind, what, began, long} of the narrowest box at or near the pointer, or null. */
+function boxAt(view) {
   const { store, store: { strip, head }, pointed } = view;
   if (!pointed) return null;
   const frame = frameOf(view, view.width), [x, y] = pointed, row = Math.floor(y / tallOf(strip));
@@ -90,9 +100,21 @@ function pointedAt(view) {
     if (place === row && off < Math.min(least, NEAR)) [found, least] = [at, off];
   }
   if (found === null) return null;
-  const [place, begin, end, code, stage] = strip.boxes.subarray(found, found + EACH), batch = (code >> 4) - 1;
-  const which = [...(batch >= 0 ? [`micro-batch ${batch}`] : []), ...(stage ? [`stage ${stage - 1}`] : [])];
-  return [`${nodeName(store, strip.ranks[place])}: ${head.kinds[code & 15]}`, ...which, duration((end - begin) / WHOLE * strip.seconds)].join(" · ");
+  return describeBox(store, found);
+}
+function describeBox({ strip, head, ...store }, at) {
+  const [place, begin, end, code, stage] = strip.boxes.subarray(at, at + EACH), batch = (code >> 4) - 1, kind = head.kinds[code & 15];
+  const what = [kind, ...(batch >= 0 ? [`micro-batch ${batch}`] : []), ...(stage ? [`stage ${stage - 1}`] : [])].join(" · ");
+  return { node: nodeName(store, strip.ranks[place]), kind, what, began: `at ${duration(begin / WHOLE * strip.seconds)}`, long: duration((end - begin) / WHOLE * strip.seconds) };
+}
+/** Return the measured boxes as rows of a table. */
+function listBoxes({ strip, head }) {
+  const rows = [["step", "node", "kind", "micro-batch", "stage", "begin (s)", "end (s)"]], seconds = (v) => v / WHOLE * strip.seconds;
+  for (let at = 0; at < EACH * strip.measured; at += EACH) {
+    const [place, begin, end, code, stage] = strip.boxes.subarray(at, at + EACH), batch = (code >> 4) - 1;
+    rows.push([strip.step, strip.ranks[place], head.kinds[code & 15], batch < 0 ? "" : batch, stage ? stage - 1 : "", seconds(begin), seconds(end)]);
+  }
+  return rows;
 }
 
 function drawStripAxis(view, frame) {

@@ -27,7 +27,7 @@ export function waffle(store, _send, redraw) {
     const shown = view.pointed ?? (view.focused ? view.at : store.selected);
     setText(note, shown === null ? `${store.head.ranks} nodes` : describeNode(store, shown));
   };
-  return { el, update };
+  return { el, update, title: "Nodes at a glance" };
 }
 
 function addCell(view) {

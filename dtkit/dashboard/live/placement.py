@@ -1,0 +1,66 @@
+"""Where a live view appears in a notebook, so that the saved file always shows a picture.
+
+A saved widget view without its kernel reads "Error displaying widget: model not found". So no cell holds a widget view.
+Its output has two parts. The first is an empty place, into which the widget's module puts the view as soon as the front
+end has the model (``static/mount.js``). The second is a picture with text, which the module hides while the view is
+there, and which is refreshed through its display handle. Without the kernel or without anywidget, the picture remains.
+
+VS Code and Colab load a widget's module only for a widget view. There the view is the output, and the final picture
+replaces it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import os
+import sys
+import uuid
+from typing import Any, Protocol
+
+Output = tuple[dict[str, str], dict[str, Any]]
+"""Data and metadata of a MIME bundle."""
+
+
+class Placeable(Protocol):
+    """A widget whose module looks for its place."""
+
+    place: str
+    """Name of the place."""
+
+
+def make_place_name() -> str:
+    """Return a new name for a place."""
+    return uuid.uuid4().hex
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedView:
+    """A live view in a cell, with the handle of its picture."""
+
+    handle: Any
+    shows_pictures_meanwhile: bool
+    """Whether the picture is beside the view, so that it can be refreshed during the run."""
+
+    def update(self, output: Output) -> None:
+        """Replace the picture."""
+        data, metadata = output
+        self.handle.update(data, metadata=metadata, raw=True)
+
+
+def place_view(widget: Placeable, output: Output) -> PlacedView:
+    """Show a widget in the current cell, with `output` for front ends that can't."""
+    from IPython.display import display
+
+    if needs_widget_views():
+        return PlacedView(display(widget, display_id=True), shows_pictures_meanwhile=False)  # type: ignore[no-untyped-call]
+    place = f'<div class="dtkit-live" data-dtkit-live="{html.escape(widget.place)}"></div>'
+    display({"text/html": place, "text/plain": ""}, raw=True)  # type: ignore[no-untyped-call]
+    data, metadata = output
+    handle = display(data, metadata=metadata, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+    return PlacedView(handle, shows_pictures_meanwhile=True)
+
+
+def needs_widget_views() -> bool:
+    """Return whether the front end loads widgets only where a cell shows them."""
+    return "VSCODE_PID" in os.environ or "google.colab" in sys.modules

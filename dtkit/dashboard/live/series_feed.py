@@ -1,0 +1,109 @@
+"""Messages with the user's own numbers and the machines' use: curves of a few points, sent whole when they grow.
+
+Each message has the names that grew, up to a size; the rest follows with the next one. Reading takes a hundredth of the
+time at most.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtkit._util import formatting
+from dtkit.dashboard.live.messages import Message
+from dtkit.dashboard.summary.curves import MAX_NODE_LINES
+from dtkit.history.scalars import SYSTEM_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dtkit.history.history import History
+
+MAX_NAMES = 12
+"""Names that a page shows."""
+MAX_POINTS = 96
+MAX_BYTES = 8000
+"""Size of a message beyond its first curve."""
+_MAX_SHARE = 0.01
+
+
+class SeriesFeed:
+    """Messages about the numbers of one history. Not thread-safe: one caller at a time."""
+
+    def __init__(self, history: History, clock: Callable[[], float] = time.monotonic) -> None:
+        self._history, self._clock = history, clock
+        self._sent_counts: dict[str, int] = {}
+        self._next_at = float("-inf")
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a page lacks numbers."""
+        return bool(self._list_grown())
+
+    def reset(self) -> None:
+        """Send all numbers again, for a page that was opened now."""
+        self._sent_counts.clear()
+        self._next_at = float("-inf")
+
+    def build_message(self) -> Message | None:
+        """Return the curves that grew; None if there are none, or reading them took long just now."""
+        started_at = self._clock()
+        if started_at < self._next_at:
+            return None
+        entries: list[dict[str, Any]] = []
+        parts: list[np.ndarray] = []
+        for name in self._list_grown():
+            if sum(part.nbytes for part in parts) > MAX_BYTES:
+                break
+            self._sent_counts[name] = self._history.count_scalar_records(name)
+            points = self._read_points(name)
+            if len(points):
+                first = sum(part.size for part in parts)
+                entries.append(_describe(name) | {"points": len(points), "lines": points.shape[1] - 1, "first": first})
+                parts.append(points)
+        self._next_at = self._clock() + (self._clock() - started_at) / _MAX_SHARE
+        if not parts:
+            return None
+        values = np.concatenate([part.reshape(-1) for part in parts])
+        return Message({"kind": "series", "series": entries}, [values.astype("<f4").tobytes()])
+
+    def _list_grown(self) -> list[str]:
+        history = self._history
+        names = [*history.scalar_names[: MAX_NAMES // 2], *history.system_names[: MAX_NAMES // 2]]
+        grown = [name for name in names if history.count_scalar_records(name) != self._sent_counts.get(name)]
+        return sorted(grown, key=lambda name: self._sent_counts.get(name, 0))
+
+    def _read_points(self, name: str) -> np.ndarray:
+        """Return rows of a step and its values: of each of a few ranks, and over all ranks. NaN where unknown."""
+        history = self._history
+        steps, overall = history.scalar(name)
+        if not len(steps):
+            return np.empty((0, 2), "f4")
+        ranks = history.ranks
+        lines = [history.scalar(name, rank) for rank in ranks] if 1 < len(ranks) <= MAX_NODE_LINES else []
+        width = -(-(int(steps[-1]) - int(steps[0]) + 1) // MAX_POINTS)
+        buckets = (steps - steps[0]) // width
+        table = np.full((int(buckets[-1]) + 1, 2 + len(lines)), np.nan)
+        table[:, 0] = steps[0] + width * np.arange(len(table)) + (width - 1) / 2
+        for column, (line_steps, values) in enumerate([*lines, (steps, overall)], 1):
+            table[:, column] = _compute_means((line_steps - steps[0]) // width, values, len(table))
+        return np.asarray(table[np.isfinite(table[:, -1])], "f4")
+
+
+def _compute_means(buckets: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
+    known = np.isfinite(values)
+    sums = np.bincount(buckets[known], values[known], count)
+    counts = np.bincount(buckets[known], minlength=count)
+    return np.divide(sums, counts, out=np.full(count, np.nan), where=counts > 0)
+
+
+def _describe(name: str) -> dict[str, Any]:
+    """Return name, title and unit; the unit of ``system/CPU (cores)`` is in parentheses."""
+    is_system = name.startswith(SYSTEM_PREFIX)
+    match = re.fullmatch(r"(.+) \((.+)\)", name.removeprefix(SYSTEM_PREFIX)) if is_system else None
+    title, unit = (match[1], match[2]) if match else (name.removeprefix(SYSTEM_PREFIX), "")
+    title = title[0].upper() + title[1:] if is_system else formatting.sanitize_text(title, 40)
+    return {"name": name, "title": title, "unit": unit, "system": is_system}

@@ -1,0 +1,106 @@
+// The drawn points of a chart, whatever they come from: buckets of the store, or single evaluations.
+//
+// A grain is {used, lines, value(line, at, which), step(at), span(at), find(step)}; `which` is 0 smallest, 1 mean,
+// 2 largest; the last line is the one over all nodes.
+
+/**
+ * Return the grain of `curves`, for the chart with this layout among `columns`. With `most`, buckets are merged until at
+ * most that many are left.
+ */
+export function bucketGrain(curves, columns, layout, most) {
+  const { data, used, width, origin } = curves, lines = layout.nodes + 1;
+  const raw = (line, bucket, which) => data[(bucket * columns + layout.first + line) * 3 + which];
+  let each = 1;
+  while (most && used > most * each) each *= 2;
+  const value = each === 1 ? raw : (line, bucket, which) => {
+    const found = [];
+    for (let b = bucket * each; b < Math.min(used, (bucket + 1) * each); b++) {
+      const v = raw(line, b, which);
+      if (!Number.isNaN(v)) found.push(v);
+    }
+    if (!found.length) return NaN;
+    return which === 0 ? Math.min(...found) : which === 2 ? Math.max(...found) : found.reduce((a, b) => a + b) / found.length;
+  };
+  const wide = width * each, count = Math.ceil(used / each);
+  return {
+    used: count, lines, wide, value,
+    step: (at) => origin + at * wide + (wide - 1) / 2,
+    span: (at) => [origin + at * wide, origin + (at + 1) * wide - 1],
+    find: (step) => Math.min(count - 1, Math.max(0, Math.floor((step - origin) / wide))),
+  };
+}
+
+/** Return the grain of single points {step, value} of one line, in the order of their steps. */
+export function pointGrain(points) {
+  const find = (step) => {
+    let best = 0;
+    points.forEach((point, k) => { if (Math.abs(point.step - step) < Math.abs(points[best].step - step)) best = k; });
+    return best;
+  };
+  return {
+    used: points.length, lines: 1, wide: 1, find,
+    value: (_line, at) => points[at].value,
+    step: (at) => points[at].step,
+    span: (at) => [points[at].step, points[at].step],
+  };
+}
+
+/** Return the grain of a series of the store: rows of a step and a value for each line. */
+export function seriesGrain({ points, lines, values }) {
+  const step = (at) => values[at * (lines + 1)];
+  const find = (wanted) => {
+    let best = 0;
+    for (let at = 1; at < points; at++) if (Math.abs(step(at) - wanted) < Math.abs(step(best) - wanted)) best = at;
+    return best;
+  };
+  return { used: points, lines, wide: 1, find, step, value: (line, at) => values[at * (lines + 1) + 1 + line], span: (at) => [Math.round(step(at)), Math.round(step(at))] };
+}
+
+/** Leave out what a logarithmic scale can't show. */
+export function onlyPositive(value) {
+  return (line, at, which) => { const v = value(line, at, which); return v > 0 ? v : NaN; };
+}
+
+/** Return the exponential moving average of a line's means, without the bias of its start; NaN stays NaN. */
+export function movingAverage(grain, line, weight) {
+  let sum = 0, norm = 0;
+  return Array.from({ length: grain.used }, (_, at) => {
+    const v = grain.value(line, at, 1);
+    if (Number.isNaN(v)) return NaN;
+    sum = sum * weight + (1 - weight) * v;
+    norm = norm * weight + (1 - weight);
+    return sum / norm;
+  });
+}
+
+const RARE = 0.02, RARE_ROOM = 0.25;
+
+/** Return the limits of the values in sight, with some room. `robust` leaves the rarest values outside. */
+export function valueLimits(grain, { shown, from, to, extra, isLog, robust, fromZero }) {
+  let [low, high] = [Infinity, -Infinity];
+  const means = [];
+  for (let at = 0; at < grain.used; at++) {
+    if (grain.span(at)[1] < from || grain.span(at)[0] > to) continue;
+    for (let line = 0; line < grain.lines; line++) {
+      const least = shown(line) ? grain.value(line, at, 0) : NaN;
+      if (Number.isNaN(least)) continue;
+      low = Math.min(low, least);
+      high = Math.max(high, grain.value(line, at, 2));
+      if (robust) means.push(grain.value(line, at, 1));
+    }
+  }
+  for (const v of extra) [low, high] = [Math.min(low, v), Math.max(high, v)];
+  if (low > high) [low, high] = isLog ? [0.1, 1] : [0, 1];
+  if (robust && means.length > 4) [low, high] = commonLimits(means, low, high);
+  if (isLog) return [low / 1.1, high * 1.1];
+  if (fromZero) low = Math.min(0, low);
+  const room = (high - low || Math.abs(high) || 1) * 0.05;
+  return [fromZero && low === 0 ? 0 : low - room, high + room];
+}
+
+function commonLimits(means, low, high) {
+  means.sort((a, b) => a - b);
+  const [least, most] = [means[Math.floor(RARE * (means.length - 1))], means[Math.ceil((1 - RARE) * (means.length - 1))]];
+  const room = RARE_ROOM * (most - least);
+  return [Math.max(low, least - room), Math.min(high, most + room)];
+}

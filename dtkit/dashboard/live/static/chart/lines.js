@@ -1,0 +1,156 @@
+// The lines of a chart, with bands, labels at their ends, and the points of evaluations.
+
+import { s, setAttr } from "../elements.js";
+import { number } from "../numbers.js";
+import { nodeName, pick, pickedClass } from "../picking.js";
+import { movingAverage } from "./grain.js";
+
+const LABEL_GAP = 12;
+
+/** Return the key under which a line is hidden: "n3", "band" for many nodes, or "all". */
+export function lineKey(layout, line) {
+  if (line === layout.nodes) return "all";
+  return layout.banded ? "band" : `n${line}`;
+}
+/** Return the class of a line's color. */
+export function lineHue(layout, line) {
+  if (line === layout.nodes) return layout.nodes ? "all" : "only";
+  return layout.banded ? "crowd" : `n${line % 8}`;
+}
+
+/** Return the weight of the moving average in a chart. */
+export function smoothing({ store, options }) {
+  return options.exact ? 0 : store.view.smooth;
+}
+
+/** Draw a line's mean as a path, its extremes as a band behind it, and its moving average over it where one is asked for. */
+export function drawLine(view, line, ends) {
+  const { store, layers, options, layout, grain } = view, { x, y, first, end } = view.frame;
+  const overall = line === layout.nodes, alone = !layout.nodes, crowd = layout.banded && !overall;
+  const single = overall && layout.nodes === 1 && !layout.banded; // the line of a single node is also the overall line
+  const hidden = !view.shown(line) || single;
+  const band = !hidden && (alone ? grain.wide > 1 : !overall && (layout.banded || grain.wide > 1));
+  const weight = crowd ? 0 : smoothing(view), means = weight ? movingAverage(grain, line, weight) : null;
+  const drawn = { mean: "", up: "", down: "", smooth: "", pen: "M", last: NaN, seen: 0 };
+  for (let at = 0; at < grain.used && !hidden; at++) {
+    const v = grain.value(line, at, 1);
+    if (Number.isNaN(v)) { if (!options.joined) drawn.pen = "M"; continue; }
+    const left = x(grain.step(at)).toFixed(1);
+    drawn.mean += `${drawn.pen}${left},${y(v).toFixed(1)}`;
+    if (means) drawn.smooth += `${drawn.pen}${left},${y(means[at]).toFixed(1)}`;
+    if (band) {
+      drawn.up += `${drawn.up ? "L" : "M"}${left},${y(grain.value(line, at, 2)).toFixed(1)}`;
+      drawn.down = `L${left},${y(grain.value(line, at, 0)).toFixed(1)}${drawn.down}`;
+    }
+    const [from, to] = grain.span(at);
+    if (to >= first && from <= end) { drawn.last = means ? means[at] : v; drawn.seen++; }
+    drawn.pen = "L";
+  }
+  if (drawn.seen === 1) drawn.mean += "h.01"; // a dot, with round caps
+  const hue = lineHue(layout, line), own = overall || crowd || options.lineName ? undefined : line;
+  const dash = options.lineName ? ` dtk-dash${line % 4}` : ""; // runs differ without colors too
+  const path = pathOf(view, `line${line}`, layers.lines, "", overall ? "all" : crowd ? "band" : line);
+  setAttr(path, "class", `dtk-line dtk-${hue}${dash}${means ? " dtk-raw" : ""}${pickedClass(store, own)}`);
+  setAttr(path, "d", crowd ? "" : drawn.mean);
+  drawAverage(view, line, drawn.smooth, `dtk-${hue}${dash}${pickedClass(store, own)}`);
+  const shade = pathOf(view, `band${line}`, layers.bands, `dtk-band dtk-${hue}`);
+  setAttr(shade, "d", drawn.up ? `${drawn.up}${drawn.down}Z` : "");
+  setAttr(shade, "opacity", crowd ? 0.3 : (means ? 0.15 : 0.32) / (layout.nodes + 1)); // overlapping bands would hide the lines
+  if (!drawn.seen || crowd) return;
+  const label = overall ? options.overall(store.head, drawn.last) : options.lineName?.(store, line) ?? nodeName(store, line);
+  ends.push({ y: y(drawn.last), label, hue, rank: own });
+}
+
+function drawAverage(view, line, d, look) {
+  const key = `smooth${line}`;
+  if (!d) {
+    view.paths.get(key)?.remove();
+    view.paths.delete(key);
+    return;
+  }
+  const path = pathOf(view, key, view.layers.lines, "");
+  setAttr(path, "class", `dtk-line dtk-smooth ${look}`);
+  setAttr(path, "d", d);
+}
+
+/** Draw lines of outliers and of the highlighted node over the band of many nodes. */
+export function drawSpots(view, ends) {
+  const { store, layers, layout, name } = view, { spot } = store, { x, y } = view.frame;
+  const ranks = spot?.charts.includes(name) ? spot.ranks : [];
+  if (!layout.banded) return;
+  for (let k = 0; k < 5; k++) {
+    const path = pathOf(view, `spot${k}`, layers.lines, "dtk-line"), rank = ranks[k];
+    if (rank === undefined || store.view.hidden.has("spots")) { setAttr(path, "d", ""); continue; }
+    const hue = rank === store.selected ? "chosen" : `s${k % 4}`;
+    let d = "", last = NaN, pen = "M";
+    for (let b = 0; b < spot.used; b++) {
+      const v = spotValue(spot, name, k, b);
+      if (!(view.isLog ? v > 0 : Number.isFinite(v))) { pen = "M"; continue; }
+      d += `${pen}${x(spot.origin + b * spot.width + (spot.width - 1) / 2).toFixed(1)},${y(v).toFixed(1)}`;
+      [pen, last] = ["L", v];
+    }
+    setAttr(path, "d", d);
+    setAttr(path, "data-rank", rank);
+    setAttr(path, "class", `dtk-line dtk-spot dtk-${hue}${store.selected === rank ? " dtk-picked" : ""}`);
+    if (d) ends.push({ y: y(last), label: nodeName(store, rank), hue, rank });
+  }
+}
+/** Return the value of the k-th single line among many nodes. */
+export function spotValue(spot, name, k, bucket) {
+  return spot.data[(bucket * spot.charts.length + spot.charts.indexOf(name)) * spot.ranks.length + k];
+}
+
+function pathOf(view, key, layer, cls, rank) {
+  if (!view.paths.has(key)) {
+    const path = s("path", rank === undefined ? { class: cls } : { class: cls, "data-rank": rank });
+    view.paths.set(key, path);
+    layer.append(path);
+  }
+  return view.paths.get(key);
+}
+
+const DENSE = 20, APART_PX = 16;
+
+/** Draw the evaluations as diamonds; many are joined by a line. */
+export function drawPoints(view, points, ends) {
+  const { x, y, first, end } = view.frame, r = points.length > DENSE ? 3 : 4;
+  const joined = points.map((p, k) => `${k ? "L" : "M"}${x(p.step).toFixed(1)},${y(p.value).toFixed(1)}`).join("");
+  const chain = points.length > DENSE ? [s("path", { class: "dtk-chain", d: joined })] : [];
+  view.layers.points.replaceChildren(...chain, ...apart(points, x).map((p) =>
+    s("path", { d: `M${x(p.step).toFixed(1)},${y(p.value).toFixed(1)}m${-r},0l${r},${-r}l${r},${r}l${-r},${r}z` }, s("title", {}, `step ${p.step}: ${number(p.value)}`))));
+  const seen = points.filter(({ step }) => step >= first && step <= end);
+  if (seen.length && view.options.pointName) ends.push({ y: y(seen.at(-1).value), label: view.options.pointName, hue: "all" });
+}
+/** Return points that don't overlap, including the last one. */
+function apart(points, x) {
+  if (points.length <= DENSE) return points;
+  const kept = [];
+  for (const point of [...points].reverse()) if (!kept.length || x(kept.at(-1).step) - x(point.step) >= APART_PX) kept.push(point);
+  return kept.reverse();
+}
+
+/** Write names at the lines' ends, apart from each other. */
+export function drawLabels(view, ends, { left, top, bottom }) {
+  ends.sort((a, b) => a.y - b.y);
+  const placed = spread(ends.map((end) => end.y), LABEL_GAP, top, bottom);
+  view.layers.labels.replaceChildren(...ends.map((end, k) => {
+    const text = s("text", { x: left, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);
+    if (end.rank !== undefined) text.addEventListener("click", () => pick(view.store, end.rank));
+    return text;
+  }));
+}
+/** Return ascending positions at least `gap` apart; close positions stay around their middle (as in figures/style.py). */
+function spread(wanted, gap, low, high) {
+  const crowds = [];
+  for (const y of wanted) {
+    let [middle, count] = [Math.max(low, Math.min(high, y)), 1];
+    while (crowds.length && middle - crowds.at(-1)[0] < gap * (count + crowds.at(-1)[1]) / 2) {
+      const [other, others] = crowds.pop();
+      middle = (middle * count + other * others) / (count + others);
+      count += others;
+    }
+    const half = gap * (count - 1) / 2;
+    crowds.push([Math.max(low + half, Math.min(high - half, middle)), count]);
+  }
+  return crowds.flatMap(([middle, count]) => Array.from({ length: count }, (_, k) => middle + gap * (k - (count - 1) / 2)));
+}

@@ -1,0 +1,31 @@
+// A box at the pointer that names what is below it. It is for the eye: charts describe themselves to screen readers.
+
+import { h, setAttr, setText } from "../elements.js";
+
+/** Return {show(x, y, title, rows), hide()} for a panel. A row is {label, value, mark}; `mark` is the class of its swatch. */
+export function newTooltip(panel) {
+  const title = h("div", { class: "dtk-tip-title" }), list = h("div", { class: "dtk-tip-rows" });
+  const el = h("div", { class: "dtk-tip", "aria-hidden": "true", "data-testid": "tooltip", hidden: "" }, title, list);
+  panel.append(el);
+  const show = (x, y, text, rows) => {
+    el.hidden = false;
+    setText(title, text);
+    while (list.children.length > rows.length) list.lastChild.remove();
+    while (list.children.length < rows.length) list.append(h("div", {}, h("i"), h("span"), h("b")));
+    rows.forEach(({ label, value, mark }, k) => {
+      const [swatch, name, number] = list.children[k].children;
+      setAttr(swatch, "class", mark ? `dtk-swatch ${mark}` : "");
+      setText(name, label);
+      setText(number, value);
+    });
+    const room = panel.clientWidth - el.offsetWidth, right = x + 14;
+    el.style.left = `${Math.max(0, right > room ? x - 14 - el.offsetWidth : right)}px`;
+    el.style.top = `${Math.max(0, Math.min(y - 10, panel.clientHeight - el.offsetHeight))}px`;
+  };
+  return { show, hide: () => { el.hidden = true; } };
+}
+/** Return the position of an event within the panel. */
+export function within(panel, event) {
+  const box = panel.getBoundingClientRect();
+  return [event.clientX - box.left, event.clientY - box.top];
+}

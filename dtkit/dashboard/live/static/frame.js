@@ -1,0 +1,42 @@
+// The head of a panel: its title, a note, and its tools, which show while the panel has the pointer or the focus.
+
+import { h, s, setAttr } from "./elements.js";
+import { saveCsv, savePng, saveSvg } from "./export.js";
+import { popover } from "./popover.js";
+
+const FULL_ROOM = 150; // pixels of a full screen around the chart
+
+/**
+ * Return {head, attach(panel, redraw), height()} of a panel. `exports` has its `svg` and `csv()`, rows of a table. The
+ * height is that of a chart on the full screen; null elsewhere.
+ */
+export function newFrame(title, note, { svg, csv }) {
+  const head = h("h3", {}, h("span", { class: "dtk-title" }, title), " ", note);
+  const tools = h("span", { class: "dtk-tools", role: "group", "aria-label": `tools of ${title}` });
+  let panel = null;
+  const isFull = () => panel !== null && panel.ownerDocument.fullscreenElement === panel;
+  const full = h("button", { type: "button", class: "dtk-tool", "aria-label": `${title}: full screen`, title: "full screen", "data-testid": "full-screen" }, icon("M1,5V1H5M9,1H13V5M13,9V13H9M5,13H1V9"));
+  full.addEventListener("click", () => (isFull() ? panel.ownerDocument.exitFullscreen() : panel.requestFullscreen()));
+  tools.append(downloads(title, svg, csv), full);
+  const attach = (el, redraw) => {
+    panel = el;
+    el.append(tools);
+    el.addEventListener("fullscreenchange", () => { setAttr(full, "aria-pressed", isFull()); redraw(); });
+  };
+  return { head, attach, height: () => (isFull() ? Math.max(240, panel.clientHeight - FULL_ROOM) : null) };
+}
+
+function downloads(title, svg, csv) {
+  const menu = popover(icon("M7,1V9M3.5,6L7,9.5L10.5,6M1.5,13H12.5"), `download ${title}`, "download", "menu");
+  for (const [label, save] of [["PNG picture", () => savePng(svg, title)], ["SVG picture", () => saveSvg(svg, title)], ["CSV table", () => saveCsv(csv(), title)]]) {
+    const item = h("button", { type: "button", role: "menuitem", "data-testid": `save-${label.slice(0, 3).toLowerCase()}` }, label);
+    item.addEventListener("click", () => { save(); menu.close(); });
+    menu.box.append(item);
+  }
+  return menu.el;
+}
+
+/** Return a picture of 14 by 14 pixels for a button. */
+export function icon(d) {
+  return s("svg", { width: 14, height: 14, viewBox: "0 0 14 14", "aria-hidden": "true", class: "dtk-icon" }, s("path", { d }));
+}

@@ -1,0 +1,42 @@
+// Places of a view in the page (placement.py): the view is put into each of them, and the picture below is hidden.
+//
+// JupyterLab takes a cell out of the page while it is out of sight, and puts the same elements back.
+
+const PLACE = "dtkit-live", MOUNTED = "dtkit-mounted", GONE_MS = 300_000;
+
+/**
+ * Keep a view in each place with this name. `build()` returns {root, redraw, dispose}. Return a function that redraws all
+ * views that are in the page.
+ */
+export function mountViews(name, build) {
+  const views = new Map(); // by place
+  const scan = () => {
+    for (const place of document.getElementsByClassName(PLACE)) {
+      if (place.dataset.dtkitLive !== name || views.has(place)) continue;
+      const view = build();
+      views.set(place, { ...view, seen: Date.now() });
+      place.replaceChildren(view.root);
+      place.classList.add(MOUNTED);
+      view.redraw();
+    }
+  };
+  const isOwn = ({ target }) => target.nodeType === Node.ELEMENT_NODE && target.closest(".dtkit") !== null;
+  const observer = new MutationObserver((changes) => { if (!changes.every(isOwn)) scan(); });
+  observer.observe(document.body, { childList: true, subtree: true });
+  scan();
+  setInterval(() => sweep(views), GONE_MS / 5);
+  return () => { for (const [place, view] of views) if (place.isConnected) view.redraw(); };
+}
+
+/** End the views of places that are gone. */
+function sweep(views) {
+  for (const [place, view] of views) {
+    if (place.isConnected) view.seen = Date.now();
+    else if (Date.now() - view.seen > GONE_MS) {
+      views.delete(place);
+      view.dispose();
+      place.replaceChildren();
+      place.classList.remove(MOUNTED);
+    }
+  }
+}

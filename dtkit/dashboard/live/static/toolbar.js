@@ -1,0 +1,103 @@
+// The tools of all charts, in one line: the axis, smoothing, scale, limits, zoom, panels, and a legend that hides lines.
+
+import { AXES } from "./chart/axis.js";
+import { zoomTo } from "./chart/pointer.js";
+import { h, setAttr, setText } from "./elements.js";
+import { nodeName } from "./picking.js";
+import { panelsMenu } from "./panels_menu.js";
+
+/** Return the toolbar; `panels` are those of the menu. */
+export function toolbar(store, panels) {
+  const axis = axisField(store), smooth = smoothField(store);
+  const scale = toggle(store, "log", "log y", "logarithmic scale of losses and norms", "scale");
+  const robust = toggle(store, "robust", "trim outliers", "limits of the y axes without the rarest values", "robust");
+  const reset = h("button", { type: "button", class: "dtk-tool", "data-testid": "reset-zoom", title: "show all steps (double click, or 0 in a chart); drag over a chart to zoom" }, "↔ all steps");
+  reset.addEventListener("click", () => zoomTo(store, null));
+  const menu = panels ? panelsMenu(store, panels) : null, legend = legendField(store);
+  const el = h("div", { class: "dtk-toolbar", role: "toolbar", "aria-label": "chart tools", "data-testid": "toolbar" },
+    legend.el, h("span", { class: "dtk-gap" }), reset, axis.el, smooth.el, scale.el, robust.el, ...(menu ? [menu.el] : []));
+  const update = () => {
+    el.hidden = !store.curves.used;
+    reset.hidden = !store.view.zoom;
+    for (const part of [axis, smooth, scale, robust, legend, menu]) part?.update();
+  };
+  return { el, update };
+}
+
+function axisField(store) {
+  const select = h("select", { "data-testid": "x-axis", "aria-label": "x axis" }, ...AXES.map((name) => h("option", { value: name }, name)));
+  select.addEventListener("change", () => { store.view.x = select.value; store.redraw(); });
+  const update = () => {
+    const { head } = store;
+    select.children[1].disabled = !head.steps_per_epoch;
+    select.children[2].disabled = !head.charts.step_s;
+    select.children[3].disabled = !head.batch;
+    if (select.value !== store.view.x) select.value = store.view.x;
+  };
+  return { el: h("label", { class: "dtk-field" }, "x", select), update };
+}
+
+/** The slider's square root makes room near 1, where a change is large. */
+function smoothField(store) {
+  const slider = h("input", { type: "range", min: 0, max: 1, step: 0.05, value: 0, "data-testid": "smoothing", "aria-label": "smoothing", title: "exponential moving average; the raw line stays, pale" });
+  const shown = h("span", { class: "dtk-amount" });
+  slider.addEventListener("input", () => {
+    const v = Number(slider.value);
+    store.view.smooth = v && Math.min(0.995, 1 - (1 - v) ** 2);
+    store.redraw();
+  });
+  const update = () => {
+    const { smooth } = store.view;
+    setText(shown, smooth ? smooth.toFixed(smooth > 0.985 ? 3 : 2) : "off");
+    setAttr(slider, "aria-valuetext", shown.textContent);
+  };
+  return { el: h("label", { class: "dtk-field" }, "smooth", slider, shown), update };
+}
+
+function toggle(store, key, label, title, testid) {
+  const el = h("button", { type: "button", class: "dtk-tool", title, "data-testid": testid }, label);
+  el.addEventListener("click", () => { store.view[key] = !store.view[key]; store.redraw(); });
+  return { el, update: () => setAttr(el, "aria-pressed", store.view[key]) };
+}
+
+/** Return {key, label, hue} of each line that can be hidden, in all charts. */
+function legendEntries(store) {
+  const { head } = store, layout = head.charts.loss, nodes = [];
+  if (!layout || head.runs) return [];
+  for (let line = 0; line < layout.nodes; line++) nodes.push({ key: layout.banded ? "band" : `n${line}`, label: layout.banded ? "all nodes" : nodeName(store, line), hue: layout.banded ? "crowd" : `n${line % 8}` });
+  if (store.spot?.ranks.length && layout.banded) nodes.push({ key: "spots", label: "outliers", hue: "s0" });
+  if (layout.nodes > 1 || layout.banded) nodes.push({ key: "all", label: "mean", hue: "all" });
+  if (store.evaluations.some((e) => Number.isFinite(e.values.loss ?? NaN))) nodes.push({ key: "valid", label: "◇ validation", hue: "" });
+  return nodes.length > 1 ? nodes : [];
+}
+
+function legendField(store) {
+  const el = h("span", { class: "dtk-lines-legend", role: "group", "aria-label": "lines; press one to hide it", "data-testid": "legend" }), buttons = new Map();
+  const update = () => {
+    const entries = legendEntries(store);
+    for (const { key } of entries) if (!buttons.has(key)) buttons.set(key, legendButton(store, key));
+    const wanted = entries.map(({ key }) => buttons.get(key));
+    if (wanted.some((button, k) => el.children[k] !== button) || el.children.length !== wanted.length) el.replaceChildren(...wanted);
+    for (const { key, label, hue } of entries) {
+      const button = buttons.get(key), shown = !store.view.hidden.has(key);
+      setAttr(button, "aria-pressed", shown);
+      setAttr(button.firstChild, "class", hue ? `dtk-swatch dtk-${hue}` : "");
+      setText(button.lastChild, label);
+    }
+  };
+  return { el, update };
+}
+function legendButton(store, key) {
+  const button = h("button", { type: "button", class: "dtk-line-button", "data-key": key, title: "show or hide in all charts; with Shift, this one alone" }, h("i", { "aria-hidden": "true" }), h("span"));
+  button.addEventListener("click", (event) => {
+    const { hidden } = store.view;
+    if (event.shiftKey) {
+      const others = legendEntries(store).map((entry) => entry.key).filter((other) => other !== key);
+      const alone = !hidden.has(key) && others.every((other) => hidden.has(other));
+      hidden.clear();
+      if (!alone) for (const other of others) hidden.add(other);
+    } else if (!hidden.delete(key)) hidden.add(key);
+    store.redraw();
+  });
+  return button;
+}

@@ -1,0 +1,78 @@
+"""What a run does instead of taking steps: it recovers from a lost node, or waits for a stuck one; and how that ended.
+
+Meanwhile the last steps say nothing about the present, so views show neither a throughput nor a remaining time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from dtkit._util import formatting
+from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
+from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_position
+from dtkit.dashboard.summary.timing import format_nodes
+from dtkit.types import State
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.summary.lost_nodes import LostNodes
+    from dtkit.types import Event
+
+RECOVERING_GLYPH = "↻"
+_NEWER_KINDS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "save", "lost"})
+"""Kinds of events that are worth the place of a repair."""
+_MAX_EVENTS = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Activity:
+    """What a run does instead of steps, and since when, so that a view can count the seconds."""
+
+    glyph: str
+    text: str
+    seconds: float
+
+    def format_short(self) -> str:
+        """Return a text such as ``↻ recovering node 1, 4 s``."""
+        return f"{self.glyph} {self.text}, {formatting.format_clock(self.seconds)}"
+
+
+def find_activity(run: RunView, lost_nodes: LostNodes | None = None) -> Activity | None:
+    """Return what a run does instead of steps; None while it takes steps, or rests."""
+    if run.status.state not in (State.RUNNING, State.PENDING):
+        return None
+    lost_nodes = update_lost_nodes({}, run.history.events) if lost_nodes is None else lost_nodes
+    if lost_nodes:
+        times = [event.time for event in run.history.events[-_MAX_EVENTS:] if event.kind == "lost"]
+        since = max(0.0, time.time() - times[-1]) if times else 0.0
+        return Activity(RECOVERING_GLYPH, f"recovering {format_nodes(sorted(lost_nodes))}", since)
+    stall = find_stall(run)
+    if stall is None:
+        return None
+    return Activity(STUCK_GLYPH, format_position(stall), stall.stalled_s)
+
+
+def describe_last_repair(events: Sequence[Event]) -> str | None:
+    """Return how the last loss of nodes ended: ``node 1 replaced in 9 s, no step lost``. None if something is newer."""
+    recent = list(events[-_MAX_EVENTS:])
+    repair = None
+    while recent and repair is None:
+        event = recent.pop()
+        if event.kind in _NEWER_KINDS:
+            return None
+        repair = event if event.kind == "repair" else None
+    losses: list[Event] = []
+    while recent and recent[-1].kind != "repair":
+        event = recent.pop()
+        if event.kind == "lost" and event.rank is not None:
+            losses.append(event)
+    if repair is None or not losses or "replaced" not in repair.text:
+        return None
+    steps = repair.text.rpartition(", ")[2]  # "no step lost"
+    seconds = max(1.0, repair.time - min(event.time for event in losses))
+    nodes = format_nodes(sorted({event.rank for event in losses if event.rank is not None}))
+    return f"{nodes} replaced in {formatting.format_clock(seconds)}, {steps}"

@@ -1,0 +1,273 @@
+"""The tools of the live charts in a real browser: zoom, smoothing, axes, limits, legend, tooltip, downloads, panels."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from dtkit.dashboard.live.series_feed import SeriesFeed
+from dtkit.history.scalars import ScalarRecord
+from dtkit.types import Evaluation
+from tests.support.fake_source import FakeSource
+from tests.support.lab import Look
+from tests.support.marks import slow
+from tests.support.static_view import StaticView, encode_message
+
+pytestmark = pytest.mark.browser
+
+LOSS, LINE = "loss-chart", "path.dtk-line[data-rank='0']"
+_PAINTED = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
+def make_view(page: Page, theme: str = "light", ranks: int = 2) -> StaticView:
+    """Return the view of a run after 300 steps, with an evaluation."""
+    run = FakeSource(ranks=ranks, strips=True)
+    run.advance(300)
+    run.history.add(Evaluation(200, 100, {"loss": 0.7, "accuracy": 0.5}))
+    return StaticView(page, run, theme)
+
+
+def list_ticks(view: StaticView, chart: str = LOSS) -> list[str]:
+    """Return the texts of both axes."""
+    view.page.evaluate(_PAINTED)
+    return view.root.get_by_test_id(chart).locator(".dtk-grid text").all_text_contents()
+
+
+def get_plot(view: StaticView, chart: str = LOSS) -> tuple[float, float, float]:
+    """Return the left and right end of a chart's plot, and a height within it, in pixels of the page."""
+    svg = view.root.get_by_test_id(chart).locator("svg.dtk-chart")
+    svg.scroll_into_view_if_needed()
+    box = svg.bounding_box()
+    assert box
+    return box["x"] + 50, box["x"] + box["width"] - 72, box["y"] + 60
+
+
+def test_dragging_zooms_all_charts_and_a_double_click_resets(page: Page):
+    view = make_view(page)
+    whole = list_ticks(view), list_ticks(view, "throughput-chart")
+    left, right, y = get_plot(view)
+    reset = view.root.get_by_test_id("reset-zoom")
+    expect(reset).to_be_hidden()
+    page.mouse.move(left + (right - left) / 3, y)
+    page.mouse.down()
+    page.mouse.move(left + (right - left) / 2, y, steps=4)
+    page.mouse.move(left + (right - left) * 2 / 3, y, steps=4)
+    page.mouse.up()
+    expect(reset).to_be_visible()
+    for chart, before in zip((LOSS, "throughput-chart"), whole, strict=True):
+        steps = [int(text) for text in list_ticks(view, chart) if text.isdigit() and 90 <= int(text) <= 210]
+        assert len(steps) >= 2, list_ticks(view, chart)
+        assert list_ticks(view, chart) != before
+    page.mouse.dblclick(left + 100, y)
+    expect(reset).to_be_hidden()
+    assert (list_ticks(view), list_ticks(view, "throughput-chart")) == whole
+
+
+def test_keys_zoom_into_the_selected_step_and_back(page: Page):
+    view = make_view(page)
+    whole = list_ticks(view)
+    chart = view.root.get_by_test_id(LOSS).locator("svg.dtk-chart")
+    chart.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("+")
+    expect(view.root.get_by_test_id("reset-zoom")).to_be_visible()
+    assert "300" not in list_ticks(view)
+    page.keyboard.press("0")
+    expect(view.root.get_by_test_id("reset-zoom")).to_be_hidden()
+    assert list_ticks(view) == whole
+
+
+def test_smoothing_keeps_the_raw_line_pale(page: Page):
+    view = make_view(page)
+    chart = view.root.get_by_test_id(LOSS)
+    raw = chart.locator(LINE).get_attribute("d")
+    slider = view.root.get_by_test_id("smoothing")
+    slider.fill("0.8")
+    expect(slider).to_have_attribute("aria-valuetext", "0.96")
+    expect(chart.locator(f"{LINE}.dtk-raw")).to_have_attribute("d", raw or "")
+    smooth = chart.locator("path.dtk-smooth.dtk-n0").get_attribute("d") or ""
+    heights = [[float(point.split(",")[1]) for point in d.lstrip("M").split("L")] for d in (raw or "", smooth)]
+    jumps = [sum(abs(a - b) for a, b in itertools.pairwise(ys)) for ys in heights]
+    assert jumps[1] < jumps[0] / 3
+    slider.fill("0")
+    expect(chart.locator("path.dtk-raw")).to_have_count(0)
+
+
+@pytest.mark.parametrize(
+    ("axis", "texts"), [("epoch", {"0.5", "1", "1.5"}), slow("time", {"10 s", "20 s"}), slow("samples", {"10k", "20k"})]
+)
+def test_axis_has_steps_epochs_time_or_samples(page: Page, axis: str, texts: set[str]):
+    view = make_view(page)
+    view.root.get_by_test_id("x-axis").select_option(axis)
+    assert {axis, *texts} <= set(list_ticks(view)), list_ticks(view)
+
+
+def test_limits_can_ignore_outliers(page: Page):
+    run = FakeSource(ranks=1)
+    run.advance(150)
+    run.advance(1, loss=5000.0)
+    run.advance(150)
+    view = StaticView(page, run)
+    assert "4,000" in list_ticks(view)
+    view.root.get_by_test_id("robust").click()
+    expect(view.root.get_by_test_id("robust")).to_have_attribute("aria-pressed", "true")
+    assert "2" in list_ticks(view)
+    assert "4,000" not in list_ticks(view)
+
+
+def test_legend_hides_lines_by_mouse_and_keyboard(page: Page):
+    view = make_view(page)
+    entry = view.root.get_by_test_id("legend").locator("[data-key=n0]")
+    lines = [view.root.get_by_test_id(chart).locator(LINE) for chart in (LOSS, "throughput-chart")]
+    entry.click()
+    expect(entry).to_have_attribute("aria-pressed", "false")
+    for line in lines:
+        expect(line).to_have_attribute("d", "")
+    entry.press("Enter")
+    for line in lines:
+        expect(line).not_to_have_attribute("d", "")
+    assert "node 0" in view.root.get_by_test_id(LOSS).locator(".dtk-labels text").all_text_contents()
+
+
+def test_tooltip_names_every_line_with_its_value_and_unit(page: Page):
+    view = make_view(page)
+    for chart, row in ((LOSS, "mean"), ("throughput-chart", "node 1")):
+        left, right, y = get_plot(view, chart)
+        page.mouse.move((left + right) / 2, y)
+        tip = view.root.get_by_test_id(chart).get_by_test_id("tooltip")
+        expect(tip).to_be_visible()
+        expect(tip).to_contain_text("step")
+        expect(tip).to_contain_text("node 0")
+        expect(tip).to_contain_text(row)
+    expect(tip).to_contain_text("samples/s")
+    expect(view.root.get_by_test_id(LOSS).get_by_test_id("tooltip")).to_be_hidden()
+
+
+def test_bars_and_timeline_have_tooltips(page: Page):
+    view = make_view(page)
+    bars = view.root.get_by_test_id("time-panel")
+    bars.locator(".dtk-row[data-rank='1'] [data-phase=forward]").hover()
+    expect(bars.get_by_test_id("tooltip")).to_contain_text("node 1: ")
+    expect(bars.get_by_test_id("tooltip")).to_contain_text("forward")
+    expect(bars.get_by_test_id("tooltip")).to_contain_text(" ms · ")
+    strip = view.root.get_by_test_id("timeline-panel")
+    svg = strip.locator("svg[role=img]")
+    svg.hover(position={"x": 300, "y": 12})
+    expect(strip.get_by_test_id("tooltip")).to_contain_text("node 0")
+    expect(strip.get_by_test_id("tooltip")).to_contain_text(" ms")
+
+
+def test_numbers_below_a_thousandth_are_readable(page: Page):
+    run = FakeSource(ranks=1)
+    run.lr = 2e-5
+    for k in range(100):
+        run.advance(1, loss=3e-6 * (1 + k / 20))
+    view = StaticView(page, run)
+    texts = list_ticks(view)
+    assert {"5e-6", "0.00001"} & set(texts), texts
+    assert max(map(len, texts)) <= 7, texts  # they fit beside the axis
+    _left, right, y = get_plot(view)
+    page.mouse.move(right - 5, y)
+    expect(view.root.get_by_test_id(LOSS).get_by_test_id("tooltip")).to_contain_text("e-5")
+    expect(view.root.get_by_test_id("learning-rate-chart")).to_contain_text("0.00002")
+
+
+def test_hidden_panels_are_remembered_by_the_page(page: Page):
+    page.route("**/page", lambda route: route.fulfill(body="<!doctype html>", content_type="text/html"))
+    page.goto("http://127.0.0.1:9/page")  # a page with an origin has a storage
+    view = make_view(page)
+    menu = view.root.get_by_test_id("panels-menu")
+    menu.press("Enter")
+    view.root.locator("[data-panel=Throughput]").uncheck()
+    expect(view.root.get_by_test_id("throughput-chart")).to_be_hidden()
+    page.keyboard.press("Escape")
+    expect(menu).to_be_focused()
+    expect(menu).to_have_attribute("aria-expanded", "false")
+    again = make_view(page)
+    expect(again.root.get_by_test_id(LOSS)).to_be_visible()
+    expect(again.root.get_by_test_id("throughput-chart")).to_be_hidden()
+
+
+def test_chart_is_saved_as_table_and_pictures(page: Page):
+    view = make_view(page)
+    chart = view.root.get_by_test_id(LOSS)
+    kept = {}
+    for ending in ("csv", "svg", "png"):
+        chart.hover()
+        chart.get_by_test_id("download").click()
+        with page.expect_download() as download:
+            chart.get_by_test_id(f"save-{ending}").click()
+        assert download.value.suggested_filename == f"loss.{ending}"
+        kept[ending] = Path(download.value.path()).read_bytes()
+    rows = list(csv.reader(kept["csv"].decode().splitlines()))
+    assert rows[0] == ["first step", "last step", "node 0", "node 1", "overall"]
+    assert len(rows) == 301
+    assert kept["svg"].startswith(b"<svg")
+    assert b"stroke-width: 1.5" in kept["svg"]  # its styles are in the file
+    assert kept["png"].startswith(b"\x89PNG")
+
+
+def test_panel_fills_the_screen_and_returns(page: Page):
+    view = make_view(page)
+    chart = view.root.get_by_test_id(LOSS)
+    chart.hover()
+    chart.get_by_test_id("full-screen").click()
+    svg = chart.locator("svg.dtk-chart")
+    page.wait_for_function("(svg) => svg.getBoundingClientRect().height > 400", arg=svg.element_handle())
+    chart.get_by_test_id("full-screen").press("Enter")
+    page.wait_for_function("(svg) => svg.getBoundingClientRect().height < 300", arg=svg.element_handle())
+
+
+def test_constant_rate_and_low_memory_take_a_line(page: Page):
+    view = make_view(page, ranks=4)
+    for panel in ("learning-rate-chart", "memory-panel"):
+        box = view.root.get_by_test_id(panel).bounding_box()
+        assert box
+        assert box["height"] < 50
+    expect(view.root.get_by_test_id("learning-rate-chart")).to_contain_text("0.1, the same since the first step")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "look", [Look("light", 600, 900), Look("dark", 800, 900), Look("dark", 1400, 900)], indirect=True
+)
+def test_tools_fit_every_width(page: Page, look: Look, tmp_path: Path):
+    view = make_view(page, look.theme, ranks=8)
+    view.root.get_by_test_id("smoothing").fill("0.5")
+    _left, right, y = get_plot(view)
+    page.mouse.move(right - 4, y)
+    tip = view.root.get_by_test_id(LOSS).get_by_test_id("tooltip")
+    expect(tip).to_be_visible()
+    box, root = tip.bounding_box(), view.root.bounding_box()
+    assert box
+    assert root
+    assert box["x"] >= root["x"]
+    assert box["x"] + box["width"] <= root["x"] + root["width"]
+    view.screenshot(Path(os.environ.get("DTKIT_SCREENSHOTS", tmp_path)) / f"tools-{look.theme}-{look.width}.png")
+
+
+def test_logged_numbers_and_the_machines_use_have_charts(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(60)
+    for rank in range(2):
+        rows = [(step, float(step), 1.0) for step in range(1, 60)]
+        numbers = {"kl": rows, "system/CPU (cores)": rows[::10], "system/network (MB/s)": rows[::10]}
+        run.history.add(ScalarRecord(rank, numbers))
+    view = StaticView(page, run)
+    message = SeriesFeed(run.history).build_message()
+    assert message
+    view.page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(message))
+    own = view.root.get_by_test_id("scalars-chart")
+    expect(own).to_have_count(1)
+    expect(own.locator("h3")).to_contain_text("kl mean 59.0")
+    charts = view.root.get_by_test_id("system-chart")
+    expect(charts).to_have_count(2)
+    expect(charts.first.locator("h3")).to_contain_text("CPU mean 51.0 cores")
+    assert charts.first.locator("path.dtk-line:not([d=''])").count() == 3
+    charts.first.locator("svg.dtk-chart").hover(position={"x": 200, "y": 40})
+    expect(charts.first.get_by_test_id("tooltip")).to_contain_text("cores")

@@ -1,0 +1,67 @@
+"""Messages with the user's numbers and the machines' use."""
+
+import numpy as np
+import pytest
+
+from dtkit.dashboard.live import series_feed
+from dtkit.dashboard.live.series_feed import SeriesFeed
+from dtkit.history.scalars import ScalarRecord
+from tests.support.fake_source import FakeSource
+
+
+def make_history(ranks=2, steps=40):
+    source = FakeSource(ranks=ranks)
+    source.advance(steps)
+    for rank in range(ranks):
+        rows = [(step, float(step + rank), 1.0) for step in range(1, steps + 1)]
+        source.history.add(ScalarRecord(rank, {"kl": rows, "system/CPU (cores)": rows[::10]}))
+    return source.history
+
+
+def unpack(message):
+    """Return {name: rows of (step, values)} of a message."""
+    values = np.frombuffer(message.buffers[0], "<f4")
+    return {
+        one["name"]: values[one["first"] :][: one["points"] * (one["lines"] + 1)].reshape(one["points"], -1)
+        for one in message.content["series"]
+    }
+
+
+def test_each_name_has_lines_of_nodes_and_a_mean():
+    feed = SeriesFeed(make_history(), clock=iter(range(100)).__next__)
+    message = feed.build_message()
+    series = {one["name"]: one for one in message.content["series"]}
+    system = series["system/CPU (cores)"]
+    assert (system["title"], system["unit"], system["system"], system["lines"]) == ("CPU", "cores", True, 3)
+    assert unpack(message)["kl"][:2].tolist() == [[1, 1, 2, 1.5], [2, 2, 3, 2.5]]
+    assert len(unpack(message)["system/CPU (cores)"]) == 4
+
+
+def test_only_what_grew_is_sent_again():
+    history = make_history()
+    times = iter(range(0, 100_000, 1000))
+    feed = SeriesFeed(history, clock=times.__next__)
+    assert feed.is_outdated
+    feed.build_message()
+    assert not feed.is_outdated
+    feed._next_at = 0
+    assert feed.build_message() is None
+    history.add(ScalarRecord(0, {"kl": [(41, 1.0, 1.0)]}))
+    feed._next_at = 0
+    assert list(unpack(feed.build_message())) == ["kl"]
+    feed.reset()
+    assert len(unpack(feed.build_message())) == 2
+
+
+def test_long_series_are_thinned_and_keep_their_range():
+    history = make_history(ranks=1, steps=5000)
+    rows = unpack(SeriesFeed(history).build_message())["kl"]
+    assert len(rows) <= series_feed.MAX_POINTS
+    assert rows[0, 1] == pytest.approx(rows[0, 0])
+    assert rows[-1, 0] > 4900
+
+
+def test_many_names_come_in_several_messages(monkeypatch):
+    monkeypatch.setattr(series_feed, "MAX_BYTES", 10)
+    feed = SeriesFeed(make_history(), clock=lambda: 0.0)
+    assert [list(unpack(feed.build_message())) for _ in range(2)] == [["kl"], ["system/CPU (cores)"]]

@@ -146,12 +146,19 @@ def test_durations_are_drawn_with_guesses_and_limits(lesson: lessons.Lesson):
     lesson.at_most("noticed", 0.2, 2, guess=1, unit="s")
     lesson.at_most("replaced", 1, 15, unit="s")
     lesson.at_most("steps lost", 0, 1, unit="steps")
-    figure = lesson.draw_durations()
-    (ax,) = figure.axes
+    picture = lesson.draw_durations()
+    (ax,) = picture.figure.axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["noticed", "replaced"]
     points = {line.get_label(): list(line.get_xdata()) for line in ax.lines}
     assert points == {"limit": [2, 15], "measured": [0.2, 1], "your guess": [1]}
-    assert figure.get_facecolor()[3] == 0  # no slab behind it in a dark notebook
+    assert picture.figure.get_facecolor()[3] == 0  # no slab behind it in a dark notebook
+    assert picture._repr_png_().startswith(b"\x89PNG")
+    assert repr(picture) == "Picture: noticed: 0.2 s; replaced: 1 s"
+
+
+def test_a_lesson_without_durations_says_how_to_make_some(lesson: lessons.Lesson):
+    with pytest.raises(ValueError, match=r"make some with lesson\.at_most"):
+        lesson.draw_durations()
 
 
 # -- drawings -------------------------------------------------------------------------------------------------

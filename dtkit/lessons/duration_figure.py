@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
@@ -12,11 +14,30 @@ if TYPE_CHECKING:
     from dtkit.lessons.claims import Limit
 
 _GRAY, _BLUE, _ORANGE = "#808080", "#3b8ec2", "#e08214"  # readable on white and on black
+_DPI = 110
 _SHORTEST = 1e-3  # a logarithmic axis has no zero
 
 
-def draw_durations(results: Sequence[Limit]) -> Figure:
-    """Draw one row for each duration, the first at the top. The figure has no background of its own."""
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A figure that notebooks show, also if pyplot was never imported. It has no background of its own."""
+
+    figure: Figure
+    description: str
+
+    def __repr__(self) -> str:
+        return f"Picture: {self.description}"
+
+    def _repr_png_(self) -> bytes:
+        data = io.BytesIO()
+        self.figure.savefig(data, format="png", dpi=_DPI)
+        return data.getvalue()
+
+
+def draw_durations(results: Sequence[Limit]) -> Picture:
+    """Draw one row for each duration, the first at the top."""
+    if not results:
+        raise ValueError("this lesson has no durations; make some with lesson.at_most(..., unit='s')")
     figure = Figure(figsize=(7.5, 1.0 + 0.36 * len(results)), layout="constrained", facecolor="none")
     ax = figure.subplots()
     rows = range(len(results))
@@ -38,4 +59,4 @@ def draw_durations(results: Sequence[Limit]) -> Figure:
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.spines["bottom"].set_color(_GRAY)
     figure.legend(loc="outside upper left", ncols=3, frameon=False, labelcolor=_GRAY)
-    return figure
+    return Picture(figure, "; ".join(f"{result.quantity}: {result.measured_text}" for result in results))

@@ -12,7 +12,7 @@ from dtkit.lessons.claims import Claim, Limit, Measurement, parse_guess, parse_n
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from matplotlib.figure import Figure
+    from dtkit.lessons.duration_figure import Picture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Lesson:
         """Return how many claims hold and how many guesses are right."""
         return Score(tuple(self.results))
 
-    def draw_durations(self) -> Figure:
-        """Return a figure of all durations in seconds: measured, guessed and their limits."""
+    def draw_durations(self) -> Picture:
+        """Return a picture of all durations in seconds: measured, guessed and their limits."""
         from dtkit.lessons.duration_figure import draw_durations
 
         return draw_durations([result for result in self.results if isinstance(result, Limit) and result.unit == "s"])

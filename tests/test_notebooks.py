@@ -1,4 +1,4 @@
-"""All notebooks as committed: no outputs, working links, predictions before results."""
+"""All notebooks as committed: no outputs, working links, short cells, empty guesses before results."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
-from tests.support.notebook import check_as_committed, check_links, check_predictions
+from tests.support.notebook import check_as_committed, check_cell_lengths, check_guesses, check_links
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from nbformat import NotebookNode
 
-NOTEBOOKS = {  # name -> (least number of links, of predictions)
+NOTEBOOKS = {  # name -> (least number of links, of guesses)
     "01_quickstart": (0, 0),
     "02_data_parallel": (8, 15),
     "03_model_parallel": (7, 15),
@@ -46,5 +46,16 @@ def test_links_of_a_notebook_work(committed: NotebookNode, root: Path, name: str
     check_links(committed, root / "notebooks", NOTEBOOKS[name][0])
 
 
-def test_predictions_come_before_their_use(committed: NotebookNode, name: str):
-    check_predictions(committed, NOTEBOOKS[name][1])
+def test_cells_of_a_notebook_are_short(committed: NotebookNode):
+    check_cell_lengths(committed)
+
+
+def test_guesses_are_empty_and_come_before_their_use(committed: NotebookNode, name: str):
+    check_guesses(committed, NOTEBOOKS[name][1])
+
+
+def test_the_solution_of_the_puzzle_is_folded(root: Path):
+    notebook = nbformat.read(root / "notebooks" / "04_schedules.ipynb", as_version=4)
+    folded = [cell for cell in notebook.cells if cell.metadata.get("jupyter", {}).get("source_hidden")]
+    assert [cell.metadata.jupyter.outputs_hidden for cell in folded] == [True, True]
+    assert all("solution" in cell.source for cell in folded)

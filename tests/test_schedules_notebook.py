@@ -71,7 +71,7 @@ def test_the_final_exercise_has_a_solution():
 # -- executed -------------------------------------------------------------------------------------------------
 
 
-def test_every_claim_passes_and_every_prediction_is_right(done: ExecutedNotebook):
+def test_every_claim_holds(done: ExecutedNotebook):
     check_claims(done, least=14)
     assert join_stream(done.notebook, "stderr") == ""
 

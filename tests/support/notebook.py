@@ -31,9 +31,12 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1.5e9
 SAMPLE_S = 0.25
-CLAIM = re.compile(r"^(PASS|FAIL)  (.+): measured (\S+); expected (\S+) \((.+)\), tolerance (\S+)$", re.MULTILINE)
-PREDICTION = re.compile(r"^      you predicted (\S+): (right|off by \S+)$", re.MULTILINE)
-"""Printed form of a claim's prediction: see `check_claims`."""
+CLAIM = re.compile(
+    r"^(theory holds ✓|theory fails ✗|limit kept ✓|limit exceeded ✗)  (.+): measured .+; .+$", re.MULTILINE
+)
+"""First line of a claim as text: see `dtkit.lessons`."""
+MOST_LINES = 15
+"""Of a cell."""
 
 
 def execute(
@@ -166,6 +169,14 @@ def join_stream(notebook: NotebookNode, stream: str) -> str:
     return "".join(output.text for output in outputs if output.get("name") == stream)
 
 
+def list_claims(notebook: NotebookNode) -> list[tuple[str, str]]:
+    """Return (verdict, quantity) of all claims that an executed notebook shows."""
+    texts = [
+        output.get("data", {}).get("text/plain", "") for cell in list_code_cells(notebook) for output in cell.outputs
+    ]
+    return [claim for text in texts for claim in CLAIM.findall(text)]
+
+
 def check_as_committed(notebook: NotebookNode) -> None:
     """Check that the notebook is valid, for the python3 kernel, and without outputs."""
     nbformat.validate(notebook)
@@ -183,34 +194,38 @@ def check_links(notebook: NotebookNode, folder: Path, least: int) -> None:
         assert link[1:] in headings if link.startswith("#") else (folder / link).is_file(), link
 
 
-def check_predictions(notebook: NotebookNode, least: int) -> None:
-    """Check at least `least` predictions that the reader types, each in a cell before its use."""
+def check_cell_lengths(notebook: NotebookNode) -> None:
+    """Check that a reader can take in each cell of code at a glance. Files that a cell writes are not counted."""
+    cells = [cell.source for cell in list_code_cells(notebook) if not cell.source.startswith("%%writefile")]
+    assert [source for source in cells if len(source.splitlines()) > MOST_LINES] == []
+
+
+def check_guesses(notebook: NotebookNode, least: int) -> None:
+    """Check at least `least` empty guesses, each in a cell before its use, with a folded solution after it."""
     typed: set[str] = set()
-    for cell in list_code_cells(notebook):
-        assigned = set(re.findall(r"^(predicted_\w+) = [\d_./ ]+$", cell.source, re.MULTILINE))
-        used = set(re.findall(r"\bpredicted_\w+", cell.source)) - assigned
+    for place, cell in enumerate(notebook.cells):
+        if cell.cell_type != "code":
+            continue
+        assigned = set(re.findall(r"^(guess_\w+) = None$", cell.source, re.MULTILINE))
+        used = set(re.findall(r"\bguess_\w+", cell.source)) - assigned
         assert used <= typed, cell.source
-        assert not assigned or len(assigned) == len(cell.source.splitlines()), (
-            "a cell with predictions has no other code"
-        )
+        if assigned:
+            assert len(assigned) == len(cell.source.splitlines()), "a cell with guesses has no other code"
+            assert notebook.cells[place + 1].source.startswith("<details><summary>Solution</summary>"), cell.source
         typed |= assigned
     sources = "\n".join(cell.source for cell in list_code_cells(notebook))
     assert len(typed) >= least
-    assert {name for name in typed if len(re.findall(rf"\b{name}\b", sources)) < 2} == set()
+    assert {name for name in typed if f"guess={name}" not in sources} == set()
 
 
 def check_claims(done: ExecutedNotebook, least: int) -> None:
-    """Check that each claim of the notebook is printed once and passes, and its prediction is right.
-
-    A claim is a predicted number, a measurement, and a formula with a tolerance.
-    """
-    text = join_stream(done.notebook, "stdout")
-    num_claims = sum(len(re.findall(r"^claim\(", cell.source, re.MULTILINE)) for cell in list_code_cells(done.notebook))
-    claims, predictions = CLAIM.findall(text), PREDICTION.findall(text)
-    assert len(claims) == len(predictions) == num_claims >= least
-    assert [claim for claim in claims if claim[0] != "PASS"] == []
-    assert [prediction for prediction in predictions if prediction[1] != "right"] == []
-    assert f"{num_claims} of {num_claims} claims PASS" in done.text("verdicts.count(")
+    """Check that each claim of the notebook is shown once and holds, and that the score counts them all."""
+    sources = "\n".join(cell.source for cell in list_code_cells(done.notebook))
+    num_claims = len(re.findall(r"^lesson\.(?:claim|at_most)\(", sources, re.MULTILINE))
+    claims = list_claims(done.notebook)
+    assert len(claims) == num_claims >= least
+    assert [claim for claim in claims if not claim[0].endswith("✓")] == []
+    assert f"{num_claims} of {num_claims} claims hold; you made no guess" in done.text("lesson.score()")
 
 
 def check_nothing_is_left(done: ExecutedNotebook, engines: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""Every block of Python in the README and in docs/guides runs, in order, as the cells of one notebook."""
+"""Python blocks of the README, docs/guides and docs/how-to run, in order, as the cells of one notebook."""
 
 from __future__ import annotations
 
@@ -18,27 +18,43 @@ if TYPE_CHECKING:
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "bash"}  # only python is executed
-PAGES = [
+GUIDES = [
     "README.md",
     *(
         f"docs/guides/{name}.md"
         for name in ("training", "checkpoints", "failures", "inside-a-step", "own-loop", "models", "keras")
     ),
 ]
+HOW_TO = [
+    f"docs/how-to/{name}.md"
+    for name in ("hugging-face", "own-loop", "torchrun-script", "resume", "several-runs", "log-numbers")
+]
+PAGES = [*GUIDES, *HOW_TO]
 
 
-def blocks(root: Path) -> list[tuple[str, str]]:
+def blocks(root: Path, pages: list[str] = PAGES) -> list[tuple[str, str]]:
     """Return (language, source) of all fenced blocks of the pages that are executed."""
-    return [block for page in PAGES for block in FENCE.findall((root / page).read_text(encoding="utf-8"))]
+    return [block for page in pages for block in FENCE.findall((root / page).read_text(encoding="utf-8"))]
 
 
 @pytest.fixture(scope="module")
 def done(root: Path, tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
-    path = tmp_path_factory.mktemp("readme") / "readme.ipynb"
-    sources = [source.rstrip("\n") for language, source in blocks(root) if language == "python"]
-    cells = [new_code_cell(source) for source in [*sources, "cluster.close()"]]
-    nbformat.write(new_notebook(cells=cells), path)
-    return execute(path, timeout=120)
+    sources = [source for language, source in blocks(root, GUIDES) if language == "python"]
+    return execute_blocks(sources, tmp_path_factory.mktemp("readme"))
+
+
+@pytest.fixture(scope="module")
+def how_to(root: Path, tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
+    """The first block of the README, which starts the cluster, and the blocks of docs/how-to."""
+    start, *_ = (source for language, source in blocks(root, ["README.md"]) if language == "python")
+    sources = [source for language, source in blocks(root, HOW_TO) if language == "python"]
+    return execute_blocks([start, *sources], tmp_path_factory.mktemp("how-to"))
+
+
+def execute_blocks(sources: list[str], folder: Path) -> NotebookNode:
+    cells = [new_code_cell(source.rstrip("\n")) for source in [*sources, "cluster.close()"]]
+    nbformat.write(new_notebook(cells=cells), folder / "blocks.ipynb")
+    return execute(folder / "blocks.ipynb", timeout=120)
 
 
 def said(done: NotebookNode, source: str) -> str:
@@ -102,3 +118,14 @@ def test_own_loops_run_as_described(done: NotebookNode):
     px = said(done, "%%px")
     assert "rank 0 of 2" in px
     assert "rank 1 of 2" in px
+
+
+@pytest.mark.notebook
+def test_how_to_pages_run_as_described(how_to: NotebookNode):
+    assert "[1.0, 1.0]" in said(how_to, "cluster.run(sum_of_ranks)")
+    shown = said(how_to, "show_rank.py")
+    assert "0 of 2 ['--epochs', '3']" in shown
+    assert "1 of 2 ['--epochs', '3']" in shown
+    assert said(how_to, 'resume_from="resumable"').endswith("True\n")
+    assert "lr 0.02" in said(how_to, "dtkit.compare(variants")
+    assert "array(" in said(how_to, 'noted.history.scalar("output_norm")')

@@ -1,0 +1,133 @@
+"""Sphinx configuration: `make docs` builds docs/_build/html from these pages, the notebooks and the docstrings.
+
+With EXECUTE=1 in the environment, the notebooks are executed, and their outputs are cached by jupyter-cache.
+NOTEBOOKS=folder takes notebooks from another folder, such as executed copies.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
+import dtkit
+
+ROOT = Path(__file__).resolve().parent.parent
+TUTORIALS = ROOT / "docs" / "tutorials"
+
+project = "dtkit"
+author = "the dtkit contributors"
+copyright = author  # noqa: A001 - Sphinx's name
+version = release = dtkit.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+exclude_patterns = ["_build", "README.md"]
+templates_path = ["_templates"]
+html_math_renderer = "mathml"
+html_theme = "pydata_sphinx_theme"
+html_title = "dtkit"
+html_static_path = ["_static"]
+html_css_files = ["dtkit.css"]
+html_show_sourcelink = False
+html_theme_options = {
+    "header_links_before_dropdown": 6,
+    "navigation_with_keys": False,
+    "secondary_sidebar_items": ["page-toc"],
+    "show_toc_level": 2,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+html_sidebars = {"index": [], "changelog": []}
+
+# -- notebooks and Markdown -----------------------------------------------------------------------------------
+
+nb_execution_mode = "cache" if os.environ.get("EXECUTE") == "1" else "off"
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+# Justified: the lexer of Python doesn't know the magics of a cell, and a live view has no form on a page.
+suppress_warnings = ["misc.highlighting_failure", "mystnb.unknown_mime_type"]
+
+# -- reference ------------------------------------------------------------------------------------------------
+
+default_role = "code"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+_PARAMETER = re.compile(r"(?P<names>[*\w]+(, [*\w]+)*) : (?P<text>.*)")
+
+
+def make_parameter_lists(_app: Any, _kind: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+    """Turn dtkit's lines "name : text", with indented continuations, into bullet lists of reStructuredText."""
+    source, is_list = list(lines), False
+    lines.clear()
+    for line in source:
+        match = _PARAMETER.fullmatch(line)
+        if match:
+            lines += [] if is_list else [""]
+            names = ", ".join(f"**{name}**" for name in match["names"].replace("*", "\\*").split(", "))
+            lines.append(f"- {names}: {match['text']}")
+        elif is_list and line.startswith("    "):
+            lines.append(f"  {line.strip()}")
+        else:
+            lines += ["", line] if is_list and line else [line]
+        is_list = match is not None or (is_list and line.startswith("    "))
+
+
+def adapt_links(_app: Any, document: str, content: list[str]) -> None:
+    """Let links to the README's example, to notebooks and to JupyterLab's headings point to places of the site."""
+    text = content[0].replace("../../README.md#the-example", "/example.md").replace("../../notebooks/", "/tutorials/")
+    if document.startswith("tutorials/"):
+        text = re.sub(r"\]\(#([^)]+)\)", lambda match: f"](#{_make_slug(match[1])})", text)
+    content[0] = text
+
+
+def _make_slug(heading: str) -> str:
+    """Return "1-partitions" for JupyterLab's "1.-Partitions"."""
+    return re.sub(r"[^\w-]", "", heading.lower())
+
+
+def _write_inline_math(translator: Any, node: Any) -> None:
+    translator.body.append(tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def _write_block_math(translator: Any, node: Any) -> None:
+    translator.body.append(f"<div class='math-block'>{tex2mathml(node.astext(), as_block=True)}</div>")
+    raise nodes.SkipNode
+
+
+def setup(app: Any) -> None:
+    """Connect this file's functions to Sphinx. Formulas become MathML, which needs no script from another host."""
+    app.add_html_math_renderer("mathml", (_write_inline_math, None), (_write_block_math, None))
+    app.connect("autodoc-process-docstring", make_parameter_lists)
+    app.connect("source-read", adapt_links)
+
+
+def copy_tutorials() -> None:
+    """Copy the notebooks and pages that lie outside of docs/ into it, because Sphinx reads one folder."""
+    for notebook in sorted(Path(os.environ.get("NOTEBOOKS") or ROOT / "notebooks").glob("*.ipynb")):
+        _copy_if_different(notebook, TUTORIALS / notebook.name)
+    for image in sorted((ROOT / "notebooks" / "images").iterdir()):
+        _copy_if_different(image, ROOT / "docs" / "_static" / image.name)
+
+
+def _copy_if_different(source: Path, target: Path) -> None:
+    if not target.exists() or source.read_bytes() != target.read_bytes():
+        shutil.copyfile(source, target)
+
+
+copy_tutorials()

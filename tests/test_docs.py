@@ -1,0 +1,85 @@
+"""Documentation: links and anchors resolve, every public name has its place, and the site builds without a warning."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+import dtkit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FENCE = re.compile(r"^(```|:::).*?^\1", re.MULTILINE | re.DOTALL)
+
+
+def list_pages(root: Path) -> list[Path]:
+    """Return all pages that are read on GitHub and on the site."""
+    pages = [path for path in root.glob("docs/**/*.md") if "_build" not in path.parts]
+    return [root / "README.md", root / "CONTRIBUTING.md", root / "CHANGELOG.md", *pages]
+
+
+def make_slug(heading: str) -> str:
+    """Return the anchor that GitHub and myst make of a heading."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+    return re.sub(r"[^\w\- ]", "", text.lower().strip()).replace(" ", "-")
+
+
+def find_broken_links(path: Path) -> list[str]:
+    """Return relative links to files or headings that don't exist."""
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, anchor = link.partition("#")
+        if re.match(r"\w+:", link):
+            continue
+        target = path.parent / file if file else path
+        if not target.exists() and not file.startswith("_static/"):
+            broken.append(link)
+        elif anchor and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            broken += [link] * (anchor not in map(make_slug, headings))
+    return broken
+
+
+def test_links_and_anchors_of_all_pages_resolve(root: Path):
+    broken = {path.relative_to(root).as_posix(): find_broken_links(path) for path in list_pages(root)}
+    assert {page: links for page, links in broken.items() if links} == {}
+
+
+def test_a_broken_link_and_a_broken_anchor_are_found(tmp_path: Path):
+    (tmp_path / "there.md").write_text("# A heading, `with` signs\n")
+    page = tmp_path / "page.md"
+    page.write_text("[a](there.md#a-heading-with-signs) [b](there.md#gone) [c](gone.md) [d](https://example.org/x)\n")
+    assert find_broken_links(page) == ["there.md#gone", "gone.md"]
+
+
+def test_the_reference_has_every_public_name(root: Path):
+    text = "\n".join(page.read_text(encoding="utf-8") for page in root.glob("docs/reference/*.md"))
+    documented = set(re.findall(r"^\.\. auto(?:class|function):: (\w+)$", text, re.MULTILINE))
+    documented |= {name for name in ("errors", "types") if f"automodule:: dtkit.{name}" in text}
+    assert set(dtkit.__all__) - documented == {"DtkitError"}  # among the errors
+
+
+def test_the_readme_is_short(root: Path):
+    lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120  # two screens
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_site_builds_without_a_warning(root: Path, tmp_path: Path):
+    pytest.importorskip("myst_nb")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", root / "docs", tmp_path]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "reference" / "cluster.html").read_text(encoding="utf-8")
+    assert 'id="dtkit.Cluster.train"' in page
+    assert "<strong>batch_size</strong>" in page  # the lists of arguments are lists
+    assert "<math" in (tmp_path / "tutorials" / "02_data_parallel.html").read_text(encoding="utf-8")

@@ -13,6 +13,7 @@ from dtkit.types import Failure, Reply
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dtkit.rpc.transport import Hosts
     from dtkit.types import OutputItem
 
     Publish = Callable[[int, list[OutputItem]], None]
@@ -23,6 +24,8 @@ class InProcessTransport:
 
     Interrupts have no effect, because Python handles signals in the main thread.
     """
+
+    hosts: Hosts | None = None
 
     def __init__(self) -> None:
         self.engine_ids: Sequence[int] = [10]

@@ -34,6 +34,8 @@ ROOM = AvailableMemory(free_bytes=10**9, swap_bytes=0, job_bytes=0, limit_bytes=
 class Notes:
     """A transport that answers the requests of an opening cluster and records all others."""
 
+    hosts = None
+
     def __init__(self, ranks: int = 2) -> None:
         self.engine_ids = list(range(ranks))
         self.asked: list[str] = []

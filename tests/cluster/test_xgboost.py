@@ -148,7 +148,7 @@ def test_interrupt_keeps_the_model(cluster2: dtkit.Cluster, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_boost_round": 0}, "num_boost_round=0; it must be at least 1"),
+        ({"num_boost_round": 0}, "num_boost_round=0; it must be a number of rounds, at least 1"),
         ({"early_stopping_rounds": 3}, "early_stopping_rounds needs evals"),
         ({"num_rounds": 3}, r"no argument num_rounds=; did you mean num_boost_round=\?"),
     ],

@@ -48,10 +48,10 @@ def describe_value(value: Any) -> str:
     if isinstance(value, list | tuple) and len(value) <= 10:
         shape = "[{}]" if isinstance(value, list) else "({})"
         return shape.format(", ".join(map(describe_value, value)))
-    return _describe_object(value)
+    return _describe_by_repr(value)
 
 
-def _describe_object(value: Any) -> str:
+def _describe_by_repr(value: Any) -> str:
     """Return a repr of one line without an address, else the class, with its length if it has one."""
     name = type(value).__name__
     if isinstance(value, bool | int | float | str | None):

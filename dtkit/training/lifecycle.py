@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import shutil
 import tempfile
 import threading
@@ -186,7 +187,7 @@ class RunLifecycle:
         with self._repair_lock:
             if self._repair is None or self._repair.done():
                 self._repair = future = Future[None]()
-                arguments = (lambda: future.set_result(self._replace_lost_engines()), future.set_exception)
+                arguments = (functools.partial(self._replace_lost_engines, future), future.set_exception)
                 threading.Thread(target=run_guarded_in_thread, args=arguments, name="dtkit-repair", daemon=True).start()
             future = self._repair
         if not concurrent.futures.wait([future], timeout).done:
@@ -194,7 +195,7 @@ class RunLifecycle:
         # waits: no more, since the repair has ended
         future.result()
 
-    def _replace_lost_engines(self) -> None:
+    def _replace_lost_engines(self, done: Future[None]) -> None:
         if lost_ranks := self._engine_group.membership.find_lost_ranks():
             old_world_size = self._engine_group.world_size
             result = self._driver.failures.recover(lost_ranks)
@@ -207,6 +208,7 @@ class RunLifecycle:
                 self._progress.elapsed_s,
             )
             self._on_change()
+        done.set_result(None)
 
     def export(
         self,

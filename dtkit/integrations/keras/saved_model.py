@@ -59,8 +59,8 @@ class SavedModel:
                 f"{model.name} has no variables yet, as it doesn't know the shape of its inputs. Call it once on a "
                 "batch, or give keras.Input(shape) as its first layer"
             )
-        # unpickles: nothing, it returns names and numbers
         try:
+            # unpickles: nothing, it returns names and numbers
             config = keras.saving.serialize_keras_object(model)
         except NotImplementedError as error:
             raise ValueError(

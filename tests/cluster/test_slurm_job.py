@@ -92,6 +92,13 @@ def test_missing_commands_of_slurm_are_told(monkeypatch: pytest.MonkeyPatch, tmp
         submit("true")
 
 
+def test_job_keeps_its_state_while_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    state = SlurmJob("7", tmp_path / "log").get_state()
+    assert state.phase == "waiting"
+    assert state.text.startswith("Slurm job 7: squeue is not on this notebook's PATH.")
+
+
 def test_end_of_a_job_log_is_quoted_and_a_missing_one_explained(tmp_path: Path):
     log = tmp_path / "slurm-7.log"
     assert "choose another one with log_folder=" in read_log_end(log)

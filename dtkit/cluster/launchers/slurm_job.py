@@ -74,7 +74,11 @@ class SlurmJob(AgentJob):
     def get_state(self) -> JobState:
         """Return the phase, with id, state and reason. Slurm is asked once in a while."""
         if time.monotonic() - self._asked_at >= timeouts.SLURM_POLL_S:
-            self._state, self._asked_at = self._describe(self.query()), time.monotonic()
+            try:
+                self._state = self._describe(self.query())
+            except ClusterError as error:  # a controller that restarts must not cost the job its place in the queue
+                self._state = JobState(self._state.phase, f"Slurm job {self.job_id}: {error}")
+            self._asked_at = time.monotonic()
         return self._state
 
     def _describe(self, now: QueueState) -> JobState:

@@ -1,0 +1,89 @@
+"""Engines on the nodes of a Slurm job: real daemons, on hosts in namespaces."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import dtkit
+from tests.support.hosts.training import assert_exact, assert_nothing_left, train
+from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.support.hosts.network import Network
+    from tests.support.hosts.slurm import Slurm
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+@pytest.fixture
+def home(network: Network, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Home folder of this test, which all hosts see."""
+    folder = network.folder / "home"
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setenv("HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def start(slurm: Slurm, network: Network, home: Path, runtime: Path) -> Iterator[Callable[..., dtkit.Cluster]]:
+    """Start a cluster on two nodes, and check at the end that nothing of it is left."""
+
+    def start(n: int = 4, launcher: dtkit.Slurm | None = None, **options: Any) -> dtkit.Cluster:
+        launcher = launcher or dtkit.Slurm(nodes=2)
+        return dtkit.Cluster(n, launcher=launcher, device="cpu", threads=1, **options)
+
+    yield start
+    wait_until(lambda: not slurm.list_jobs(), 30)
+    assert_nothing_left(network)
+    wait_until(lambda: not list(runtime.glob("dtkit-*")), 30)
+    assert list(home.rglob("slurm-*.log")) == []
+
+
+def test_training_on_two_nodes_equals_training_in_one_process(start: Callable[..., dtkit.Cluster]):
+    with start() as cluster:
+        assert [node.host for node in cluster.nodes] == ["host1", "host1", "host2", "host2"]
+        run = train(cluster)
+        run.wait(60)
+        assert_exact(run)
+        assert run.verify(5).verdict == "PASS"
+
+
+def test_interrupt_while_the_job_waits_cancels_it(start: Callable[..., dtkit.Cluster], slurm: Slurm):
+    slurm.call("sbatch", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 600")
+    wait_until(lambda: len(slurm.list_jobs()) == 1)
+    done = threading.Event()
+
+    def interrupt() -> None:
+        wait_until(lambda: len(slurm.list_jobs()) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+        done.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        start(timeout=2)  # waiting in the queue doesn't count
+    thread.join(60)
+    assert len(slurm.list_jobs()) == 1
+    slurm.call("scancel", *slurm.list_jobs())
+
+
+def test_notebook_inside_an_allocation_uses_its_nodes(
+    start: Callable[..., dtkit.Cluster], slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+):
+    job = slurm.call("sbatch", "--parsable", "--nodes=2", "--output=/dev/null", "--wrap", "sleep 600").strip()
+    wait_until(lambda: slurm.call("squeue", "--noheader", f"--jobs={job}", "--format=%T").strip() == "RUNNING")
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    with start(2, dtkit.Slurm()) as cluster:
+        assert [node.host for node in cluster.nodes] == ["host1", "host2"]
+        assert cluster.run(os.getpid)
+        assert slurm.list_jobs() == [job]
+    slurm.call("scancel", job)

@@ -1,0 +1,42 @@
+"""A training whose result one process can check, and what a cluster leaves on the hosts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.support import oracle
+from tests.support.hosts.processes import list_commands
+from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    import dtkit
+    from tests.support.hosts.network import Network
+
+_END_S = 30.0
+
+
+def train(cluster: dtkit.Cluster, steps: int = oracle.STEPS, **options: Any) -> dtkit.Run:
+    """Start a training of which no step depends on the number of ranks."""
+    arguments = {
+        "loss": oracle.mean_loss,
+        "optimizer": oracle.momentum,
+        "batch_size": oracle.BATCH,
+        "seed": oracle.SEED,
+        "shuffle": "global",
+        "steps": steps,
+    }
+    return cluster.train(oracle.mlp(), cluster.partition(oracle.data()), **arguments | options)
+
+
+def assert_exact(run: dtkit.Run) -> None:
+    """Check a run that has ended: as many steps in one process lead to the same weights."""
+    alone = oracle.train_in_one_process(oracle.mlp(), oracle.get_global_rows, steps=run.status.step)
+    assert oracle.max_difference(run.model.state_dict(), alone) <= oracle.BOUND
+
+
+def assert_nothing_left(network: Network) -> None:
+    """Wait until no process and no file of a cluster is on any host."""
+    wait_until(lambda: not list_commands(network), _END_S)
+    for host in network.hosts:
+        left = host.run("sh", "-c", "ls -d /tmp/*dtkit* /dev/shm/*dtkit* 2>/dev/null", check=False)
+        assert left == "", f"{host.name}: {left}"

@@ -97,7 +97,8 @@ def _compute_means(buckets: np.ndarray, values: np.ndarray, count: int) -> np.nd
     known = np.isfinite(values)
     sums = np.bincount(buckets[known], values[known], count)
     counts = np.bincount(buckets[known], minlength=count)
-    return np.divide(sums, counts, out=np.full(count, np.nan), where=counts > 0)
+    means: np.ndarray = np.divide(sums, counts, out=np.full(count, np.nan), where=counts > 0)
+    return means
 
 
 def _describe(name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtkit.engine.comm import process_group
+from dtkit.engine.comm import process_group, rendezvous
 from dtkit.engine.observe import error_report
 from dtkit.types import ABORT_FLAG, GroupSpec
 
@@ -22,10 +22,14 @@ def spec(folder: Path, rank: int, timeout_s: float = 30.0) -> GroupSpec:
     return GroupSpec(rank, 2, 7, "gloo", "cpu", str(folder / "store-7"), "lo", 1, timeout_s)
 
 
+def _wait(spec: GroupSpec) -> None:
+    rendezvous._wait_for_ranks(spec, rendezvous._FileArrivals(spec))
+
+
 def test_ranks_wait_for_each_other(tmp_path: Path):
-    other = threading.Thread(target=process_group._wait_for_ranks, args=(spec(tmp_path, 1),))
+    other = threading.Thread(target=_wait, args=(spec(tmp_path, 1),))
     other.start()
-    process_group._wait_for_ranks(spec(tmp_path, 0))
+    _wait(spec(tmp_path, 0))
     other.join(30)
     assert not other.is_alive()
 
@@ -33,7 +37,7 @@ def test_ranks_wait_for_each_other(tmp_path: Path):
 def test_a_rank_that_cannot_join_ends_the_wait(tmp_path: Path):
     (tmp_path / f"store-7{ABORT_FLAG}").touch()
     with pytest.raises(RuntimeError, match="a rank could not join generation 7") as raised:
-        process_group._wait_for_ranks(spec(tmp_path, 0))
+        _wait(spec(tmp_path, 0))
     assert process_group.is_lost_peer_error(raised.value)
 
 
@@ -42,18 +46,18 @@ def test_the_last_rank_does_not_join_a_canceled_group(tmp_path: Path):
     (tmp_path / "store-7.0").touch()
     (tmp_path / f"store-7{ABORT_FLAG}").touch()
     with pytest.raises(RuntimeError, match="a rank could not join generation 7"):
-        process_group._wait_for_ranks(spec(tmp_path, 1))
+        _wait(spec(tmp_path, 1))
 
 
 def test_a_rank_that_gives_up_removes_its_arrival_file(tmp_path: Path):
     with pytest.raises(RuntimeError, match="did not join"):
-        process_group._wait_for_ranks(spec(tmp_path, 0, timeout_s=0.01))
+        _wait(spec(tmp_path, 0, timeout_s=0.01))
     assert not (tmp_path / "store-7.0").exists()
 
 
 def test_the_timeout_error_names_the_missing_ranks(tmp_path: Path):
     with pytest.raises(RuntimeError, match=r"ranks \[1\] did not join the group within 0.01 s") as raised:
-        process_group._wait_for_ranks(spec(tmp_path, 0, timeout_s=0.01))
+        _wait(spec(tmp_path, 0, timeout_s=0.01))
     assert process_group.is_lost_peer_error(raised.value)
 
 

@@ -30,6 +30,7 @@ HOW_TO = [
     for name in ("hugging-face", "own-loop", "torchrun-script", "resume", "several-runs", "log-numbers")
 ]
 PAGES = [*GUIDES, *HOW_TO]
+NOT_EXECUTED = {"docs/guides/several-hosts.md"}  # needs hosts of its reader
 
 
 def blocks(root: Path, pages: list[str] = PAGES) -> list[tuple[str, str]]:
@@ -73,7 +74,9 @@ def test_each_fenced_block_is_found(root: Path):
 
 def test_each_page_with_python_is_executed(root: Path):
     pages = {path.relative_to(root).as_posix() for path in [root / "README.md", *root.glob("docs/**/*.md")]}
-    assert {page for page in pages if "```python" in (root / page).read_text(encoding="utf-8")} == set(PAGES)
+    assert {page for page in pages if "```python" in (root / page).read_text(encoding="utf-8")} == set(
+        PAGES
+    ) | NOT_EXECUTED
 
 
 def test_make_targets_in_the_readme_exist(root: Path):

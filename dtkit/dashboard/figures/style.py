@@ -263,5 +263,5 @@ def get_last_value(buckets: CurveBuckets) -> float:
 
 def describe_lines(layout: ChartLayout, unit: str = "") -> str:
     """Return a note on what the lines are."""
-    lines = "mean and range of nodes" if layout.banded else "per node and all"
+    lines = "mean and range" if layout.banded else "nodes and all"
     return f"{unit}, {lines}".removeprefix(", ") if layout.banded or layout.nodes > 1 else unit

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from dtkit.engine.data.batches import Shards
 
-_STORE_INTERVAL = 19
-"""Time between two stored models, in units of the time that the first of them took."""
+_STORE_RATIO = 19
+"""Time between two stored models over the time that the first of them took."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,4 +145,4 @@ class RoundLogger(xgboost.callback.TrainingCallback):  # type: ignore[misc, unus
         start = time.perf_counter()
         replace_file(path, bytes(model.save_raw("ubj")))
         end = time.perf_counter()
-        self._store_at = end + _STORE_INTERVAL * (end - start)
+        self._store_at = end + _STORE_RATIO * (end - start)

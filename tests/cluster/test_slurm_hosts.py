@@ -11,6 +11,7 @@ import pytest
 
 import dtkit
 from tests.support.hosts.training import assert_exact, assert_nothing_left, train
+from tests.support.recovery import list_loss_events, wait_for_step
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -54,6 +55,42 @@ def test_training_on_two_nodes_equals_training_in_one_process(start: Callable[..
         run.wait(60)
         assert_exact(run)
         assert run.verify(5).verdict == "PASS"
+
+
+def test_lost_engine_is_replaced_on_its_node(start: Callable[..., dtkit.Cluster], network: Network):
+    with start() as cluster:
+        run = train(cluster, 3000)
+        wait_for_step(run, 50)
+        network["host2"].run("kill", "-9", str(cluster.nodes[3].pid))
+        run.wait(120)
+        assert [node.host for node in cluster.nodes] == ["host1", "host1", "host2", "host2"]
+        assert list_loss_events(run) == ["lost", "repair"]
+        assert_exact(run)
+
+
+def test_node_without_power_is_replaced_by_a_further_job(
+    start: Callable[..., dtkit.Cluster], slurm: Slurm, network: Network
+):
+    with start(2) as cluster:
+        run = train(cluster, 3000)
+        wait_for_step(run, 50)
+        (first,) = slurm.list_jobs()
+        network["host2"].power_off()
+        run.wait(150)
+        assert [node.host for node in cluster.nodes] == ["host1", "host3"]
+        assert len(set(slurm.list_jobs()) - {first}) == 1
+        assert_exact(run)
+
+
+def test_canceled_job_is_named_when_its_engines_are_gone(start: Callable[..., dtkit.Cluster], slurm: Slurm):
+    with start(2) as cluster:
+        run = train(cluster, 100_000, on_failure="pause")
+        wait_for_step(run, 50)
+        (job,) = slurm.list_jobs()
+        slurm.call("scancel", job)
+        with pytest.raises(dtkit.DtkitError):
+            run.wait(60)
+        assert any(job in event.text for event in run.history.events)
 
 
 def test_interrupt_while_the_job_waits_cancels_it(start: Callable[..., dtkit.Cluster], slurm: Slurm):

@@ -2,33 +2,204 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import psutil
 import pytest
 
 import dtkit
+from tests.support.hosts.host import run as run_here
+from tests.support.hosts.training import assert_exact, train
+from tests.support.recovery import wait_for_step
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tests.support.hosts.host import Host
     from tests.support.hosts.network import Network
 
-pytestmark = [pytest.mark.cluster]
+pytestmark = pytest.mark.cluster
+NOTICED_S = 30.0
+"""Limit for a loss to be noticed and repaired on a machine with load."""
 
 
 @pytest.fixture
 def start(ssh_config: Path) -> Callable[..., dtkit.Cluster]:
-    """Start a cluster on two hosts."""
+    """Start a cluster on hosts of the network."""
 
-    def start(n: int = 2, hosts: tuple[str, ...] = ("host1:2", "host2:2"), **options: object) -> dtkit.Cluster:
-        launcher = dtkit.SSH(hosts, python=sys.executable, ssh_options=["-F", str(ssh_config)])
+    def start(n: int = 2, hosts: tuple[str, ...] = ("host1:2", "host2:2"), **options: Any) -> dtkit.Cluster:
+        python = options.pop("python", sys.executable)
+        launcher = dtkit.SSH(hosts, python=python, ssh_options=options.pop("ssh", ["-F", str(ssh_config)]))
         return dtkit.Cluster(n, launcher=launcher, device="cpu", threads=1, **options)
 
     return start
 
 
-def test_engines_run_on_the_hosts_that_were_asked_for(start: Callable[..., dtkit.Cluster], network: Network):
+def list_left(host: Host) -> list[str]:
+    """Return what a cluster has left on a host: processes, and files in its temporary folders."""
+    processes = [line for process in host.list_processes() if "python" in (line := get_command(process))]
+    return processes + host.run("sh", "-c", "ls -d /tmp/dtkit-* /dev/shm/dtkit-* 2>/dev/null", check=False).split()
+
+
+def get_command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def test_hosts_train_exactly_lose_an_engine_and_are_left_clean(start: Callable[..., dtkit.Cluster], network: Network):
     with start(3) as cluster:
         assert [node.host for node in cluster.nodes] == ["host1", "host1", "host2"]
+        for host in network.hosts[:2]:  # no port is open to the network but SSH's and those of the process group
+            local = [line.split()[3] for line in host.run("ss", "-Hlnt").splitlines()]
+            assert {text for text in local if text.startswith(("0.0.0.0:", "[::]:", "*:"))} <= {"0.0.0.0:22", "[::]:22"}
+        run = train(cluster, 40)
+        run.wait(60)
+        assert_exact(run)
+        killed = cluster.nodes[2]
+        network["host2"].run("kill", "-9", str(killed.pid))
+        wait_until(lambda: cluster._engine_group.membership.find_lost_ranks() == [2])
+        assert cluster.repair() == [2]
+        assert cluster.nodes[2].host == "host2"
+        assert cluster.nodes[2].pid != killed.pid
+        rows = cluster.partition(np.zeros((1000, 1000)))
+        assert sum(rows.sizes) == 1000
+    assert [list_left(host) for host in network.hosts] == [[], [], []]
+
+
+@pytest.mark.slow
+def test_a_killed_agent_is_replaced_during_training(start: Callable[..., dtkit.Cluster], network: Network):
+    with start() as cluster:
+        assert [node.host for node in cluster.nodes] == ["host1", "host1"]
+    with start(2, ("host1:1", "host2:1")) as cluster:
+        run = train(cluster, 4000)
+        wait_for_step(run, 50)
+        (agent,) = [a for a in cluster._engine_group.transport._launcher.agents if a.info.host == "host2"]
+        network["host2"].run("kill", "-9", str(agent.info.pid))
+        run.wait(120)
+        assert [node.host for node in cluster.nodes] == ["host1", "host2"]
+        assert_exact(run)
+    assert [list_left(host) for host in network.hosts[:2]] == [[], []]
+
+
+@pytest.mark.slow
+def test_training_shrinks_when_a_host_loses_its_power(start: Callable[..., dtkit.Cluster], network: Network):
+    with start(2, ("host1:1", "host2:1")) as cluster:
+        run = train(cluster, 4000, on_failure="shrink")
+        wait_for_step(run, 50)
+        network["host2"].power_off()
+        run.wait(120)
+        assert [node.host for node in cluster.nodes] == ["host1"]
+        assert_exact(run)
+    assert list_left(network["host1"]) == []
+
+
+@pytest.mark.slow
+def test_a_cut_within_the_grace_does_no_harm_and_a_longer_one_ends_the_engines(
+    start: Callable[..., dtkit.Cluster], network: Network
+):
+    host = network["host2"]
+    with start(2, ("host1:1", "host2:1")) as cluster:
+        pids = [node.pid for node in cluster.nodes]
+        run = train(cluster, 3000, on_failure="shrink")
+        wait_for_step(run, 50)
+        host.cut()
+        wait_until(lambda: run.status.step is not None)
+        host.restore()
+        run.wait(120)
+        assert [node.pid for node in cluster.nodes] == pids
+        assert_exact(run)
+        run = train(cluster, 3000, on_failure="shrink")
+        wait_for_step(run, 50)
+        host.cut()
+        run.wait(120)
+        assert [node.host for node in cluster.nodes] == ["host1"]
+        assert_exact(run)
+        host.restore()
+        wait_until(lambda: list_left(host) == [], NOTICED_S)
+
+
+@pytest.mark.slow
+def test_attach_finds_the_hosts_after_a_kernel_ends(
+    start: Callable[..., dtkit.Cluster], ssh_config: Path, network: Network
+):
+    code = f"""
+import sys, dtkit, threading
+from tests.support.hosts import training
+launcher = dtkit.SSH(["host1:1", "host2:1"], python={sys.executable!r}, ssh_options=["-F", {str(ssh_config)!r}])
+cluster = dtkit.Cluster(2, launcher=launcher, device="cpu", threads=1, lease=60)
+run = training.train(cluster, 4000)
+started = threading.Event()
+run.subscribe(lambda: run.status.step > 50 and started.set())
+started.wait(60)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as kernel:
+        assert kernel.stdout is not None
+        assert "ready" in kernel.stdout.readline()
+        kernel.kill()
+    with dtkit.attach() as cluster:
+        assert [node.host for node in cluster.nodes] == ["host1", "host2"]
+        run = cluster.current_run
+        assert run is not None
+        run.resume()
+        run.wait(120)
+        assert_exact(run)
+    assert [list_left(host) for host in network.hosts[:2]] == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hosts", "options", "message"),
+    [
+        (("host9:1",), {}, r"host9: .*[Cc]ould not resolve hostname.*Correct the name"),
+        (
+            ("host1:1",),
+            {"python": "/nowhere/python"},
+            r"host1: .*(not found|No such file).*Name the Python of the hosts",
+        ),
+        (("host1:1",), {"ssh": "another key"}, r"Permission denied.*ssh_options"),
+        (("host1:1", "host2:1"), {"interface": "eth7"}, r"no interface 'eth7' with an address; there are .*lo \(127"),
+    ],
+    ids=["unknown host", "no Python", "wrong key", "wrong interface"],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    start: Callable[..., dtkit.Cluster],
+    network: Network,
+    ssh_config: Path,
+    tmp_path: Path,
+    hosts: tuple[str, ...],
+    options: dict[str, Any],
+    message: str,
+):
+    if "ssh" in options:
+        config = tmp_path / "config"
+        config.write_text("\n".join(line for line in ssh_config.read_text().splitlines() if "IdentityFile" not in line))
+        run_here("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "other"))
+        options = {"ssh": ["-F", str(config), "-i", str(tmp_path / "other")]}
+    with pytest.raises(dtkit.errors.ClusterError, match=message):
+        start(len(hosts), hosts, **options)
+    wait_until(lambda: [list_left(host) for host in network.hosts] == [[], [], []], NOTICED_S)
+
+
+@pytest.mark.slow
+def test_a_host_without_room_for_data_is_named(start: Callable[..., dtkit.Cluster], network: Network):
+    with start(1, ("host1:1",)) as cluster:
+        for folder in ("/dev/shm", "/tmp"):
+            network["host1"].run("mount", "-o", "remount,size=1M", folder)
+        try:
+            with pytest.raises(dtkit.errors.ClusterError, match=r"host1: OSError: .*no room for 24 MB of data"):
+                cluster.partition(np.zeros(2_000_000))
+        finally:
+            for folder in ("/dev/shm", "/tmp"):
+                network["host1"].run("mount", "-o", "remount,size=50%", folder)
+        assert cluster.run(lambda: 1) == [1]

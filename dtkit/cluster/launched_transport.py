@@ -110,9 +110,11 @@ class LaunchedTransport(IpyparallelTransport):
             )
 
     def _describe_loss(self) -> str:
+        jobs = self._launcher.describe_ended_jobs()
+        reason = f" ({jobs})" if jobs else ""
         return (
-            f"its process has ended, or was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s. cluster.repair() starts "
-            "another one in its place"
+            f"its process has ended, or was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}. "
+            "cluster.repair() starts another one in its place"
         )
 
     def end_processes(self, pids: Sequence[int]) -> None:

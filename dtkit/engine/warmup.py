@@ -10,6 +10,8 @@ import contextlib
 import gc
 from typing import TYPE_CHECKING
 
+from dtkit.engine import memory_limit
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -46,8 +48,10 @@ def preload() -> None:
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
+    """Pause garbage collection, except under a memory limit: garbage leaves free memory, which no limit counts."""
     was_enabled = gc.isenabled()
-    gc.disable()
+    if memory_limit.read_configured_limit() is None:
+        gc.disable()
     try:
         yield
     finally:

@@ -88,9 +88,8 @@ def test_canceled_job_is_named_when_its_engines_are_gone(start: Callable[..., dt
         wait_for_step(run, 50)
         (job,) = slurm.list_jobs()
         slurm.call("scancel", job)
-        with pytest.raises(dtkit.DtkitError):
+        with pytest.raises(dtkit.DtkitError, match=rf"Slurm job {job} is CANCELLED"):
             run.wait(60)
-        assert any(job in event.text for event in run.history.events)
 
 
 def test_interrupt_while_the_job_waits_cancels_it(start: Callable[..., dtkit.Cluster], slurm: Slurm):

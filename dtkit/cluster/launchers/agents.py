@@ -14,7 +14,7 @@ from dtkit._util.deadline import wait_until
 from dtkit.cluster.devices import plan_host_devices
 from dtkit.cluster.launchers.agent_link import AgentLink
 from dtkit.cluster.launchers.host_access import HostAccess
-from dtkit.cluster.launchers.hosts import AgentRequest
+from dtkit.cluster.launchers.hosts import AgentRequest, divide_evenly
 from dtkit.cluster.launchers.launcher import Launcher
 from dtkit.cluster.launchers.registry import restore_launcher
 from dtkit.errors import ClusterError
@@ -253,14 +253,14 @@ class AgentLauncher(Launcher):
         self._agents = [agent for agent in self._agents if agent not in lost]
         names = tuple(agent.info.host for agent in lost)
         num_engines = sum(self._num_engines.get(name, 0) for name in names)
-        chosen_by_user = self._host_launcher.list_hosts(num_engines) is not None
+        chosen_by_user = self._host_launcher.list_hosts(sum(self._num_engines.values())) is not None
         request = self._make_request(num_engines, len(names), names if chosen_by_user else ())
         self._start_and_wait(request, timeouts.NEW_AGENT_TIMEOUT_S)
         if not chosen_by_user:
             for name in names:
                 self._num_engines.pop(name)
             new = [agent.info.host for agent in self._agents if agent.info.host not in self._num_engines]
-            shares = self._host_launcher.divide_engines(num_engines, new)
+            shares = divide_evenly(num_engines, len(new))
             self._num_engines |= dict(zip(new, shares, strict=True))
         self._write_hosts()
         return True
@@ -278,6 +278,11 @@ class AgentLauncher(Launcher):
     def list_pids(self) -> list[int]:
         """Return the pids of this host: the controller's, and those of what connects the agents."""
         return super().list_pids() + [pid for job in self._jobs for pid in job.list_pids()]
+
+    def describe_ended_jobs(self) -> str:
+        """Return what has become of jobs and connections that have ended, such as a canceled job."""
+        states = [job.get_state() for job in self._jobs]
+        return "; ".join(state.text for state in states if state.phase == "ended")
 
     def remove_ended_engines(self) -> None:
         """Do nothing: agents forget their engines."""

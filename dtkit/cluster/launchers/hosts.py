@@ -112,9 +112,14 @@ class HostLauncher(abc.ABC):
         slots = self.list_hosts(num_engines)
         if slots is not None:
             return [slots.get(host, 0) for host in hosts]
-        least, more = divmod(num_engines, len(hosts))
-        return [least + (k < more) for k in range(len(hosts))]
+        return divide_evenly(num_engines, len(hosts))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for the cluster file, with the name of the class."""
         return {"name": self.name, **dataclasses.asdict(self)}  # type: ignore[call-overload]  # each one is a dataclass
+
+
+def divide_evenly(num_engines: int, num_hosts: int) -> list[int]:
+    """Return how many engines each host gets, the first ones one more where they don't divide."""
+    least, more = divmod(num_engines, num_hosts)
+    return [least + (k < more) for k in range(num_hosts)]

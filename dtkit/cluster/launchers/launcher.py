@@ -145,6 +145,10 @@ class Launcher:
                 pids += [child.pid for child in psutil.Process(pid).children(recursive=True)]
         return pids
 
+    def describe_ended_jobs(self) -> str:
+        """Return what has become of the jobs that ran engines; empty if there is nothing to say."""
+        return ""
+
     def remove_ended_engines(self) -> None:
         """Forget engines that have ended: ipyparallel keeps an event loop for each of them."""
         for name in list(self._engine_set_ids):

@@ -56,7 +56,8 @@ class Slurm:
             wait_until(lambda: not self.list_jobs())
         states = self._list_states()
         if down := [name for name, state in states.items() if state.startswith(("down", "drain"))]:
-            self.call("scontrol", "update", f"nodename={','.join(down)}", "state=resume")
+            with contextlib.suppress(RuntimeError):  # a node that has come back by itself can't be resumed
+                self.call("scontrol", "update", f"nodename={','.join(down)}", "state=resume")
         self.wait_until_idle()
 
     def _list_states(self) -> dict[str, str]:

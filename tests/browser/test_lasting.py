@@ -89,7 +89,7 @@ def test_view_stays_alive_after_the_end_and_a_picture_is_saved(lab: Lab):
 
 def test_front_end_without_the_widget_shows_the_refreshed_picture(lab: Lab):
     """Stands for a front end that can't load anywidget."""
-    lab.page.route("**/labextensions/anywidget/**", lambda route: route.abort())
+    lab.page.route("**/extensions/anywidget/**", lambda route: route.abort())
     run_cells(lab)
     expect(get_pictures(lab)).to_be_visible(timeout=WAIT_MS)
     expect(lab.page.get_by_text(re.compile("^Step 50 of 400 at .* refreshed now and then"))).to_be_visible()

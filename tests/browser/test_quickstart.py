@@ -73,7 +73,7 @@ def test_quickstart_run_can_be_watched_paused_resumed_and_stopped(lab: Lab, tmp_
     lab.open(make_endless_notebook())
     lab.run_all()
     cell = find_cell(lab, "run.resume()")
-    lab.wait_text(cell, "application/vnd.jupyter.widget-view+json", timeout=TRAINING_S)
+    lab.wait_text(cell, "dtkit-live", timeout=TRAINING_S)
     lab.select(cell)
     dashboard = lab.cell(cell).get_by_test_id("dtkit-dashboard")
     expect(dashboard).to_have_attribute("data-state", "running", timeout=TRAINING_S * 1000)

@@ -78,7 +78,7 @@ def get_box(path: Locator) -> dict[str, float]:
 def test_planned_schedule_is_outlined_behind_the_measured_one(lab: Lab, tmp_path: Path, look: Look):
     lab.open(notebook())
     lab.run_all()
-    lab.wait_text(1, "application/vnd.jupyter.widget-view+json", timeout=TRAINING_S)
+    lab.wait_text(1, "dtkit-live", timeout=TRAINING_S)
     lab.select(1)
     dashboard = lab.cell(1).get_by_test_id("dtkit-dashboard")
     panel = dashboard.get_by_test_id("timeline-panel")

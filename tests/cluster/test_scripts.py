@@ -148,7 +148,7 @@ def test_failing_rank_ends_the_others(cluster2: dtkit.Cluster, folder: Path, cod
         cluster2.torchrun(folder / "t.py")
     assert (caught.value.cause.rank, caught.value.cause.message) == (1, message)
     assert "before" in caught.value.cause.traceback or "ValueError" in caught.value.cause.traceback
-    assert list_scripts("t.py") == []
+    assert list_scripts("/t.py") == []
     check_usable(cluster2)
 
 

@@ -21,9 +21,21 @@ def lost_message(transport: IpyparallelTransport) -> str:
     return failure.message
 
 
-def test_the_message_of_a_lost_engine_has_the_remedy_of_a_started_cluster():
+def make_launched(ended_jobs: str) -> LaunchedTransport:
     transport = LaunchedTransport.__new__(LaunchedTransport)
     IpyparallelTransport.__init__(transport, CLIENT, [7])
+    transport._launcher = SimpleNamespace(describe_ended_jobs=lambda: ended_jobs)
+    return transport
+
+
+def test_the_message_of_a_lost_engine_names_the_job_that_has_ended():
+    assert "silent for 8 s (Slurm job 17 is CANCELLED). cluster.repair()" in lost_message(
+        make_launched("Slurm job 17 is CANCELLED")
+    )
+
+
+def test_the_message_of_a_lost_engine_has_the_remedy_of_a_started_cluster():
+    transport = make_launched("")
     assert lost_message(transport) == (
         "the engine of rank 0 is gone: its process has ended, or was silent for 8 s. cluster.repair() starts another "
         "one in its place"

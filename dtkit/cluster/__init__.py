@@ -1,1 +1,1 @@
-"""Processes of a cluster: start, find, take over and end them; and the facade `Cluster`."""
+"""Starting, finding, taking over and ending a cluster's processes, and the facade `Cluster`."""

@@ -1,12 +1,13 @@
-"""Taking over a cluster of another notebook on this machine, with its run.
+"""Taking over another notebook's cluster on this machine, with its run.
 
-The engines keep what they hold, and refuse what the other notebook still has in flight. The run's history is in the
-cluster's folder, where the other notebook wrote it. So are the results that it did not acknowledge
+The engines keep their state, and refuse the other notebook's calls that are still in flight. The run's history is in
+the cluster's folder, where the other notebook wrote it. So are the results that it did not acknowledge
 (:mod:`dtkit.history.engine_outbox`).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,12 +18,14 @@ from dtkit.cluster.cluster import Cluster
 from dtkit.cluster.config import LaunchConfig
 from dtkit.cluster.launched_transport import get_runtime_folder
 from dtkit.errors import ClusterError, VersionMismatchError
+from dtkit.history import run_log
 from dtkit.training import persisted_run, recovered_state
 from dtkit.training.callbacks import start_callbacks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dtkit.cluster.cluster_file import ClusterInfo
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.run import Run
     from dtkit.types import EngineInventory
@@ -48,8 +51,8 @@ def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
     Raises
     ------
     ClusterError
-        If no cluster is running, if several are, if another notebook uses it, if it uses another Python environment
-        or a module that this notebook lacks, or if an engine doesn't answer.
+        If no cluster is running, or several are. If another notebook uses it, or an engine doesn't answer. If it uses
+        another Python environment, or a module that this notebook lacks.
     VersionMismatchError
         If another version of dtkit started the cluster.
 
@@ -71,6 +74,7 @@ def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
             f"{info.name} uses the Python environment {info.environment}, and this notebook uses {sys.prefix}. Attach "
             f"from a notebook with that environment, or try it here with attach({info.name!r}, force=True)"
         )
+    _check_modules(info)
     group, inventories = start.reattach(info)
     try:
         run = _restore_run(group, inventories)
@@ -80,16 +84,28 @@ def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
     except BaseException as error:
         start.undo_reattach(group, info)
         if isinstance(error, ModuleNotFoundError):
-            raise ClusterError(
-                f"the run of {info.name} needs the module {error.name!r}, which this notebook doesn't find; attach "
-                f"from a notebook in {info.directory}, or add the module's folder to sys.path. The cluster is as it was"
-            ) from error
+            raise _make_module_error(info, str(error.name)) from error
         raise
     return cluster
 
 
+def _check_modules(info: ClusterInfo) -> None:
+    """Raise ClusterError if the cluster's run needs a module that this notebook doesn't find."""
+    for label in run_log.read_labels(info.folder)[-1:]:
+        for package in dict.fromkeys(module.partition(".")[0] for module in label.modules):
+            if package not in sys.modules and importlib.util.find_spec(package) is None:
+                raise _make_module_error(info, package)
+
+
+def _make_module_error(info: ClusterInfo, module: str) -> ClusterError:
+    return ClusterError(
+        f"the run of {info.name} needs the module {module!r}, which this notebook doesn't find; attach from a notebook "
+        f"in {info.directory}, or add the module's folder to sys.path. The cluster is as it was"
+    )
+
+
 def _restore_run(group: EngineGroup, inventories: Sequence[EngineInventory]) -> Run | None:
-    """Return the run whose job the engines hold, or whose recovery its notebook did not survive."""
+    """Return the run whose job the engines hold, or that was being recovered when its notebook died."""
     from dtkit.training.run import Run
 
     jobs = [job for inventory in inventories for job in inventory.job_steps]

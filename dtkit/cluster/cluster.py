@@ -37,12 +37,12 @@ class Cluster(Engines):
         launcher ("slurm", "mpi", ...), whose engines must share the notebook's folder.
     device : "auto" (a GPU if there is one), "cpu" or "cuda".
     threads : torch threads per engine; by default the cores divided among the engines.
-    memory_limit : bytes, or text such as "600MB", that each engine may allocate; with a GPU, of its memory.
-    timeout : seconds that starting may take, and forming the group.
+    memory_limit : bytes, or text such as "600MB", that each engine may allocate; with a GPU, of the GPU's memory.
+    timeout : seconds that starting the engines and forming the group may take.
     step_timeout : seconds that a collective may wait. By default 30 minutes for the first step of a job, then the
         longer of 60 seconds and 20 median steps.
-    lease : seconds that engines live without a notebook, whose kernel may restart; by default 60, or 30 minutes with a
-        job in memory.
+    lease : seconds that engines live without a notebook, such as during a kernel restart; by default 60, or 30 minutes
+        with a job in memory.
     interface : network interface of the collectives; by default loopback, which other hosts can't reach. Engines on
         several hosts need another one. Tensor traffic is not encrypted.
     spares : engines that are started too and wait, so that a lost one can be replaced at once.
@@ -93,10 +93,10 @@ class Cluster(Engines):
         """Look for the parameters with the best value: each trial on one engine. See :mod:`dtkit.integrations.search`.
 
         objective : function of a trial, which returns a number. As with Optuna, ``trial.suggest_float("lr", 1e-4, 1e-1,
-            log=True)`` chooses a parameter, ``trial.report(value, step)`` tells a value on the way, and
-            ``trial.should_prune()`` says whether to end a bad trial early.
-        space : choices by name, ``{"lr": [0.1, 0.01]}``, which are in ``trial.params``; all combinations are tried, or
-            `n_trials` of them. Without it, Optuna chooses.
+            log=True)`` chooses a parameter, ``trial.report(value, step)`` reports an intermediate value, and
+            ``trial.should_prune()`` returns whether to end a bad trial early.
+        space : choices by name, as in ``{"lr": [0.1, 0.01]}``; ``trial.params`` has the chosen ones. All combinations
+            are tried, or `n_trials` of them. Without a space, Optuna chooses.
         options : `n_trials`, `study` (Optuna's), `direction`, `seed`, `args`, `kwargs`, `on_error` and `timeout`.
 
         Returns a :class:`~dtkit.integrations.search.SearchResult`. Raises RunError while a run is running.
@@ -106,9 +106,9 @@ class Cluster(Engines):
         return search.search(self._engine_group, objective, space, self.repair, **options)
 
     def joblib(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which joblib's tasks run on the engines: all that scikit-learn does with `n_jobs`.
+        """Return a context that runs joblib's tasks on the engines, such as all of scikit-learn's with `n_jobs`.
 
-        ``with cluster.joblib(): GridSearchCV(...).fit(X, y)``. Large arrays lie once in shared memory. The results are
+        ``with cluster.joblib(): GridSearchCV(...).fit(X, y)``. Shared memory holds large arrays once. The results equal
         those of a single process. Raises RunError while a run is running.
         """
         planner.check_idle(self.current_run, _NEEDS_ENGINES)
@@ -131,15 +131,15 @@ class Cluster(Engines):
         main : the path of a script (``cluster.torchrun("train.py", "--epochs", 3)``), "-m" and a module's name, or a
             function, which is called with the other arguments. It makes its own process group.
         horovod : whether ``import horovod.torch as hvd`` finds :mod:`dtkit.integrations.horovod.torch` in the script.
-        on_failure : when an engine is lost and the script uses ``hvd.elastic.run``, "repair" starts another one, from
-            the last commit of the others, or goes on without it if that can't be done. "shrink" goes on with fewer
-            ranks at once. By default "shrink" with `min_np`, else "repair".
+        on_failure : what to do when an engine is lost, for scripts with ``hvd.elastic.run``. "repair" starts another
+            one from the last commit of the others, or goes on without it if none can be started. "shrink" goes on at
+            once with fewer ranks. By default "shrink" with `min_np`, else "repair".
         min_np, max_np : as for horovodrun, the fewest ranks to go on with (1), and the most to start with. Engines
             beyond `max_np` wait to replace a lost one.
 
-        The cell shows live what ranks print and pass to :func:`dtkit.log`. A function's results are what it returns,
-        and a script's are its exit codes, 0. Any other code raises EngineError, and ends the other ranks. An interrupt
-        ends the processes within seconds. Engines, and what they hold, stay as they are.
+        The cell shows live what ranks print and pass to :func:`dtkit.log`. The results are a function's return values,
+        or a script's exit codes, all 0. Any other code raises EngineError and ends the other ranks. An interrupt ends
+        the processes within seconds. Engines keep their state.
         """
         asked: dict[str, Any] = {"min_np": min_np, "max_np": max_np, "on_failure": on_failure}
         policy = make_policy(self._engine_group.world_size, horovod=horovod, **asked)
@@ -163,14 +163,15 @@ class Cluster(Engines):
     ) -> Partition:
         """Partition data into one shard per rank. The result shows which rank got what.
 
-        data : a tuple of equally long arrays (numpy or torch), the model's inputs and last the target, or a dict of
-            arrays; a pandas DataFrame; a list of samples; a map-style Dataset of torch or Hugging Face; or a function
-            that returns one of these on the engine. Engines read files themselves: memory-mapped arrays, ``.npy`` paths
-            (``("X.npy", "y.npy")``), and parquet files or a folder of them, by row group.
-        by : "contiguous", "strided", "stratified" (each class spread evenly over the ranks), or "speed": every rank
-            takes some steps of `model`, and gets rows, and so a part of each batch, in proportion to its speed.
+        data : a tuple of equally long arrays (numpy or torch), the model's inputs and last the target. Or a dict of
+            arrays, a pandas DataFrame, a list of samples, or a map-style Dataset of torch or Hugging Face. Or a
+            function that returns one of these on the engine. Engines read files themselves: memory-mapped arrays,
+            ``.npy`` paths (``("X.npy", "y.npy")``), and parquet files or a folder of them, by row group.
+        by : "contiguous", "strided", "stratified" (each class spread evenly over the ranks), or "speed". With "speed",
+            every rank takes some steps of `model`, and gets rows in proportion to its speed, and so a part of each
+            batch.
         weights : share of each rank; by default equal shards, whose sizes differ by at most one.
-        labels : one per row, for "stratified" and the picture; by default the target, if it holds classes.
+        labels : one per row, for "stratified" and the picture; by default the target, if its values are classes.
         seed : permutes the rows before they are partitioned; None keeps their order.
         target, columns : for tables, the column to predict, or several; and the input columns, by default all others.
             Features that share one dtype keep it; mixed ones, booleans and float64 become torch's default dtype. A
@@ -237,24 +238,25 @@ class Cluster(Engines):
     ) -> Run:
         """Train `model` on `data`. Returns at once: the run is a handle, a dashboard and something to await.
 
-        model : an ``nn.Module`` (which stays as it is), or what :meth:`broadcast` returned. A Lightning module, with a
-            datamodule as `data`, brings step, optimizer, schedule and validation data along.
+        model : an ``nn.Module`` (which stays as it is), or what :meth:`broadcast` returned. A Lightning module brings
+            its step, optimizer and schedule; a datamodule as `data` also brings validation data.
         data : a :class:`Partition`, or data as for :meth:`partition`, permuted by `seed`. Or a stream: an
             IterableDataset, or a function that returns an iterable of samples. A function of ``rank`` and
             ``world_size`` makes that rank's part; of other streams rank r takes the items r, r + N, ... Or a torch
-            DataLoader, whose Dataset, collate_fn, order, workers and batch size are taken over.
+            DataLoader: its Dataset, collate_fn, order, workers and batch size are used.
         optimizer : a function of the parameters, as in ``lambda params: torch.optim.SGD(params, lr=0.1)``. If it is a
             function of ``model`` it gets the model, and of ``named_parameters`` pairs (name, parameter). It may return
             a list of optimizers, each for parameters of its own.
         batch_size : samples per update, over all ranks; by default that of a DataLoader.
-        loss : ``loss(output, target)``, the mean over samples, or a pair (sum, weight). Not for a model that returns
-            its own, as Hugging Face's do: a batch that is a dict has the arguments of its forward.
-        epochs, steps : length of the training; give one. A stream needs `steps`, and may end before.
+        loss : ``loss(output, target)``, the mean over samples, or a pair (sum, weight). Leave it out for a model that
+            returns its own loss, as Hugging Face's do; its batches are dicts of forward's arguments.
+        epochs, steps : length of the training; give one. A stream needs `steps`, and may end earlier.
         strategy : how to parallelize; :class:`DataParallel` by default.
         shuffle : "shard": each rank its own rows, in its own order. "global": the rows of a step don't depend on the
-            number of ranks, so that training is the same up to rounding. None: rows (of a partition) in their order.
-        training_step : ``step(model, batch)`` instead of `loss`, for batches of any form; returns what `loss` may. With
-            several losses and optimizers, ``step(model, batch, optimizers)`` calls backward and steps itself.
+            number of ranks, so training is the same up to rounding. None: rows of a partition in their order.
+        training_step : ``step(model, batch)`` instead of `loss`, for batches of any form; it returns what `loss` may.
+            With several losses and optimizers, ``step(model, batch, optimizers)`` calls ``backward`` and ``step``
+            itself.
         metrics : names and functions of (output, target) that return means, or objects of torchmetrics, for
             `validation` and `Run.evaluate`. With the model's own loss they get its logits and the labels.
         validation : held-out data, evaluated after each epoch.
@@ -270,29 +272,30 @@ class Cluster(Engines):
             blocks, or names of modules. A Pipeline does so with its stages.
         sampler : iterable of an epoch's row numbers, with a length, such as torch's ``WeightedRandomSampler``.
         num_workers : processes per engine that load a Dataset's samples (torch's DataLoader); 0 loads in the engine.
-        pin_memory : page-locked memory for batches on their way to a GPU; by default if there is one.
+        pin_memory : whether batches for a GPU are in page-locked memory; by default if there is a GPU.
         prefetch : load the next batch during a step; by default for data in files, and with a GPU for arrays.
-        seed : of the order of rows, and of random numbers on the engines.
+        seed : seeds the order of rows, and random numbers on the engines.
         start : False leaves the run paused before its first step, for ``run.step()``.
-        checkpoint_every, checkpoint_dir, keep_last : write a checkpoint into this folder, which notebook and engines
-            share, after so many steps and after the last one; the newest ones stay. A folder alone gets the last one.
-            Disk errors don't end training.
-        checkpoint_trainable_only : leave frozen parameters out of checkpoints, as under an adapter of PEFT. The model
-            that you give on resuming has them.
+        checkpoint_every, checkpoint_dir, keep_last : write a checkpoint every so many steps and after the last one, and
+            keep the newest few. The notebook and the engines share this folder. A folder without an interval gets only
+            the last checkpoint. Disk errors don't end training.
+        checkpoint_trainable_only : leave frozen parameters out of checkpoints, such as those under an adapter of PEFT.
+            On resuming, they come from the model that you pass.
         resume_from : a checkpoint, or a folder of which the newest is taken. `steps` and `epochs` count from the very
-            start. Training continues from exactly that state, also with other engines or another strategy. Or a model
-            that ``run.save(format=...)`` or ``save_pretrained`` wrote: its weights, with a new optimizer from step 0.
-        on_failure : when an engine is lost, "repair" replaces it, with the state of a survivor; the fourth time in a
-            row at one step the run fails. "shrink": the others take over its shard (in this epoch, ``shuffle="shard"``
-            then repeats some rows and skips others). "pause": wait for ``run.resume()``, which repairs.
-        snapshot_every : steps between snapshots, for strategies of which a rank holds the only copy of a part of the
-            model. Two ranks keep each part in memory; disk serves if both are lost. By default every 10 seconds in
-            memory, every 30 on disk.
-        name, tags : of the run, in views, reports, comparisons and checkpoints; by default the model's class and none.
+            start. Training continues from exactly that state, even with other engines or another strategy. From a model
+            that ``run.save(format=...)`` or ``save_pretrained`` wrote, training takes the weights, and begins at step 0
+            with a new optimizer.
+        on_failure : when an engine is lost, "repair" replaces it with the state of a survivor; the fourth loss in a row
+            at one step fails the run. "shrink": the others take over its shard (in this epoch, ``shuffle="shard"`` then
+            repeats some rows and skips others). "pause": wait for ``run.resume()``, which repairs.
+        snapshot_every : steps between snapshots, for strategies in which only one rank holds some part of the model.
+            Two ranks keep each part in memory; if both are lost, the copy on disk is used. By default every 10 seconds
+            in memory, and every 30 on disk.
+        name, tags : for views, reports, comparisons and checkpoints; by default the model's class, and no tags.
 
-        Raises ValueError or TypeError for what can't work, before anything starts; RunError while another run is
-        running (one that is paused or has ended is released, and keeps its weights); EngineError if the job can't be
-        built on the engines.
+        Raises ValueError or TypeError for arguments that can't work, before anything starts. Raises RunError while
+        another run is running; one that is paused or has ended is released, and keeps its weights. Raises EngineError
+        if the engines can't build the job.
         """
         arguments = locals()
         config = TrainConfig(**{field.name: arguments[field.name] for field in dataclasses.fields(TrainConfig)})
@@ -308,17 +311,17 @@ class Cluster(Engines):
         early_stopping_rounds: int | None = None,
         **options: Any,
     ) -> Any:
-        """Train boosted trees with XGBoost's own collectives, each engine on its shard; wait for the model.
+        """Train boosted trees with XGBoost's own collectives, each engine on its shard, and wait for the model.
 
         params : XGBoost's parameters. Histograms are summed over ranks, so `tree_method` must be "hist" or "approx".
         data : ``(X, y)`` or ``(X, y, weights)``, or a partition of them.
         evals : validation data by name.
         early_stopping_rounds : rounds without improvement of the last metric of the last of `evals`.
-        options : further arguments of ``xgboost.train``, such as `xgb_model`, a model to go on with.
+        options : further arguments of ``xgboost.train``, such as `xgb_model`, a model to continue.
 
-        Returns a :class:`~dtkit.integrations.xgboost.BoostingResult`. The cell shows each round by node. An engine that
-        is lost is replaced, and the training goes on from the last round, three times at most. Raises EngineError for
-        what fails on the engines, and RunError during a run.
+        Returns a :class:`~dtkit.integrations.xgboost.BoostingResult`. The cell shows each round by node. If an engine
+        is lost, it is replaced and training continues from the last round, three times at most. Raises EngineError for
+        errors on the engines, and RunError during a run.
         """
         planner.check_idle(self.current_run, _NEEDS_ENGINES)
         boosting = importlib.import_module("dtkit.integrations.xgboost.training")  # integrations import the cluster
@@ -341,13 +344,14 @@ class Cluster(Engines):
     ) -> Plan:
         """Predict for each strategy and rank whether a training would fit, and what a step would cost. Trains nothing.
 
-        Activations and optimizer state come from a step on tensors without memory; if the model's code needs numbers,
-        from real steps on a few rows. If it surely fits, all ranks take some real steps of a copy, for the time and the
-        memory overhead. Memory excludes the data, and what torch loads at the first step.
+        A step on tensors without memory gives the sizes of activations and optimizer state. If the model's code needs
+        numbers, the engines take real steps on a few rows instead. If the training surely fits, all ranks take some
+        real steps of a copy, which gives the time and the memory overhead. Memory excludes the data, and what torch
+        loads at the first step.
 
-        `sample` is a batch or a few rows, as in ``(X[:8], y[:8])``, or a :class:`Partition`; `strategies` are those to
-        compare, by default one of each that exists; the rest is as for :meth:`train`. Raises as `train` does. The
-        plan's ``largest_batch()`` says how many samples an update may have.
+        `sample` is a batch or a few rows, as in ``(X[:8], y[:8])``, or a :class:`Partition`. `strategies` are those to
+        compare, by default one of each kind. The other arguments, and the errors, are those of :meth:`train`. The
+        plan's ``largest_batch()`` returns how many samples an update may have.
         """
         planner.check_idle(self.current_run)
         request = profiler.PlanRequest(

@@ -24,6 +24,7 @@ from dtkit._util.installation import VERSION
 from dtkit._util.process import ProcessId
 from dtkit._util.stacklevel import find_caller_stacklevel
 from dtkit.errors import ClusterError, ClusterWarning
+from dtkit.history import run_log
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,7 @@ class ClusterInfo:
     owner: int
     """Number of the notebook that owns it; later ones have larger numbers."""
     notebook: ProcessId
-    """Process of that notebook."""
+    """Process of the notebook that owns it."""
     reaper: ProcessId
     engine_ids: tuple[int, ...]
     """Ipyparallel's id of each rank."""
@@ -63,7 +64,7 @@ class ClusterInfo:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its reaper runs, which ends last."""
+        """Whether its reaper, which ends last, runs."""
         return self.reaper.is_alive
 
     @property
@@ -84,7 +85,9 @@ class ClusterInfo:
         )
         place = "" if self.is_other_version else f", in {self.directory}"
         other = f", with the environment {self.environment}" if self.environment != sys.prefix else ""
-        return f"{self.name}: {size}, started {age} ago{place}{other}, {notebook}"
+        runs = [] if self.is_other_version else run_log.read_labels(self.folder)
+        run = f", with the run {runs[-1].name} of {formatting.format_count(runs[-1].steps, 'step')}" if runs else ""
+        return f"{self.name}: {size}{run}, started {age} ago{place}{other}, {notebook}"
 
     @property
     def is_in_use(self) -> bool:
@@ -116,7 +119,7 @@ def read_cluster_file(folder: Path) -> ClusterInfo:
 
 
 def _read_other_version(folder: Path, fields: dict[str, Any]) -> ClusterInfo:
-    """Return what is necessary to refuse a cluster of another version by its name."""
+    """Return the fields that every version writes, so that an error can name the cluster."""
     version = str(fields["version"])
     version += " (another build)" if version == VERSION else ""
     return ClusterInfo(
@@ -147,7 +150,7 @@ def find_running(runtime_folder: Path) -> list[ClusterInfo]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return whether only this user can have written it: what is in there is unpickled."""
+    """Return whether only this user can have written it. Its contents are unpickled."""
     status = folder.lstat()
     private = not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and private
@@ -156,7 +159,7 @@ def _is_private(folder: Path) -> bool:
 def choose_cluster(clusters: Sequence[ClusterInfo], name: str | None, *, force: bool = False) -> ClusterInfo:
     """Return the cluster with this name, or the only one that is not in use; else raise ClusterError with the list.
 
-    force : whether it may be one that another notebook uses. It must be named then.
+    force : whether to allow a cluster that another notebook uses, which must then be named.
     """
     listed = "\n".join(f"  {info.describe()}" for info in clusters)
     if not clusters:

@@ -22,7 +22,7 @@ class ClusterRecord:
         """`environment` is the folder of the engines' Python environment."""
         self._transport, self._config, self._started_at = transport, config, started_at
         self._environment = environment
-        # locks: while a file of some hundred bytes is written
+        # locks: while a few hundred bytes are written
         self._lock, self._is_written = threading.Lock(), False
         transport.on_refill = self._write_after_refill
 
@@ -50,7 +50,7 @@ class ClusterRecord:
                 ).write()
 
     def _write_after_refill(self) -> None:
-        """Record new spare engines: a notebook that takes over would otherwise start others."""
+        """Record new spare engines; otherwise a notebook that takes over would start others."""
         if self._is_written and not self.is_superseded:
             with contextlib.suppress(OSError):  # the cluster was closed, or the disk is full
                 self.write()

@@ -11,7 +11,7 @@ from dtkit.cluster.devices import DevicePlan
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """How engines are started, and how long they live."""
+    """How to start engines, and how long they live."""
 
     launcher: str
     plan: DevicePlan
@@ -25,15 +25,13 @@ class LaunchConfig:
     hosts: dict[str, Any] | None = None
     """Launcher for several hosts, as its `to_json` describes it; None for a launcher by name."""
     device: str = "auto"
-    """Device that the user asked for, where the hosts decide what there is."""
+    """Device that the user asked for; the hosts choose among those they have."""
     interface: str | None = None
 
     def __post_init__(self) -> None:
         spares = self.spares
         if isinstance(spares, bool) or not isinstance(spares, int) or spares < 0:
-            raise ValueError(
-                f"spares={spares!r}; it is how many engines wait to replace one that is lost. Use an integer from 0 up"
-            )
+            raise ValueError(f"spares={spares!r}; it is the number of spare engines to start. Use an integer from 0 up")
 
     @property
     def lease_s(self) -> float:
@@ -47,6 +45,6 @@ class LaunchConfig:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> LaunchConfig:
-        """Return what `dataclasses.asdict` and JSON made of one."""
+        """Restore a configuration that `dataclasses.asdict` and JSON converted."""
         plan = DevicePlan(**{**fields["plan"], "devices": tuple(fields["plan"]["devices"])})
         return cls(**{**fields, "plan": plan})

@@ -1,4 +1,4 @@
-"""Choice of the number of engines, and of each one's device, threads and backend."""
+"""Choice of the number of engines, their devices, threads and backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MMAP_THRESHOLD_BYTES = 32 * 2**20
-"""Size from which glibc maps an allocation by itself; it accepts no larger threshold."""
+"""Size from which glibc gives an allocation a mapping of its own; the largest threshold that it accepts."""
 _TRIM_THRESHOLD_BYTES = 2**40
 """Free memory at the end of the heap from which glibc gives it back to the system."""
 
@@ -36,19 +36,21 @@ class DevicePlan:
             variables["CUDA_VISIBLE_DEVICES"] = ""
             # Backward allocates gradients in each step. Huge pages save most of the page faults.
             variables["THP_MEM_ALLOC_ENABLE"] = "1"
-            # The next step takes what this one frees, so glibc must not give it back to the system. A job's end does.
+            # The next step reuses the memory that this one frees, so glibc must keep it. It is released when the job
+            # ends.
             variables["MALLOC_MMAP_THRESHOLD_"] = str(_MMAP_THRESHOLD_BYTES)
             variables["MALLOC_TRIM_THRESHOLD_"] = str(_TRIM_THRESHOLD_BYTES)
         if memory_limit is not None:
             variables[limits.LIMIT_ENV_VAR] = str(memory_limit)
-            # The limit counts freed memory that malloc keeps. Allocations with a mapping of their own go back at once.
+            # The limit counts freed memory that malloc keeps, while allocations with a mapping of their own are
+            # released at once.
             variables["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
             variables.pop("MALLOC_TRIM_THRESHOLD_", None)
         return variables
 
 
 def check_devices(device: str, threads: int | None) -> None:
-    """Raise ValueError or TypeError for a device or a number of threads that can't be."""
+    """Raise ValueError or TypeError for an impossible device or number of threads."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={device!r}; it must be 'auto', 'cpu' or 'cuda'")
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
@@ -75,7 +77,7 @@ def plan_devices(num_engines: int, device: str, threads: int | None) -> DevicePl
 
 
 def plan_host_devices(hosts: Sequence[tuple[int, int, int]], device: str, threads: int | None) -> DevicePlan:
-    """Return devices for engines on several hosts, given as (engines, cores, GPUs): alike on all of them."""
+    """Return devices for engines on several hosts, given as (engines, cores, GPUs). All hosts get the same kind."""
     gpus = 0 if device == "cpu" else min(count for _, _, count in hosts)
     if device == "cuda" and not gpus:
         raise ValueError("device='cuda', but not every host has a usable CUDA device; use device='cpu' or 'auto'")
@@ -102,22 +104,18 @@ def warn_of_too_many_engines(plan: DevicePlan) -> None:
 
 
 def choose_num_engines(n: int | None, launcher: str) -> int:
-    """Return `n`, if this machine's memory suffices for so many engines; by default what it suffices for."""
+    """Return `n` if this machine has memory for so many engines. By default, return the number that fits."""
     if n is None:
         return resources.compute_default_engines()
     if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(
-            f"Cluster({n!r}): the number of engines must be an integer, or None for what this machine carries"
-        )
+        raise TypeError(f"Cluster({n!r}): the number of engines must be an integer, or None for as many as fit")
     if n < 1:
-        raise ValueError(
-            f"Cluster({n}): a cluster needs at least one engine. Leave n out for what this machine carries"
-        )
+        raise ValueError(f"Cluster({n}): a cluster needs at least one engine. Leave n out for as many as fit")
     most = resources.compute_max_engines()
     if launcher == "local" and n > most:
         raise ValueError(
             f"Cluster({n}): this machine's free memory ({formatting.format_bytes(resources.read_memory().free)}) "
-            f"carries {most} "
-            f"engines at about {formatting.format_bytes(resources.ENGINE_BYTES)} each. Use Cluster({most}) or fewer"
+            f"suffices for {most} engines at about {formatting.format_bytes(resources.ENGINE_BYTES)} each. "
+            f"Use Cluster({most}) or fewer"
         )
     return n

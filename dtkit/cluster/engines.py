@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dtkit._util import formatting, timeouts
 from dtkit._util.arguments import suggest_arguments
 from dtkit._util.notebook import in_notebook
+from dtkit._util.script_errors import install_hook
 from dtkit.cluster import cluster_file
 from dtkit.cluster import start as starting
 from dtkit.cluster import transport as transports
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Engines:
-    """Started or attached engines: what they are, and how they end. The base of `Cluster`."""
+    """Started or attached engines: their state, repair and end. The base of `Cluster`."""
 
     @suggest_arguments
     def __init__(
@@ -81,13 +82,15 @@ class Engines:
         self._benchmarks: dict[str, Benchmark] = {}
         atexit.register(self._close_at_exit)
         exit_on_sigterm()
+        install_hook()
 
     @classmethod
     def from_client(cls, client: Any, **options: Any) -> Self:
         """Make a cluster of engines that somebody else started with ipyparallel, on one or several hosts.
 
-        Options: `device`, `threads`, `timeout`, `step_timeout` and `interface`, as for :class:`Cluster`; and `folder`,
-        where the engines meet: on several hosts, one that all of them see. :meth:`close` leaves the engines running.
+        The options `device`, `threads`, `timeout`, `step_timeout` and `interface` are those of :class:`Cluster`. The
+        engines meet in `folder`; if they are on several hosts, it must be one that all hosts see. :meth:`close` leaves
+        the engines running.
         """
         return cls.from_transport(transports.wrap_client(client), **options)
 
@@ -113,7 +116,7 @@ class Engines:
 
     @property
     def nodes(self) -> list[NodeInfo]:
-        """One row per rank, with the memory of the last formation or :meth:`refresh_nodes`."""
+        """One row per rank, with its memory as of the last forming of the group or :meth:`refresh_nodes`."""
         return self._engine_group.nodes
 
     @property
@@ -139,7 +142,7 @@ class Engines:
     def stacks(self) -> stacks.Stacks:
         """Return every rank's Python stack as of now, also while engines are busy, in a collective, or stuck.
 
-        Takes half a second on average, waits for no call, and disturbs no training.
+        This takes half a second on average, and neither waits for calls nor disturbs training.
         """
         self._engine_group.check_open()
         return stacks.collect_stacks(self.folder, self.nodes)

@@ -1,4 +1,4 @@
-"""From what a user asks for to the configuration of a cluster."""
+"""Checking a user's request for a cluster, and making its configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def make_config(n: int | None, launcher: str, device: str, threads: int | None, **common: Any) -> LaunchConfig:
-    """Check what was asked for, and return the configuration of engines on this host."""
+    """Check the request, and return the configuration of engines on this host."""
     check_launcher(launcher)
     plan = plan_devices(choose_num_engines(n, launcher), device, threads)
     if launcher == "local" and threads is None:
@@ -30,13 +30,13 @@ def make_config(n: int | None, launcher: str, device: str, threads: int | None, 
 def make_host_config(
     n: int | None, launcher: HostLauncher, device: str, threads: int | None, **common: Any
 ) -> LaunchConfig:
-    """Check what was asked for, and return the configuration of engines on several hosts.
+    """Check the request, and return the configuration of engines on several hosts.
 
-    Its devices are decided when the hosts have answered.
+    Devices are chosen later, when the hosts have answered.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"Cluster({n!r}, launcher={launcher.name}): say how many engines, as in Cluster(8, ...)")
     check_devices(device, threads)
-    launcher.list_hosts(n)  # refuses too many
+    launcher.list_hosts(n)  # raises if there are too many engines
     plan = DevicePlan(("cpu",) * n, threads, "gloo")
     return LaunchConfig(launcher.name, plan, hosts=launcher.to_json(), device=device, **common)

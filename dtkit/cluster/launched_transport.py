@@ -1,8 +1,9 @@
 """The transport over engines that dtkit starts and ends.
 
-A started cluster is: the notebook; a reaper that outlives it (:mod:`dtkit.cluster.reaper`); ipyparallel's controller;
-the engines, each with a nanny process. All of them share one folder that only the user can enter. It has connection
-files, logs, and the stores at which process groups meet.
+A started cluster consists of the notebook, a reaper that outlives it (:mod:`dtkit.cluster.reaper`), ipyparallel's
+controller, a process that forks engines (:mod:`dtkit.cluster.forkserver`), and the engines, each with a nanny process.
+All of them share one folder that only the user can enter. It has connection files, logs, and the stores at which
+process groups meet.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dtkit.cluster import reaper
 from dtkit.cluster.config import LaunchConfig
 from dtkit.cluster.launchers.agents import AgentLauncher
 from dtkit.cluster.launchers.launcher import Launcher
-from dtkit.cluster.launchers.local import LocalLauncher
+from dtkit.cluster.launchers.local import choose_local_launcher
 from dtkit.cluster.lease import Lease
 from dtkit.cluster.transport import IpyparallelTransport
 from dtkit.errors import ClusterError
@@ -31,10 +32,8 @@ if TYPE_CHECKING:
     from dtkit.cluster.cluster_file import ClusterInfo
 
 
-_LAUNCHERS: dict[str, type[Launcher]] = {"local": LocalLauncher}
-"""Launchers with code of their own; ipyparallel's others all work alike."""
 _NO_ENGINE = -1
-"""In place of the id of a rank's engine."""
+"""Stands for the engine id of a rank without an engine."""
 
 
 class LaunchedTransport(IpyparallelTransport):
@@ -50,9 +49,9 @@ class LaunchedTransport(IpyparallelTransport):
         """Ipyparallel's ids of the engines that wait to replace one."""
         self.on_refill = bool
         # locks: while engines start, which has a timeout
-        self._start_lock = threading.Lock()  # its holder knows that an engine that connects is its own
+        self._start_lock = threading.Lock()  # any engine that connects meanwhile is the holder's
         # locks: while engines start, which has a timeout
-        self._refill_lock = threading.Lock()  # its holder knows how many spares are missing
+        self._refill_lock = threading.Lock()  # the number of missing spares doesn't change meanwhile
         self._is_closing = False
 
     @classmethod
@@ -122,22 +121,23 @@ class LaunchedTransport(IpyparallelTransport):
         reaper.kill_members(self.folder, pids)
 
     def detach(self) -> None:
-        """Stop using the engines, which another notebook has now."""
+        """Stop using the engines, which now belong to another notebook."""
         self._is_closing = True
         self._launcher.detach()
         self._client.close()
         self._lease.release()
 
     def close(self) -> None:
-        """Let the reaper, which knows every process, end all of them."""
+        """Let the reaper end all processes, since it knows every one of them."""
         self._is_closing = True
         try:
             self._launcher.end_hosts()
-            if (client := getattr(self, "_client", None)) is not None:  # else starting failed
+            if (client := getattr(self, "_client", None)) is not None:  # missing if starting failed
                 client.close()
             self._launcher.stop()
         finally:
             self._lease.end_cluster()
+            self._launcher.reap()
 
     # -- engines ----------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class LaunchedTransport(IpyparallelTransport):
         self.kill(ranks)
         missing = [rank for rank in ranks if not self._use_spare(rank)]
         if missing:
-            with self._refill_lock:  # engines that are already being started come sooner than new ones
+            with self._refill_lock:  # spares that are already starting are ready sooner than new engines
                 missing = [rank for rank in missing if not self._use_spare(rank)]
         if missing:
             for rank, engine in zip(missing, self._start_engines(len(missing)), strict=True):
@@ -198,7 +198,7 @@ class LaunchedTransport(IpyparallelTransport):
             return self._launcher.order_engines(self._list_new(known))[:n]
 
     def _list_new(self, known: set[int]) -> list[int]:
-        """Return the engines that have connected since, without agents."""
+        """Return the engines that have connected since then, without agents."""
         return [engine for engine in self._client.ids if engine not in known and not self._launcher.is_agent(engine)]
 
     def _report_members(self) -> None:
@@ -213,7 +213,7 @@ class LaunchedTransport(IpyparallelTransport):
 
 
 def get_runtime_folder() -> Path:
-    """Return the folder in which Jupyter keeps what lives as long as a session."""
+    """Return Jupyter's folder for files that live as long as a session."""
     from jupyter_core.paths import jupyter_runtime_dir
 
     return Path(jupyter_runtime_dir())
@@ -222,11 +222,11 @@ def get_runtime_folder() -> Path:
 def _get_launcher_class(config: LaunchConfig) -> type[Launcher]:
     if config.hosts is not None:
         return AgentLauncher
-    return _LAUNCHERS.get(config.launcher, Launcher)
+    return choose_local_launcher(config) if config.launcher == "local" else Launcher
 
 
 def _load_torch() -> None:
-    """Load what takes longest when an engine joins, and at its first step."""
+    """Load the modules that take longest when an engine joins, and at its first step."""
     from dtkit.engine.warmup import preload
 
     preload()

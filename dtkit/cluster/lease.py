@@ -1,4 +1,4 @@
-"""A notebook's hold on the processes of a cluster: a lock, and the reaper that ends them when the lock is free."""
+"""A notebook's lease on a cluster: a lock, and the reaper, which ends the processes when the lock is free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Lease:
     """Lock and reaper of one cluster folder."""
 
     reaper: ProcessId
-    """Process that ends the cluster once the lock is free for too long."""
+    """Process that ends the cluster after the lock has been free for too long."""
 
     def __init__(self, folder: Path, lease_s: float, job_lease_s: float) -> None:
         self._folder, self._lease_s, self._job_lease_s = folder, lease_s, job_lease_s
@@ -50,7 +50,7 @@ class Lease:
         return lease
 
     def write_members(self, pids: list[int]) -> None:
-        """Report all processes that run by now to the reaper."""
+        """Report all processes that run now to the reaper."""
         reaper.write_members(self._folder, pids, self._lease_s, self._job_lease_s)
 
     def release(self) -> None:
@@ -84,7 +84,7 @@ class Lease:
             pause.wait(timeouts.OWNERSHIP_RETRY_S)
 
     def _acquire(self, timeout: float) -> None:
-        with self._state_lock:  # a file lock that is taken while another thread closes would never be freed
+        with self._state_lock:  # otherwise, a lock taken while another thread closes would never be freed
             if not self._is_closed:
                 reaper.acquire_lock(self._folder, timeout)
                 self._holds_file_lock = True

@@ -1,9 +1,9 @@
 """The reaper: a process that outlives the notebook, and ends a cluster's processes when nobody owns them any more.
 
-The notebook holds a lock on a file in the cluster's folder. The system frees the lock when the notebook ends, in
-whatever way, so no heartbeat can be late. When the lock has been free for as long as the lease says, the reaper ends
-every process of the cluster by SIGKILL, which also ends engines that are stopped or stuck. It then deletes the
-cluster's shared-memory files and its folder. SIGTERM from the notebook (`close`) does the same at once.
+The notebook holds a lock on a file in the cluster's folder. However the notebook ends, the system frees the lock, so no
+heartbeats are needed. When the lock has been free for the length of the lease, the reaper ends every process of the
+cluster. It uses SIGKILL, which also ends stopped and stuck engines. It then deletes the cluster's shared-memory files
+and its folder. On SIGTERM from the notebook (`close`), it does the same at once.
 
 It runs as ``python -m dtkit.cluster.reaper FOLDER``, without torch and ipyparallel.
 """
@@ -67,13 +67,13 @@ def write_members(folder: Path, pids: list[int], lease_s: float, job_lease_s: fl
 
 
 _descriptors: dict[Path, int] = {}  # of the lock files that this process has locked
-_holder_counts: collections.Counter[Path] = collections.Counter()  # how many threads hold each lock
+_holder_counts: collections.Counter[Path] = collections.Counter()  # number of threads that hold each lock
 # locks: while a file is locked, which is tried once
 _table_lock = threading.Lock()
 
 
 def acquire_lock(folder: Path, timeout: float = timeouts.LOCK_TIMEOUT_S) -> None:
-    """Own the cluster until `release_lock`. The reaper holds the lock for moments only, so this tries again.
+    """Own the cluster until `release_lock`. Retries, since the reaper may hold the lock for a moment.
 
     A lock belongs to the whole process, and closing any descriptor of the file frees it. So each process has one
     descriptor, and counts its holders.
@@ -146,8 +146,8 @@ def _is_owned_elsewhere(folder: Path) -> bool:
 def _find_processes(folder: Path) -> list[psutil.Process]:
     """Return the cluster's running processes: its members, their descendants, and those that have its marker.
 
-    The marker also finds processes that were forked while the list was written, whose parent has ended, or whose start
-    was interrupted.
+    The marker also finds orphans, and processes that were forked while the list was written or whose start was
+    interrupted.
     """
     processes = [process for process in psutil.process_iter() if _is_marked(process, folder)]
     for pid, start_time in _read_members(folder)["members"]:
@@ -173,7 +173,7 @@ def _is_marked(process: psutil.Process, folder: Path) -> bool:
 
 
 def kill_members(folder: Path, pids: Iterable[int]) -> None:
-    """End those of these processes that belong to this folder's cluster, at once."""
+    """Kill those of these processes that belong to this folder's cluster."""
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
@@ -188,7 +188,7 @@ def _is_running(process: psutil.Process) -> bool:
 
 
 def _signal_and_wait(processes: list[psutil.Process], signum: int, timeout_s: float) -> None:
-    """Send a signal, and wait until all have ended or are zombies, whose parent may never reap them."""
+    """Send a signal, and wait until all have ended or are zombies. Their parents may never reap zombies."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signum)
@@ -217,7 +217,7 @@ def main(folder: Path) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     free_since: float | None = None
     while not is_terminated.wait(timeouts.REAPER_POLL_S):
-        if not folder.exists():  # no notebook can take the cluster over any more; the marker finds its processes
+        if not folder.exists():  # no notebook can take over without the folder; the marker finds the processes
             break
         lease = _read_members(folder)
         if _is_owned_elsewhere(folder):

@@ -1,7 +1,7 @@
-"""SIGTERM to a script: it ends in order, and its engines with it.
+"""Orderly end of a script on SIGTERM, together with its engines.
 
-Python ends at once on SIGTERM, without its exit handlers. Engines would then wait for another notebook as long as their
-lease says. Schedulers and ``timeout`` send SIGTERM. A notebook's kernel handles the signal itself.
+Python ends at once on SIGTERM, without its exit handlers. Engines would then wait for another notebook until their
+lease is over. Schedulers and ``timeout`` send SIGTERM. A notebook's kernel handles the signal itself.
 """
 
 from __future__ import annotations

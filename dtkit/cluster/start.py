@@ -1,4 +1,4 @@
-"""The ways to an engine group that is ready for calls: start engines, use running ones, or take over a cluster's."""
+"""Three ways to get a ready engine group: start engines, use running ones, or take over a cluster's."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _connect(group: EngineGroup) -> EngineGroup:
         group.membership.handshake()
         group.membership.form_process_group()
         group.record_owner()
-        group.fan_out(make_call(GroupOperations.warm_up))  # the first step finds it done
+        group.fan_out(make_call(GroupOperations.warm_up))  # so that the first step needn't wait for it
     except BaseException:
         group.close()
         raise
@@ -70,7 +70,7 @@ def _connect(group: EngineGroup) -> EngineGroup:
 
 
 def reattach(info: ClusterInfo) -> tuple[EngineGroup, list[EngineInventory]]:
-    """Take over a cluster's engines. Return them with what each one holds."""
+    """Take over a cluster's engines. Return them with the inventory of each."""
     transport = LaunchedTransport.reattach(info)
     group = _make_launched_group(transport, info.step_timeout, info.interface, info.started_at, info.environment)
     membership = group.membership
@@ -88,7 +88,7 @@ def reattach(info: ClusterInfo) -> tuple[EngineGroup, list[EngineInventory]]:
 
 
 def undo_reattach(group: EngineGroup, former: ClusterInfo) -> None:
-    """Give a cluster that could not be taken over back to its former owner."""
+    """Return a cluster that could not be taken over to its former owner."""
     try:
         if former.is_owned:  # otherwise nobody will call the engines
             with contextlib.suppress(DtkitError):  # the former owner's calls are then refused

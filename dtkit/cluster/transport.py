@@ -58,15 +58,15 @@ class IpyparallelTransport:
         if engine is None:
             reply.set_result(self._make_lost_reply(rank))
             return reply
-        sent = client.send_apply_request(get_main_stream(client), self._entrypoint, [message], ident=engine.encode())
+        result = client.send_apply_request(get_main_stream(client), self._entrypoint, [message], ident=engine.encode())
         if listen is not None:
-            _OutputListener(sent.output.metadata, listen, reply).start()
+            _OutputListener(result.output.metadata, listen, reply).start()
         waiting = [reply]
-        sent.add_done_callback(lambda done: waiting.pop().set_result(self._read_reply(rank, done)))
+        result.add_done_callback(lambda done: waiting.pop().set_result(self._read_reply(rank, done)))
         return reply
 
     def _read_reply(self, rank: int, finished: Any) -> Reply[Any]:
-        """Return the reply, and remove it from the client's history, which would grow for ever.
+        """Return the reply, and remove it from the client's history, which would grow without end.
 
         The client's other tables clear themselves once the engine has reported idle. Its futures are in reference
         cycles, so the reply and its future are taken out of them.
@@ -89,7 +89,7 @@ class IpyparallelTransport:
         return Reply(failure=Failure(rank, "?", "EngineLost", message, "", kind="lost"))
 
     def _describe_loss(self) -> str:
-        """Return why an engine may be gone, and what helps."""
+        """Return why an engine may be gone, with a remedy."""
         return f"its process has ended, or its controller receives no heartbeats. {_ATTACHED_REMEDY}"
 
     def interrupt(self, ranks: Sequence[int], *, wake: bool = False) -> None:
@@ -148,7 +148,7 @@ class IpyparallelTransport:
 
 
 class _OutputListener:
-    """Passes on what an engine publishes during a call; a thread looks at what the client has collected."""
+    """Passes on an engine's output during a call. A thread reads the output that the client has collected."""
 
     def __init__(self, metadata: Any, listen: Callable[[int, list[Any]], None], reply: Future[Reply[Any]]) -> None:
         self._metadata = metadata
@@ -180,6 +180,6 @@ class _LockedView(ipp.DirectView):  # type: ignore[misc]  # ipyparallel has no t
         with self.lock:
             result = super().execute(*args, block=False, **kwargs)
         if self.block if block is None else block:
-            # waits: a user's %%px may take as long as it likes; an interrupt ends it
+            # waits: a user's %%px has no limit; an interrupt ends it
             result.get()
         return result

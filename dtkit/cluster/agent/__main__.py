@@ -8,8 +8,9 @@ import runpy
 import sys
 from pathlib import Path
 
+from dtkit._util import timeouts
 from dtkit.cluster.agent import hangup, host_agent
-from dtkit.cluster.agent.engine import make_engine_arguments
+from dtkit.cluster.engine_arguments import make_engine_arguments
 from dtkit.cluster.launchers.hosts import AGENT_FILE_VARIABLE
 
 
@@ -20,7 +21,7 @@ def main() -> None:
     agent = host_agent.start_agent(host=fields["host"], cluster=fields["cluster"])
     hangup.exit_on_hangup()
     os.environ.update(agent.make_variables(fields["connection"]))
-    sys.argv[1:] = make_engine_arguments()
+    sys.argv[1:] = make_engine_arguments(timeouts.CONTROLLER_SILENT_S, timeouts.HEARTBEAT_PERIOD_S)
     runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
 
 

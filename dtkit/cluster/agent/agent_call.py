@@ -29,10 +29,10 @@ class AgentCall:
 
 
 class IdentifyCall:
-    """Callable for an engine, which returns where it is."""
+    """Callable that returns which process of which host an engine is."""
 
     def __call__(self) -> list[bytes]:
-        """Return the pickled (hostname, pid), as an agent replies."""
+        """Return the pickled (hostname, pid), in the form of an agent's reply."""
         return [pickle.dumps((True, (socket.gethostname(), os.getpid())))]
 
 

@@ -9,20 +9,9 @@ import signal
 import sys
 
 from dtkit._util import timeouts
+from dtkit.cluster.engine_arguments import make_engine_arguments
 
 _PR_SET_PDEATHSIG = 1
-
-
-def make_engine_arguments() -> list[str]:
-    """Return ipyparallel's arguments: an engine waits for a busy controller, and ends when it hears none."""
-    misses = round(
-        timeouts.CONTROLLER_SILENT_S / (timeouts.HEARTBEAT_PERIOD_S + 0.5)
-    )  # its period is half a second more
-    return [
-        f"--IPEngine.timeout={timeouts.REGISTRATION_TIMEOUT_S:.0f}",
-        f"--IPEngine.max_heartbeat_misses={misses}",
-        "--log-level=30",
-    ]
 
 
 def main() -> None:
@@ -32,7 +21,7 @@ def main() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != agent_pid:  # it has ended meanwhile
         return
-    sys.argv[1:] = make_engine_arguments()
+    sys.argv[1:] = make_engine_arguments(timeouts.CONTROLLER_SILENT_S, timeouts.HEARTBEAT_PERIOD_S)
     runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
 
 

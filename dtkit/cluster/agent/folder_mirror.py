@@ -1,8 +1,8 @@
 """A host's folder that follows the notebook's, and reports its own changes.
 
 Engines write status files and unread results into their host's folder, as they do on the notebook's host. The notebook
-copies them into its own folder, so that everything that reads them works alike. In the other direction go only names:
-flags, and folders of runs.
+copies them into its own folder, so its readers need not know about hosts. The notebook sends back only names: those of
+flags and of runs' folders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Version = tuple[int, int]
 
 
 class FolderMirror:
-    """The host's side."""
+    """The host's side of the mirrored folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._reader = folder, ""

@@ -1,7 +1,7 @@
-"""End of an agent whose connection has ended.
+"""Ending an agent when its SSH connection ends.
 
-SSH gives a process without a terminal no signal when its connection ends. But the server then closes the other end of
-the process's output, which `poll` reports at once, also to a process that never writes.
+When a connection ends, SSH doesn't signal a process without a terminal. But the server closes the other end of the
+process's output. `poll` reports that at once, even if the process never writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def exit_on_hangup() -> None:
     """Let a thread end this process when its output is closed. No-op if the output is a file or a terminal."""
     mode = os.fstat(_OUTPUT).st_mode
     if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-        output = os.dup(_OUTPUT)  # whatever happens to the first one
+        output = os.dup(_OUTPUT)  # stays open if stdout is closed or replaced
         threading.Thread(target=_wait_and_exit, args=(output,), name="dtkit-hangup", daemon=True).start()
 
 

@@ -1,9 +1,9 @@
 """One host's part of a cluster: its folder, its engines, its shared memory and its store.
 
-The agent does no training, so it always answers. It holds the lock of its folder, and a reaper on the same host
-(:mod:`dtkit.cluster.reaper`) watches this lock: when the agent has ended, in whatever way, the reaper ends the engines
-and deletes all files. The agent itself ends when it hears no heartbeat of the controller, or when the connection
-through which it was started ends. So an owner that is gone, or behind a cut link, leaves nothing on the host.
+The agent does no training, so it always answers. It holds the lock of its folder, which a reaper on the same host
+(:mod:`dtkit.cluster.reaper`) watches. However the agent ends, the reaper then ends the engines and deletes all files.
+The agent itself ends when the controller's heartbeats stop, or when the connection that started it closes. So nothing
+stays on the host after the owner has ended or its link was cut.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class HostAgent:
-    """What the agent's process holds. Its public methods are called by the notebook."""
+    """State of the agent's process. The notebook calls its public methods."""
 
     def __init__(self, host: str, cluster: str, folder: Path) -> None:
         self._host, self._cluster, self._folder = host, cluster, folder
@@ -63,7 +63,7 @@ class HostAgent:
         return get_handshake()
 
     def describe(self, interface: str | None = None) -> AgentInfo:
-        """Return what this host is. Raises LookupError for an unknown interface."""
+        """Return this host's name, folder, address and resources. Raises LookupError for an unknown interface."""
         interfaces = addresses.list_interfaces()
         if interface is None:
             address = addresses.choose_address(self._connection["interface"].rpartition("/")[2])
@@ -98,7 +98,7 @@ class HostAgent:
     def start_engines(self, environments: Sequence[Mapping[str, str]]) -> list[int]:
         """Start one engine for each environment, and return their pids.
 
-        The kernel ends them with this process's main thread, which therefore starts them.
+        The main thread starts them, because the kernel ends them when the thread that started them ends.
         """
         assert threading.current_thread() is threading.main_thread()
         self._engines = [engine for engine in self._engines if engine.poll() is None]
@@ -137,7 +137,7 @@ class HostAgent:
     # -- data -------------------------------------------------------------------------------------------------
 
     def write_buffers(self, buffers: Sequence[bytes]) -> shared_memory.SharedBuffer:
-        """Write buffers into this host's shared memory. Raises OSError if there is no room."""
+        """Write buffers into this host's shared memory. Raises OSError if it is full."""
         handle = shared_memory.write_buffers(buffers, file_owner=self._lease.reaper)
         self._buffers[handle.path] = handle
         return handle
@@ -151,7 +151,7 @@ class HostAgent:
     # -- process groups ---------------------------------------------------------------------------------------
 
     def open_store(self, address: str, generation: int) -> StoreAddress:
-        """Return where a generation of the process group meets; earlier generations are forgotten."""
+        """Open the store at which a generation of the process group meets, and close those of earlier generations."""
         if self._store is None or self._store.address != address:
             self._store = StoreServer(address)
         self._store.forget_before(generation)

@@ -1,4 +1,4 @@
-"""What a notebook and the agents of hosts send each other."""
+"""Messages between a notebook and the agents of its hosts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MirrorRequest:
     """State of the notebook's folder that a host follows."""
 
     reader: str
-    """Who asks: a new notebook is sent everything again."""
+    """Identifies the notebook; a new one receives everything again."""
     flags: frozenset[str]
     """Names of all flags: files without content that ask engines for something."""
     runs: frozenset[str]

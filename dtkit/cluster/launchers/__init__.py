@@ -1,1 +1,1 @@
-"""Launchers: how the processes of a cluster are started. A new launcher is one file here."""
+"""Launchers, which start a cluster's processes. A new launcher is one file here."""

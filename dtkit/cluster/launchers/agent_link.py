@@ -22,7 +22,7 @@ class AgentLink:
     """One agent, by ipyparallel's id. It serves one call after the other."""
 
     info: AgentInfo
-    """Set once the agent has been asked."""
+    """Set after the agent has described its host."""
 
     def __init__(self, client: ipp.Client, engine_id: int) -> None:
         self._client, self.engine_id = client, engine_id
@@ -33,7 +33,7 @@ class AgentLink:
         return self.engine_id in self._client.ids
 
     def send(self, operation: str, **arguments: Any) -> Future[Any]:
-        """Send a call. The future has its value, or raises ClusterError."""
+        """Send a call. The future returns the call's value, or raises ClusterError."""
         return self._send(operation, AgentCall(), [dump_call(operation, arguments)])
 
     def send_identify(self) -> Future[Any]:
@@ -46,10 +46,10 @@ class AgentLink:
         if engine is None:
             future.set_exception(ClusterError(f"{self._name} is gone: its agent has ended or was cut off"))
             return future
-        sent = self._client.send_apply_request(
+        result = self._client.send_apply_request(
             get_main_stream(self._client), function, arguments, ident=engine.encode()
         )
-        sent.add_done_callback(lambda done: self._read(operation, done, future))
+        result.add_done_callback(lambda done: self._read(operation, done, future))
         return future
 
     def call(self, operation: str, timeout: float = timeouts.AGENT_CALL_TIMEOUT_S, **arguments: Any) -> Any:
@@ -65,7 +65,7 @@ class AgentLink:
 
     def _read(self, operation: str, done: Any, future: Future[Any]) -> None:
         if done.msg_id in self._client.history:
-            self._client.history.remove(done.msg_id)  # it would grow for ever
+            self._client.history.remove(done.msg_id)  # it would grow without end
         result = done.result(timeout=0)
         if not isinstance(result, list):
             text = getattr(result, "evalue", str(result))

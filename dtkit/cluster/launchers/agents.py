@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _HOSTS_FILE = "hosts.json"
 _WAVE = 32
-"""Engines that start at once: of 128, the controller registered 52."""
+"""Engines that start at once. The controller loses registrations when many arrive together."""
 
 
 class AgentLauncher(Launcher):
-    """Starts engines through one agent a host. Agents are engines for ipyparallel, but never ranks."""
+    """Starts engines through one agent per host. To ipyparallel, agents are engines too, but they are never ranks."""
 
     def __init__(self, config: LaunchConfig, folder: Path) -> None:
         super().__init__(config, folder)
@@ -183,16 +183,18 @@ class AgentLauncher(Launcher):
             self._wait_for_engines(known, wave)
 
     def _count_engines(self) -> dict[AgentLink, int]:
-        """Return the engines of each agent. One that doesn't answer is lost, though the controller may not know yet."""
-        sent = {agent: agent.send("count_engines") for agent in self._agents}
+        """Return the number of engines of each agent. An agent that doesn't answer is lost, though the controller may
+        not know it yet.
+        """
+        futures = {agent: agent.send("count_engines") for agent in self._agents}
         counts = {}
-        for agent, future in sent.items():
+        for agent, future in futures.items():
             with contextlib.suppress(ClusterError, concurrent.futures.TimeoutError):
                 counts[agent] = future.result(timeouts.AGENT_CALL_TIMEOUT_S)
         return counts
 
     def _choose_agents(self, n: int, counts: Mapping[AgentLink, int]) -> list[AgentLink]:
-        """Return the agent of each new engine: hosts that lack engines first, in order of rank, then all in turn."""
+        """Return the agent of each new engine: hosts that lack engines in order of rank, then all hosts in turn."""
         agents = list(counts)
         if not agents:
             raise ClusterError("no host is left; close this cluster and start another one")
@@ -206,10 +208,10 @@ class AgentLauncher(Launcher):
     def _start_wave(self, wave: Sequence[AgentLink]) -> None:
         environment = self._config.plan.make_environment(0, self._config.memory_limit)
         counts = {agent.engine_id: (agent, wave.count(agent)) for agent in wave}
-        sent = [
+        futures = [
             (agent, agent.send("start_engines", environments=[environment] * count)) for agent, count in counts.values()
         ]
-        for agent, future in sent:
+        for agent, future in futures:
             self._started += [(agent, pid) for pid in future.result(timeouts.AGENT_CALL_TIMEOUT_S)]
 
     def _wait_for_engines(self, known: set[int], wave: Sequence[AgentLink]) -> None:
@@ -240,13 +242,14 @@ class AgentLauncher(Launcher):
         return sorted(positions, key=positions.__getitem__)
 
     def is_agent(self, engine_id: int) -> bool:
-        """Return whether ipyparallel's engine is an agent, which is no rank."""
+        """Return whether this ipyparallel engine is an agent, not a rank."""
         return any(agent.engine_id == engine_id for agent in self._agents)
 
     def _replace_agents(self, lost: Sequence[AgentLink]) -> bool:
-        """Start a new agent on each host that has lost its own: a further job where a scheduler chooses the host.
+        """Start a new agent on each host that has lost its own. Where a scheduler chooses the hosts, submit a further
+        job.
 
-        Return whether there was one.
+        Return whether any host had.
         """
         if not lost:
             return False
@@ -276,11 +279,11 @@ class AgentLauncher(Launcher):
         return self._access
 
     def list_pids(self) -> list[int]:
-        """Return the pids of this host: the controller's, and those of what connects the agents."""
+        """Return the pids on this host: the controller's, and those of the processes that connect the agents."""
         return super().list_pids() + [pid for job in self._jobs for pid in job.list_pids()]
 
     def describe_ended_jobs(self) -> str:
-        """Return what has become of jobs and connections that have ended, such as a canceled job."""
+        """Return the states of jobs and connections that have ended, such as a canceled job."""
         states = [job.get_state() for job in self._jobs]
         return "; ".join(state.text for state in states if state.phase == "ended")
 
@@ -295,10 +298,10 @@ class AgentLauncher(Launcher):
     def end_hosts(self) -> None:
         """End agents and engines, with their files, then what started them."""
         self.detach()
-        sent = [agent.send("stop") for agent in self._agents] if self._client is not None else []
+        futures = [agent.send("stop") for agent in self._agents] if self._client is not None else []
         deadline = time.monotonic() + timeouts.AGENT_STOP_TIMEOUT_S
-        for future in sent:
-            with contextlib.suppress(ClusterError, concurrent.futures.TimeoutError):  # cut off: it ends by itself
+        for future in futures:
+            with contextlib.suppress(ClusterError, concurrent.futures.TimeoutError):  # it ends by itself if cut off
                 future.result(max(0.0, deadline - time.monotonic()))
         for job in self._jobs:
             job.cancel()

@@ -1,6 +1,6 @@
 """Agents as jobs of PBS, LSF, HTCondor or SGE. ipyparallel knows the commands of these schedulers.
 
-Each host is a job of its own. Nobody has run this on a real scheduler: tests check the scripts alone.
+Each host is a job of its own. This was never run on a real scheduler; tests check only the scripts.
 """
 
 from __future__ import annotations
@@ -159,10 +159,10 @@ class Batch(HostLauncher):
             done = _call(launcher.submit_command, environment, script.read_text())
         else:
             done = _call([*launcher.submit_command, str(script)], environment)
-        found = launcher.job_id_regexp.search(done.stdout)
-        if done.returncode or found is None:
+        match = launcher.job_id_regexp.search(done.stdout)
+        if done.returncode or match is None:
             raise ClusterError(f"{self.system} refused the job: {sanitize_text(done.stderr or done.stdout)}")
-        return BatchJob(self.system, found.group(launcher.job_id_regexp_group), f"{path}.log")
+        return BatchJob(self.system, match.group(launcher.job_id_regexp_group), f"{path}.log")
 
     def restore_job(self, fields: Mapping[str, Any]) -> AgentJob:
         """Return the job that `AgentJob.to_json` described."""
@@ -212,7 +212,7 @@ _RUNNING = {
 
 
 def read_phase(system: str, job_id: str, text: str) -> Literal["waiting", "running", "ended"]:
-    """Return what a scheduler's status command says about a job."""
+    """Return a job's phase from the output of a scheduler's status command."""
     if re.search(_WAITING[system].replace("{}", job_id), text, re.MULTILINE):
         return "waiting"
     return "running" if re.search(_RUNNING[system].replace("{}", job_id), text, re.MULTILINE) else "ended"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class HostAccess:
-    """The hosts of one cluster, and the thread that keeps their folders and the notebook's alike."""
+    """The hosts of one cluster, and the thread that keeps their folders in step with the notebook's."""
 
     def __init__(
         self, folder: Path, list_agents: Callable[[], Sequence[AgentLink]], get_agent: Callable[[int], AgentLink]
@@ -36,11 +36,11 @@ class HostAccess:
         self._mirror_lock = threading.Lock()
 
     def start(self) -> None:
-        """Keep the folders alike until `close`."""
+        """Start to synchronize the folders, until `close`."""
         threading.Thread(target=self._mirror_loop, name="dtkit-mirror", daemon=True).start()
 
     def close(self) -> None:
-        """Stop doing that."""
+        """Stop synchronizing."""
         self._is_closed.set()
 
     # -- Hosts ------------------------------------------------------------------------------------------------
@@ -54,19 +54,19 @@ class HostAccess:
         return self._get_agent(rank).info.interface
 
     def open_store(self, generation: int) -> StoreAddress:
-        """Return where a generation meets: on the host of rank 0."""
+        """Open the store at which a generation meets, on the host of rank 0."""
         agent = self._get_agent(0)
         store: StoreAddress = agent.call("open_store", address=agent.info.address, generation=generation)
         return store
 
     def write_buffers(self, buffers: Sequence[Any]) -> dict[str, SharedBuffer]:
-        """Send the buffers once to each host. Raises ClusterError if one has no room."""
+        """Send the buffers once to each host. Raises ClusterError if one of them lacks the memory."""
         data = [bytes(memoryview(buffer).cast("B")) if memoryview(buffer).nbytes else b"" for buffer in buffers]
         agents = self._list_agents()
-        sent = [agent.send("write_buffers", buffers=data) for agent in agents]
+        futures = [agent.send("write_buffers", buffers=data) for agent in agents]
         places: dict[str, SharedBuffer] = {}
         try:
-            for agent, future in zip(agents, sent, strict=True):
+            for agent, future in zip(agents, futures, strict=True):
                 places[agent.info.hostname] = future.result(timeouts.AGENT_DATA_TIMEOUT_S)
         except BaseException:
             self.remove_buffers(places)
@@ -74,25 +74,25 @@ class HostAccess:
         return places
 
     def remove_buffers(self, places: Mapping[str, SharedBuffer]) -> None:
-        """Delete such copies, without waiting."""
+        """Delete the hosts' copies of buffers, without waiting."""
         for agent in self._list_agents():
             if (place := places.get(agent.info.hostname)) is not None:
                 agent.send("remove_buffers", paths=[place.path])
 
     def end_processes(self, pids: Mapping[int, int]) -> None:
-        """End engines that may be stopped, by pid by rank, without waiting."""
+        """End engines, given as {rank: pid}, without waiting. They may be stopped processes."""
         for rank, pid in pids.items():
             self._get_agent(rank).send("kill_engines", pids=[pid])
 
     def exchange(self) -> None:
-        """Compare the folders now. A host that doesn't answer is skipped; losses are noticed elsewhere."""
+        """Synchronize the folders now. A host that doesn't answer is skipped; losses are noticed elsewhere."""
         with self._mirror_lock:
             request = MirrorRequest(
                 self._reader, frozenset(list_flags(self._folder)), frozenset(list_runs(self._folder))
             )
-            sent = [agent.send("mirror", request=request) for agent in self._list_agents()]
+            futures = [agent.send("mirror", request=request) for agent in self._list_agents()]
             with contextlib.suppress(concurrent.futures.TimeoutError):
-                for future in concurrent.futures.as_completed(sent, timeout=timeouts.AGENT_CALL_TIMEOUT_S):
+                for future in concurrent.futures.as_completed(futures, timeout=timeouts.AGENT_CALL_TIMEOUT_S):
                     with contextlib.suppress(ClusterError, OSError):
                         # waits: already done here
                         self._store(future.result())

@@ -1,7 +1,7 @@
-"""What a launcher for several hosts implements: it starts one agent on each host, and knows the jobs that run them.
+"""Interface of launchers for several hosts. A launcher starts one agent on each host, and knows the jobs that run them.
 
 An agent is ``PYTHON -m dtkit.cluster.agent``. It reads one line of JSON from its standard input, or from the file that
-the environment variable ``DTKIT_AGENT_FILE`` names. The line holds the keys of the cluster, so it must not be in a
+the environment variable ``DTKIT_AGENT_FILE`` names. The line holds the cluster's keys, so it must never be part of a
 command line, which other users can read. The agent starts and ends the engines of its host
 (:mod:`dtkit.cluster.agent`).
 
@@ -28,7 +28,7 @@ class AgentRequest:
     """Agents to start."""
 
     folder: Path
-    """The cluster's private folder, for scripts and logs. Only this machine surely sees it."""
+    """The cluster's private folder, for scripts and logs. Other hosts may not see it."""
     connection: Mapping[str, Any]
     """Addresses and keys of ipyparallel's controller. They are secret."""
     num_engines: int
@@ -58,7 +58,7 @@ class AgentJob(abc.ABC):
 
     @abc.abstractmethod
     def get_state(self) -> JobState:
-        """Return its state. Asks a scheduler at most; takes a second or less."""
+        """Return its state, in a second or less."""
 
     @abc.abstractmethod
     def cancel(self) -> None:
@@ -74,14 +74,14 @@ class AgentJob(abc.ABC):
 
 
 class HostLauncher(abc.ABC):
-    """Starts agents on hosts. Its fields are what the user chose."""
+    """Starts agents on hosts. Its fields are the user's choices."""
 
     name: ClassVar[str]
     """Name of the class among dtkit's public names."""
 
     @abc.abstractmethod
     def get_controller_address(self) -> str:
-        """Return the address on which the controller listens, and no wider: 127.0.0.1 if agents come by a tunnel."""
+        """Return the only address on which the controller listens: 127.0.0.1 if agents connect through a tunnel."""
 
     @abc.abstractmethod
     def list_hosts(self, num_engines: int) -> dict[str, int] | None:
@@ -103,12 +103,12 @@ class HostLauncher(abc.ABC):
         """Return what will be run or submitted, as text for the user, without secrets."""
 
     def count_agents(self, num_engines: int) -> int:
-        """Return how many agents will come for so many engines; each one is on a host of its own."""
+        """Return the number of agents for so many engines. Each agent is on a host of its own."""
         hosts = self.list_hosts(num_engines)
         return 1 if hosts is None else len(hosts)
 
     def divide_engines(self, num_engines: int, hosts: Sequence[str]) -> list[int]:
-        """Return how many engines each host gets. `hosts` are the agents that came, in order."""
+        """Return how many engines each host gets. `hosts` are the agents that have connected, in order."""
         slots = self.list_hosts(num_engines)
         if slots is not None:
             return [slots.get(host, 0) for host in hosts]
@@ -120,6 +120,6 @@ class HostLauncher(abc.ABC):
 
 
 def divide_evenly(num_engines: int, num_hosts: int) -> list[int]:
-    """Return how many engines each host gets, the first ones one more where they don't divide."""
+    """Return how many engines each host gets. The first hosts get one more if the number doesn't divide evenly."""
     least, more = divmod(num_engines, num_hosts)
     return [least + (k < more) for k in range(num_hosts)]

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 _LOG_LEVEL = 50  # ipyparallel prints when engines end, which dtkit reports itself
 _HUB_RECORD_LIMIT = 256
-"""Requests and results that the controller keeps, though dtkit never asks for them."""
+"""Number of requests and results that the controller keeps. dtkit never reads them."""
 
 
 class Launcher:
-    """Starts and ends processes through ipyparallel. This one works with the name of any of its launchers."""
+    """Starts and ends processes through ipyparallel, with any of ipyparallel's launchers by name."""
 
     controller_ip = ""  # ipyparallel's own choice
     on_wait: Callable[[str], object]
-    """Called with what is being waited for."""
+    """Called with a text on what the launcher waits for."""
 
     def __init__(self, config: LaunchConfig, folder: Path) -> None:
         self.on_wait = bool
@@ -50,7 +50,7 @@ class Launcher:
 
     def start_controller(self) -> None:
         """Start the process through which every message goes."""
-        max_misses = round(timeouts.HEARTBEAT_TIMEOUT_S / timeouts.HEARTBEAT_PERIOD_S)
+        period_s = compute_heartbeat_period(self._config)
         self._cluster = ipp.Cluster(
             controller_ip=self.controller_ip,
             engine_launcher_class="local" if self._config.hosts is not None else self._config.launcher,
@@ -59,15 +59,15 @@ class Launcher:
             shutdown_atexit=False,
             log_level=_LOG_LEVEL,
             controller_args=[
-                f"--HeartMonitor.period={round(1000 * timeouts.HEARTBEAT_PERIOD_S)}",
-                f"--HeartMonitor.max_heartmonitor_misses={max_misses}",
+                f"--HeartMonitor.period={round(1000 * period_s)}",
+                f"--HeartMonitor.max_heartmonitor_misses={round(timeouts.HEARTBEAT_TIMEOUT_S / period_s)}",
                 "--IPController.enable_curve=True",
                 f"--DictDB.record_limit={_HUB_RECORD_LIMIT}",
             ],
         )
         # waits: ipyparallel starts a process and returns
         self._cluster.start_controller_sync()
-        self._find_controller()  # while it surely runs
+        self._find_controller()  # now, while it runs
 
     def connect(self) -> ipp.Client:
         """Return a client of the controller."""
@@ -109,12 +109,12 @@ class Launcher:
         self._engine_set_ids.append(self._cluster.start_engines_sync(n))
 
     def connect_hosts(self, client: Any, num_engines: int) -> LaunchConfig:
-        """Make hosts ready for engines. Return the configuration, in which devices may differ."""
+        """Prepare hosts for engines. Return the configuration, possibly with other devices."""
         del client, num_engines
         return self._config
 
     def make_host_access(self, get_engine_id: Callable[[int], int]) -> HostAccess | None:
-        """Return the access to hosts that don't share this one's folder, by rank; None without such hosts."""
+        """Return the access, by rank, to hosts that don't share this host's folder; None without such hosts."""
         del get_engine_id
         return None
 
@@ -123,12 +123,12 @@ class Launcher:
         return sorted(engine_ids)
 
     def is_agent(self, engine_id: int) -> bool:
-        """Return whether ipyparallel's engine is an agent, which is no rank."""
+        """Return whether this ipyparallel engine is an agent, not a rank."""
         del engine_id
         return False
 
     def detach(self) -> None:
-        """Stop what follows the engines in the background; they stay."""
+        """Stop background work for the engines, which stay."""
 
     def end_hosts(self) -> None:
         """End what runs on other hosts, while the controller still runs."""
@@ -139,14 +139,10 @@ class Launcher:
         roots = [] if controller_pid is None else [controller_pid]
         for name in self._engine_set_ids:
             roots += [engine.process.pid for engine in self._get_engine_launchers(name).values()]
-        pids = list(roots)
-        for pid in roots:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                pids += [child.pid for child in psutil.Process(pid).children(recursive=True)]
-        return pids
+        return list_with_children(roots)
 
     def describe_ended_jobs(self) -> str:
-        """Return what has become of the jobs that ran engines; empty if there is nothing to say."""
+        """Return the states of ended jobs that ran engines; empty if there are none."""
         return ""
 
     def remove_ended_engines(self) -> None:
@@ -167,6 +163,26 @@ class Launcher:
         if self._cluster is not None:
             # waits: ipyparallel waits at most 10 s for each process to end
             self._cluster.stop_cluster_sync()
+
+    def reap(self) -> None:
+        """Wait for children of this process which the reaper has ended."""
+
+
+def compute_heartbeat_period(config: LaunchConfig) -> float:
+    """Return the seconds between two heartbeats. Few engines on this host have more, and so register sooner."""
+    if config.hosts is not None:
+        return timeouts.HEARTBEAT_PERIOD_S
+    period_s = len(config.plan.devices) / timeouts.HEARTBEATS_PER_S
+    return min(timeouts.HEARTBEAT_PERIOD_S, max(timeouts.MIN_HEARTBEAT_PERIOD_S, period_s))
+
+
+def list_with_children(pids: Sequence[int]) -> list[int]:
+    """Return processes and all their descendants."""
+    processes = list(pids)
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return processes
 
 
 def check_launcher(name: str) -> None:

@@ -1,4 +1,6 @@
-"""Agents that ``mpirun`` starts, one on each host. Engines are no MPI processes, so that losing one loses no other."""
+"""Agents that ``mpirun`` starts, one on each host. Engines are not MPI processes, so losing one engine doesn't end the
+others.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +9,22 @@ import dataclasses
 import os
 import shlex
 import shutil
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtkit._util import formatting
-from dtkit.cluster.launchers.hosts import AgentJob, HostLauncher
 from dtkit.cluster.launchers.process_job import ProcessJob
-from dtkit.cluster.launchers.script import (
-    INPUT_VARIABLE,
-    Script,
-    check_line,
-    check_lines,
-    check_option_names,
-    format_agent,
-    format_call,
-)
+from dtkit.cluster.launchers.script import INPUT_VARIABLE, Script, ScriptLauncher, format_agent
 from dtkit.cluster.launchers.slurm import find_route
 from dtkit.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dtkit.cluster.launchers.hosts import AgentRequest
-
-_OTHER_WORDS = {"host": "hosts", "hostfile": "arguments", "args": "arguments", "launcher": "mpirun"}
+    from dtkit.cluster.launchers.hosts import AgentJob, AgentRequest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class MPI(HostLauncher):
+class MPI(ScriptLauncher):
     """Engines on hosts that ``mpirun`` of Open MPI reaches.
 
     hosts : names with numbers of engines, as in ``["gpu1:4", "gpu2:4"]``; without a number, one engine.
@@ -45,6 +36,13 @@ class MPI(HostLauncher):
     """
 
     name: ClassVar[str] = "MPI"
+    first_option: ClassVar[str] = "hosts"
+    other_words: ClassVar[Mapping[str, str]] = {
+        "host": "hosts",
+        "hostfile": "arguments",
+        "args": "arguments",
+        "launcher": "mpirun",
+    }
 
     hosts: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
@@ -53,27 +51,13 @@ class MPI(HostLauncher):
     mpirun: str = "mpirun"
     address: str | None = None
 
-    def __new__(cls, *args: object, **options: Any) -> Self:
-        """Refuse unknown options with the word that was probably meant."""
-        check_option_names(cls, options, _OTHER_WORDS)
-        if args:
-            raise TypeError(f"MPI({args[0]!r}): name each option, as in MPI(hosts=[...])")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
-        for option in ("hosts", "arguments", "setup"):
-            object.__setattr__(self, option, check_lines(option, getattr(self, option)))
-        for option in ("python", "mpirun", "address"):
-            if getattr(self, option) is not None:
-                check_line(option, getattr(self, option))
+        self.check_text_options(lines=("python", "mpirun", "address"), lists=("hosts", "arguments", "setup"))
         if not self.hosts:
             raise ValueError(
                 "hosts=() names no host; list them with their numbers of engines, as in ['gpu1:4', 'gpu2:4']"
             )
         self._count_slots()
-
-    def __repr__(self) -> str:
-        return format_call(self)
 
     def _count_slots(self) -> dict[str, int]:
         slots: collections.Counter[str] = collections.Counter()
@@ -91,7 +75,7 @@ class MPI(HostLauncher):
         return self._format(list(self._count_slots()))
 
     def _format(self, hosts: Sequence[str]) -> Script:
-        """Return the command: Open MPI's form for several programs, since each agent is told the name of its host."""
+        """Return the command, in Open MPI's form for several programs, since each agent gets the name of its host."""
         # The end of one agent must not end the others.
         options = ["--enable-recovery", "--mca", "orte_abort_on_non_zero_status", "0", *self.arguments]
         if os.getuid() == 0:

@@ -28,7 +28,7 @@ class ProcessJob(AgentJob):
 
     @classmethod
     def start(cls, name: str, script: str, folder: Path, inputs: Mapping[str, str]) -> ProcessJob:
-        """Run a bash script that starts the agents, with their inputs by variable.
+        """Run a bash script that starts the agents. `inputs` are environment variables.
 
         The reaper of the cluster with this folder ends it with the cluster.
         """
@@ -41,14 +41,14 @@ class ProcessJob(AgentJob):
                 stdout=file,
                 stderr=file,
                 env={**os.environ, "IPP_PROFILE_DIR": str(folder), **inputs},
-                start_new_session=True,  # an interrupt of the notebook is not for it
+                start_new_session=True,  # so that an interrupt of the notebook doesn't reach it
             )
         job = cls(ProcessId.from_pid(popen.pid), name, log)
         job._popen = popen
         return job
 
     def get_state(self) -> JobState:
-        """Return whether the process runs, or what it said last."""
+        """Return whether the process runs, or the end of its output."""
         code = None if self._popen is None else self._popen.poll()  # also reaps it
         if self._process.is_alive:
             return JobState("running", f"{self._name} runs with pid {self._process.pid}")
@@ -56,7 +56,7 @@ class ProcessJob(AgentJob):
         return JobState("ended", f"{self._name} has ended{ending}. {read_log_end(self._log)}")
 
     def cancel(self) -> None:
-        """End the process: it ends its agents."""
+        """End the process, which ends its agents."""
         processes = self._list_processes()
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""What a launcher hands to another program, as text that one can read and check before it is sent."""
+"""Scripts of launchers, as text that users can read before a launcher submits it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import dataclasses
 import difflib
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from dtkit.cluster.launchers.hosts import AGENT_MODULE
+from dtkit.cluster.launchers.hosts import AGENT_MODULE, HostLauncher
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 INPUT_VARIABLE = "DTKIT_AGENT_INPUT"
-"""Carries an agent's input through a scheduler: other users can read command lines, but not an environment."""
+"""Variable that carries an agent's input through a scheduler. Other users can read command lines, but not environments.
+"""
 
 
 class Script(str):
@@ -28,19 +29,47 @@ class Script(str):
 
 
 def format_agent(python: str | None, variable: str = INPUT_VARIABLE) -> str:
-    """Return the command that starts an agent on a host: with the user's Python, or else this notebook's.
+    """Return the command that starts an agent on a host, with `python` or by default this notebook's Python.
 
-    The agent reads its input from a shell's variable that its children don't inherit. Its output goes nowhere, because
-    an agent ends with the pipe that it writes to; errors stay on stderr.
+    The agent reads its input from a shell variable that its children don't inherit. Its stdout is discarded, because an
+    agent ends when the pipe that it writes to closes. Its errors go to stderr.
     """
     python = shlex.quote(sys.executable) if python is None else python
     command = f'input=${variable}; unset {variable}; exec {python} -m {AGENT_MODULE} <<< "$input" >/dev/null'
     return f"bash -c {shlex.quote(command)}"
 
 
-def check_option_names(launcher: type, options: Iterable[str], other_words: Mapping[str, str]) -> None:
-    """Raise TypeError for an unknown option; `other_words` maps what other software calls it to the name here."""
-    names = [field.name for field in dataclasses.fields(launcher)]
+class ScriptLauncher(HostLauncher):
+    """Launcher whose options are lines and numbers of a script. All options have names."""
+
+    other_words: ClassVar[Mapping[str, str]] = {}
+    """Names of options in other software, with the names here."""
+    first_option: ClassVar[str]
+    """Option that a user may have meant by an argument without a name."""
+
+    def __new__(cls, *args: object, **options: Any) -> Self:
+        """Refuse unknown options, and suggest the name that was probably meant."""
+        _check_option_names(cls, options)
+        if args:
+            raise TypeError(
+                f"{cls.__name__}({args[0]!r}): name each option, as in {cls.__name__}({cls.first_option}={args[0]!r})"
+            )
+        return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        return format_call(self)
+
+    def check_text_options(self, *, lines: Sequence[str], lists: Sequence[str]) -> None:
+        """Check options of one line, which may be None, and lists of lines, which become tuples."""
+        for name in lines:
+            if getattr(self, name) is not None:
+                check_line(name, getattr(self, name))
+        for name in lists:
+            object.__setattr__(self, name, check_lines(name, getattr(self, name)))
+
+
+def _check_option_names(launcher: type[ScriptLauncher], options: Iterable[str]) -> None:
+    names, other_words = [field.name for field in dataclasses.fields(launcher)], launcher.other_words  # type: ignore[arg-type]  # each one is a dataclass
     for unknown in (name for name in options if name not in names):
         similar = [other_words[unknown]] if unknown in other_words else difflib.get_close_matches(unknown, names, n=1)
         hint = f"did you mean {similar[0]}=?" if similar else f"it takes {', '.join(names)}"
@@ -48,13 +77,13 @@ def check_option_names(launcher: type, options: Iterable[str], other_words: Mapp
 
 
 def check_line(name: str, value: str) -> None:
-    """Raise ValueError for text that would not stay on its line of a script."""
+    """Raise ValueError for text that has more than one line."""
     if not isinstance(value, str) or not value or not value.isprintable():
         raise ValueError(f"{name}={value!r}; it must be text of one line")
 
 
 def check_lines(name: str, values: Sequence[str]) -> tuple[str, ...]:
-    """Return lines for a script as a tuple. Raise ValueError for a text in place of a list."""
+    """Return lines for a script as a tuple. Raise ValueError for a string instead of a list."""
     if isinstance(values, str):
         raise ValueError(f"{name}={values!r}; it must be a list of lines. Write {name}=[{values!r}]")  # noqa: TRY004 - the message says how
     for value in values:
@@ -63,23 +92,23 @@ def check_lines(name: str, values: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_count(name: str, value: int | None, least: int = 1) -> None:
-    """Raise ValueError for what isn't a number of things."""
+    """Raise ValueError for a value that isn't an integer from `least` up."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ValueError(f"{name}={value!r}; it must be an integer from {least} up")
 
 
 def format_call(launcher: Any) -> str:
     """Return the call that makes a launcher, with the options that differ from their defaults."""
-    given = [
+    options = [
         f"{field.name}={getattr(launcher, field.name)!r}"
         for field in dataclasses.fields(launcher)
         if getattr(launcher, field.name) != field.default
     ]
-    return f"{type(launcher).__name__}({', '.join(given)})"
+    return f"{type(launcher).__name__}({', '.join(options)})"
 
 
 def read_log_end(path: Path, max_chars: int = 600) -> str:
-    """Return the last lines of output, or a sentence about a file that this host doesn't see."""
+    """Return the last lines of output, or a sentence if this host doesn't see the file."""
     try:
         text = path.read_text(errors="replace").strip()
     except OSError:

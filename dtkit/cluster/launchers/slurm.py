@@ -1,4 +1,4 @@
-"""Agents on the nodes of a Slurm job: what a user asks for, and the batch script that this makes."""
+"""Agents on the nodes of a Slurm job: the user's options, and the batch script made from them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,18 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtkit._util import formatting
-from dtkit.cluster.launchers.hosts import AgentJob, HostLauncher
 from dtkit.cluster.launchers.process_job import ProcessJob
-from dtkit.cluster.launchers.script import (
-    INPUT_VARIABLE,
-    Script,
-    check_count,
-    check_line,
-    check_lines,
-    check_option_names,
-    format_agent,
-    format_call,
-)
+from dtkit.cluster.launchers.script import INPUT_VARIABLE, Script, ScriptLauncher, check_count, format_agent
 from dtkit.cluster.launchers.slurm_job import SlurmJob, call_slurm, submit_job
 from dtkit.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dtkit.cluster.launchers.hosts import AgentRequest
+    from dtkit.cluster.launchers.hosts import AgentJob, AgentRequest
 
 _OTHER_WORDS = {  # of dask-jobqueue, submitit and sbatch
     "cores": "cpus_per_task",
@@ -53,10 +43,10 @@ _MEMORY = re.compile(r"\d+[KMGT]?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Slurm(HostLauncher):
+class Slurm(ScriptLauncher):
     """Engines on the nodes of a Slurm job. In a notebook that runs inside a job, ``Slurm()`` uses that job's nodes.
 
-    partition, account, qos : as for ``sbatch``; what isn't given is not sent, so that the site's defaults hold.
+    partition, account, qos : as for ``sbatch``; without them, the site's defaults apply.
     nodes : number of nodes, by default one. Each runs one task, the agent, which starts that node's engines.
     gpus_per_node, cpus_per_task : GPUs and cores of each node.
     memory : of each node, as in "32G".
@@ -74,6 +64,8 @@ class Slurm(HostLauncher):
     """
 
     name: ClassVar[str] = "Slurm"
+    first_option: ClassVar[str] = "partition"
+    other_words: ClassVar[Mapping[str, str]] = _OTHER_WORDS
 
     partition: str | None = None
     nodes: int | None = None
@@ -90,30 +82,17 @@ class Slurm(HostLauncher):
     job_name: str | None = None
     address: str | None = None
 
-    def __new__(cls, *args: object, **options: Any) -> Self:
-        """Refuse unknown options with the word that was probably meant."""
-        check_option_names(cls, options, _OTHER_WORDS)
-        if args:
-            raise TypeError(f"Slurm({args[0]!r}): name each option, as in Slurm(partition={args[0]!r})")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes)
         check_count("gpus_per_node", self.gpus_per_node, least=0)
         check_count("cpus_per_task", self.cpus_per_task)
-        for option in ("partition", "account", "qos", "log_folder", "python", "job_name", "address"):
-            if getattr(self, option) is not None:
-                check_line(option, getattr(self, option))
+        lines = ("partition", "account", "qos", "log_folder", "python", "job_name", "address")
+        self.check_text_options(lines=lines, lists=("setup", "directives"))
         _check_time(self.time)
-        object.__setattr__(self, "setup", check_lines("setup", self.setup))
-        object.__setattr__(self, "directives", check_lines("directives", self.directives))
         for directive in self.directives:
             if not directive.startswith("-"):
                 raise ValueError(f"directives: {directive!r} must be an option of sbatch, as in '--constraint=a100'")
         self._format_memory()
-
-    def __repr__(self) -> str:
-        return format_call(self)
 
     # -- what is submitted ------------------------------------------------------------------------------------
 
@@ -145,7 +124,7 @@ class Slurm(HostLauncher):
         return Script(f"#!/bin/bash\n{directives}\n{self._format_body()}")
 
     def _format_step(self) -> Script:
-        """Return the script for a job that exists: it starts a step on that job's nodes, next to other steps."""
+        """Return the script for an existing job. It starts a step on the job's nodes, next to other steps."""
         nodes = [] if self.nodes is None else [f"--nodes={self.nodes}"]
         gpus = [] if self.gpus_per_node is None else [f"--gpus-per-node={self.gpus_per_node}"]
         return Script(f"#!/bin/bash\n{self._format_body('--overlap', *nodes, '--ntasks-per-node=1', *gpus)}")
@@ -172,7 +151,7 @@ class Slurm(HostLauncher):
 
     @property
     def _joins_allocation(self) -> bool:
-        """Whether this notebook runs inside a job, and no other one is asked for."""
+        """Whether this notebook runs inside a job, and the options don't ask for another one."""
         asks = (self.partition, self.account, self.qos, self.time, self.memory, *self.directives)
         return "SLURM_JOB_ID" in os.environ and not any(asks)
 
@@ -236,10 +215,10 @@ _MAX_TRIED_NODES = 3
 
 
 def find_route(host: str) -> str | None:
-    """Return the address of this machine on the way to a host; nothing is sent. None if its name is unknown."""
+    """Return this machine's address on the route to a host, or None if the host's name is unknown. Sends nothing."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        # Sends nothing: connecting a datagram socket only chooses the route
+        # Connecting a datagram socket only chooses the route.
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
@@ -248,7 +227,7 @@ def find_route(host: str) -> str | None:
 
 
 def _list_nodes_of(job_name: str) -> list[str]:
-    """Return the nodes on which jobs of this name run, as Slurm writes them: a second agent there would be refused."""
+    """Return the nodes on which jobs of this name run, as Slurm writes them. They can't have a second agent."""
     done = call_slurm(["squeue", "--noheader", "--me", f"--name={job_name}", "--states=RUNNING", "--format=%N"])
     return done.stdout.split()
 

@@ -1,4 +1,4 @@
-"""One Slurm job: submit it, see how it is doing, cancel it. Each step is one of Slurm's own commands.
+"""One Slurm job, which is submitted, watched and canceled by Slurm's own commands.
 
 The state comes from ``squeue``, which also knows jobs that ended some minutes ago, and needs no accounting database.
 """
@@ -37,7 +37,7 @@ _HOPELESS = {  # reason -> what to do; Slurm would wait forever
 
 @dataclasses.dataclass(frozen=True)
 class QueueState:
-    """What Slurm says about a job."""
+    """State of a job in Slurm's queue."""
 
     state: str
     """Slurm's word, such as PENDING, RUNNING, TIMEOUT, or UNKNOWN after Slurm has forgotten the job."""
@@ -72,11 +72,11 @@ class SlurmJob(AgentJob):
         return f"SlurmJob({self.job_id!r})"
 
     def get_state(self) -> JobState:
-        """Return the phase, with id, state and reason. Slurm is asked once in a while."""
+        """Return the phase, with id, state and reason. Queries Slurm only now and then."""
         if time.monotonic() - self._asked_at >= timeouts.SLURM_POLL_S:
             try:
                 self._state = self._describe(self.query())
-            except ClusterError as error:  # a controller that restarts must not cost the job its place in the queue
+            except ClusterError as error:  # while Slurm's controller restarts, the job keeps its place in the queue
                 self._state = JobState(self._state.phase, f"Slurm job {self.job_id}: {error}")
             self._asked_at = time.monotonic()
         return self._state
@@ -125,7 +125,8 @@ class SlurmJob(AgentJob):
 
 
 def submit_job(script: str, environment: Mapping[str, str]) -> str:
-    """Submit a batch script, and return the job's id. The environment travels with it, and not on a command line.
+    """Submit a batch script, and return the job's id. It inherits this process's environment, which no command line
+    shows.
 
     Raises ClusterError with Slurm's words if it refuses the script.
     """
@@ -163,20 +164,20 @@ def call_slurm(
 
 
 def _drop_allocation(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what describes the job that this notebook may be in; another job has its own."""
+    """Return the environment without the variables of the job in which this notebook may run."""
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")
     return {name: value for name, value in environment.items() if not name.startswith("SLURM_") or name in kept}
 
 
 def describe_partitions() -> str:
-    """Return a sentence with the partitions that there are, and what a node of each has."""
+    """Return a sentence that lists the partitions and the resources of their nodes."""
     done = call_slurm(["sinfo", "--noheader", "--format=%R|%D|%c|%m|%G|%l"])
-    found = []
+    partitions = []
     for line in done.stdout.splitlines():
         name, nodes, cores, memory, gpus, limit = line.split("|")
         devices = "" if gpus in ("(null)", "N/A") else f", {gpus}"
-        found.append(f"{name} ({nodes} nodes with {cores} cores, {memory} MB{devices}; up to {limit})")
-    return f"Partitions here: {'; '.join(found)}" if found else "`sinfo` lists no partition"
+        partitions.append(f"{name} ({nodes} nodes with {cores} cores, {memory} MB{devices}; up to {limit})")
+    return f"Partitions here: {'; '.join(partitions)}" if partitions else "`sinfo` lists no partition"
 
 
 def parse_time(text: str) -> float | None:
@@ -189,7 +190,7 @@ def parse_time(text: str) -> float | None:
 
 
 def _format_error(stderr: str) -> str:
-    """Return the most particular line of what a command of Slurm complains about."""
+    """Return the most specific line of the errors that a Slurm command printed."""
     lines = [
         re.sub(r"^\w+: (error|fatal): (Batch job submission failed: )?", "", line.strip())
         for line in stderr.splitlines()

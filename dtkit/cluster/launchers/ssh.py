@@ -1,8 +1,8 @@
-"""Hosts by SSH: one connection a host, which forwards the controller's ports and runs the agent.
+"""Hosts by SSH. One connection per host forwards the controller's ports and runs the agent.
 
-The controller listens on loopback only, and so do the forwarded ports on each host: no port is open to a network. The
-keys travel on the standard input of ssh. When the connection ends, the agent sees its output closed and ends; see
-:mod:`dtkit.cluster.agent.hangup`.
+The controller listens only on loopback, and so do the forwarded ports on each host, so no port is open to a network.
+The keys travel on the standard input of ssh. When the connection ends, the agent's output is closed and the agent ends;
+see :mod:`dtkit.cluster.agent.hangup`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _LOOPBACK = "127.0.0.1"
-_FIRST_PORT, _LAST_PORT = 20000, 32000  # below what systems give to clients
+_FIRST_PORT, _LAST_PORT = 20000, 32000  # below the range from which systems choose clients' ports
 _MAX_LOG_BYTES = 2000
 _MAX_SILENT_CHECKS = 4
 _PORT_TAKEN = "remote port forwarding failed"
@@ -100,7 +100,7 @@ class SSH(HostLauncher):
     def start_agents(self, request: AgentRequest) -> list[AgentJob]:
         """Start one connection for each host."""
         if shutil.which("ssh") is None:
-            raise ClusterError("there is no program `ssh` on this machine; install OpenSSH's client")
+            raise ClusterError("this machine has no program `ssh`; install OpenSSH's client")
         return [SSHConnection.start(self, request, host) for host in request.hosts]
 
     def restore_job(self, fields: Mapping[str, Any]) -> AgentJob:
@@ -114,11 +114,11 @@ class SSH(HostLauncher):
     def make_command(self, host: str, local: Mapping[str, int], remote: Mapping[str, int]) -> list[str]:
         """Return the command for one host, which forwards `remote` ports of the host to `local` ones."""
         options = {
-            "BatchMode": "yes",  # a question would wait for ever
+            "BatchMode": "yes",  # a question would wait forever
             "ExitOnForwardFailure": "yes",
             "ConnectTimeout": round(timeouts.SSH_CONNECT_TIMEOUT_S),
             "ServerAliveInterval": round(timeouts.SSH_ALIVE_INTERVAL_S),
-            "ServerAliveCountMax": _MAX_SILENT_CHECKS,  # as long as the controller waits for heartbeats
+            "ServerAliveCountMax": _MAX_SILENT_CHECKS,  # together as long as the controller waits for heartbeats
             "ControlPath": "none",  # the forwarded ports end with this process
         }
         command = ["ssh", "-T", *map(os.path.expanduser, self.ssh_options)]
@@ -152,12 +152,12 @@ class SSHConnection(AgentJob):
         return self
 
     def get_state(self) -> JobState:
-        """Return whether the connection is there, and the reason if not."""
+        """Return whether the connection is up, and the reason if it isn't."""
         is_running = self._child.poll() is None if self._child is not None else self._process.is_alive
         if is_running:
             return JobState("running", f"{self._host}: connected by SSH, process {self._process.pid}")
         text = self._log.read_text(errors="replace")[-_MAX_LOG_BYTES:] if self._log.exists() else ""
-        if _PORT_TAKEN in text and self._connect_again is not None:  # by chance; other ports are free
+        if _PORT_TAKEN in text and self._connect_again is not None:  # that may happen; other ports are free
             self._child, self._connect_again = self._connect_again(), None
             self._process = ProcessId.from_pid(self._child.pid)
             return JobState("running", f"{self._host}: connecting again through other ports")
@@ -182,13 +182,13 @@ class SSHConnection(AgentJob):
 
 def _start_ssh(launcher: SSH, request: AgentRequest, host: str, log: Path) -> subprocess.Popen[bytes]:
     local = list_ports(request.connection)
-    # The controller's ports may be taken on the host, above all if that is this machine.
+    # The controller's ports may be in use on the host, and surely are if it is this machine.
     remote = dict(zip(local, random.sample(range(_FIRST_PORT, _LAST_PORT), len(local)), strict=True))
     connection = replace_ports(request.connection, remote)
     with log.open("wb") as output:
         child = subprocess.Popen(
             launcher.make_command(host, local, remote),
-            env={**os.environ, MARKER_VARIABLE: str(request.folder)},  # by which the reaper finds it
+            env={**os.environ, MARKER_VARIABLE: str(request.folder)},  # the reaper finds the process by this variable
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
@@ -205,13 +205,13 @@ def list_ports(connection: Mapping[str, Any]) -> dict[str, int]:
     ports: dict[str, int] = {}
     for name, value in connection.items():
         values = value if isinstance(value, list) else [value]
-        if name not in ("key", "location") and values and all(type(one) is int for one in values):
+        if name not in ("key", "location") and values and all(type(item) is int for item in values):
             ports |= {f"{name}.{k}": port for k, port in enumerate(values)}
     return ports
 
 
 def replace_ports(connection: Mapping[str, Any], ports: Mapping[str, int]) -> dict[str, Any]:
-    """Return connection information with other ports, by the names of `list_ports`."""
+    """Return connection information with other ports, named as by `list_ports`."""
     changed = dict(connection)
     for name, value in connection.items():
         if f"{name}.0" in ports:
@@ -221,12 +221,12 @@ def replace_ports(connection: Mapping[str, Any], ports: Mapping[str, int]) -> di
 
 
 def explain_failure(host: str, output: str) -> str:
-    """Return one sentence with a remedy for what ssh or the remote shell has printed."""
+    """Return one sentence with a remedy for an error that ssh or the remote shell has printed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else "it printed nothing"
     for pattern, remedy in _REMEDIES.items():
-        if found := next((line for line in lines if pattern.lower() in line.lower()), None):
-            return f"{host}: {found}. {remedy.format(host=host)}"
+        if error := next((line for line in lines if pattern.lower() in line.lower()), None):
+            return f"{host}: {error}. {remedy.format(host=host)}"
     return f"{host}: the agent ended: {last}. Try `ssh {host}` in a terminal, and run the same python there"
 
 
@@ -246,7 +246,7 @@ _REMEDIES = {
     "no such file or directory": "Name the Python of the hosts, as in SSH(..., python='~/env/bin/python')",
     "no space left": "Free space in the temporary folder of that host",
 }
-"""What helps, by what is printed."""
+"""Remedies by the text that is printed."""
 
 
 def _parse_host(text: str) -> tuple[str, int]:

@@ -1,0 +1,83 @@
+"""The notebook's side of a fork server."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from dtkit._util import timeouts
+from dtkit.cluster.forkserver.protocol import ForkReply, ForkRequest, connect, listen
+from dtkit.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_MAX_LOG_CHARS = 1000
+
+
+class ForkServerClient:
+    """Starts a cluster's fork server, also in place of one that has ended, and asks it for engines."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        """`environment` is what engines have beside this process's environment."""
+        self._folder, self._environment = folder, environment
+        self._log = folder / "log" / "ipengine-server.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the server, which begins to load what engines need."""
+        self._log.parent.mkdir(mode=0o700, exist_ok=True)
+        with listen(self._folder) as listener, self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dtkit.cluster.forkserver", str(self._folder), str(listener.fileno())],
+                env={**os.environ, **self._environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,  # no signals of the terminal
+            )
+
+    def fork_engines(self, n: int, timeout: float) -> list[int]:
+        """Return the pids of new engines. Raise ClusterError if the server can't load what they need in time."""
+        if self.find_server() is None:
+            self.start()
+        try:
+            return self._send(ForkRequest(n), timeout).engines
+        except TimeoutError:
+            raise ClusterError(
+                f"loading torch for the engines took longer than {timeout:g} s; give it longer with timeout="
+            ) from None
+        except (OSError, ValueError):
+            raise ClusterError(
+                f"the engines could not be started, because loading torch failed:\n{self._read_log()}"
+            ) from None
+
+    def find_server(self) -> int | None:
+        """Return the server's pid, or None if it has ended."""
+        if self._process is not None:
+            return self._process.pid if self._process.poll() is None else None
+        with contextlib.suppress(OSError, ValueError):
+            return self._send(ForkRequest(0), timeouts.FORK_REQUEST_TIMEOUT_S).server
+        return None
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the server has ended, if this process started it."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout)
+
+    def _send(self, request: ForkRequest, timeout: float) -> ForkReply:
+        """Raise OSError or ValueError if the server ends before it replies."""
+        with connect(self._folder, timeout) as connection:
+            connection.sendall(json.dumps(dataclasses.asdict(request)).encode() + b"\n")
+            return ForkReply(**json.loads(connection.makefile().readline()))
+
+    def _read_log(self) -> str:
+        return self._log.read_text(errors="replace")[-_MAX_LOG_CHARS:].strip()

@@ -1,0 +1,73 @@
+"""The fork server: loads what engines need once, and forks them.
+
+An engine spends almost three seconds of processor time on imports. A fork shares them, and most of their memory. The
+server listens on a socket in the cluster's folder, which only the user can enter. It stays single-threaded, so that a
+fork copies no lock that another thread holds. Engines live on if the server ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from dtkit._util import timeouts
+from dtkit.cluster.forkserver.protocol import ForkReply, ForkRequest
+
+if TYPE_CHECKING:
+    import socket
+
+
+class ForkServer:
+    """Listens for requests, forks, and reaps engines that have ended."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self._pids = listener, list[int]()
+        self._is_terminating = False
+        signal.signal(signal.SIGCHLD, lambda *_: self._reap())
+        signal.signal(signal.SIGTERM, lambda *_: self._terminate())
+
+    def serve(self) -> None:
+        """Answer requests for as long as the server lives. Returns in each forked engine only."""
+        is_engine = False
+        while not is_engine:
+            # waits: for the next request; the reaper ends this process with its cluster
+            connection, _ = self._listener.accept()
+            with connection, contextlib.suppress(OSError, ValueError):  # the notebook was interrupted
+                connection.settimeout(timeouts.FORK_REQUEST_TIMEOUT_S)
+                request = ForkRequest(**json.loads(connection.makefile().readline()))
+                pids = self._fork(request.engines)
+                is_engine = pids is None
+                if pids is not None:
+                    reply = ForkReply(os.getpid(), pids)
+                    connection.sendall(json.dumps(dataclasses.asdict(reply)).encode() + b"\n")
+        self._listener.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _fork(self, count: int) -> list[int] | None:
+        """Fork engines and return their pids; None in an engine."""
+        pids = []
+        for _ in range(count):
+            if (pid := os.fork()) == 0:
+                return None
+            pids.append(pid)
+        self._pids += pids
+        return pids
+
+    def _reap(self) -> None:
+        for pid in list(self._pids):
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                    continue
+            self._pids.remove(pid)
+        if self._is_terminating and not self._pids:
+            raise SystemExit
+
+    def _terminate(self) -> None:
+        """End after the engines: not every system has a process that reaps orphans."""
+        self._is_terminating = True
+        self._reap()

@@ -1,1 +1,1 @@
-"""Data sets: partitions into shards, and the way of data and models to the engines."""
+"""Data sets: partitioning into shards, and sending data and models to the engines."""

@@ -1,7 +1,7 @@
 """A model on every rank, with identical parameters and buffers.
 
-The model's code is sent with cloudpickle. Its numbers go to rank 0 once, and from there to the others by
-torch.distributed, so that a larger cluster costs no more of the notebook's time.
+The model's code is sent with cloudpickle. Its numbers are sent once to rank 0, which broadcasts them by
+torch.distributed. So a larger cluster doesn't take more of the notebook's time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class ModelHandle:
     """One copy of a model per rank, as it was when it was sent. Pass it to ``cluster.train`` as often as you like.
 
-    ``checksums`` has a digest per rank of all parameters and buffers: equal digests, equal bits. It is empty where
+    ``checksums`` has each rank's digest of all parameters and buffers; equal digests mean equal bits. It is empty if
     ranks map one file.
     """
 
@@ -70,6 +70,10 @@ class ModelHandle:
         )
         return model
 
+    def list_modules(self) -> set[str]:
+        """Return the names of the modules that the model's code needs."""
+        return pickling.list_modules(self._packed.header, self._packed.buffers)
+
     def _format_summary(self) -> str:
         same = "identical" if self.is_identical else "NOT identical"
         size = f"{self.num_parameters:,} parameters, {formatting.format_bytes(self.nbytes)}"
@@ -87,8 +91,8 @@ class ModelHandle:
 def broadcast(engine_group: EngineGroup, model: Any, *, by_shared_file: bool = False) -> ModelHandle:
     """See :meth:`dtkit.Cluster.broadcast`.
 
-    With `by_shared_file` the engines of this host hold no copy, and map one file when they need it. That is for
-    strategies of which a rank takes only a part of the model.
+    With `by_shared_file`, the engines of this host hold no copies, and map one file when they need it. That is for
+    strategies in which a rank takes only a part of the model.
     """
     check_model(model)
     model = _copy_to_cpu(model)
@@ -110,13 +114,15 @@ def broadcast(engine_group: EngineGroup, model: Any, *, by_shared_file: bool = F
 
 
 def check_model(model: Any) -> None:
-    """Raise TypeError or ValueError for what is not an nn.Module, or one whose numbers don't exist yet."""
+    """Raise TypeError or ValueError unless the model is an nn.Module whose numbers exist."""
     import torch
 
     if isinstance(model, type) and issubclass(model, torch.nn.Module):
         raise TypeError(f"model is the class {model.__name__}; give an instance: {model.__name__}(...)")
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module, built in the notebook")
+        is_keras = any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__)
+        remedy = "Give a Keras model to cluster.train as it is" if is_keras else "Build it in the notebook"
+        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module. {remedy}")
     for name, tensor in _list_tensors(model):
         if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(
@@ -130,7 +136,7 @@ def check_model(model: Any) -> None:
 
 
 def check_has_loss(model: Any, loss: Any, training_step: Any) -> None:
-    """Raise ValueError unless there is one loss: an argument's, or the model's own."""
+    """Raise ValueError unless there is exactly one loss: an argument, or the model's own."""
     if (loss is None) != (training_step is None):
         return
     if loss is None and (model.returns_loss if isinstance(model, ModelHandle) else returns_loss(model)):
@@ -144,7 +150,7 @@ def check_has_loss(model: Any, loss: Any, training_step: Any) -> None:
 
 
 def check_is_not_manual(training_step: Any) -> None:
-    """Raise ValueError if a training step takes the optimizers: what it does can't be measured on a copy."""
+    """Raise ValueError if a training step takes the optimizers, since such a step can't be measured on a copy."""
     from dtkit.strategies.loss import takes_optimizers
 
     if takes_optimizers(training_step):
@@ -161,7 +167,7 @@ def returns_loss(model: torch.nn.Module) -> bool:
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.name == "labels" for p in parameters):
         return True
-    unwrap = getattr(model, "get_base_model", None)  # of PEFT, whose own forward takes anything
+    unwrap = getattr(model, "get_base_model", None)  # of PEFT, whose own forward takes any arguments
     wrapped = None if unwrap is None else unwrap()
     return isinstance(wrapped, torch.nn.Module) and wrapped is not model and returns_loss(wrapped)
 
@@ -182,7 +188,7 @@ def _list_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model, or a copy of it on the CPU where its numbers are on a device."""
+    """Return the model, or a copy on the CPU if its numbers are on a device."""
     if all(tensor.device.type == "cpu" for _, tensor in _list_tensors(model)):
         return model
     import copy

@@ -208,7 +208,7 @@ def stack_columns(columns: Sequence[np.ndarray], float_dtype: str) -> np.ndarray
 
 
 def convert_target(column: np.ndarray, float_dtype: str) -> np.ndarray:
-    """Return a target as torch's losses need it: int64 for integers and classes, else floating point."""
+    """Return a target in the type that torch's losses need: int64 for integers and classes, else floating point."""
     return column.astype(np.int64 if column.dtype.kind in "iub" else infer_feature_dtype([np.dtype("f8")], float_dtype))
 
 
@@ -270,8 +270,8 @@ def refuse_non_numeric(columns: Mapping[Any, str]) -> None:
 def _check_no_missing(frame: Any, names: Sequence[Any]) -> None:
     """Refuse missing values, because a single NaN makes every parameter NaN in one step."""
     missing = frame[list(names)].isna().sum()
-    if found := {name: int(count) for name, count in missing.items() if count}:
-        refuse_missing(found)
+    if counts := {name: int(count) for name, count in missing.items() if count}:
+        refuse_missing(counts)
 
 
 def refuse_missing(counts: Mapping[Any, int]) -> None:
@@ -284,8 +284,8 @@ def refuse_missing(counts: Mapping[Any, int]) -> None:
 
 
 def _format_names(names: Iterable[Any]) -> str:
-    """``column 'a'``, ``columns 'a', 'b', ... (12 in all)``."""
-    found = list(names)
-    shown = ", ".join(map(repr, found[:_MAX_SHOWN_NAMES]))
-    rest = f", ... ({len(found)} in all)" if len(found) > _MAX_SHOWN_NAMES else ""
-    return f"column{'' if len(found) == 1 else 's'} {shown}{rest}"
+    """Return ``column 'a'``, or ``columns 'a', 'b', ... (12 in all)``."""
+    listed = list(names)
+    shown = ", ".join(map(repr, listed[:_MAX_SHOWN_NAMES]))
+    rest = f", ... ({len(listed)} in all)" if len(listed) > _MAX_SHOWN_NAMES else ""
+    return f"column{'' if len(listed) == 1 else 's'} {shown}{rest}"

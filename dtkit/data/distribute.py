@@ -4,9 +4,9 @@ Arrays, tables and Datasets are copied once into shared memory, which every engi
 (:mod:`dtkit.rpc.shared_memory`). On several hosts they are sent to rank 0 and broadcast from there. The shared file is
 unlinked once every engine has mapped it, so the system frees it with the last engine.
 
-Data in files stays there: only paths of memory-mapped arrays, parquet files and Datasets on disk are sent, and each
-engine reads the rows that it needs. A function is called on each engine instead. It may return a stream without length,
-which can be trained on but not divided into shards (:class:`StreamHandle`).
+Data in files stays there. The notebook sends only paths of memory-mapped arrays, parquet files and Datasets on disk,
+and each engine reads the rows that it needs. A function is called on each engine instead. It may return a stream
+without length, which can be trained on but not divided into shards (:class:`StreamHandle`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit.dashboard.text.progress import show_progress
 from dtkit.data.columns import ColumnSelection
-from dtkit.data.notebook_data import NotebookData, inspect_data
+from dtkit.data.notebook_data import NotebookData, copy_first_rows, inspect_data
 from dtkit.data.partition import Partition
 from dtkit.data.sharding import divide_evenly
 from dtkit.data.torch_loader import is_data_loader, read_data_loader
@@ -39,7 +39,7 @@ class DataHandle:
     """Data on the engines, stored under `key`. They free it after this handle is garbage-collected.
 
     `num_samples` is None and `nbytes` infinite if unknown. `columns` has the used columns of a table, which validation
-    data needs too.
+    data needs too. `first_rows` are a few rows of arrays that the notebook had, and None for other data.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class DataHandle:
     ) -> None:
         self.engine_group, self.key, self.num_samples, self.nbytes = engine_group, key, num_samples, nbytes
         self.columns = columns or ColumnSelection()
+        self.first_rows: Any = None
         weakref.finalize(self, engine_group.free_later, key)
 
 
@@ -192,7 +193,9 @@ class _PartitionRequest:
         partition.note = notebook_data.note
         if self.check is not None:
             self.check(partition)
-        partition.source = _send_data(self.engine_group, notebook_data, partition.flatten_indices(), partition.sizes)
+        handle = _send_data(self.engine_group, notebook_data, partition.flatten_indices(), partition.sizes)
+        handle.first_rows = copy_first_rows(notebook_data.data)
+        partition.source = handle
         return partition
 
     def partition_engine_data(self, data_handle: DataHandle) -> Partition:

@@ -1,4 +1,4 @@
-"""The summary of a model: its layers with their parameters, not more of them than fit a table."""
+"""The summary of a model: its layers with their parameters, at most as many as fit a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inspection of data in the notebook: what a user may give, and what is sent to the engines for it."""
+"""Inspection of data in the notebook: which kinds users may pass, and what is sent to the engines for them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from dtkit.engine.data.parquet import ParquetFiles, ParquetSource
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+NUM_FIRST_ROWS = 2
+"""Rows that a trial in the notebook takes."""
 _MAX_LABELS = 2**24  # labels read from a file or an arrow table, only for the figure
 
 
@@ -35,7 +37,7 @@ class NotebookData:
 
 
 def inspect_data(data: Any, column_selection: ColumnSelection, *, for_evaluation: bool = False) -> NotebookData:
-    """Return what to send for `data`, with its properties. Raises ValueError or TypeError for unusable data."""
+    """Inspect `data`; return its properties and the form to send. Raises ValueError or TypeError for unusable data."""
     data = paths.describe_files(data, column_selection)
     if isinstance(data, ParquetFiles):
         return _inspect_parquet(data, want_labels=not for_evaluation)
@@ -138,9 +140,9 @@ def _inspect_hugging_face_dataset(data: Any, column_selection: ColumnSelection) 
         values = np.asarray(data.select_columns([name]).with_format("numpy")[:][name])
         labels = as_labels(values) if values.dtype.kind in "biuf" else None
     filenames = [file["filename"] for file in data.cache_files]
-    sent = _WithColumns(data, columns) if columns.is_given or columns.collate_fn is not None else data
+    dataset = _WithColumns(data, columns) if columns.is_given or columns.collate_fn is not None else data
     note = f"mapped by every engine from {formatting.format_count(len(filenames), 'arrow file')}" if filenames else ""
-    return NotebookData(FileBackedData(filenames, sent) if filenames else sent, len(data), columns, labels, note)
+    return NotebookData(FileBackedData(filenames, dataset) if filenames else dataset, len(data), columns, labels, note)
 
 
 class _WithColumns:
@@ -186,3 +188,20 @@ def _to_numeric_array(array: Any, k: Any) -> Any:
             "numpy.unique(labels, return_inverse=True)[1]"
         )
     return array
+
+
+def copy_first_rows(data: Any) -> Any:
+    """Return a copy of the first rows of arrays, by themselves, in a tuple or in a dict; None for other data."""
+    if type(data).__name__ == "TensorDataset" and hasattr(data, "tensors"):
+        data = tuple(data.tensors)
+    if isinstance(data, dict):
+        named = {name: copy_first_rows(array) for name, array in data.items()}
+        return None if any(rows is None for rows in named.values()) else named
+    if isinstance(data, (tuple, list)) and not is_sample_list(data):
+        parts = tuple(copy_first_rows(array) for array in data)
+        return None if any(rows is None for rows in parts) else parts
+    if frames.is_pandas(data) or frames.is_pandas(data, "Series"):
+        return data.iloc[:NUM_FIRST_ROWS].copy()
+    if type(data).__module__.partition(".")[0] == "torch" and hasattr(data, "clone"):
+        return data[:NUM_FIRST_ROWS].clone()
+    return np.array(data[:NUM_FIRST_ROWS]) if isinstance(data, np.ndarray) and data.ndim else None

@@ -114,10 +114,10 @@ class Partition:
 
     @functools.cached_property
     def _class_table(self) -> tuple[np.ndarray, np.ndarray] | None:
-        found = None if self._labels is None else _encode_labels(self._labels)
-        if found is None:
+        encoded = None if self._labels is None else _encode_labels(self._labels)
+        if encoded is None:
             return None
-        names, codes = found
+        names, codes = encoded
         rows = [np.bincount(codes[to_index(shard)], minlength=len(names)) for shard in self._shards]
         return names, np.stack(rows)
 
@@ -190,11 +190,11 @@ def _encode_labels(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 def _measure_imbalance(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each shard's distance from the classes of all rows, and the largest distance that chance explains.
 
-    The distance is the total variation: half the sum of |share in the shard - share in all|. If the m rows of a shard
-    are drawn at random from n, without replacement, a share deviates by sigma_c = sqrt(p (1 - p) / m * (n - m) /
-    (n - 1)), roughly normal. So |deviation| has mean sigma_c sqrt(2 / pi) and variance sigma_c^2 (1 - 2 / pi).
-    Deviations of two classes correlate with rho^2 = odds_c odds_d, and their absolute values with at most about rho^2.
-    The limit is five standard deviations above the mean, and one row more because shares have steps of 1 / m. A
+    The distance is the total variation: half the sum of |share in the shard - share in all|. Suppose that the m rows of
+    a shard are drawn at random from n, without replacement. Then a share's deviation is roughly normal with sigma_c =
+    sqrt(p (1 - p) / m * (n - m) / (n - 1)). So |deviation| has mean sigma_c sqrt(2 / pi) and variance sigma_c^2 (1 - 2
+    / pi). Deviations of two classes correlate with rho^2 = odds_c odds_d, and their absolute values with at most about
+    rho^2. The limit is five standard deviations above the mean, and one row more because shares have steps of 1 / m. A
     distance below 0.1 never matters.
     """
     n, sizes = table.sum(), table.sum(axis=1)

@@ -40,7 +40,7 @@ def partition_rows(
 
 
 def to_index(shard: Shard) -> Any:
-    """Return what selects the rows of an array: a slice if possible."""
+    """Return an index that selects the rows of an array, a slice if possible."""
     return slice(shard.start, shard.stop, shard.step) if isinstance(shard, range) else shard
 
 

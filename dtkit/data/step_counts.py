@@ -1,7 +1,7 @@
 """Number of samples that each shard gives to each step: index arithmetic, without torch.
 
-All counts follow from one total order. Row j of a shard with s rows has the key (j + 1/2) / s: the moment in the epoch,
-from 0 to 1, at which a shard that is read evenly reaches the middle of that row. A step takes the next `batch_size`
+All counts follow from one total order. Row j of a shard with s rows has the key (j + 1/2) / s. This is the time in the
+epoch, from 0 to 1, at which an evenly read shard reaches the middle of that row. A step takes the next `batch_size`
 rows in the order of keys; ties go by shard. So each step is full, each shard gives in proportion to its size, all
 shards end together, and each step can be computed alone. Comparisons are exact, in integers.
 """
@@ -14,17 +14,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-def count_samples_per_step(sizes: Sequence[int], batch_size: int, first: int, last: int) -> np.ndarray:
-    """Return the samples of each shard in steps `first` to `last` - 1 of an epoch: int64, (steps, ranks).
-
-    Each row has the sum `batch_size`, or what remains in the last step, or 0 after it.
-    """
-    total = sum(map(int, sizes))
-    ends = np.minimum(np.arange(first, last + 1, dtype=np.int64), -(-total // batch_size)) * batch_size
-    taken: np.ndarray = np.diff(count_cumulative_samples(sizes, np.minimum(ends, total)), axis=0)
-    return taken
 
 
 def count_cumulative_samples(sizes: Sequence[int], num_taken: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a user's torch DataLoader says about loading: dtkit takes it over, since engines make their own batches."""
+"""Settings of a user's torch DataLoader. dtkit adopts them, since engines make their own batches."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ class LoaderSettings:
     """"shard" for a DataLoader with ``shuffle=True``, None for rows in their order."""
     sampler: Any
     """A sampler of the user's own, or None."""
+    drops_last: bool = False
+    """Whether the loader leaves out an incomplete last batch, which dtkit trains on."""
 
     def __str__(self) -> str:
         order = "a sampler" if self.sampler is not None else "rows in order" if self.shuffle is None else "shuffled"
         collation = "" if self.collate_fn is None else ", its collate_fn"
-        return f"{type(self.dataset).__name__}, batch_size={self.batch_size} over all ranks, {order}{collation}"
+        workers = f", num_workers={self.num_workers} on each rank" if self.num_workers else ""
+        title = f"{type(self.dataset).__name__}, batch_size={self.batch_size} over all ranks"
+        last = ", but an incomplete last batch isn't dropped" if self.drops_last else ""
+        return f"{title}, {order}{collation}{workers}{last}"
 
 
 def is_data_loader(data: Any) -> bool:
@@ -38,7 +43,7 @@ def is_data_loader(data: Any) -> bool:
 
 def read_data_loader(loader: Any) -> LoaderSettings:
     """Return the settings of a DataLoader. Raises ValueError for one whose batches dtkit can't make."""
-    from torch.utils.data import BatchSampler, IterableDataset, default_collate
+    from torch.utils.data import BatchSampler, IterableDataset, TensorDataset, default_collate
 
     if loader.batch_size is None:
         raise ValueError(
@@ -54,7 +59,10 @@ def read_data_loader(loader: Any) -> LoaderSettings:
             "Give its dataset with batch_size= (and sampler=, an iterable of row numbers)"
         )
     shuffle, sampler = _read_sampler(loader.sampler)
-    return LoaderSettings(loader.dataset, loader.batch_size, collate_fn, loader.num_workers, shuffle, sampler)
+    has_plain_rows = type(loader.dataset) is TensorDataset and collate_fn is None  # a worker would only delay copying
+    num_workers = 0 if has_plain_rows else loader.num_workers
+    drops_last = loader.drop_last and len(loader.dataset) % loader.batch_size != 0
+    return LoaderSettings(loader.dataset, loader.batch_size, collate_fn, num_workers, shuffle, sampler, drops_last)
 
 
 def _read_sampler(sampler: Any) -> tuple[str | None, Any]:

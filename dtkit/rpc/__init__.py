@@ -1,1 +1,1 @@
-"""Calls to the ranks of one engine group, and what travels with them."""
+"""Calls to the ranks of one engine group, and the objects that are sent with them."""

@@ -1,7 +1,7 @@
 """Calls that the notebook no longer waits for, because of an interrupt.
 
 While a run trains, a cell's call is queued behind a dispatch or two. An interrupt of that call must not reach an engine
-that takes a step: ranks could then be at different steps, and might have to go back to the last snapshot. So the
+that takes a step. Otherwise ranks could be at different steps, and might have to go back to the last snapshot. So the
 interrupt waits until the engines' watchdogs report the call. Most calls have ended by then.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class AbandonedCall:
-    """One request to these ranks, with a future each; without futures, the interrupt came while it was sent."""
+    """One request to these ranks, with a future for each. There are no futures if the interrupt came during sending."""
 
     op: str
     generation: int
@@ -41,7 +41,7 @@ class AbandonedCall:
     def wait_for_turn(self, read_status: Callable[[int], EngineStatus | None]) -> bool:
         """Wait until every rank that has not replied runs this call; return False after a time limit.
 
-        `read_status` returns what a rank's watchdog wrote last. A rank without a status, or one that is stuck in an
+        `read_status` returns the last status of a rank's watchdog. A rank without a status, or one that is stuck in an
         earlier call, doesn't delay the interrupt.
         """
         first, begun = {rank: read_status(rank) for rank in self.get_pending_ranks()}, time.monotonic()

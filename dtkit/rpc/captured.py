@@ -1,4 +1,4 @@
-"""Large objects that a function takes along to the engines."""
+"""Large objects that are sent with a function, because it uses them."""
 
 from __future__ import annotations
 

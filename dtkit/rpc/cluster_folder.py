@@ -36,7 +36,7 @@ class ClusterFolder:
         self.remove_store_marks(generation)
 
     def remove_store_marks(self, generation: int) -> None:
-        """Delete what ranks left as they joined. The store stays, because subgroups meet there too."""
+        """Delete the marks that ranks left when they joined. The store stays, because subgroups meet there too."""
         for path in self.path.glob(f"store-{generation}.*"):
             path.unlink(missing_ok=True)
 
@@ -50,7 +50,7 @@ class ClusterFolder:
             flag.unlink(missing_ok=True)
 
     def set_job_flag(self, *, present: bool) -> None:
-        """Let the reaper know whether a job is on the engines, which lengthens the lease."""
+        """Set or remove the flag for the reaper that a job is on the engines, which lengthens the lease."""
         flag = self.path / JOB_FLAG
         if present:
             flag.touch(mode=0o600)
@@ -58,7 +58,7 @@ class ClusterFolder:
             flag.unlink(missing_ok=True)
 
     def make_snapshot_folder(self, job: str) -> Path:
-        """Return the path of a job's snapshots, in a folder that exists."""
+        """Return the path of a job's snapshots, and create its parent folder."""
         folder = self.path / _SNAPSHOTS_FOLDER
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder / job

@@ -1,10 +1,10 @@
 """Calls to the engines of one cluster, as ordered ranks.
 
-Lockstep. A call to all ranks is N messages. Two threads that fan out at the same time would reach the engines in
-different orders, and collectives would deadlock. One method, `fan_out`, therefore sends everything, under one lock;
-``%%px`` takes the same lock.
+A call to all ranks is N messages. If two threads fanned out at the same time, messages would reach engines in different
+orders, and collectives would deadlock. So only one method, `fan_out`, sends calls, under one lock; ``%%px`` takes the
+same lock.
 
-Each rank replies for itself, so that the first failure is seen at once.
+Each rank replies for itself, so that the notebook sees the first failure at once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class OwnerRecord(Protocol):
         ...
 
     def write(self) -> None:
-        """Record this notebook as the owner of the present engines."""
+        """Record this notebook as the owner of the current engines."""
 
 
 class EngineGroup:
@@ -165,8 +165,8 @@ class EngineGroup:
     ) -> list[Future[Reply[R]]]:
         """Send a call to every rank, or to `ranks`, without waiting. Return one future per rank.
 
-        A sequence has a call for each rank. `listen(rank, first, items)` is called with what a rank publishes
-        meanwhile.
+        `call` may be a sequence with a call for each rank. `listen(rank, first, items)` is called with the output that
+        a rank publishes meanwhile.
         """
         ranks = range(self.world_size) if ranks is None else ranks
         with self.lock:
@@ -193,17 +193,24 @@ class EngineGroup:
         *,
         grace_from_first_reply: bool = False,
         grace_s: float | None = None,
+        first_grace_s: float | None = None,
         on_poll: Callable[[], None] = lambda: None,
     ) -> list[Reply[R]]:
         """Wait for one reply per rank. Once one has failed, the others get a grace period, then an interrupt.
 
-        The interrupted ranks get one more grace period. With `grace_from_first_reply` the first one also begins with
-        a success. `on_poll` is called twice a second.
+        The interrupted ranks get one more grace period; `first_grace_s` gives the first one another length. With
+        `grace_from_first_reply` it also begins with a success. `on_poll` is called twice a second.
         """
         ranks = range(len(futures)) if ranks is None else ranks
         started_at = time.monotonic()
         grace_s = timeouts.FAILURE_GRACE_S if grace_s is None else grace_s
-        deadline = ReplyDeadline(futures, timeout, grace_s, from_first_reply=grace_from_first_reply)
+        deadline = ReplyDeadline(
+            futures,
+            timeout,
+            first_grace_s=grace_s if first_grace_s is None else first_grace_s,
+            grace_s=grace_s,
+            from_first_reply=grace_from_first_reply,
+        )
         is_interrupted = is_silent = False
         while pending := [rank for rank, future in zip(ranks, futures, strict=True) if not future.done()]:
             if self.is_closed:
@@ -244,7 +251,7 @@ class EngineGroup:
             futures = self.fan_out(call, ranks=ranks)
             replies = self.gather_replies(futures, timeout or self.call_timeout_s, ranks)
         except KeyboardInterrupt:
-            self.membership.is_formed = False  # first of all, because another interrupt may come at any moment
+            self.membership.is_formed = False  # must come first, because another interrupt may come at any moment
             ranks = range(self.world_size) if ranks is None else ranks
             operation = call.operation if isinstance(call, Call) else call[0].operation
             self._abandon(AbandonedCall(operation, generation, ranks, futures))
@@ -304,7 +311,7 @@ class EngineGroup:
     # -- interrupts -------------------------------------------------------------------------------------------
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
-        """Send SIGINT to engines, without waiting. A stopped engine continues first, because only then it reacts."""
+        """Send SIGINT to engines, without waiting. Stopped engines are continued first, so that they react."""
         self.check_open()
         self.transport.interrupt(range(self.world_size) if ranks is None else ranks, wake=True)
 
@@ -317,7 +324,7 @@ class EngineGroup:
             thread.join(timeouts.SHORT_INTERRUPT_POLL_S)
 
     def _abandon(self, call: AbandonedCall) -> None:
-        """End a call on the engines that the notebook no longer waits for, and form the group again if necessary.
+        """End a call that the notebook no longer waits for, and form the group again if necessary.
 
         A further interrupt ends this wait; the next call then waits instead.
         """
@@ -328,7 +335,7 @@ class EngineGroup:
         self.wait_until_reformed()
 
     def _end_abandoned(self, call: AbandonedCall) -> None:
-        with contextlib.suppress(DtkitError):  # the next call meets the same error, and raises it
+        with contextlib.suppress(DtkitError):  # the next call raises the same error
             if not call.futures:  # some ranks may have the call, and wait in it for the others
                 self.interrupt(call.ranks)
                 self.membership.form_process_group()
@@ -344,7 +351,7 @@ class EngineGroup:
                 self.membership.mark_intact(call.generation)
 
     def _read_status(self, rank: int) -> EngineStatus | None:
-        """Return what a rank's watchdog wrote last."""
+        """Return the last status of a rank's watchdog."""
         nodes = self.nodes
         return stacks.read_status(self.folder, nodes[rank]) if rank < len(nodes) else None
 

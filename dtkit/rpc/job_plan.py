@@ -1,4 +1,4 @@
-"""What engines build a job from, and how each rank computes its samples of each step."""
+"""Definition of a job for the engines, with the numbers that determine each rank's samples of each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class JobPlan:
 
 
 IN_ORDER = "in order"
-"""What ``shuffle=None`` means for data that the user has not partitioned."""
+"""Order of rows for ``shuffle=None``, if the user has not partitioned the data."""
 BY_SAMPLER = "by sampler"
 """Order of rows that a user's sampler gives."""
 
@@ -30,9 +30,9 @@ class LoadingOptions:
     num_workers: int = 0
     """Number of processes per engine that load a Dataset's samples."""
     pin_memory: bool | None = None
-    """Whether batches for a GPU are in page-locked memory; None: where there is a GPU."""
+    """Whether batches for a GPU are in page-locked memory; None: if there is a GPU."""
     prefetch: bool | None = None
-    """Whether a thread loads the next batch while a step runs; None: where it pays."""
+    """Whether a thread loads the next batch while a step runs; None: if it saves time."""
 
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, bool) or not hasattr(self.num_workers, "__index__") or self.num_workers < 0:

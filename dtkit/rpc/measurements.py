@@ -21,11 +21,11 @@ class BenchmarkOperations(ABC):
 
     @abstractmethod
     def measure_available_memory(self, *, free_caches: bool) -> AvailableMemory:
-        """Measure the memory that the engine can get, after it has freed unused memory if asked to."""
+        """Measure the memory that the engine can get, optionally after freeing unused memory."""
 
     @abstractmethod
     def measure_model_sizes(self, *, program: bytes, model: str | None) -> ModelSizes:
-        """Measure what a model needs for any batch. `model` is None if the program contains the model."""
+        """Measure a model's memory, except activations. `model` is None if the program contains the model."""
 
     @abstractmethod
     def measure_activation_peaks(
@@ -62,7 +62,7 @@ class ProfileOperations(ABC):
 
     @abstractmethod
     def stop_profile(self, *, job: str) -> RankProfile | None:
-        """Return what was recorded since `start_profile`; None if nothing was, since this is another process."""
+        """Return the profile since `start_profile`; None if this is another process, which recorded nothing."""
 
     @abstractmethod
     def measure_workload(self, *, job: str, model: str) -> Workload:

@@ -1,4 +1,4 @@
-"""The ranks of an engine group: which engines they are, who owns them, and the process group that they form.
+"""The ranks of an engine group: their engines, their owner, and the process group that they form.
 
 After a failure the process group is formed again. Each formation is a new *generation* with a store of its own, so that
 no late message of a broken group can join it.
@@ -40,7 +40,7 @@ class GroupConfig:
     """Settings of the process group, equal in every generation."""
 
     file_owner: ProcessId
-    """The process whose end lets the shared files be deleted."""
+    """The process whose end allows to delete the shared files."""
     devices: tuple[str, ...]
     """Device of each rank."""
     backend: str
@@ -54,7 +54,7 @@ class GroupConfig:
 
 
 class Caller(Protocol):
-    """What a :class:`Membership` needs of the engine group that it belongs to."""
+    """The part of its engine group that a :class:`Membership` needs."""
 
     lock: threading.RLock
 
@@ -116,14 +116,14 @@ class Membership:
         return self._transport.hosts
 
     def list_interfaces(self) -> set[str]:
-        """Return the network interfaces over which tensors travel, as far as they are known."""
+        """Return the network interfaces that carry tensors, as far as they are known."""
         if self.hosts is None:
             return {self.config.interface} if self.config.interface is not None else set()
         return {self.hosts.get_interface(rank) for rank in self._list_ranks()}
 
     @property
     def can_share_memory(self) -> bool:
-        """Whether the notebook can put one copy of data where all engines of a host map it."""
+        """Whether the notebook can store one copy of data for all engines of a host to map."""
         return self.is_single_host or self.hosts is not None
 
     @property
@@ -136,7 +136,7 @@ class Membership:
         return self._transport.find_lost_ranks()
 
     def set_nodes(self, descriptions: Sequence[EngineDescription]) -> None:
-        """Store what each engine reports of itself."""
+        """Store each engine's description."""
         ids = self._transport.engine_ids
         self._nodes = [NodeInfo(rank=rank, engine_id=ids[rank], **row) for rank, row in enumerate(descriptions)]
 
@@ -164,9 +164,9 @@ class Membership:
     # -- ownership --------------------------------------------------------------------------------------------
 
     def acquire_ownership(self) -> list[EngineInventory]:
-        """Take over the engines of another notebook, and return what each one holds."""
+        """Take over the engines of another notebook, and return the inventory of each."""
         present = self._list_present_ranks()
-        # If the other notebook died while it sent a dispatch, ranks that have it wait for those without.
+        # If the other notebook died while sending a dispatch, ranks that received it wait for the other ranks.
         call = make_call(GroupOperations.acquire_ownership, owner=self.config.owner_id)
         inventories = self._caller.call_independently(call, present, grace_from_first_reply=True)
         if not inventories or len(inventories) < len(present):
@@ -176,7 +176,7 @@ class Membership:
         return list(inventories.values())
 
     def return_ownership(self, former_owner: int) -> None:
-        """Give the engines back to another notebook, in a group of the generation that it knows.
+        """Return the engines to another notebook, in a group of the generation that it knows.
 
         Engines refuse if a third notebook has taken them over meanwhile. If the group can't be formed, DtkitError is
         raised and the engines stay, because no call of the other notebook could reach them.
@@ -265,7 +265,7 @@ class Membership:
         ]
 
     def _compare_clocks(self) -> list[float]:
-        """Return how many seconds each rank's clock is ahead of rank 0's."""
+        """Return the lead of each rank's clock over rank 0's, in seconds."""
         replies = self._caller.gather_replies(
             self._caller.fan_out(make_call(GroupOperations.read_clock)), self.config.timeout
         )
@@ -287,7 +287,7 @@ class Membership:
     def start_single_engines(self, ranks: Sequence[int], folder: Path) -> None:
         """Start new engines at these ranks while the others are busy. Each forms a process group of its own.
 
-        It lasts until the group of all ranks is formed. `folder` is for what these groups write.
+        These groups last until the group of all ranks is formed. They write into `folder`.
         """
         self._end_processes(ranks)
         self._transport.replace(ranks)
@@ -317,7 +317,7 @@ class Membership:
         self.form_process_group(ranks_changed=True)
 
     def clear_if_all_new(self) -> bool:
-        """Return whether no engine holds data any more. All are then equal again, so the next call returns False."""
+        """Return whether no engine holds data any more; if so, count all as initialized."""
         all_new = len(self.uninitialized_ranks) == len(self._transport.engine_ids)
         if all_new:
             self.uninitialized_ranks.clear()
@@ -341,5 +341,5 @@ class Membership:
 def _flag_failure(abort_flag: Path, reply: Reply[EngineDescription]) -> None:
     """Let the other ranks stop waiting for a rank that could not join."""
     if reply.failure is not None:
-        with contextlib.suppress(OSError):  # the cluster may be closed by now
+        with contextlib.suppress(OSError):  # the cluster may have been closed
             abort_flag.touch(mode=0o600)

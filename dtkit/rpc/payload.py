@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dtkit.rpc.transport import Hosts
 
 _MAX_INLINE_BYTES = 256 * 1024
-"""Size up to which a file is not worth it."""
+"""Largest size that is sent inline instead of in a file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Payload:
         return sum(self.sizes)
 
     def for_broadcast(self, rank: int) -> Payload:
-        """Return the payload for a rank, if rank 0 broadcasts the buffers."""
+        """Return the payload for a rank if rank 0 broadcasts the buffers."""
         if rank == 0:
             return dataclasses.replace(self, is_broadcast=True)
         return dataclasses.replace(self, shared_buffer=None, inline_buffers=None, is_broadcast=True)
@@ -81,5 +81,5 @@ def make_host_payload(packed: pickling.PackedObject, hosts: Hosts) -> Payload:
 
 
 def is_small(packed: pickling.PackedObject, max_inline_bytes: int = _MAX_INLINE_BYTES) -> bool:
-    """Return whether the buffers are not worth a file."""
+    """Return whether the buffers are too small for a file of their own."""
     return packed.nbytes - len(packed.header) <= max_inline_bytes

@@ -42,7 +42,8 @@ def _find_smallest_failing_part(
 ) -> tuple[str, Exception]:
     """Follow the parts that can't be pickled down to the innermost one. Return its path and its error."""
     seen = {id(obj)}
-    while not isinstance(error.__cause__, RecursionError):  # no part causes an object to be nested too deeply
+    # An object that is nested too deeply fails as a whole, not by a part.
+    while not isinstance(error.__cause__, RecursionError):
         for step, part in _iterate_parts(obj):
             if id(part) in seen:
                 continue
@@ -98,7 +99,7 @@ def _collect_names(code: types.CodeType) -> set[str]:
 
 
 def _iterate_object_parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what the object gives to pickle, which respects a __getstate__."""
+    """Yield the parts that the object passes to pickle, which respects a __getstate__."""
     # silent: if this fails, the object itself can't be sent, and the caller has its error
     reduced = run_guarded(lambda: obj.__reduce_ex__(PICKLE_PROTOCOL), lambda _: None)
     if not isinstance(reduced, tuple):

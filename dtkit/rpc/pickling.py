@@ -2,14 +2,14 @@
 
 An object becomes a *header* and a list of *buffers*. The header has cloudpickle's bytes: the notebook's classes and
 functions by value, everything importable by reference. It goes through the controller. Each block of numbers is a
-buffer, which travels the fastest way (see :mod:`dtkit.rpc.shared_memory`). :func:`unpack_object` builds arrays and
+buffer, which is sent in the fastest way (see :mod:`dtkit.rpc.shared_memory`). :func:`unpack_object` builds arrays and
 tensors on top of the buffers without a copy.
 
 numpy puts its arrays into buffers by itself (pickle protocol 5). torch does not, so this module does it for tensors.
 Identity survives: a tied parameter is one object again, and tensors that share memory share it on the engine too.
 
-Modules that an engine can't import travel by value (see :mod:`dtkit.rpc.user_modules`). cloudpickle's registry of them
-belongs to the whole process, so they are registered for one dump, under a lock.
+Modules that an engine can't import are pickled by value (see :mod:`dtkit.rpc.user_modules`). cloudpickle's registry of
+such modules is global, so they are registered only during one dump, under a lock.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PackedObject:
 def pack_object(obj: Any, *, by_value: Iterable[types.ModuleType] = (), name: str | None = None) -> PackedObject:
     """Pickle `obj` into a header and buffers.
 
-    `by_value`: modules whose functions and classes travel as code, because the engine can't import them. `name`: the
+    `by_value`: modules whose functions and classes are sent as code, because the engine can't import them. `name`: the
     caller's name of the object, for error messages; by default its type or function name. Raises SerializationError,
     which names the smallest part that can't be pickled.
     """
@@ -87,8 +87,32 @@ def dumps(obj: Any, by_value: Iterable[types.ModuleType] = (), *, name: str | No
 
 def loads(data: bytes | memoryview) -> Any:
     """Load what :func:`dumps` returned."""
-    # unpickles: given by the caller, each of which is marked
+    # unpickles: passed by the caller; each caller is marked
     return pickle.loads(data)
+
+
+class _ModuleFinder(pickle.Unpickler):
+    """Unpickler that records the modules that an object needs."""
+
+    modules: set[str]
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.modules.add(module)
+        found = super().find_class(module, name)
+        return self._import_recorded if found is cloudpickle.cloudpickle.subimport else found
+
+    def _import_recorded(self, module: str) -> types.ModuleType:
+        self.modules.add(module)
+        return importlib.import_module(module)
+
+
+def list_modules(header: bytes, buffers: Sequence[Any] = ()) -> set[str]:
+    """Return the names of the modules that an object, which this process has pickled, needs to be unpickled."""
+    # The caller has pickled it itself, so this runs no code of others.
+    finder = _ModuleFinder(io.BytesIO(header), buffers=buffers)
+    finder.modules = set()
+    finder.load()
+    return finder.modules
 
 
 def _dump_or_refuse(
@@ -116,7 +140,7 @@ def _pickle_to_bytes(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], 
 
 @contextlib.contextmanager
 def _register_by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
-    """Let cloudpickle send `modules` by value meanwhile; what the user registered stays registered."""
+    """Let cloudpickle send `modules` by value within the context. The user's own registrations stay."""
     with _REGISTRY_LOCK:
         before = cloudpickle.list_registry_pickle_by_value()
         added = {module.__name__: module for module in modules if module.__name__ not in before}
@@ -130,10 +154,10 @@ def _register_by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
 
 
 class _TensorBlock:
-    """Memory that is sent once, however many tensors view it; unpickles to the buffer itself."""
+    """Memory that is sent once, even if several tensors view it. It unpickles to the buffer itself."""
 
     def __init__(self, source: torch.Tensor, data: np.ndarray) -> None:
-        self._source = source  # keeps the address from being used again during the dump
+        self._source = source  # keeps the address from being reused during the dump
         self._data = data
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -146,15 +170,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     def __init__(self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> None:
         super().__init__(file, protocol=PICKLE_PROTOCOL, buffer_callback=buffer_callback)
-        # Where torch was never imported no object can hold a tensor, and importing it takes two seconds.
+        # If torch was never imported, no object can hold a tensor. Importing it would take two seconds.
         self._torch = sys.modules.get("torch")
         self._blocks: dict[tuple[Any, ...], _TensorBlock] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how `obj` is pickled; cloudpickle decides for most kinds."""
+        """Return the reduce value of `obj`; cloudpickle decides for most kinds."""
         kind = type(obj)
         if isinstance(obj, types.ModuleType) and sys.modules.get(obj.__name__) is obj and kind is not types.ModuleType:
-            # cloudpickle takes modules of a subclass apart, such as torch.distributed.config
+            # cloudpickle pickles the contents of modules of a subclass, such as torch.distributed.config
             return importlib.import_module, (obj.__name__,)
         if kind is np.ndarray:
             return _reduce_array(obj)
@@ -210,7 +234,7 @@ def _get_dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _get_tensor_bytes(tensor: torch.Tensor, order: tuple[int, ...] | None) -> np.ndarray:
-    """Return the numbers as bytes, in memory order; a copy only from a device, or if there are gaps."""
+    """Return the numbers as bytes, in memory order. Copies only from a device, or if there are gaps."""
     import torch
 
     flat = tensor.detach().resolve_conj().resolve_neg()
@@ -221,7 +245,7 @@ def _get_tensor_bytes(tensor: torch.Tensor, order: tuple[int, ...] | None) -> np
 
 
 def _return_buffer(buffer: Any) -> Any:
-    """Return what a :class:`_TensorBlock` unpickles to."""
+    """Return the object to which a :class:`_TensorBlock` unpickles."""
     return buffer
 
 

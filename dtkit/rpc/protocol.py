@@ -75,7 +75,7 @@ def independent(operation: _Operation) -> _Operation:
 
 
 def unlimited_memory(operation: _Operation) -> _Operation:
-    """Mark an operation that gets an engine out of a failure, even if the failed call has used up the memory limit."""
+    """Mark an operation for recovery: it must work even if a failed call has used up the memory limit."""
     _UNLIMITED_MEMORY.add(operation.__name__)
     return operation
 
@@ -95,7 +95,7 @@ class GroupOperations(ABC):
     @unlimited_memory
     @abstractmethod
     def acquire_ownership(self, *, owner: int) -> EngineInventory:
-        """Belong to another notebook from now on, with everything the engine holds."""
+        """Belong to another notebook from now on, and keep everything. Return the engine's inventory."""
 
     @independent
     @unlimited_memory
@@ -120,7 +120,7 @@ class GroupOperations(ABC):
     @unlimited_memory
     @abstractmethod
     def leave_group(self) -> None:
-        """Leave the group and free everything. The engine goes on without a notebook."""
+        """Leave the group and free everything. The engine continues without a notebook."""
 
     @unlimited_memory
     @abstractmethod
@@ -131,9 +131,10 @@ class GroupOperations(ABC):
     def read_clock(self, *, rounds: int = 9) -> list[float]:
         """Return the engine's clock at the end of several barriers, which all ranks leave at about the same time."""
 
+    @independent
     @abstractmethod
     def warm_up(self) -> None:
-        """Load what the first step needs, then activate the memory limit."""
+        """Load the modules that the first step needs, then activate the memory limit."""
 
 
 class FunctionOperations(ABC):
@@ -149,7 +150,9 @@ class FunctionOperations(ABC):
 
     @abstractmethod
     def run_script(self, *, script: Script, port: int, restart_count: int) -> tuple[Payload | None, list[OutputItem]]:
-        """Run a script in a fresh process, in torchrun's environment with the `port` of a store; return as above."""
+        """Run a script in a fresh process, in torchrun's environment with the `port` of a store. Return as
+        `call_function`.
+        """
 
 
 class DataOperations(ABC):
@@ -181,7 +184,7 @@ class DataOperations(ABC):
 
     @abstractmethod
     def import_data(self, *, payload: Payload) -> None:
-        """Store what another engine has exported."""
+        """Store the data that another engine has exported."""
 
 
 class ModelOperations(ABC):
@@ -237,7 +240,7 @@ class JobOperations(ABC):
         fingerprint: bool = False,
         read_until: int = 0,
     ) -> tuple[DispatchResult, list[OutputItem]]:
-        """Take steps of a job, which must be at `step`; return the result and what was printed.
+        """Take steps of a job, which must be at `step`. Return the result and the output.
 
         `lr` and `shares`, each rank's part of the batch, apply from this dispatch on. The notebook has read all results
         from before the step `read_until`, so the engine removes them from disk.
@@ -269,7 +272,7 @@ class JobOperations(ABC):
 
     @abstractmethod
     def model_placement(self, *, job: str) -> Any:
-        """Return the strategy's table of where the parts of the model are, or None."""
+        """Return the strategy's table of the parts of the model and their ranks, or None."""
 
     @abstractmethod
     def state_dict_parts(self, *, job: str, callback: int | None = None) -> Payload:

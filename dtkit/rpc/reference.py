@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Reference(enum.Enum):
-    """How one process trains alone, to be compared with a distributed training."""
+    """Kind of a training by one process alone, for comparison with a distributed training."""
 
     WHOLE = "on whole batches"
     RESEEDED = "on whole batches, with other random numbers"
@@ -20,7 +20,7 @@ class Reference(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceReport:
-    """What the training of a reference has shown so far."""
+    """Results of the training of a reference so far."""
 
     max_gradients: Mapping[str, Any]
     """Largest absolute gradient of every element, as a tensor for each parameter."""

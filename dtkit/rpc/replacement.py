@@ -1,4 +1,4 @@
-"""Replacement of lost ranks by new engines, or continuation without them: the one way for all callers."""
+"""Replacement of lost ranks by new engines, or continuation without them. All callers use this module."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """What to run: a file, a module, or a function with its arguments."""
+    """A file, a module, or a function with its arguments."""
 
     name: str
     """Path of the file, name of the module, or name of the function."""

@@ -1,7 +1,7 @@
-"""Which engines a script's ranks run on, as a file that the notebook writes and the script's processes read.
+"""The engines of a script's ranks, in a file that the notebook writes and the script's processes read.
 
-A *slot* is the rank of an engine in the cluster when the script starts; it never changes. The script's own ranks do,
-once an engine is lost and the script goes on with fewer. Each change has a version, and a store of its own at which the
+A *slot* is the rank of an engine in the cluster when the script starts; it never changes. The script's own ranks change
+if an engine is lost and the script continues with fewer. Each change has a version, and a new store at which the
 processes meet.
 """
 
@@ -23,9 +23,9 @@ FOLDER_VARIABLE = "DTKIT_SCRIPT_FOLDER"
 SLOT_VARIABLE = "DTKIT_SCRIPT_SLOT"
 """Environment variable of a script's process: its slot."""
 ELASTIC_VARIABLE = "DTKIT_ELASTIC_FILE"
-"""Environment variable of a process: a file that it makes if it survives the loss of other ranks."""
+"""Environment variable of a process: a file that it creates if it survives the loss of other ranks."""
 FOLDER_PREFIX = "script-"
-"""How the names of these folders begin, in the cluster's folder."""
+"""Prefix of the names of these folders, in the cluster's folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ScriptRanks:
     slots: tuple[int, ...]
 
     def find_rank(self, slot: int) -> int | None:
-        """Return the rank of a slot; None if it takes no part any more."""
+        """Return the rank of a slot; None if it has none any more."""
         return self.slots.index(slot) if slot in self.slots else None
 
     def make_environment(self, slot: int) -> dict[str, str]:
@@ -56,7 +56,7 @@ class ScriptFolder:
 
     @classmethod
     def create(cls, path: Path, slots: Sequence[int]) -> ScriptFolder:
-        """Make the folder, with the ranks of the start."""
+        """Create the folder, with the initial ranks."""
         path.mkdir(mode=0o700)
         folder = cls(path)
         folder.write(ScriptRanks(0, tuple(slots)))
@@ -67,7 +67,7 @@ class ScriptFolder:
         files.replace_file(self.path / "ranks.json", json.dumps(dataclasses.asdict(ranks)))
 
     def read(self) -> ScriptRanks:
-        """Return the present ranks."""
+        """Return the current ranks."""
         fields = json.loads((self.path / "ranks.json").read_text())
         return ScriptRanks(fields["version"], tuple(fields["slots"]))
 
@@ -77,7 +77,7 @@ class ScriptFolder:
 
     @property
     def elastic_file(self) -> Path:
-        """The file that a process makes if it survives the loss of other ranks."""
+        """The file that a process creates if it survives the loss of other ranks."""
         return self.path / "elastic"
 
     def remove(self) -> None:

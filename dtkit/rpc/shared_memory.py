@@ -3,9 +3,9 @@
 The notebook writes buffers into a file in /dev/shm and sends the small :class:`SharedBuffer`. Engines map the file
 copy-on-write: reading costs no memory, and an engine that writes changes only its own pages.
 
-A file is created exclusively, readable by its user alone. Its space is reserved before a byte is written, so that a
-shared memory that is too small (64 MB in a container, by default) raises an error instead of SIGBUS. A temporary file
-then takes its place.
+A file is created exclusively, readable only by its user. Its space is reserved before a byte is written. So if shared
+memory is too small (64 MB in a container, by default), an error is raised instead of SIGBUS. A temporary file then
+takes its place.
 
 A killed notebook can't delete its files. Their names therefore contain their owner's identity
 (``dtkit-<uid>-<pid>-<start>-<random>``), and :func:`remove_orphans` deletes files whose owner has ended.
@@ -43,7 +43,7 @@ _FILENAME_PATTERN = re.compile(r"dtkit-(\d+)-(\d+)-(\d+)-([0-9a-f]{8})[0-9a-f]{1
 
 @dataclasses.dataclass(frozen=True)
 class SharedBuffer:
-    """Place of the buffers: what an engine of the same host needs to map them."""
+    """Address of buffers, from which engines of the same host map them."""
 
     path: str
     spans: tuple[tuple[int, int], ...]
@@ -61,7 +61,7 @@ def write_buffers(
     """Copy `buffers` (contiguous, any type) into one new file.
 
     The file is deleted after its owner, by default this process, has ended. `directories` are tried in order; by
-    default shared memory, then the folder of temporary files. Raises OSError if none of them has the room.
+    default shared memory, then the folder of temporary files. Raises OSError if none of them has enough space.
     """
     views = [memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"") for buffer in buffers]
     spans = _compute_spans([view.nbytes for view in views])
@@ -136,7 +136,7 @@ def _compute_spans(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _check_memory(directory: str, size: int) -> None:
-    """Raise OSError if shared memory would take more than is free: the kernel would kill processes instead."""
+    """Raise OSError if shared memory would exceed the free memory; the kernel would then kill processes."""
     free = resources.read_memory().free
     if directory == _SHARED_MEMORY_FOLDER and size > free:
         raise OSError(errno.ENOMEM, f"only {free / 1e6:.0f} MB of memory are free")

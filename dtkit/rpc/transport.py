@@ -1,7 +1,7 @@
-"""The boundary between the notebook and the engine processes.
+"""Interface between the notebook and the engine processes.
 
-All calls to engines go through these few methods. ipyparallel implements them (:mod:`dtkit.cluster.transport`), and so
-does the double for tests (:mod:`dtkit.testing`).
+All calls to engines go through these methods. :mod:`dtkit.cluster.transport` implements them with ipyparallel, and
+:mod:`dtkit.testing` without processes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Hosts(Protocol):
         """Return the name of the interface through which the other hosts reach the host of a rank."""
 
     def open_store(self, generation: int) -> StoreAddress:
-        """Return where a generation of the process group meets."""
+        """Open the store at which a generation of the process group meets, and return its address."""
 
     def write_buffers(self, buffers: Sequence[Any]) -> dict[str, SharedBuffer]:
-        """Put one copy of the buffers into the shared memory of each host. Return their places by hostname."""
+        """Write one copy of the buffers into each host's shared memory. Return their addresses by hostname."""
 
     def remove_buffers(self, places: Mapping[str, SharedBuffer]) -> None:
         """Delete the files of such copies."""
@@ -41,14 +41,14 @@ class Hosts(Protocol):
         """End the engines with these pids by rank. Works for stopped engines too."""
 
     def exchange(self) -> None:
-        """Compare the notebook's folder with those of the hosts now."""
+        """Synchronize the notebook's folder with those of the hosts now."""
 
 
 class Transport(Protocol):
     """Engines, in order of rank."""
 
     hosts: Hosts | None
-    """Access to the hosts, where the notebook's folder is not theirs."""
+    """Access to hosts that don't share the notebook's folder."""
 
     @property
     def engine_ids(self) -> Sequence[int]:
@@ -59,7 +59,7 @@ class Transport(Protocol):
     ) -> Future[Reply[Any]]:
         """Send one pickled Request. The future never raises: a lost engine is a Reply with a Failure.
 
-        `listen(first, items)` is called, in any thread, with what the engine publishes meanwhile.
+        `listen(first, items)` is called, in any thread, with the output that the engine publishes meanwhile.
         """
 
     def interrupt(self, ranks: Sequence[int], *, wake: bool = False) -> None:
@@ -78,16 +78,16 @@ class Transport(Protocol):
         """End these processes of this host, if the transport started them. Works for stopped engines too."""
 
     def replace(self, ranks: Sequence[int]) -> None:
-        """Start a new engine at each of these ranks, and end the old ones. Raise ClusterError if that can't be done."""
+        """Start a new engine at each of these ranks, and end the old ones. Raise ClusterError if that fails."""
 
     def set_aside(self, ranks: Sequence[int]) -> None:
-        """Let these ranks be without an engine, as if it were lost. `replace` takes the engines again."""
+        """Treat the engines of these ranks as lost. `replace` reuses them."""
 
     def drop(self, ranks: Sequence[int]) -> None:
         """Continue without these ranks; higher ranks move down."""
 
     def close(self) -> None:
-        """End what this transport started, and nothing else. Idempotent."""
+        """End the processes that this transport started, and no others. Idempotent."""
 
     def detach(self) -> None:
-        """Stop using the engines, which another notebook has now."""
+        """Stop using the engines, which now belong to another notebook."""

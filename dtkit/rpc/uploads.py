@@ -1,4 +1,4 @@
-"""Objects on their way from the notebook to the engines of one group."""
+"""Objects that the notebook sends to the engines of one group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class Uploads:
         self._payloads: list[Payload] = []
 
     def pack(self, obj: Any, name: str | None = None) -> pickling.PackedObject:
-        """Pickle an object, with its arrays and tensors apart. Modules that engines can't import travel by value."""
+        """Pickle an object, with its arrays and tensors in buffers. Modules that engines can't import are pickled by
+        value.
+        """
         return pickling.pack_object(obj, by_value=self._find_modules(), name=name)
 
     def dumps(self, obj: Any, name: str | None = None) -> bytes:
@@ -28,7 +30,9 @@ class Uploads:
         return pickling.dumps(obj, self._find_modules(), name=name)
 
     def upload(self, packed: pickling.PackedObject, *, inline: bool = False) -> Payload:
-        """Put a packed object where all engines can load it, until `discard`; into the message with `inline`."""
+        """Store a packed object where all engines can load it, until `discard`. With `inline`, it is part of the
+        message.
+        """
         membership, hosts = self._membership, self._membership.hosts
         if hosts is None:
             payload = make_payload(packed, membership.config.file_owner if membership.is_single_host else None)

@@ -1,4 +1,4 @@
-"""Modules that travel by value, because engines can't import them."""
+"""Modules that are pickled by value, because engines can't import them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def find_user_modules(engine_sys_path: Sequence[str]) -> list[types.ModuleType]:
-    """Return the imported modules that an engine with this sys.path can't import as they are now.
+    """Return the imported modules that an engine with this sys.path can't import in their current form.
 
     These are Python files below the current folder, which the user may edit while engines live, and files in folders
-    that the engine doesn't search. dtkit, the standard library and installed packages are never among them, nor is
+    that the engine doesn't search. They never include dtkit, the standard library and installed packages, nor
     `__main__`, which cloudpickle sends by value anyway.
     """
     current_folder = _make_path_prefix(str(Path.cwd()))
@@ -74,7 +74,7 @@ def _locate_module(name: str, file: str) -> _ModuleLocation | None:
 def _list_installation_prefixes() -> tuple[str, ...]:
     """Return the folders of the standard library and of installed packages.
 
-    sys.prefix won't do: in a container it is /usr, and people work in /usr/src/app.
+    sys.prefix isn't specific enough: in a container it is /usr, and people work in /usr/src/app.
     """
     paths = sysconfig.get_paths()
     folders = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]

@@ -1,1 +1,3 @@
-"""One run, on the notebook's side: its handle, the thread that drives it, recovery, and a user's own function."""
+"""The notebook's side of a run: its handle, the thread that drives it, and recovery. Also users' own functions on
+engines.
+"""

@@ -1,4 +1,4 @@
-"""Models of other frameworks, which packages of `dtkit.integrations` turn into torch modules."""
+"""Models of other frameworks. Packages of `dtkit.integrations` convert them into torch modules."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def adapt_model(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, T
 
 
 def to_user_model(model: Any) -> Any:
-    """Return the model in the form that the user gave, with the weights of a torch module that was made from it."""
+    """Return the model in the user's form, with the weights of the torch module that was made from it."""
     return model.to_user_model() if hasattr(model, "to_user_model") else model

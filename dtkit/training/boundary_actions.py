@@ -1,6 +1,6 @@
-"""What a run does between two steps: evaluate, call callbacks, keep a snapshot, write a checkpoint, compare replicas.
+"""Actions of a run between two steps: evaluation, callbacks, snapshots, checkpoints, and replica checks.
 
-All are a :class:`BoundaryAction`. At one step they are done in this order::
+Each is a :class:`BoundaryAction`. At one step they are performed in this order::
 
     evaluation    sent ahead of the next step; callbacks and checkpoints may depend on it
     callbacks     called once nothing is in flight; no step is sent before they return
@@ -8,8 +8,8 @@ All are a :class:`BoundaryAction`. At one step they are done in this order::
     checkpoint    written to disk, from the snapshot where one was just taken
     replicas      compared by checksums that a dispatch returns with its results
 
-An evaluation that was interrupted is due again before the next step. That some ranks have evaluated already does no
-harm: see :meth:`dtkit.engine.lr_schedule.LearningRates.step_after_evaluation`.
+An interrupted evaluation is due again before the next step. It is harmless if some ranks have evaluated already: see
+:meth:`dtkit.engine.lr_schedule.LearningRates.step_after_evaluation`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class BoundaryAction(Protocol):
-    """Something that a run does between two steps. The run's driver alone calls it."""
+    """An action of a run between two steps. Only the run's driver calls it."""
 
     def is_due(self, step: int) -> bool:
         """Return whether to do it after this step."""
@@ -52,7 +52,7 @@ class BoundaryAction(Protocol):
         ...
 
     def perform(self, step: int) -> None:
-        """Do it, or ask the engines for it."""
+        """Perform the action, or request it from the engines."""
         ...
 
 
@@ -69,18 +69,18 @@ class EvaluationAction:
         self._last_requested_step = 0  # the same, with those in flight
 
     def is_due(self, step: int) -> bool:
-        """Return whether to evaluate after this step: no evaluation of it is in flight or made."""
+        """Return whether to evaluate after this step, of which no evaluation is in flight or complete."""
         if not self._is_enabled or step <= self._last_requested_step:
             return False
         plan = self._progress.plan
         return step % plan.steps_per_epoch == 0 or step == plan.steps
 
     def steps_until_due(self, step: int) -> int:
-        """Return the steps that are left of the epoch."""
+        """Return the remaining steps of the epoch."""
         return count_steps_left(step, self._progress.plan.steps_per_epoch) if self._is_enabled else NEVER_DUE
 
     def perform(self, step: int) -> None:
-        """Ask all ranks for it."""
+        """Send the request to all ranks."""
         plan = self._progress.plan
         assert plan.options.validation is not None
         self._last_requested_step = step
@@ -93,7 +93,7 @@ class EvaluationAction:
         self._progress.recorder.record_evaluation(step, values)
 
     def _on_failure(self, step: int, error: EngineError) -> None:
-        """Pause; the training itself is whole, and this evaluation is not asked for again."""
+        """Pause. The training itself is intact, and this evaluation is not repeated."""
         self._mark_done(step)
         self._progress.pause_for(error)
         self._progress.add_event("error", f"the evaluation failed: {error}".partition("\n")[0])
@@ -106,7 +106,7 @@ class EvaluationAction:
         self._last_requested_step = max(self._last_requested_step, step)
 
     def reset_to(self, step: int, last_evaluated_step: int | None = None) -> None:
-        """Continue from `step`: what was evaluated beyond it is due again, and beyond `last_evaluated_step`."""
+        """Continue from `step`. Later evaluations, and those after `last_evaluated_step`, are due again."""
         last = self.last_evaluated_step if last_evaluated_step is None else last_evaluated_step
         self.last_evaluated_step = self._last_requested_step = min(step, last)
 
@@ -124,19 +124,19 @@ class CallbackAction:
         self.runner = CallbackRunner(run_callbacks if any(map(callable, progress.plan.options.callbacks)) else None)
 
     def is_due(self, step: int) -> bool:
-        """Return whether callbacks are to be called after this step, or are running."""
+        """Return whether to call callbacks after this step, or whether they are running."""
         return self.runner.is_due(step, self._progress.plan.steps_per_epoch)
 
     def steps_until_due(self, step: int) -> int:
-        """Return the steps that are left of the epoch."""
+        """Return the remaining steps of the epoch."""
         return count_steps_left(step, self._progress.plan.steps_per_epoch) if self.runner.has_callbacks else NEVER_DUE
 
     def perform(self, step: int) -> None:
-        """Call them, unless they are running."""
+        """Call the callbacks, unless they are running."""
         self.runner.start(step, self._report)
 
     def on_done(self, token: object, error: BaseException | None) -> None:
-        """Callbacks have returned: pause where one has failed."""
+        """Note that callbacks have returned, and pause if one has failed."""
         if self.runner.mark_done(token) and error is not None:
             self.pause_after(error)
 
@@ -162,13 +162,15 @@ class SnapshotAction:
         return self.tracker.steps_until_due(step)
 
     def perform(self, step: int) -> None:
-        """Ask all ranks for it."""
+        """Send the request to all ranks."""
         self.tracker.on_sent(step)
         call = make_call(StateOperations.take_snapshot, job=self._progress.plan.job, step=step)
         self._calls.send(PendingCall(call, step, self._on_result, self._on_failure, self.tracker.on_cancel))
 
     def perform_before_idle(self, step: int) -> bool:
-        """Take one before the run pauses or ends, where steps were taken since the last; return whether one is sent."""
+        """Request one before the run pauses or ends, if there were steps since the last. Return whether one was
+        requested.
+        """
         is_wanted = not self._progress.lost_ranks and self.tracker.is_missing(step)
         if is_wanted:
             self.perform(step)
@@ -184,7 +186,7 @@ class SnapshotAction:
 
 
 class CheckpointAction:
-    """Checkpoints on disk: those that a user asks for, by hand or by an interval, and those to recover from."""
+    """Checkpoints on disk: those that the user requests, directly or by an interval, and those for recovery."""
 
     def __init__(
         self, progress: RunProgress, calls: PendingCalls, snapshot_folder: Path, on_change: Callable[[], None]
@@ -204,7 +206,7 @@ class CheckpointAction:
         return self.manager.steps_until_due(step)
 
     def perform(self, step: int, *, from_snapshot: bool = False) -> None:
-        """Ask all ranks for it; `from_snapshot`: of the copy that they have just made."""
+        """Send the request to all ranks. With `from_snapshot`, they write the copy that they have just made."""
         checkpoint = self.manager.begin_next(step)
         if checkpoint is not None:
             call = PendingCall(
@@ -217,13 +219,13 @@ class CheckpointAction:
             self._calls.send(call)
 
     def _on_failure(self, checkpoint: CheckpointRequest, error: EngineError) -> None:
-        self.manager.on_failure(checkpoint, self._progress.step, error)  # the training itself is whole
+        self.manager.on_failure(checkpoint, self._progress.step, error)  # the training itself is intact
 
 
 def make_save_call(
     job: str, step: int, checkpoint: CheckpointRequest, *, from_snapshot: bool = False
 ) -> Call[CheckpointReport]:
-    """Return the call by which all ranks begin to write a checkpoint."""
+    """Return the call that lets all ranks begin to write a checkpoint."""
     return make_call(
         StateOperations.save_checkpoint,
         job=job,
@@ -235,22 +237,22 @@ def make_save_call(
 
 
 class ReplicaCheckAction:
-    """The comparison of replicas, by checksums that ride along with a dispatch."""
+    """The comparison of replicas, by checksums in the results of a dispatch."""
 
     def __init__(self, progress: RunProgress) -> None:
         self.checker = ReplicaChecker()
         self._progress = progress
 
     def is_due(self, step: int) -> bool:
-        """Return whether the dispatch that ends at this step should bring checksums."""
+        """Return whether the dispatch that ends at this step should return checksums."""
         return self.checker.is_due(time.monotonic()) or step == self._progress.plan.steps
 
     def steps_until_due(self, step: int) -> int:  # noqa: ARG002 - it is due by time
-        """Return that it never limits a dispatch."""
+        """Return `NEVER_DUE`: it never limits a dispatch."""
         return NEVER_DUE
 
     def perform(self, step: int) -> None:  # noqa: ARG002 - the dispatch asks for it
-        """Note that a dispatch asks for checksums."""
+        """Note that a dispatch requests checksums."""
         self.checker.on_sent(time.monotonic())
 
     def on_result(self, results: Sequence[DispatchResult]) -> None:
@@ -268,7 +270,7 @@ class ReplicaCheckAction:
 
 
 class BoundaryActions:
-    """All that one run does between two steps."""
+    """All boundary actions of one run."""
 
     def __init__(
         self,
@@ -289,9 +291,9 @@ class BoundaryActions:
         return min(action.steps_until_due(step) for action in self._all)
 
     def save_if_due(self, step: int, flush_lr: Callable[[], None]) -> None:
-        """Take a snapshot and write a checkpoint, so far as they are due.
+        """Take a snapshot and write a checkpoint if they are due.
 
-        A checkpoint asked for by hand goes first, with a copy of its own: its caller wants to know what is wrong with
+        A checkpoint that the user requested goes first, with a copy of its own, so that its caller gets any error of
         the state. `flush_lr` sends a learning rate that was set before.
         """
         is_checkpoint_due = self.checkpoint.is_due(step)
@@ -304,10 +306,10 @@ class BoundaryActions:
             self.checkpoint.perform(step, from_snapshot=from_snapshot)
 
     def save_when_idle(self, calls: PendingCalls, flush_lr: Callable[[], None], *, is_running: bool) -> bool:
-        """Write the checkpoints that are due, with nothing in flight; return whether anything is now.
+        """Request the checkpoints that are due while nothing is in flight. Return whether anything is in flight now.
 
-        An evaluation and callbacks that are due come first. With ranks lost no checkpoint can be written, and
-        whoever waits for one gets an error.
+        An evaluation and callbacks that are due come first. While ranks are lost, no checkpoint can be written, and
+        callers that wait for one get an error.
         """
         progress, manager = self._progress, self.checkpoint.manager
         step = progress.step
@@ -317,12 +319,12 @@ class BoundaryActions:
             manager.cancel_requests(f"lost: {lost}; run.resume() or run.repair() replaces what is lost")
         elif manager.has_requests or (is_running and not comes_later):
             self.save_if_due(step, flush_lr)
-            while manager.has_requests and not calls.pending:  # one that can't be begun holds up no other
+            while manager.has_requests and not calls.pending:  # one that can't begin must not delay the others
                 self.save_if_due(step, flush_lr)
         return bool(calls.pending)
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return what a checkpoint says of the run, besides its state on the engines."""
+        """Return a checkpoint's entries about the run, besides the state on the engines."""
         plan = self._progress.plan
         description = {
             "spec": dataclasses.asdict(plan.spec),
@@ -334,7 +336,7 @@ class BoundaryActions:
         return description
 
     def rewind(self, step: int) -> None:
-        """All ranks are at `step` again, in jobs that were built again."""
+        """Go back to `step`, to which all ranks have returned in rebuilt jobs."""
         self.evaluation.reset_to(step)
         self.snapshot.tracker.reset_to(step)
 

@@ -1,4 +1,4 @@
-"""Callbacks that ``cluster.train(callbacks=[...])`` calls with the run after every epoch: a ready-made one, and the
+"""Callbacks of ``cluster.train(callbacks=[...])``, called with the run after every epoch: `EarlyStopping`, and the
 thread that calls them.
 """
 
@@ -23,16 +23,16 @@ CALLBACK_THREAD_NAME = "dtkit-callbacks"
 
 
 class StoppableRun(Protocol):
-    """What early stopping needs of a run."""
+    """The part of a run that early stopping needs."""
 
     @property
     def spec(self) -> RunSpec:
-        """What was asked for."""
+        """The arguments of the training."""
         ...
 
     @property
     def history(self) -> History:
-        """What every rank did in every step."""
+        """Records of every rank in every step."""
         ...
 
     def note(self, text: str) -> None:
@@ -52,10 +52,10 @@ class EarlyStopping:
     patience
         Epochs without a better value before the run stops.
     monitor
-        "loss", or a name given to ``metrics``. With `validation` it is the value over the validation data; without, the
-        mean training loss of the epoch.
+        "loss", or a name given to ``metrics``. With `validation`, its value over the validation data is used; without,
+        the mean training loss of the epoch.
     min_delta
-        How much better counts as better.
+        Smallest change that counts as better.
     mode
         "min" where smaller is better, as for a loss; "max" where larger is better, as for an accuracy.
 
@@ -87,16 +87,16 @@ class EarlyStopping:
         self._epoch = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"best": self.best, "best_epoch": self.best_epoch, "epoch": self._epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue in the next run that calls, as if it were the saved one."""
+        """Restore the state, so that the next run that calls this callback continues the saved one."""
         self.best, self.best_epoch, self._epoch = state["best"], state["best_epoch"], state["epoch"]
         self._is_restored = True
 
     def __call__(self, run: StoppableRun) -> None:
-        """Judge the epoch that has just ended. Another run than the last time starts from nothing."""
+        """Judge the epoch that has just ended. A different run starts with no earlier values."""
         if self._is_restored:
             self._run, self._is_restored = weakref.ref(run), False
         elif self._run is None or self._run() is not run:
@@ -133,14 +133,14 @@ class EarlyStopping:
 
 
 def start_callbacks(callbacks: Sequence[Any], run: Any) -> None:
-    """Call ``on_start(run)`` of the callbacks that have it: before the first step, or where a run is continued."""
+    """Call ``on_start(run)`` of the callbacks that have it, before the first step or when a run is continued."""
     for callback in callbacks:
         if hasattr(callback, "on_start"):
             callback.on_start(run)
 
 
 def finish_callbacks(callbacks: Sequence[Any], timeout: float) -> None:
-    """Call ``finish_writing(timeout)`` of the callbacks that have it: they wait for their own threads."""
+    """Call ``finish_writing(timeout)`` of the callbacks that have it, which waits for their own threads."""
     deadline = time.monotonic() + timeout
     for callback in callbacks:
         if hasattr(callback, "finish_writing"):
@@ -155,12 +155,12 @@ def describe_callback_error(error: BaseException) -> str:
 class CallbackRunner:
     """Calls the callbacks of one run at the end of an epoch, before the next one begins, on a thread of their own.
 
-    They may ask the run for anything, since the run's own thread goes on reading its commands.
+    They may use any method of the run, since the run's own thread continues to read commands.
     """
 
     def __init__(self, callbacks: Callable[[], None] | None) -> None:
         self._callbacks = callbacks
-        self._token: object = None  # the call that is under way
+        self._token: object = None  # identifies the current call
         self.last_called_step = 0
         """The step after which callbacks were called last."""
 
@@ -175,13 +175,15 @@ class CallbackRunner:
         return self._token is not None
 
     def is_due(self, step: int, steps_per_epoch: int) -> bool:
-        """Return whether callbacks are to be called after this step, or are running: nothing is sent before that."""
+        """Return whether to call callbacks after this step, or whether they are running. No step is sent before they
+        return.
+        """
         if self.is_running:
             return True
         return self._callbacks is not None and step % steps_per_epoch == 0 and step > self.last_called_step
 
     def start(self, step: int, on_done: Callable[[object, BaseException | None], None]) -> None:
-        """Call them, unless they are running. `on_done` is called on their thread, with a token for `mark_done`."""
+        """Call the callbacks, unless they are running. Their thread calls `on_done` with a token for `mark_done`."""
         callbacks = self._callbacks
         if self.is_running or callbacks is None:
             return
@@ -194,7 +196,7 @@ class CallbackRunner:
         threading.Thread(target=call, name=CALLBACK_THREAD_NAME, daemon=True).start()
 
     def mark_done(self, token: object) -> bool:
-        """Note that callbacks have returned; return whether the run still waits for these."""
+        """Note that callbacks have returned. Return whether the run still waits for this call of them."""
         if token is not self._token:
             return False
         self._token = None

@@ -1,6 +1,6 @@
-"""The arguments of ``train``, and the plan of a run: how engines build the job, and what happens between steps.
+"""The arguments of ``train``, and the plan of a run: how engines build the job, and the actions between steps.
 
-The plan is kept after the job is lost, so that recovery, `verify` and a notebook that attaches can build the job again.
+The plan outlives the job, so that recovery, `verify` and a notebook that attaches can rebuild the job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """The arguments of ``cluster.train`` besides model and data: see there."""
+    """The arguments of ``cluster.train``, without model and data."""
 
     optimizer: Callable[..., Any] | None = None
     batch_size: int | None = None
@@ -69,13 +69,13 @@ class TrainConfig:
 
     @property
     def optimizer_factory(self) -> Callable[..., Any]:
-        """`optimizer`, which was checked."""
+        """`optimizer`, after it was checked."""
         assert self.optimizer is not None
         return self.optimizer
 
     @property
     def samples_per_step(self) -> int:
-        """`batch_size`, which was checked."""
+        """`batch_size`, after it was checked."""
         assert self.batch_size is not None
         return int(self.batch_size)
 
@@ -95,7 +95,7 @@ class SnapshotInterval:
 
 @dataclasses.dataclass(frozen=True)
 class JobSpec:
-    """What the engines build a job from: enough to build it again, as `verify` does."""
+    """Everything that the engines need to build a job, also a second time, as for `verify`."""
 
     model_handle: ModelHandle
     data_handle: DataHandle
@@ -104,7 +104,7 @@ class JobSpec:
     """Loss, optimizer and strategy, pickled."""
     loading: LoadingOptions | None = None
     owned_keys: tuple[str, ...] = ()
-    """Keys of data and models that were sent to the engines for this run alone: freed with it."""
+    """Keys of data and models that were sent to the engines only for this run, and are freed with it."""
 
     def build(
         self,
@@ -116,9 +116,9 @@ class JobSpec:
         uninitialized: bool = False,
         timeout: float | None = None,
     ) -> float:
-        """Build the job on all ranks, or on one alone. Returns the learning rate.
+        """Build the job on all ranks, or only on one. Returns the learning rate.
 
-        An `uninitialized` job gets its state later, and refuses to be read before that.
+        An `uninitialized` job gets its state later, and can't be read before that.
         """
         call = make_call(
             JobOperations.build_job,
@@ -152,7 +152,7 @@ class RunOptions:
     on_engine: tuple[Any, ...] = ()
     """Callbacks on the engines."""
     balanced_shard_sizes: tuple[int, ...] | None = None
-    """Rows of each shard, where faster ranks take more of each batch."""
+    """Rows of each shard, if faster ranks take more of each batch."""
     equivalence_notes: tuple[str, ...] = ()
     """Why the training differs from that of one process."""
     supports_explain: bool = True
@@ -170,12 +170,12 @@ class RunOptions:
     snapshot_interval: SnapshotInterval = dataclasses.field(default_factory=SnapshotInterval)
     """When the engines keep a snapshot in memory."""
     ranks_per_replica: int = 1
-    """Ranks that share one replica of the model, and so take the same samples."""
+    """Ranks that share one replica of the model, and therefore take the same samples."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """What was decided for one run. It is replaced as a whole, so that no thread sees half of a change."""
+    """All decisions for one run. The plan is replaced as a whole, so that no thread sees half of a change."""
 
     job: str
     """The job's key on the engines."""
@@ -199,7 +199,7 @@ class RunPlan:
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, steps=steps, steps_per_epoch=per_epoch))
 
     def adapt_to(self, world_size: int) -> RunPlan:
-        """Return the plan for this many ranks, after some were left out."""
+        """Return the plan for this many ranks, after some were dropped."""
         if world_size == self.spec.world_size:
             return self
         options = dataclasses.replace(

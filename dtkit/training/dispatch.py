@@ -1,9 +1,9 @@
-"""Dispatches of one run: how many steps each has, what it is sent with, and what its results mean.
+"""Dispatches of one run: their numbers of steps, sending, and results.
 
-A *dispatch* is one call that takes several steps. It should last a second: long enough that what happens between two
-dispatches costs about one percent, short enough that a new learning rate and the view come soon. (A pause does not
-wait for its end.) The number of steps starts at one, since the first steps compile and warm up, and grows at most
-fourfold at a time.
+A *dispatch* is one call that takes several steps. It should last a second. This is long enough that the work between
+two dispatches costs only about one percent. It is short enough that a new learning rate takes effect soon, and views
+are up to date. (A pause does not wait for the end of a dispatch.) The number of steps starts at one, since the first
+steps compile and warm up, and grows at most fourfold at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     DispatchReply = tuple[DispatchResult, list[OutputItem]]
 
 MAX_GROWTH = 4
-MAX_SEND_FRACTION = 0.05  # of a dispatch's time that sending it may take
+MAX_SEND_FRACTION = 0.05  # largest share of a dispatch's time for sending it
 
 
 class DispatchSizer:
@@ -50,7 +50,7 @@ class DispatchSizer:
         self._mean_send_s = 0.0
 
     def on_sent(self, seconds: float) -> None:
-        """Note how long sending took in the notebook."""
+        """Note the time that the notebook took to send a dispatch."""
         self._mean_send_s = seconds if not self._mean_send_s else 0.8 * self._mean_send_s + 0.2 * seconds
 
     def on_result(self, steps: int, step_s: float) -> None:
@@ -69,7 +69,7 @@ class DispatchSizer:
 
 @dataclasses.dataclass(frozen=True)
 class StepRequest:
-    """What one dispatch was sent with."""
+    """Parameters of one dispatch."""
 
     steps: int
     lr_change: LearningRateChange | None
@@ -77,7 +77,7 @@ class StepRequest:
 
 
 class StepDispatcher:
-    """Sends dispatches and takes in what they return."""
+    """Sends dispatches and records their results."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class StepDispatcher:
         self.reset_balancer()
 
     def reset_balancer(self) -> None:
-        """Begin with equal speeds, for as many ranks as there are now."""
+        """Assume equal speeds for the current number of ranks."""
         sizes = self._progress.plan.options.balanced_shard_sizes
         self._load_balancer = None if sizes is None else LoadBalancer(sizes)
 
@@ -111,7 +111,7 @@ class StepDispatcher:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many dispatches are in flight as should be."""
+        """Whether enough dispatches are in flight."""
         return self._calls.num_dispatches >= self.sizer.max_in_flight
 
     def send_up_to(self, max_steps: int) -> None:
@@ -120,7 +120,7 @@ class StepDispatcher:
         self._send(min(self.sizer.next_steps, progress.target_step - progress.next_step, max_steps))
 
     def flush_lr(self) -> None:
-        """Send a learning rate that was asked for ahead of the next steps."""
+        """Send a requested learning rate ahead of the next steps."""
         if self.lr_updater.has_pending:
             self._send(0)
 
@@ -186,7 +186,7 @@ class StepDispatcher:
         self.recent_spans = spans, self._engine_group.membership.clock_offsets
 
     def _on_stream_end(self) -> None:
-        """End the run here: a stream without length has ended on all ranks, and that is one epoch."""
+        """End the run here, because a stream without length has ended on all ranks. The stream is one epoch."""
         progress = self._progress
         progress.needs_resync = True
         progress.target_step = progress.step
@@ -198,16 +198,16 @@ class StepDispatcher:
         progress.needs_resync = True
         failures = build_nonfinite_failures(progress.step, results, self._engine_group.nodes)
         progress.pause_for(NonFiniteError(failures))
-        progress.add_event("error", f"not finite at step {progress.step}; all ranks paused before the update")
+        progress.add_event("error", f"not finite at step {progress.step}; all nodes paused before the update")
 
     def _on_cancel(self, dispatch: StepRequest, step: int) -> None:
         self.lr_updater.on_cancel(dispatch.lr_change, step, self._progress.step)
 
     def _on_failure(self, dispatch: StepRequest, step: int, error: EngineError) -> None:
-        self._on_cancel(dispatch, step)  # whoever waits for the learning rate is answered as the run ends
+        self._on_cancel(dispatch, step)  # callers that wait for the learning rate are answered when the run ends
         self._fail(error)
 
 
 def _get_slowest_step_s(results: Sequence[DispatchResult]) -> float:
-    """Return seconds per step: the slowest rank's median."""
+    """Return the slowest rank's median of seconds per step."""
     return max(float(np.median(np.asarray(result.rows)["step_s"])) for result in results)

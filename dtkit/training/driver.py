@@ -1,15 +1,15 @@
-"""The thread that drives a run: it sends dispatches, takes in their results, and obeys commands.
+"""The thread that drives a run: it sends dispatches, records their results, and obeys commands.
 
-The driver is an actor. Everything that happens to a run comes through one inbox, commands and replies alike, so that
-its state has one writer and no two things happen at once. Two dispatches are in flight, so that engines never wait for
-the notebook (one when steps are slow, see :mod:`dtkit.training.dispatch`).
+The driver is an actor. All commands and replies of a run arrive in one inbox. So the run's state has one writer, and
+events are handled one after another. Two dispatches are in flight, so that engines never wait for the notebook (one
+when steps are slow, see :mod:`dtkit.training.dispatch`).
 
-Every dispatch says at which step the job must be. Engines refuse one where that is no longer true: an earlier dispatch
-ended early, the group was formed again, a gradient was NaN. The driver then waits for all calls, and continues from
-the step that the engines are at.
+Every dispatch contains the step at which the job must be. Engines refuse it if they are at another step, because an
+earlier dispatch ended early, the group was formed again, or a gradient was NaN. The driver then waits for all calls,
+and continues from the engines' step.
 
-The states are in :mod:`dtkit.training.states`. The driver waits without a limit only while nothing is in flight, and
-then only for the next command.
+The states are in :mod:`dtkit.training.states`. Only while nothing is in flight, the driver waits for the next command
+without a limit.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
+from dtkit._util.formatting import name_nodes_at_start
 from dtkit._util.guard import run_guarded
 from dtkit.errors import RunError
 from dtkit.training.boundary_actions import (
@@ -100,7 +101,7 @@ class Driver:
     # -- from other threads -----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to take commands, or begin again after the end. The run is paused."""
+        """Begin to take commands, also again after the end. The run is then paused."""
         self.progress.begin()
         self.actions.callbacks.runner.reset()
         self._enter(State.PAUSED)
@@ -108,14 +109,14 @@ class Driver:
         self._thread.start()
 
     def join(self, timeout: float) -> bool:
-        """Return whether the run ended, and its views have returned, within `timeout` seconds."""
+        """Wait up to `timeout` seconds for the end of the run and of its views. Return whether they have ended."""
         if self._thread is not None and not self._is_own_thread:
             self._thread.join(timeout)
             return not self._thread.is_alive()
         return self.progress.state.has_ended
 
     def submit(self, name: str, value: Any = None) -> Future[int]:
-        """Put a command into the inbox; the answer is the step at which it took effect."""
+        """Put a command into the inbox. The future returns the step at which it took effect."""
         answer: Future[int] = Future()
         with self.progress.changed:
             state, step = self.progress.state, self.progress.step
@@ -125,7 +126,7 @@ class Driver:
         return answer
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until the run is not RUNNING; return whether that was within `timeout` seconds."""
+        """Wait up to `timeout` seconds until the run is not RUNNING. Return whether it isn't."""
         return self.progress.wait_for(lambda: self.progress.state not in (State.PENDING, State.RUNNING), timeout)
 
     # -- the loop ---------------------------------------------------------------------------------------------
@@ -134,12 +135,12 @@ class Driver:
         run_guarded(self._run_loop, self._fail_all)
 
     def _fail_all(self, error: Exception) -> None:
-        self.calls.cancel_all()  # their callers are answered, too
+        self.calls.cancel_all()  # answers their callers, too
         self._fail(error)
 
     @property
     def _is_own_thread(self) -> bool:
-        """Whether this is the run's thread; a view that sees the end may start the run again, with another thread."""
+        """Whether this is the run's thread. A view that sees the end may start the run again, with another thread."""
         return self._thread is threading.current_thread()
 
     def _run_loop(self) -> None:
@@ -155,7 +156,7 @@ class Driver:
                 self._on_idle()
 
     def _wait_for_event(self) -> _Command | PendingCall[Any]:
-        """Return the next event. Engines that don't answer for longer than a collective may take are stuck."""
+        """Return the next event. Engines that don't answer within a collective's time limit are stuck."""
         deadline = time.monotonic() + self._engine_group.call_timeout_s
         while True:
             if self.calls.interrupt_if_due():
@@ -193,7 +194,7 @@ class Driver:
             else:
                 call.on_result(call.step, [reply.value for reply in replies])
             on_error.pop_all()
-        self.calls.check_for_stalls()  # a straggler that continues is noted now: nobody may look for long
+        self.calls.check_for_stalls()  # notes at once that a straggler continues, even if no view asks for a while
         self._on_change()
 
     def _rewind(self, step: int) -> None:
@@ -203,7 +204,7 @@ class Driver:
     # -- commands ---------------------------------------------------------------------------------------------
 
     def _execute_or_answer(self, command: _Command) -> None:
-        """Execute a command. The run ends where that fails, and its caller is answered then too."""
+        """Execute a command. If that fails, end the run and answer the caller."""
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._waiting_answers.append, command.answer)
             self._execute(command)
@@ -248,7 +249,7 @@ class Driver:
             self._engine_group.cluster_folder.set_end_early(progress.plan.job, enabled=True)
 
     def _handle_interrupt(self, command: _Command) -> None:
-        """Interrupt what the engines do, and pause where that leaves them."""
+        """Interrupt the engines, and pause at the step that they are then at."""
         if not self.progress.stop_request:
             self.calls.interruption.note_pause_request()
             self.progress.stop_request = "pause"
@@ -256,7 +257,7 @@ class Driver:
         self.calls.schedule_interrupt()
 
     def _handle_resume(self, command: _Command) -> None:
-        if self.progress.stop_request != "stop":  # a pause, or the end of some steps, that is taken back
+        if self.progress.stop_request != "stop":  # takes back a pause, or the end of `step(n)`
             self.calls.interruption.is_logged = self.steps.explain_next_step = False
             self._resolve_waiting()
         self._start_until(self.progress.plan.steps, "resume" if self.progress.step else "start")
@@ -279,7 +280,7 @@ class Driver:
             self._enter(State.RUNNING)
 
     def _handle_lr(self, command: _Command) -> None:
-        """Send the learning rate with the next dispatch; while callbacks run, no dispatch is on its way."""
+        """Send the learning rate with the next dispatch. While callbacks run, no dispatch is coming."""
         progress = self.progress
         is_running = progress.state is State.RUNNING and not self.actions.callbacks.runner.is_running
         self.steps.lr_updater.request(command.value, command.answer if is_running else None)
@@ -295,7 +296,7 @@ class Driver:
         resolve(command.answer, self.progress.step)
 
     def _handle_repair(self, command: _Command) -> None:
-        """Replace what is lost. A run that takes steps does so without being asked."""
+        """Replace lost engines. A run that takes steps does so without this command."""
         progress = self.progress
         progress.lost_ranks = sorted({*progress.lost_ranks, *self._engine_group.membership.find_lost_ranks()})
         if progress.lost_ranks and progress.state is not State.RUNNING:
@@ -312,11 +313,11 @@ class Driver:
     # -- states -----------------------------------------------------------------------------------------------
 
     def _on_idle(self) -> None:
-        """Decide what follows with nothing in flight: all ranks are at `step`."""
+        """Decide what to do next. Nothing is in flight, and all ranks are at `step`."""
         progress = self.progress
         progress.next_step, progress.needs_resync = progress.step, False
         self.calls.interruption.reset()
-        # A kernel that was killed since may have set the flag.
+        # A kernel that was killed meanwhile may have set the flag.
         self._engine_group.cluster_folder.set_end_early(progress.plan.job, enabled=False)
         if progress.state.has_ended:
             return
@@ -335,7 +336,7 @@ class Driver:
             self._answer_waiting()
 
     def _on_idle_while_running(self) -> None:
-        """Do what is due before the next step; pause or complete where there is none."""
+        """Perform the actions that are due before the next step. Pause or complete if no step is left."""
         progress, actions = self.progress, self.actions
         step, is_stopping, is_complete = progress.step, progress.stop_request, progress.step >= progress.plan.steps
         is_evaluation_due = actions.evaluation.is_due(step)
@@ -362,12 +363,12 @@ class Driver:
 
     def _fail(self, error: BaseException) -> None:
         self.progress.exception = error
-        self.progress.add_event("error", str(error).partition("\n")[0])
+        self.progress.add_event("error", name_nodes_at_start(str(error)))
         self._end(State.FAILED)
 
     def _end(self, state: State) -> None:
         manager = self.actions.checkpoint.manager
-        with self.progress.changed:  # from here on nobody can put a command into the inbox
+        with self.progress.changed:  # from here on, the inbox accepts no commands
             self._set_state(state)
             while not self._inbox.empty():
                 event = self._inbox.get_nowait()
@@ -389,7 +390,7 @@ class Driver:
         self.progress.set_state(state)
 
     def _answer_waiting(self) -> None:
-        """Answer all commands that wait, with the step that the run is at."""
+        """Answer all waiting commands with the run's step."""
         self._resolve_waiting()
         self.steps.lr_updater.answer_pending(self.progress.step)
 

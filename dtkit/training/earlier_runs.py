@@ -1,6 +1,6 @@
-"""Runs before the current one: engines keep what they were sent for these, so that `verify` can still repeat them.
+"""Runs before the current one. Engines keep their inputs, so that `verify` can still repeat these runs.
 
-Only data and model as they were sent are kept, without weights and optimizer, and only as far as memory allows.
+They keep data and model as they were sent, without trained weights and optimizer, and only as far as memory allows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtkit.training.run import Run
 
 _MEMORY_FRACTION = 0.05
-"""Largest part of the free memory that is kept for earlier runs."""
+"""Largest part of the free memory for earlier runs' inputs."""
 
 
 class EarlierRuns:
@@ -30,7 +30,7 @@ class EarlierRuns:
         self._runs: list[weakref.ref[Run]] = []
 
     def add(self, run: Run) -> None:
-        """Free a run's job, and keep what was sent for it. The oldest runs' inputs are freed to make room."""
+        """Free a run's job, but keep its inputs. Frees the oldest runs' inputs if memory is short."""
         if run.is_released:
             return
         if not run.done():

@@ -1,9 +1,9 @@
 """A script whose ranks survive the loss of engines, under Horovod's `elastic.run`.
 
-The script's processes find their ranks in a :class:`~dtkit.rpc.script_ranks.ScriptFolder`, which this module changes
-when an engine is lost. Another engine then takes the lost one's place: one that takes no part yet, or a new one. Or the
-script goes on with fewer ranks. The other engines are busy with the script meanwhile, so a new engine joins the
-cluster's process group only when the script has ended. Then lost engines are replaced too.
+The script's processes read their ranks from a :class:`~dtkit.rpc.script_ranks.ScriptFolder`, which this module changes
+when an engine is lost. Either another engine, waiting or new, takes the lost one's place, or the script continues with
+fewer ranks. The other engines are busy with the script, so a new engine joins the cluster's process group only after
+the script has ended. Engines that are still missing are replaced then, too.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ElasticPolicy:
-    """What follows the loss of an engine."""
+    """How a script continues after the loss of an engine."""
 
     min_np: int
-    """Ranks with which the script may go on."""
+    """Fewest ranks with which the script may continue."""
     max_np: int
-    """Ranks that it starts with; further engines wait to replace a lost one."""
+    """Most ranks to start with. Further engines wait to replace a lost one."""
     shrinks: bool
-    """Whether it goes on with fewer ranks without waiting for another engine."""
+    """Whether it continues with fewer ranks without waiting for another engine."""
 
 
 def make_policy(
     world_size: int, *, horovod: Any, min_np: int | None, max_np: int | None, on_failure: str | None
 ) -> ElasticPolicy | None:
-    """Check the arguments of :meth:`dtkit.Cluster.torchrun`, and return what they ask for; None without Horovod."""
+    """Check the arguments of :meth:`dtkit.Cluster.torchrun`, and return the policy; None without Horovod."""
     if not isinstance(horovod, bool):
         raise TypeError(f"horovod={horovod!r}; it must be True or False")
-    given = {"min_np": min_np, "max_np": max_np, "on_failure": on_failure}
-    names = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    options = {"min_np": min_np, "max_np": max_np, "on_failure": on_failure}
+    names = [f"{name}={value!r}" for name, value in options.items() if value is not None]
     if names and not horovod:
         raise ValueError(
             f"{', '.join(names)}: only scripts under hvd.elastic.run go on without a lost engine; add horovod=True, or "
@@ -78,7 +78,7 @@ def make_policy(
 
 
 class ElasticTask(Task):
-    """A script on engines of one host. What ranks log and print is listed under the ranks of their engines."""
+    """A script on engines of one host. Output is listed under the ranks of the engines."""
 
     def __init__(
         self, engine_group: EngineGroup, name: str, repair: Callable[[], object] | None, policy: ElasticPolicy
@@ -98,7 +98,7 @@ class ElasticTask(Task):
         self._answered = threading.Event()
 
     def start(self, payload: Payload, make_slot_call: Callable[[int], Call[Any]]) -> None:
-        """Start the script on all slots. `make_slot_call` returns the call that does so on one."""
+        """Start the script on all slots. `make_slot_call` returns the call for one slot."""
         self._make_slot_call = make_slot_call
         self._send(self.folder.read().slots)
         self.start_collecting(list(self._by_slot.values()), payload)
@@ -128,7 +128,7 @@ class ElasticTask(Task):
         self._process_slot_replies(dict(zip(slots, replies, strict=True)))
 
     def _wait_until_ended(self) -> Sequence[int]:
-        """Wait until all ranks have ended, or one has failed for good; return the slots of the ranks."""
+        """Wait until all ranks have ended, or one has failed finally. Return the slots of the ranks."""
         while True:
             self._answered.clear()
             slots = self.folder.read().slots
@@ -153,7 +153,7 @@ class ElasticTask(Task):
         return failure is not None and (failure.kind == "lost" or (failure.type == KILLED and self._policy.shrinks))
 
     def _can_go_on(self, lost: Sequence[int], *, num_ended: int) -> bool:
-        """Return whether other ranks hold the state, and wait for what the notebook decides."""
+        """Return whether the script can continue: other ranks hold the state, and wait for the notebook's decision."""
         has_survivors = len(self.folder.read().slots) > len(lost)
         return has_survivors and not num_ended and not self._was_cancelled and self.folder.elastic_file.exists()
 
@@ -176,7 +176,7 @@ class ElasticTask(Task):
         self._send([*substitutes.values(), *(slot for slot in lost if slot in self._new)])
 
     def _replace(self, slots: Sequence[int]) -> DtkitError | None:
-        """Start new engines in these slots; return what prevents it."""
+        """Start new engines in these slots; return the error that prevents it, if any."""
         try:
             self.engine_group.membership.start_single_engines(slots, self.folder.path)
         except (ClusterError, EngineError) as error:
@@ -186,7 +186,7 @@ class ElasticTask(Task):
         return None
 
     def _change_ranks(self, substitutes: Mapping[int, int], dropped: Sequence[int]) -> None:
-        """Tell the script's processes about its new ranks."""
+        """Publish the script's new ranks to its processes."""
         old = self.folder.read()
         slots = tuple(substitutes.get(slot, slot) for slot in old.slots if slot not in dropped)
         count = formatting.format_count(len(slots), "rank")
@@ -208,19 +208,20 @@ class ElasticTask(Task):
         group = self.engine_group
         if not self._new and not self._lost:
             return
-        group.transport.set_aside(sorted(self._new))  # so that the repair finds them missing, and takes them
+        # The repair then finds these ranks missing, and uses these engines.
+        group.transport.set_aside(sorted(self._new))
         if lost := group.membership.find_lost_ranks():
             try:
                 if self._repair is not None:
                     self._repair()
             except DtkitError:  # an attached cluster can't start engines
-                with contextlib.suppress(DtkitError):  # the next call meets the same error, and raises it
+                with contextlib.suppress(DtkitError):  # the next call raises the same error
                     replace_lost_ranks(group, lost, shrink=True)
         else:
             group.membership.form_process_group()
 
     def _process_slot_replies(self, replies: Mapping[int, Reply[Any]]) -> None:
-        """Take in what the script's ranks returned, in their order."""
+        """Collect the results of the script's ranks, in their order."""
         for slot, reply in replies.items():
             if isinstance(reply.value, tuple):
                 self.receive(slot, 0, reply.value[1])

@@ -1,4 +1,4 @@
-"""What a run does when a call fails: continue after an interrupt or a lost engine, end after a user's error.
+"""Reaction of a run to a failed call: it continues after an interrupt or a lost engine, and ends after a user's error.
 
 ====================================  ============================================================================
 failure                               what follows
@@ -17,7 +17,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
-from dtkit._util.formatting import format_count
+from dtkit._util.formatting import format_count, name_nodes, name_nodes_at_start
 from dtkit.errors import DtkitError, EngineError, SupersededError, drop_consequential_refusals
 from dtkit.training import recovery
 from dtkit.training.recovery import Recovery
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from dtkit.training.recovery import RecoveryResult
     from dtkit.types import Failure, Reply
 
-_MAX_RETRIES = 3  # failed calls in a row, without a step between them, before the run ends
-_MAX_ENGINE_LOSSES = 3  # at one step, before the run ends: what ended these engines would end others too
+_MAX_RETRIES = 3  # most failed calls in a row, without a step between them
+_MAX_ENGINE_LOSSES = 3  # most losses in a row at one step; replacements would be lost for the same reason
 
 _SUPERSEDED_MESSAGE = (
     "another notebook has taken this cluster over, and the run with it, after step {step}. This one shows what was "
@@ -58,8 +58,8 @@ class FailureHandler:
         self._engine_group, self._progress, self._calls = engine_group, progress, calls
         self._snapshot_folder = snapshot_folder
         self._rewind, self._fail, self._on_change = rewind, fail, on_change
-        self._last_loss_step = -1  # the step at which engines were lost last
-        self._loss_count = 0  # how often in a row they were lost there
+        self._last_loss_step = -1  # the step of the last loss of engines
+        self._loss_count = 0  # losses in a row at that step
 
     def handle(self, call: PendingCall[Any], replies: Sequence[Reply[Any]], failures: Sequence[Failure]) -> None:
         """Continue after the failures of a call, or end the run."""
@@ -74,11 +74,11 @@ class FailureHandler:
     def _on_superseded(self, call: PendingCall[Any]) -> None:
         self._calls.cancel_all()
         call.on_cancel()
-        self._progress.history.close_run_log()  # the other notebook writes there
+        self._progress.history.close_run_log()  # the other notebook writes to it
         self._fail(SupersededError(_SUPERSEDED_MESSAGE.format(step=self._progress.step)))
 
     def _settle(self, replies: Sequence[Reply[Any]], failures: Sequence[Failure]) -> None:
-        """Take in what all calls in flight have done, and send no others behind them."""
+        """Collect the results of all calls in flight, without sending others."""
         progress = self._progress
         progress.needs_resync = True
         progress.retry_count += 1
@@ -115,12 +115,12 @@ class FailureHandler:
     # -- lost engines -----------------------------------------------------------------------------------------
 
     def _on_lost_ranks(self, lost_ranks: list[int], failures: Sequence[Failure]) -> None:
-        """Continue with other engines or without them, or pause until somebody asks for that."""
+        """Replace the lost engines or continue without them; or pause until the user requests that."""
         progress = self._progress
         progress.lost_ranks = lost_ranks
         for failure in failures:
             if failure.rank in lost_ranks:
-                reason = failure.message.partition(". ")[0]
+                reason = name_nodes(failure.message.partition(". ")[0])
                 progress.add_event("lost", f"node {failure.rank} lost at step {progress.step}: {reason}", failure.rank)
         self._loss_count = self._loss_count + 1 if progress.step == self._last_loss_step else 1
         self._last_loss_step = progress.step
@@ -134,9 +134,9 @@ class FailureHandler:
             self.repair()
 
     def repair(self, reason: str = "") -> None:
-        """Bring all ranks to one step, the lost ones replaced or left out. End the run where that can't be done.
+        """Bring all ranks to one step, with lost ones replaced or dropped. If that is impossible, end the run.
 
-        `reason` says why it is needed where no engine is lost.
+        `reason` is why a repair is necessary although no engine is lost.
         """
         progress = self._progress
         lost_ranks, old_step, old_world_size = progress.lost_ranks, progress.step, self._engine_group.world_size
@@ -152,10 +152,10 @@ class FailureHandler:
         if lost_ranks:
             progress.add_event("repair", self._describe_repair(lost_ranks, old_world_size, old_step, result))
         else:
-            progress.add_event("note", _describe_rewind(old_step, result, reason))
+            progress.add_event("note", _describe_rewind(old_step, result, name_nodes(reason)))
 
     def recover(self, lost_ranks: Sequence[int]) -> RecoveryResult:
-        """Have the job built again on all ranks, and adapt the plan to the ranks that are left."""
+        """Rebuild the job on all ranks, and adapt the plan to the remaining ranks."""
         progress = self._progress
         result = Recovery(self._engine_group, progress.plan, self._snapshot_folder)(lost_ranks)
         progress.plan = progress.plan.adapt_to(self._engine_group.world_size)
@@ -164,7 +164,7 @@ class FailureHandler:
         return result
 
     def record_repair(self, lost_ranks: Sequence[int], old_world_size: int, result: RecoveryResult) -> None:
-        """Note a repair that was made after the run's end; the job may be at an earlier step since."""
+        """Note a repair after the run's end. The job may now be at an earlier step."""
         progress = self._progress
         old_step = progress.step
         progress.rewind(result.step, result.lr)
@@ -186,7 +186,7 @@ class FailureHandler:
     def _resync(self) -> EngineError | None:
         """Form the group again after a failure in which no engine was lost, and bring all ranks to one step.
 
-        Return the engines' error if they could not form it.
+        Return the engines' error if they could not form the group.
         """
         progress = self._progress
         positions = recovery.query_positions(self._engine_group, progress.plan.job)
@@ -198,21 +198,21 @@ class FailureHandler:
         return self._reform_group()
 
     def _reform_group(self) -> EngineError | None:
-        """Form the group, twice if need be: an interrupt may arrive late at an engine. Return the engines' error."""
+        """Form the group, with a second attempt, since an interrupt may arrive late. Return the engines' error."""
         with contextlib.suppress(DtkitError):
             self._engine_group.membership.form_process_group()
             return None
         try:
             self._engine_group.membership.form_process_group()
         except DtkitError as error:
-            message = str(error).partition("\n")[0]
+            message = name_nodes_at_start(str(error))
             self._progress.add_event("error", f"the process group could not be formed again: {message}")
             return error if isinstance(error, EngineError) else None
         return None
 
 
 def _find_gone(failures: Sequence[Failure]) -> set[int]:
-    """Return the ranks that can't be asked any more."""
+    """Return the ranks that can't be called any more."""
     return {failure.rank for failure in failures if failure.is_engine_gone}
 
 

@@ -1,4 +1,4 @@
-"""``cluster.map``: a function of each item, on single engines as they become free."""
+"""``cluster.map``: a function is applied to each item, on single engines as they become free."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def map_items(
 
 
 def check_function(function: Any, on_error: str) -> None:
-    """Raise TypeError or ValueError for arguments of another kind."""
+    """Raise TypeError or ValueError for invalid arguments."""
     if not callable(function):
         raise TypeError(
             f"the function is a {type(function).__name__}, which can't be called; give a function of an item, as in "
@@ -71,7 +71,7 @@ def check_arguments(args: Any, kwargs: Any, timeout: Any) -> None:
 
 
 def _show(progress: Progress, scheduler: ItemScheduler, num_items: int) -> None:
-    """Show how many items each node has computed."""
+    """Show the number of items that each node has computed."""
     nodes = ", ".join(f"node {rank}: {count}" for rank, count in sorted(scheduler.num_done.items()))
     total = f"{scheduler.num_done.total():,} of {formatting.format_count(num_items, 'item')}"
     progress.update(f"map {scheduler.name}: {total}{f' ({nodes})' if nodes else ''}")

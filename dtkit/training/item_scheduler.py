@@ -1,8 +1,8 @@
-"""Items on single engines, each as soon as an engine is free.
+"""Scheduling of items on single engines, as these become free.
 
-An engine computes one item at a time. An item whose engine is lost is computed again by another one. Where no engine is
-left, the lost ones are replaced first. A failed call breaks the process group on its engine, which therefore gets no
-further item until the group is formed again: when no engine is left, or at the end.
+An engine computes one item at a time. If an engine is lost, another one computes its item again; if none is left, lost
+ones are replaced first. A failed call breaks the process group on its engine, which then gets no further item until the
+group is formed again. That happens when no usable engine is left, or at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dtkit._util import timeouts
-from dtkit._util.guard import notify_views
+from dtkit._util.guard import Subscribers
 from dtkit.engine.item_call import call_item, forget_items
 from dtkit.errors import ClusterClosedError, DtkitError
 from dtkit.rpc.protocol import FunctionOperations, make_call
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from dtkit.types import Failure, OutputItem, Reply
 
 _NOBODY = -1
-"""In place of the rank that has answered."""
+"""Stands for the rank that has answered, if none has."""
 
 MAX_TRIES = 3
-"""Engines that one item may end."""
+"""Attempts at an item, each of which lost its engine."""
 
 
 class ItemSource(Protocol):
-    """What is to be computed, and what becomes of it. Each method may raise, which ends the work."""
+    """Source of items, which also receives their results. If a method raises, the work ends."""
 
     @property
     def has_more(self) -> bool:
@@ -50,19 +50,19 @@ class ItemSource(Protocol):
         ...
 
     def on_start(self, index: int, rank: int) -> None:
-        """An engine begins with an item."""
+        """Called when an engine begins an item."""
 
     def on_repeat(self, index: int, item: Any) -> Any:
         """Return the item to compute again, because its engine was lost."""
 
     def on_result(self, index: int, value: Any) -> None:
-        """An item was computed."""
+        """Called with the result of an item."""
 
     def on_failure(self, index: int, failure: Failure) -> None:
-        """An item failed for good."""
+        """Called when an item has failed finally."""
 
     def on_poll(self) -> None:
-        """Some time has passed."""
+        """Called at short intervals."""
 
 
 @dataclasses.dataclass
@@ -72,11 +72,13 @@ class _RunningItem:
     payload: Payload
     future: Future[Reply[Any]]
     num_received: int = 0
-    """Items of output that have arrived."""
+    """Number of pieces of output that have arrived."""
 
 
 class ItemScheduler:
-    """Computes the items of one source. Shown while it runs as a call is: printed lines and rows of `dtkit.log`."""
+    """Computes the items of one source. While it runs, a view shows printed lines and rows of `dtkit.log`, as for a
+    call.
+    """
 
     def __init__(
         self,
@@ -97,24 +99,18 @@ class ItemScheduler:
         self._group, self._function_call, self._source, self._repair = engine_group, function_call, source, repair
         self._running: dict[int, _RunningItem] = {}
         self._loaded: set[int] = set()  # ranks that have the function and its arguments
-        self._unusable: set[int] = set()  # ranks that are gone, or left the process group
+        self._unusable: set[int] = set()  # ranks that are gone or have left the process group
         self._to_repeat: collections.deque[tuple[int, Any]] = collections.deque()
         self._num_losses: collections.Counter[int] = collections.Counter()
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._callbacks: list[Callable[[], None]] = []
+        self._subscribers = Subscribers()
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` after every change, from any thread; return the function that ends that."""
-        self._callbacks.append(callback)
-
-        def unsubscribe() -> None:
-            with contextlib.suppress(ValueError):
-                self._callbacks.remove(callback)
-
-        return unsubscribe
+        """Call `callback` after every change, from any thread. Return the function that unsubscribes it."""
+        return self._subscribers.add(callback)
 
     def run(self, timeout: float | None, poll_s: float = timeouts.INTERRUPT_POLL_S) -> None:
-        """Compute all items. Raises TimeoutError after `timeout` seconds; whatever raises ends the engines' work."""
+        """Compute all items. Raises TimeoutError after `timeout` seconds. Any error ends the engines' work."""
         group = self._group
         if group.membership.find_lost_ranks():
             self._repair()
@@ -138,10 +134,10 @@ class ItemScheduler:
             if not group.is_closed:
                 self._end_running()
                 self._tidy_up()
-            notify_views(list(self._callbacks), self.name)
+            self._subscribers.notify(self.name)
 
     def wake(self) -> None:
-        """Look for further items now. From any thread."""
+        """Make `run` look for further items now. May be called from any thread."""
         self._arrived.put(_NOBODY)
 
     # -- sending ----------------------------------------------------------------------------------------------
@@ -189,7 +185,7 @@ class ItemScheduler:
             if running is not None:
                 # waits: already done here
                 self._process_reply(rank, running, running.future.result())
-                notify_views(list(self._callbacks), self.name)
+                self._subscribers.notify(self.name)
                 return
         if self._group.is_closed:
             raise ClusterClosedError(f"this cluster was closed while it computed {self.name}")
@@ -230,10 +226,10 @@ class ItemScheduler:
         running = self._running.get(rank)
         if running is not None:
             self._add_output(rank, running, first, items)
-            notify_views(list(self._callbacks), self.name)
+            self._subscribers.notify(self.name)
 
     def _add_output(self, rank: int, running: _RunningItem, first: int, items: Sequence[OutputItem]) -> None:
-        """Add what an item printed and logged, numbered from `first`; what is behind a gap comes with the result."""
+        """Add an item's output, numbered from `first`. Output behind a gap comes with the result."""
         if first > running.num_received:
             return
         new = items[running.num_received - first :]
@@ -248,7 +244,7 @@ class ItemScheduler:
     # -- the end ----------------------------------------------------------------------------------------------
 
     def _end_running(self) -> None:
-        """Interrupt what still runs. An engine on which two interrupts have no effect is ended."""
+        """Interrupt the running items. An engine that ignores two interrupts is ended."""
         running, self._running = self._running, {}
         if not running:
             return
@@ -271,9 +267,9 @@ class ItemScheduler:
             group.transport.kill(stuck)
 
     def _tidy_up(self) -> None:
-        """Leave a cluster that can be used, without what the items have loaded."""
+        """Make the cluster usable again, and free what the items have loaded."""
         group = self._group
-        with contextlib.suppress(DtkitError):  # the next call meets the same error, and raises it
+        with contextlib.suppress(DtkitError):  # the next call raises the same error
             if self._unusable:
                 self._restore_group()
             payload = group.uploads.upload(group.uploads.pack((forget_items, (), {})))

@@ -1,4 +1,4 @@
-"""The notebook's requests to a run's job on the engines: weights, an evaluation, memory, a checkpoint, a delay."""
+"""The notebook's requests to a run's job on the engines, such as weights, an evaluation, memory or a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MAX_DELAY_FACTOR = 100.0
 
 
 class JobClient:
-    """Asks the engines about one run's job, as long as they hold it."""
+    """Calls the engines about one run's job, as long as they hold it."""
 
     def __init__(self, engine_group: EngineGroup, driver: Driver) -> None:
         self.is_released = False
@@ -55,7 +55,7 @@ class JobClient:
         return self._progress.state in (State.PENDING, State.RUNNING)
 
     def check_not_released(self, action: str) -> None:
-        """Raise RunError where the engines have freed the job."""
+        """Raise RunError if the engines have freed the job."""
         if self.is_released:
             raise RunError(
                 f"{action} needs the job on the engines, and this run was released: by run.release(), by a later train "
@@ -65,7 +65,7 @@ class JobClient:
     # -- the weights ------------------------------------------------------------------------------------------
 
     def fetch_model(self) -> Any:
-        """Return the model as of the present step: the same object until the run takes another one."""
+        """Return the model of the present step. It is the same object until the run takes another step."""
         step = self._progress.step
         if self._model is not None and self._model[0] == step and not self.is_running:
             return self._model[1]
@@ -86,7 +86,7 @@ class JobClient:
         return to_user_model(plan.job_spec.model_handle.build_with_state(state))
 
     def fetch_state_dict(self, timeout: float | None = None) -> Mapping[str, Any]:
-        """Return the whole model's state dict as of the present step."""
+        """Return the whole model's state dict at the present step."""
         if self._fetched_state is not None and (self.is_released or self._fetched_state[0] == self._progress.step):
             return self._fetched_state[1]
         if self.is_released:
@@ -101,15 +101,15 @@ class JobClient:
         return state
 
     def keep_state_dict(self, deadline: Deadline) -> None:
-        """Fetch the weights before the job is freed. An engine that is gone can't give its part."""
+        """Fetch the weights before the job is freed, unless an engine with a part of them is gone."""
         try:
             self._fetched_state = self._progress.step, self.fetch_state_dict(deadline.get_remaining_s())
         except DtkitError as error:
-            deadline.get_remaining_s()  # engines that are only slow keep the job
+            deadline.get_remaining_s()  # raises if engines are only slow, which then keep the job
             _log.warning("the weights of %s were not kept: %s", self._progress.plan.spec.name, error)
 
     def keep_state_dict_if_quick(self) -> None:
-        """Fetch the weights as the cluster closes, where all engines give them within some seconds."""
+        """Fetch the weights when the cluster closes, if all engines send them within some seconds."""
         if not self._progress.step or self.is_released:
             return
         with contextlib.suppress(DtkitError):
@@ -119,7 +119,7 @@ class JobClient:
             self._fetched_state = self._fetched_state if state is None else (self._progress.step, state)
 
     def free(self, timeout: float | None = None) -> None:
-        """Have the engines free the job and, unless that is kept, what was sent for it, so far as they hold it."""
+        """Let the engines free the job. They free its inputs too, unless the cluster keeps those of earlier runs."""
         plan = self._progress.plan
         with contextlib.suppress(DtkitError):
             keys = [plan.job] if self.check_idle is not None else [*plan.job_spec.owned_keys, plan.job]
@@ -127,7 +127,7 @@ class JobClient:
             self._engine_group.cluster_folder.set_job_flag(present=False)
 
     def free_inputs(self) -> None:
-        """Have the engines free what they kept of an earlier run."""
+        """Let the engines free the inputs of an earlier run."""
         if self.check_idle is not None:
             self.check_idle = None
             for key in self._progress.plan.job_spec.owned_keys:
@@ -204,7 +204,7 @@ class JobClient:
         return CheckpointRequest(folders.parse_path("save(path", target).absolute(), keep_last)
 
     def save_after_end(self, checkpoint: CheckpointRequest) -> None:
-        """Write a checkpoint of a run that has ended, and has no driver that could send it."""
+        """Write a checkpoint of a run that has ended, whose driver can't send the request any more."""
         manager, step = self._driver.actions.checkpoint.manager, self._progress.step
         manager.add_request(checkpoint)
         if manager.begin_next(step) is None:
@@ -217,7 +217,7 @@ class JobClient:
             manager.on_result(checkpoint, step, values)
 
     def inject_delay(self, rank: int, factor: float, timeout: float | None) -> str:
-        """Slow a rank down; return what the log says. See :meth:`dtkit.Run.inject_delay`."""
+        """Slow a rank down; return a line for the log. See :meth:`dtkit.Run.inject_delay`."""
         progress = self._progress
         world_size = progress.plan.spec.world_size
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
@@ -234,7 +234,7 @@ class JobClient:
         return f"node {rank} " + ("runs at full speed" if factor == 1 else f"slowed {factor:g}x on purpose")
 
     def check_fault(self, name: str, rank: int) -> str:
-        """Check the arguments of `inject_fault`; return what the log says."""
+        """Check the arguments of `inject_fault`; return a line for the log."""
         ranks = self._engine_group.world_size
         if name != "kill" or isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
             raise ValueError(
@@ -250,7 +250,7 @@ class JobClient:
             raise TimeoutError(f"the process of rank {rank} has not ended within timeout={timeout:g} s; give it longer")
 
     def check_explainable(self) -> None:
-        """Raise RunError where the strategy can't explain a step."""
+        """Raise RunError if the strategy can't explain a step."""
         plan = self._progress.plan
         if plan.options.is_manual:
             raise RunError(

@@ -53,7 +53,7 @@ class TrainingHost(Protocol):
     earlier_runs: EarlierRuns
 
     def repair(self) -> list[int]:
-        """Start engines in place of those that are gone."""
+        """Replace engines that are gone."""
         ...
 
 
@@ -84,7 +84,7 @@ def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, 
 
 
 def _unwrap_data_loader(data: Any, config: TrainConfig) -> tuple[Any, TrainConfig]:
-    """Return a DataLoader's Dataset, and the arguments with its settings where they were not given."""
+    """Return a DataLoader's Dataset, and the arguments, completed by its settings."""
     if not is_data_loader(data):
         return data, config
     settings = read_data_loader(data)
@@ -100,7 +100,7 @@ def _unwrap_data_loader(data: Any, config: TrainConfig) -> tuple[Any, TrainConfi
 
 
 def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> Strategy:
-    """Check what needs no data; return the strategy."""
+    """Check the arguments that need no data; return the strategy."""
     strategy = check_config(config)
     strategy.build_mesh(engine_group.world_size)
     strategy.check(engine_group.world_size, config.samples_per_step)
@@ -114,7 +114,7 @@ def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> St
 
 
 def _replace_lost_engines(engine_group: EngineGroup, host: TrainingHost) -> None:
-    """Replace the engines that were lost before this training, as would be done during it."""
+    """Replace the engines that were lost before this training, as during a training."""
     if lost_ranks := engine_group.membership.find_lost_ranks():
         message = f"{format_ranks(lost_ranks)} gone: replaced before the training starts"
         print(message)  # noqa: T201 - it takes some seconds
@@ -133,7 +133,7 @@ def _make_plan(
     loading = LoadingOptions(config.num_workers, config.pin_memory, config.prefetch)
     program = _pickle_program(engine_group, config, strategy)
     check_sampler(config, data)
-    part = _partition_data(engine_group, model, data, config, strategy)
+    part = _partition_data(engine_group, model, data, config, strategy, program)
     data_handle = part if isinstance(part, StreamHandle) else distribute.get_data_handle(engine_group, part)
     model_handle = model
     if not isinstance(model, ModelHandle):
@@ -159,16 +159,16 @@ def _make_plan(
 
 
 def _list_owned_keys(*pairs: tuple[Any, ModelHandle | DataHandle | None]) -> tuple[str, ...]:
-    """Return the keys of what was sent for this run alone, from pairs (what the user gave, its handle)."""
+    """Return the keys of objects that were sent only for this run, from pairs (user's argument, its handle)."""
     return tuple(
         handle.key
-        for given, handle in pairs
-        if handle is not None and not isinstance(given, (ModelHandle, Partition, DataHandle))
+        for argument, handle in pairs
+        if handle is not None and not isinstance(argument, (ModelHandle, Partition, DataHandle))
     )
 
 
 def _pickle_program(engine_group: EngineGroup, config: TrainConfig, strategy: Strategy) -> bytes:
-    """Return what the engines do with each batch, pickled."""
+    """Return the pickled program that the engines run on each batch."""
     from dtkit.strategies.base import TrainingProgram
     from dtkit.strategies.loss import Loss
 
@@ -189,7 +189,7 @@ def _pickle_program(engine_group: EngineGroup, config: TrainConfig, strategy: St
 
 
 def _get_shard_sizes(engine_group: EngineGroup, partition: Partition | StreamHandle) -> tuple[int, ...]:
-    """Return the rows of each shard; of a stream equal numbers, since its ranks take equally many."""
+    """Return the rows of each shard. For a stream, the numbers are equal, since its ranks take equally many."""
     return (1,) * engine_group.world_size if isinstance(partition, StreamHandle) else partition.sizes
 
 
@@ -222,7 +222,7 @@ def _make_run_options(
 
 
 def _make_disk_snapshot_policy(config: TrainConfig, strategy: Strategy, world_size: int) -> CheckpointPolicy:
-    """Return when to write the checkpoints to recover from; never where another rank holds each lost part."""
+    """Return the policy for checkpoints to recover from. None are written if other ranks hold each part too."""
     is_alone = _has_unreplicated_part(strategy, world_size)
     if config.snapshot_every is None and (not is_alone or config.on_failure == "pause"):
         return CheckpointPolicy(quiet=True)
@@ -233,7 +233,7 @@ def _make_disk_snapshot_policy(config: TrainConfig, strategy: Strategy, world_si
 
 
 def _make_snapshot_interval(config: TrainConfig, strategy: Strategy, world_size: int) -> SnapshotInterval:
-    """Return when to keep snapshots in memory; never where another rank holds each part."""
+    """Return the interval of snapshots in memory. None are taken if other ranks hold each part too."""
     if not _has_unreplicated_part(strategy, world_size):
         return SnapshotInterval()
     return SnapshotInterval(
@@ -242,7 +242,7 @@ def _make_snapshot_interval(config: TrainConfig, strategy: Strategy, world_size:
 
 
 def _has_unreplicated_part(strategy: Strategy, world_size: int) -> bool:
-    """Return whether a part of the model is lost with the one rank that holds it."""
+    """Return whether only one rank holds some part of the model."""
     parts = [strategy.model_shard_id(world_size, rank) for rank in range(world_size)]
     return any(parts.count(part) == 1 for part in parts) and len(set(parts)) > 1
 
@@ -259,15 +259,19 @@ def _make_checkpoint_policy(config: TrainConfig, previous_lineage: Lineage) -> C
 
 
 def _partition_data(
-    engine_group: EngineGroup, model: Any, data: Any, config: TrainConfig, strategy: Strategy
+    engine_group: EngineGroup, model: Any, data: Any, config: TrainConfig, strategy: Strategy, program: bytes
 ) -> Partition | StreamHandle:
-    """Return the data as a partition that fits these options, checked before raw data is sent."""
+    """Return the data as a partition that fits these options. They are checked before raw data is sent."""
+    from dtkit.data.first_batch import check_first_batch
+
+    columns = ColumnSelection.from_arguments(config.target, config.columns, config.collate_fn)
 
     def check(part: Partition) -> None:
         check_batch_size(config, part)
         if isinstance(data, Partition):
             distribute.get_data_handle(engine_group, part)
         fit_check.check_fits(engine_group, model, config.optimizer_factory, strategy)
+        check_first_batch(engine_group, model, program, data, columns)
 
     def check_stream_fits() -> None:
         check_stream(engine_group, config)
@@ -278,7 +282,7 @@ def _partition_data(
             engine_group,
             data,
             seed=config.seed,
-            columns=ColumnSelection.from_arguments(config.target, config.columns, config.collate_fn),
+            columns=columns,
             check=check,
             check_stream=check_stream_fits,
         )
@@ -287,7 +291,7 @@ def _partition_data(
 
 
 def _warn_about_batch_norm(engine_group: EngineGroup, model_handle: ModelHandle, strategy: Strategy) -> None:
-    """Warn that batch normalization makes training depend on how a batch is split."""
+    """Warn that batch normalization makes training depend on the partition of a batch."""
     is_synchronized = engine_group.nodes[0].device.startswith("cuda") and getattr(strategy, "sync_batch_norm", False)
     if strategy.pipeline_schedule is not None:
         statistics = "a stage has those of a micro-batch only, with the copies that fill up one with fewer samples"
@@ -311,7 +315,7 @@ def _make_spec(
     strategy: Strategy,
     shuffle: str | None,
 ) -> RunSpec:
-    if isinstance(partition, StreamHandle):  # at most this many samples; the run ends with the stream
+    if isinstance(partition, StreamHandle):  # the largest number of samples; the run ends with the stream
         per_epoch, samples = int(config.steps or 0), int(config.steps or 0) * config.samples_per_step
     else:
         samples = partition.n if config.sampler is None else len(config.sampler)
@@ -345,8 +349,8 @@ def _choose_shuffle(config: TrainConfig, data: Any, partition: Partition | Strea
 
 
 def _get_loss_name(config: TrainConfig, model_handle: ModelHandle) -> str:
-    own = f"{model_handle.name}'s own" if config.loss is None and config.training_step is None else None
-    return own or _get_name(config.loss or config.training_step)
+    model_loss = f"{model_handle.name}'s own" if config.loss is None and config.training_step is None else None
+    return model_loss or _get_name(config.loss or config.training_step)
 
 
 def _get_name(function: Any) -> str:

@@ -1,7 +1,7 @@
-"""The learning rate that a user asked a run for.
+"""A new learning rate, requested by the user.
 
-It travels with a dispatch, and holds on all ranks from that dispatch's first step. It is sent again when the dispatch
-is cancelled, or when the ranks go back to an earlier state.
+It is sent with a dispatch, and takes effect on all ranks at the dispatch's first step. It is sent again if the dispatch
+is cancelled, or if the ranks go back to an earlier state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LearningRateChange:
-    """A new learning rate, and the answers that are to hold the step at which it took effect."""
+    """A new learning rate, and the futures that will return the step at which it took effect."""
 
     value: float
     answers: list[Future[int]]
@@ -33,11 +33,11 @@ class LearningRateUpdater:
 
     @property
     def has_pending(self) -> bool:
-        """Whether one is still to be sent."""
+        """Whether a change waits to be sent."""
         return self._pending is not None
 
     def request(self, value: float, answer: Future[int] | None) -> None:
-        """Send this one, instead of any other that was not sent yet; that one's callers wait for this one."""
+        """Request a change. It replaces one that was not sent yet, whose callers then wait for the new one."""
         waiting = self._pending.answers if self._pending else []
         self._pending = LearningRateChange(value, waiting if answer is None else [*waiting, answer])
 
@@ -47,7 +47,7 @@ class LearningRateUpdater:
         return change
 
     def on_result(self, change: LearningRateChange | None, step: int) -> None:
-        """Note that all ranks have it from this step on."""
+        """Note that all ranks use it from this step on."""
         if change is not None:
             self._in_effect = step, change.value
             for answer in change.answers:
@@ -56,7 +56,8 @@ class LearningRateUpdater:
     def on_cancel(self, change: LearningRateChange | None, sent_step: int, current_step: int) -> None:
         """Note that the dispatch from `sent_step` on was cancelled: send its change again.
 
-        Not where ranks are beyond that step, which they reached with the change; nor where a newer one was asked for.
+        It is not sent again if ranks are beyond that step, which they reached with the change, or if a newer change was
+        requested.
         """
         if change is None or current_step > sent_step:
             self.on_result(change, sent_step)
@@ -66,12 +67,12 @@ class LearningRateUpdater:
             self._pending.answers.extend(change.answers)
 
     def reset_to(self, step: int) -> None:
-        """All ranks have the state of this step: send a change again that came later."""
+        """Note that all ranks have the state of this step. A change after it is sent again."""
         if self._in_effect is not None and step <= self._in_effect[0] and self._pending is None:
             self._pending = LearningRateChange(self._in_effect[1], [])
 
     def answer_pending(self, step: int) -> None:
-        """Answer the callers of a change that was not sent with the step that the run is at."""
+        """Answer the callers of an unsent change with the run's step."""
         for answer in self._pending.answers if self._pending else ():
             resolve(answer, step)
         if self._pending is not None:
@@ -79,7 +80,7 @@ class LearningRateUpdater:
 
 
 def parse_lr(lr: Any) -> float:
-    """Return a learning rate that a user gave. Raises ValueError unless it is a finite number from 0 up."""
+    """Parse a user's learning rate. Raises ValueError unless it is a finite number from 0 up."""
     try:
         value = float(lr)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The beginning and the end of a run: its job is built, taken over from another notebook, extended, released."""
+"""Lifecycle of a run: its job is built or taken over from another notebook, extended, and released."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class RunLifecycle:
-    """What the cluster does with one run."""
+    """The cluster's operations on one run."""
 
     def __init__(
         self, engine_group: EngineGroup, driver: Driver, job: JobClient, on_change: Callable[[], None]
@@ -46,11 +46,11 @@ class RunLifecycle:
         self._engine_group, self._driver, self._job, self._on_change = engine_group, driver, job, on_change
         self._progress = driver.progress
         self._repair: Future[None] | None = None
-        # locks: to start one repair; two threads must not replace the same engines
+        # locks: while a repair starts, since two threads must not replace the same engines
         self._repair_lock = threading.Lock()
 
     def build(self, resume_point: ResumePoint | None) -> None:
-        """Build the job on the engines; the run is then paused before its first step, or at the checkpoint's."""
+        """Build the job on the engines. The run is then paused before its first step, or at the checkpoint's step."""
         progress, plan = self._progress, self._progress.plan
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._job.free)
@@ -74,7 +74,7 @@ class RunLifecycle:
     # -- for a notebook that takes over -----------------------------------------------------------------------
 
     def _persist(self) -> None:
-        """Write what another notebook needs to take this run over, and from here on the run's history."""
+        """Write the plan for a notebook that takes this run over, and from here on the run's history."""
         if not self._engine_group.can_be_reattached:
             return
         log, warning = persisted_run.save(self._engine_group, self._progress.plan)
@@ -83,7 +83,7 @@ class RunLifecycle:
         log.start_recording(self._progress.history)
 
     def _update_persisted(self) -> None:
-        """Write the changed plan, so far as it was written before."""
+        """Write the changed plan, if the earlier one was written."""
         log = self._progress.history.run_log
         if log is None or self._engine_group.is_superseded:  # the folder is another notebook's now
             return
@@ -91,11 +91,11 @@ class RunLifecycle:
             persisted_run.save(self._engine_group, self._progress.plan)
         except OSError as error:
             reason = f"{error.strerror or error}: {log.folder}"
-            text = f"a notebook that takes over will take the run to end as it was to before: {reason}"
+            text = f"a notebook that takes over won't know about this extension: {reason}"
             self._progress.add_event("note", text)
 
     def reattach(self) -> None:
-        """Restore a run of another notebook, with its history. It is then paused where the engines are."""
+        """Restore a run of another notebook, with its history. It is then paused at the engines' step."""
         group, progress, plan = self._engine_group, self._progress, self._progress.plan
         folder = group.folder / run_log.RUNS_FOLDER / plan.job
         history = progress.history
@@ -109,13 +109,13 @@ class RunLifecycle:
             step, progress.lr, source = result.step, result.lr, f" ({result.source})" if result.source else ""
         else:
             step, progress.lr, source = positions[0].step, positions[0].lr, ""
-            # A recovery may have put this state back before its notebook died.
+            # A recovery may have restored this state before its notebook died.
             if (state := recovered_state.load_interrupted(group.folder, plan.job)) is not None:
                 state.discard(group.folder, plan.job)
         self._continue_from(step, source)
 
     def _read_unread(self, common_step: int) -> None:
-        """Record what the engines did that the other notebook did not read."""
+        """Record the engines' results that the other notebook did not read."""
         folder, job = self._engine_group.folder, self._progress.plan.job
         ranks = range(self._engine_group.world_size)
         dispatches = {rank: engine_outbox.read_dispatches(folder, job, rank) for rank in ranks}
@@ -128,7 +128,7 @@ class RunLifecycle:
         elapsed_s = float(history.totals()["step_s"].sum())
         self._restore_position(step, step, last_evaluation, elapsed_s=elapsed_s)
         last_kind = next((e.kind for e in reversed(history.events) if e.kind in ("lost", "repair")), "repair")
-        kind = "note" if last_kind == "repair" else "repair"  # the other notebook died before it could log this
+        kind = "note" if last_kind == "repair" else "repair"  # the other notebook died before it could log the repair
         self._progress.add_event(kind, f"taken over at step {step}{source}")
         self._driver.start()
 
@@ -138,9 +138,9 @@ class RunLifecycle:
         unread_evaluations: Mapping[int, Mapping[int, EvaluationSums]],
         common_step: int,
     ) -> None:
-        """Record the results that engines kept for a notebook that died; all ranks have taken `common_step` steps.
+        """Record the results that engines kept for a notebook that died. All ranks have taken `common_step` steps.
 
-        An evaluation that is missing at that step is made as the run continues.
+        An evaluation that is missing at that step is made when the run continues.
         """
         recorder, plan = self._progress.recorder, self._progress.plan
         first_unread = recorder.next_step
@@ -155,7 +155,7 @@ class RunLifecycle:
     def _restore_position(
         self, step: int, last_callback_step: int, last_evaluation_step: int, elapsed_s: float = 0.0
     ) -> None:
-        """Continue an earlier run from `step`, after the callbacks and the evaluation of these steps."""
+        """Continue an earlier run from `step`. The other arguments are its last steps with callbacks and evaluation."""
         self._progress.recorder.record_extra_rows(step)
         self._progress.restore(step, elapsed_s)
         self._driver.actions.restore(step, last_callback_step, last_evaluation_step)
@@ -164,7 +164,7 @@ class RunLifecycle:
     # -- the end ----------------------------------------------------------------------------------------------
 
     def extend(self, *, epochs: int | None, steps: int | None, timeout: float | None) -> None:
-        """Let an ended run take more steps; it is then paused. The limit is for views to show its end."""
+        """Let an ended run take more steps; it is then paused. `limit` bounds the wait for views to show its end."""
         if (epochs is None) == (steps is None):
             raise ValueError(f"epochs={epochs}, steps={steps}: say how much longer by one of them, as in epochs=1")
         num_steps = steps if steps is not None else (epochs or 0) * self._progress.plan.spec.steps_per_epoch
@@ -183,7 +183,7 @@ class RunLifecycle:
         self._update_persisted()
 
     def repair(self, timeout: float | None) -> None:
-        """Replace the engines that are gone, after the run's end. TimeoutError leaves it going on."""
+        """Replace the engines that are gone, after the run's end. After a TimeoutError, the repair continues."""
         with self._repair_lock:
             if self._repair is None or self._repair.done():
                 self._repair = future = Future[None]()
@@ -232,7 +232,7 @@ class RunLifecycle:
         return self._job.fetch_callback_model(callback)
 
     def release(self, deadline: Deadline, *, check_idle: Callable[[], None] | None = None) -> None:
-        """Free the job, after fetching its weights, and delete what was written for a recovery. Idempotent.
+        """Free the job, after fetching its weights, and delete the run's own checkpoints for recovery. Idempotent.
 
         With `check_idle`, which raises RunError while another run is training, the engines keep data and model.
         """
@@ -254,18 +254,18 @@ class RunLifecycle:
             log.remove()
 
     def count_input_bytes(self) -> float:
-        """Return the memory of what was sent for this run alone; infinite if unknown."""
+        """Return the memory of the objects that were sent only for this run; infinite if unknown."""
         spec, world_size = self._progress.plan.job_spec, self._engine_group.world_size
         model, data = spec.model_handle, spec.data_handle
         sizes = {model.key: world_size * model.nbytes, data.key: data.nbytes}  # engines of a host share data
         return sum(size for key, size in sizes.items() if key in spec.owned_keys)
 
     def close(self) -> None:
-        """End the run as the cluster closes, at a step boundary if that is soon. Idempotent.
+        """End the run when the cluster closes, at a step boundary if the next one is soon. Idempotent.
 
-        The weights are kept where the engines still give them.
+        The weights are kept if the engines still send them.
         """
-        self._driver.actions.snapshot.tracker.interval = SnapshotInterval()  # nobody will go back to one
+        self._driver.actions.snapshot.tracker.interval = SnapshotInterval()  # no snapshot will be used any more
         is_at_boundary = self._progress.state.has_ended
         with contextlib.suppress(RunError, TimeoutError):
             self._driver.submit("stop").result(timeouts.CLOSE_STOP_TIMEOUT_S)

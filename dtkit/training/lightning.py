@@ -1,8 +1,8 @@
 """Lightning modules and datamodules: ``cluster.train(module, datamodule)``.
 
-Their methods take the place of arguments: ``training_step`` of the loss, ``configure_optimizers`` of optimizer and
-schedule, ``train_dataloader`` and ``val_dataloader`` of the data. Lightning itself isn't imported: any module with
-these methods is one.
+Their methods replace arguments: ``training_step`` the loss, ``configure_optimizers`` the optimizer and the schedule,
+``train_dataloader`` and ``val_dataloader`` the data. Lightning itself isn't imported: any module with these methods
+counts as a Lightning module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def is_lightning_module(model: Any) -> bool:
 
 
 def read_lightning(model: Any, data: Any, config: TrainConfig) -> tuple[Any, TrainConfig]:
-    """Return data and arguments with what a Lightning module and its datamodule say; given arguments stay."""
+    """Return data and arguments, completed from a Lightning module and its datamodule. The user's arguments take
+    precedence.
+    """
     if not is_lightning_module(model):
         return data, config
     changes: dict[str, Any] = {}
@@ -52,7 +54,7 @@ def read_lightning(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Tra
 
 
 def _has_own(data: Any, method: str) -> bool:
-    """Return whether a datamodule defines a method itself; the base class raises or returns nothing."""
+    """Return whether a datamodule overrides a method, which raises or returns nothing in the base class."""
     return type(data).__dict__.get(method) is not None or any(
         method in vars(kind) and not kind.__module__.startswith(("lightning", "pytorch_lightning"))
         for kind in type(data).__mro__
@@ -67,7 +69,7 @@ def _take_one(loaders: Any, method: str) -> Any:
 
 
 def _read_optimizers(model: Any, config: TrainConfig) -> dict[str, Any]:
-    """Return the arguments for what ``configure_optimizers`` returns here; engines call it again."""
+    """Return the arguments that correspond to the result of ``configure_optimizers``. Engines call it again."""
     _, scheduler, interval = _parse_optimizers(model.configure_optimizers())
     changes: dict[str, Any] = {"optimizer": configure_optimizer}
     if scheduler is not None and config.lr_scheduler is None:
@@ -115,14 +117,14 @@ def get_scheduler(optimizer: Any) -> Any:
 
 
 def call_training_step(model: Any, batch: Any) -> Any:
-    """Return the loss of a module's own training step. What it logs becomes columns of the history."""
+    """Return the loss of a module's own training step. Values that it logs become columns of the history."""
     _replace_log(model)
     result = model.training_step(batch, 0)
     return result["loss"] if isinstance(result, dict) else result
 
 
 def _replace_log(model: Any) -> None:
-    """Have a module log to the history."""
+    """Let a module log to the history."""
     if "log" not in vars(model):
         vars(model)["log"], vars(model)["log_dict"] = _log_one, _log_many
 
@@ -142,7 +144,7 @@ def configure_optimizers(model: Any) -> list[Any]:
 
 
 def call_manual_step(model: Any, batch: Any, optimizers: Sequence[Any]) -> Any:
-    """Run the training step of a module with manual optimization. Its loss is the last that was differentiated."""
+    """Run the training step of a module with manual optimization. Its loss is the last one that it differentiated."""
     _replace_log(model)
     losses: list[Any] = []
 
@@ -164,13 +166,13 @@ def call_manual_step(model: Any, batch: Any, optimizers: Sequence[Any]) -> Any:
 
 
 def _make_toggles(optimizers: Sequence[Any]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return functions that have parameters of one optimizer alone require gradients, and restore the others."""
+    """Return two functions: one lets only one optimizer's parameters require gradients, the other restores all."""
     others: list[Any] = []
 
     def toggle(optimizer: Any) -> None:
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        own_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-        others[:] = [p for p in parameters if id(p) not in own and p.requires_grad]
+        others[:] = [p for p in parameters if id(p) not in own_ids and p.requires_grad]
         for p in others:
             p.requires_grad_(False)
 
@@ -187,5 +189,5 @@ def _log_one(name: str, value: Any, **_options: Any) -> None:
 
 
 def _log_many(values: Mapping[str, Any], **_options: Any) -> None:
-    """Log numbers by name; what the history has anyway, such as the loss, stays as it is there."""
+    """Log numbers by name, except those that the history already has, such as the loss."""
     log(**{name: value for name, value in values.items() if name not in (ROW_DTYPE.names or ())})

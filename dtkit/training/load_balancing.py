@@ -1,12 +1,13 @@
-"""Shares of the batch for ranks of unequal speed, from the times of their steps: pure arithmetic.
+"""Shares of the batch for ranks of unequal speed, computed from the times of their steps.
 
-A rank's computing time (data, forward, backward) is modeled as a straight line over its number of samples. The slope
-comes from two numbers of samples; until there was a second one, it is time over samples. The shares let all ranks
-arrive at the all-reduce together. Waiting and communication times are left out, since they depend on other ranks.
+A rank's computing time (data, forward, backward) is modeled as a straight line over its number of samples. The slope is
+estimated from two different numbers of samples; until there is a second one, it is time over samples. The shares let
+all ranks arrive at the all-reduce together. Waiting and communication times are excluded, since they depend on other
+ranks.
 
-The lower quartile over some steps stands for a rank: a busy machine delays single steps, and none is ever too fast.
-Shares change only where the slowest rank's time falls by enough. Where the fixed part of a step dominates, no share
-would help.
+A rank's time is the lower quartile over some steps, because a busy machine delays single steps but never speeds one up.
+Shares change only if this reduces the slowest rank's time by enough. If the fixed part of a step dominates, no change
+of shares helps.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MIN_STEPS = 4  # to measure before a change
-MIN_GAIN = 0.05  # of the slowest rank's time, that a change must save
-MIN_SAMPLE_CHANGE = 0.1  # of the larger number of samples: closer ones give no slope
+MIN_STEPS = 4  # steps to measure before a change
+MIN_GAIN = 0.05  # share of the slowest rank's time that a change must save
+MIN_SAMPLE_CHANGE = 0.1  # relative difference of two numbers of samples that give a slope
 
 
 class LoadBalancer:
     """The shares to send with each dispatch, from the rows of all ranks."""
 
     def __init__(self, shard_sizes: Sequence[int]) -> None:
-        """Begin with shares in proportion to each rank's rows."""
+        """Begin with shares proportional to each rank's rows."""
         total = sum(shard_sizes)
         self.shares: tuple[float, ...] = tuple(size / total for size in shard_sizes)
         self._measurements: list[list[tuple[int, float]]] = [
@@ -38,7 +39,7 @@ class LoadBalancer:
 
     def on_result(self, rows: Sequence[np.ndarray]) -> bool:
         """Note the rows of one dispatch, by rank; return whether shares changed."""
-        if not self._is_warmed_up:  # the first dispatch compiles and warms up
+        if not self._is_warmed_up:  # the first dispatch includes compilation and warm-up
             self._is_warmed_up = True
             return False
         for measured, own_rows in zip(self._measurements, rows, strict=True):
@@ -58,14 +59,14 @@ class LoadBalancer:
 
 
 def _summarize_steps(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return (samples, seconds) of a full step: the last one of an epoch is smaller."""
+    """Return (samples, seconds) of a full step. The last step of an epoch is smaller, and excluded."""
     samples, seconds = np.array(steps).T
     usual = float(np.median(samples))
     return usual, float(np.quantile(seconds[np.abs(samples - usual) <= 1], 0.25))
 
 
 def _estimate_slope(point: tuple[float, float], previous_point: tuple[float, float] | None) -> float:
-    """Return seconds per additional sample: at most time over samples, since a step's fixed part is not negative."""
+    """Return seconds per additional sample, at most time over samples, since a step's fixed part is not negative."""
     whole = point[1] / point[0]
     if previous_point is None or abs(point[0] - previous_point[0]) < MIN_SAMPLE_CHANGE * max(
         point[0], previous_point[0]
@@ -75,7 +76,7 @@ def _estimate_slope(point: tuple[float, float], previous_point: tuple[float, flo
 
 
 def _solve_shares(points: Sequence[tuple[float, float]], slopes: Sequence[float]) -> tuple[float, ...] | None:
-    """Return shares with which all ranks end at the same time; None where the slowest would hardly end earlier."""
+    """Return shares with which all ranks end at the same time; None if the slowest would hardly end earlier."""
     counts, times = np.array(points).T
     slope, batch = np.array(slopes), counts.sum()
     ends = (batch - (counts - times / slope).sum()) / (1 / slope).sum()

@@ -1,8 +1,9 @@
-"""The rank that gradients which are not finite come from, as far as all ranks' reports together show.
+"""Origin of gradients that are not finite, as far as the reports of all ranks show it.
 
-Summed over the ranks, gradients are not finite on all of them. A loss that is not finite points to the rank of its
-samples. In a pipeline only the last stage has a loss. There the first stage counts whose output is not finite. Where
-all outputs and losses are finite, it is the last stage whose gradients are not: backward runs from last to first.
+After summing over the ranks, gradients are not finite on any rank. A loss that is not finite identifies the rank with
+its samples. In a pipeline, only the last stage has a loss, so the first stage with a non-finite output is the origin.
+If all outputs and losses are finite, the origin is the last stage with non-finite gradients, since backward runs from
+last to first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _REMEDY = (
 
 
 def build_nonfinite_failures(step: int, advances: Sequence[DispatchResult], nodes: Sequence[Any]) -> list[Failure]:
-    """Return one failure for each rank that it comes from; one without a culprit where that can't be known."""
+    """Return one failure for each rank of origin. If that is unknown, return one failure without a rank to blame."""
     hosts = {node.rank: node.host for node in nodes}
     return [
         Failure(rank, hosts.get(rank, "?"), "NonFinite", f"{message}. {_REMEDY}", "", step=step, kind="nonfinite")
@@ -33,7 +34,7 @@ def build_nonfinite_failures(step: int, advances: Sequence[DispatchResult], node
 
 
 def _find_causes(advances: Sequence[DispatchResult]) -> dict[int, str]:
-    """Return {rank that it comes from: message}."""
+    """Return {rank of origin: message}."""
     problem = "the gradients over all ranks are not finite"
     if outputs := _find_first_stages(advances, "output"):
         first = min(outputs.values())
@@ -54,7 +55,7 @@ def _find_causes(advances: Sequence[DispatchResult]) -> dict[int, str]:
 
 
 def _find_first_stages(advances: Sequence[DispatchResult], wanted_kind: str) -> dict[int, int]:
-    """Return {rank: stage in which it began}: forward runs up through the stages, backward down."""
+    """Return {rank: first stage with non-finite values}. Forward runs up through the stages, backward down."""
     edge = {"output": min, "gradient": max}[wanted_kind]
     stages_by_rank = {
         rank: [stage for stage, kind in a.nonfinite if kind == wanted_kind] for rank, a in enumerate(advances)

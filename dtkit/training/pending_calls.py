@@ -1,4 +1,4 @@
-"""Calls to all ranks that are in flight, and the interrupt of those that outlast a pause."""
+"""Calls to all ranks that are in flight, and the interruption of calls that delay a pause."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dtkit._util import timeouts
+from dtkit._util.formatting import name_nodes
 from dtkit.health.detector import StallDetector
 from dtkit.health.stacks import StatusProbe
 
@@ -28,29 +29,29 @@ R = TypeVar("R")
 
 
 def _do_nothing() -> None:
-    """Leave it to the driver, which continues from the step that the ranks are at."""
+    """Do nothing: the driver continues from the ranks' step."""
 
 
 @dataclasses.dataclass(eq=False)
 class PendingCall(Generic[R]):
-    """A call to all ranks that are at one step, and what to do with its replies."""
+    """A call to all ranks at one step, and the callbacks for its replies."""
 
     call: Call[R]
     step: int
     """The step that the job must be at."""
     on_result: Callable[[int, Sequence[R]], None]
-    """Called with (step, values by rank) when all ranks have done it."""
+    """Called with (step, values by rank) when all ranks have completed the call."""
     on_failure: Callable[[EngineError], None]
-    """Called when the user's code failed, or the engines refused the call again and again."""
+    """Called when the user's code failed, or the engines refused the call repeatedly."""
     on_cancel: Callable[[], None] = _do_nothing
-    """Called when it was not done, and nothing is wrong with it."""
+    """Called when the call was not executed, though nothing is wrong with it."""
     is_answered: bool = False
     """Whether all ranks have answered, or one has failed."""
     futures: list[Future[Reply[R]]] = dataclasses.field(default_factory=list)
 
 
 class Interruption:
-    """When to interrupt the calls that outlast a pause."""
+    """When to interrupt calls that delay a pause."""
 
     def __init__(self) -> None:
         self.is_active = False
@@ -61,21 +62,21 @@ class Interruption:
         self._interrupt_at = math.inf
 
     def note_pause_request(self) -> None:
-        """Note the time at which somebody began to wait for a pause."""
+        """Note that somebody waits for a pause from now on."""
         self._pause_requested_at = time.monotonic()
 
     def schedule(self, median_step_s: float, *, is_stuck: bool) -> None:
-        """Interrupt at once what is stuck; else give the pause a moment to take effect.
+        """Interrupt at once if a rank is stuck; else give the pause a moment to take effect.
 
-        A rank that is interrupted within a step may be out of sync with the others, and a rank that holds the only copy
-        of its part then makes all go back to the last snapshot.
+        A rank that is interrupted within a step may get out of sync with the others. If it holds the only copy of its
+        part, all ranks must go back to the last snapshot.
         """
         grace = min(timeouts.MAX_PAUSE_GRACE_S, timeouts.PAUSE_GRACE_S + 2 * median_step_s)
         self._interrupt_at = -math.inf if is_stuck or self.is_active else self._pause_requested_at + grace
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the calls are to be interrupted."""
+        """Seconds until the calls should be interrupted."""
         return self._interrupt_at - time.monotonic()
 
     def begin(self) -> None:
@@ -83,7 +84,7 @@ class Interruption:
         self._interrupt_at, self.is_active, self.is_logged = math.inf, True, True
 
     def cancel(self) -> None:
-        """Interrupt nothing: the pause was taken back."""
+        """Cancel the interruption, because the pause was taken back."""
         self._interrupt_at = math.inf
 
     def reset(self) -> None:
@@ -92,7 +93,7 @@ class Interruption:
 
 
 class PendingCalls:
-    """The calls in flight, oldest first, and which rank keeps the others waiting."""
+    """The calls in flight, oldest first, and the rank that the others wait for."""
 
     def __init__(
         self,
@@ -109,11 +110,11 @@ class PendingCalls:
 
     @property
     def num_dispatches(self) -> int:
-        """How many of the calls take steps."""
+        """Number of calls that take steps."""
         return sum(pending.call.operation == "advance" for pending in self.pending)
 
     def send(self, call: PendingCall[R]) -> None:
-        """Send a call to all ranks; `on_answered` gets it when all have answered, or one has failed."""
+        """Send a call to all ranks. `on_answered` is called with it when all have answered, or one has failed."""
         self.pending.append(call)
         call.futures = self._engine_group.fan_out(call.call)
         self.stall_detector.on_sent(time.monotonic())
@@ -135,7 +136,7 @@ class PendingCalls:
             future.add_done_callback(count)
 
     def take_answered(self, call: PendingCall[Any]) -> Iterator[PendingCall[Any]]:
-        """Mark a call as answered; yield the calls whose turn it is now, in the order in which they were sent."""
+        """Mark a call as answered. Yield the answered calls that can be handled now, in the order of sending."""
         if call not in self.pending:  # it was cancelled
             return
         call.is_answered = True
@@ -146,16 +147,17 @@ class PendingCalls:
         """Take a call out of flight and return its replies, by rank."""
         replies = self._wait_for_replies(call)
         self.pending.remove(call)
-        call.futures.clear()  # they refer to the call by their callbacks, and to its results
+        call.futures.clear()  # they refer to the call through their callbacks, and to its results
         self.stall_detector.on_result(time.monotonic(), step_s or None)
         return replies
 
     def _wait_for_replies(self, call: PendingCall[R]) -> list[Reply[R]]:
-        """Give up interrupted ranks that don't answer (in C code) as soon as the steps' length allows.
+        """Wait for replies. Stop waiting for interrupted ranks that don't answer (in C code) as soon as the steps'
+        length allows.
 
-        Where steps are short, that is three seconds after the pause was asked for.
+        For short steps, that is three seconds after the request to pause.
         """
-        if not self.interruption.is_active:  # one rank may have failed where another one is stuck
+        if not self.interruption.is_active:  # one rank may have failed while another one is stuck
             return self._engine_group.gather_replies(
                 call.futures, timeouts.GATHER_TIMEOUT_S, on_poll=self.check_for_stalls
             )
@@ -165,20 +167,20 @@ class PendingCalls:
         return self._engine_group.gather_replies(call.futures, timeouts.INTERRUPTED_GATHER_TIMEOUT_S, grace_s=grace)
 
     def gather_late_replies(self, lost_ranks: set[int], timeout: float) -> Iterator[dict[int, Reply[Any]]]:
-        """Yield what the other calls in flight returned after one has failed, by rank."""
+        """Yield the replies, by rank, of the other calls in flight after one has failed."""
         for call in self.pending:
             ranks = [rank for rank in range(len(call.futures)) if rank not in lost_ranks]
             replies = self._engine_group.gather_replies([call.futures[rank] for rank in ranks], timeout, ranks)
             yield dict(zip(ranks, replies, strict=True))
 
     def cancel_all(self) -> None:
-        """Wait for none of the calls any longer."""
-        for call in reversed(self.pending):  # so that what is wanted again is in order
+        """Stop waiting for all calls."""
+        for call in reversed(self.pending):  # so that requests to repeat are in order
             call.on_cancel()
         self.pending.clear()
 
     def interrupt_if_due(self) -> bool:
-        """Interrupt the engines once a pause was given its time; return whether that was done."""
+        """Interrupt the engines if a pause has had its time. Return whether they were interrupted."""
         if self.interruption.remaining_s > 0:
             return False
         self.interruption.begin()
@@ -190,17 +192,17 @@ class PendingCalls:
         return True
 
     def schedule_interrupt(self) -> None:
-        """Interrupt what is in flight, once the pause had a moment to take effect."""
+        """Schedule the interruption of calls in flight, after the pause has had a moment to take effect."""
         if self.pending:
             report = self.stall_detector.stall_report
             is_stuck = report is not None and report.kind == "stuck"
             self.interruption.schedule(self.stall_detector.median_step_s, is_stuck=is_stuck)
 
     def check_for_stalls(self) -> None:
-        """Name the rank that keeps the others waiting, once a dispatch is overdue."""
+        """Identify the rank that the others wait for, if a dispatch is overdue."""
         report = self.stall_detector.check(time.monotonic())
         if report is not None:
             kind = "stuck" if report.kind == "stuck" else "note"
-            self._progress.add_event(kind, report.text, report.rank)
+            self._progress.add_event(kind, name_nodes(report.text), report.rank)
         if report is not None or self.stall_detector.stall_report is not None:  # views show for how long
             self._on_change()

@@ -1,8 +1,8 @@
 """A run's plan on disk, for another notebook that takes the cluster over.
 
-It is written when the job is built, and again when the run is extended, into the cluster's folder (see
-:mod:`dtkit.history.run_log`). It has the keys of model and data on the engines, not model and data themselves. The
-model comes back from an engine, and the number of ranks from the cluster.
+It is written into the cluster's folder (see :mod:`dtkit.history.run_log`) when the job is built, and again when the run
+is extended. It has the keys of model and data on the engines, not the objects. An engine returns the model, and the
+cluster knows the number of ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.guard import run_guarded
 from dtkit.data.broadcast import ModelHandle
 from dtkit.data.distribute import DataHandle, StreamHandle
 from dtkit.errors import SerializationError
@@ -39,7 +40,7 @@ class _DataReference:
         return cls(handle.key, handle.num_samples, handle.columns)
 
     def to_handle(self, engine_group: EngineGroup) -> Any:
-        """Return the handle of another notebook to the same data."""
+        """Return another notebook's handle to the same data."""
         if self.num_samples is None:
             return StreamHandle(engine_group, self.key, self.columns)
         return DataHandle(engine_group, self.key, self.num_samples, self.columns)
@@ -62,7 +63,7 @@ class _PersistedRun:
 
 
 def save(engine_group: EngineGroup, plan: RunPlan) -> tuple[run_log.RunLog, str]:
-    """Write the plan. Returns the log for the run's history, and a warning on what the other notebook will lack."""
+    """Write the plan. Returns the log for the run's history, and a warning about missing parts of the plan."""
     options, job_spec, warning = plan.options, plan.job_spec, ""
     validation = None if options.validation is None else _DataReference.from_handle(options.validation)
     picklable = dataclasses.replace(options, validation=None)
@@ -79,21 +80,32 @@ def save(engine_group: EngineGroup, plan: RunPlan) -> tuple[run_log.RunLog, str]
     log = run_log.RunLog(engine_group.folder / run_log.RUNS_FOLDER / plan.job)
     for missing in ("the callbacks", "this run"):
         try:
-            log.write_run_pickle(engine_group.uploads.dumps(record, name="the run"))
+            pickled = engine_group.uploads.dumps(record, name="the run")
         except SerializationError as error:
             warning = f"a notebook that takes over will not have {missing}: {error}".partition("\n")[0]
             record = dataclasses.replace(record, options=dataclasses.replace(picklable, callbacks=()))
         else:
+            log.write_run_pickle(pickled)
+            log.write_label(_make_label(plan, pickled))
             break
     return log, warning
 
 
+def _make_label(plan: RunPlan, pickled: bytes) -> run_log.RunLabel:
+    def list_modules() -> set[str]:
+        return pickling.list_modules(pickled) | plan.job_spec.model_handle.list_modules()
+
+    # silent: an object that can't be unpickled here is reported by the notebook that attaches
+    modules = run_guarded(list_modules, lambda _: set[str]())
+    return run_log.RunLabel(plan.spec.name, plan.spec.steps, tuple(sorted(modules - {"__main__"})))
+
+
 def load(engine_group: EngineGroup, job: str, model_rank: int) -> RunPlan | None:
-    """Read the plan in another notebook, with the model from `model_rank`; None where none was written for the job."""
+    """Read the plan in another notebook, with the model from `model_rank`; None if the job has no stored plan."""
     data = run_log.read_run_pickle(engine_group.folder / run_log.RUNS_FOLDER / job)
     if data is None:
         return None
-    # unpickles: written by this user's earlier notebook; nobody else can write to its folder
+    # unpickles: written by this user's earlier notebook; only this user can write to its folder
     record: _PersistedRun = pickling.loads(data)
     model = _rebuild_model_handle(engine_group, record.model_key, model_rank)
     job_spec = JobSpec(model, record.data.to_handle(engine_group), record.plan, record.program, record.loading)
@@ -102,7 +114,7 @@ def load(engine_group: EngineGroup, job: str, model_rank: int) -> RunPlan | None
 
 
 def _rebuild_model_handle(engine_group: EngineGroup, key: str, rank: int) -> ModelHandle:
-    """Return the model as it was broadcast, from an engine that holds it."""
+    """Fetch the model as it was broadcast from an engine that holds it."""
     (payload,) = engine_group.call_independently(make_call(ModelOperations.export_model, key=key), [rank]).values()
     model = payload.load()
     payload.discard()

@@ -1,4 +1,4 @@
-"""A profile of a run's next steps, between two pauses of its own."""
+"""A profile of a run's next steps, between two pauses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dtkit.types import RunSpec, Status
 
 MAX_STEPS = 100
-"""Most steps of a profile; a trace of more takes gigabytes."""
+"""Largest number of steps in a profile; a longer trace takes gigabytes."""
 
 
 class ProfiledRun(Protocol):
@@ -25,7 +25,7 @@ class ProfiledRun(Protocol):
 
     @property
     def spec(self) -> RunSpec:
-        """What was asked for."""
+        """The arguments of the training."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class ProfiledRun(Protocol):
 
 
 def profile_steps(run: ProfiledRun, engine_group: EngineGroup, job: str, steps: int, timeout: float | None) -> Profile:
-    """Pause the run if necessary, take `steps` steps with torch's profiler on all ranks, and go on as before."""
+    """Take `steps` steps with torch's profiler on all ranks. A running run is paused before, and resumed afterwards."""
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MAX_STEPS:
         raise ValueError(f"profile(steps={steps!r}): it is a number of steps from 1 to {MAX_STEPS}")
     was_running = run.status.state is State.RUNNING
@@ -80,6 +80,6 @@ def _record(
 
 
 def _stop_quietly(engine_group: EngineGroup, job: str) -> None:
-    """End the profiles after an error, which is what the caller has to see."""
+    """End the profiles after an error, which must be the one that the caller sees."""
     with contextlib.suppress(DtkitError):
         engine_group.call_all(make_call(ProfileOperations.stop_profile, job=job))

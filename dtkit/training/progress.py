@@ -1,7 +1,7 @@
-"""Where one run is: its plan, state, step and error.
+"""Progress of one run: its plan, state, step and error.
 
-One :class:`RunProgress` is shared by the parts of the run's driver. The driver's thread alone writes to it; other
-threads read single attributes.
+The parts of a run's driver share one :class:`RunProgress`. Only the driver's thread writes to it; other threads read
+single attributes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RunProgress:
         self.changed.notify_all()
 
     def wait_for(self, is_over: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until `is_over`, which is a matter of the state; return whether it is within `timeout` seconds."""
+        """Wait up to `timeout` seconds until `is_over`, which depends on the state. Return whether it is."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         result = False
         with self.changed:
@@ -85,11 +85,11 @@ class RunProgress:
 
     @property
     def is_pausing(self) -> bool:
-        """Whether a pause or a stop was asked for and has not taken effect."""
+        """Whether a requested pause or stop has not taken effect yet."""
         return self.state is State.RUNNING and self.stop_request is not None
 
     def make_status(self, message: str) -> Status:
-        """Return state, step, epoch, seconds spent running and seconds left, as of now."""
+        """Return the current state, step, epoch, seconds spent running and seconds left."""
         step, spec = self.step, self.plan.spec
         return Status(
             state=self.state,
@@ -110,7 +110,7 @@ class RunProgress:
     # -- what the driver's parts do to it ---------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Take no steps until asked, from the step that the ranks are at."""
+        """Become paused at the ranks' step."""
         self.next_step = self.target_step = self.step
         self.stop_request, self.needs_resync, self.retry_count = None, False, 0
 

@@ -1,7 +1,7 @@
-"""The recorder of a run's history: rows of steps, printed lines, and what only all ranks together show.
+"""The recorder of a run's history: rows of steps, printed lines, and values computed from all ranks' results.
 
-After a failure ranks may be a step apart. The steps that all have completed are recorded at once. What some did beyond
-them is kept until it is known where all continue.
+After a failure, ranks may be at different steps. The steps that all ranks have completed are recorded at once. Later
+steps of single ranks are kept until the common step from which all continue is known.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Recorder:
 
     def __init__(self, engine_group: EngineGroup, history: History) -> None:
         self._engine_group, self._history = engine_group, history
-        self._extra_rows: list[np.ndarray] = []  # rows of the ranks that were ahead when one failed
+        self._extra_rows: list[np.ndarray] = []  # rows of ranks that were ahead when one failed
         self._extra_scalars: list[ScalarRecord] = []
         self._has_reported_write_error = False
 
@@ -49,7 +49,7 @@ class Recorder:
     def record_steps(
         self, values: Sequence[tuple[DispatchResult, Sequence[Any]]], ranks: Sequence[int] | None = None
     ) -> None:
-        """Record the steps of a dispatch and what was printed, by rank: of all ranks, or of `ranks`."""
+        """Record the steps and printed lines of a dispatch, by rank, for all ranks or for `ranks`."""
         ranks = range(len(values)) if ranks is None else ranks
         advances = [advance for advance, _ in values]
         rows = [np.asarray(advance.rows) for advance in advances]
@@ -65,7 +65,7 @@ class Recorder:
         self._report_write_error(step)
 
     def _report_write_error(self, step: int) -> None:
-        """Log once that the history can't be written to disk, and once that it can again."""
+        """Log once if the history can't be written to disk, and once when it can be written again."""
         run_log = self._history.run_log
         if run_log is None or (run_log.write_error is not None) == self._has_reported_write_error:
             return
@@ -80,7 +80,7 @@ class Recorder:
     def record_unread(self, unread_dispatches: Mapping[int, UnreadDispatches], common_step: int) -> None:
         """Record the results that engines kept, by rank, up to `common_step`, which all remaining ranks have reached.
 
-        They include what lost ranks kept.
+        These include results that lost ranks kept.
         """
         first_unread = self.next_step
         dispatches: dict[int, dict[int, tuple[DispatchResult, list[Any]]]] = {}
@@ -95,9 +95,9 @@ class Recorder:
     def record_unread_evaluations(
         self, unread_evaluations: Mapping[int, Mapping[int, EvaluationSums]], due_steps: Sequence[int]
     ) -> list[int]:
-        """Record the evaluations that engines kept, by rank, where all ranks made them.
+        """Record the evaluations that engines kept, by rank, if all ranks have made them.
 
-        Returns those of `due_steps` for which there is no evaluation.
+        Returns the steps among `due_steps` without an evaluation.
         """
         known = {evaluation.step for evaluation in self._history.evaluations}
         for step in sorted(set.intersection(*map(set, unread_evaluations.values())) - known):
@@ -118,7 +118,7 @@ class Recorder:
     def _split_blocked_time(
         self, rows: Sequence[np.ndarray], advances: Sequence[DispatchResult], ranks: Sequence[int]
     ) -> None:
-        """Split the time that ranks were blocked into waiting for each other and communication."""
+        """Split the ranks' blocked time into waiting for each other and communication."""
         spans = [advance.blocked_spans for advance in advances]
         if any(span is None for span in spans):
             return
@@ -126,10 +126,10 @@ class Recorder:
         clocks = self._engine_group.membership.clock_offsets
         ahead = None if clocks is None else [clocks[rank] for rank in ranks]
         waits, transfers = comm_time.split_blocked_time([np.asarray(span)[:steps] for span in spans], ahead)
-        sent = _split_message_time(
+        message_times = _split_message_time(
             [part[:steps] for part in rows], advances, ranks, self._history.ranks_per_replica, ahead
         )
-        for part, *seconds in zip(rows, waits, transfers, *sent, strict=True):
+        for part, *seconds in zip(rows, waits, transfers, *message_times, strict=True):
             wait, transfer, message_wait, message_transfer = seconds
             part["wait_s"][:steps] = wait + message_wait
             part["comm_s"][:steps] = transfer + message_transfer
@@ -137,26 +137,26 @@ class Recorder:
     # -- after a failure --------------------------------------------------------------------------------------
 
     def clear_extra_rows(self) -> None:
-        """Forget the rows beyond the common step: another failure has come."""
+        """Forget the rows beyond the common step, because of another failure."""
         self._extra_rows.clear()
         self._extra_scalars.clear()
 
     def record_common_steps(self, replies: Mapping[int, Reply[Any]]) -> int | None:
         """Record the steps that all ranks completed before one failed; return the step after them.
 
-        None where the reply of a rank (by rank in `replies`) has no steps. Lost ranks don't count.
+        Returns None if a rank's reply has no steps. `replies` is by rank; lost ranks don't count.
         """
         known = {r: reply for r, reply in replies.items() if reply.failure is None or not reply.failure.is_engine_gone}
         values: list[Any] = [reply.value for reply in known.values() if isinstance(reply.value, tuple)]
         values = [value for value in values if isinstance(value[0], DispatchResult)]
         if not values or len(values) < len(known):
             return None
-        common: int = min(advance.step for advance, _ in values)
-        self._record_until(common, dict(zip(known, values, strict=True)))
-        return common
+        common_step: int = min(advance.step for advance, _ in values)
+        self._record_until(common_step, dict(zip(known, values, strict=True)))
+        return common_step
 
     def _record_until(self, common_step: int, values: Mapping[int, tuple[DispatchResult, Sequence[Any]]]) -> None:
-        """Record the steps of a dispatch before `common_step`; keep those beyond, which may be needed later."""
+        """Record the steps of a dispatch before `common_step`, and keep later ones, which may be needed."""
         self.record_steps(
             [(_slice_steps(advance, 0, common_step), items) for advance, items in values.values()], list(values)
         )
@@ -183,7 +183,7 @@ def _split_message_time(
     ranks_per_pipeline: int,
     clock_offsets: Sequence[float] | None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return (wait, transfer) in seconds, for each rank an array by step: waiting in messages, and the rest of them."""
+    """Return (wait, transfer) in seconds: for each rank, arrays by step of waiting and transfer times of messages."""
     parts = [np.empty(0, comm_time.MESSAGE_DTYPE) if a.messages is None else np.asarray(a.messages) for a in advances]
     wait_s, transfer_s = [], []
     for own_rows, part, seconds in zip(

@@ -1,8 +1,8 @@
-"""The state of the survivors while their job is built again: nothing else holds it then.
+"""The survivors' state while their job is rebuilt, when nothing else holds it.
 
-It is in shared memory, which ends with the cluster and not with the notebook. During a recovery a file in the run's
-folder (see :mod:`dtkit.history.run_log`) says where. Should the notebook die in a recovery, the notebook that takes the
-cluster over repeats it with that state.
+It is in shared memory, which outlives the notebook but not the cluster. During a recovery, a file in the run's folder
+(see :mod:`dtkit.history.run_log`) has its address. If the notebook dies during a recovery, the notebook that takes the
+cluster over repeats the recovery with that state.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class RecoveredState:
     step: int
     payloads: tuple[Payload, ...]
     source: str = ""
-    """Where the state comes from, in words; empty where survivors were at this step."""
+    """Source of the state, in words; empty if survivors were at this step."""
 
     @contextlib.contextmanager
     def keep_during_recovery(self, folder: Path, job: str, *, is_owned: Callable[[], bool]) -> Iterator[None]:
-        """Keep the state for a notebook that takes over meanwhile; at the end free it, while `is_owned`."""
+        """Keep the state for a notebook that takes over meanwhile. At the end, free it if the cluster `is_owned`."""
         self._save(folder, job)
         try:
             yield
@@ -44,13 +44,15 @@ class RecoveredState:
                 self.discard(folder, job)
 
     def discard(self, folder: Path, job: str) -> None:
-        """Free the shared memory, and delete the file that says where it was."""
+        """Free the shared memory, and delete the file with its address."""
         _get_path(folder, job).unlink(missing_ok=True)
         for payload in self.payloads:
             payload.discard()
 
     def _save(self, folder: Path, job: str) -> None:
-        """Write it to disk. No-op if the cluster can't be re-attached; a full disk must not prevent the recovery."""
+        """Write the address to disk. No-op if the cluster can't be re-attached; a full disk must not prevent the
+        recovery.
+        """
         path = _get_path(folder, job)
         if not path.parent.is_dir():
             return
@@ -59,14 +61,14 @@ class RecoveredState:
 
 
 def list_jobs(folder: Path) -> list[str]:
-    """Return the jobs of a cluster whose state a notebook was restoring when it ended."""
+    """Return the jobs that a notebook was recovering when it ended."""
     return sorted(path.parent.name for path in folder.glob(f"{RUNS_FOLDER}/*/{_FILENAME}"))
 
 
 def load_interrupted(folder: Path, job: str) -> RecoveredState | None:
-    """Return the state that was stored by a notebook which ended during a recovery."""
+    """Return the state that a notebook stored before it ended during a recovery."""
     path = _get_path(folder, job)
-    # unpickles: written by this user's earlier notebook; nobody else can write to its folder
+    # unpickles: written by this user's earlier notebook; only this user can write to its folder
     return pickling.loads(path.read_bytes()) if path.exists() else None
 
 

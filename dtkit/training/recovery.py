@@ -1,14 +1,14 @@
-"""Recovery of a job after engines were lost or got out of sync: it is built again with the state of the survivors.
+"""Recovery of a job after engines were lost or got out of sync. The job is rebuilt with the survivors' state.
 
-Each survivor reports its step, and whether its parameters are of that step (an interrupted update leaves none). The
-state is taken from the first of these sources that has all of it:
+Each survivor reports its step, and whether its parameters are of that step (after an interrupted update they are not).
+The state is taken from the first of these sources that is complete:
 
-1. The survivors, at the furthest step of which they hold every part of the model. Under data parallelism one survivor
-   is enough. Its state goes through shared memory to all ranks, so that they are equal again. What belongs to one rank
-   alone goes back to that rank (:mod:`dtkit.engine.state.survivors`).
+1. The survivors, at the furthest step of which they hold every part of the model. Under data parallelism, one survivor
+  is enough. All ranks get its state through shared memory, so that they are equal again. State that belongs to one rank
+  returns to that rank (:mod:`dtkit.engine.state.survivors`).
 2. The furthest snapshot in the survivors' memory that has every rank's part
    (:mod:`dtkit.engine.state.peer_snapshots`).
-3. The last snapshot on disk: a checkpoint that the run writes by itself into the cluster's folder.
+3. The last snapshot on disk, a checkpoint that the run itself writes into the cluster's folder.
 4. The start of the training.
 """
 
@@ -41,24 +41,24 @@ _FROM_DISK, _FROM_START = "the last snapshot, from disk", "the start, because th
 
 @dataclasses.dataclass(frozen=True)
 class RecoveryResult:
-    """Where a run continues."""
+    """Result of a recovery: the step from which a run continues."""
 
     step: int
     lr: float
     lost_steps: int
-    """Updates that were made and lost."""
+    """Number of updates that were lost."""
     duration_s: float
     """Seconds that the recovery took."""
     source: str = ""
-    """Where the state comes from, in words; empty where survivors were at this step."""
+    """Source of the state, in words; empty if survivors were at this step."""
 
 
 def choose_sources(
     positions: Mapping[int, JobPosition], model_shard_ids: Mapping[int, object]
 ) -> tuple[int, list[int]] | None:
-    """Return (step, ranks) of the survivors that give the state, one for each part; None where a part is nowhere.
+    """Return (step, ranks) of the survivors that send the state, one for each part; None if a part is missing.
 
-    `model_shard_ids` has the part of the model that each rank held, lost ranks included.
+    `model_shard_ids` has the part of the model on each rank, including lost ranks.
     """
     wanted = set(model_shard_ids.values())
     for step in sorted({position.step for position in positions.values()}, reverse=True):
@@ -74,9 +74,9 @@ def choose_sources(
 def choose_snapshot_sources(
     positions: Mapping[int, JobPosition], world_size: int
 ) -> tuple[int, dict[int, list[int]]] | None:
-    """Return (step, {rank: ranks whose parts it gives}) of the furthest snapshot that survivors hold in memory.
+    """Return (step, {rank: ranks whose parts it sends}) of the furthest snapshot in the survivors' memory.
 
-    Every rank gives its own part where it can. None where every snapshot lacks some part.
+    Every rank sends its own part if it can. None if every snapshot lacks some part.
     """
     for step in sorted({step for position in positions.values() for step in position.snapshots}, reverse=True):
         there = {rank: position.snapshots.get(step, ()) for rank, position in sorted(positions.items())}
@@ -88,7 +88,7 @@ def choose_snapshot_sources(
 
 
 def query_positions(engine_group: EngineGroup, job: str, lost_ranks: Sequence[int] = ()) -> dict[int, JobPosition]:
-    """Return the position of every survivor. Needs no process group."""
+    """Return the position of every survivor. This needs no process group."""
     survivors = [rank for rank in range(engine_group.world_size) if rank not in lost_ranks]
     return engine_group.call_independently(make_call(JobOperations.job_status, job=job), survivors)
 
@@ -115,7 +115,7 @@ def explain_out_of_sync(positions: Mapping[int, JobPosition]) -> str:
 def fetch_survivor_state(
     engine_group: EngineGroup, job: str, positions: Mapping[int, JobPosition], model_shard_ids: Mapping[int, object]
 ) -> RecoveredState | None:
-    """Fetch the survivors' state, before the group is formed again; None where they don't have all of it."""
+    """Fetch the survivors' state, before the group is formed again; None if it is incomplete."""
     remaining = dict(positions)
     while (chosen := choose_sources(remaining, model_shard_ids)) is not None:
         step, sources = chosen
@@ -135,7 +135,7 @@ def fetch_survivor_state(
 def fetch_snapshot_state(
     engine_group: EngineGroup, job: str, positions: Mapping[int, JobPosition], world_size: int, *, after_step: int
 ) -> RecoveredState | None:
-    """Fetch a snapshot in the survivors' memory; None where there is none after `after_step`."""
+    """Fetch a snapshot from the survivors' memory; None if there is none after `after_step`."""
     remaining = dict(positions)
     while (chosen := choose_snapshot_sources(remaining, world_size)) is not None and chosen[0] > after_step:
         step, givers = chosen
@@ -153,7 +153,7 @@ def fetch_snapshot_state(
 def _drop_failed_sources(
     positions: dict[int, JobPosition], ranks: Sequence[int], payloads: Mapping[int, Payload]
 ) -> None:
-    """Drop the ranks that gave nothing (lost since, or out of memory), and discard what the others gave."""
+    """Drop the ranks that sent nothing (lost since, or out of memory), and discard what the others sent."""
     for rank in ranks:
         if rank not in payloads:
             del positions[rank]
@@ -162,7 +162,7 @@ def _drop_failed_sources(
 
 
 def _describe_memory_source(sources: Mapping[int, Sequence[int]]) -> str:
-    """Return in whose memory the lost parts were."""
+    """Return a text that names whose memory had the lost parts."""
     mirrors = [str(rank) for rank, parts in sorted(sources.items()) if set(parts) - {rank}]
     if not mirrors:
         return "each node's own memory"
@@ -171,7 +171,7 @@ def _describe_memory_source(sources: Mapping[int, Sequence[int]]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Recovery:
-    """Builds one run's job again, on all ranks."""
+    """Rebuilds one run's job on all ranks."""
 
     engine_group: EngineGroup
     plan: RunPlan
@@ -179,12 +179,12 @@ class Recovery:
     """The folder of the run's own checkpoints."""
 
     def __call__(self, lost_ranks: Sequence[int]) -> RecoveryResult:
-        """Bring all ranks to the furthest step that can be restored. Blocks until they are there.
+        """Bring all ranks to the furthest step that can be restored. Blocks until they have reached it.
 
-        Raises ClusterError where that can't be done, ValueError where the strategy can't work on fewer ranks.
+        Raises ClusterError if that is impossible, and ValueError if the strategy can't work on fewer ranks.
         """
         group, job = self.engine_group, self.plan.job
-        group.check_owned()  # before any engine is ended
+        group.check_owned()  # must come before any engine is ended
         started_at = time.monotonic()
         shrink = bool(lost_ranks) and self.plan.options.on_failure == "shrink"
         if shrink:
@@ -194,7 +194,7 @@ class Recovery:
         rebuilt: list[tuple[int, float]] = []
 
         def rebuild() -> None:
-            engine_outbox.remove_all(group.folder, job)  # of lost ranks too; the caller has read it
+            engine_outbox.remove_all(group.folder, job)  # also those of lost ranks; the caller has read them
             if state is not None:
                 rebuilt[:] = [self.plan.job_spec.rebuild(group, job, state.payloads)]
             else:
@@ -210,8 +210,8 @@ class Recovery:
         return RecoveryResult(step, lr, max(0, furthest - step), time.monotonic() - started_at, source)
 
     def _find_state(self, positions: Mapping[int, JobPosition]) -> tuple[RecoveredState | None, Checkpoint | None]:
-        """Return the survivors' state, or what a notebook that died in a recovery had taken of it; else the furthest
-        snapshot.
+        """Return the survivors' state, or the one that a notebook had stored when it died in a recovery; else the
+        furthest snapshot.
         """
         group, job, world_size = self.engine_group, self.plan.job, self.engine_group.world_size
         shard_ids = {rank: self.plan.options.strategy.model_shard_id(world_size, rank) for rank in range(world_size)}
@@ -237,7 +237,7 @@ class Recovery:
             return None
 
     def _restore_snapshot(self, snapshot: Checkpoint | None) -> tuple[int, float]:
-        """Go back to the last snapshot on disk; without one, to where the training began."""
+        """Go back to the last snapshot on disk; without one, to the start of the training."""
         from dtkit.training.resume import ResumePoint
 
         lr = self.plan.job_spec.build(self.engine_group, self.plan.job, uninitialized=snapshot is not None)

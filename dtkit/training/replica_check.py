@@ -1,10 +1,10 @@
-"""Whether ranks that hold the same parameters still do: checksums compared in the notebook, a few times a minute.
+"""Check that replicas still have equal parameters: the notebook compares checksums a few times a minute.
 
-Every rank adds checksums of its parameters to the results of a dispatch, so that comparing them costs no collective.
-They are asked for so rarely that computing them stays under 0.4 % of the time.
+Every rank adds checksums of its parameters to the results of a dispatch, so no collective is necessary. They are
+requested so rarely that computing them takes less than 0.4 % of the time.
 
-Each checksum is of one part of the model, and names it: a stage of a pipeline, one of the shards of a layer, or the
-whole. It is compared among the ranks that hold this part, which are as many as there are replicas.
+Each checksum names its part of the model: a stage of a pipeline, a shard of a layer, or the whole. It is compared among
+the ranks that hold this part, one of each replica.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ if TYPE_CHECKING:
 
     from dtkit.types import Fingerprint
 
-MAX_TIME_FRACTION = 0.004  # of the time that checksums may take
+MAX_TIME_FRACTION = 0.004  # share of the time that checksums may take
 
 
 class ReplicaChecker:
-    """When to ask for checksums, and the result of the last comparison. Times are of a monotonic clock, in seconds."""
+    """Decides when to request checksums, and has the result of the last comparison. Times are monotonic, in seconds."""
 
     def __init__(self) -> None:
         self.result: ReplicaCheckResult | None = None
         self._next_check_at = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Return whether the next dispatch should bring checksums."""
+        """Return whether the next dispatch should return checksums."""
         return now >= self._next_check_at
 
     def on_sent(self, now: float) -> None:
-        """Note that a dispatch brings checksums: those that are sent before it returns need not."""
+        """Note that a dispatch will return checksums. Dispatches that are sent before it returns need none."""
         self._next_check_at = now + timeouts.REPLICA_CHECK_INTERVAL_S
 
     def on_result(self, now: float, step: int, fingerprints: Sequence[Fingerprint | None], seconds: float) -> bool:
-        """Compare the checksums of all ranks after `step` updates, computed in `seconds`; return whether this is news.
+        """Compare the checksums of all ranks after `step` updates, computed in `seconds`. Return whether the result is
+        new.
 
-        None from any rank: parameters need not be equal at this step, and the next dispatch should ask again.
+        If any rank sent None, parameters need not be equal at this step, and the next dispatch requests checksums
+        again.
         """
         known = [fingerprint for fingerprint in fingerprints if fingerprint is not None]
         if len(known) < len(fingerprints):
@@ -73,8 +75,8 @@ def group_by_shard(fingerprints: Sequence[Fingerprint]) -> dict[tuple[int, ...],
 
 
 def find_outliers(checksums: Mapping[int, int]) -> list[int]:
-    """Return the ranks whose checksum is not the majority's; all ranks where there is no majority."""
-    common, count = collections.Counter(checksums.values()).most_common(1)[0]
+    """Return the ranks whose checksum differs from the majority's; all ranks if there is no majority."""
+    majority, count = collections.Counter(checksums.values()).most_common(1)[0]
     if count == len(checksums):
         return []
-    return [rank for rank, value in checksums.items() if value != common or 2 * count <= len(checksums)]
+    return [rank for rank, value in checksums.items() if value != majority or 2 * count <= len(checksums)]

@@ -1,4 +1,4 @@
-"""A checkpoint to resume from: what is checked before anything is sent, and what the log says will be different."""
+"""A checkpoint to resume from: checks before anything is sent, and a description of differences for the log."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.types import RunSpec
 
-    OverriddenOptions = Mapping[str, tuple[Any, Any]]  # {option: (as the checkpoint has it, as it was given)}
+    OverriddenOptions = Mapping[str, tuple[Any, Any]]  # {option: (the checkpoint's value, the user's value)}
 
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint that was checked, and can be resumed from."""
+    """A checkpoint that was checked and from which training can resume."""
 
     checkpoint: Checkpoint
 
@@ -39,31 +39,31 @@ class ResumePoint:
 
     @property
     def last_callback_step(self) -> int:
-        """The step after which callbacks were called last."""
+        """The step of the last call of callbacks."""
         return int(self.checkpoint.metadata.get("called", self.step))
 
     @property
     def last_evaluation_step(self) -> int:
-        """The step after which held-out data were evaluated last."""
+        """The step of the last evaluation."""
         return int(self.checkpoint.metadata.get("evaluated", self.step))
 
     @property
     def lineage(self) -> Lineage:
-        """The runs that led to it; none where it was saved by hand."""
+        """The runs that led to it; empty if the user saved it directly."""
         return get_lineage(self.checkpoint.metadata)
 
     def check_steps_left(self, spec: RunSpec) -> None:
-        """Raise ValueError where no step is left."""
+        """Raise ValueError if no step is left."""
         if spec.steps <= self.step:
             raise ValueError(
-                f"{self.checkpoint.path} stands after step {self.step}, and this training has {spec.steps} steps in "
+                f"{self.checkpoint.path} is at step {self.step}, and this training has {spec.steps} steps in "
                 f"all. Ask for more than {self.step}: steps= and epochs= count from the very start"
             )
 
     def restore_job(self, engine_group: EngineGroup, job: str) -> tuple[float, OverriddenOptions]:
-        """Restore the state on all ranks, in a job that was just built.
+        """Restore the state on all ranks, in a new job.
 
-        Returns the learning rate, and the optimizer's options that differ from those given to `train`.
+        Returns the learning rate, and the optimizer's options that differ from the arguments of `train`.
         """
         head = self.checkpoint.metadata
         results = engine_group.call_all(
@@ -79,13 +79,13 @@ class ResumePoint:
         return results[0][1], {name: pair for rank in reversed(results) for name, pair in rank[2].items()}
 
     def restore_callbacks(self, callbacks: Sequence[Any]) -> None:
-        """Restore the state of callbacks of the same class, at the same place of the list."""
+        """Restore the state of callbacks that have the same class and the same place in the list."""
         for callback, saved in zip(callbacks, self.checkpoint.metadata.get("callbacks", ()), strict=False):
             if saved is not None and saved["class"] == type(callback).__name__:
                 callback.load_state_dict(decode(saved["state"]))
 
     def describe(self, spec: RunSpec, mesh: Mesh, overridden: OverriddenOptions) -> str:
-        """Return what the log says: where the run continues from, and how it differs from one that never ended."""
+        """Return lines for the log: from which step the run continues, and how it differs from one that never ended."""
         head = self.checkpoint.metadata
         before, now = head["spec"], dataclasses.asdict(spec)
         notes = [f"goes on from {self.checkpoint.path.name}"]
@@ -108,10 +108,12 @@ class ResumePoint:
 
 
 def _describe_overridden(overridden: OverriddenOptions) -> str:
-    """Return which options are the checkpoint's, though others were given."""
+    """Return a text with the options of the checkpoint that replace the user's."""
     if not overridden:
         return ""
-    options = ", ".join(f"{name}={now!r} ({given!r} was given)" for name, (now, given) in sorted(overridden.items()))
+    options = ", ".join(
+        f"{name}={now!r} ({user_value!r} was given)" for name, (now, user_value) in sorted(overridden.items())
+    )
     change = "; run.set(lr=...) changes the learning rate" if "lr" in overridden else ""
     return f"the optimizer goes on with the checkpoint's {options}{change}"
 
@@ -120,7 +122,7 @@ _ROW_ORDER_FIELDS = ("samples", "batch_size", "shuffle", "seed")
 
 
 def _describe_rank_state(metadata: Any, spec: RunSpec, mesh: Mesh) -> str:
-    """Return what happens to state that belongs to one rank."""
+    """Return a text about state that belongs to single ranks."""
     facts = metadata["facts"]
     notes = []
     averaged = any(rank_facts["optimizers"] for rank_facts in facts["per_rank"].values())
@@ -133,7 +135,7 @@ def _describe_rank_state(metadata: Any, spec: RunSpec, mesh: Mesh) -> str:
 
 
 def load_start(path: str | Path | None, model: Any) -> tuple[Any, ResumePoint | None]:
-    """Return what a training begins with: the model, and the checkpoint at a path unless that is an exported model."""
+    """Return the start of a training: the model, and the checkpoint at a path, or None for an exported model."""
     if path is None:
         return model, None
     folder = folders.parse_path("resume_from", path)
@@ -146,7 +148,7 @@ def load_start(path: str | Path | None, model: Any) -> tuple[Any, ResumePoint | 
 
 
 def _load_resume_point(path: Path, model: Any) -> ResumePoint:
-    """Return the checkpoint at a path, with its files and its fit to the model checked. Raises CheckpointError."""
+    """Return the checkpoint at a path, after checking its files and that it fits the model. Raises CheckpointError."""
     checkpoint = Checkpoint(path)
     checkpoint.check_fits((model.build_model() if isinstance(model, ModelHandle) else model).state_dict())
     checkpoint.check_files()

@@ -1,8 +1,8 @@
-"""The handle of a training run: what a user pauses, watches, awaits and asks for the model.
+"""The handle of a training run, with which users pause, watch and await it, and get its model.
 
-A run has three parts with one owner each. The :class:`~dtkit.training.config.RunPlan` says what was asked for. The
-*job* on the engines has model, optimizer and position in the data. The driver (:mod:`dtkit.training.driver`) has state,
-step and exception. This handle reads them and passes commands on.
+A run has three parts with one owner each. The :class:`~dtkit.training.config.RunPlan` has the arguments and the
+decisions made from them. The *job* on the engines has model, optimizer and position in the data. The driver
+(:mod:`dtkit.training.driver`) has state, step and exception. This handle reads them and passes commands on.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 
 class Run(ShownRun):
-    """One training on a cluster. Shown as the last line of a cell it is a live dashboard.
+    """One training on a cluster. As the last line of a cell, it is a live dashboard.
 
-    ``run.pause()``, ``resume()``, ``step()``, ``set(lr=...)`` and ``stop()`` return the step at which they took effect:
-    all ranks are there. ``await run``, ``run.wait()`` and ``run.result()`` wait for the end, through a pause, and raise
-    what failed the run. They raise :class:`~dtkit.errors.PausedError` where it paused because it needs its caller.
+    ``run.pause()``, ``resume()``, ``step()``, ``set(lr=...)`` and ``stop()`` return the step at which they took effect
+    on all ranks. ``await run``, ``run.wait()`` and ``run.result()`` wait for the end, also through a pause, and raise
+    the run's error. They raise :class:`~dtkit.errors.PausedError` if the run paused because it needs its caller.
     """
 
     def __init__(self, engine_group: EngineGroup, plan: RunPlan) -> None:
@@ -63,7 +63,7 @@ class Run(ShownRun):
 
     def _notify(self) -> None:
         self._step_callbacks.notify()
-        self._notify_views()
+        self._subscribers.notify(self.spec.name)
 
     def _run_callbacks(self) -> None:
         for callback in self._plan.options.callbacks:
@@ -78,12 +78,12 @@ class Run(ShownRun):
 
     @property
     def spec(self) -> RunSpec:
-        """What was asked for."""
+        """The arguments of the training."""
         return self._plan.spec
 
     @property
     def status(self) -> Status:
-        """State, step, epoch, seconds spent running and seconds left, as of now."""
+        """Current state, step, epoch, seconds spent running and seconds left."""
         report = self.stall_report
         return self._driver.progress.make_status(self._waiter.message if report is None else report.text)
 
@@ -104,17 +104,17 @@ class Run(ShownRun):
 
     @property
     def exception(self) -> BaseException | None:
-        """What failed the run, or made it pause; None while all is well."""
+        """The error that failed the run, or made it pause; None if there was none."""
         return self._driver.progress.exception
 
     @property
     def delay_factors(self) -> Mapping[int, float]:
-        """The ranks that are slowed on purpose, and how many times slower."""
+        """Ranks that are slowed on purpose, with the factor."""
         return self._driver.progress.delay_factors
 
     @property
     def timeline(self) -> Timeline:
-        """What every rank did when, in the last steps: a picture, and in a pipeline the bubble."""
+        """Picture of when each rank did what in the last steps; of a pipeline also the bubble."""
         from dtkit.history import comm_time
         from dtkit.history.timeline import Timeline, merge_spans
 
@@ -138,7 +138,7 @@ class Run(ShownRun):
     def model(self) -> Any:
         """The model as trained so far, in the notebook and on the CPU. Yours stays as it was.
 
-        It is fetched from the engines, and is the same object while the run is at the same step.
+        It is fetched from the engines, and stays the same object while the run is at the same step.
         """
         return self._job.fetch_model()
 
@@ -147,17 +147,17 @@ class Run(ShownRun):
     def pause(self, timeout: float | None = None) -> int:
         """Let all ranks finish the same step, and pause. Returns the number of steps taken so far.
 
-        Raises TimeoutError, with the rank that is stuck, where that takes longer than `timeout` seconds. Without a
-        `timeout` it waits as long as a collective may take, but only ten seconds for a rank that is stuck.
+        Raises TimeoutError, which names the rank that is stuck, if that takes longer than `timeout` seconds. Without a
+        `timeout`, it waits as long as a collective may take, but only ten seconds for a rank that is stuck.
         """
         return self._waiter.call("pause", timeout=timeout)
 
     def resume(self, timeout: float | None = None) -> int:
-        """Continue. Returns the step from which."""
+        """Continue. Returns the step from which the run continues."""
         return self._waiter.call("resume", timeout=timeout)
 
     def step(self, n: int = 1, *, timeout: float | None = None) -> int:
-        """Take `n` steps while paused. Returns the number of steps taken so far; raises what failed the run."""
+        """Take `n` steps while paused. Returns the number of steps taken so far. Raises the run's error if it fails."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"step({n!r}): the number of steps must be an integer from 1 up")
         num_taken = self._take_steps(n, explain=False, timeout=timeout)
@@ -175,8 +175,9 @@ class Run(ShownRun):
     def explain_step(self, timeout: float | None = None) -> Explanation:
         """Take one step while paused, and explain it.
 
-        Of replicas: each rank's rows, loss and gradients, their sum, the update. Of a pipeline: the activations and
-        gradients that are sent between stages. Where parameters are sharded: the collectives, with their bytes.
+        For replicas, it shows each rank's rows, loss and gradients, their sum, and the update. For a pipeline, it shows
+        the activations and gradients that are sent between stages. For sharded parameters, it shows the collectives
+        with their bytes.
         """
         from dtkit.explain import explain
 
@@ -194,16 +195,16 @@ class Run(ShownRun):
         return self._waiter.call("stop", timeout=timeout)
 
     def set(self, *, lr: float, timeout: float | None = None) -> int:
-        """Give every rank a new learning rate, with the same step. Returns the first step that uses it.
+        """Set a new learning rate on every rank from the same step on. Returns the first step that uses it.
 
         Further parameter groups keep their ratio to the first one.
         """
         return self._waiter.call("lr", parse_lr(lr), timeout)
 
     def post(self, command: str, value: float | None = None) -> Future[int]:
-        """Ask for "pause", "resume", "step", "stop" or "lr" (with `value`), without waiting: what buttons call.
+        """Request "pause", "resume", "step", "stop" or "lr" (with `value`) without waiting, as buttons do.
 
-        The answer is the number of steps taken when it took effect on all ranks.
+        The future returns the number of steps taken when the command took effect on all ranks.
         """
         values = {"pause": None, "resume": None, "stop": None, "step": (1, False), "lr": value}
         if command not in values:
@@ -216,9 +217,10 @@ class Run(ShownRun):
         self._notify()
 
     def inject_delay(self, rank: int, factor: float, *, timeout: float | None = None) -> int:
-        """Have one rank's computing take `factor` times as long (it sleeps), for lessons and tests; 1 ends that.
+        """Make one rank's computing take `factor` times as long (it sleeps), for lessons and tests. A factor of 1 ends
+        the delay.
 
-        Every picture of the run says so. Returns the step at which it was asked for.
+        Every picture of the run shows the delay. Returns the step of the request.
         """
         self.note(self._job.inject_delay(rank, factor, timeout))
         return self._driver.progress.step
@@ -237,11 +239,12 @@ class Run(ShownRun):
         keep_last: int | None = None,
         timeout: float | None = None,
     ) -> CheckpointResult:
-        """Write a checkpoint into a folder of its own in `path` (by default ``checkpoint_dir``), to resume from later.
+        """Write a checkpoint, to resume from later, into a new folder in `path` (by default ``checkpoint_dir``).
 
-        While the run is RUNNING, it is of the step that is being taken; training continues while ranks write. With
-        `keep_last`, only the newest ones stay. Raises CheckpointError where it could not be written: the run and older
-        checkpoints are unchanged. For another `format` see :meth:`dtkit.Checkpoint.export`: `path` then has the model.
+        While the run is RUNNING, the checkpoint has the state after the current step, and training continues while
+        ranks write. With `keep_last`, only the newest ones stay. Raises CheckpointError if it could not be written; the
+        run and older checkpoints are then unchanged. For another `format`, `path` will have the model; see
+        :meth:`dtkit.Checkpoint.export`.
         """
         if format != "dtkit":
             return self.lifecycle.export(lambda folder: self.save(folder, timeout=timeout), path, format)
@@ -255,11 +258,11 @@ class Run(ShownRun):
     # -- waiting ----------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the run has ended; raise what failed it.
+        """Wait until the run has ended, and raise its error if it failed.
 
-        An interrupt pauses the run at a step boundary and is raised again. Raises TimeoutError after `timeout` seconds,
-        with the run going on. Raises PausedError where the run paused because it needs its caller, and, without a
-        `timeout`, where it is paused when the wait begins.
+        An interrupt pauses the run at a step boundary, and is raised again. Raises TimeoutError after `timeout`
+        seconds; the run continues. Raises PausedError if the run paused because it needs its caller. Without a
+        `timeout`, it also raises PausedError if the run is paused when the wait begins.
         """
         self._waiter.wait(timeout)
 
@@ -286,22 +289,22 @@ class Run(ShownRun):
     ) -> Evaluation:
         """Return loss and metrics over `data` (arrays, a Dataset, a function or a Partition), split over the ranks.
 
-        `metrics` are those given to `train` unless named here. The result is exact for any number of samples.
+        By default, `metrics` are those of `train`. The result is exact for any number of samples.
         """
         return self._job.evaluate(data, metrics, timeout)
 
     def memory(self, plan: Plan | None = None, *, timeout: float | None = None) -> Memory:
-        """Return what each rank's memory holds, as measured, next to what `plan` (a cluster.plan) expected.
+        """Return the measured contents of each rank's memory, next to the prediction of `plan` (a cluster.plan).
 
-        Parameters, gradients and optimizer state are as of now; the peak is the most that each process grew to.
+        Parameters, gradients and optimizer state are the current ones; the peak is the largest memory of each process.
         """
         return self._job.measure_memory(plan, timeout)
 
     def profile(self, steps: int = 3, *, timeout: float | None = None) -> Profile:
-        """Take the next steps with torch's profiler on all ranks; return the operators, and one trace of all ranks.
+        """Take the next steps with torch's profiler on all ranks. Return the operators, and one trace of all ranks.
 
-        A running run is paused for it, and goes on afterwards. Training stays the same, but these steps take longer.
-        ``profile.export_chrome_trace("trace.json.gz")`` writes the trace.
+        A running run is paused for the profile, and continues afterwards. Results stay the same, but these steps take
+        longer. ``profile.export_chrome_trace("trace.json.gz")`` writes the trace.
         """
         self._job.check_not_released("profile")
         return profiling.profile_steps(self, self._engine_group, self._plan.job, steps, timeout)
@@ -309,7 +312,7 @@ class Run(ShownRun):
     def efficiency(self, *, timeout: float | None = None) -> Efficiency:
         """Return tokens per second, operations per second, and their share of the devices' peak (MFU).
 
-        The model's operations are counted once, on tensors without memory; views show the numbers from then on.
+        The first call counts the model's operations, on tensors without memory. From then on, views show the numbers.
         """
         workload = self.history.workload
         if workload is None:
@@ -321,17 +324,17 @@ class Run(ShownRun):
         return Efficiency(workload, rate, self.spec.world_size)
 
     def placement(self, *, timeout: float | None = None) -> Any:
-        """Return which rank holds which part of the model: a table, by the strategy.
+        """Return a table of the part of the model that each rank holds under the strategy.
 
-        None where every rank holds the whole model, or an even part of every parameter.
+        None if every rank holds the whole model, or an even part of every parameter.
         """
         return self._job.get_placement(timeout)
 
     def verify(self, steps: int = 20, *, timeout: float | None = None) -> Verification:
-        """Check that this training is the same as in one process. Prints the answer, and returns it.
+        """Check that this training equals training in one process. Prints the result, and returns it.
 
-        The first `steps` steps are repeated, on all ranks and on one engine alone with the same rows. Neither touches
-        the run. Without a `timeout` in seconds, each call to the engines has the time limit of a collective.
+        The first `steps` steps are repeated, on all ranks and on one engine alone with the same rows. The run itself
+        isn't changed. Without a `timeout` in seconds, each call to the engines has the time limit of a collective.
         """
         verification = self._job.verify(steps, timeout)
         print(verification.text())  # noqa: T201 - asked for as a report
@@ -340,13 +343,15 @@ class Run(ShownRun):
     # -- going on, and letting go -----------------------------------------------------------------------------
 
     def extend(self, *, epochs: int | None = None, steps: int | None = None, timeout: float | None = None) -> None:
-        """Train on for this many epochs (or steps) more, with the optimizer as it is."""
+        """Train for this many more epochs (or steps), with the current optimizer."""
         deadline = Deadline(timeout, "extend")
         self.lifecycle.extend(epochs=epochs, steps=steps, timeout=timeout)
         self.resume(deadline.get_remaining_s())
 
     def repair(self, timeout: float | None = None) -> None:
-        """Replace the engines that are gone, and continue where the survivors are. TimeoutError leaves it going on."""
+        """Replace the engines that are gone, and continue at the survivors' step. After a TimeoutError, the repair
+        continues.
+        """
         self._job.check_not_released("run.repair()")
         if self._driver.progress.state.has_ended:
             self.lifecycle.repair(timeout)
@@ -354,9 +359,10 @@ class Run(ShownRun):
             self._waiter.call("repair", timeout=timeout)
 
     def release(self, timeout: float | None = None) -> None:
-        """Free all that the engines hold of this run, after fetching its weights. A paused run is stopped. Idempotent.
+        """Free everything that the engines hold for this run, after fetching its weights. Stops a paused run.
+        Idempotent.
 
-        Raises TimeoutError if the weights have not come within `timeout` seconds; the engines then keep the job.
+        Raises TimeoutError if the weights don't arrive within `timeout` seconds; the engines then keep the job.
         """
         deadline = Deadline(timeout, "release")
         if self._job.is_running:

@@ -1,7 +1,7 @@
-"""How a caller waits for a run: for its end, or for a command to take effect.
+"""Waiting for the end of a run, or for a command to take effect.
 
-A wait ends when the run has ended. It goes on through a pause that somebody made and may take back, and raises where
-the run paused because it needs its caller. A kernel's interrupt pauses the run at a step boundary.
+A wait ends when the run has ended. It continues through a pause that the user made, and raises if the run paused
+because it needs its caller. An interrupt of the kernel pauses the run at a step boundary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PAUSED_MESSAGE = "paused: this cell waits for Resume or Stop"
 
 
 class RunWaiter:
-    """Waits for one run, and says so in its views."""
+    """Waits for one run, and shows that in its views."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class RunWaiter:
     # -- for the end ------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None) -> None:
-        """Wait until the run has ended; raise what failed it."""
+        """Wait until the run has ended, and raise its error if it failed."""
         if threading.current_thread().name == CALLBACK_THREAD_NAME:
             raise RunError("a callback can't wait for the run, which waits for its callbacks; return instead")
         if timeout is None:
@@ -66,7 +66,7 @@ class RunWaiter:
         self._finish()
 
     async def wait_async(self) -> None:
-        """As `wait`, with the kernel free meanwhile, so that buttons act. Cancelling it pauses the run."""
+        """Wait as `wait` does, but leave the kernel free, so that buttons work. Cancelling it pauses the run."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -103,14 +103,14 @@ class RunWaiter:
             )
 
     def _finish(self) -> None:
-        """Let displays become pictures, and raise what failed or paused the run."""
+        """Turn displays into pictures, and raise the error that failed or paused the run."""
         from dtkit.dashboard import display
 
         progress = self._driver.progress
         if progress.state.has_ended:
             self._finish_callbacks(timeouts.STEP_CALLBACKS_TIMEOUT_S)
             # waits: CheckpointManager.join has a default timeout
-            self._driver.actions.checkpoint.manager.join()  # the caller may continue from the last checkpoint
+            self._driver.actions.checkpoint.manager.join()  # the caller may resume from the last checkpoint
             display.wait_until_replaced(self._run)
         error = progress.exception
         if progress.state is State.PAUSED and isinstance(error, EngineError) and not isinstance(error, NonFiniteError):
@@ -125,7 +125,7 @@ class RunWaiter:
 
     @contextlib.contextmanager
     def _pause_on_interrupt(self) -> Generator[None, None, None]:
-        """Say that a cell blocks; an interrupt pauses the run, from the first moment on."""
+        """Show that a cell blocks. From the first moment on, an interrupt pauses the run."""
         with contextlib.ExitStack() as at_end:
             try:
                 self._show_blocking(at_end)
@@ -135,7 +135,7 @@ class RunWaiter:
                 raise
 
     def _show_blocking(self, at_end: contextlib.ExitStack) -> None:
-        """Show text progress in a terminal, and a message on the buttons in a notebook."""
+        """Show progress as text in a terminal, and a message about the buttons in a notebook."""
         from dtkit._util.notebook import in_notebook
         from dtkit.dashboard.text import run_text
 
@@ -153,7 +153,7 @@ class RunWaiter:
             self._notify()
 
     def pause_or_interrupt(self) -> None:
-        """Pause at a step boundary; a second interrupt before that interrupts the engines."""
+        """Pause at a step boundary. A second interrupt before that interrupts the engines."""
         is_first = not self._driver.progress.is_pausing
         with contextlib.suppress(RunError, TimeoutError):
             try:
@@ -174,7 +174,7 @@ class RunWaiter:
     def call(self, command: str, value: object = None, timeout: float | None = None) -> int:
         """Submit a command; return the step at which it took effect.
 
-        Without a `timeout` it waits as long as a collective may take, but only some seconds for a rank that is stuck.
+        Without a `timeout`, it waits as long as a collective may take, but only some seconds for a rank that is stuck.
         """
         started_at = time.monotonic()
         limit = self._call_timeout_s() if timeout is None else timeout
@@ -207,7 +207,7 @@ class RunWaiter:
 
 
 def _wait_within_limit(answer: Future[int]) -> None:
-    """Wait in short parts: a signal that another thread received is seen between two of them."""
+    """Wait in short intervals. Python handles a signal that another thread received only between them."""
     deadline = time.monotonic() + timeouts.INTERRUPTED_CELL_TIMEOUT_S
     while not answer.done() and time.monotonic() < deadline:
         with contextlib.suppress(TimeoutError):

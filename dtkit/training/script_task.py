@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from dtkit.training.elastic_script import ElasticPolicy
 
 
+class ScriptTask(Task):
+    """A script. Once a rank has failed, the others are ended as under torchrun: they wait for it in vain."""
+
+    first_grace_s = timeouts.SCRIPT_FAILURE_GRACE_S
+
+
 def submit_script(
     engine_group: EngineGroup,
     main: Any,
@@ -30,7 +36,7 @@ def submit_script(
 ) -> Task:
     """See :meth:`dtkit.Cluster.torchrun`; `repair` replaces engines that are gone.
 
-    `policy` is that of a script for Horovod, and None for others.
+    `policy` is for scripts that use Horovod, and None for others.
     """
     script = parse_script(main, args, dict(kwargs), has_horovod=policy is not None)
     if script is None:
@@ -46,7 +52,7 @@ def submit_script(
 
     name, function_call = get_name(main) if script is None else script.title, (main, args, dict(kwargs))
     if policy is None or not engine_group.membership.is_single_host:  # hosts share no folder
-        return start_on_all_ranks(Task(engine_group, name, repair), function_call, make_script_call)
+        return start_on_all_ranks(ScriptTask(engine_group, name, repair), function_call, make_script_call)
     task = ElasticTask(engine_group, name, repair, policy)
     payload = engine_group.uploads.upload(engine_group.uploads.pack(function_call, name=name))
     folder = str(task.folder.path)
@@ -55,7 +61,7 @@ def submit_script(
 
 
 def _open_rendezvous_store(engine_group: EngineGroup) -> int:
-    """Return the port of a store for a script's own group. Rank 0 may have to finish a long call first."""
+    """Open a store for a script's own group, and return its port. Rank 0 may have to finish a long call first."""
     return int(
         engine_group.unwrap(
             engine_group.gather_replies(

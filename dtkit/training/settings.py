@@ -1,4 +1,4 @@
-"""The arguments of a training as text, as the user typed them: the source of a lambda, and not ``<lambda>``."""
+"""The arguments of a training as the user typed them, such as the source of a lambda instead of ``<lambda>``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MAX_CHARS = 160
 _IN_SPEC = frozenset(
     {"batch_size", "epochs", "steps", "strategy", "shuffle", "seed", "start", "name", "tags", "num_workers"}
 )
-"""Arguments that a run's spec has as fields of their own."""
+"""Arguments that are fields of a run's spec."""
 
 
 def describe_settings(config: TrainConfig) -> tuple[tuple[str, str], ...]:
-    """Return (name, text) of the arguments that differ from their defaults and that a spec has no field for."""
+    """Return (name, text) of the arguments that differ from their defaults and aren't fields of a spec."""
     return tuple(
         (field.name, describe_value(value))
         for field in dataclasses.fields(config)
@@ -77,7 +77,7 @@ def _format_parameters(function: types.FunctionType) -> str:
 
 
 def _read_body(code: types.CodeType) -> str | None:
-    """Return the source of a lambda's body, by the positions of its instructions; None if there is no source."""
+    """Return the source of a lambda's body, found by the positions of its instructions; None without a source."""
     spans = [
         (line, column, end_line, end_column)
         for line, end_line, column, end_column in code.co_positions()

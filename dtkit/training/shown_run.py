@@ -1,12 +1,10 @@
-"""What a run shows: its views, its verdict, and the files that show it elsewhere."""
+"""Display of a run: its views, its verdict, and files that show it elsewhere."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from typing import TYPE_CHECKING
 
-from dtkit._util.guard import notify_views
+from dtkit._util.guard import Subscribers
 from dtkit.dashboard.run_view import RunView
 
 if TYPE_CHECKING:
@@ -19,44 +17,30 @@ if TYPE_CHECKING:
 
 
 class ShownRun(RunView):
-    """The part of a run that its views use, and that makes views. :class:`~dtkit.Run` has the properties."""
+    """The part of a run that creates views and that views use. :class:`~dtkit.Run` has the properties."""
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self._views: list[Callable[[], None]] = []
-        # locks: while a callback is noted
-        self._views_lock = threading.Lock()
+        self._subscribers = Subscribers()
 
     @property
     def history(self) -> History:
-        """What every rank did in every step: a table, see :class:`~dtkit.History`."""
+        """Records of every rank in every step: a table, see :class:`~dtkit.History`."""
         return self._history
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` after every change, from any thread; return the function that ends that."""
-        with self._views_lock:
-            self._views.append(callback)
-
-        def unsubscribe() -> None:
-            with self._views_lock, contextlib.suppress(ValueError):
-                self._views.remove(callback)
-
-        return unsubscribe
-
-    def _notify_views(self) -> None:
-        with self._views_lock:
-            views = list(self._views)
-        notify_views(views, self.spec.name)
+        """Call `callback` after every change, from any thread. Return the function that unsubscribes it."""
+        return self._subscribers.add(callback)
 
     @property
     def verdict(self) -> Verdict:
-        """What holds the run back and what would help, in one line; ``run.verdict.explain()`` prints the numbers."""
+        """The run's bottleneck and a remedy, in one line. ``run.verdict.explain()`` prints the numbers."""
         from dtkit.dashboard.summary.verdict import find_verdict
 
         return find_verdict(self.history, self.spec)
 
     def figure(self) -> Figure:
-        """Return the run as a matplotlib Figure, at any time: loss and throughput, per node and together."""
+        """Return a matplotlib Figure of the run, at any time: loss and throughput, per node and together."""
         from dtkit.dashboard.figures import run_figure
 
         return run_figure.draw_run(self)
@@ -67,7 +51,7 @@ class ShownRun(RunView):
         return run_text.format_run(self)
 
     def dashboard(self, *, fault_injection: bool = False) -> None:
-        """Show the dashboard here, as `run` in the last line of a cell does.
+        """Show the dashboard here, as `run` does in the last line of a cell.
 
         With ``fault_injection=True`` it can also slow nodes down and end them, for lessons.
         """
@@ -76,7 +60,7 @@ class ShownRun(RunView):
         display.show(self, fault_injection=fault_injection)
 
     def report(self, path: str | Path, *, single_process: ShownRun | History | None = None) -> None:
-        """Write the run as one HTML file that needs nothing else.
+        """Write the run as one self-contained HTML file.
 
         `single_process`: the same training on one engine (a run, or its history), to show the scaling.
         """

@@ -1,4 +1,4 @@
-"""When the next snapshot in the engines' memory is due, and whether the last one could be kept."""
+"""Timing of snapshots in the engines' memory, and whether the last one could be kept."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from dtkit.types import SnapshotReport
 
-_MAX_TIME_FRACTION = 0.01  # of the time, that training may wait for snapshots
+_MAX_TIME_FRACTION = 0.01  # share of the time that training may wait for snapshots
 NEVER_DUE = 2**31
-"""Steps until something is due that never will be."""
+"""Steps until something that is never due."""
 
 
 def count_steps_left(step: int, every: int) -> int:
@@ -24,18 +24,18 @@ def count_steps_left(step: int, every: int) -> int:
 
 
 class SnapshotTracker:
-    """When a run's next snapshot in its engines' memory is due.
+    """Decides when a run's next snapshot in the engines' memory is due.
 
-    Snapshots are for strategies of which a rank holds the only copy of a part: see
-    :mod:`dtkit.engine.state.peer_snapshots`. Training waits for them, so by default the interval grows until that is a
-    hundredth of the time, up to the interval of those on disk (:mod:`dtkit.checkpoint.manager`).
+    Snapshots are for strategies in which only one rank holds some part of the model: see
+    :mod:`dtkit.engine.state.peer_snapshots`. Training waits for them. So by default, the interval grows until the wait
+    is a hundredth of the time, up to the interval of snapshots on disk (:mod:`dtkit.checkpoint.manager`).
     """
 
     def __init__(self, interval: SnapshotInterval | None = None) -> None:
         self.interval = interval or SnapshotInterval()
         self._last_request = 0, time.monotonic()
         self._is_due_now = False
-        self._min_interval_s = 0.0  # from the time that the last one took
+        self._min_interval_s = 0.0  # derived from the time that the last one took
         self._has_warned = False
 
     def reset_to(self, step: int) -> None:
@@ -54,7 +54,7 @@ class SnapshotTracker:
         return time.monotonic() - self._last_request[1] >= max(seconds or 0.0, self._min_interval_s)
 
     def is_missing(self, step: int) -> bool:
-        """Return whether steps were taken since the last one: a run that pauses may do so for long, or for good."""
+        """Return whether steps were taken since the last one. A run may pause for long, or for good."""
         return not self.interval.is_disabled and step > self._last_request[0]
 
     def steps_until_due(self, step: int) -> int:
@@ -63,15 +63,15 @@ class SnapshotTracker:
         return NEVER_DUE if every is None else count_steps_left(step, every)
 
     def on_sent(self, step: int) -> None:
-        """Note that one was asked for."""
+        """Note that one was requested."""
         self._last_request, self._is_due_now = (step, time.monotonic()), False
 
     def on_cancel(self) -> None:
-        """Note that ranks were not at that step: it is due again."""
+        """Note that ranks were not at that step, so that it is due again."""
         self._is_due_now = True
 
     def on_result(self, values: Sequence[SnapshotReport]) -> str | None:
-        """Note what the ranks answered; return a warning the first time that none could be kept."""
+        """Note the ranks' answers. Return a warning the first time that no snapshot could be kept."""
         self._min_interval_s = min(
             timeouts.MAX_SNAPSHOT_INTERVAL_S, max(value["seconds"] for value in values) / _MAX_TIME_FRACTION
         )

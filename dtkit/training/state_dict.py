@@ -1,4 +1,4 @@
-"""A model's whole state dict, joined in the notebook from the parts that all ranks send.
+"""A model's whole state dict, which the notebook joins from parts that all ranks send.
 
 Each rank sends about as many bytes as the others, and no rank needs memory for the whole model.
 """
@@ -30,16 +30,16 @@ def fetch_state_dict(
 
 
 def fetch_state_dict_within(engine_group: EngineGroup, job: str, timeout: float) -> Mapping[str, Any] | None:
-    """Return the same where all ranks send it within `timeout` seconds; else None, and the group is left as it is."""
+    """Return the state dict if all ranks send it within `timeout` seconds; else None. Doesn't form the group again."""
     replies = engine_group.gather_replies(
         engine_group.fan_out(make_call(JobOperations.state_dict_parts, job=job)),
         timeout,
         grace_s=timeouts.FETCH_INTERRUPT_GRACE_S,
     )
-    sent = [reply.unwrap() for reply in replies if reply.failure is None]
-    if len(sent) == len(replies):
-        return _join_parts(sent)
-    for payload in sent:
+    payloads = [reply.unwrap() for reply in replies if reply.failure is None]
+    if len(payloads) == len(replies):
+        return _join_parts(payloads)
+    for payload in payloads:
         payload.discard()
     return None
 
@@ -51,7 +51,7 @@ def _join_parts(payloads: Iterable[Payload]) -> dict[str, Any]:
 
 
 def load_payloads(payloads: Iterable[Payload]) -> list[Any]:
-    """Return what was sent, and free the memory that it was sent in."""
+    """Return the contents of payloads, and free their memory."""
     payloads = list(payloads)
     try:
         return [payload.load() for payload in payloads]

@@ -11,7 +11,7 @@ The table is :data:`STATE_TABLE`; drawn::
     PENDING, PAUSED, RUNNING --stop--> STOPPED --extend--> PAUSED
     PENDING, PAUSED, RUNNING --error--> FAILED
 
-Closing the cluster stops a run that has not ended; an error in the driver makes it FAILED. A command is answered with
+Closing the cluster stops a run that has not ended; an error in the driver makes it FAILED. The answer to a command is
 the step at which it took effect. No command is accepted after the end.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StateRule:
-    """What a state allows."""
+    """The commands that a state allows, and the states that may follow."""
 
     commands: frozenset[str]
     next_states: frozenset[State]
@@ -72,6 +72,6 @@ _COMMAND_PHRASES = {
 
 
 def describe_refusal(state: State, step: int, command: str) -> str:
-    """Return why a run that has ended does not take a command, and what helps."""
+    """Return why a run that has ended doesn't take a command, with a remedy."""
     hint = RETRAIN_HINT if state is State.FAILED else _EXTEND_HINT
     return f"this run has {ENDED_PHRASES[state]} at step {step}, so it can't {_COMMAND_PHRASES[command]}. {hint}"

@@ -1,6 +1,6 @@
-"""Callbacks of the notebook that look at every step, as its records arrive.
+"""Callbacks in the notebook that are called for every step when its records arrive.
 
-They run on a thread of their own, behind the training: it doesn't wait for them. Steps come in order, none is left out.
+They run on a thread of their own, and training doesn't wait for them. They get all steps in order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepSummary:
     """Time of the slowest rank."""
     grad_norm: float
     logged: dict[str, float]
-    """What the step passed to `dtkit.log`: means over all ranks."""
+    """Numbers that the step passed to `dtkit.log`, means over all ranks."""
 
 
 class StepCallbacks:
@@ -48,7 +48,7 @@ class StepCallbacks:
         self._thread: threading.Thread | None = None
 
     def notify(self) -> None:
-        """Call the callbacks for the steps that have arrived, unless a thread is at it."""
+        """Call the callbacks for the steps that have arrived, unless a thread already does so."""
         if not self._callbacks:
             return
         with self._lock:
@@ -57,7 +57,7 @@ class StepCallbacks:
                 self._thread.start()
 
     def finish(self, timeout: float) -> None:
-        """Wait until the callbacks have seen all steps, and have finished what they do behind the training."""
+        """Wait until the callbacks have seen all steps, and their background work is finished."""
         deadline = time.monotonic() + timeout
         self.notify()
         with self._lock:
@@ -77,14 +77,14 @@ class StepCallbacks:
                         return
 
     def _report(self, error: BaseException) -> None:
-        """Pause the run, which then raises the error; one that has ended gets it into its log."""
+        """Pause the run, which then raises the error. If the run has ended, log the error."""
         try:
             self._driver.submit("callback_failed", error)
         except RunError:
             self._driver.progress.add_event("error", describe_callback_error(error))
 
     def _take_new(self) -> list[StepSummary] | None:
-        """Return the steps that have arrived; None, and the end of this thread, without any."""
+        """Return the steps that have arrived; None if there are none, so that this thread ends."""
         with self._lock:
             first, stop = self._num_done, self._history.num_steps
             if first == stop:

@@ -1,7 +1,7 @@
 """A user's own function or script on every rank.
 
-What ranks log and print comes live, in numbered messages that may be lost. The call's return carries all of it and
-fills the gaps. Each rank answers for itself, so that the first failure is seen at once.
+Output of ranks arrives live, in numbered messages that may be lost. The call's reply has all of it and fills the gaps.
+Each rank replies for itself, so that the first failure is visible at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
-from dtkit._util.guard import notify_views, return_error, run_guarded_in_thread
+from dtkit._util.guard import Subscribers, return_error, run_guarded_in_thread
 from dtkit.dashboard import call_display
 from dtkit.dashboard.text import call_text
 from dtkit.errors import DtkitError
@@ -34,20 +34,24 @@ if TYPE_CHECKING:
 
 
 class Task:
-    """A function running on all ranks. ``result()`` and ``await`` wait for it; shown in a cell it is live.
+    """A function that runs on all ranks. ``result()`` and ``await`` wait for it; a cell shows it live.
 
-    ``rows`` has what `dtkit.log` reported (dicts with rank and index), ``output`` what was printed (rank, line).
+    ``rows`` has the values passed to `dtkit.log` (dicts with rank and index), ``output`` the printed lines (rank,
+    line).
     """
 
+    first_grace_s: float | None = None
+    """Grace for the other ranks once one has failed, before they are interrupted; None for that of all calls."""
+
     def __init__(self, engine_group: EngineGroup, name: str, repair: Callable[[], object] | None = None) -> None:
-        """`repair` starts engines in place of those that are gone."""
+        """`repair` replaces engines that are gone."""
         self.name, self.world_size = name, engine_group.world_size
         self.rows: list[dict[str, Any]] = []
         self.output: list[tuple[int, str]] = []
         self.state = "running"
         """"running", "done" or "failed"."""
         self.engine_group, self._repair = engine_group, repair
-        self._num_received = [0] * engine_group.world_size  # items taken from each rank
+        self._num_received = [0] * engine_group.world_size  # items received from each rank
         self._num_rows = [0] * engine_group.world_size
         self._futures: Sequence[Future[Reply[Any]]] = ()
         # locks: while lines are appended
@@ -56,19 +60,19 @@ class Task:
         self._results: list[Any] = []
         self._error: BaseException | None = None
         self._was_cancelled = False
-        self._callbacks: list[Callable[[], None]] = []
+        self._subscribers = Subscribers()
 
     # -- while it runs ----------------------------------------------------------------------------------------
 
     def receive(self, rank: int, first: int, items: Sequence[tuple[str, Any]]) -> None:
-        """Take a rank's items, numbered from `first`; those behind a gap wait for the call's return."""
+        """Receive a rank's items, numbered from `first`. Items behind a gap come with the call's reply."""
         with self._lock:
             known = self._num_received[rank]
             if first > known:
                 return
             for kind, content in items[known - first :]:
                 if kind == "row":
-                    # Live messages have numbers that JSON lacks as text: "nan", "inf".
+                    # Live messages have numbers that JSON lacks as text, such as "nan" and "inf".
                     values = {name: float(value) for name, value in content.items()}
                     self.rows.append({"rank": rank, "index": self._num_rows[rank], **values})
                     self._num_rows[rank] += 1
@@ -78,40 +82,42 @@ class Task:
         self._notify()
 
     def start_collecting(self, futures: Sequence[Future[Reply[Any]]], payload: Payload) -> None:
-        """Wait for all ranks on a thread of the task's own, whether anybody asks for the result or not."""
+        """Collect all replies on the task's own thread, even if the user never asks for the result."""
         self._futures = futures
         threading.Thread(target=self._run_collector, args=(payload,), name=f"dtkit-{self.name}", daemon=True).start()
 
     def _run_collector(self, payload: Payload) -> None:
-        """Collect the replies; `result` raises whatever goes wrong."""
+        """Collect the replies. `result` raises any error."""
         self._error = run_guarded_in_thread(lambda: self._collect_replies(payload), return_error)
         self.state = "done" if self._error is None else "failed"
         self._done_event.set()
         self._notify()
 
     def _collect_replies(self, payload: Payload) -> None:
-        """Wait for all ranks, and take in what they return."""
+        """Wait for all ranks, and collect their results."""
         try:
-            replies = self.engine_group.gather_replies(self._futures, timeouts.TASK_TIMEOUT_S)
+            replies = self.engine_group.gather_replies(
+                self._futures, timeouts.TASK_TIMEOUT_S, first_grace_s=self.first_grace_s
+            )
         finally:
             self.engine_group.uploads.discard(payload)
         self._process_replies(replies)
 
     def _process_replies(self, replies: Sequence[Reply[Any]]) -> None:
         for rank, reply in enumerate(replies):
-            if isinstance(reply.value, tuple):  # (result or None, everything that was logged and printed)
+            if isinstance(reply.value, tuple):  # (result or None, all output)
                 self.receive(rank, 0, reply.value[1])
         self._load_results(replies)
 
     def _load_results(self, replies: Sequence[Reply[Any]]) -> None:
-        """Load the results; raise what failed."""
+        """Load the results; raise the error of ranks that failed."""
         values = [reply.value for reply in replies if isinstance(reply.value, tuple)]
         results: list[Payload] = [value[0] for value in values if value[0] is not None]
         try:
             self.engine_group.unwrap(replies)
             self._results = [result.load() for result in results]
         finally:
-            for result in results:  # also where another rank failed
+            for result in results:  # also if another rank has failed
                 result.discard()
 
     # -- for the user -----------------------------------------------------------------------------------------
@@ -121,23 +127,23 @@ class Task:
         return self._done_event.is_set()
 
     def cancelled(self) -> bool:
-        """Return whether `cancel` ended it."""
+        """Return whether `cancel` has ended it."""
         return self.done() and self._was_cancelled and self._error is not None
 
     @property
     def exception(self) -> BaseException | None:
-        """What failed it; None while it runs, or where all is well."""
+        """The error that failed it; None while it runs, and after success."""
         return self._error
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all ranks have answered; raise what failed it. TimeoutError leaves it running."""
+        """Wait until all ranks have answered, and raise its error if it failed. After a TimeoutError, it still runs."""
         if not self._wait(timeout):
             raise TimeoutError(f"{self.name} still runs after {timeout} s; wait again, or end it with cancel()")
         if self._error is not None:
             raise self._error
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """Wait as `wait` does; return what the function returned, by rank."""
+        """Wait as `wait` does; return the function's results by rank."""
         self.wait(timeout)
         return list(self._results)
 
@@ -145,7 +151,7 @@ class Task:
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> list[Any]:
-        """As `result`, with the kernel free meanwhile. Cancelling it leaves the function running."""
+        """Wait as `result` does, but leave the kernel free. Cancelling the wait leaves the function running."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -163,12 +169,13 @@ class Task:
         return self.result(0)
 
     def display_and_wait(self) -> list[Any]:
-        """Return what `result` does, with a live view. An interrupt reaches the engines and is raised again."""
+        """Return the result, with a live view meanwhile. An interrupt reaches the engines and is raised again."""
         with call_display.display_until_done(self):
             try:
                 self._wait()
             except KeyboardInterrupt:
-                with contextlib.suppress(DtkitError):  # a cluster that was closed meanwhile has nothing to interrupt
+                # If the cluster was closed meanwhile, nothing is left to interrupt.
+                with contextlib.suppress(DtkitError):
                     self._interrupt()
                     # The group is formed again. A second interrupt doesn't wait for it.
                     if not self._wait(timeouts.TASK_INTERRUPT_TIMEOUT_S):
@@ -177,7 +184,7 @@ class Task:
         return self.result(0)
 
     def _wait(self, timeout: float | None = None) -> bool:
-        """Wait until the call is over; return whether it is. Signals are handled between two waits."""
+        """Wait until the call is over, and return whether it is. Waits in intervals, so that signals are handled."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._done_event.is_set():
             remaining = timeouts.INTERRUPT_POLL_S if deadline is None else deadline - time.monotonic()
@@ -187,10 +194,9 @@ class Task:
         return True
 
     def cancel(self) -> None:
-        """End the function on all engines, within ten seconds whatever it does.
+        """End the function on all engines, within ten seconds even if it ignores interrupts.
 
-        It is interrupted, and ends with KeyboardInterrupt. An engine on which two interrupts have no effect is ended,
-        and another one takes its place.
+        It is interrupted, and ends with KeyboardInterrupt. An engine that ignores two interrupts is ended and replaced.
         """
         for patience_s in (timeouts.CANCEL_INTERRUPT_TIMEOUT_S, timeouts.CANCEL_AGAIN_TIMEOUT_S):
             self._interrupt()
@@ -199,8 +205,16 @@ class Task:
         if stuck := self._list_running_ranks():
             self.engine_group.transport.kill(stuck)
             self._wait(timeouts.CANCEL_KILL_TIMEOUT_S)
-            if self._repair is not None:
-                self._repair()
+            self._replace_ended_engines()
+
+    def _replace_ended_engines(self) -> None:
+        """Start engines in place of those that were ended. What a training lost by that is said, not raised."""
+        if self._repair is None:
+            return
+        try:
+            self._repair()
+        except DtkitError as error:
+            print(f"{self.name} was cancelled: {error}")  # noqa: T201 - cancel() itself has succeeded
 
     def _interrupt(self) -> None:
         """Interrupt the engines that still run the function."""
@@ -212,29 +226,23 @@ class Task:
         return [rank for rank, future in enumerate(self._futures) if not future.done()]
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return what was logged as a DataFrame: rank, index and a column per name. Needs pandas."""
+        """Return logged values as a DataFrame: rank, index and a column per name. Needs pandas."""
         import pandas as pd
 
         return pd.DataFrame(self.rows)
 
     def figure(self) -> Figure:
-        """Return what was logged as a matplotlib Figure: an axes per name, a line per rank."""
+        """Return logged values as a matplotlib Figure: an axes per name, a line per rank."""
         from dtkit.dashboard.figures.call_figure import draw_call
 
         return draw_call(self)
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` after every change, from any thread; return the function that ends that."""
-        self._callbacks.append(callback)
-
-        def unsubscribe() -> None:
-            with contextlib.suppress(ValueError):
-                self._callbacks.remove(callback)
-
-        return unsubscribe
+        """Call `callback` after every change, from any thread. Return the function that unsubscribes it."""
+        return self._subscribers.add(callback)
 
     def _notify(self) -> None:
-        notify_views(list(self._callbacks), self.name)
+        self._subscribers.notify(self.name)
 
     def __repr__(self) -> str:
         return call_text.format_text(self)
@@ -260,7 +268,7 @@ def submit(
 
 
 def check_callable(engine_group: EngineGroup, fn: Any) -> None:
-    """Raise TypeError for what is not a function, and ClusterClosedError for a closed cluster."""
+    """Raise TypeError for an object that can't be called, and ClusterClosedError for a closed cluster."""
     engine_group.check_open()
     if not callable(fn):
         raise TypeError(
@@ -285,7 +293,7 @@ def start_on_all_ranks(
     payload = engine_group.uploads.upload(engine_group.uploads.pack(function_call, name=task.name))
     try:
         futures = engine_group.fan_out(make_engine_call(payload), listen=task.receive)
-    except BaseException:  # an interrupt too: nobody will open the upload
+    except BaseException:  # also an interrupt, after which no engine opens the upload
         engine_group.uploads.discard(payload)
         raise
     task.start_collecting(futures, payload)

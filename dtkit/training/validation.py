@@ -1,7 +1,7 @@
 """Checks of the arguments of ``cluster.train`` that need no engine.
 
-They raise ValueError or TypeError before anything is sent. What only an engine can know (an error of the
-optimizer, say) comes back when the job is built, still before `train` returns.
+They raise ValueError or TypeError before anything is sent. Errors that only an engine can find, such as in the
+optimizer, are raised when the job is built, still before `train` returns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHUFFLE_MODES = ("shard", "global", None)
 
 
 def check_config(config: TrainConfig) -> Strategy:
-    """Check everything that needs neither model nor data; return the strategy."""
+    """Check the arguments that need neither model nor data; return the strategy."""
     check_loss(config.loss, config.training_step)
     _check_optimizer(config.optimizer)
     if config.batch_size is None:
@@ -69,7 +69,7 @@ def check_config(config: TrainConfig) -> Strategy:
 
 
 def check_can_shrink(world_size: int, config: TrainConfig, strategy: Strategy) -> None:
-    """Refuse on_failure='shrink' where the strategy could not go on without one of the ranks."""
+    """Refuse on_failure='shrink' if the strategy can't continue without one of the ranks."""
     if config.on_failure != "shrink" or world_size == 1:
         return
     try:
@@ -111,7 +111,7 @@ _WEIGHTED_LOSS_EXAMPLE = "lambda out, y: (F.cross_entropy(out, y, weight=w, redu
 
 
 def _check_reduction(loss: Any) -> None:
-    """Refuse reductions that are not exact over ranks: only a mean, or a pair (sum, weight), is."""
+    """Refuse reductions that are not exact over ranks. Only a mean, or a pair (sum, weight), is exact."""
     reduction = getattr(loss, "reduction", "mean")
     if reduction not in ("mean", "batchmean"):  # KLDivLoss calls the mean over samples "batchmean"
         raise ValueError(
@@ -222,7 +222,7 @@ def _check_strategy(strategy: Any) -> Strategy:
 
 
 def _check_manual(config: TrainConfig, strategy: Strategy) -> None:
-    """Check a training step that takes the optimizers: what would happen within its updates is left to it."""
+    """Check a training step that takes the optimizers. Refuse options that would act within its updates."""
     from dtkit.strategies.data_parallel import DataParallel
     from dtkit.strategies.loss import takes_optimizers
 
@@ -248,7 +248,7 @@ def _check_manual(config: TrainConfig, strategy: Strategy) -> None:
 
 
 def check_batch_size(config: TrainConfig, partition: Partition) -> None:
-    """Check the batch size against the samples and ranks that there are."""
+    """Check the batch size against the numbers of samples and ranks."""
     count = partition.n if config.sampler is None else len(config.sampler)
     if config.samples_per_step > count:
         raise ValueError(
@@ -267,7 +267,7 @@ def _check_samples_per_rank(config: TrainConfig, world_size: int) -> None:
 
 
 def check_sampler(config: TrainConfig, data: Any) -> None:
-    """Check the sampler, which numbers the rows of data that were not partitioned."""
+    """Check the sampler, which is only for data that were not partitioned."""
     sampler = config.sampler
     if sampler is None:
         return
@@ -288,11 +288,11 @@ def check_sampler(config: TrainConfig, data: Any) -> None:
 
 
 def check_stream(engine_group: EngineGroup, config: TrainConfig) -> None:
-    """Check a stream, which has no length and so no epochs, and whose samples come in an order of their own."""
+    """Check the arguments for a stream, which has no length, no epochs, and an order of its own."""
     if config.epochs is not None:
         raise ValueError(
-            f"epochs={config.epochs}: the data is a stream without length, so nobody knows what an epoch is. Say "
-            "steps=, which is then the most that are taken: the run ends with the stream"
+            f"epochs={config.epochs}: the data is a stream without length, so it has no epochs. Give "
+            "steps=, the largest number of steps; the run ends with the stream"
         )
     if config.sampler is not None:
         raise ValueError("sampler= yields row numbers, and the data is a stream, which has none. Leave it out")

@@ -1,15 +1,15 @@
-"""The check that distributed training is the same as training in one process: replay it both ways and compare.
+"""The check that distributed training equals training in one process, by repeating it both ways.
 
-Two jobs are built from the start of the training: one on all ranks, and a reference on rank 0 alone that takes the rows
-of every shard, so that both see the same rows in the same steps. Their parameters are then compared.
+Two jobs start the training again: one on all ranks, and a reference on rank 0 alone with the rows of every shard. Both
+see the same rows in the same steps. Their parameters are then compared.
 
-Some trainings differ by nature: each rank draws random numbers of its own, and a loss or a normalization may depend on
-which samples are in a batch together. If parameters differ, more references find out whether that is the reason (see
+Some trainings differ by nature. Each rank may draw its own random numbers, and a loss or a normalization may depend on
+the samples that share a batch. If parameters differ, further references show whether that is the reason (see
 :func:`_find_reasons`). The result is then "NOT COMPARABLE" instead of "FAIL".
 
-Numbers whose true gradient is zero (the key bias of attention, a bias before BatchNorm) move by nothing but rounding,
-which Adam-like optimizers amplify; they are found number by number (the key bias is a third of one parameter), named
-apart and held to a wider bound.
+Numbers with a true gradient of zero (the key bias of attention, a bias before BatchNorm) change only by rounding, which
+Adam-like optimizers amplify. They are identified number by number, since the key bias is a third of one parameter. They
+are listed separately, and have a wider bound.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import html
 import math
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util import formatting
 from dtkit.errors import CollectiveInStepError, EngineError
 from dtkit.rpc.protocol import JobOperations, make_call
 from dtkit.rpc.reference import Reference, ReferenceReport
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 ZERO_TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
 _HALF_PRECISION_TOLERANCE = 1e-2
-_REPEATED_STEPS = 2  # enough to see whether a training repeats itself
-_MAX_NAMES = 2  # of modules in one line
+_REPEATED_STEPS = 2  # enough to show whether training is reproducible
+_MAX_NAMES = 2  # modules named in one line
 _ZERO_GRADIENT_FRACTION = {
     "float64": 1e-13,
     "float32": 1e-6,
-}  # of the largest gradient: below it a gradient is rounding
+}  # share of the largest gradient below which a gradient is rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +61,13 @@ class Verification:
     tolerance: float
     differences: Mapping[str, float]
     zero_gradient: Mapping[str, tuple[int, float]]
-    """Parameters with numbers whose true gradient is zero: how many, and their largest difference."""
+    """Parameters with numbers whose true gradient is zero: their count, and their largest difference."""
     incomparable_reasons: tuple[str, ...]
-    """What makes the two not comparable: modules as "name (Type): why", and options of the strategy."""
+    """Why the two aren't comparable: modules as "name (Type): why", and options of the strategy."""
     part_difference: float | None = None
-    """Largest difference to one process that takes each rank's part of a batch by itself, with that rank's random
-    numbers. None if it was not needed, or does not agree either."""
+    """Largest difference to one process that takes each rank's part of a batch separately, with that rank's random
+    numbers. None if it was not computed, or differs too.
+    """
 
     def __bool__(self) -> bool:
         return self.verdict == "PASS"
@@ -86,11 +88,8 @@ class Verification:
             )
         if self.verdict == "FAIL":
             lines.append(f"  worst: {worst}, {self.differences[worst]:.3g}")
-        for name, (count, largest) in self.zero_gradient.items():
-            bound = ZERO_TOLERANCE.get(self.dtype, _HALF_PRECISION_TOLERANCE)
-            lines.append(
-                f"  {name}: {count} numbers of zero gradient hold rounding alone: {largest:.3g}, bound {bound:g}"
-            )
+        if self.zero_gradient:
+            lines.append(self._describe_zero_gradients())
         lines += [f"  {module}" for module in self.incomparable_reasons]
         if self.part_difference is not None:
             lines.append(
@@ -98,6 +97,15 @@ class Verification:
                 f"difference {self.part_difference:.3g}"
             )
         return "\n".join(lines)
+
+    def _describe_zero_gradients(self) -> str:
+        """Return one line: a large model has dozens of such parameters."""
+        worst = max(self.zero_gradient, key=lambda name: self.zero_gradient[name][1])
+        others = len(self.zero_gradient) - 1
+        names = f"{worst} and {formatting.format_count(others, 'other parameter')}" if others else worst
+        count, largest = sum(n for n, _ in self.zero_gradient.values()), self.zero_gradient[worst][1]
+        bound = ZERO_TOLERANCE.get(self.dtype, _HALF_PRECISION_TOLERANCE)
+        return f"  {names}: {count} numbers of zero gradient hold rounding alone: {largest:.3g}, bound {bound:g}"
 
     def __repr__(self) -> str:
         return f"Verification({self.verdict}, difference={self.max_difference:.3g}, tolerance={self.tolerance:g})"
@@ -143,7 +151,7 @@ def verify(
 
 
 class _Replay:
-    """Trainings of the same job from its start, each of which is freed at its end."""
+    """Repeated trainings of one job from its start. Each is freed at its end."""
 
     def __init__(self, engine_group: EngineGroup, job_spec: JobSpec, deadline: Deadline) -> None:
         self._engine_group, self._job_spec, self._deadline = engine_group, job_spec, deadline
@@ -154,7 +162,7 @@ class _Replay:
         return state
 
     def train_reference(self, reference: Reference, steps: int) -> tuple[StateDict, ReferenceReport]:
-        """Return the state dict of the model that rank 0 has trained alone, and its report."""
+        """Return the state dict of the model that rank 0 trained alone, and its report."""
         state, report = self._train_job(steps, reference)
         assert report is not None
         return state, report
@@ -211,7 +219,7 @@ def _explain_difference(
     state: StateDict,
     reference: tuple[StateDict, ReferenceReport],
 ) -> Verification:
-    """Return the verification with the reasons for its difference, as far as other references show them."""
+    """Return the verification with the reasons for its difference, as far as further references show them."""
     steps, gradients = verification.steps, reference[1].max_gradients
     by_part, _ = replay.train_reference(Reference.BY_PART, steps)
     parameters = {name: by_part[name] for name in gradients}
@@ -226,9 +234,9 @@ def _explain_difference(
 
 
 def _find_reasons(replay: _Replay, part_comparison: Verification) -> tuple[str, ...]:
-    """Return why the training can't be compared with one process; none if it should be equal.
+    """Return reasons why the training can't be compared with one process; empty if it should be equal.
 
-    The reference is trained twice, and then with other random numbers, for a few steps.
+    For a few steps, the reference is trained twice, and then with other random numbers.
     """
     steps = min(part_comparison.steps, _REPEATED_STEPS)
     first, first_report = replay.train_reference(Reference.WHOLE, steps)
@@ -283,7 +291,7 @@ def compare_states(
     )
     differences, zero = {}, {}
     for name, expected in reference.items():
-        if not hasattr(expected, "is_floating_point"):  # a module's extra state may be anything
+        if not hasattr(expected, "is_floating_point"):  # a module's extra state may have any type
             continue
         difference = _compute_difference(state[name], expected)
         if name in gradients and bool((is_zero := gradients[name] <= floor).any()):
@@ -303,7 +311,7 @@ def compare_states(
 
 
 def _get_least_precise_dtype(tensors: Iterator[torch.Tensor]) -> str:
-    """Return the dtype with the fewest digits: its rounding decides the tolerance."""
+    """Return the dtype with the fewest digits, whose rounding determines the tolerance."""
     import torch
 
     dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()] or [torch.get_default_dtype()]
@@ -311,7 +319,9 @@ def _get_least_precise_dtype(tensors: Iterator[torch.Tensor]) -> str:
 
 
 def _compute_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the absolute difference of every number: 0 between equal infinities (of a mask), infinite for NaN."""
+    """Return the absolute difference of every number. It is 0 between equal infinities (of a mask), and infinite for
+    NaN.
+    """
     is_complex = a.is_complex() or b.is_complex()
     difference = (a - b).abs() if is_complex else (a.double() - b.double()).abs()
     return difference.masked_fill(a == b, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))

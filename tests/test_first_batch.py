@@ -1,0 +1,186 @@
+"""The trial of the first rows in the notebook: what it refuses, what it leaves alone, and what it doesn't change."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dtkit
+from dtkit.errors import FirstBatchError
+from dtkit.testing.fake_transport import FakeTransport
+from tests.support.small import data, net, train
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class RecordingTransport(FakeTransport):
+    """Two doubles of engines that record which operations they were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.asked: list[bytes] = []
+
+    def send(self, rank: int, message: bytes, listen: Any = None) -> Any:
+        self.asked.append(message)
+        return super().send(rank, message, listen)
+
+    @property
+    def has_sent(self) -> bool:
+        return any(b"load_data" in message or b"receive_model" in message for message in self.asked)
+
+
+@pytest.fixture
+def transport() -> RecordingTransport:
+    return RecordingTransport()
+
+
+@pytest.fixture
+def cluster(transport: RecordingTransport) -> Iterator[dtkit.Cluster]:
+    with dtkit.Cluster.from_transport(transport, device="cpu") as made:
+        yield made
+
+
+INPUTS, TARGETS = data()
+DOUBLES = (INPUTS.numpy().astype("float64"), TARGETS.numpy())
+
+
+class Samples(torch.utils.data.Dataset):
+    """Dataset that opens a file at its first sample, which would keep it from being sent."""
+
+    def __init__(self, inputs: torch.Tensor) -> None:
+        self.inputs, self.opened = inputs, None
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, row: int) -> Any:
+        self.opened = (value for value in ())  # as an open file, a generator can't be pickled
+        return self.inputs[row], TARGETS[row]
+
+
+def call_unknown(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return written_in_a_later_cell(output, target)  # noqa: F821 - the error that is tested
+
+
+def lose_reduction(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output, target, reduction="none")
+
+
+CONVOLUTION = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 3))
+IMAGES = np.zeros((64, 64), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "options", "expected"),
+    [
+        (net(), DOUBLES, {}, r"data are float64, and the model is float32; .*X.astype\('float32'\)"),
+        (net(), {"x": DOUBLES[0], "y": DOUBLES[1]}, {"target": "y"}, "data are float64"),
+        (net(), Samples(INPUTS.double()), {}, "data are float64"),
+        (net(), list(zip(INPUTS.double(), TARGETS, strict=True)), {}, "data are float64"),
+        (CONVOLUTION, (IMAGES, DOUBLES[1]), {}, r"sample has shape \(64,\), and Conv2d expects \(1, 8, 8\)"),
+        (net(), (INPUTS, TARGETS.float()), {}, "class labels must be int64"),
+        (net(), (INPUTS, TARGETS), {"loss": call_unknown}, "NameError: .*written_in_a_later_cell.*later cell"),
+        (net(), (INPUTS, TARGETS), {"loss": lose_reduction}, r"loss returned a tensor of shape \(2,\).*'mean'"),
+    ],
+    ids=["float64", "dict", "Dataset", "samples", "images", "labels", "name", "loss"],
+)
+def test_first_rows_are_refused_before_anything_is_sent(
+    cluster: dtkit.Cluster, transport: RecordingTransport, model: Any, rows: Any, options: dict[str, Any], expected: str
+):
+    with pytest.raises(FirstBatchError, match=r"^the first batch fails, before the training starts: ") as caught:
+        train(cluster, model, rows, **options)
+    assert re.search(expected, str(caught.value), re.DOTALL), caught.value
+    assert len(str(caught.value).splitlines()) <= 15
+    assert "Traceback" in caught.value.full
+    assert not transport.has_sent
+
+
+def test_error_of_the_first_rows_names_the_users_line(cluster: dtkit.Cluster):
+    with pytest.raises(FirstBatchError) as caught:
+        train(cluster, loss=call_unknown)
+    assert "test_first_batch.py, line" in str(caught.value)
+    assert "in call_unknown\n    return written_in_a_later_cell(output, target)" in str(caught.value)
+
+
+def test_partition_and_broadcast_model_are_tried_too(cluster: dtkit.Cluster):
+    partition, model = cluster.partition(DOUBLES), cluster.broadcast(net())
+    with pytest.raises(FirstBatchError, match="data are float64"):
+        train(cluster, model, partition)
+
+
+def gather_first(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    torch.distributed.all_reduce(output)
+    return F.cross_entropy(output, target)
+
+
+def need_whole_batch(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.view(8, 3), target)
+
+
+LARGE = nn.Sequential(nn.Linear(4, 3), nn.Linear(5000, 5000))
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "options"),
+    [
+        (None, None, {"loss": gather_first}),
+        (None, None, {"loss": need_whole_batch}),
+        (LARGE, DOUBLES, {}),
+        (net().half(), DOUBLES, {}),
+        (None, lambda: DOUBLES, {}),
+        (None, (np.zeros((64, 600_000), np.float32), DOUBLES[1]), {}),
+    ],
+    ids=["collective", "whole batch", "large model", "half", "function", "large rows"],
+)
+def test_what_can_not_be_tried_is_left_to_the_engines(
+    cluster: dtkit.Cluster, transport: RecordingTransport, model: Any, rows: Any, options: dict[str, Any]
+):
+    run = train(cluster, model, rows, start=False, **options)
+    assert transport.has_sent
+    run.stop()
+
+
+class Noisy(nn.Module):
+    """Model that draws random numbers, counts its calls, and has buffers that change in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout())
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        print("called")
+        self.calls += 1
+        return self.layers(inputs) + random.random() + float(np.random.random())  # noqa: NPY002 - the users' generators
+
+
+def count_calls(calls: list[int]) -> Callable[..., torch.Tensor]:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return F.cross_entropy(output, target)
+
+    return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*normalizes with the statistics")
+def test_trial_changes_nothing_in_the_notebook(cluster: dtkit.Cluster, capsys: pytest.CaptureFixture[str]):
+    model, dataset, calls = Noisy(), Samples(INPUTS), []
+    before = copy.deepcopy(model.state_dict())
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
+    capsys.readouterr()
+    train(cluster, model, dataset, loss=count_calls(calls), start=False).stop()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert (model.calls, dataset.opened, calls) == (0, None, [])
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.array_equal(np.random.get_state()[1], states[2])  # noqa: NPY002
+    assert "called" not in capsys.readouterr().out

@@ -1,0 +1,89 @@
+"""DataLoaders: their Dataset, order, collation, workers and batch size are taken over, and said in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from dtkit.data.torch_loader import is_data_loader, read_data_loader
+
+ROWS = TensorDataset(torch.arange(8.0))
+SAMPLES = [{"x": torch.tensor(float(k))} for k in range(8)]
+
+
+def collate(samples: list[Any]) -> Any:
+    return torch.stack([sample["x"] for sample in samples])
+
+
+def test_settings_are_those_of_the_loader():
+    settings = read_data_loader(DataLoader(SAMPLES, batch_size=4, shuffle=True, collate_fn=collate, num_workers=2))
+    assert settings.dataset is SAMPLES
+    assert (settings.batch_size, settings.collate_fn, settings.num_workers) == (4, collate, 2)
+    assert (settings.shuffle, settings.sampler) == ("shard", None)
+    assert str(settings) == "list, batch_size=4 over all ranks, shuffled, its collate_fn, num_workers=2 on each rank"
+
+
+def test_plain_rows_need_no_workers():
+    settings = read_data_loader(DataLoader(ROWS, batch_size=4, num_workers=2))
+    assert settings.num_workers == 0
+    assert str(settings) == "TensorDataset, batch_size=4 over all ranks, rows in order"
+    assert read_data_loader(DataLoader(ROWS, num_workers=2, collate_fn=collate)).num_workers == 2
+
+
+@pytest.mark.parametrize(("batch_size", "says"), [(3, True), (4, False)])
+def test_last_batch_that_the_loader_would_drop_is_mentioned(batch_size: int, says: bool):  # noqa: FBT001 - a parameter of the test
+    text = str(read_data_loader(DataLoader(ROWS, batch_size=batch_size, drop_last=True)))
+    assert text.endswith("but an incomplete last batch isn't dropped") == says
+
+
+WEIGHTED = WeightedRandomSampler([1.0] * 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (None, None)),
+        ({"shuffle": True}, ("shard", None)),
+        ({"sampler": DistributedSampler(ROWS, 2, 0)}, ("shard", None)),
+        ({"sampler": DistributedSampler(ROWS, 2, 0, shuffle=False)}, (None, None)),
+        ({"sampler": WEIGHTED}, ("shard", WEIGHTED)),
+    ],
+    ids=["in order", "shuffled", "distributed", "distributed in order", "weighted"],
+)
+def test_order_is_that_of_the_loader(options: dict[str, Any], expected: tuple[Any, Any]):
+    settings = read_data_loader(DataLoader(ROWS, **options))
+    assert (settings.shuffle, settings.sampler) == expected
+
+
+class Endless(IterableDataset[Any]):
+    """Samples without length."""
+
+    def __iter__(self) -> Any:
+        return iter(SAMPLES)
+
+
+class Pairs(torch.utils.data.Sampler[Any]):
+    """Batches of a user's own making."""
+
+    def __iter__(self) -> Any:
+        return iter([[0, 1]])
+
+
+def test_loader_of_a_stream_is_recognized():
+    settings = read_data_loader(DataLoader(Endless(), batch_size=4, num_workers=2))
+    assert isinstance(settings.dataset, Endless)
+    assert settings.num_workers == 0
+
+
+@pytest.mark.parametrize("options", [{"batch_size": None}, {"batch_sampler": Pairs()}], ids=["samples", "own batches"])
+def test_batches_that_cannot_be_divided_are_refused(options: dict[str, Any]):
+    with pytest.raises(ValueError, match="so dtkit can't split its batches over ranks"):
+        read_data_loader(DataLoader(ROWS, **options))
+
+
+def test_other_data_are_no_loaders():
+    assert is_data_loader(DataLoader(ROWS))
+    assert not any(map(is_data_loader, (ROWS, DataLoader, [1], None)))

@@ -1,1 +1,1 @@
-"""Code that runs on an engine. It imports torch, never IPython, ipyparallel, ipywidgets or matplotlib."""
+"""Code that runs on an engine. It imports torch, but never IPython, ipyparallel, ipywidgets or matplotlib."""

@@ -1,8 +1,8 @@
 """Measurements on the engines: their speed, the links between them, and a user's model.
 
-"Links" is a short collective: matrix products, all-reduces of growing size, messages between each pair of ranks, and an
-all-reduce during matrix products. For step times, all ranks train at the same time without synchronization, since
-processes that share cores and memory slow each other down.
+:func:`measure_links` is a short collective: matrix products, all-reduces of growing size, messages between each pair of
+ranks, and an all-reduce during matrix products. To measure step times, all ranks train at the same time without
+synchronization, since processes that share cores and memory slow each other down.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 ALL_REDUCE_BYTES = (8, 64 * 1024, 1024**2, 8 * 1024**2, BUCKET_BYTES)
 PAIR_BYTES, NUM_PAIR_TRIPS = 1024**2, 3
 NUM_PINGS = 20
-_SAMPLE_ROWS = 3  # rows of a batch that is used for its shapes only
+_SAMPLE_ROWS = 3  # rows of a batch of which only the shapes are used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _call_repeatedly(work: Callable[[], Any], num_calls: int) -> None:
 
 
 def measure_model_sizes(context: BenchmarkContext, program: bytes, model: str | None) -> ModelSizes:
-    """Measure what a model needs for any batch.
+    """Measure a model's memory, except activations.
 
     `program` has (a model without values, or None; the loss; the optimizer's factory).
     """
@@ -305,6 +305,6 @@ def _run_trial(
 
 
 def _find_affordable_rows(start_trial: Callable[[], TrialTraining], rows: int) -> int:
-    """Return the rows for the next trial; a separate function, so that nothing of this trial stays."""
+    """Return the rows for the next trial. A function of its own, so that this trial's memory is freed."""
     with contextlib.closing(start_trial()) as trial:
         return trial.find_affordable_rows(rows)

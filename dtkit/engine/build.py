@@ -1,4 +1,4 @@
-"""Building of a job on this engine from what the user asked for."""
+"""Building of a job on this engine from the user's request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dtkit.strategies.base import Strategy, TrainingProgram
     from dtkit.strategies.loss import Loss
 
-_NUM_SAMPLE_ROWS = 2  # to try a model with
+_NUM_SAMPLE_ROWS = 2  # for a trial of the model
 
 EngineData = StreamSource | tuple["RowSource", "Shards"]
 """Data of an engine: a stream, or rows by number with their shards."""
@@ -69,7 +69,7 @@ def build_job(
     holds_batches = isinstance(loaded, IterableBatches) and _take_batches_apart(loaded, job_model, program, context)
     context = dataclasses.replace(context, make_sample_batch=_make_batch_sampler(data, loaded, plan, context))
     program = _weigh_labels(program, job_model, data, context)
-    if not isinstance(data, StreamSource):  # counts and targets of a stream are not known beforehand
+    if not isinstance(data, StreamSource):  # counts and targets of a stream aren't known in advance
         program = _check_rows(data[0], job_model, program, loaded, context)
     link = context.replica_link
     seed = plan.seed + context.shards[0]  # ranks of one replica draw the same numbers, as dropout needs
@@ -98,12 +98,12 @@ def _take_batches_apart(
 ) -> bool:
     """Return whether the items of a stream are whole batches, which are then taken apart. A collective."""
     item = batches.first_item
-    found = item is not None and is_whole_batch(item, model, program.loss_fn, batches.collate)
+    is_batch = item is not None and is_whole_batch(item, model, program.loss_fn, batches.collate)
     if context.group is not None:
-        found = context.group.all_reduce_any(found)
-    if found:
+        is_batch = context.group.all_reduce_any(is_batch)
+    if is_batch:
         batches.take_batches_apart()
-    return found
+    return is_batch
 
 
 def _make_context(
@@ -135,7 +135,7 @@ def _make_context(
 def _make_replica_link(
     strategy: Strategy, data: EngineData, mesh: Mesh, location: tuple[Group, torch.device]
 ) -> ReplicaLink | None:
-    """Return the link of ranks that need the same samples, if these may differ from rank to rank. A collective."""
+    """Return the link of ranks that need the same samples, if samples may differ between ranks. A collective."""
     is_same_on_all_ranks = not isinstance(data, StreamSource) and data[0].is_same_on_all_ranks
     if is_same_on_all_ranks or mesh.num_replicas == mesh.size:
         return None
@@ -146,7 +146,7 @@ def _make_replica_link(
 def _make_batch_source(
     data: EngineData, plan: JobPlan, context: WorkerContext, loading_options: LoadingOptions
 ) -> LoadedBatches | IterableBatches:
-    """Return a job's batches as this rank loads them."""
+    """Return this rank's batches of a job."""
     if isinstance(data, StreamSource):
         return make_stream_batches(data, plan, context, loading_options)
     source, shards = data

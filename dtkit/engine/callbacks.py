@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class EngineContext:
-    """What a callback on an engine sees of the training."""
+    """The part of a training that a callback on an engine sees."""
 
     rank: int
     world_size: int
     step: int
-    """Number of steps that were taken."""
+    """Number of completed steps."""
     model: torch.nn.Module
     """This rank's part of the model."""
     optimizer: torch.optim.Optimizer
@@ -43,29 +43,31 @@ class EngineCallback:
     """Base of callbacks on engines. Each rank has its own copy; methods are called at the same step on all ranks."""
 
     def start(self, context: EngineContext) -> None:
-        """Prepare for a training, which has just been built."""
+        """Prepare for a training that has just been built."""
 
     def after_step(self, context: EngineContext) -> None:
-        """Look at, or change, the training after an update."""
+        """Read or change the training after an update."""
 
     def list_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return tensors like parts of parameters, by the parameters' names: they are part of checkpoints."""
+        """Return tensors with the shapes of this rank's parameter parts, by the parameters' names. Checkpoints include
+        them.
+        """
         return {}
 
     def build_model(self, run: Any) -> torch.nn.Module:
         """Return the model of a run in the notebook, with this callback's tensors as its parameters.
 
-        Raises ValueError if the run was started without this callback, RunError if it was released.
+        Raises ValueError if the run was started without this callback, and RunError if it was released.
         """
         model: torch.nn.Module = run.lifecycle.fetch_callback_model(self)
         return model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values, equal on all ranks: they are part of checkpoints."""
+        """Return plain values that are equal on all ranks. Checkpoints include them."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Restore the values that :meth:`state_dict` returned."""
 
 
 class ExponentialMovingAverage(EngineCallback):
@@ -83,7 +85,7 @@ class ExponentialMovingAverage(EngineCallback):
         self._averages: dict[str, torch.Tensor] = {}
 
     def start(self, context: EngineContext) -> None:
-        """Begin with the parameters as they are."""
+        """Begin with the current parameters."""
         self._averages = {name: p.detach().clone() for name, p in context.parameters.items()}
 
     @torch.no_grad()
@@ -122,7 +124,7 @@ class CallbackList:
             self.is_stale = False
 
     def _list_local_parts(self) -> dict[str, torch.Tensor]:
-        """Return this rank's parts; torch's sharding may move them, so they are looked up each time."""
+        """Return this rank's parts. torch's sharding may move them, so they are looked up each time."""
         return {name: get_local_tensor(p.detach()) for name, p in self._parameters.items()}
 
     def _make_context(self, step: int) -> EngineContext:
@@ -140,7 +142,7 @@ class CallbackList:
             callback.after_step(context)
 
     def visit_state(self, visitor: StateVisitor, step: int) -> None:
-        """Visit the callbacks' state. One that a checkpoint doesn't have starts from the restored parameters."""
+        """Visit the callbacks' state. If a checkpoint lacks a callback, it starts from the restored parameters."""
         self._refresh_if_stale()
         for k, callback in enumerate(self._callbacks):
             name = f"callback {k}"
@@ -153,7 +155,7 @@ class CallbackList:
                 callback.load_state_dict(state)
 
     def _wrap(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a part as the parameter's strategy has it, over the same memory."""
+        """Return a part in the form that the strategy uses for the parameter, with the same memory."""
         like = self._parameters[name]
         if not isinstance(like, DTensor):
             return tensor

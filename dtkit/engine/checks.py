@@ -29,10 +29,10 @@ def check_batch_norm(
     make_sample_batch: Callable[[int], Any],
     batch_source: ShardedBatches | IterableBatches,
 ) -> None:
-    """Raise ValueError if some step gives a rank one sample, and a BatchNorm1d would then see a single value.
+    """Raise ValueError if a BatchNorm1d would see a single value, because some step gives a rank one sample.
 
     Every rank knows all counts, so all raise together. A BatchNorm1d on (N, C, L) has L values for each sample, and is
-    accepted. A forward pass tells the two apart, and only runs if some step gives a rank one sample.
+    accepted. A forward pass shows which case it is. It runs only if some step gives a rank one sample.
     """
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.BatchNorm1d) and m.training}
     single = batch_source.find_step_with_count(1) if modules else None
@@ -51,7 +51,7 @@ def check_batch_norm(
 def check_sync_batch_norm(
     model: nn.Module, program: TrainingProgram, batch_source: ShardedBatches | IterableBatches, device: torch.device
 ) -> None:
-    """Raise ValueError if a step leaves a rank without a sample, and SyncBatchNorm would wait for that rank."""
+    """Raise ValueError if SyncBatchNorm would wait for a rank that has no sample in some step."""
     wanted = device.type == "cuda" and getattr(program.strategy, "sync_batch_norm", False)
     names = [name for name, m in model.named_modules() if isinstance(m, BatchNormBase)]
     empty = batch_source.find_step_with_count(0) if wanted and names else None
@@ -93,7 +93,7 @@ def _find_modules_with_2d_input(
 
 
 def add_batch_norm_hint(error: Exception) -> None:
-    """Add the remedy to torch's error about a single sample, for counts that are not known beforehand."""
+    """Add the remedy to torch's error about a single sample, if counts aren't known in advance."""
     if "more than 1 value per channel when training" in str(error):
         error.add_note(
             "A batch normalization in training can't normalize one sample, and this step gave this rank one sample. "
@@ -102,7 +102,7 @@ def add_batch_norm_hint(error: Exception) -> None:
 
 
 def check_folder_writable(folder: Path) -> None:
-    """Raise ClusterError if this engine can't write to the cluster's folder, which another host may lack."""
+    """Raise ClusterError if this engine can't write to the cluster's folder. Another host may lack the folder."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ClusterError(
             f"{socket.gethostname()} can't write to {folder}, the cluster's folder. On several hosts the notebook and "

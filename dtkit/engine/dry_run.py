@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dtkit.strategies.loss import Loss
 
 OPS_WITH_HIDDEN_WORKSPACE = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
-"""Operations of recurrent layers, whose workspace for backward fake results don't have."""
+"""Operations of recurrent layers. Their fake results lack the workspace for backward."""
 
 
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types

@@ -1,6 +1,6 @@
 """Entry to an engine: ipyparallel calls an `Entrypoint`, which is pickled by reference and imported there.
 
-Only this module uses the engine's IPython shell. It gives the server a function that publishes, and the kernel, whose
+Only this module uses the engine's IPython shell. It passes a publishing function to the server, and the kernel, whose
 SIGINT the session handles from then on.
 """
 
@@ -20,7 +20,7 @@ _CONNECTION_INFO_VARIABLE = "IPP_CONNECTION_INFO"
 
 
 class Entrypoint:
-    """Callable with one message of bytes. Returns a list of one reply, which the reader can take out of it."""
+    """Callable with one message of bytes. Returns a list of one reply, so that its reader can remove the reply."""
 
     def __call__(self, message: bytes) -> list[bytes]:
         """Serve one request on this engine."""

@@ -1,7 +1,8 @@
-"""Remedies for errors that a first step often meets, from the shapes and types that the step was given."""
+"""Remedies for common errors of a first step, based on the shapes and types of its batches."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,11 @@ _DIMENSION_NAMES = {1: "length", 2: "height, width", 3: "depth, height, width"}
 
 def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch.nn.Module) -> None:
     """Add notes with remedies to an error of a step. `batches` are pairs of a number of samples and a batch."""
-    if isinstance(error, NameError):
+    if type(error) is NameError:  # not an UnboundLocalError, a mistake within the function
         error.add_note(
-            f"{error.name!r} is not defined on the engines. Functions take along what they use from the notebook as it "
-            "is when they are sent: run the cell that defines the name first, or import it inside the function"
+            f"{error.name!r} is not defined on the engines. Is it defined in a later cell? Functions take along what "
+            "they use from the notebook as it is when they are sent: run the cell that defines the name first, or "
+            "import it inside the function"
         )
         return
     if not batches:
@@ -55,31 +57,48 @@ def _get_name(dtype: torch.dtype) -> str:
 def _explain_dtype(message: str, inputs: Any, model: torch.nn.Module) -> str | None:
     if not re.search(r"same dtype|same type|should be the same|expected scalar type", message):
         return None
-    used = next((t.dtype for t in _iterate_tensors(inputs) if t.is_floating_point()), None)
-    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    if used is None or own is None or used == own:
+    data_dtype = next((t.dtype for t in _iterate_tensors(inputs) if t.is_floating_point()), None)
+    model_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if data_dtype is None or model_dtype is None or data_dtype == model_dtype:
         return None
-    name = _get_name(own)
-    return f"The data are {_get_name(used)}, and the model is {name}; convert the data, as in X.astype({name!r})"
+    name = _get_name(model_dtype)
+    return (
+        f"The data are {_get_name(data_dtype)}, and the model is {name}; convert the data, as in X.astype({name!r}), "
+        f"or X.to(torch.{name}) for a tensor"
+    )
 
 
 def _explain_convolution(message: str, inputs: Any, model: torch.nn.Module) -> str | None:
     convolution = re.search(r"input to conv(\d)d|to have \d+ channels", message)
-    sample = _describe_sample(inputs)
+    sample = _get_sample_shape(inputs)
     layers = [m for m in model.modules() if isinstance(m, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d))]
     if convolution is None or sample is None or not layers:
         return None
-    names = _DIMENSION_NAMES[len(layers[0].kernel_size)]
-    expected = f"{layers[0].in_channels}, {names}"
-    return (
-        f"A sample has shape {sample}, and {type(layers[0]).__name__} expects ({expected}); reshape the data, as in "
-        f"X.reshape(-1, {expected})"
-    )
+    channels, dimensions = layers[0].in_channels, len(layers[0].kernel_size)
+    start = f"A sample has shape {sample}, and {type(layers[0]).__name__} expects"
+    if len(sample) == dimensions + 1 and sample[-1] == channels:
+        order = ", ".join(map(str, (0, dimensions + 1, *range(1, dimensions + 1))))
+        return (
+            f"{start} {(channels, *sample[:-1])}, channels first; move them, as in X.transpose({order}), or "
+            f"X.permute({order}) for a tensor"
+        )
+    extents = _guess_extents(sample, channels, dimensions)
+    expected = f"{channels}, {_DIMENSION_NAMES[dimensions] if extents is None else ', '.join(map(str, extents))}"
+    return f"{start} ({expected}); reshape the data, as in X.reshape(-1, {expected})"
+
+
+def _guess_extents(sample: tuple[int, ...], channels: int, dimensions: int) -> tuple[int, ...] | None:
+    """Return the extents of an image whose channels or rows were flattened; None if they can't be known."""
+    if len(sample) == dimensions and channels == 1:
+        return sample
+    pixels, rest = divmod(math.prod(sample), channels)
+    side = round(pixels ** (1 / dimensions))
+    return (side,) * dimensions if len(sample) == 1 and not rest and side**dimensions == pixels else None
 
 
 def _explain_features(message: str, inputs: Any) -> str | None:
     shapes = re.search(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", message)
-    sample = _describe_sample(inputs)
+    sample = _get_sample_shape(inputs)
     if shapes is None or sample is None:
         return None
     return f"A sample has shape {sample}. A layer expects {shapes[2]} values in its last dimension, and got {shapes[1]}"
@@ -100,6 +119,6 @@ def _explain_target(message: str, target: Any) -> str | None:
     return None
 
 
-def _describe_sample(inputs: Any) -> str | None:
+def _get_sample_shape(inputs: Any) -> tuple[int, ...] | None:
     first = next(_iterate_tensors(inputs), None)
-    return None if first is None or not first.dim() else str(tuple(first.shape[1:]))
+    return None if first is None or not first.dim() else tuple(first.shape[1:])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_metrics(metrics: dict[str, Callable[..., Any]], loss_fn: Loss) -> None:
-    """Raise ValueError if there are metrics, and nothing to compute them from."""
+    """Raise ValueError if there are metrics, but no outputs from which to compute them."""
     if metrics and loss_fn.training_step is not None:
         raise ValueError(
             "metrics need output and target, which training_step= keeps to itself. Compute them from run.model, or "
@@ -50,7 +50,7 @@ def evaluate_batches(
             sums[name][1] += weight if weight is not None else count
         stateful.update(eval_output)
     for name, number in stateful.compute(context.group, context.shards[0]).items():
-        sums[name] = [number * samples, samples]  # equal on all ranks, and so is their mean
+        sums[name] = [number * samples, samples]  # these values, and so their mean, are equal on all ranks
     return samples, {name: (total, weight) for name, (total, weight) in sums.items()}
 
 

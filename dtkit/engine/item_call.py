@@ -1,4 +1,4 @@
-"""One item of a map on an engine: the function is loaded once, and an error of one item harms nothing else."""
+"""One item of a map on an engine. The function is loaded once, and an item's error doesn't affect other items."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from dtkit.rpc.payload import Payload
 
 ItemResult = tuple["Payload | None", Failure | None]
-"""What an item returned, or how it failed."""
+"""Result of an item, or its failure."""
 
-_loaded: dict[str, Any] = {}  # the function and arguments of the map that is under way, by its key
+_loaded: dict[str, Any] = {}  # the function and arguments of the current map, by its key
 
 
 def call_item(key: str, shared: Payload | None, item: Any) -> ItemResult:
-    """Call a map's function with one item. `shared` has the function and its other arguments, until they are loaded.
+    """Call a map's function with one item. `shared` has the function and its other arguments in the first call.
 
-    The result is packed here, so that one that can't be pickled fails its item alone.
+    The result is packed here, so that a result that can't be pickled fails only its item.
     """
     return run_guarded(lambda: (_compute(key, shared, item), None), lambda error: (None, _describe(error)))
 
@@ -51,5 +51,5 @@ def _describe(error: Exception) -> Failure:
 
 
 def forget_items() -> None:
-    """Free what the last map has loaded."""
+    """Free the objects that the last map has loaded."""
     _loaded.clear()

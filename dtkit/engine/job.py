@@ -1,7 +1,7 @@
 """A job: a model in training on this engine, advanced k steps at a time.
 
 Between two dispatches model, optimizer, position in the data and random state stay here. A dispatch returns one row for
-each step. Losses stay on the device until it ends, and only then clocks are read.
+each step. Losses stay on the device until it ends; only then, clocks are read.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Job:
         self._nonfinite_loss: float | None = None
         self._nonfinite: NonFiniteLocations = ()
         self._step_start = (0, 0.0, 0)  # samples and learning rate of the current step, bytes sent before it
-        self._sent_bytes: int | None = None  # up to now; None if others than steps have sent since
+        self._sent_bytes: int | None = None  # up to now; None if something other than a step has sent bytes since
 
     @property
     def lr(self) -> float:
@@ -122,7 +122,7 @@ class Job:
         self._batch_source.set_shares(shares)
 
     def inject_delay(self, factor: float) -> None:
-        """Multiply the time that this rank computes, by sleeping."""
+        """Multiply this rank's computing time, by sleeping."""
         self.context.phases.delay_factor = factor
 
     # -- a dispatch -------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Job:
         return (lambda: flag) if group is None or group.world_size == 1 else group.start_all_reduce_any(flag)
 
     def collect_results(self, *, fingerprint: bool = False) -> DispatchResult:
-        """Return the results of the steps that the last `advance` completed; optionally with parameter checksums."""
+        """Return the results of the steps that the last `advance` completed, optionally with parameter checksums."""
         completed, self._completed_steps = self._completed_steps, []
         memory = node_info.read_used_memory(self.context.device)
         self.context.phases.clock.synchronize()
@@ -227,9 +227,9 @@ class Job:
             self._step_guard.roll_back()
 
     def _run_step(self, *, explain: bool) -> CompletedStep | None:
-        """Load the batches, and have the worker take the step. Return None if it was not taken."""
+        """Load the batches, and let the worker take the step. Return None if it was not taken."""
         self._worker.step_result = None
-        if self._sent_bytes is None:  # else the last step has counted them
+        if self._sent_bytes is None:  # otherwise the last step has counted them
             self._sent_bytes = self._count_sent_bytes()
         sent_bytes, lr = self._sent_bytes, self.lr
         self.context.phases.enter("data")
@@ -304,7 +304,7 @@ class Job:
         return tracker.measure_usage(self._worker.model, self._worker.optimizer, snapshot_bytes)
 
     def visit_state(self, visitor: StateVisitor) -> None:
-        """Show all that the next step depends on; its rows follow from the step. A collective."""
+        """Show all state on which the next step depends. Its rows follow from the step number. A collective."""
         self.step = visitor.visit_value("step", self.step)
         self._worker.visit_state(visitor)
         self._learning_rates.visit_state(visitor)
@@ -367,5 +367,5 @@ def _return_false() -> bool:
 
 
 def _choose_vote_steps(num_steps: int) -> set[int]:
-    """Return after how many steps of a dispatch ranks vote on its end: after each eighth, and once early."""
+    """Return the steps of a dispatch after which ranks vote on its end: after each eighth, and once early."""
     return {k for k in (num_steps // 64, *(eighth * num_steps // 8 for eighth in range(1, 8))) if k}

@@ -1,8 +1,8 @@
-"""Finding out whether a loss is a mean over labels (tokens) instead of samples.
+"""Detection of losses that are means over labels (tokens) instead of samples.
 
-If labels are ignored, ranks have unequal numbers of them, and the mean of the ranks' means is not the batch's.
-Hugging Face's Trainer had this wrong (transformers issues 34242 and 37474). Where dtkit can find out which labels a
-loss counts, it weighs each rank's mean by their number.
+If some labels are ignored, ranks have unequal numbers of labels, and the mean of the ranks' means is not the batch's
+mean. Hugging Face's Trainer had this bug (transformers issues 34242 and 37474). If dtkit can detect which labels a loss
+counts, it weights each rank's mean by their number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLAIN_LOSS_TYPES = ("ForMaskedLM", "ForTokenClassification")
 def find_label_weight(
     loss: Loss, model: torch.nn.Module, make_sample_batch: Callable[[int], Any], all_labels: torch.Tensor | None
 ) -> LabelWeight | None:
-    """Return the weight of a loss that is a mean over labels; None if it is one over samples, or if that is unknown.
+    """Return the weight of a loss that is a mean over labels; None if it is a mean over samples, or if that is unknown.
 
     `all_labels` are those of the whole data, if they are known.
     """
@@ -54,13 +54,13 @@ def find_label_weight(
 
 
 def _may_be_ignored(labels: Any, *, is_known: bool) -> bool:
-    """Return whether labels may contain the ignored one: they do, or there are several for each sample."""
+    """Return whether labels may contain the ignored one: either they do, or each sample has several labels."""
     is_integer = isinstance(labels, torch.Tensor) and not (labels.is_floating_point() or labels.is_complex())
     return is_integer and labels.dtype is not torch.bool and labels.dim() >= 1 and (is_known or labels.dim() >= 2)
 
 
 def _mask_labels(batch: Any, labels: torch.Tensor, ignore_index: int) -> Any:
-    """Return a batch of two samples with so few labels that each way to count them gives another mean."""
+    """Return a batch of two samples with so few labels that each way to count them gives a different mean."""
     masked = torch.full_like(labels, ignore_index)
     if labels.dim() == 1:
         masked[1:] = labels[1:]
@@ -79,15 +79,15 @@ class _Trial:
         self._candidates = LabelWeight(ignore_index), LabelWeight(ignore_index, skips_first=True)
 
     def find_weight(self, model: torch.nn.Module, *, is_perturbed: bool = False) -> LabelWeight | None:
-        """Return the weight with which the two losses give the whole one; None if there is none."""
+        """Return the weight with which the two losses give the loss of both; None if there is none."""
         try:
             whole, *parts = (self._compute_loss(model, batch) for batch in (self._batch, *self._parts))
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError):
-            return None  # the model's own error, if it is one, comes in the first step
+            return None  # if it is the model's own error, the first step raises it
         if whole is None or None in parts:
             return None
         losses = [value for value in parts if value is not None]
-        if _is_close(*losses):  # of a model that predicts the same everywhere, as one with a zero head
+        if _is_close(*losses):  # such as for a model with a zero head, which predicts the same everywhere
             return None if is_perturbed else self.find_weight(_perturb(model), is_perturbed=True)
         if _is_close(whole, sum(losses) / 2):
             return None

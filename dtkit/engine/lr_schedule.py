@@ -1,4 +1,4 @@
-"""Learning rates of a job: set by hand, or by torch's scheduler, which takes the same steps on all ranks."""
+"""Learning rates of a job, set by the user, or by torch's scheduler, which takes the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class LearningRates:
         self._ratios = [1.0] * len(self._param_groups)
         self._uses_train_loss = not program.has_validation
         self._epoch_losses: list[tuple[torch.Tensor, torch.Tensor | float]] = []  # (sum, weight) of this epoch's steps
-        self._num_updates = 0  # the schedule has taken these into account
+        self._num_updates = 0  # updates that the schedule has counted
         self._before_evaluation: dict[str, Any] | None = None  # state before the last evaluation
         self.lr_schedule: LRSchedule | None = None
         if program.lr_scheduler is not None:
             self.lr_schedule = LRSchedule(program.lr_scheduler, optimizer, program.lr_scheduler_interval)
-            for group in self._param_groups:  # like most schedulers, to mark "lr" as scheduled
+            for group in self._param_groups:  # as most schedulers do, to mark "lr" as scheduled
                 group.setdefault("initial_lr", group["lr"])
 
     def set_lr(self, lr: float) -> None:
         """Set the first group's rate, and scale the others and the schedule in proportion."""
         first = self._param_groups[0]["lr"]
-        if first:  # at 0 the ratios stay as they were
+        if first:  # from 0, the ratios stay the same
             self._ratios = [group["lr"] / first for group in self._param_groups]
         if self.lr_schedule is not None and first:
             self.lr_schedule.scale_base_lrs(lr / first)
@@ -79,7 +79,7 @@ class LearningRates:
         )
 
     def step_without_loss(self, num_updates: int, steps_per_epoch: int) -> None:
-        """Step after an update whose step failed later, so that its loss is unknown; no-op if that was done."""
+        """Step after an update whose step failed later, so that its loss is unknown. No-op if that has been done."""
         if self.lr_schedule is not None and num_updates != self._num_updates:
             self._num_updates = num_updates
             self.lr_schedule.step(epoch_ended=num_updates % steps_per_epoch == 0)
@@ -88,7 +88,7 @@ class LearningRates:
         """Step with the loss of held-out data, after `num_updates` updates. A repeated call replaces the first one.
 
         After an aborted evaluation only some ranks may have stepped. Every rank stores its state before the ranks
-        exchange losses. All can therefore return to it, from whichever rank they get their state.
+        exchange losses. So all can return to it, even if they get their state from another rank.
         """
         if self.lr_schedule is None or not self.lr_schedule.needs_metric:
             return

@@ -63,7 +63,7 @@ def _count_job_bytes(device: torch.device, models: Iterable[torch.nn.Module]) ->
 
     Data and the user's tensors count, too. Too large a number is better here, since it lets more runs start.
     """
-    plain = (torch.Tensor, torch.nn.Parameter)  # others, such as lazy or fake ones, may have no storage
+    plain = (torch.Tensor, torch.nn.Parameter)  # others, such as lazy or fake tensors, may have no storage
     tensors = [obj for obj in gc.get_objects() if type(obj) in plain]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided and t.device.type == device.type]

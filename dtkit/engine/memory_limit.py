@@ -3,9 +3,9 @@
 RLIMIT_DATA counts private writable memory. At the limit torch raises a RuntimeError, and the process continues. On a
 GPU torch's allocator limits the device's memory instead, since CUDA maps far more of the process's memory than it uses.
 
-The limit is for users' code. dtkit's recovery from a failure must not lack memory, above all for threads, whose stacks
-of 8 MB count. A process group has three threads. If gloo can't start the second one, C++ ends the process. So dtkit
-lifts the limit while it forms groups and frees jobs, and leaves headroom for the reply.
+The limit is for users' code. During recovery from a failure, dtkit must not run out of memory, above all for threads:
+their stacks of 8 MB count. A process group has three threads. If gloo can't start the second one, C++ ends the process.
+So dtkit lifts the limit while it forms groups and frees jobs, and leaves headroom for the reply.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read_configured_limit() -> int | None:
 
 
 class MemoryLimit:
-    """Limit on what an engine's process may allocate beyond what it uses at the start."""
+    """Limit on the memory that an engine's process may allocate beyond its memory at the start."""
 
     def __init__(self) -> None:
         self._max_data_bytes: int | None = None  # of private data; None without a limit

@@ -1,4 +1,4 @@
-"""A job that one process trains alone, as the reference that `verify` compares a distributed training with."""
+"""A job that one process trains alone, as `verify`'s reference for a distributed training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ReferenceJob(Job):
         self._batch_digests: list[str] = []
 
     def build_reference_report(self) -> ReferenceReport:
-        """Return what `verify` needs besides the parameters."""
+        """Return the results that `verify` needs besides the parameters."""
         optimizers = getattr(self._worker.optimizer, "optimizers", (self._worker.optimizer,))
         is_muon = any(type(optimizer).__name__ == "Muon" for optimizer in optimizers)
         dtype = "bfloat16" if is_muon else getattr(self._worker.model, "loss_dtype", None)
@@ -80,7 +80,7 @@ class ReferenceJob(Job):
 
 
 class _PartBatches(Sequence[tuple[int, Any]]):
-    """Batches of all shards, each of which is iterated over with the random numbers of its rank."""
+    """Batches of all shards. Each shard is iterated over with the random numbers of its rank."""
 
     def __init__(self, parts: list[list[tuple[int, Any]]], rngs: list[JobRng]) -> None:
         self._parts, self._rngs = parts, rngs
@@ -139,7 +139,7 @@ _COLLECTIVES = [
 
 @contextlib.contextmanager
 def _refuse_collectives() -> Iterator[None]:
-    """Raise CollectiveInStepError where a step calls a collective: the other ranks don't take part."""
+    """Raise CollectiveInStepError if a step calls a collective, in which the other ranks don't take part."""
     originals = {name: vars(dist.ProcessGroup)[name] for name in _COLLECTIVES}
 
     def make_refusal(name: str) -> Callable[..., Any]:

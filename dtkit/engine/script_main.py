@@ -17,7 +17,7 @@ from dtkit._util.guard import run_guarded
 
 
 def main(call_path: str, result_path: str) -> None:
-    """Call the function. Exits with 1 after an error; SystemExit is the function's own."""
+    """Call the function. Exits with 1 after an error. The function may raise SystemExit itself."""
     # unpickles: written by this process's engine
     engine_path, pickled = pickle.loads(Path(call_path).read_bytes())
     sys.path[:] = engine_path  # modules that this path lacks were sent by value

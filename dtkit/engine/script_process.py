@@ -1,7 +1,7 @@
 """A fresh process for one rank of a script, under the engine's supervision.
 
-The process leads a session of its own, so that whatever it starts ends with it. Its output is read line by line.
-Numbers that it passes to `dtkit.log` come through a pipe.
+The process leads a session of its own, so that all processes that it starts end with it. Its output is read line by
+line. Numbers that it passes to `dtkit.log` arrive through a pipe.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 class ScriptError(Exception):
-    """A script's process failed. `kind` and `details` are the error's type and traceback as the process showed them."""
+    """A script's process failed. `kind` and `details` are the error's type and traceback, as printed by the process."""
 
     def __init__(self, kind: str, message: str, details: str) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class ScriptError(Exception):
 def run_script(script: Script, environment: Mapping[str, str], output: CallOutput) -> Any:
     """Run a script to its end; return a function's result, or the exit code 0. Raises ScriptError.
 
-    Any exception, such as an interrupt, ends the process and all that it started.
+    Any exception, such as an interrupt, ends the process and all processes that it started.
     """
     with tempfile.TemporaryDirectory(prefix="dtkit-script-") as folder:
         call, result = Path(folder) / "call", Path(folder) / "result"
@@ -62,7 +62,7 @@ def run_script(script: Script, environment: Mapping[str, str], output: CallOutpu
         for remaining in reversed(range(_MAX_RESTARTS + 1)):
             own_environment = _make_script_environment(script, environment) | {ELASTIC_VARIABLE: str(elastic)}
             process = _ScriptProcess(command, script.folder, own_environment, output)
-            # waits: for as long as the script runs, in short turns
+            # waits: for as long as the script runs, in short intervals
             code = process.wait()
             if code >= 0 or not elastic.exists() or not remaining:
                 break
@@ -109,7 +109,7 @@ def _make_command(script: Script, call: Path, result: Path) -> list[str]:
 
 
 _HOROVOD_FOLDER = str(Path(__file__).parents[1] / "integrations" / "horovod" / "shim")
-"""Folder in which a process finds `horovod`; it is on the path of no other."""
+"""Folder in which a process finds `horovod`. Other processes don't have it on their path."""
 
 
 _HOROVOD_VARIABLES = {
@@ -120,7 +120,7 @@ _HOROVOD_VARIABLES = {
     "CROSS_RANK": "GROUP_RANK",
     "CROSS_SIZE": "GROUP_WORLD_SIZE",
 }
-"""What horovodrun calls torchrun's variables."""
+"""horovodrun's names of torchrun's variables."""
 
 
 def _make_module_path(script: Script) -> list[str]:
@@ -129,7 +129,7 @@ def _make_module_path(script: Script) -> list[str]:
 
 
 def _make_horovod_environment(script: Script, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables with which the process finds `horovod`, and those that horovodrun sets."""
+    """Return environment variables that let the process find `horovod`, and those that horovodrun sets."""
     if not script.has_horovod:
         return {}
     paths = [_HOROVOD_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -195,7 +195,7 @@ class _ScriptProcess:
         output.add_line(line)
 
     def wait(self) -> int:
-        """Wait for the end, and return the exit code; negative for a signal. All that it started ends too."""
+        """Wait for the end, and return the exit code; negative for a signal. All processes that it started end too."""
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -207,7 +207,7 @@ class _ScriptProcess:
             self._end()
 
     def _interrupt(self) -> None:
-        """Let the process end by itself for a moment, as Ctrl-C would."""
+        """Interrupt the process as Ctrl-C would, and give it a moment to end by itself."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -224,9 +224,9 @@ class _ScriptProcess:
         os.close(self._log_reader)
 
 
-def _make_environment(given: Mapping[str, str], log_writer: int) -> dict[str, str]:
+def _make_environment(extra: Mapping[str, str], log_writer: int) -> dict[str, str]:
     """Return the process's environment, whose first import is :mod:`dtkit.engine.startup.sitecustomize`."""
-    environment = {**os.environ, **given, LOG_DESCRIPTOR_VARIABLE: str(log_writer)}
+    environment = {**os.environ, **extra, LOG_DESCRIPTOR_VARIABLE: str(log_writer)}
     paths = [str(_STARTUP_FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
     return environment | {"PYTHONPATH": os.pathsep.join(paths)}
 

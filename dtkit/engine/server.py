@@ -1,6 +1,6 @@
 """Entry point of an engine: takes a pickled :class:`~dtkit.types.Request`, returns a pickled reply.
 
-Every error becomes a :class:`~dtkit.types.Failure` in the reply, so each rank answers for itself. A rank that fails
+Every error becomes a :class:`~dtkit.types.Failure` in the reply, so each rank replies for itself. A rank that fails
 aborts its process group, so that its peers leave their collectives at once. The notebook then forms the next
 generation.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit.engine.session import get_session
 from dtkit.errors import RefusedError
+from dtkit.rpc.protocol import OPERATIONS
 from dtkit.types import Reply
 
 if TYPE_CHECKING:
@@ -43,11 +44,17 @@ def handle_request(
         except BaseException as error:  # noqa: BLE001 - reported to the notebook with its traceback
             state.sigint_handler.work_done = True
             reply = Reply(session.collect_partial_result(request), session.build_failure(error, request))
-            if not isinstance(error, RefusedError) and state.group is not None:
+            if state.group is not None and _may_keep_peers_waiting(error, request):
                 state.group.abort()
     return pickle.dumps(reply, protocol=5)
 
 
+def _may_keep_peers_waiting(error: BaseException, request: Request) -> bool:
+    """Return whether the request takes part in collectives. Otherwise the group stays: the notebook counts on it."""
+    operation = OPERATIONS.get(request.op)
+    return not isinstance(error, RefusedError) and (operation is None or not operation.is_independent)
+
+
 def attach_sigint_handler(kernel: Any) -> None:
-    """Let the session decide what SIGINT does on this engine: see :mod:`dtkit.engine.comm.sigint`."""
+    """Let the session handle SIGINT on this engine: see :mod:`dtkit.engine.comm.sigint`."""
     get_session().state.sigint_handler.attach_to_kernel(kernel)

@@ -57,7 +57,7 @@ class Session:
             return self.operations[request.op](**request.args)
 
     def collect_partial_result(self, request: Request) -> Any:
-        """Return what a failed dispatch or call has completed: its last output often names the cause."""
+        """Return the completed part of a failed dispatch or call. Its last output often shows the cause."""
         state = self.state
         items = [] if state.call_output is None else state.call_output.items
         name = str(request.args.get("job"))

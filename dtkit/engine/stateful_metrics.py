@@ -1,7 +1,7 @@
 """Metrics that keep state, such as those of torchmetrics: updated by batch, merged over ranks, computed once.
 
-A mean of means is not the metric of all rows for F1, AUROC and many others. So ranks exchange their states, and every
-rank computes the metric of the merged one.
+For F1, AUROC and many others, a mean over batches is not the metric of all rows. So ranks exchange their states, and
+every rank computes the metric from the merged state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StatefulMetrics:
     def __init__(self, metrics: Mapping[str, Any], device: torch.device) -> None:
         self._metrics: dict[str, Any] = {}
         for name, metric in metrics.items():
-            if is_stateful(metric):  # of a collection, each of its metrics
+            if is_stateful(metric):  # for a collection, each of its metrics
                 parts = dict(metric.items()) if hasattr(metric, "items") else {name: metric}
                 self._metrics.update({key: part.clone() for key, part in parts.items()})
         for metric in self._metrics.values():
@@ -61,9 +61,9 @@ class StatefulMetrics:
 
     def _merge(self, group: Group, replica: int) -> None:
         """Replace each metric by the merged one of all replicas; of ranks with the same rows, the first counts."""
-        own = _encode({name: metric.cpu() for name, metric in self._metrics.items()}) if self._is_updated else None
+        state = _encode({name: metric.cpu() for name, metric in self._metrics.items()}) if self._is_updated else None
         first: dict[int, str] = {}
-        for other_replica, encoded in all_gather_json(group, [replica, own]):
+        for other_replica, encoded in all_gather_json(group, [replica, state]):
             if encoded is not None:
                 first.setdefault(other_replica, encoded)
         merged, *others = [_decode(encoded) for _, encoded in sorted(first.items())]

@@ -2,8 +2,8 @@
 
 A step changes parameters and optimizer, random state, and statistics of batch normalization. Before the update, only
 random state and statistics have changed, and copies of both allow undoing the step. After the update the step counts,
-whatever fails later. SIGINT during the update is delivered after it. So only an optimizer that raises, or the end of
-the process, can leave a model partially updated. Such a model is marked, and other ranks never get its state.
+even if something fails later. SIGINT during the update is delivered after it. So only an error in the optimizer, or the
+end of the process, can leave a model partially updated. Such a model is marked, and other ranks never get its state.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StepGuard:
         return self.update_started and not self.update_done
 
     def begin_step(self) -> None:
-        """Copy what a failed step must restore."""
+        """Copy the state that must be restored after a failed step."""
         self.update_started = self.update_done = self.defers_sigint = False
         self._cpu_rng_state = torch.get_rng_state()
         self._cuda_rng_state = None if self._cuda_device is None else torch.cuda.get_rng_state(self._cuda_device)
@@ -71,7 +71,7 @@ class StepGuard:
             buffer.detach().copy_(saved)
 
     def commit_step(self) -> None:
-        """Complete the step, and deliver an interrupt that waited."""
+        """Complete the step, and deliver a delayed interrupt."""
         self.update_started = self.update_done = self.defers_sigint = False
         if self._sigint_pending:
             self._sigint_pending = False

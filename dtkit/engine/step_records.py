@@ -43,7 +43,7 @@ def build_rows(
 ) -> np.ndarray:
     """Return one row for each step, column by column. `events` are those of the steps, with times in seconds.
 
-    Which part of `comm_s` was waiting follows from the times of all ranks.
+    The waiting part of `comm_s` is computed later, from the times of all ranks.
     """
     rows = np.zeros(len(completed_steps), ROW_DTYPE)
     results = [done.step_result for done in completed_steps]

@@ -1,4 +1,4 @@
-"""Finding out whether the items of a stream are samples or whole batches, by trying the model with the first one."""
+"""Detection of whether a stream's items are samples or whole batches, by a trial of the model with the first one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRIAL_ROWS = 2
 
 
 def is_whole_batch(item: Any, model: torch.nn.Module, loss: Loss, collate: Callable[[list[Any]], Any]) -> bool:
-    """Return whether the model takes an item as a batch, and not as a sample. If it takes both, it is a sample."""
+    """Return whether the model accepts an item as a batch, but not as a sample. If it accepts both, it is a sample."""
     if not count_common_rows(item):
         return False
     if _can_train_on(lambda: collate([item]), model, loss):

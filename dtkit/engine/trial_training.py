@@ -1,4 +1,4 @@
-"""A few real training steps of a copy of the model, timed and measured, as training will do them later."""
+"""A few real training steps of a copy of the model, which are timed and measured."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TrialTraining:
         parameter.grad = self._bucket_views[parameter].copy_(parameter.grad)
 
     def close(self) -> None:
-        """Remove the hooks, which refer to the model where Python's garbage collector doesn't look."""
+        """Remove the hooks. Their references to the model are invisible to Python's garbage collector."""
         for hook in self._hooks:
             hook.remove()
 
@@ -75,7 +75,7 @@ class TrialTraining:
         return count
 
     def run_warmup_steps(self, rows: int) -> None:
-        """Run a few whole steps, after which the process stops growing."""
+        """Run a few whole steps, until the process has stopped growing."""
         for k in range(_NUM_WARMUP_STEPS):
             if k == 1:
                 self._optimizer.zero_grad()

@@ -1,24 +1,21 @@
-"""Imports and initializations of the first step, done beforehand by an engine that starts or waits as a spare.
+"""Imports and initializations for the first step, which an engine does while it starts or waits as a spare.
 
-Imports create hundreds of thousands of objects that stay, and garbage collection visits them again and again. Without
-it, torch and its dynamo load in two thirds of the time.
+Imports create hundreds of thousands of objects that stay, which garbage collection visits repeatedly. Without
+collection, torch and its dynamo load in two thirds of the time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from typing import TYPE_CHECKING
 
 from dtkit.engine import memory_limit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from dtkit.engine.observe.stack_sampler import pause_gc
 
 
 def load_torch() -> None:
-    """Import what forming the process group needs."""
-    with _without_collection():
+    """Import the modules for forming the process group."""
+    with without_collection():
         import torch
 
         import dtkit.engine.checks
@@ -29,8 +26,8 @@ def load_torch() -> None:
 
 
 def preload() -> None:
-    """Load what the first step needs; torch's dynamo alone, for the first optimizer, takes about a second."""
-    with _without_collection():
+    """Load the modules for the first step. torch's dynamo alone, for the first optimizer, takes about a second."""
+    with without_collection():
         import torch
         from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 
@@ -46,17 +43,9 @@ def preload() -> None:
     _freeze_loaded_objects()
 
 
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pause garbage collection, except under a memory limit: garbage leaves free memory, which no limit counts."""
-    was_enabled = gc.isenabled()
-    if memory_limit.read_configured_limit() is None:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def without_collection() -> contextlib.AbstractContextManager[None]:
+    """Pause garbage collection, except under a memory limit: uncollected garbage counts towards it."""
+    return pause_gc() if memory_limit.read_configured_limit() is None else contextlib.nullcontext()
 
 
 def _freeze_loaded_objects() -> None:

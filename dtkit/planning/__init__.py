@@ -1,1 +1,1 @@
-"""Planning: what each strategy would need and cost, and whether a model fits the memory."""
+"""Planning: memory and time that each strategy would need, and whether a model fits."""

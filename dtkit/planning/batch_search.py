@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dtkit.strategies.base import Strategy
 
 _MAX_BATCH = 2**24
-"""A batch that nobody trains on."""
+"""Upper limit of the search, larger than any batch in practice."""
 
 
 def find_largest_batch(

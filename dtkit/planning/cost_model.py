@@ -4,12 +4,13 @@
 *benchmark* (of the engines and their links). ``strategy.estimate_cost(profile, benchmark)`` returns a :class:`Cost` for
 one rank. A :class:`~dtkit.planning.plan.Plan` compares it with the free memory.
 
-The peak of a rank is the sum of persistent memory (model as sent, copy that trains, gradients, optimizer state) and of
-the larger temporary part: that of forward and backward, including the batch, or that of the update. Not counted are the
-data set (shared by engines of a host), workspace inside of operations, and the interpreter with its libraries, which
-are loaded before the free memory is read.
+The peak of a rank is persistent memory plus the larger temporary part. Persistent are the model as sent, the copy that
+trains, gradients and optimizer state. The temporary parts are that of forward and backward, including the batch, and
+that of the update. Not counted are the data set (shared by engines of a host), and workspace inside of operations. The
+interpreter and its libraries don't count either: they are loaded before the free memory is read.
 
-Times assume that ranks wait for the slowest one. The benchmark's overlap says how much of an all-reduce backward hides.
+Times assume that ranks wait for the slowest one. The benchmark's overlap is the share of an all-reduce that backward
+hides.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class StepTimings:
 
 @dataclasses.dataclass(frozen=True)
 class ModelProfile:
-    """What one rank needs for a model, independent of the strategy. Bytes and seconds."""
+    """Memory and time of a model on one rank, independent of the strategy. Bytes and seconds."""
 
     rows: int
     """This rank's samples of a global batch."""
@@ -217,7 +218,7 @@ class Benchmark:
 
 
 def compute_ring_bytes(nbytes: float, world_size: int) -> float:
-    """Return what each rank sends in a ring all-reduce: 2 (N - 1) / N of it (Patarasu and Yuan, JPDC 2009)."""
+    """Return the bytes that a rank sends in a ring all-reduce: 2 (N - 1) / N of all (Patarasu and Yuan, JPDC 2009)."""
     return 2 * (world_size - 1) / world_size * nbytes
 
 
@@ -255,7 +256,7 @@ class Cost:
         optimizer_state: int | None = None,
         temporaries: int | None = None,
     ) -> Cost:
-        """Return the cost of a rank with a full replica, except for what is given."""
+        """Return the cost of a rank with a full replica, except for the passed fields."""
         rows = profile.rows / micro_batches
         return cls(
             parameters=profile.parameters,
@@ -298,9 +299,9 @@ class MemoryBudget:
 def divide_memory(
     needed_bytes: Sequence[float], memory_budgets: Sequence[MemoryBudget], *, include_swap: bool = False
 ) -> list[int]:
-    """Return what each rank can get: a share of its pool in proportion to needs, up to its own limit.
+    """Return each rank's available memory: a share of its pool in proportion to needs, up to its own limit.
 
-    All ranks of a pool fit or none does, because they need it at the same time.
+    Either all ranks of a pool fit or none, because they need the memory at the same time.
     """
     shares = []
     for needed, budget in zip(needed_bytes, memory_budgets, strict=True):

@@ -1,6 +1,6 @@
 """Refusal of models that can't fit the memory, before a training starts.
 
-Counts only memory that is needed for certain, so a model that might fit is never refused.
+The check counts only memory that is certainly needed, so it never refuses a model that might fit.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CERTAIN_FIT_FACTOR = 12  # times a model's parameters: gradients, and more stat
 def check_fits(engine_group: EngineGroup, model: Any, optimizer: Callable[..., Any], strategy: Strategy) -> None:
     """Raise ValueError if a model and its optimizer can't fit some rank's memory, whatever the batch.
 
-    The sum of the model as sent, the copy that trains, gradients and optimizer state is compared with free memory,
-    swap space and memory that an earlier run frees. Only for large models is the optimizer tried on the meta device.
+    The need is the model as sent, the copy that trains, gradients and optimizer state. It is compared with free memory,
+    swap space, and memory that an earlier run frees. Only for large models, the optimizer is tried on the meta device.
     """
     sent = 0 if isinstance(model, ModelHandle) else _count_model_bytes(model)
     certain_bytes = [_CERTAIN_FIT_FACTOR * (sent or model.nbytes)] * engine_group.world_size
@@ -70,7 +70,7 @@ class _StrategyFit:
 
     @classmethod
     def check(cls, strategy: Strategy, profile: ModelProfile, budgets: Sequence[MemoryBudget]) -> _StrategyFit:
-        """Compare the memory that the strategy needs for certain with what each rank has."""
+        """Compare the memory that the strategy certainly needs with each rank's available memory."""
         profile = _drop_uncertain_memory(strategy, profile)
         cost = strategy.estimate_cost(profile, Benchmark.memory_only(len(budgets)))
         needed = [profile.sent_model + cost.persistent_bytes] * len(budgets)

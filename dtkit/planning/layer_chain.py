@@ -1,4 +1,4 @@
-"""A model's chain of layers, and what each of them costs."""
+"""A model's chain of layers, and their costs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class LayerCosts:
-    """Cost of each layer and of what runs around them, in seconds or in parameters."""
+    """Cost of each layer and of the code around the layers, in seconds or in parameters."""
 
     layers: tuple[float, ...]
     before_layers: float = 0.0
-    """Cost of what runs before the first layer."""
+    """Cost of the code before the first layer."""
     after_layers: float = 0.0
-    """Cost of what runs after the last layer."""
+    """Cost of the code after the last layer."""
 
     @property
     def per_layer(self) -> list[float]:
-        """Costs by layer; the first and the last include what runs around the layers."""
+        """Costs by layer; the first and the last include the code around the layers."""
         costs = list(self.layers)
         costs[0] += self.before_layers
         costs[-1] += self.after_layers
@@ -26,7 +26,7 @@ class LayerCosts:
 
 @dataclasses.dataclass(frozen=True)
 class LayerChain:
-    """A model's chain of layers by name, with what is known before the model is cut."""
+    """A model's chain of layers by name, with facts that are known before the model is cut."""
 
     names: tuple[str, ...]
     parameter_counts: LayerCosts

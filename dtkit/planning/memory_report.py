@@ -1,4 +1,4 @@
-"""Measured memory of each rank, next to what a plan predicted. Arithmetic only.
+"""Measured memory of each rank, next to a plan's prediction. Arithmetic only.
 
 An engine counts the storages of persistent tensors: parameters, gradients and optimizer state, each storage once.
 Temporary memory (activations, buffers of collectives, what malloc keeps) is too short-lived to be counted. It is the
@@ -34,7 +34,7 @@ class MemoryUsage:
     process_growth: int | None
     """Peak growth of the process during steps; None before the first step, or if it can't be measured."""
     limit: int | None
-    """What the job could get when it was created; None without a limit of its own."""
+    """Memory that the job could get when it was created; None without a limit of its own."""
     snapshots: int = 0
     """Snapshots of its own shard and of a peer's; not in `process_growth`."""
 
@@ -53,7 +53,7 @@ class MemoryRow:
     peak: int | None
     """Peak of everything, including the model as sent; None if unknown."""
     limit: int | None
-    """What the rank could get; None without a limit of its own."""
+    """Memory that the rank could get; None without a limit of its own."""
     planned: PlanRow | None = None
     snapshots: int = 0
     """Snapshots in memory; included in no other field, and in no plan."""

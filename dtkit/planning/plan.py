@@ -1,4 +1,4 @@
-"""Plans: what each strategy would need on each rank, next to the free memory."""
+"""Plans: the memory that each strategy would need on each rank, next to the free memory."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ class Plan:
     rows: tuple[PlanRow, ...]
     benchmark: Benchmark
     notes: tuple[str, ...] = ()
-    """Limits of the measurement, and what is not counted."""
+    """Limits of the measurement, and memory that is not counted."""
     find_largest_batch: Callable[[str], int] = dataclasses.field(default=lambda _: 0, repr=False, compare=False)
     """Function from a strategy's text to :meth:`largest_batch`."""
 
     def largest_batch(self, strategy: object = None) -> int:
         """Return the most samples per update that fit on every rank, of one strategy; by default of the first one.
 
-        It follows from the same measurements, as if activations grew evenly with the samples. 0 if not even one sample
-        for each rank fits.
+        It follows from the same measurements, under the assumption that activations grow evenly with the samples. It is
+        0 if not even one sample for each rank fits.
         """
         name = self.strategies[0] if strategy is None else self.get_rows(strategy)[0].strategy
         return self.find_largest_batch(name)
@@ -115,7 +115,7 @@ class Plan:
 def build_rows(
     strategy: str, profiles: Sequence[ModelProfile], costs: Sequence[Cost], memory_budgets: Sequence[MemoryBudget]
 ) -> list[PlanRow]:
-    """Return one strategy's rows: what each rank needs and what it can get."""
+    """Return one strategy's rows: each rank's need and its available memory."""
     needed_bytes = [
         profile.sent_model + cost.persistent_bytes + cost.transient_bytes + cost.overhead
         for profile, cost in zip(profiles, costs, strict=True)

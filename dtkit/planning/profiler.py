@@ -46,7 +46,7 @@ class PlanRequest:
 
 
 class ModelProfiler:
-    """Profiler of one model. Each method measures what was not measured before."""
+    """Profiler of one model. Each method measures only values that were not measured before."""
 
     def __init__(
         self, engine_group: EngineGroup, model: Any, request: PlanRequest, report_progress: Callable[[str], None]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ScheduleTable(Protocol):
-    """What a simulation reads of a :class:`dtkit.schedules.schedule.Schedule`."""
+    """The part of a :class:`dtkit.schedules.schedule.Schedule` that a simulation reads."""
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks keep their inputs only, and compute again in backward (Chen et al., 2016).
+"""Activation checkpointing: blocks keep only their inputs, and compute again in backward (Chen et al., 2016).
 
 Memory falls from the activations of all blocks to those of one, for about a third more computation. A Pipeline does so
 with whole stages.
@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dtkit._util.torch_private import NormBase
+from dtkit.strategies.kv_cache import disable_kv_cache
 from dtkit.strategies.pipeline.cut import find_layer_chain
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ def checkpoint_blocks(model: nn.Module, blocks: bool | Sequence[str]) -> nn.Modu
     """
     memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, memo)
-    if getattr(getattr(copied, "config", None), "use_cache", False):
-        copied.config.use_cache = False  # type: ignore[union-attr]  # Hugging Face's; a cache would grow twice
+    disable_kv_cache(copied)
     for block in _find_blocks(copied, blocks):
         refuse_batch_norm(block)
         block.forward = functools.partial(run_checkpointed, block.forward)
@@ -50,13 +50,13 @@ def refuse_batch_norm(block: nn.Module) -> None:
 def _find_blocks(model: nn.Module, blocks: bool | Sequence[str]) -> list[nn.Module]:  # noqa: FBT001 - as above
     modules = dict(model.named_modules())
     if blocks is True:
-        found = [block for _, block in find_layer_chain(model) if any(True for _ in block.parameters())]
-        if not found:
+        chain = [block for _, block in find_layer_chain(model) if any(True for _ in block.parameters())]
+        if not chain:
             raise ValueError(
                 f"activation_checkpointing=True: {type(model).__name__} has no chain of blocks (an nn.ModuleList or "
                 "nn.Sequential). Name the modules: activation_checkpointing=['encoder', 'decoder']"
             )
-        return found
+        return chain
     names = list(blocks or ())
     unknown = [name for name in names if name not in modules]
     if unknown:
@@ -68,7 +68,7 @@ def _find_blocks(model: nn.Module, blocks: bool | Sequence[str]) -> list[nn.Modu
 
 
 def run_checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a forward, of which backward keeps the inputs only."""
+    """Call a forward pass for which backward keeps only the inputs."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

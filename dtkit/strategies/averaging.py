@@ -9,7 +9,7 @@ averaging and the new mean is then the gradient of the outer optimizer. Each ran
 optimizer.
 
 Between two averagings only a rank itself knows whether its gradients are finite. A rank with a gradient that is not
-finite makes no updates until the next averaging. Then all ranks learn of it, and stop before they average.
+finite makes no updates until the next averaging. Then all ranks are informed, and stop before they average.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class _AveragingWorker(ReplicatedWorker):
             self._outer_optimizer.visit_state(visitor, names, self._parameters)
 
     def _visit_parameters(self, visitor: StateVisitor) -> None:
-        """Visit each rank's parameters; on another number of ranks all continue from their mean."""
+        """Visit each rank's parameters. With a different number of ranks, all continue from their mean."""
         visitor.per_replica(MODEL_PREFIX, self.named_parameters(), self._averaging_weight)
 
     @property
@@ -316,7 +316,7 @@ class _SimulatedAveragingWorker(Worker):
         for shard in context.shards:
             rank_model = copy.deepcopy(model)
             rank_context = dataclasses.replace(context, shards=[shard])
-            never = dataclasses.replace(strategy, every=2**62)  # this class averages, not the rank's worker
+            never = dataclasses.replace(strategy, every=2**62)  # this class averages instead of the rank's worker
             rank_optimizer = make_optimizer(optimizer, rank_model)
             self._rank_workers.append(_AveragingWorker(never, rank_model, loss_fn, rank_optimizer, rank_context))
         self.optimizer = self._rank_workers[0].optimizer

@@ -1,4 +1,4 @@
-"""Base classes of all parallelisms: how ranks hold a model, and what one synchronized step does.
+"""Base classes of all parallelisms, which define how ranks hold a model and take a synchronized step.
 
 The user passes a `Strategy`: a small frozen description without state. On each engine, `setup` turns it into a
 `Worker`: that rank's part of one job, with its module and optimizer.
@@ -51,7 +51,7 @@ EvalFunction = Callable[[Any], "EvalOutput | None"]
 
 @dataclasses.dataclass(frozen=True)
 class TrainingProgram:
-    """What the engines do with the batches: all that a user gave to `train` besides model and data."""
+    """Program that engines run on batches: the user's arguments of `train` besides model and data."""
 
     loss_fn: Loss
     optimizer: Callable[..., Any]
@@ -80,7 +80,7 @@ class Strategy(abc.ABC):
     """A way to parallelize. Subclasses are frozen dataclasses (with ``repr=False``: see `__repr__`)."""
 
     def __repr__(self) -> str:
-        """Return what the user typed, without options at their defaults (but see `ALWAYS_SHOWN`)."""
+        """Return the strategy as users type it, without options at their defaults (but see `ALWAYS_SHOWN`)."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
         shown = [f for f in fields if f.metadata == ALWAYS_SHOWN or getattr(self, f.name) != f.default]
         options = [f"{f.name}={getattr(self, f.name)!r}" for f in shown]
@@ -98,14 +98,14 @@ class Strategy(abc.ABC):
     pipeline_schedule: Schedule | None = None
     """The order of each rank's actions, in a pipeline."""
     shards_model: bool = False
-    """Whether a rank keeps a part of the model only. `setup` then gets the whole model, to copy that part."""
+    """Whether a rank keeps only a part of the model. `setup` then gets the whole model, to copy that part."""
 
     def build_mesh(self, world_size: int) -> Mesh:
         """Return the arrangement of the ranks; raise ValueError if the degrees don't multiply to `world_size`."""
         return Mesh({"dp": world_size})
 
     def model_shard_id(self, world_size: int, rank: int) -> tuple[int, ...]:
-        """Return which part of the model a rank holds: ranks with equal ids hold the same part."""
+        """Return an id of the part of the model that a rank holds. Ranks with equal ids hold the same part."""
         coordinates = self.build_mesh(world_size).get_coordinates(rank)
         return tuple(coordinate for axis, coordinate in coordinates.items() if axis != "dp")
 
@@ -113,13 +113,13 @@ class Strategy(abc.ABC):
         """Raise ValueError if these sizes can't work."""
 
     def check_model(self, model: torch.nn.Module) -> None:  # noqa: B027 - most strategies take any model
-        """Raise ValueError if the notebook can see that this model can't be placed."""
+        """Raise ValueError if this model can't be placed, as far as the notebook knows."""
 
     def preload(self) -> None:  # noqa: B027 - most need no imports
-        """Import what `setup` needs, so that it doesn't count as a model's memory."""
+        """Import the modules that `setup` needs, so that they don't count as a model's memory."""
 
     def reduce_batch(self, batch: Any) -> Any:
-        """Return the part of a batch that the other ranks of a replica need from the one that has loaded it."""
+        """Return the part of a batch that other ranks of a replica need from the rank that has loaded it."""
         return batch
 
     def describe_plan(self, model: torch.nn.Module) -> Any:  # noqa: ARG002 - most have nothing to show
@@ -127,7 +127,7 @@ class Strategy(abc.ABC):
         return None
 
     def equivalence_notes(self) -> tuple[str, ...]:
-        """Return the reasons why this strategy trains differently than one process does; mostly none."""
+        """Return the reasons why training with this strategy differs from one process; usually none."""
         return ()
 
     @abc.abstractmethod
@@ -191,7 +191,9 @@ class Worker(abc.ABC):
         """Continue in a new generation of the process group."""
 
     def settle(self) -> None:  # noqa: B027 - most workers have nothing to move
-        """Move to the current process group, if that waits for the next step. A collective if the group is new."""
+        """Move to the current process group, if this was postponed until the next step. A collective if the group is
+        new.
+        """
 
     @abc.abstractmethod
     def named_parameters(self) -> Mapping[str, torch.Tensor]:

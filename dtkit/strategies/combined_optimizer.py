@@ -62,7 +62,7 @@ class _CombinedState(MutableMapping[torch.Tensor, Any]):
 
     def __setitem__(self, p: torch.Tensor, value: Any) -> None:
         for optimizer in self._optimizers:
-            if any(p is own for group in optimizer.param_groups for own in group["params"]):
+            if any(p is parameter for group in optimizer.param_groups for parameter in group["params"]):
                 optimizer.state[p] = value
                 return
         raise KeyError(p)

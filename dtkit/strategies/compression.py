@@ -1,7 +1,7 @@
-"""Compression of gradients: what DDP does with a bucket instead of a plain all-reduce.
+"""Compression of gradients: hooks that replace DDP's plain all-reduce of a bucket.
 
 "fp16" and "bf16" send half of float32's bytes, rounded to 11 and 8 bits. "powersgd" sends two thin matrices instead of
-each wide one: see :mod:`dtkit.strategies.powersgd`. All of them give the *sum* over ranks.
+each wide one: see :mod:`dtkit.strategies.powersgd`. All of them return the *sum* over ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Data parallelism: a copy of the model on each rank, with gradients summed over ranks in every step.
 
-torch's DDP does the work for large models (Li et al., VLDB 2020): it reduces buckets of gradients while backward still
-computes the next ones. A small model has one bucket, and gets one flat buffer instead: see
+For large models, torch's DDP does the work (Li et al., VLDB 2020): it reduces buckets of gradients while backward still
+computes the next ones. A small model has only one bucket, and gets one flat buffer instead: see
 :mod:`dtkit.strategies.flat_gradients`. A single rank has nothing to reduce.
 
 dtkit replaces DDP's hook for three reasons. Gradients are summed, not averaged: ranks scale their losses by samples
@@ -114,7 +114,7 @@ class DataParallel(Strategy):
             )
 
     def equivalence_notes(self) -> tuple[str, ...]:
-        """Return the rounding that one process does not do."""
+        """Return a note on rounding that doesn't occur in one process."""
         rounding = f"precision={self.precision!r} rounds sums over other samples on each rank"
         notes = [rounding] if self.precision else []
         return tuple(notes + ([f"compress={self.compress!r} sends rounded gradients"] if self.compress else []))
@@ -274,7 +274,7 @@ class _DataParallelWorker(ReplicatedWorker):
         return super()._compute_grad_norm()
 
     def _check_all_parameters_used(self) -> None:
-        """Raise at once: DDP reports a missing gradient one step later, while other ranks wait."""
+        """Raise ValueError at once. DDP reports a missing gradient one step later, while other ranks wait."""
         if self._group is None or self._strategy.find_unused_parameters:
             return
         if any(p.grad is None for p in self._parameters):

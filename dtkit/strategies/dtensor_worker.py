@@ -4,14 +4,14 @@ A sharded parameter is a torch DTensor: this rank's part and the mesh of the ran
 clipping and the check for finite gradients work on this rank's parts, with one number summed over all ranks. A part
 that n ranks hold counts for 1/n on each of them.
 
-A fused parameter holds several matrices: a rank with some attention heads has rows of queries, of keys and of values.
-To torch it is a DTensor sharded by rows. The parameter stores the number of its blocks (:func:`get_num_fused_blocks`).
-Loading and saving use it to restore the order of rows.
+A fused parameter holds several matrices: a rank with some attention heads has rows of queries, of keys and of values
+(columns, in transformers' Conv1D). To torch it is a DTensor sharded by rows. The parameter stores the number of its
+blocks (:func:`get_num_fused_blocks`). Loading and saving use it to restore the order of rows.
 
 DTensors and the hooks of modules keep the process group that they were made with. For a new process group the worker
-shards another copy without values, and moves its shards and the optimizer's state there without copying. It does so
-when the job is next used, since other ranks may not have the job when the group is formed. For meshes with equal ranks
-and names torch would reuse the old process group. So names of meshes include the generation.
+shards another copy without values, and moves its shards and the optimizer's state there without copying. It does so at
+the next use of the job, since other ranks may not have the job yet when the group is formed. For meshes with equal
+ranks and names, torch would reuse the old process group. So names of meshes include the generation.
 """
 
 from __future__ import annotations
@@ -153,11 +153,6 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
     @abc.abstractmethod
     def _shard_model(self, model: nn.Module, group: Group) -> None:
         """Shard the parameters of `model`, a copy without values. A collective."""
-
-    @property
-    @abc.abstractmethod
-    def _replica_index(self) -> int:
-        """Index of the replica that this rank's shards belong to."""
 
     def _register_shards(self, model: nn.Module) -> None:
         """Keep references to the shards, since FSDP temporarily replaces them by whole parameters."""

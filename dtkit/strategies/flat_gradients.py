@@ -20,7 +20,7 @@ MAX_FLAT_BYTES = 2**20  # DDP's first bucket: larger gradients have several, whi
 
 
 def fits_flat_buffer(model: torch.nn.Module) -> bool:
-    """Return whether a model's gradients are small, dense and of one type, so that one buffer serves."""
+    """Return whether a model's gradients are small, dense and of one type, and so fit one buffer."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if any(getattr(module, "sparse", False) is True for module in model.modules()):  # embeddings
         return False

@@ -1,12 +1,12 @@
-"""The user's loss as a number to differentiate and a weight.
+"""The user's loss, as a number to differentiate and a weight.
 
 A loss is either a *mean over samples* (a scalar) or a *pair* ``(sum, weight)``. A mean counts for the number of its
 samples. With pairs, ranks differentiate the sums, add up the weights, and divide gradients by the total weight. Class
 weights and token means need pairs, since the mean of their means is not the mean. A :class:`LabelWeight` makes a pair
 of a mean over the labels that are not ignored.
 
-Some models return their own loss, as those of Hugging Face's transformers do if they get labels. They need neither a
-loss nor a training step: a batch that is a dict holds the model's arguments by name.
+Some models return their own loss, such as those of Hugging Face's transformers if they get labels. They need neither a
+loss nor a training step. Their batches are dicts of the model's arguments.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Loss:
         return ModelInputs((*inputs, target), ("labels",)), target
 
     def _weigh(self, value: Any, labels: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (mean, None) or (sum, weight) of what the user's function returned."""
+        """Return (mean, None) or (sum, weight) for the result of the user's function."""
         total, weight = _check_loss_value(_take_logged(value), source)
         if weight is not None or self.label_weight is None or not isinstance(labels, torch.Tensor):
             return total, weight
@@ -241,7 +241,7 @@ def get_logits(output: Any) -> Any:
 
 
 def _take_logged(value: Any) -> Any:
-    """Return what a user's function returned without a dict of numbers at its end, which is logged."""
+    """Return the result of a user's function, without a dict of numbers at its end, which is logged."""
     if not (isinstance(value, tuple) and value and type(value[-1]) is dict):
         return value
     log(**value[-1])

@@ -1,11 +1,11 @@
 """Training steps that update by themselves, with several losses and optimizers, as GANs and actor-critics do.
 
-A step of the user's computes losses, calls ``backward``, and calls ``step`` of its optimizers in any order. Each such
-call sums the gradients of that optimizer's parameters over the ranks before it updates them. So the step is the same
-as in one process, if each loss is a mean over samples.
+A user's step computes losses, calls ``backward``, and calls ``step`` of its optimizers, in any order. Each such call
+sums the gradients of that optimizer's parameters over the ranks before it updates them. So the step equals that of one
+process, if each loss is a mean over samples.
 
-Ranks must call the same optimizers in the same order. They compare notes in every call, by one small all-reduce. A rank
-without samples runs no user code, learns from it which optimizer is next, and takes part with gradients of zero.
+Ranks must call the same optimizers in the same order. Every call checks this by one small all-reduce. A rank without
+samples runs no user code; the all-reduce gives it the next optimizer, and it takes part with gradients of zero.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ManualOptimizer:
-    """One of the optimizers that a training step gets. Everything but its step is that of the torch optimizer."""
+    """One of the optimizers that a training step gets. Except for `step`, it behaves like the torch optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, take_step: Callable[[], None]) -> None:
         self._optimizer, self._take_step = optimizer, take_step

@@ -51,12 +51,12 @@ def transfer_shards(
     def convert(p: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(move_to_mesh_of(p, like), p.requires_grad) if isinstance(like, DTensor) else p
 
-    moved = _replace_parameters(new_model, sharded_parameters, convert)
+    new_parameters = _replace_parameters(new_model, sharded_parameters, convert)
     for before, after in zip(old_model.modules(), new_model.modules(), strict=True):
         after.__dict__.update({k: v for k, v in vars(before).items() if isinstance(v, (bool, int, float, str))})
         for name, buffer in before.named_buffers(recurse=False):
             setattr(after, name, buffer)
-    return moved
+    return new_parameters
 
 
 def _replace_parameters(
@@ -76,7 +76,7 @@ def _replace_parameters(
 
 
 def rebind_optimizer(optimizer: torch.optim.Optimizer, new_parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Give an optimizer other parameters, and move its state to their mesh."""
+    """Replace an optimizer's parameters, and move its state to the mesh of the new ones."""
     for group in optimizer.param_groups:
         group["params"] = [new_parameters[p] for p in group["params"]]
     for old, new in new_parameters.items():

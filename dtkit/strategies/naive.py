@@ -1,7 +1,7 @@
 """Data parallelism as in a textbook: backward, then an all-reduce of each gradient, then the update.
 
 :class:`~dtkit.strategies.data_parallel.DataParallel` is faster, because it overlaps communication with backward. Both
-give the same parameters up to rounding: tests use this one as the reference, and lessons show it.
+yield the same parameters up to rounding. Tests use this strategy as the reference, and lessons show it.
 """
 
 from __future__ import annotations

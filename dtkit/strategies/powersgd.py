@@ -61,7 +61,7 @@ class PowerSGD:
             factorization.reconstruct(matrix, a, b, self._group.world_size)
 
     def visit_state(self, visitor: StateVisitor, named_parameters: Mapping[str, torch.Tensor]) -> None:
-        """Visit factors and errors. On another number of ranks each gets an equal share of the errors' sum."""
+        """Visit factors and errors. With a different number of ranks, each gets an equal share of the errors' sum."""
         wide = {
             name: self._get_factorization(p, p.detach())
             for name, p in named_parameters.items()

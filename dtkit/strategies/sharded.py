@@ -15,7 +15,7 @@ restores the batch statistics afterwards.
 
 All ranks must run the same blocks in the same order. So a model that skips blocks depending on its data can't be
 sharded. A rank with an unused parameter would reduce fewer elements than its peers, which aborts a gloo process; dtkit
-checks this before.
+checks this first.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Sharded(DTensorStrategy):
         check_shardable(model)
 
     def equivalence_notes(self) -> tuple[str, ...]:
-        """Return the rounding that one process does not do."""
+        """Return a note on rounding that doesn't occur in one process."""
         return (f"precision={self.precision!r} rounds sums over other samples on each rank",) if self.precision else ()
 
     def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
@@ -186,12 +186,6 @@ class _FSDPWorker(DTensorWorker):
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 _drop_process_groups(module)
-
-    @property
-    def _replica_index(self) -> int:
-        assert self._group is not None
-        mesh = self._strategy.build_shard_mesh(self._group.world_size)
-        return mesh.get_coordinates(self._group.rank).get("replica", 0)
 
     def _run_step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> StepResult:
         """Run forward and backward with all-gathers and reduce-scatters, and update this rank's shards."""

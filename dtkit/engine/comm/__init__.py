@@ -1,1 +1,1 @@
-"""Communication among engines: the process group, its TCP connections, and interrupts of what blocks."""
+"""Communication among engines: the process group, its TCP connections, and interrupts of blocked calls."""

@@ -1,4 +1,4 @@
-"""Waits for messages that may never arrive, in a separate thread, so that the caller can give up.
+"""Waits for messages that may never arrive, in a separate thread, so that the caller can stop waiting.
 
 When a connection ends, gloo ends all waits except for a message that is half read or half written (pair.cc,
 `signalException`). That wait lasts until the timeout, and nothing in Python can interrupt it. This rarely happens to
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 LARGE_MESSAGE_BYTES = 2**18
-"""Size from which a connection may well end within a message: more than one read takes."""
+"""Size from which a connection is likely to end within a message, because a message takes several reads."""
 
 _ResultQueue = queue.SimpleQueue["RuntimeError | None"]
 _WaitRequest = tuple["Sequence[dist.Work]", "dt.timedelta", _ResultQueue]
 
 
 class CancellableWait:
-    """A waiting thread for one generation of the process group. After the caller gives up, the thread still waits."""
+    """A waiting thread for one generation of the process group. If the caller stops waiting, the thread still waits."""
 
     def __init__(self, has_disconnected: Callable[[], bool]) -> None:
         """Use `has_disconnected` to check whether a connection has ended."""

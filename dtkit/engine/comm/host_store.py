@@ -1,4 +1,4 @@
-"""A rank's side of the store between hosts, as torch.distributed wants it: see :mod:`.store_server`."""
+"""A rank's side of the store between hosts, with torch.distributed's interface. See :mod:`.store_server`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HostStore(Store):
-    """Store of one generation. Keep a reference for as long as the process group lives: torch has none of its own."""
+    """Store of one generation. Keep a reference for the life of the process group, since torch keeps none."""
 
     def __init__(self, place: StoreAddress, timeout_s: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class HostStore(Store):
         self._ask("set", name=key, value=value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Return a value, and wait for it before."""
+        """Wait for a value, and return it."""
         self.wait([key])
         _, value = self._ask("get", name=key)
         return bytes(value or b"")
@@ -74,7 +74,7 @@ class HostStore(Store):
             pause.wait(timeouts.STORE_POLL_S)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Store a value if the present one is the expected one, and return what is stored then."""
+        """Store a value if the current one is the expected one. Return the value that is then stored."""
         expected = expected_value.encode() if isinstance(expected_value, str) else bytes(expected_value)
         desired = desired_value.encode() if isinstance(desired_value, str) else bytes(desired_value)
         return bytes(self._ask("compare_set", name=key, expected=expected.hex(), value=desired)[1] or b"")

@@ -1,12 +1,12 @@
-"""Process group of one engine, and how to abort it.
+"""Process group of one engine, which can be aborted.
 
-A group has a *generation*. Each one has its own FileStore, so a late message of a broken group can't join the next
-group. Collectives carry tensors only, never pickled objects.
+A group has a *generation*. Each generation has its own store, so a late message of a broken group can't join the next
+group. Collectives carry only tensors, never pickled objects.
 
 A gloo collective waits for its peers until the timeout, and neither exceptions nor signals interrupt it. But a closed
 connection ends it at once on all ranks. So the group keeps descriptors of gloo's TCP connections, which it identifies
-by the ranks' listening ports. `abort` shuts them down, each rank's blocked call raises, and the group is formed again.
-NCCL has an abort for the same purpose.
+by the ranks' listening ports. `abort` shuts these connections down, and each rank's blocked call raises. Then the group
+is formed again. NCCL has an abort for the same purpose.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Group:
             # waits: a collective, limited by the process group's timeout
             world.allreduce(
                 [tensor]
-            ).wait()  # what torch's function calls after checks that cost a tenth of a short step
+            ).wait()  # torch's function calls this after checks that take a tenth of a short step
         else:
             dist.all_reduce(tensor, group=process_group)
         return tensor
@@ -174,7 +174,7 @@ class Group:
         return wait_for_result
 
     def broadcast_buffers(self, buffers: Sequence[memoryview] | None, sizes: Sequence[int]) -> list[np.ndarray]:
-        """Return rank 0's byte buffers on every rank. Rank 0 gives `buffers`; all ranks give `sizes` in bytes."""
+        """Return rank 0's byte buffers on every rank. Rank 0 passes `buffers`; all ranks pass `sizes` in bytes."""
         received = []
         for k, size in enumerate(sizes):
             if buffers is None or self.rank != 0:
@@ -187,7 +187,7 @@ class Group:
         return received
 
     def broadcast_json(self, value: Any, src: int, process_group: dist.ProcessGroup | None = None) -> Any:
-        """Return the value of rank `src` on every rank, or on those of a `process_group`. It has types of JSON."""
+        """Return the value of rank `src` on every rank, or on those of a `process_group`. It must be JSON."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         length = torch.tensor([len(text)])
         dist.broadcast(length, src=src, group=process_group)
@@ -205,7 +205,7 @@ class Group:
     ) -> tuple[torch.Tensor, ...]:
         """Return the tensors of rank `src` on every rank, or on those of a `process_group`, with the same layout.
 
-        Other ranks give None.
+        Other ranks pass None.
         """
         layouts = self.broadcast_json([_describe_layout(t) for t in tensors or ()], src, process_group)
         received = []
@@ -224,7 +224,7 @@ class Group:
         self.all_reduce_any(False)
 
     def intersect_names(self, names: Iterable[str]) -> set[str]:
-        """Return the names that all ranks give."""
+        """Return the names that all ranks pass."""
         text = "\n".join(names).encode()
         longest = torch.tensor([len(text)])
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
@@ -271,7 +271,7 @@ class Group:
 
 
 def _describe_layout(tensor: torch.Tensor) -> tuple[list[int], list[int], str, bool]:
-    """Return (shape, strides, dtype, whether it requires a gradient) in types of JSON."""
+    """Return (shape, strides, dtype, whether it requires a gradient) as JSON values."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return list(tensor.shape), list(tensor.stride()), dtype, tensor.requires_grad
 
@@ -341,7 +341,7 @@ class _SigintWatcher:
         try:
             yield
         finally:
-            self._abort = previous  # without a call, since an interrupt could come before a call
+            self._abort = previous  # an assignment instead of a call, before which an interrupt could come
             signal.set_wakeup_fd(descriptor)
             with self._lock:
                 pass

@@ -1,4 +1,4 @@
-"""How the ranks of a generation meet before torch connects them: at files on one host, at a store between several."""
+"""Meeting of a generation's ranks before torch connects them, by files on one host, or by a store between several."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def meet(spec: GroupSpec) -> Any:
 
 
 class _FileArrivals:
-    """Which ranks have arrived, as files next to the store."""
+    """Ranks that have arrived, as files next to the store."""
 
     poll_s = timeouts.GROUP_JOIN_POLL_S
 
@@ -57,7 +57,7 @@ class _FileArrivals:
 
 
 class _StoreArrivals:
-    """Which ranks have arrived, as values of a store between hosts."""
+    """Ranks that have arrived, as values of a store between hosts."""
 
     poll_s = timeouts.STORE_POLL_S
 

@@ -1,8 +1,8 @@
 """The store at which ranks on several hosts meet: bytes by name, for one generation of the process group after another.
 
-It listens on one address only. Every connection begins with a challenge in both directions, by HMAC with a random key,
-which reaches the ranks over the encrypted connection to the notebook. What follows is authenticated by that, not
-encrypted, and holds addresses of sockets, no data of the user. Messages are JSON and bytes, so nothing is unpickled.
+It listens on only one address. Every connection begins with a challenge in both directions, by HMAC with a random key.
+The ranks receive the key over the encrypted connection to the notebook. Later messages are not encrypted; they hold
+addresses of sockets, but no user data. Messages are JSON and bytes, so nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class StoreServer:
             while True:
                 header = json.loads(connection.recv_bytes())
                 value = connection.recv_bytes() if header.pop("has_value", False) else b""
-                found, data = self._handle(value=value, **header)
-                connection.send_bytes(json.dumps(found).encode())
+                answer, data = self._handle(value=value, **header)
+                connection.send_bytes(json.dumps(answer).encode())
                 if data is not None:
                     connection.send_bytes(data)
 
@@ -107,7 +107,9 @@ def _check(values: _Values, generation: int, *, names: Sequence[str], value: byt
 
 
 def _compare_set(values: _Values, generation: int, *, name: str, expected: str, value: bytes) -> _Answer:
-    """Set the value if the present one is the expected one; no value equals an empty one. Return what is there then."""
+    """Set the value if the current one is the expected one; a missing value counts as an empty one. Return the value
+    that is then stored.
+    """
     present = values.get((generation, name))
     if (present or b"").hex() == expected:
         present = values[generation, name] = value
@@ -136,7 +138,7 @@ _OPERATIONS: Mapping[str, Callable[..., _Answer]] = {
 
 
 def set_receive_timeout(connection: Any, seconds: float | None) -> None:
-    """Limit the wait for each message; not at all, with None."""
+    """Limit the wait for each message; None removes the limit."""
     whole = 0 if seconds is None else int(seconds)
     packed = whole.to_bytes(8, "little") + (0).to_bytes(8, "little")
     with socket.socket(fileno=connection.fileno()) as view:
@@ -145,7 +147,7 @@ def set_receive_timeout(connection: Any, seconds: float | None) -> None:
 
 
 def authenticate(connection: Connection, key: bytes, *, is_server: bool) -> None:
-    """Prove the knowledge of the key in both directions. Raises AuthenticationError for another key."""
+    """Prove knowledge of the key in both directions. Raises AuthenticationError for another key."""
     steps = [deliver_challenge, answer_challenge]
     for step in steps if is_server else reversed(steps):
         step(connection, key)

@@ -1,6 +1,6 @@
-"""TCP sockets of this process: which are gloo's, how many bytes they have sent, and how to shut them down.
+"""TCP sockets of this process: identifying gloo's, counting their sent bytes, and shutting them down.
 
-An inode identifies a socket, since the number of a closed descriptor is used again. All operations use duplicates of
+An inode identifies a socket, since the number of a closed descriptor is reused. All operations use duplicates of
 descriptors. Python closes the descriptor of an unreferenced socket object, and an interrupt may come between any two
 instructions. A socket object with gloo's or ZeroMQ's own descriptor would then close theirs.
 """
@@ -44,7 +44,7 @@ def list_listening_ports(known_sockets: set[int]) -> list[int]:
 def make_connection_breaker() -> Callable[[], None]:
     """Return a function that shuts down all TCP connections that this process opens from now on.
 
-    For process groups that a user's script forms, whose ports are unknown.
+    This is for process groups that a user's script forms, since their ports are unknown.
     """
     before = list_sockets()
 

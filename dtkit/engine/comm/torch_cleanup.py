@@ -1,9 +1,9 @@
-"""References to closed process groups that torch keeps, and that keep a group's threads and connections alive.
+"""Removal of torch's references to closed process groups, which keep threads and connections alive.
 
 Python's garbage collector doesn't break these references. Each costs three threads, and a connection to every peer:
 
 - Some functions have the default argument ``group=dist.group.WORLD``: the group at the time of the module's import.
-  They would also use that group for ever. None instead means the current group.
+  They would also use that group forever. None means the current group instead.
 - A DeviceMesh has a table of the groups along its axes, and the keys of DTensor's caches include every mesh. These
   entries are useless, since no mesh equals one of an earlier generation.
 """
@@ -36,11 +36,11 @@ _CACHE_CLEARS = (
     "clear_planner_cache",
     "clear_topology_cache",
 )
-"""Functions in `torch_private` that clear a cache, or None where torch has no such cache."""
+"""Functions in `torch_private` that clear a cache, or None if torch has no such cache."""
 
 
 def release_groups(device_meshes: Iterable[DeviceMesh]) -> None:
-    """Remove torch's references to the closed process group, over which `device_meshes` were made."""
+    """Remove torch's references to the closed process group of these `device_meshes`."""
     for function in _iterate_functions():
         if any(isinstance(default, dist.ProcessGroup) for default in function.__defaults__ or ()):
             function.__defaults__ = tuple(map(_drop_group, function.__defaults__ or ()))

@@ -48,7 +48,7 @@ def set_environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def make_rank_environment(spec: GroupSpec) -> dict[str, str]:
-    """Return the variables by which libraries such as Lightning find out this process's rank."""
+    """Return the variables from which libraries such as Lightning read this process's rank."""
     rank = str(spec.rank)
     return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(spec.world_size)}
 

@@ -12,7 +12,7 @@ _PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
 def flatten_batch(batch: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return (structure in types of JSON, tensors) of a nested batch; raise TypeError for other values in it."""
+    """Return (structure as JSON values, tensors) of a nested batch. Raises TypeError for other values in it."""
     tensors: list[torch.Tensor] = []
     return _describe(batch, tensors), tensors
 
@@ -39,7 +39,7 @@ def _check_plain(value: Any) -> Any:
 
 
 def build_batch(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the batch that :func:`flatten_batch` was given."""
+    """Return the batch from the results of :func:`flatten_batch`."""
     if not isinstance(structure, dict):
         return structure
     ((kind, content),) = structure.items()

@@ -1,11 +1,12 @@
 """This rank's part of the data: the batches of any step.
 
 A batch is a pure function of the step. The permutation of an epoch follows from (seed, epoch, shard). The number of
-rows that each shard gives to each step follows from `step_counts.count_cumulative_samples`. So there is no state to
-save, a dispatch can start anywhere, and one process that simulates all shards sees the same rows as all ranks together.
+rows that each shard gives to each step follows from `step_counts.count_cumulative_samples`. So no state has to be
+saved, and a dispatch can start anywhere. One process that simulates all shards sees the same rows as all ranks
+together.
 
-Shares decide which rank takes which rows of a step, never which rows a step has: faster ranks take more of them, and
-the training stays the same up to rounding. For this the rows of a step are concatenated and split again.
+Shares let faster ranks take more rows of a step. They never change the rows of a step as a whole, so training stays the
+same up to rounding. For this, the rows of a step are concatenated and split again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _COUNT_BLOCK_STEPS = 1024  # steps whose counts are computed at once
 
 
 class Shards:
-    """Which rows belong to which shard."""
+    """Rows of each shard."""
 
     def __init__(self, indices: np.ndarray | range, sizes: Sequence[int]) -> None:
         """`indices` are the rows of all shards, concatenated; `sizes` is the number of rows of each."""
@@ -51,7 +52,7 @@ class Shards:
         return self.get_all_rows()
 
     def split_for_replicas(self, num_replicas: int) -> list[np.ndarray]:
-        """Return the shards if there are as many replicas; else all rows in equal parts."""
+        """Return the shards if there are equally many replicas; else all rows in equal parts."""
         if num_replicas == len(self._rows_by_shard):
             return self._rows_by_shard
         return np.array_split(self.get_all_rows(), num_replicas)
@@ -167,7 +168,7 @@ class ShardedBatches:
             return rows
         key = [self._plan.seed, epoch] if shard is None else [self._plan.seed, epoch, shard + 1]
         rng = np.random.default_rng(key)
-        # A source that reads blocks of rows may keep rows of one block near each other.
+        # A source that reads blocks of rows may keep rows of a block close to each other.
         shuffle = getattr(self._source, "shuffle_rows", None)
         return rng.permutation(rows) if shuffle is None else shuffle(rows, rng)
 

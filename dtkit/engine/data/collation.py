@@ -1,4 +1,4 @@
-"""Batches of samples that user code made: torch's default collation, or the user's function."""
+"""Collation of samples from user code, by torch's default collation or the user's function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def collate_samples(samples: Sequence[Any], columns: ColumnSelection) -> Any:
-    """Return a batch: a tuple, a dict, or whatever else the user's function returns."""
+    """Return a batch: a tuple, a dict, or any other result of the user's function."""
     collate = columns.collate_fn or _collate_by_default
     batch = collate(list(samples))
     if isinstance(batch, Mapping):  # such as Hugging Face's BatchEncoding

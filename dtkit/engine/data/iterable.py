@@ -1,15 +1,15 @@
-"""Streams of samples of unknown length: generators, IterableDatasets, anything that can only be iterated.
+"""Streams of samples of unknown length: generators, IterableDatasets, and anything else that can only be iterated.
 
 Each rank iterates over its own part, and takes its share of every batch. Parts may end at different times, so the
-number of samples of a step isn't known beforehand. Ranks add up their counts with one small all-reduce a step, which
+number of samples of a step isn't known in advance. Ranks add up their counts with one small all-reduce per step, which
 gives exact weights. A rank whose part has ended takes part without samples. When all counts are 0 the stream has ended,
 at the same step on every rank.
 
 Each engine calls the function that returns the stream. A function of ``rank`` and ``world_size`` returns that rank's
 part. Of any other stream, rank r takes the items r, r + N, r + 2N and so on, and skips the others.
 
-A stream only goes forward. A job that is built again iterates from the start, and skips the samples of steps that it
-does not take. Samples of a step are kept until a later step is requested, so that a failed step can be repeated.
+A stream only goes forward. A rebuilt job iterates from the start, and skips the samples of steps that it doesn't take.
+Samples of a step are kept until a later step is requested, so that a failed step can be repeated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class StreamSource:
-    """Source of samples on this engine: an iterable, or a function that is called for each job and returns one."""
+    """Source of samples on this engine: an iterable, or a function that returns one for each job."""
 
     def __init__(self, data_or_factory: Any, columns: ColumnSelection | None = None) -> None:
         self._data_or_factory, self._columns = data_or_factory, columns or ColumnSelection()
@@ -123,7 +123,7 @@ class IterableBatches:
         return self._source.collate(samples)
 
     def make_first_batch(self) -> Any:
-        """Return a batch of the first sample, to try a model with."""
+        """Return a batch of the first sample, for a trial of the model."""
         return self._source.collate([self._shard_iterators[0].first_sample])
 
     # -- interface of ShardedBatches --------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class IterableBatches:
         return self._sample_counts
 
     def find_step_with_count(self, count: int) -> tuple[int, int] | None:  # noqa: ARG002 - part of the interface
-        """Return None: counts are not known beforehand."""
+        """Return None: counts aren't known in advance."""
         return None
 
     def get_rows(self, step: int) -> None:
@@ -173,7 +173,7 @@ class IterableBatches:
         return [(len(samples), self._source.collate(samples) if samples else None) for samples in self._current_samples]
 
     def set_process_group(self, group: Group) -> None:
-        """Continue in a new generation of the process group. Counts are summed again: a peer may lack them."""
+        """Continue in a new generation of the process group. Counts are summed again, since a peer may lack them."""
         self._group, self._sample_counts = group, None
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ def is_iterable_only(data: Any) -> bool:
 
 
 def is_stream_factory(function: Callable[..., Any]) -> bool:
-    """Return whether a function returns a stream, as far as this is visible without a call."""
+    """Return whether a function returns a stream, as far as this is known without calling it."""
     return inspect.isgeneratorfunction(function) or accepts_rank(function)
 
 
@@ -277,7 +277,7 @@ def _is_hub_iterable(data: Any) -> bool:
 
 
 def _check_iterable(iterable: Any) -> None:
-    """Raise TypeError for what isn't an iterable of samples; iterating over a tuple of arrays yields arrays."""
+    """Raise TypeError unless this is an iterable of samples. Iterating over a tuple of arrays would yield arrays."""
     is_wrong_kind = hasattr(iterable, "__array__") or isinstance(iterable, (tuple, dict, str, bytes))
     if is_wrong_kind or not hasattr(iterable, "__iter__"):
         raise TypeError(

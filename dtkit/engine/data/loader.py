@@ -91,7 +91,7 @@ def make_stream_batches(
 
 
 def make_loader(source: RowSource, options: LoadingOptions, device: torch.device, seed: int, rank: int) -> BatchLoader:
-    """Return the loader that the options ask for, or the best one for this source and device."""
+    """Return the loader that the options request, or the best one for this source and device."""
     is_gpu = device.type == "cuda"
     pin_memory = is_gpu and options.pin_memory is not False
     num_workers, seeds = _count_workers(source, options), SampleSeeds(seed)
@@ -106,7 +106,7 @@ def make_loader(source: RowSource, options: LoadingOptions, device: torch.device
 
 
 def _count_workers(source: RowSource, options: LoadingOptions) -> int:
-    """Return the number of worker processes; user code that loads ahead gets one, since threads share generators."""
+    """Return the number of worker processes. User code that loads ahead gets one, since threads share generators."""
     if not options.num_workers:
         return 1 if options.prefetch and not source.is_thread_safe else 0
     if not isinstance(source, DatasetSource):
@@ -127,7 +127,7 @@ def load_evaluation_batches(
     rank: int,
     link: ReplicaLink | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (samples, batch) of rows to evaluate on, in order, with the worker processes that training has.
+    """Yield (samples, batch) of rows to evaluate on, in order, with as many worker processes as training has.
 
     With a `link` one rank of the replica loads the batches for the others.
     """

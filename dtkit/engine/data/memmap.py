@@ -1,6 +1,6 @@
-"""Arrays that stay in their file: each engine maps the file, and reads rows when it needs them.
+"""Arrays that stay in their file. Each engine maps the file, and reads rows when it needs them.
 
-An engine is sent the position of the array (:class:`MappedFile`), not its numbers. Engines of one host share the pages
+An engine receives the position of the array (:class:`MappedFile`), not its numbers. Engines of one host share the pages
 that the system has read. The mapping is read-only, so it doesn't count as the process's own memory.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class MappedFile:
-    """Array in a file, as any host that has the file needs it to map the array."""
+    """Position of an array in a file, from which any host that has the file can map the array."""
 
     path: str
     dtype: str
@@ -29,7 +29,7 @@ class MappedFile:
     offset: int
     """Bytes from the start of the file to the array's first element."""
     file_bytes: int
-    """Size of the file, to notice another file of the same name."""
+    """Size of the file, to detect another file of the same name."""
 
     def open(self) -> np.ndarray:
         """Return the array, read-only. Raises FileNotFoundError, or ValueError if the file has another size."""
@@ -79,7 +79,7 @@ def check_files_exist(paths: Sequence[str]) -> None:
 
 
 class FileBackedData:
-    """Object that reads files when it is unpickled; a missing file raises a clear error before that."""
+    """Object that reads files when it is unpickled. A missing file raises a clear error first."""
 
     def __init__(self, paths: Sequence[str], data: Any) -> None:
         self.paths, self.data = tuple(paths), data
@@ -99,7 +99,7 @@ class _FileCheck:
 
 
 def _unpickle_data(_: None, data: Any) -> Any:
-    """Return what a :class:`FileBackedData` unpickles to."""
+    """Return the object to which a :class:`FileBackedData` unpickles."""
     return data
 
 

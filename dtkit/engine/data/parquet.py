@@ -1,10 +1,9 @@
-"""Parquet files, read by row group: the format gives access to row groups, not to rows.
+"""Parquet files, read by row group, since the format gives no access to single rows.
 
 Rows are numbered through all files in order. A batch is gathered from the row groups that have its rows. A cache of
-limited size keeps decoded groups, so an engine with a contiguous shard reads only its own groups. A shuffle of single
-rows over many groups would read nearly every group for every batch. `shuffle_rows` therefore shuffles rows within
-windows of randomly chosen groups, and a window fits into the cache. A shard that fits into one window is shuffled
-freely.
+limited size keeps decoded groups, so an engine with a contiguous shard reads only its own groups. Shuffling single rows
+over many groups would read nearly every group for every batch. `shuffle_rows` therefore shuffles rows within windows of
+randomly chosen groups, and a window fits into the cache. A shard that fits into one window is shuffled freely.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _WINDOWS_PER_CACHE = 4  # verify simulates several shards in one process, each i
 
 @dataclasses.dataclass(frozen=True)
 class ParquetFiles:
-    """Files and columns, as they are sent to an engine."""
+    """Files and columns, in the form that is sent to an engine."""
 
     paths: tuple[str, ...]
     columns: ColumnSelection
@@ -120,7 +119,7 @@ class ParquetSource:
         return batch
 
     def shuffle_rows(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Return `rows` in a random order in which neighbors come from few groups. It depends on `rng` alone."""
+        """Return `rows` in a random order in which neighbors are from few groups. It depends only on `rng`."""
         group_positions = rng.permutation(len(self._row_groups))
         window = group_positions[self._find_groups(rows)] // self.groups_per_window
         shuffled: np.ndarray = rows[np.lexsort((rng.permutation(len(rows)), window))]
@@ -215,7 +214,7 @@ def _iterate_column_chunks(open_files: Sequence[Any]) -> Iterator[Any]:
 
 
 def _check_no_nan(arrays: dict[Any, np.ndarray], first_row: int) -> None:
-    """Raise ValueError for NaN in a group that was read: footers count missing values only."""
+    """Raise ValueError for NaN in a group that was read. Footers count only missing values."""
     for name, array in arrays.items():
         if array.dtype.kind == "O":  # booleans with a null, in a file without statistics
             frames.refuse_missing({name: sum(value is None for value in array)})

@@ -1,8 +1,8 @@
 """Loading of batches when they are needed, or one step ahead in a thread.
 
-A thread pays where rows come from a disk, or where they go to a GPU: gathering and pinning then overlap with the step.
-On a CPU whose cores are busy, gathering rows of an array in a thread costs more than it saves. User code never runs in
-the thread: it may draw random numbers, and all threads of a process share torch's generators.
+A thread saves time if rows are read from a disk, or go to a GPU: gathering and pinning then overlap with the step. If
+the cores are busy, gathering rows of an array in a thread costs more than it saves. User code never runs in the thread,
+because it may draw random numbers, and all threads of a process share torch's generators.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class PrefetchLoader:
 
 
 def is_same_rows(first: StepBatches, second: StepBatches) -> bool:
-    """Return whether two plans take the same rows in the same batches."""
+    """Return whether two plans have the same rows in the same batches."""
     return len(first) == len(second) and all(
         n == m and (n == 0 or np.array_equal(a, b)) for (n, a), (m, b) in zip(first, second, strict=True)
     )
@@ -107,7 +107,7 @@ def is_same_rows(first: StepBatches, second: StepBatches) -> bool:
 
 @contextlib.contextmanager
 def annotate_load_errors(purpose: str, step_rows: StepBatches, rank: int) -> Iterator[None]:
-    """Add to an error which rows were being loaded, for what purpose ("step 7") and on which rank."""
+    """Add to an error the rows that were being loaded, the purpose ("step 7") and the rank."""
     try:
         yield
     except Exception as error:

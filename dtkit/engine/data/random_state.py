@@ -1,6 +1,6 @@
-"""Random numbers of one part of a process: states of torch's, numpy's and Python's global generators.
+"""Random numbers for one part of a process, by its own states of torch's, numpy's and Python's global generators.
 
-User code draws from the global generators. An :class:`OwnRng` gives it states of its own while it runs.
+User code draws from the global generators. While it runs, an :class:`OwnRng` sets them to states of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GeneratorStates:
 
     @classmethod
     def capture(cls, cuda_device: torch.device | None = None) -> GeneratorStates:
-        """Return the current states; that of CUDA for one device, or none."""
+        """Return the current states, with that of one CUDA device if given."""
         cuda = None if cuda_device is None else torch.cuda.get_rng_state(cuda_device)
         numpy_state: Any = np.random.get_state()  # noqa: NPY002 - users' code draws from the global generator
         return cls(torch.get_rng_state(), cuda, numpy_state, random.getstate())
@@ -48,7 +48,7 @@ class GeneratorStates:
         random.setstate(self.python)
 
     def encode(self) -> dict[str, Any]:
-        """Return the states in types of JSON."""
+        """Return the states as JSON values."""
         kind, keys, *rest = self.numpy
         version, words, gauss = self.python
         return {
@@ -72,7 +72,7 @@ class GeneratorStates:
 
 
 class OwnRng:
-    """Context whose code draws from states of its own, so that it and the code outside don't disturb each other.
+    """Context whose code draws from its own states, so that it and the code outside don't affect each other.
 
     All threads of a process share the generators, so another thread waits until the context ends.
     """
@@ -127,7 +127,7 @@ def preserve_generators() -> Iterator[None]:
 
 
 def derive_seed(*key: int) -> int:
-    """Return a seed that follows from numbers from 0 up, and that other numbers are unlikely to give."""
+    """Return a seed derived from numbers from 0 up. Other numbers are unlikely to give the same seed."""
     return int(np.random.SeedSequence(list(key)).generate_state(1, np.uint64)[0] >> 1)
 
 

@@ -1,7 +1,7 @@
-"""Loading of batches by one rank of each replica, which sends the others what they need.
+"""Loading of batches by one rank of each replica, which sends them to the others.
 
-Ranks of a replica (stages of a pipeline, slices of each layer) need the same samples. Where user code makes samples,
-two ranks that load the same rows may get different ones: it may draw from a generator of its own, or read a clock.
+Ranks of a replica (stages of a pipeline, slices of each layer) need the same samples. User code may draw from its own
+generator, or read a clock. Then two ranks that load the same rows may get different samples.
 """
 
 from __future__ import annotations

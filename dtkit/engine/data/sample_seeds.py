@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that rows of a step have different seeds (Steele et al., OOPSLA 2014)
 _SEED_MASK = 2**63 - 1
-_EVALUATION_KEY = 2**63  # in place of a step: every evaluation draws the same numbers
+_EVALUATION_KEY = 2**63  # used instead of a step, so that every evaluation draws the same numbers
 
 
 class SampleSeeds:
@@ -28,7 +28,7 @@ class SampleSeeds:
         self._seed, self._evaluation = seed, evaluation
 
     def take(self, source: RowSource, rows: np.ndarray, step: int) -> Any:
-        """Return a batch of rows for a step. What the samples draw doesn't change the generators outside."""
+        """Return a batch of rows for a step. Random numbers that samples draw don't change the generators outside."""
         if source.is_thread_safe or not isinstance(source, DatasetSource):  # no user code runs
             return source.take(rows)
         base = derive_seed(self._seed, _EVALUATION_KEY if self._evaluation else step)

@@ -1,7 +1,7 @@
 """Rows in the order of a user's sampler, such as torch's WeightedRandomSampler.
 
-A sampler yields the row numbers of an epoch. All ranks ask the same sampler with the same seeds, and each takes its
-part of every batch. So the rows of a step depend neither on the number of ranks nor on what ran before.
+A sampler yields the row numbers of an epoch. All ranks iterate over the same sampler with the same seeds, and each
+takes its part of every batch. So the rows of a step depend neither on the number of ranks nor on earlier calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dtkit.engine.data.random_state import derive_seed, preserve_generators, see
 
 
 class SampledShards(Shards):
-    """Equal shards of an epoch's positions; a sampler says which row is at each position."""
+    """Equal shards of an epoch's positions. A sampler chooses the row at each position."""
 
     def __init__(self, sampler: Any, num_rows: int, num_shards: int, seed: int) -> None:
         """Raises ValueError if the sampler gives other rows for the same seed, or rows that don't exist."""

@@ -25,7 +25,9 @@ class ShardIterator:
     """Iterator over one rank's samples."""
 
     def __init__(self, open_samples: Callable[[], Iterator[Any]], rank: int, seed: int) -> None:
-        """`open_samples` returns the samples from the start. It and they draw random numbers from `seed` on."""
+        """`open_samples` returns the samples from the start. Its random numbers, and those of the samples, begin with
+        `seed`.
+        """
         self.rank = rank
         self._rng = OwnRng(seed)
         self._samples: Iterator[Any] = iter(())
@@ -49,7 +51,7 @@ class ShardIterator:
         return self._buffer[0]
 
     def take_batches_apart(self) -> None:
-        """Take each item as a batch from now on, also those that were drawn."""
+        """Take each item as a batch from now on, including items that have been drawn."""
         self._items_are_batches = True
         items = list(self._buffer)
         self._buffer.clear()
@@ -62,7 +64,7 @@ class ShardIterator:
     def take_samples(self, max_samples: int) -> list[Any]:
         """Return up to `max_samples` samples; none after the end.
 
-        An error ends a generator early, so nothing is drawn from it after one.
+        An error ends a generator early, so nothing is drawn from it after an error.
         """
         self._fill_buffer(max_samples)
         count = min(max_samples, len(self._buffer))
@@ -126,7 +128,7 @@ class WorkerShardIterator(ShardIterator):
             self._add(pickle.loads(chunk))
 
     def _can_continue_after(self, error: BaseException) -> bool:
-        return isinstance(error, KeyboardInterrupt)  # the worker draws on
+        return isinstance(error, KeyboardInterrupt)  # the worker continues to draw
 
     def close(self) -> None:
         """End the process, and wait for it."""

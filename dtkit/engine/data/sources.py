@@ -1,8 +1,7 @@
-"""Sources of rows: anything whose rows can be taken by index, behind one protocol."""
+"""Sources of rows: one protocol for everything whose rows can be taken by index."""
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
@@ -27,7 +26,7 @@ class RowSource(Protocol):
     is_thread_safe: bool
     """Whether `take` runs no user code, so that it may run in a thread during a step."""
     reads_disk: bool
-    """Whether it reads from a disk, so that a thread pays."""
+    """Whether it reads from a disk, so that a thread saves time."""
     is_same_on_all_ranks: bool
     """Whether a row is the same on every rank: the notebook sent it, or it is in a file. User code may differ."""
 
@@ -74,7 +73,7 @@ class ArraySource:
 
 
 class MappedSource:
-    """Arrays of equal length, some of which stay in their file; `take` copies rows. A batch is as of ArraySource."""
+    """Arrays of equal length, some of which stay in files; `take` copies rows. Batches are those of ArraySource."""
 
     is_thread_safe, reads_disk, is_same_on_all_ranks = True, True, True
 
@@ -221,7 +220,7 @@ _TEXT_DTYPES = ("string", "large_string", "string_view", "binary", "large_binary
 
 
 def as_source(data: Any, columns: ColumnSelection | None = None) -> RowSource | StreamSource:
-    """Return the source for what :meth:`dtkit.Cluster.partition` takes; a stream if its length is unknown."""
+    """Return the source for any data that :meth:`dtkit.Cluster.partition` takes; a stream if its length is unknown."""
     columns = columns or ColumnSelection()
     if isinstance(data, StreamSource) or (hasattr(data, "take") and hasattr(data, "is_thread_safe")):
         return data  # type: ignore[no-any-return]  # a source already
@@ -258,7 +257,7 @@ def _as_arrays(data: Any, columns: ColumnSelection) -> Sequence[Any] | None:
         return frames.convert_frame(data, columns)[0]
     if isinstance(data, (np.ndarray, torch.Tensor, MappedFile)):
         return (data,)
-    if isinstance(data, torch.utils.data.TensorDataset) and columns.collate_fn is None:
+    if type(data) is torch.utils.data.TensorDataset and columns.collate_fn is None:  # a subclass may change its samples
         return data.tensors
     if is_sample_list(data):
         return None
@@ -270,7 +269,7 @@ def _as_arrays(data: Any, columns: ColumnSelection) -> Sequence[Any] | None:
 def load_source(function: Callable[..., Any], columns: ColumnSelection) -> RowSource | StreamSource:
     """Return the source for a user's function on this engine; a stream calls the function for each job.
 
-    All engines call the function with the same seeds, so that data that it draws at random are the same on each.
+    All engines call the function with the same seeds, so that random data are equal on all of them.
     """
     if is_stream_factory(function):
         return StreamSource(function, columns)
@@ -281,15 +280,8 @@ def load_source(function: Callable[..., Any], columns: ColumnSelection) -> RowSo
         return StreamSource(function, columns)
     source = as_source(data, columns)
     assert not isinstance(source, StreamSource)
-    source.is_same_on_all_ranks = False  # it may read other files on each host, or draw from a generator of its own
+    source.is_same_on_all_ranks = False  # it may read different files on each host, or draw from its own generator
     return source
-
-
-def make_source_loader(
-    function: Callable[..., Any], columns: ColumnSelection
-) -> Callable[[], RowSource | StreamSource]:
-    """Return the function that engines are sent for a user's function."""
-    return functools.partial(load_source, function, columns)
 
 
 def _ignore_row(_row: int) -> None:

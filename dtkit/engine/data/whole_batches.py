@@ -1,4 +1,4 @@
-"""Items of a stream that are whole batches: found out, and taken apart into samples."""
+"""Items of a stream that are whole batches: detecting them, and splitting them into samples."""
 
 from __future__ import annotations
 

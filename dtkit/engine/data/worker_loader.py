@@ -57,7 +57,9 @@ class WorkerLoader:
             raise
 
     def _take_next(self) -> StepBatches:
-        """Return what the workers loaded next. A worker that ends while it sends a batch closes its connection."""
+        """Return the next step that the workers have loaded. A worker that ends while sending a batch closes its
+        connection.
+        """
         try:
             batches: StepBatches = next(self._iterator)
         except (ConnectionError, EOFError) as error:

@@ -1,7 +1,7 @@
 """Worker processes that run user code for an engine: those of torch's DataLoader.
 
-They are forked, so that they have what was defined in a notebook, and share its memory. The system ends them when
-their engine ends.
+They are forked, so that they have everything defined in a notebook, and share memory. The system ends them when their
+engine ends.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class _WorkerInit:
 
     def __call__(self, _worker_id: int) -> None:
         """Ignore interrupts, and have the system end this process with the engine."""
-        signal.set_wakeup_fd(-1)  # it is the engine's, which would take this process's interrupt for its own
+        # The descriptor is the engine's, which would treat this process's interrupt as its own.
+        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if sys.platform.startswith("linux"):
             import ctypes

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     OutputItem = tuple[str, Any]
 
 LOG_DESCRIPTOR_VARIABLE = "DTKIT_LOG_DESCRIPTOR"
-"""Environment variable of a script's process: descriptor of the pipe that takes what it logs, a line of JSON each."""
+"""Environment variable of a script's process: descriptor of the pipe for its logged values, a line of JSON each."""
 MAX_LINES_PER_S = 100
 """Printed lines that are kept per second; further lines are only counted."""
 
@@ -157,8 +157,8 @@ def ignore_logged(_values: dict[str, Any]) -> None:
 def log(**values: Any) -> None:
     """Report numbers of this rank, from a training or from a function in ``cluster.run``.
 
-    In a loss or training step they become columns of the run's history, by step: means over the samples of all ranks,
-    or of pairs (sum, weight). From a function the notebook shows them live, as a row of the rank.
+    Numbers from a loss or training step become columns of the run's history. Each is a mean over the samples of all
+    ranks, or of pairs (sum, weight). From a function the notebook shows them live, as a row of the rank.
 
     Example: ``dtkit.log(kl=kl, grad_scale=2.0)``. Tensors of one element count as numbers, and need no ``.item()``.
     """
@@ -168,7 +168,7 @@ def log(**values: Any) -> None:
         line = json.dumps({name: float(value) for name, value in values.items()}) + "\n"
         os.write(int(os.environ[LOG_DESCRIPTOR_VARIABLE]), line.encode())
         return
-    if _add_logged is None:  # in the notebook, where users try a loop first
+    if _add_logged is None:  # in the notebook, where users may try a loop first
         print(" ".join(f"{k}={float(v):.6g}" for k, v in values.items()), file=sys.stdout)  # noqa: T201
         return
     _add_logged(values)

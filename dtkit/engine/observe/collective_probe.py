@@ -1,8 +1,8 @@
 """One rank's record of one explained step with sharded layers or parameters: every collective, with its bytes.
 
-With shards only, no rank has whole gradients before and after an all-reduce: collectives run within forward and
-backward. The probe records them in the order in which torch dispatches them. It waits for each at once, so that nothing
-overlaps in an explained step. A result that should be equal on all ranks gets a digest.
+With sharded parameters, no rank has whole gradients before and after an all-reduce, since collectives run within
+forward and backward. The probe records these in the order in which torch dispatches them. It waits for each at once, so
+that nothing overlaps in an explained step. A result that should be equal on all ranks gets a digest.
 """
 
 from __future__ import annotations

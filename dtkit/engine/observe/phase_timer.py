@@ -50,7 +50,7 @@ class PhaseTimer:
         self.on_phase: Callable[[str], None] | None = None
         """Function that is called with each phase that begins, and with "" at the end of a step."""
         self._delayed_until: object | None = None  # mark in this phase up to which the delay is applied
-        self._delay_owed_s = 0.0  # negative after too long a sleep
+        self._delay_owed_s = 0.0  # negative after a sleep that was too long
         self._events: PhaseEvents = []
         self._enclosing_phase = ""  # the phase during which a collective runs
 

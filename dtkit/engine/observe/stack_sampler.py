@@ -40,7 +40,7 @@ def sample_thread(thread_id: int) -> CallStack:
     """Return the stack of a thread, innermost first, without the frames that every call has."""
     codes_and_lines: list[tuple[CodeType, int]] = []
     innermost = map(methodcaller("get", thread_id), starmap(sys._current_frames, [()]))  # noqa: SLF001 - Python's only way
-    with _pause_gc(), contextlib.suppress(AttributeError):  # at the outermost frame, or if the thread has ended
+    with pause_gc(), contextlib.suppress(AttributeError):  # at the outermost frame, or if the thread has ended
         # One call without bytecode. Between bytecodes other threads may run, so a loop would be wrong.
         codes_and_lines.extend(
             map(_get_code_and_line, accumulate(chain(innermost, repeat("f_back", MAX_FRAMES - 1)), getattr))
@@ -49,8 +49,8 @@ def sample_thread(thread_id: int) -> CallStack:
 
 
 @contextlib.contextmanager
-def _pause_gc() -> Iterator[None]:
-    """Disable the garbage collector, which before Python 3.12 may start within C code.
+def pause_gc() -> Iterator[None]:
+    """Pause the garbage collector, which before Python 3.12 may start within C code.
 
     Its finalizers run Python, so that threads take turns. A thread that creates another one then waits for the lock on
     the list of threads. The lock's owner waits for the interpreter (CPython issue 106883).

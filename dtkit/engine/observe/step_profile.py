@@ -53,7 +53,7 @@ class StepProfiler:
             self._annotation.__enter__()
 
     def stop(self) -> RankProfile:
-        """End the recording, and return its trace and its operators."""
+        """End the recording, and return its trace and operators."""
         self._phases.on_phase = None
         self._annotate("")
         with warnings.catch_warnings():

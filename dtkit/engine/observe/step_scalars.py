@@ -1,4 +1,4 @@
-"""Numbers of the user's own in a training step: what `dtkit.log` gets in a loss or a training step, by step.
+"""Numbers that a loss or a training step passes to `dtkit.log`, by step.
 
 Values stay on the device until the dispatch ends. A value counts by the samples of its micro-batch, or by the weight of
 a pair (sum, weight).
@@ -40,7 +40,7 @@ class StepScalars:
         self._unweighted: list[tuple[str, Any]] = []
 
     def begin_step(self) -> None:
-        """Forget what an unfinished step has logged."""
+        """Forget the numbers of an unfinished step."""
         self._sums, self._unweighted = {}, []
 
     @contextlib.contextmanager
@@ -71,7 +71,7 @@ class StepScalars:
                 self._unweighted.append((name, _detach(value)))
 
     def weigh(self, samples: int) -> None:
-        """Let the values that were logged since the last call count by this number of samples."""
+        """Weight the values that were logged since the last call by this number of samples."""
         for name, value in self._unweighted:
             self._sums.setdefault(name, _Sum()).add(value * samples, samples)
         self._unweighted.clear()
@@ -102,6 +102,6 @@ _active: StepScalars | None = None
 
 
 def weigh_scalars(samples: int) -> None:
-    """Tell the current step that what it has logged since the last call belongs to this number of samples."""
+    """Weight the values that the current step has logged since the last call by this number of samples."""
     if _active is not None:
         _active.weigh(samples)

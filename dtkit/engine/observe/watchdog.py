@@ -1,7 +1,7 @@
 """A thread on each engine that writes the engine's status twice a second.
 
-It reads what exists anyway: the current call, the job's step and phase, the number of collectives that torch has begun
-in each process group, and the serving thread's stack. A step costs nothing extra. The result is an
+It reads the current call, the job's step and phase, the serving thread's stack, and torch's counts of collectives in
+each process group. All of this exists anyway, so a step takes no longer. The result is an
 :class:`~dtkit.health.status.EngineStatus` in a small file in the cluster's folder. The notebook compares those of all
 ranks (:mod:`dtkit.health.detector`).
 
@@ -111,13 +111,13 @@ class _JobPosition:
 
 @dataclasses.dataclass(frozen=True)
 class _Since:
-    """A value, and the time since when it is the same."""
+    """A value, and the time of its last change."""
 
     value: object
     at: float
 
     def update(self, value: object, now: float) -> _Since:
-        """Return this while the value is the same; else the new value, since `now`."""
+        """Return this object while the value is unchanged; else the new value, since `now`."""
         return self if self.value == value else _Since(value, now)
 
 
@@ -201,7 +201,7 @@ class Watchdog:
                 MONITOR.sample_if_due()
 
     def _on_sample_error(self, error: Exception) -> None:
-        """Delete the status after a failed sample, since an old file would mean that this engine is stuck."""
+        """Delete the status after a failed sample, since an old file would make this engine look stuck."""
         with self._lock, contextlib.suppress(OSError):
             if self._spec is not None:
                 get_status_path(self._folder, self._spec.rank).unlink()

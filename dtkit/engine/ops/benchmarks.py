@@ -35,7 +35,7 @@ class BenchmarkOps(BenchmarkOperations):
         return self._state.run_abortable(lambda: benchmark.measure_links(context, dtype))
 
     def measure_available_memory(self, *, free_caches: bool) -> AvailableMemory:
-        """Measure the memory that the engine can get, after it has freed unused memory if asked to."""
+        """Measure the memory that the engine can get, optionally after freeing unused memory."""
         from dtkit.engine import memory
 
         context = self._make_context()
@@ -44,7 +44,7 @@ class BenchmarkOps(BenchmarkOperations):
         )
 
     def measure_model_sizes(self, *, program: bytes, model: str | None) -> ModelSizes:
-        """Measure what a model needs for any batch."""
+        """Measure a model's memory, except activations."""
         from dtkit.engine import benchmark
 
         context = self._make_context()

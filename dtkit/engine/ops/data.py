@@ -66,7 +66,7 @@ class DataOps(DataOperations):
         return state.pack((state.models, state.data, state.streams))
 
     def import_data(self, *, payload: Payload) -> None:
-        """Store what another engine has exported."""
+        """Store the data that another engine has exported."""
         state = self._state
         state.models, state.data, state.streams = payload.load()
 

@@ -32,7 +32,7 @@ class GroupOps(GroupOperations):
         return get_handshake()
 
     def acquire_ownership(self, *, owner: int) -> EngineInventory:
-        """Belong to another notebook from now on, with everything the engine holds."""
+        """Belong to another notebook from now on, and keep everything. Return the engine's inventory."""
         state = self._state
         check_not_older(owner, state.owner)
         state.owner = owner
@@ -85,7 +85,7 @@ class GroupOps(GroupOperations):
     def _rebind_jobs(self, *, ranks_changed: bool) -> None:
         """Let jobs continue in the new group, or end them.
 
-        A job that could not be built on some rank ends on the others too, because they would wait for that rank.
+        A job that is missing on some rank ends on the others too, because they would wait for that rank.
         """
         jobs, group = self._state.jobs, self._state.get_group()
         shared = [name for name, job in jobs.items() if job.context.group is not None]
@@ -127,5 +127,7 @@ class GroupOps(GroupOperations):
 
     def warm_up(self) -> None:
         """Load what the first step needs, then activate the memory limit."""
-        warmup.preload()
-        self._state.memory_limit.activate(self._state.get_device())
+        try:
+            warmup.preload()
+        finally:  # also after an interrupt, which is meant for the call that waits behind this one
+            self._state.memory_limit.activate(self._state.get_device())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dtkit.rpc.reference import Reference
     from dtkit.types import DispatchResult, OutputItem
 
-STEP_TIMEOUT_FACTOR = 20.0  # of the median step: what a collective may take
+STEP_TIMEOUT_FACTOR = 20.0  # limit of a collective, relative to the median step
 
 
 class JobOps(JobOperations):
@@ -91,7 +91,7 @@ class JobOps(JobOperations):
         fingerprint: bool = False,
         read_until: int = 0,
     ) -> tuple[DispatchResult, list[OutputItem]]:
-        """Take steps of a job, which must be at `step`; return the result and what was printed."""
+        """Take steps of a job, which must be at `step`. Return the result and the output."""
         from dtkit.engine import memory
 
         state = self._state
@@ -122,11 +122,11 @@ class JobOps(JobOperations):
         return self._state.memory_trackers[job].track_steps(self._state.count_snapshot_bytes(job))
 
     def _make_end_early_check(self, job: str) -> Callable[[], bool]:
-        """Return the function that looks for the notebook's flag: it waits for this dispatch to end."""
+        """Return the function that reads the notebook's flag, which asks to end this dispatch."""
         return (self._state.cluster_folder / f"{END_EARLY_PREFIX}{job}").exists
 
     def _shorten_collective_timeout(self, job: Job) -> None:
-        """Limit collectives by the length of the steps, once the first step has compiled what it needs."""
+        """Limit collectives by the length of the steps, after the first step, which may compile."""
         state = self._state
         if state.step_timeout is None and state.group is not None and job.context.group is not None:
             limit = max(timeouts.MIN_STEP_TIMEOUT_S, STEP_TIMEOUT_FACTOR * job.median_step_s())
@@ -183,7 +183,7 @@ class JobOps(JobOperations):
         return state.get_job(job).measure_memory(state.memory_trackers[job], state.count_snapshot_bytes(job))
 
     def model_placement(self, *, job: str) -> Any:
-        """Return the strategy's table of where the parts of the model are, or None."""
+        """Return the strategy's table of the parts of the model and their ranks, or None."""
         return self._state.get_job(job).placement
 
     def state_dict_parts(self, *, job: str, callback: int | None = None) -> Payload:

@@ -29,7 +29,7 @@ class ProfileOps(ProfileOperations):
         self._profiler = StepProfiler(phases, self._state.get_device())
 
     def stop_profile(self, *, job: str) -> RankProfile | None:
-        """Return what was recorded since `start_profile`; None if nothing was, since this is another process."""
+        """Return the profile since `start_profile`; None if this is another process, which recorded nothing."""
         del job
         profiler, self._profiler = self._profiler, None
         return None if profiler is None else profiler.stop()

@@ -1,6 +1,6 @@
-"""What an engine holds between two calls. All its operations share one :class:`EngineState`.
+"""State of an engine between two calls. All its operations share one :class:`EngineState`.
 
-Modules that need torch are imported late: a handshake must not wait for torch, or fail for want of it.
+Modules that need torch are imported late, so that a handshake neither waits for torch nor fails without it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EngineState:
     group: Group | None = None
     device: torch.device | None = None
     spec: GroupSpec | None = None
-    """Of the group that was joined last."""
+    """Settings of the group that was joined last."""
     file_owner: ProcessId | None = None
     """The process that owns shared files; None if the notebook is on another host."""
     step_timeout: float | None = None

@@ -20,14 +20,14 @@ def destroy_process_group() -> None:
 
 
 def import_hidden_module() -> None:
-    """Import the environment's own module of this name, which this one hides."""
+    """Import the environment's own module of this name, which this module hides."""
     folder = str(Path(__file__).parent)
     sys.path[:] = [entry for entry in sys.path if entry != folder]
-    own = sys.modules.pop(__name__)
+    this_module = sys.modules.pop(__name__)
     try:
         importlib.import_module(__name__)
     except ModuleNotFoundError:
-        sys.modules[__name__] = own
+        sys.modules[__name__] = this_module
 
 
 if __name__ == "sitecustomize":

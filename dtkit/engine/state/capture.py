@@ -1,8 +1,8 @@
 """Capture of a job's state, with any strategy on any number of ranks.
 
-Each rank contributes its parts of tensors (:class:`~dtkit.engine.state.shards.TensorShard`). Ranks exchange lists of
-what they hold. Of equal parts only one rank contributes, so that all contribute about as many bytes. Values of one rank
-(random state, batch statistics, parameters between two averagings) are stored by rank.
+Each rank contributes parts of tensors (:class:`~dtkit.engine.state.shards.TensorShard`). Ranks exchange lists of the
+parts that they hold. If several ranks hold the same part, only one contributes it, so that all contribute about as many
+bytes. Values of one rank (random state, batch statistics, parameters between two averagings) are stored by rank.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class StateCapture(StateVisitor):
     ) -> Mapping[str, torch.Tensor]:
         """Return the tensors that this rank contributes to the model as a whole."""
         group = self.context.group
-        if group is None:  # a survivor: the other ranks can't be asked
+        if group is None:  # a survivor, which can't communicate with the other ranks
             return named_tensors
         if weight is None:
             return {} if self.replica else named_tensors
@@ -234,7 +234,7 @@ class ModelCapture(StateCapture):
     def per_rank_tensors(
         self, prefix: str, named_tensors: Mapping[str, torch.Tensor], *, fraction: float | None = None
     ) -> None:
-        """Skip what stands for one rank only."""
+        """Skip tensors of single ranks."""
 
     def _encode_plain(self, value: Any, description: str) -> Any:  # noqa: ARG002 - only a checkpoint needs it
         return copy.deepcopy(value)

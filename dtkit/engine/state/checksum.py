@@ -1,4 +1,4 @@
-"""A checksum of tensors, which ranks compare."""
+"""A checksum of tensors, for comparisons between ranks."""
 
 from __future__ import annotations
 

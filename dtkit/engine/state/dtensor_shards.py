@@ -42,7 +42,7 @@ def get_num_fused_blocks(parameter: torch.Tensor) -> int:
 
 
 def set_num_fused_blocks(parameter: nn.Parameter, num_blocks: int) -> nn.Parameter:
-    """Store the number of blocks of rows of a parameter that is sharded by rows."""
+    """Store the number of blocks of a parameter, along the dimension in which it is sharded."""
     setattr(parameter, _FUSED_BLOCKS_ATTRIBUTE, num_blocks)
     return parameter
 
@@ -55,12 +55,11 @@ def slice_like(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     position = get_shard_position(like)
     if position is None:
         return whole
-    if get_num_fused_blocks(like) > 1:
-        return torch.cat(
-            [block.chunk(count_shards(like))[position[1]] for block in whole.chunk(get_num_fused_blocks(like))]
-        )
-    chunks = whole.chunk(count_shards(like), position[0])
-    return chunks[position[1]] if position[1] < len(chunks) else whole.narrow(position[0], 0, 0)
+    (dim, index), num_shards, num_blocks = position, count_shards(like), get_num_fused_blocks(like)
+    if num_blocks > 1:
+        return torch.cat([block.chunk(num_shards, dim)[index] for block in whole.chunk(num_blocks, dim)], dim)
+    chunks = whole.chunk(num_shards, dim)
+    return chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
 
 
 def wrap_local_shard(local_shard: torch.Tensor, like: DTensor) -> DTensor:

@@ -1,8 +1,8 @@
 """A rank's part of a job's state in one block of memory, in the safetensors format, so that it can be sent at once.
 
-``safetensors.torch.save`` returns such a block too, but it copies all tensors twice and takes memory that nobody has
-checked. Here each tensor is copied once, from any device and with any strides, into a block of a known size. The
-format has no complex128 and no sparse tensors: :class:`~dtkit.engine.state.capture.StateCapture` refuses these.
+``safetensors.torch.save`` returns such a block too, but it copies all tensors twice, and allocates memory without a
+check. Here each tensor is copied once, from any device and with any strides, into a block of known size. The format has
+no complex128 and no sparse tensors: :class:`~dtkit.engine.state.capture.StateCapture` refuses these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PackedLayout:
 
     def __init__(self, state: ShardedState) -> None:
         """The state may be in use, and on a device: `pack_into` copies it."""
-        positions = {name: (s.full_shape, s.offset, s.fused_blocks) for name, s in state.shards.items()}
+        positions = {name: (s.full_shape, s.offset, s.fused_blocks, s.fused_dim) for name, s in state.shards.items()}
         tensors = {name: shard.tensor for name, shard in state.shards.items()}
         # Tensors with large elements come first, so that all are aligned without gaps, which the format forbids.
         tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
@@ -52,10 +52,10 @@ def unpack_state(block: torch.Tensor) -> ShardedState:
     header = json.loads(block[_LENGTH_BYTES:data_begin].numpy().tobytes())
     metadata, data = header["__metadata__"], block[data_begin:]
     shards = {}
-    for name, (full_shape, offset, fused_blocks) in json.loads(metadata["positions"]).items():
+    for name, (full_shape, offset, *blocks) in json.loads(metadata["positions"]).items():
         entry = header[name]
         tensor = _view_tensor(data[slice(*entry["data_offsets"])], TORCH_DTYPES[entry["dtype"]], entry["shape"])
-        shards[name] = TensorShard(tensor, tuple(full_shape), tuple(offset), fused_blocks)
+        shards[name] = TensorShard(tensor, tuple(full_shape), tuple(offset), *blocks)
     return ShardedState(shards, json.loads(metadata["facts"]))
 
 

@@ -1,9 +1,9 @@
 """Snapshots in memory: each rank keeps a copy of its part of a job, and a copy of another rank's part.
 
-After the loss of a rank, its part is in the memory of its peer, and all ranks return to the snapshot's step without a
-disk: diskless checkpointing with neighbors as mirrors (Plank, Li and Puening, IEEE TPDS 9(10), 1998). Peers are on
-different hosts where possible, so that the loss of a host doesn't take both copies of a part (the placement of Gemini,
-Wang et al., SOSP 2023).
+After the loss of a rank, its part is still in its peer's memory, and all ranks return to the snapshot's step without a
+disk. This is diskless checkpointing with neighbors as mirrors (Plank, Li and Puening, IEEE TPDS 9(10), 1998). If
+possible, peers are on different hosts, so that the loss of one doesn't destroy both copies (as in Gemini, Wang et al.,
+SOSP 2023).
 
 A snapshot is a collective between two steps, and a rank may end during it. Ranks therefore free the previous snapshot
 only after all of them have the new one. Copies are in the memory of the process, those of a GPU's tensors too, and are
@@ -40,7 +40,7 @@ _CHUNK_BYTES = 32 * 2**20  # sent at once; the timeout of a collective applies t
 
 @dataclasses.dataclass(frozen=True)
 class PeerSnapshot:
-    """What one rank keeps of a snapshot: packed parts, by the rank that they belong to."""
+    """One rank's copies of a snapshot: packed parts, by the rank that they belong to."""
 
     step: int
     parts_by_rank: dict[int, torch.Tensor]
@@ -93,13 +93,13 @@ def _take_snapshot(job: StatefulJob, snapshots: list[PeerSnapshot], spare_bytes:
 
 
 def _drop_incomplete(snapshots: list[PeerSnapshot], steps_by_rank: Sequence[Sequence[int]]) -> None:
-    """Drop what an aborted exchange has left on some ranks only."""
-    common = set.intersection(*map(set, steps_by_rank))
-    snapshots[:] = [snapshot for snapshot in snapshots if common and snapshot.step == max(common)]
+    """Drop snapshots that an aborted exchange has left on only some ranks."""
+    common_steps = set.intersection(*map(set, steps_by_rank))
+    snapshots[:] = [snapshot for snapshot in snapshots if common_steps and snapshot.step == max(common_steps)]
 
 
 def _check_memory(group: Group, needed_bytes: int, available_bytes: int, *, is_allocated: bool) -> str | None:
-    """Return which ranks lack memory for this snapshot and the next one, or None. A collective."""
+    """Return a text on the ranks that lack memory for this snapshot and the next one, or None. A collective."""
     needed, available = formatting.format_bytes(needed_bytes), formatting.format_bytes(available_bytes)
     is_enough = is_allocated and needed_bytes <= available_bytes
     problems = all_gather_json(group, None if is_enough else f"{needed} of the {available} that training leaves")
@@ -113,7 +113,7 @@ def choose_peer_distance(hosts: Sequence[str]) -> int:
 
 
 def _compute_available_bytes(spare_bytes: int | None, snapshots: Sequence[PeerSnapshot], ranks_on_host: int) -> int:
-    """Return how much memory snapshots may use here, including the present ones. Ranks of a host share its memory."""
+    """Return the memory that snapshots may use here, including the current ones. Ranks of a host share its memory."""
     snapshot_bytes = sum(snapshot.nbytes for snapshot in snapshots)
     available = resources.read_memory().free // ranks_on_host + snapshot_bytes
     return available if spare_bytes is None else min(available, spare_bytes)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.engine.data.worker_context import WorkerContext
-    from dtkit.engine.state.shards import StateReader
+    from dtkit.engine.state.shards import StateReader, TensorShard
     from dtkit.engine.state.visitor import StatefulJob
 
 
@@ -81,15 +81,15 @@ class StateRestore(StateVisitor):
 
     def _read_like(self, like: torch.Tensor, keys: Sequence[str]) -> torch.Tensor:
         """Return this rank's part of a saved tensor that is sharded like `like`; of several tensors, of their mean."""
-        blocks = make_shard(like, get_num_fused_blocks(like)).split_blocks()
-        parts = [self._read_blocks(key, blocks) for key in keys]
+        shard = make_shard(like, get_num_fused_blocks(like))
+        parts = [self._read_shard(key, shard) for key in keys]
         if len(parts) == 1:
             return parts[0]
         return torch.stack([part.double() for part in parts]).mean(0).to(parts[0].dtype)
 
-    def _read_blocks(self, key: str, blocks: Sequence[Sequence[Any]]) -> torch.Tensor:
-        parts = [self._reader.read_slice(key, begin, size) for begin, size, _ in blocks]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _read_shard(self, key: str, shard: TensorShard) -> torch.Tensor:
+        parts = [self._reader.read_slice(key, begin, size) for begin, size, _ in shard.split_blocks()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, shard.fused_dim)
 
     def visit_optimizer(
         self,
@@ -118,7 +118,7 @@ class StateRestore(StateVisitor):
 
     def _find_sources(self, prefix: str, *, per_rank: bool) -> dict[str, Any]:
         """Return {prefix of tensors: saved optimizer}: that of all ranks, of this rank, or of each rank for a mean."""
-        common = self._facts["optimizers"].get(prefix)
+        shared_state = self._facts["optimizers"].get(prefix)
         each = {
             f"rank{rank}/": facts["optimizers"][prefix]
             for rank, facts in self._facts_by_rank.items()
@@ -127,7 +127,7 @@ class StateRestore(StateVisitor):
         prefix_here = f"rank{self.rank}/"
         if per_rank and self._same_layout and prefix_here in each:
             return {prefix_here: each[prefix_here]}
-        return each if common is None else {"": common}
+        return each if shared_state is None else {"": shared_state}
 
     def _restore_groups(
         self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], saved: Mapping[str, Any]
@@ -151,19 +151,21 @@ class StateRestore(StateVisitor):
 
     def _restore_options(self, group: dict[str, Any], saved_options: Mapping[str, Any]) -> None:
         for key, saved in saved_options.items():
-            given = group.get(key)
+            user_value = group.get(key)
             if key in group and key not in _list_scheduled_options(group):
-                self._record_overruled(key, saved, given)
-            if isinstance(given, torch.Tensor):
-                given.fill_(saved)
+                self._record_overruled(key, saved, user_value)
+            if isinstance(user_value, torch.Tensor):
+                user_value.fill_(saved)
             else:
                 group[key] = saved
 
-    def _record_overruled(self, key: str, saved: Any, given: Any) -> None:
-        saved, given = (v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for v in (saved, given))
-        is_plain = all(isinstance(value, int | float | tuple | list | type(None)) for value in (saved, given))
-        if is_plain and saved != given:
-            self.overruled.setdefault(key, (saved, given))
+    def _record_overruled(self, key: str, saved: Any, user_value: Any) -> None:
+        saved, user_value = (
+            v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for v in (saved, user_value)
+        )
+        is_plain = all(isinstance(value, int | float | tuple | list | type(None)) for value in (saved, user_value))
+        if is_plain and saved != user_value:
+            self.overruled.setdefault(key, (saved, user_value))
 
     def _restore_parameter_state(
         self,

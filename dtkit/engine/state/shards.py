@@ -1,4 +1,4 @@
-"""A rank's part of a job's state as data, and the protocol of whatever state is read from.
+"""A rank's part of a job's state as data, and the protocol of sources of state.
 
 State is canonical: tensors have the model's own names and whole shapes, and each rank has a part of them.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from dtkit.checkpoint.index import intersect, merge_facts, shift_slice
+from dtkit.checkpoint.index import intersect, merge_facts, shift_slices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,22 +24,32 @@ MODEL_PREFIX = "model"
 class TensorShard:
     """Part of a tensor, with the shape of the whole tensor and the part's offset in it.
 
-    With `fused_blocks`, the whole tensor is that many equal blocks of rows. The part is then the same part of each
-    block, concatenated.
+    With `fused_blocks`, the whole tensor is that many equal blocks along dimension `fused_dim`. The part is then the
+    same part of each block, concatenated.
     """
 
     tensor: torch.Tensor
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]
     fused_blocks: int = 1
+    fused_dim: int = 0
 
-    def split_blocks(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """Return (offset in the whole tensor, shape, first row in `tensor`) of the part of each block."""
+    def split_blocks(self) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        """Return (offset in the whole tensor, shape, offset in `tensor`) of the part of each block."""
+        start = (0,) * self.tensor.dim()
         if self.fused_blocks == 1:
-            return [(self.offset, tuple(self.tensor.shape), 0)]
-        rows, block_rows = len(self.tensor) // self.fused_blocks, self.full_shape[0] // self.fused_blocks
-        size = (rows, *self.tensor.shape[1:])
-        return [((self.offset[0] + k * block_rows, *self.offset[1:]), size, k * rows) for k in range(self.fused_blocks)]
+            return [(self.offset, tuple(self.tensor.shape), start)]
+        dim = self.fused_dim
+        length, full_length = self.tensor.shape[dim] // self.fused_blocks, self.full_shape[dim] // self.fused_blocks
+        size = (*self.tensor.shape[:dim], length, *self.tensor.shape[dim + 1 :])
+        return [
+            (_move(self.offset, dim, k * full_length), size, _move(start, dim, k * length))
+            for k in range(self.fused_blocks)
+        ]
+
+
+def _move(offset: tuple[int, ...], dim: int, distance: int) -> tuple[int, ...]:
+    return (*offset[:dim], offset[dim] + distance, *offset[dim + 1 :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +93,11 @@ class MemoryReader:
         shards = self._shards_by_name[name]
         part = torch.empty(tuple(shape), dtype=shards[0].tensor.dtype)
         for shard in shards:
-            for begin, size, first_row in shard.split_blocks():
+            for begin, size, start in shard.split_blocks():
                 intersection = intersect(begin, size, offset, shape)
                 if intersection is not None:
                     shard_slices, part_slices = intersection
-                    part[part_slices] = shard.tensor[shift_slice(shard_slices, first_row)]
+                    part[part_slices] = shard.tensor[shift_slices(shard_slices, start)]
         return part
 
     def read_whole(self, name: str) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""State of survivors, from a broken process group: each rank exports what it holds without a collective.
+"""State of survivors of a broken process group. Each rank exports its state without a collective.
 
 :func:`export_state` is like :func:`dtkit.engine.state.capture.capture_state`, except that a rank exports everything
 that it holds. The parts of all survivors may overlap, or have gaps where a lost rank held the only copy.
 
-One survivor for each part of the model exports all of its state. Survivors at the same step export what is theirs alone
-(random state, batch statistics; between two averagings parameters and optimizer). Each continues with its own, and a
-new rank continues with their mean. A survivor at another step exports its optimizer only if that is its own: its
-parameters and batch statistics belong to the other step.
+One survivor for each part of the model exports all of its state. Survivors at the same step export the state that
+belongs only to them (random state, batch statistics; between two averagings also parameters and optimizer). Each
+continues with its own state, and a new rank continues with their mean. A survivor at another step exports its
+optimizer, but only if each rank has its own; its parameters and batch statistics belong to the other step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _SurvivorCapture(StateCapture):
             self._weights.update({f"{prefix}/{name}": weight for name in named_tensors})
 
     def build_state(self) -> ShardedState:
-        """Return all that this rank holds. Raises UnsupportedValueError if some of it can't be sent."""
+        """Return all state of this rank. Raises UnsupportedValueError if some of it can't be sent."""
         if self.problems:
             raise UnsupportedValueError(
                 f"{'; '.join(self.problems)}: exported state holds tensors, numbers and text only"
@@ -54,7 +54,7 @@ class _SurvivorCapture(StateCapture):
 
 
 def export_state(job: StatefulJob, scope: str) -> ShardedState:
-    """Return what this rank holds of a job's state, not copied: ALL_STATE, PER_RANK_STATE or OPTIMIZER_STATE."""
+    """Return this rank's state of a job, not copied: ALL_STATE, PER_RANK_STATE or OPTIMIZER_STATE."""
     capture = _SurvivorCapture(job)
     job.visit_state(capture)
     state = capture.build_state()
@@ -75,7 +75,7 @@ def _select_by_prefix(shards: Mapping[str, TensorShard], prefixes: Sequence[str]
 
 
 class _SurvivorReader(MemoryReader):
-    """Reader of what survivors exported. For tensors that each rank has of its own it returns the weighted mean."""
+    """Reader of the survivors' exports. For tensors that differ between ranks, it returns the weighted mean."""
 
     def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """See :class:`StateReader`."""
@@ -94,6 +94,6 @@ class _SurvivorReader(MemoryReader):
 
 
 def restore_from_survivors(job: StatefulJob, survivor_states: Sequence[ShardedState]) -> None:
-    """Restore a new job from what survivors exported. Raises ValueError if it doesn't fit."""
+    """Restore a new job from the survivors' exports. Raises ValueError if they don't fit."""
     facts = merge_facts([state.facts for state in survivor_states])
     restore_state(job, _SurvivorReader([state.shards for state in survivor_states], facts))

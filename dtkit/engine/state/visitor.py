@@ -1,6 +1,6 @@
-"""The visitor that a job's workers show their state to, once for both directions.
+"""The visitor to which a job's workers show their state, with one method for both saving and restoring.
 
-:class:`~dtkit.engine.state.capture.StateCapture` takes what it is shown.
+:class:`~dtkit.engine.state.capture.StateCapture` saves the state that it is shown.
 :class:`~dtkit.engine.state.restore.StateRestore` fills it in. With the same layout (kind of strategy and mesh) each
 rank gets back its own values. With another layout it gets a substitute: a mean over the saved ranks, its share of their
 sum, or a new random state.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StateVisitor(abc.ABC):
-    """Base of what captures and what restores state."""
+    """Base of the visitors that capture and restore state."""
 
     is_saving = True
     """Whether the visitor captures state."""
@@ -89,12 +89,12 @@ class StateVisitor(abc.ABC):
 
 
 class StatefulJob(Protocol):
-    """A job, as far as capturing and restoring its state needs it."""
+    """The part of a job that is needed to capture and restore its state."""
 
     context: WorkerContext
     step: int
     partially_updated: bool
-    """Whether an update began and did not end, so that the parameters are of no step."""
+    """Whether an update began and did not end, so that the parameters belong to no step."""
     checkpoint_trainable_only: bool
     """Whether checkpoints leave frozen parameters out."""
 
@@ -138,4 +138,4 @@ def make_shard(tensor: torch.Tensor, num_blocks: int = 1) -> TensorShard:
     dim, index = position
     length = tensor.shape[dim] // num_blocks
     offset[dim] = min(index * -(-length // count_shards(tensor)), length)  # like torch.chunk
-    return TensorShard(local, tuple(tensor.shape), tuple(offset), num_blocks)
+    return TensorShard(local, tuple(tensor.shape), tuple(offset), num_blocks, dim)

@@ -1,8 +1,8 @@
-"""Writing of checkpoints while training continues: state is copied between two steps, and a thread writes the copy.
+"""Writing of checkpoints while training continues. State is copied between two steps, and a thread writes the copy.
 
-The result is stored as ``report-000.json``, in the folder of the rank's tensors. The notebook reads it there, and needs
-no call to an engine that is computing. One save is written at a time, and the next one waits for it: memory holds one
-copy at most. Training pauses for the copy only, but the thread needs a core for digests and for writing.
+The result is stored as ``report-000.json``, in the folder of the rank's tensors. The notebook reads it there, without a
+call to an engine that is computing. Only one save is written at a time, so memory holds at most one copy. Training
+pauses only for the copy, but the thread needs a core for digests and for writing.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _write_tensors(path: Path, state: ShardedState) -> dict[str, Any]:
         name: [
             SAFETENSORS_NAMES[shard.tensor.dtype],
             list(shard.full_shape),
-            [[list(offset), list(size), row] for offset, size, row in shard.split_blocks()],
+            [[list(offset), list(size), list(start)] for offset, size, start in shard.split_blocks()],
         ]
         for name, shard in state.shards.items()
     }

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: where to cut a model, its stages, and how they run."""
+"""Pipeline parallelism: cutting a model into stages, and running these."""

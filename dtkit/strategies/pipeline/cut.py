@@ -1,10 +1,9 @@
-"""Where to cut a model into stages: a chain of layers in contiguous parts, with the slowest part as fast as possible.
+"""Cutting a chain of layers into contiguous stages, so that the slowest stage is as fast as possible.
 
 A model can be cut where one of its layers begins. The layers of an ``nn.Sequential`` are its children. In any other
-model, they are the blocks of the ``nn.ModuleList`` or inner ``nn.Sequential`` with the most parameters. What runs
-before the first layer (embeddings) belongs to the first stage. What runs after the last layer (a head, the loss)
-belongs to the last stage. The cost of a layer (:mod:`dtkit.strategies.pipeline.layer_costs`) is its measured time or
-its parameters.
+model, they are the blocks of the ``nn.ModuleList`` or inner ``nn.Sequential`` with the most parameters. Code before the
+first layer (embeddings) belongs to the first stage. Code after the last layer (a head, the loss) belongs to the last
+stage. The cost of a layer (:mod:`dtkit.strategies.pipeline.layer_costs`) is its measured time or its parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class StageCut:
         return [range(a, b) for a, b in itertools.pairwise([*self.stage_starts, len(self.layers)])]
 
     def compute_stage_cost(self, stage: int) -> float:
-        """Return the cost of a stage; the first and the last include what runs around the layers."""
+        """Return the cost of a stage; the first and the last include the code around the layers."""
         costs = self.costs.per_layer
         return sum(costs[k] for k in self.stages[stage])
 
@@ -116,8 +115,8 @@ def balance_stages(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 def even_out_ranks(costs: Sequence[float], starts: Sequence[int], stage_ranks: Sequence[int]) -> tuple[int, ...]:
     """Return stages with more equal costs per rank, if ranks have several stages.
 
-    Moves layers over the borders between stages as long as that helps, and without a larger maximum. So a rank with
-    the first and the last stage, and with what runs around the layers, gets fewer layers.
+    This moves layers over the borders between stages as long as that helps, without increasing the maximum. So a rank
+    with the first and the last stage, and with the code around the layers, gets fewer layers.
     """
     ends = [*starts, len(costs)]
     parts = [sum(costs[a:b]) for a, b in itertools.pairwise(ends)]
@@ -126,9 +125,9 @@ def even_out_ranks(costs: Sequence[float], starts: Sequence[int], stage_ranks: S
         sum(cost for cost, stage_rank in zip(parts, stage_ranks, strict=True) if stage_rank == rank)
         for rank in range(max(stage_ranks) + 1)
     ]
-    moved = True
-    while moved:  # ends, since each move decreases the sum of squares over ranks
-        moved = False
+    has_moved = True
+    while has_moved:  # ends, since each move decreases the sum of squares over ranks
+        has_moved = False
         for k, step in itertools.product(range(1, len(starts)), (-1, 1)):
             giving, taking = (k - 1, k) if step < 0 else (k, k - 1)
             if ends[giving + 1] - ends[giving] < 2:
@@ -141,7 +140,7 @@ def even_out_ranks(costs: Sequence[float], starts: Sequence[int], stage_ranks: S
                 parts[giving], parts[taking] = parts[giving] - cost, parts[taking] + cost
                 ranks[stage_ranks[giving]] -= cost
                 ranks[stage_ranks[taking]] += cost
-                moved = True
+                has_moved = True
     return tuple(ends[:-1])
 
 

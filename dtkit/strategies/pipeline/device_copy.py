@@ -29,5 +29,5 @@ def copy_tensors_to_device(tensors: Iterable[torch.Tensor], device: torch.device
 
 
 def _copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    moved = tensor.detach().to(device, copy=True)
-    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    copied = tensor.detach().to(device, copy=True)
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied

@@ -1,4 +1,4 @@
-"""Costs of a model's layers, and of what runs before the first and after the last of them.
+"""Costs of a model's layers, and of the code before the first and after the last of them.
 
 The timer copies one layer at a time to the device, and times it there, forward and backward. So a model may be larger
 than the device. Detached outputs of layers leave one graph before the first layer and one after the last. These are
@@ -81,7 +81,7 @@ class _LayerTimer:
         return tuple(self._seconds_by_layer[key] / keys.count(key) for key in keys)
 
     def time_outside_layers(self, inputs: ModelInputs, compute_loss: Callable[[Any], Any]) -> tuple[float, float]:
-        """Return the seconds of what runs before the first layer, and after the last one."""
+        """Return the seconds of the code before the first layer and after the last one."""
         self._num_calls = 0
         self._first_layer_inputs: list[torch.Tensor] = []
         self._last_layer_outputs: list[torch.Tensor] = []
@@ -175,7 +175,7 @@ def measure_sizes(model: nn.Module, inputs: ModelInputs) -> tuple[LayerCosts, tu
     """Return (:func:`count_by_layer`, output bytes of each layer); no bytes if they are unknown."""
     around = {id(t): t.numel() for t in find_tensors_outside_layers(model) if isinstance(t, nn.Parameter)}
     nothing: tuple[set[int], tuple[int, ...]] = set(), ()
-    # silent: the tracing that follows fails with the same error
+    # silent: the tracing that follows raises the same error
     late, outputs = run_guarded(lambda: _trace_shapes(model, inputs), lambda _: nothing)
     after = sum(count for key, count in around.items() if key in late)
     layers = tuple(float(count_parameters(layer)) for _, layer in find_layer_chain(model))

@@ -1,15 +1,15 @@
 """Pipeline parallelism: the model in stages on different ranks, which work on micro-batches.
 
-torch's pipelining does the work (GPipe: Huang et al., NeurIPS 2019; 1F1B: Narayanan et al., SOSP 2019; interleaved:
-Narayanan et al., SC 2021; zero bubble: Qi et al., ICLR 2024).
+torch's pipelining does the work. See Huang et al., NeurIPS 2019 (GPipe), Narayanan et al., SOSP 2019 (1F1B) and SC 2021
+(interleaved), and Qi et al., ICLR 2024 (zero bubble).
 
 *Shapes are fixed.* torch's receive buffers have the shape of the first micro-batch, and a larger message would abort
 the process. So every step has the same number of micro-batches of one size. Copies of the first row pad a smaller
-micro-batch, and the loss excludes them. That is exact if each row's output depends on that row alone. Batch
+micro-batch, and the loss excludes them. That is exact if each row's output depends only on that row. Batch
 normalization mixes rows, so its statistics include the copies; micro-batches without samples leave them unchanged.
 Forward passes before the first step determine the shapes between stages.
 
-*A device holds its stages only.* A rank cuts the whole model on the host, and copies its own stages to its device. The
+*A device holds only its stages.* A rank cuts the whole model on the host, and copies its own stages to its device. The
 device of rank 0 also gets each layer once, to time it.
 
 *Only the last stage knows the loss*, so only its rank reports one. The norm of gradients is summed over stages.
@@ -192,11 +192,11 @@ class Pipeline(Strategy):
         costs = layers.parameter_counts if self.balance_by == "parameters" else layers.seconds or equal
         cut = self._cut_by_cost(layers.names, costs)
         outputs = layers.output_bytes or (0.0,) * len(layers.names)
-        sent = [outputs[stage[-1]] for stage in cut.stages[:-1]]
+        border_bytes = [outputs[stage[-1]] for stage in cut.stages[:-1]]
         return (
             cut.compute_stage_shares(layers.seconds or equal),
             cut.compute_stage_shares(layers.parameter_counts),
-            (*sent, 0.0),
+            (*border_bytes, 0.0),
         )
 
     def _estimate_sent_bytes(self, rank: int, outputs: Sequence[float]) -> float:
@@ -242,7 +242,7 @@ class Pipeline(Strategy):
         return self._cut_by_cost(names, costs)
 
     def preload(self) -> None:
-        """Load what a first trace loads."""
+        """Load the modules that a first trace loads."""
         preload_exporter()
 
     def reduce_batch(self, batch: Any) -> Any:
@@ -278,7 +278,7 @@ class Pipeline(Strategy):
             )
 
     def _place_stages(self, model: nn.Module, loss_fn: Loss, context: WorkerContext) -> PlacedStages:
-        """Cut the model on the host, and copy this rank's stages alone to its device."""
+        """Cut the model on the host, and copy only this rank's stages to its device."""
         assert context.make_sample_batch is not None
         assert context.group is not None
         batch = context.make_sample_batch(-(-context.max_local_samples // self.micro_batches))
@@ -330,7 +330,7 @@ class Pipeline(Strategy):
         return names
 
     def _measure_layer_costs(self, model: nn.Module, batch: Any, loss_fn: Loss, device: torch.device) -> LayerCosts:
-        """Return the costs of the layers and of what runs around them, including the loss."""
+        """Return the costs of the layers and of the code around them, including the loss."""
         inputs, target = loss_fn.split_batch(batch)
         if self.balance_by == "parameters":
             return layer_costs.count_by_layer(model, inputs)

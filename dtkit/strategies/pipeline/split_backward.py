@@ -3,8 +3,8 @@
 For the second half torch forms groups of weights. It keeps the gradients at the nodes of the inputs' graph that a
 weight's path meets first. From there it continues group by group. Each of these passes frees its part of the graph. So
 each weight's path must meet the inputs' graph, and no pass may use nodes that another pass needs. Some models violate
-this: a weight may be used alone (learned queries, a sum of two weights), after frozen parameters, or twice with other
-weights in between.
+this. A weight may be used alone (learned queries, a sum of two weights), after frozen parameters, or twice around other
+weights.
 """
 
 from __future__ import annotations

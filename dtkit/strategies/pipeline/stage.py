@@ -150,7 +150,7 @@ class Stage(PipelineStage):
         return outputs if self.is_last else make_sendable(outputs, args)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run one micro-batch backward, or only the gradient of its inputs, which the previous stage waits for."""
+        """Run one micro-batch backward, or only to the gradient of its inputs, for which the previous stage waits."""
         whole = kwargs.get("full_backward", True)
         if not whole and not self._can_split_backward(bwd_chunk_id, kwargs.get("loss")):
             whole = kwargs["full_backward"] = True
@@ -225,7 +225,7 @@ def _format_shapes(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _sum_without_overflow(output: torch.Tensor) -> torch.Tensor:
-    """Return the sum in a type in which a sum of finite values is finite."""
+    """Return the sum in a type in which sums of finite values are finite."""
     return output.detach().sum(dtype=torch.promote_types(output.dtype, torch.float32))
 
 
@@ -389,5 +389,5 @@ class StageRunner:
         return values
 
     def _send(self, values: Sequence[torch.Tensor], target: int) -> None:
-        sent = [t.contiguous() for t in values]
-        self._wait_for_peers([dist.isend(t, group=self._pp_group, group_dst=target) for t in sent])
+        buffers = [t.contiguous() for t in values]
+        self._wait_for_peers([dist.isend(t, group=self._pp_group, group_dst=target) for t in buffers])

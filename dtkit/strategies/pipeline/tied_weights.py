@@ -47,12 +47,12 @@ def find_tied_parameters(
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
-    found = []
+    tied = []
     for p, known_as in names.items():
         ranks = {rank for rank, here in zip(stage_ranks, stage_names, strict=True) if here.intersection(known_as)}
         if len(known_as) > 1 and ranks:
-            found.append(TiedParameter(tuple(known_as), make_empty_like(p, META_DEVICE), tuple(sorted(ranks))))
-    return tuple(found)
+            tied.append(TiedParameter(tuple(known_as), make_empty_like(p, META_DEVICE), tuple(sorted(ranks))))
+    return tuple(tied)
 
 
 class TiedCopies:

@@ -1,4 +1,4 @@
-"""Changes of a model's copy so that torch's exporter can trace it, without a change of what it computes."""
+"""Changes of a model's copy that let torch's exporter trace it, without changing its results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtkit._util.torch_private import tree_map
+from dtkit.strategies.kv_cache import disable_kv_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,13 +20,11 @@ if TYPE_CHECKING:
 def prepare_for_trace(model: nn.Module) -> None:
     """Change a copy of a user's model.
 
-    A model of Hugging Face returns no cache of keys and values, which only generation needs. A module whose forward is
+    A model of Hugging Face returns no cache of keys and values. A module whose forward is
     decorated with `torch.no_grad` detaches its output instead: the exporter's form of that context can't be cut
     (rotary embeddings have it).
     """
-    config = getattr(model, "config", None)
-    if config is not None and getattr(config, "use_cache", False):
-        config.use_cache = False
+    disable_kv_cache(model)
     for module in model.modules():
         if (function := _find_function_without_grad(type(module).forward)) is not None:
             module.forward = functools.partial(_call_and_detach, functools.partial(function, module))

@@ -1,4 +1,4 @@
-"""Values between stages: which ones a stage receives, which its module takes, and which it sends on.
+"""Values between stages: those that a stage receives, that its module takes, and that it sends on.
 
 A stage sends to the next one only. So a value that a later stage needs, such as a mask, passes unchanged through the
 stages between them. Its gradient returns the same way. A stage's module takes its values in the order of torch's
@@ -41,7 +41,9 @@ class ValueRouting:
 
 @dataclasses.dataclass
 class StageModule:
-    """A stage's module with its routing; without, it takes what the stage receives and returns what it sends."""
+    """A stage's module with its routing. Without a routing, it takes all received values, and returns the values to
+    send.
+    """
 
     module: nn.Module
     routing: ValueRouting | None = None
@@ -52,18 +54,18 @@ class StageModule:
     recomputes: bool = False
     """Whether the module computes again in backward instead of keeping its activations."""
 
-    def __call__(self, *given: Any) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """Return the values to send, given those received.
 
         Received values are leaves of autograd, and may be tensors of the previous stage on the same rank. So the module
         gets copies of those that it changes.
         """
-        given = tuple(t.clone() if k in self.mutated_inputs else t for k, t in enumerate(given))
+        inputs = tuple(t.clone() if k in self.mutated_inputs else t for k, t in enumerate(inputs))
         call = functools.partial(run_checkpointed, self.module) if self.recomputes else self.module
         if self.routing is None:
-            outputs, self.output_spec = tree_flatten(call(*given))
+            outputs, self.output_spec = tree_flatten(call(*inputs))
             return _require_tensors(outputs)
-        values = dict(zip(self.routing.received, given, strict=True))
+        values = dict(zip(self.routing.received, inputs, strict=True))
         result = call(*(values[name] for name in self.routing.module_inputs))
         results = result if isinstance(result, (tuple, list)) else (result,)
         values.update(zip(self.routing.module_outputs, results, strict=True))

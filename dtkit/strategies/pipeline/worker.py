@@ -121,7 +121,7 @@ class PipelineWorker(Worker):
             visitor.visit_extra_state(module, extra)
         unstaged = {name: t for name, t in self._unstaged_entries.items() if isinstance(t, torch.Tensor)}
         visitor.visit_tensors(MODEL_PREFIX, unstaged)
-        if visitor.is_saving:  # there is no module here to restore it into
+        if visitor.is_saving:  # restoring would need a module
             extra = {name: value for name, value in self._unstaged_entries.items() if name not in unstaged}
             visitor.visit_extra_state(self.model, extra)
 
@@ -311,7 +311,7 @@ def _select_rows(batch: Any, index: torch.Tensor) -> Any:
 
 
 def _mask_padding(inputs: ModelInputs, labels: torch.Tensor, count: int) -> tuple[ModelInputs, torch.Tensor]:
-    """Return the inputs and labels of a padded micro-batch, of which the model's loss counts the first rows only."""
+    """Return the inputs and labels of a padded micro-batch, in which the model's loss counts only the first rows."""
     masked = labels.clone()
     masked[count:] = DEFAULT_IGNORE_INDEX
     return inputs.replace_named("labels", masked), masked

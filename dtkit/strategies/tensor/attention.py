@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
 from dtkit._util.torch_private import apply_style, cpu_attention, cpu_attention_backward, tree_map
@@ -173,18 +173,18 @@ def _to_additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class FusedQKVParallel(ParallelStyle):
-    """Style for a Linear that computes queries, keys and values in this order: a rank computes those of its heads."""
+    """Style for a layer that computes queries, keys and values in this order: a rank computes those of its heads."""
+
+    def __init__(self, colwise: ParallelStyle) -> None:
+        """`colwise` shards the layer's outputs and returns this rank's as a plain tensor."""
+        self._colwise = colwise
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        sharded = apply_style(ColwiseParallel(use_local_output=False), module, device_mesh)
+        sharded = apply_style(self._colwise, module, device_mesh)
         for p in sharded.parameters(recurse=False):
             set_num_fused_blocks(p, NUM_QKV)
-        sharded.register_forward_hook(_wrap_fused_qkv)
+        sharded.register_forward_hook(lambda _module, _inputs, local_qkv: make_fused_qkv(local_qkv, device_mesh))
         return sharded
-
-
-def _wrap_fused_qkv(_module: nn.Module, _inputs: Any, output: DTensor) -> torch.Tensor:
-    return make_fused_qkv(output.to_local(), output.device_mesh)
 
 
 def make_fused_qkv(local_qkv: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

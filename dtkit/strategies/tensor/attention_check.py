@@ -19,6 +19,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from dtkit._util.guard import run_guarded
 from dtkit.strategies.tensor.attention import NUM_QKV, make_fused_qkv, register_attention_sharding
+from dtkit.strategies.tensor.linear import count_features
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,11 +42,12 @@ def explain_unsplittable(module: nn.Module, qkv_layer: str, output_layer: str, t
 
 def _explain_unsplittable(module: nn.Module, qkv_layer: str, output_layer: str, tp_size: int) -> str:
     layer = module.get_submodule(qkv_layer)
-    assert isinstance(layer, nn.Linear)
-    if layer.weight.is_meta:
+    weight = layer.get_parameter("weight")
+    num_inputs, num_outputs = count_features(layer)
+    if weight.is_meta:
         return "its parameters have no values, so its shards can't be checked"
-    qkv = _make_random_input(layer, layer.out_features).requires_grad_()
-    rows = _make_random_input(layer, layer.in_features)
+    qkv = _make_random_input(weight, num_outputs).requires_grad_()
+    rows = _make_random_input(weight, num_inputs)
     register_attention_sharding()
     with torch.random.fork_rng(devices=[]), implicit_replication():
         whole = _run_between(module, qkv_layer, output_layer, rows, qkv)
@@ -53,7 +55,7 @@ def _explain_unsplittable(module: nn.Module, qkv_layer: str, output_layer: str, 
         if used:
             return f"{', '.join(used)} would get only a part of its gradient"
         for rank, parts in enumerate(zip(*(third.chunk(tp_size, -1) for third in qkv.chunk(NUM_QKV, -1)), strict=True)):
-            mesh = _make_single_process_mesh(layer.weight.device.type, tp_size, rank)
+            mesh = _make_single_process_mesh(weight.device.type, tp_size, rank)
             shard = _run_between(module, qkv_layer, output_layer, rows, make_fused_qkv(torch.cat(parts, -1), mesh))
             if not _is_local_shard(shard, whole.chunk(tp_size, -1)[rank]):
                 return "its forward computes something else with shards"
@@ -67,9 +69,9 @@ def _describe_failure(error: Exception, output_layer: str) -> str:
     return f"its forward fails with shards ({type(error).__name__}: {text[:120]})"
 
 
-def _make_random_input(layer: nn.Linear, features: int) -> torch.Tensor:
+def _make_random_input(like: torch.Tensor, features: int) -> torch.Tensor:
     values = torch.randn(_TRIAL_ROWS, _TRIAL_LENGTH, features, generator=torch.Generator().manual_seed(features))
-    return values.to(layer.weight)
+    return values.to(like)
 
 
 def _make_single_process_mesh(device: str, tp_size: int, rank: int) -> DeviceMesh:

@@ -188,10 +188,8 @@ def _describe_attention(heads: int | None, tp_size: int, why_not: str) -> str:
 
 def _explain_unsplittable_qkv(module: nn.Module, qkv_layer: str, output_layer: str, tp_size: int) -> str:
     """Return why a layer can't be sharded as fused queries, keys and values; empty if it can."""
-    qkv, output = module.get_submodule(qkv_layer), module.get_submodule(output_layer)
-    if not isinstance(qkv, nn.Linear):
-        return f"{qkv_layer} is a {type(qkv).__name__}; only a Linear can be cut by heads"
-    num_outputs, num_inputs = qkv.out_features, count_features(output)[0]
+    num_outputs = count_features(module.get_submodule(qkv_layer))[1]
+    num_inputs = count_features(module.get_submodule(output_layer))[0]
     if num_outputs != 3 * num_inputs:
         return f"{qkv_layer} has {num_outputs} outputs, not 3 x {num_inputs} inputs of {output_layer}"
     if num_inputs % tp_size:

@@ -72,5 +72,5 @@ def make_conv1d_style(style: str) -> Conv1DParallel:
         "rowwise": (False, sharded, whole),
         "scattered": (False, whole, whole),
     }
-    shards_outputs, given, returned = styles[style]
-    return Conv1DParallel(shards_outputs=shards_outputs, input_layout=given, output_layout=returned)
+    shards_outputs, input_layout, returned = styles[style]
+    return Conv1DParallel(shards_outputs=shards_outputs, input_layout=input_layout, output_layout=returned)

@@ -9,7 +9,7 @@ gathered    as colwise, but the next layer gets all outputs
 scattered   as rowwise, but takes all inputs
 heads       as colwise, for queries, keys and values: the attention sees a whole tensor, sharded by heads;
             an nn.MultiheadAttention computes this rank's heads (and its out_proj is rowwise)
-fused       as heads, for one Linear that computes queries, keys and values in this order
+fused       as heads, for one layer that computes queries, keys and values in this order
 sequence    a LayerNorm or RMSNorm works on this rank's part of the sequence (the second dimension)
 loss        as colwise for the last Linear: the loss works on sharded outputs (only cross entropy can)
 =========== ===================================================================================================
@@ -108,7 +108,7 @@ def validate_plan(model: nn.Module, tp_size: int, requested: Mapping[str, Style]
         styles.setdefault(join_name(name, "out_proj"), "rowwise")
     for name, style in styles.items():
         problems += [f"{name!r}: {problem}" for problem in find_problems(modules[name], style, tp_size)]
-        if style in ("heads", "fused") and isinstance(modules[name], nn.Linear):
+        if style in ("heads", "fused") and is_linear(modules[name]):
             attention = modules[name.rpartition(".")[0]]
             problems += [f"{name!r}: {problem}" for problem in find_uneven_heads(attention, tp_size)]
     problems += [f"{name!r}: {problem}" for name, problem in find_shared_parameters(model, styles)]
@@ -160,7 +160,7 @@ def find_problems(module: nn.Module, style: Style, tp_size: int) -> Iterator[str
         yield from _find_attention_problems(module, tp_size)
     elif not (is_linear(module) or isinstance(module, nn.Embedding)):
         yield f"{style} is for a Linear or an Embedding, and this is a {kind}"
-    elif not isinstance(module, nn.Linear) and style in ("heads", "fused", "loss"):
+    elif not _is_allowed_by_type(module, style):
         yield f"{style} is for a Linear, and this is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
     elif style == "fused" and count_features(module)[1] % 3:
         yield f"{count_features(module)[1]} outputs can't be queries, keys and values of one size (fused)"
@@ -168,6 +168,13 @@ def find_problems(module: nn.Module, style: Style, tp_size: int) -> Iterator[str
         size, noun = _get_sharded_size(module, style)
         if size % tp_size:
             yield f"{size} {noun} can't be cut into {tp_size} equal parts ({style})"
+
+
+def _is_allowed_by_type(module: nn.Module, style: str) -> bool:
+    """Return whether a linear layer or an embedding can have this style."""
+    if style == "fused":
+        return is_linear(module)
+    return isinstance(module, nn.Linear) or style not in ("heads", "loss")
 
 
 def _find_attention_problems(module: nn.MultiheadAttention, tp_size: int) -> Iterator[str]:

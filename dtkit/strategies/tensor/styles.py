@@ -26,7 +26,7 @@ def make_parallel_style(module: nn.Module, style: Style) -> ParallelStyle:
     if isinstance(style, ParallelStyle):
         return style
     if is_conv1d(module):
-        return make_conv1d_style(style)
+        return FusedQKVParallel(make_conv1d_style("colwise")) if style == "fused" else make_conv1d_style(style)
     whole = isinstance(module, nn.Embedding) or style == "scattered"
     styles: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
@@ -34,7 +34,7 @@ def make_parallel_style(module: nn.Module, style: Style) -> ParallelStyle:
         "heads": MultiheadAttentionParallel()
         if isinstance(module, nn.MultiheadAttention)
         else ColwiseParallel(use_local_output=False),
-        "fused": FusedQKVParallel(),
+        "fused": FusedQKVParallel(ColwiseParallel()),
         "loss": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
         "rowwise": RowwiseParallel(input_layouts=Replicate() if whole else None),
         "scattered": RowwiseParallel(input_layouts=Replicate()),

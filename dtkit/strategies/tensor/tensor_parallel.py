@@ -33,6 +33,7 @@ from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import gradients
 from dtkit.strategies.dtensor_worker import DTensorStrategy, DTensorWorker, build_device_meshes
+from dtkit.strategies.kv_cache import disable_kv_cache
 from dtkit.strategies.options import check_count
 from dtkit.strategies.replicated import LossAccumulator
 from dtkit.strategies.tensor import plan as tensor_plan
@@ -189,13 +190,10 @@ class _TensorParallelWorker(DTensorWorker):
         axes = build_device_meshes(group, self._context.mesh, self._context.device)
         self._dp_group = axes["dp"].get_group() if "dp" in axes else None
         self._tp_ranks = rank_span(axes["tp"].get_group())
+        disable_kv_cache(model)
         for name, style in self._plan.styles.items():
             module = model.get_submodule(name)
             parallelize_module(module, axes["tp"], make_parallel_style(module, style), src_data_rank=None)
-
-    @property
-    def _replica_index(self) -> int:
-        return self._coordinates["dp"]
 
     @property
     def _reports_samples(self) -> bool:

@@ -1,1 +1,1 @@
-"""Other frameworks and libraries on dtkit's engines. Each package is imported only when it is needed."""
+"""Other frameworks and libraries on dtkit's engines. Each package is imported only when needed."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def read_shard(key: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the columns of this engine's shard, and the numbers of its rows. `key` is that of a partition's source."""
+    """Return the columns of this engine's shard, and its row numbers. `key` is the key of a partition's source."""
     import torch.distributed as dist
 
     from dtkit.engine.session import get_session

@@ -1,4 +1,4 @@
 """Horovod's interface over torch.distributed: ``import dtkit.integrations.horovod.torch as hvd``.
 
-Modules of this package know nothing of a framework's optimizers; `torch` has those of PyTorch.
+Modules at this level don't depend on a framework's optimizers; `torch` has PyTorch's.
 """

@@ -57,23 +57,23 @@ def _check_comm(comm: Any) -> None:
 
 
 def _get_backend() -> str:
-    """Return the backend of subgroups: torch describes the group's own as a map."""
+    """Return the backend for subgroups. torch describes the main group's backend as a map."""
     backend = str(dist.get_backend())
     return "cpu:gloo,cuda:nccl" if "nccl" in backend or backend == "undefined" else backend
 
 
 def _find_placement() -> Placement:
-    """Compare the hosts' names; torchrun's environment wins where it is complete."""
+    """Return the placement from torchrun's environment if it is complete, else by comparing the hosts' names."""
     world = Communicator(range(dist.get_world_size()), dist.get_rank(), None, str(dist.get_backend()))
     hosts = world.all_gather_json(socket.gethostname())
     names = list(dict.fromkeys(hosts))
     sizes = [hosts.count(name) for name in names]
-    own = hosts[world.index]
-    local_rank = hosts[: world.index].count(own)
+    host = hosts[world.index]
+    local_rank = hosts[: world.index].count(host)
     placement = Placement(
         local_rank=local_rank,
-        local_size=hosts.count(own),
-        cross_rank=[name for name, size in zip(names, sizes, strict=True) if size > local_rank].index(own),
+        local_size=hosts.count(host),
+        cross_rank=[name for name, size in zip(names, sizes, strict=True) if size > local_rank].index(host),
         cross_size=sum(size > local_rank for size in sizes),
         is_homogeneous=len(set(sizes)) == 1,
     )
@@ -86,7 +86,7 @@ def _find_placement() -> Placement:
 
 
 def shutdown() -> None:
-    """End what `init` began. A process group that existed before stays."""
+    """Undo `init`. A process group that existed before it stays."""
     if not has_context():
         set_context(None)
         return

@@ -1,7 +1,8 @@
-"""Collectives as objects: what all ranks must agree on, and what to do once they meet.
+"""Collectives as objects: the signature that all ranks must agree on, and the communication.
 
-All but sums begin with a *header*: a checksum of the signature, and the number of rows. A header that differs gives the
-same error on every rank. A sum begins at once, since it is what training waits for; `HOROVOD_CHECK=1` checks it too.
+Every collective except a sum begins with a *header*: a checksum of the signature, and the number of rows. If headers
+differ, all ranks raise the same error. A sum begins at once, because training waits for sums; `HOROVOD_CHECK=1` checks
+them too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from dtkit.integrations.horovod import reductions
-from dtkit.integrations.horovod.exceptions import HorovodInternalError
+from dtkit.integrations.horovod.exceptions import HorovodInternalError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ _NO_DIMENSION = "a {} of a tensor without dimensions has no rows; use tensor.res
 
 
 class Collective(ABC):
-    """One operation of this rank. `tensors` are what it sends."""
+    """One operation of this rank, which sends `tensors`."""
 
     kind: ClassVar[str]
 
@@ -34,11 +35,11 @@ class Collective(ABC):
         self.tensors = [tensor.detach() for tensor in tensors]
 
     def make_signature(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks, in types of JSON."""
+        """Return the facts that must be equal on all ranks, as JSON values."""
         return {"operation": self.kind, **self._describe(), "device": [t.device.type for t in self.tensors]}
 
     def _describe(self) -> dict[str, Any]:
-        """Return types and shapes; operations that accept any number of rows leave out the first dimension."""
+        """Return types and shapes, without the first dimension for operations that accept any number of rows."""
         return _describe_tensors(self.tensors, skipped_dimensions=0)
 
     @abstractmethod
@@ -167,14 +168,16 @@ class AllToAll(Collective):
         return _describe_tensors(self.tensors, skipped_dimensions=1)
 
     def run(self, communicator: Communicator) -> tuple[torch.Tensor, list[int]]:
-        """Return the rows in rank order, and how many came from each rank."""
+        """Return the rows in rank order, and the number of rows from each rank."""
         splits = self.exchange_header(communicator, *self._splits)
         received = [row[communicator.index] for row in splits]
         return communicator.exchange_rows(self.tensors[0], self._splits, received), received
 
 
 class ReduceScatter(Collective):
-    """Reduction of which each rank keeps its part of the rows; the first ranks keep one more if they don't divide."""
+    """Reduction after which each rank keeps its part of the rows. The first ranks keep one more if the number doesn't
+    divide.
+    """
 
     kind = "reducescatter"
 
@@ -252,12 +255,12 @@ def _count_header_numbers(signature: dict[str, Any], size: int) -> int:
 
 
 def check_signatures(signatures: Sequence[dict[str, Any]], ranks: Sequence[int], name: str) -> None:
-    """Raise HorovodInternalError unless all signatures are equal. The error is the same on every rank."""
+    """Raise MismatchError unless all signatures are equal. The error is the same on every rank."""
     first = signatures[0]
     for rank, signature in zip(ranks[1:], signatures[1:], strict=True):
         for key in sorted(first.keys() | signature.keys(), key=lambda key: key != "operation"):
             if first.get(key) != signature.get(key):
-                raise HorovodInternalError(
+                raise MismatchError(
                     f"Mismatched {key} of {name}: rank {ranks[0]} has {first.get(key)}, rank {rank} has "
                     f"{signature.get(key)}; all ranks must give the same"
                 )

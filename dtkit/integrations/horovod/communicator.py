@@ -1,7 +1,7 @@
-"""What collectives need of a process group: tensors of any type and device, rows of any length, JSON.
+"""Collectives over a process group, for tensors of any type and device, rows of any length, and JSON.
 
-gloo has no collective for some types and devices. Where only bytes move, they travel as ``uint8``. Where gloo can't
-take a CUDA tensor, a copy in host memory travels.
+gloo lacks collectives for some types and devices. Collectives that only move bytes send them as ``uint8``. Where gloo
+can't take a CUDA tensor, they send a copy in host memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from dtkit.integrations.horovod.exceptions import HorovodInternalError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +24,7 @@ class Communicator:
     """Collectives over the ranks of a process set. `ranks` are those of the whole group."""
 
     def __init__(self, ranks: Sequence[int], rank: int, process_group: dist.ProcessGroup | None, backend: str) -> None:
-        """`process_group` is None for the group of all ranks, which then ends with its last user."""
+        """`process_group` is None for the group of all ranks, which then ends when nothing else uses it."""
         self.ranks, self.size = list(ranks), len(ranks)
         self.index = self.ranks.index(rank)
         """This rank's place among `ranks`."""
@@ -36,7 +38,9 @@ class Communicator:
         """Reduce a contiguous tensor in place."""
         if tensor.is_complex():
             if op != dist.ReduceOp.SUM:
-                raise ValueError(f"{tensor.dtype} has no order; complex tensors can be summed or averaged only")
+                raise HorovodInternalError(
+                    f"{tensor.dtype} has no order; complex tensors can be summed or averaged only"
+                )
             self.all_reduce(torch.view_as_real(tensor), op)
             return
         buffer = self._to_transport(tensor)
@@ -57,7 +61,7 @@ class Communicator:
             flat.copy_(buffer)
 
     def all_gather_rows(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Return the ranks' tensors, one behind the other; `lengths` are their first dimensions."""
+        """Return the ranks' tensors, concatenated; `lengths` are their first dimensions."""
         tensor = tensor.contiguous()
         row = _count_row_bytes(tensor)
         longest = max(lengths) * row
@@ -83,14 +87,14 @@ class Communicator:
         return _from_bytes(result, tensor, sum(received))
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the integers of each rank. All ranks give equally many."""
-        mine = self._to_meeting_point(torch.tensor(numbers, dtype=torch.int64))
-        parts = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(parts, mine, group=self._group)
+        """Return the integers of each rank. All ranks pass equally many."""
+        local = self._to_meeting_point(torch.tensor(numbers, dtype=torch.int64))
+        parts = [torch.empty_like(local) for _ in self.ranks]
+        dist.all_gather(parts, local, group=self._group)
         return [part.tolist() for part in parts]
 
     def all_gather_json(self, value: Any) -> list[Any]:
-        """Return each rank's value, which has types of JSON."""
+        """Return each rank's value, which must be JSON."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [length for (length,) in self.all_gather_numbers([len(data)])]
         joined = self.all_gather_rows(self._to_meeting_point(data), lengths).cpu().numpy().tobytes()
@@ -104,6 +108,8 @@ class Communicator:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's memory as ``uint8``."""
+    if not tensor.numel():
+        return tensor.new_empty(0, dtype=torch.uint8)  # numpy's empty arrays have strides that torch can't view
     return tensor.detach().view(-1).view(torch.uint8)
 
 

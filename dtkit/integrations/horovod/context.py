@@ -1,4 +1,4 @@
-"""What `init` sets up and the other functions use: this rank, and a worker for each process set."""
+"""State that `init` creates and the other functions use: this rank, and a worker for each process set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHECK_VARIABLE = "HOROVOD_CHECK"
 
 @dataclasses.dataclass
 class Placement:
-    """Where this rank runs: among the ranks of its host, and among the hosts."""
+    """Place of this rank among the ranks of its host, and of its host among the hosts."""
 
     local_rank: int
     local_size: int
@@ -46,7 +46,7 @@ class Context:
         self._backend = backend
         self.sync_root = 0
         """Rank whose state `elastic.run` copies to all ranks."""
-        self._world = weakref.ref(dist.group.WORLD)  # the group is the engine's, or goes with `shutdown`
+        self._world = weakref.ref(dist.group.WORLD)  # the engine owns the group, or `shutdown` ends it
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._set_ids = itertools.count(1)
         self.set_ranks: dict[int, list[int]] = {0: list(range(self.size))}
@@ -109,7 +109,7 @@ class Context:
             return f"{kind}.noname.{next(self._name_counts.setdefault(kind, itertools.count(1)))}"
 
     def close(self) -> bool:
-        """End all workers; return whether they did. Those that wait for other ranks don't."""
+        """End all workers; return whether all of them ended. Those that wait for other ranks don't."""
         have_stopped = [worker.stop() for worker in self._workers.values()]
         return all(have_stopped)
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed, on this rank or on another. `elastic.run` restores the last commit after it."""
+    """A collective failed, on this rank or on another. `elastic.run` then restores the last commit."""
+
+
+class MismatchError(HorovodInternalError):
+    """The ranks gave different things, such as shapes. TensorFlow's operations raise FailedPreconditionError for it."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name

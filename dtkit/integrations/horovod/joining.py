@@ -1,8 +1,8 @@
-"""Which ranks have joined, and what they must take part in. Written to the group's store.
+"""Which ranks have joined, and the operations in which they must take part, kept in the group's store.
 
-A rank that joined doesn't know the others' operations. Nobody asks before each operation whether a rank has joined.
-Instead, a rank that waits for long looks at the store. If it finds a rank that joined, it publishes what it waits for,
-and from then on each operation before it begins. The joined rank takes part with zeros.
+A joined rank doesn't know the others' operations. To save time, ranks don't check before each operation whether a rank
+has joined. Instead, a rank that has waited for a while reads the store. If a rank has joined, the waiting rank
+publishes its current operation, and later operations before they begin. The joined rank takes part with zeros.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Horovod's scripts for Keras 2 pass to Keras, and what Keras 3 no longer accepts."""
+"""Arguments that Horovod's scripts for Keras 2 pass, and that Keras 3 no longer accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def accept_dropped_arguments() -> None:
 
     It switched off a way of running that Keras no longer has. Only a script's own process calls this function.
     """
-    owner: Any = next(base for base in keras.Model.__mro__ if "compile" in vars(base))  # Keras compares with it
+    owner: Any = next(base for base in keras.Model.__mro__ if "compile" in vars(base))  # Keras compares with this class
     compile_model = owner.compile
     if compile_model.__name__ == "accept_dropped":
         return

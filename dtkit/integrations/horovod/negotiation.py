@@ -1,8 +1,8 @@
-"""A worker that runs what all ranks have asked for, in whatever order they did (``HOROVOD_CHECK=1``).
+"""A worker that runs operations that all ranks have requested, in any order (``HOROVOD_CHECK=1``).
 
 While a rank has operations to run, its worker takes part in *cycles*. In a cycle all ranks exchange the lists of their
-operations, by name and signature. Each rank finds in these lists what all of them wait for, and runs that.
-Signatures that differ give the same error on every rank. A cycle costs about two small messages per rank.
+operations, by name and signature. Each rank runs the operations that are in all lists. If signatures differ, all ranks
+raise the same error. A cycle costs about two small messages per rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Entry = tuple[str, dict[str, Any]]
 
 @dataclasses.dataclass
 class Cycle:
-    """What a cycle decides: the operations to run in order, and which ranks have joined."""
+    """Decision of a cycle: the operations to run, in order, and which ranks have joined."""
 
     ready: list[str]
     joined: list[int]
@@ -41,7 +41,7 @@ class Cycle:
 
 
 def plan_cycle(lists: Sequence[Sequence[Entry]]) -> Cycle:
-    """Decide from all ranks' lists, given in rank order, what they run now."""
+    """Decide from all ranks' lists, in rank order, which operations they run now."""
     joined = [k for k, entries in enumerate(lists) if any(signature["operation"] == JOIN for _, signature in entries)]
     active = [[name for name, _ in entries] for k, entries in enumerate(lists) if k not in joined]
     if not active:
@@ -63,7 +63,7 @@ class NegotiatingWorker(Worker):
             handle.fail(HorovodInternalError("Horovod has been shut down. The other ranks did not ask for it"))
 
     def _take_submitted(self, pending: dict[str, Handle]) -> bool:
-        """Take what this rank submitted; wait for it if nothing is pending. Return False to stop."""
+        """Take this rank's submitted operations; wait for some if none is pending. Return False to stop."""
         try:
             # waits: without a limit only in a daemon thread that has nothing to do
             handle = self._queue.get(timeout=timeouts.HOROVOD_CYCLE_S if pending else None)
@@ -75,9 +75,9 @@ class NegotiatingWorker(Worker):
         return False
 
     def _run_cycle(self, pending: dict[str, Handle], joined_before: list[int]) -> list[int]:
-        """Run what all ranks are ready for; return the positions of the ranks that have joined."""
+        """Run the operations that all ranks wait for; return the positions of the ranks that have joined."""
         entries = [(name, handle.collective.make_signature()) for name, handle in pending.items()]
-        lists = run_guarded(lambda: self.communicator.all_gather_json(entries), lambda error: error)
+        lists: Any = self._make_broken_error() if self._broken_by is not None else self._gather(entries)
         if isinstance(lists, Exception):
             for handle in pending.values():
                 self._end(handle, lists)
@@ -85,7 +85,8 @@ class NegotiatingWorker(Worker):
             return []
         cycle = plan_cycle(lists)
         for name in cycle.ready:
-            self._run_ready(name, pending, lists, cycle)
+            if self._broken_by is None:
+                self._run_ready(name, pending, lists, cycle)
         if not cycle.has_all_joined(self.communicator.size):
             self._fail_overdue(pending, lists)
             return cycle.joined
@@ -93,6 +94,9 @@ class NegotiatingWorker(Worker):
         for name in [name for name, handle in pending.items() if handle.collective.kind == JOIN]:
             self._finish(pending.pop(name), lambda: self.communicator.ranks[last])
         return []
+
+    def _gather(self, entries: list[Entry]) -> list[list[Entry]] | Exception:
+        return run_guarded(lambda: self.communicator.all_gather_json(entries), lambda error: error)
 
     def _run_ready(self, name: str, pending: dict[str, Handle], lists: Sequence[Sequence[Entry]], cycle: Cycle) -> None:
         active = [k for k in range(self.communicator.size) if k not in cycle.joined]
@@ -110,7 +114,7 @@ class NegotiatingWorker(Worker):
             self._finish(handle, lambda: handle.collective.run(self.communicator))
 
     def _fail_overdue(self, pending: dict[str, Handle], lists: Sequence[Sequence[Entry]]) -> None:
-        """End operations that other ranks have not asked for in time."""
+        """Fail operations that other ranks have not requested in time."""
         limit = float(os.environ.get(_STALL_VARIABLE, timeouts.HOROVOD_STALL_TIMEOUT_S))
         late = [name for name, h in pending.items() if h.waited_s > limit and h.collective.kind != JOIN]
         for name in late:
@@ -121,8 +125,3 @@ class NegotiatingWorker(Worker):
             ]
             message = f"{name} has waited for {limit:g} s ({_STALL_VARIABLE}); instead, {'; '.join(others)}"
             self._end(pending.pop(name), HorovodInternalError(message))
-
-    def _end(self, handle: Handle, error: Exception) -> None:
-        with self._lock:
-            self._names.discard(handle.name)
-        handle.fail(error)

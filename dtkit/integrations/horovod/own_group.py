@@ -1,8 +1,8 @@
-"""The process group that `init` forms, in a script that has none, and forms again after a failure.
+"""The process group that `init` forms in a script without one, and forms again after a failure.
 
 Under ``cluster.torchrun`` on one host, ranks come from a :class:`~dtkit.rpc.script_ranks.ScriptFolder`. They may change
-while a rank waits for the others: then it begins again with the new ones. Elsewhere they are those of torchrun's
-environment.
+while a rank waits for the others, which then starts over with the new ones. Elsewhere, torchrun's environment names the
+ranks.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _GENERATION = "dtkit-horovod/generation"
 
 
 class OwnGroup:
-    """The process group that `init` formed, in a script that had none."""
+    """The process group that `init` formed in a script without one."""
 
     def __init__(self) -> None:
-        self._stores: dict[int, Any] = {}  # by version of the ranks; kept, since rank 0 may serve it
+        self._stores: dict[int, Any] = {}  # by version of the ranks; kept because rank 0 may serve the store
         self.break_connections: Callable[[], None] | None = None
         """Ends blocked collectives; None if no group is formed."""
 
@@ -45,7 +45,7 @@ class OwnGroup:
         dist.init_process_group(
             _choose_backend(), store=store, rank=rank, world_size=size, timeout=dt.timedelta(seconds=limit_s)
         )
-        if set_group_timeout is not None:  # as after the first start: a rank may compute for long
+        if set_group_timeout is not None:  # the limit after the first start: a rank may compute for long
             set_group_timeout(dt.timedelta(seconds=timeouts.FIRST_STEP_TIMEOUT_S), dist.group.WORLD)
 
     def leave(self, are_workers_idle: bool) -> None:
@@ -68,7 +68,7 @@ class OwnGroup:
         return _scope(store, _find_generation(store, rank)), rank, size
 
     def _meet(self, folder: ScriptFolder, slot: int) -> tuple[Any, int, int]:
-        """Wait until all ranks have arrived, and return as above."""
+        """Wait until all ranks have arrived; return as `_find_store` does."""
         deadline = time.monotonic() + timeouts.HOROVOD_MEETING_TIMEOUT_S
         pause = threading.Event()
         while True:
@@ -104,7 +104,7 @@ def _scope(store: Any, generation: int) -> Any:
 def _find_generation(store: Any, rank: int) -> int:
     """Return the number of the group that the ranks form next, and note that this rank has arrived.
 
-    A group is over if this rank has been in it: in this process, or in one before it that was killed.
+    A group has ended if this rank was in it, either in this process or in an earlier one that was killed.
     """
     current = int(store.compare_set(_GENERATION, "", "0"))
     if store.check([f"{_GENERATION}/{current}/{rank}"]):
@@ -115,7 +115,7 @@ def _find_generation(store: Any, rank: int) -> int:
 
 
 def _is_latest(store: Any, generation: int) -> bool:
-    """Return whether no rank has begun another group, because it was started again."""
+    """Return whether this is the latest group. A restarted rank begins another one."""
     return int(store.get(_GENERATION)) == generation
 
 

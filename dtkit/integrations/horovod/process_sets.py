@@ -39,8 +39,8 @@ class ProcessSet:
 
         Operations such as `broadcast` take ranks of the whole group instead.
         """
-        own = get_context().rank
-        return None if self.size() is None or self.ranks is None or own not in self.ranks else self.ranks.index(own)
+        rank, ranks = get_context().rank, self.ranks
+        return None if self.size() is None or ranks is None or rank not in ranks else ranks.index(rank)
 
     def included(self) -> bool | None:
         """Return whether this rank is in the set; None before `init`."""
@@ -69,7 +69,7 @@ global_process_set = _GlobalProcessSet()
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set, and return it. All ranks call this function, with the same sets in the same order.
 
-    Raises ValueError if a set of these ranks is registered, or if a rank doesn't exist.
+    Raises ValueError if a set of these ranks is registered already, or if a rank doesn't exist.
     """
     context = get_context()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)

@@ -1,4 +1,4 @@
-"""Reduction operations: how tensors of several ranks become one, and how factors scale them."""
+"""Reduction operations, and their scaling by factors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Horovod's numbers, which scripts may have stored.
+# These are Horovod's numbers, which scripts may have stored.
 Average, Sum, Adasum, Min, Max, Product = range(6)
 
 _NAMES = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max: "Max", Product: "Product"}
@@ -32,7 +32,7 @@ _FUNCTIONS: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def resolve_op(op: int | None, average: bool | None = None) -> int:
-    """Return the operation for `op` and the old flag `average`, which exclude each other; Average by default."""
+    """Return the operation for `op` or the old flag `average`, Average by default. Raise ValueError for both."""
     if op is not None and average is not None:
         raise ValueError("give either op or average, not both; average is the old name for op=Average or op=Sum")
     if op is None:
@@ -50,17 +50,19 @@ def get_name(op: int) -> str:
 
 
 def get_torch_op(op: int) -> dist.ReduceOp.RedOpType:
-    """Return torch's operation; an average is a sum that `finish` divides."""
+    """Return torch's operation. An average is a sum, which `finish` divides."""
     return _TORCH_OPS[op]
 
 
 def reduce_parts(op: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Reduce tensors of this process in their order. An average is a sum that `finish` divides."""
+    """Reduce tensors of this process in their order. An average is a sum, which `finish` divides."""
     return functools.reduce(_FUNCTIONS[op], parts)
 
 
 def scale(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place: integers in float64, then truncated, and half precision on CPUs in float32."""
+    """Multiply in place. Integers are multiplied in float64 and truncated; half precision on CPUs is multiplied in
+    float32.
+    """
     if factor == 1.0:
         return
     if not (tensor.is_floating_point() or tensor.is_complex()):

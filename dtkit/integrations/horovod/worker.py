@@ -1,7 +1,8 @@
-"""A thread that runs the collectives of one process set, in the order in which this rank's functions ask for them.
+"""A thread that runs the collectives of one process set, in the order in which this rank submits them.
 
-So asynchronous operations need no order of waiting, and each may consist of several messages. An interrupt ends the
-caller's wait at once. All ranks must ask in the same order; :mod:`negotiation` has a worker that also accepts others.
+So callers may wait for asynchronous operations in any order, and an operation may consist of several messages. An
+interrupt ends the caller's wait at once. All ranks must submit in the same order; :mod:`negotiation` has a worker that
+accepts any order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.integrations.horovod.collectives import JOIN, Collective, mirror
-from dtkit.integrations.horovod.exceptions import HorovodInternalError
+from dtkit.integrations.horovod.exceptions import HorovodInternalError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +58,8 @@ class Handle:
         while not self._done.wait(timeouts.HOROVOD_JOIN_POLL_S):
             self._look_for_joined()
         if self._error is not None:
-            raise HorovodInternalError(str(self._error)) from self._error
+            kind = MismatchError if isinstance(self._error, MismatchError) else HorovodInternalError
+            raise kind(str(self._error)) from self._error
         return self._result
 
     def run(self, work: Callable[[], Any]) -> None:
@@ -76,6 +78,10 @@ class Handle:
             self._result = self.finish(work())
             stream.synchronize()
 
+    def has_lost_step(self) -> bool:
+        """Return whether the operation failed on this rank in a way that other ranks may not have noticed."""
+        return self._error is not None and not isinstance(self._error, HorovodInternalError)
+
     def fail(self, error: Exception) -> None:
         """End the operation with an error."""
         self._error = error
@@ -89,13 +95,20 @@ class Worker:
         self.communicator, self._board = communicator, board
         self._queue: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
         self._names: set[str] = set()
+        self._broken_by: str | None = None
+        """Name of an operation after which this rank may be out of step with the others."""
         # locks: while the table of names changes
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run_loop, name=f"dtkit-horovod-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, collective: Collective, name: str, finish: Callable[[Any], Any] | None = None) -> Handle:
-        """Queue an operation. Raises ValueError if one of this name has not ended."""
+        """Queue an operation.
+
+        Raises ValueError if one of this name has not ended, HorovodInternalError after one that broke off.
+        """
+        if self._broken_by is not None:
+            raise self._make_broken_error()
         handle = Handle(collective, name, self._look_for_joined)
         if finish is not None:
             handle.finish = finish
@@ -110,13 +123,13 @@ class Worker:
         return handle
 
     def stop(self) -> bool:
-        """End the thread once it has run what was submitted; return whether it ended in time."""
+        """End the thread after it has run all submitted operations; return whether it ended in time."""
         self._queue.put(None)
         self._thread.join(timeouts.HOROVOD_STOP_TIMEOUT_S)
         return not self._thread.is_alive()
 
     def _look_for_joined(self) -> None:
-        """Help ranks that have joined: they must know what this rank waits for."""
+        """Help ranks that have joined: they must know which operation this rank waits for."""
         if self._board is not None:
             self._board.look()
 
@@ -125,7 +138,17 @@ class Worker:
         while (handle := self._queue.get()) is not None:
             self._run_one(handle)
 
+    def _make_broken_error(self) -> HorovodInternalError:
+        """Return the error of all later operations: on other ranks they could meet a different operation, and wait."""
+        return HorovodInternalError(
+            f"{self._broken_by} has failed on this rank before, maybe not on the others, which could wait for it. "
+            "Let the script end, or call hvd.shutdown() and hvd.init() on all ranks"
+        )
+
     def _run_one(self, handle: Handle) -> None:
+        if self._broken_by is not None:
+            self._end(handle, self._make_broken_error())
+            return
         if handle.collective.kind == JOIN:
             self._finish(handle, self._join)
             return
@@ -135,8 +158,15 @@ class Worker:
 
     def _finish(self, handle: Handle, work: Callable[[], Any]) -> None:
         with self._lock:
-            self._names.discard(handle.name)  # before its caller continues, who may use the name again
+            self._names.discard(handle.name)  # before the caller continues, since it may use the name again
         handle.run(work)
+        if handle.has_lost_step():
+            self._broken_by = handle.name
+
+    def _end(self, handle: Handle, error: Exception) -> None:
+        with self._lock:
+            self._names.discard(handle.name)
+        handle.fail(error)
 
     def _join(self) -> int:
         assert self._board is not None, "only the global process set can join"

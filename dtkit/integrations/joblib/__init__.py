@@ -1,1 +1,1 @@
-"""joblib on engines: what scikit-learn runs with `n_jobs`, inside ``with cluster.joblib():``."""
+"""joblib on engines: parallel work of scikit-learn (`n_jobs`) inside ``with cluster.joblib():``."""

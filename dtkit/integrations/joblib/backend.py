@@ -30,7 +30,7 @@ class EnginesBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[mi
         self._tasks, self._num_engines = tasks, num_engines
 
     def __reduce__(self) -> Any:
-        """Refuse: tasks on engines have no engines of their own."""
+        """Raise TypeError: tasks on engines have no engines of their own."""
         raise TypeError("engines can't be used from within a task")
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
@@ -59,7 +59,7 @@ class EnginesBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[mi
         return out.result()
 
     def abort_everything(self, ensure_ready: bool = True) -> None:  # noqa: FBT001, FBT002 - joblib's signature
-        """Interrupt all tasks. The next one starts the engines' work again."""
+        """Interrupt all tasks. Engines work again when the next one is submitted."""
         del ensure_ready
         self._tasks.abort()
 
@@ -78,7 +78,7 @@ def use_engines(engine_group: EngineGroup, repair: Callable[[], object]) -> Iter
 
 
 def _load_libraries(engine_group: EngineGroup) -> None:
-    """Let all engines import scikit-learn at once, and not each in its first task."""
+    """Let all engines import scikit-learn at the same time, instead of each in its first task."""
     payload = engine_group.uploads.upload(engine_group.uploads.pack((import_libraries, (), {})))
     try:
         engine_group.call_all(make_call(FunctionOperations.call_function, payload=payload))
@@ -87,7 +87,7 @@ def _load_libraries(engine_group: EngineGroup) -> None:
 
 
 def import_libraries() -> None:
-    """Import what most tasks need."""
+    """Import the modules that most tasks need."""
     with contextlib.suppress(ImportError):
         import sklearn.ensemble
         import sklearn.linear_model

@@ -1,4 +1,4 @@
-"""Large arrays among the arguments of joblib's tasks: placed once in shared memory, and views of it on the engines."""
+"""Large arguments of joblib's tasks, stored once in shared memory. Engines get views of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class ArrayShare:
 
     def __init__(self, engine_group: EngineGroup) -> None:
         self._group = engine_group
-        self._placed: dict[int, tuple[np.ndarray, SharedArray]] = {}  # keeps each array, so that its id stays its own
+        # Keeps each array alive, so that no other array gets its id.
+        self._placed: dict[int, tuple[np.ndarray, SharedArray]] = {}
 
     def replace(self, call: TaskCall) -> TaskCall:
         """Return a call whose large arrays are placed in shared memory."""
@@ -61,5 +62,5 @@ def _load(value: Any) -> Any:
     if not isinstance(value, SharedArray):
         return value
     array: np.ndarray = value.payload.load()
-    array.flags.writeable = False  # as joblib's own memory maps: tasks must not disturb each other
+    array.flags.writeable = False  # like joblib's own memory maps, so that tasks can't change each other's arguments
     return array

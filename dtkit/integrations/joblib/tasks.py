@@ -1,4 +1,4 @@
-"""Tasks that joblib submits one by one, and that a thread gives to engines as they become free."""
+"""Tasks that joblib submits one by one. A thread gives them to engines as they become free."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class TaskQueue:
         self._futures.pop(index).set_exception(EngineError([failure]))
 
     def on_poll(self) -> None:
-        """Look whether the caller has aborted the tasks."""
+        """Raise TasksAbortedError if the caller has aborted the tasks."""
         if self._is_aborted:
             raise TasksAbortedError("joblib's tasks were aborted")
 

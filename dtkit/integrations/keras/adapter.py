@@ -1,4 +1,4 @@
-"""What `cluster.train` makes of a Keras model, and of losses, optimizers and metrics as Keras names them."""
+"""Conversion of a Keras model, and of Keras's losses, optimizers and metrics, for `cluster.train`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 
 from dtkit.integrations.keras.compile_checks import check_compile_options
 from dtkit.integrations.keras.metrics import KerasMetrics
@@ -30,8 +31,14 @@ def adapt(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainCo
             f"model is a Keras {type(model).__name__}, which is not a keras.Model; wrap it, as in "
             "keras.Sequential([keras.Input(shape), layer])"
         )
-    given = CompileOptions(config.loss, config.optimizer, config.metrics)
-    options = given.or_else(CompileOptions.of(model))
+    outputs = getattr(model, "outputs", None) or [None]
+    if len(outputs) > 1:
+        raise ValueError(
+            f"{model.name} has {len(outputs)} outputs; dtkit trains Keras models with one. Concatenate them, and let a "
+            "loss of your own take them apart"
+        )
+    arguments = CompileOptions(config.loss, config.optimizer, config.metrics)
+    options = arguments.or_else(CompileOptions.of(model))
     for name, value in (("loss", options.loss), ("optimizer", options.optimizer)):
         if value is None:
             raise ValueError(f"{model.name} was not compiled, and {name}= was not given. Give {name}=, or compile it")
@@ -46,13 +53,28 @@ def adapt(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainCo
     )
 
 
+def _check_data(data: Any, name: str) -> None:
+    """Refuse data without a target, and Keras's own datasets of batches."""
+    if isinstance(data, keras.utils.PyDataset):
+        raise TypeError(
+            f"{name} is a Keras {type(data).__name__}, whose items are batches; give arrays, a dataset of single "
+            "rows, or a function that yields each engine's batches, with steps="
+        )
+    parts = data if isinstance(data, (tuple, list)) else [data]
+    if len(parts) == 1 and isinstance(parts[0], np.ndarray):
+        raise ValueError(f"{name} is one array; a Keras model needs (inputs..., target). An autoencoder's are (X, X)")
+
+
 def _read_tf_data(data: Any, config: TrainConfig) -> tuple[Any, TrainConfig]:
-    """Return arrays for datasets of tf.data, with their batch size unless one was given."""
+    """Return arrays for datasets of tf.data, with their batch size unless the user gave one."""
     if is_tf_dataset(config.validation):
         config = dataclasses.replace(config, validation=read_tf_dataset(config.validation).arrays)
+    _check_data(config.validation, "validation")
     if not is_tf_dataset(data):
+        _check_data(data, "data")
         return data, config
     rows = read_tf_dataset(data)
+    _check_data(rows.arrays, "data")
     batch_size = config.batch_size or rows.batch_size
     print(f"tf.data: {len(rows.arrays[0]):,} rows, batch_size={batch_size} over all ranks")  # noqa: T201 - what is taken over is said
     return rows.arrays, dataclasses.replace(config, batch_size=batch_size)
@@ -91,8 +113,14 @@ def _find_module_class() -> type[KerasModule]:
 
 
 def make_optimizer_factory(optimizer: Any) -> Callable[..., KerasOptimizer]:
-    """Return a function from a module to its optimizer, for an optimizer as Keras names it."""
-    config = keras.optimizers.serialize(keras.optimizers.get(optimizer))
+    """Return a function from a module to its optimizer. Raises ValueError if Keras doesn't know the optimizer."""
+    try:
+        config = keras.optimizers.serialize(keras.optimizers.get(optimizer))
+    except ValueError as error:
+        raise ValueError(
+            f"optimizer is {optimizer!r}, which Keras doesn't know as one; give a name such as 'adam', or an "
+            "object, as in keras.optimizers.SGD(0.1)"
+        ) from error
 
     def make_keras_optimizer(model: KerasModule) -> KerasOptimizer:
         return KerasOptimizer(model, keras.optimizers.deserialize(config))

@@ -1,4 +1,4 @@
-"""Check of losses and metrics in the notebook, where an error comes at once."""
+"""Check of losses and metrics in the notebook, which raises errors at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dtkit.integrations.keras.saved_model import CompileOptions
 
 _CHOSEN_BY_LABELS = ("accuracy", "acc", "crossentropy", "ce")
-"""Names of metrics for which Keras looks at the labels first."""
+"""Names of metrics that Keras resolves only when it sees the labels."""
 
 
 def check_compile_options(options: CompileOptions) -> None:

@@ -1,4 +1,4 @@
-"""Keras metrics over the rows of all ranks: their variables are sums, which are added up."""
+"""Keras metrics over the rows of all ranks. Their variables are sums, so ranks can be added up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KerasMetrics:
         self._loss, self._metrics = loss, metrics
         self._model: keras.Model | None = None
         self._sums: list[np.ndarray] | None = None
-        self._example: tuple[np.ndarray, np.ndarray] | None = None  # builds the metrics where no batch is seen
+        self._example: tuple[np.ndarray, np.ndarray] | None = None  # builds the metrics on a rank without batches
 
     def _get_model(self) -> keras.Model:
         if self._model is None:
@@ -57,8 +57,8 @@ class KerasMetrics:
     def merge_state(self, other: Self) -> None:
         """Add the batches of another rank."""
         if other._sums is not None:
-            own = [np.zeros_like(total) for total in other._sums] if self._sums is None else self._sums
-            self._sums = [a + b for a, b in zip(own, other._sums, strict=True)]
+            totals = [np.zeros_like(total) for total in other._sums] if self._sums is None else self._sums
+            self._sums = [a + b for a, b in zip(totals, other._sums, strict=True)]
             self._example = self._example or other._example
 
     def clone(self) -> KerasMetrics:
@@ -74,7 +74,7 @@ class KerasMetrics:
         return self
 
     def __call__(self, *_arguments: Any) -> None:
-        """Refuse to be called: the state of all batches is needed."""
+        """Raise TypeError: the metrics need the state of all batches."""
         raise TypeError("metrics of Keras keep state; they are updated by batch")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """A Keras model as a torch module: its trainable variables are parameters, the others are buffers.
 
-So everything that trains torch modules works on it: gradients are summed over ranks, checkpoints hold its variables by
-their Keras names, a lost engine is replaced. The module computes the loss itself, as models of Hugging Face do.
+So everything that trains torch modules works on it: summing gradients over ranks, checkpoints (with the variables'
+Keras names), replacing a lost engine. The module computes the loss itself, as models of Hugging Face do.
 
-Random layers of Keras draw from seeds of their own. Each step sets them from torch's generator, which differs by rank,
-and which checkpoints hold.
+Random layers of Keras have seeds of their own. Each step sets these from torch's generator, which differs by rank and
+is part of checkpoints.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class KerasModule(torch.nn.Module):
         return module
 
     def load_values(self) -> None:
-        """Give parameters and buffers the values of the Keras model."""
+        """Copy the Keras model's values into parameters and buffers."""
 
     def _make_parameter(self, variable: Any) -> torch.nn.Parameter:
         """Return the parameter for a trainable variable."""
@@ -83,11 +83,11 @@ class KerasModule(torch.nn.Module):
         raise NotImplementedError
 
     def apply_gradients(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Update the parameters by a Keras optimizer and their gradients."""
+        """Update the parameters from their gradients, with a Keras optimizer."""
         raise NotImplementedError
 
     def push(self) -> None:
-        """Give the Keras model the values of parameters and buffers."""
+        """Copy the values of parameters and buffers into the Keras model."""
 
     @property
     def model_name(self) -> str:
@@ -106,7 +106,7 @@ class KerasModule(torch.nn.Module):
             variable.assign(keras.ops.cast(keras.ops.convert_to_tensor([seed, 0]), variable.dtype))
 
     def to_user_model(self) -> keras.Model:
-        """Return the Keras model with the parameters as they are now, compiled as it was given."""
+        """Return the Keras model with the current parameters, compiled as the user's model was."""
         self.push()
         options = self.options
         self.keras_model.compile(loss=options.loss, optimizer=options.optimizer or "rmsprop", metrics=options.metrics)
@@ -127,7 +127,8 @@ class KerasModule(torch.nn.Module):
 def _make_names(paths: Sequence[str]) -> list[str]:
     """Return names for variables that are the same for each model of one kind.
 
-    Keras numbers the layers of a process, so that a second model has dense_2 and dense_3. Here each begins at dense.
+    Keras numbers the layers of a process, so a second model would have dense_2 and dense_3. Here each model begins at
+    dense.
     """
     renamed: dict[str, str] = {}
     counts: collections.Counter[str] = collections.Counter()

@@ -1,7 +1,7 @@
 """A Keras optimizer as a torch optimizer, so that schedules, checkpoints and repairs work on it.
 
-Its state is that of Keras's variables. Those of a parameter (momentum, for example) have its shape; all others belong
-to the optimizer as a whole and are kept with the first parameter.
+Its state consists of Keras's variables. Those that belong to a parameter (momentum, for example) have its shape. All
+others belong to the whole optimizer, and are stored with the first parameter.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, _value: Any) -> None:
-        """Do nothing: Keras has it."""
+        """Do nothing: Keras holds the state."""
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters."""
@@ -52,7 +52,7 @@ class KerasOptimizer(torch.optim.Optimizer):
 
 
 class _OptimizerState(MutableMapping[torch.Tensor, Any]):
-    """View of an optimizer's variables as {parameter: {name: tensor}}. Setting copies into the variables."""
+    """View of an optimizer's variables as {parameter: {name: tensor}}. Assignments copy into the variables."""
 
     def __init__(self, parameters: list[torch.Tensor], variables: list[Any], optimizer: Any) -> None:
         self._by_parameter: dict[torch.Tensor, dict[str, Any]] = {p: {} for p in parameters}

@@ -1,7 +1,7 @@
-"""A Keras model without weights, as plain values: its configuration, and classes that are not Keras's own.
+"""A Keras model without weights, as plain values: its configuration, and its custom classes.
 
-Keras's own pickling needs every class to be registered, and gives variables other names. Here classes of a notebook
-travel by value, and the order of variables is kept.
+Keras's own pickling requires that every class is registered, and renames variables. Here, classes of a notebook are
+pickled by value, and variables keep their order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class CompileOptions:
-    """What a model is trained with: names, objects or functions as Keras takes them."""
+    """Loss, optimizer and metrics of a model, in any form that Keras accepts."""
 
     loss: Any = None
     optimizer: Any = None
@@ -53,7 +53,7 @@ class SavedModel:
 
     @classmethod
     def save(cls, model: keras.Model) -> SavedModel:
-        """Save a model that has its variables. Raises ValueError if it has not."""
+        """Save a model. Raises ValueError if its variables don't exist yet."""
         if not model.built:
             raise ValueError(
                 f"{model.name} has no variables yet, as it doesn't know the shape of its inputs. Call it once on a "
@@ -74,7 +74,8 @@ class SavedModel:
         if keras.backend.backend() != self.backend:
             raise RuntimeError(
                 f"the model was made with Keras's {self.backend} backend, and Keras runs with "
-                f"{keras.backend.backend()} here. Set KERAS_BACKEND={self.backend} before the cluster starts"
+                f"{keras.backend.backend()} in this process, which can't change it any more. Start a new cluster, and "
+                f"let nothing on its engines import Keras with KERAS_BACKEND={keras.backend.backend()}"
             )
         keras.config.set_floatx(self.floatx)
         with keras.saving.custom_object_scope(dict(self.custom_objects)):
@@ -103,12 +104,12 @@ def copy_weights(source: keras.Model, target: keras.Model) -> None:
 
 
 def list_variables(model: keras.Model) -> list[Any]:
-    """Return a model's variables: the trainable ones first."""
+    """Return a model's variables, trainable ones first."""
     return [*model.trainable_variables, *model.non_trainable_variables]
 
 
 def find_custom_objects(model: keras.Model) -> Iterator[tuple[str, Any]]:
-    """Yield (name, class) of the layers whose class is not Keras's own."""
+    """Yield (name, class) of the layers with a custom class."""
     pending, seen = [model], set()
     while pending:
         layer = pending.pop()
@@ -132,7 +133,7 @@ def _iterate_attributes(layer: keras.Layer) -> Iterator[Any]:
 
 
 def is_custom(kind: Any) -> bool:
-    """Return whether a class or function is not one of Keras."""
+    """Return whether a class or function is not Keras's own."""
     module = inspect.getmodule(kind)
     name = getattr(kind, "__module__", "") if module is None else module.__name__
     return not (name == "keras" or name.startswith("keras."))

@@ -1,7 +1,7 @@
 """Keras models with Keras's tensorflow backend: TensorFlow computes loss and gradients, torch holds the parameters.
 
-Each step copies parameters into TensorFlow's variables and gradients out of it, by numpy. The step is one graph
-(`tf.function`), not compiled by XLA, since its gradients leave it.
+Each step copies parameters into TensorFlow's variables, and gradients to torch, through numpy. The step is one graph
+(`tf.function`). XLA doesn't compile it, since its gradients leave the graph.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TensorFlowKerasModule(KerasModule):
         return loss, output, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
     def run_step(self, batch: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
-        """Return loss, output and gradients, and take over the variables that a step in training changes."""
+        """Return loss, output and gradients. In training, also copy the variables that the step changes."""
         x, y = _to_inputs(batch[:-1]), _to_tensorflow(batch[-1])
         loss, output, gradients = self._step(x, y, training=self.training)
         if self.training and self.others:
@@ -104,7 +104,7 @@ class TensorFlowKerasModule(KerasModule):
 
 
 class _Step(torch.autograd.Function):
-    """A step of TensorFlow as an operation of torch, from the parameters to the loss."""
+    """A TensorFlow step as a torch operation, from the parameters to the loss."""
 
     @staticmethod
     def forward(

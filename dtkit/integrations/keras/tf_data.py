@@ -1,4 +1,4 @@
-"""Datasets of `tf.data`, read once into arrays, whose rows are then partitioned as any others: none is lost."""
+"""Datasets of `tf.data`, read once into arrays. Their rows are then partitioned like any others; none is dropped."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read_tf_dataset(dataset: Any) -> TfRows:
 
 
 def _is_batched(dataset: Any) -> bool:
-    """Return whether each item is a batch: all of its parts have one leading dimension in common."""
+    """Return whether each item is a batch, that is, all of its parts have the same leading dimension."""
     import tensorflow as tf
 
     shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class TorchKerasModule(KerasModule):
     """A Keras model whose variables are the module's parameters and buffers themselves."""
 
-    loss_dtype = "float32"  # also for a model in float64: this backend's means and divisions round
+    loss_dtype = "float32"  # also for a model in float64, since this backend's means and divisions round
 
     def _make_parameter(self, variable: Any) -> torch.nn.Parameter:
         parameter: torch.nn.Parameter = variable.value

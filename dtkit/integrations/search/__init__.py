@@ -1,6 +1,6 @@
 """Search for hyper-parameters: each trial on one engine, driven from the notebook by ``cluster.search``.
 
-`driver` has :func:`search`. Optuna's study and pruner decide where it is installed; without it, `grid` tries choices.
+`driver` has :func:`search`. `studies` chooses parameters: by Optuna's sampler and pruner, or from a list of choices.
 `channel` connects a trial on an engine with its trial in the notebook.
 """
 

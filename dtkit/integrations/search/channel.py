@@ -1,6 +1,6 @@
-"""Questions of a trial on an engine, which its trial in the notebook answers: files in the cluster's folder.
+"""Questions of a trial on an engine to its trial in the notebook, as files in the cluster's folder.
 
-An engine takes no other call while it computes, so that a decision can't reach it in a message. Question n of trial t
+An engine serves no other call while it computes, so a message with an answer couldn't reach it. Question n of trial t
 is a file ``t.n.question`` of JSON, and its answer ``t.n.answer``.
 """
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TrialStart:
-    """What an engine gets of a trial."""
+    """Description of a trial for an engine."""
 
     number: int
     params: dict[str, Any]
-    """Parameters that are chosen already."""
+    """Parameters that have been chosen already."""
     folder: str
     attempt: int
-    """How often the trial was begun before, on engines that were lost."""
+    """Number of earlier attempts at the trial, on engines that were lost."""
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ class EngineEnd:
         self._pause = threading.Event()
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the trial in the notebook, and return what it returns. Raises ValueError as it does."""
+        """Call a method of the trial in the notebook, and return its result. Raises ValueError if the method does."""
         number = self._send(method, args, kwargs, needs_answer=True)
         path = Path(f"{self._prefix}.{number}.answer")
         deadline = time.monotonic() + timeouts.SEARCH_ANSWER_TIMEOUT_S

@@ -50,13 +50,13 @@ def search(
 ) -> SearchResult:
     """See :meth:`dtkit.Cluster.search`.
 
-    n_trials : number of trials. With a `space`, by default all combinations; otherwise it is needed.
-    study : Optuna's, with a sampler and a pruner of your choice; by default a new one, with Optuna's default ones.
-    direction : "minimize" or "maximize"; that of the study where one is given.
-    seed : of the choice of parameters.
-    args, kwargs : further arguments of the objective, which travel once.
+    n_trials : number of trials; required without a `space`. With one, by default all combinations.
+    study : an Optuna study, with a sampler and a pruner of your choice; by default a new one with Optuna's defaults.
+    direction : "minimize" or "maximize"; by default that of the study if there is one.
+    seed : seeds the choice of parameters.
+    args, kwargs : further arguments of the objective, which are sent once.
     on_error : "return" keeps failed trials in the result; if all have failed, the first error is raised. "raise" ends
-        the search at the first.
+        the search at the first failure.
     timeout : seconds for all trials; then the engines are interrupted, and TimeoutError is raised.
     """
     engine_group.check_open()
@@ -83,7 +83,7 @@ def search(
 def _choose_study(
     space: Mapping[str, Sequence[Any]] | None, study: Any, direction: Direction, n_trials: int | None, seed: int | None
 ) -> tuple[Study, int]:
-    """Return who chooses parameters, and the number of trials."""
+    """Return the study that chooses parameters, and the number of trials."""
     if n_trials is not None and (isinstance(n_trials, bool) or not isinstance(n_trials, int) or n_trials < 1):
         raise ValueError(f"n_trials={n_trials!r}; it must be a number from 1 up")
     if direction not in ("minimize", "maximize"):
@@ -168,7 +168,7 @@ class _Trials:
 
     def _end(self, index: int, state: str, value: float | None) -> None:
         self._channels.pop(index)
-        if value is not None and math.isnan(value):  # Optuna takes no NaN
+        if value is not None and math.isnan(value):  # Optuna doesn't accept NaN
             state, value = "failed", None
         record = self._result.trials[index]
         record.state, record.value = state, value
@@ -177,14 +177,14 @@ class _Trials:
         self.on_change()
 
     def fail_running(self) -> None:
-        """Tell the study of the trials that did not end."""
+        """Report the trials that did not end to the study as failed."""
         for index in list(self._channels):
             self._end(index, "failed", None)
 
 
 @contextlib.contextmanager
 def _show_live(result: SearchResult, trials: _Trials) -> Iterator[None]:
-    """Show the trials while the block runs: a table in a notebook, else a line."""
+    """Show the trials while the block runs, as a table in a notebook, else as a line."""
     if in_notebook():
         view = _TableView(result)
         throttle = Throttle(view.update, timeouts.LIVE_INTERVAL_S)

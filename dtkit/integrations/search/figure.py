@@ -1,4 +1,4 @@
-"""The figure of a search: values by trial, and what trials reported on the way."""
+"""The figure of a search: values by trial, and the intermediate values that trials reported."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class SearchResult:
         return -value if self.direction == "maximize" else value
 
     def describe(self) -> str:
-        """Return how many trials there are in each state, and the best value."""
+        """Return the number of trials in each state, and the best value."""
         states = [trial.state for trial in self.trials]
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         best = self.find_best()
@@ -67,7 +67,7 @@ class SearchResult:
         return f"{counts or 'no trial yet'}{best_text}"
 
     def make_table(self, max_trials: int = MAX_SHOWN_TRIALS) -> Table:
-        """Return the running trials, then the others with the best first."""
+        """Return running trials, then the others, best first."""
         order = sorted(self.trials, key=lambda trial: (trial.state != "running", self._get_badness(trial)))
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.params))
         header = ["trial", "state", "value", "step", *names, "node", "time"]
@@ -92,7 +92,7 @@ class SearchResult:
         return pd.DataFrame(rows)
 
     def figure(self) -> Figure:
-        """Return values by trial, and what trials reported on the way, as a matplotlib Figure."""
+        """Return a matplotlib Figure of values by trial, and of the intermediate values that trials reported."""
         from dtkit.integrations.search.figure import draw_search
 
         title = f"search {self.name}: {self.describe()}"

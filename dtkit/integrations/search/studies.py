@@ -14,7 +14,7 @@ Direction = Literal["minimize", "maximize"]
 
 
 class Study(Protocol):
-    """What the driver needs of a study."""
+    """Interface that the driver needs of a study."""
 
     direction: str
     """"minimize" or "maximize"."""
@@ -27,7 +27,7 @@ class Study(Protocol):
 
 
 class OptunaStudy:
-    """Optuna's study: its sampler chooses, and its pruner judges."""
+    """Optuna's study. Its sampler chooses parameters, and its pruner ends bad trials."""
 
     def __init__(self, study: Any) -> None:
         self.study = study
@@ -109,10 +109,10 @@ class GridTrial:
     suggest_float = suggest_int = suggest_categorical = _get
 
     def report(self, value: float, step: int) -> None:
-        """Do nothing: the driver keeps what is reported."""
+        """Do nothing: the driver keeps the reported values."""
 
     def should_prune(self) -> bool:
-        """Return False: Optuna has pruners."""
+        """Return False: only Optuna has pruners."""
         return False
 
     def set_user_attr(self, key: str, value: Any) -> None:

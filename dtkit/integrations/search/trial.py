@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 _Choice = TypeVar("_Choice", None, bool, int, float, str)
 
 PRUNED = "pruned"
-"""First part of what a trial returns that ended early."""
+"""First element of the result of a trial that ended early."""
 
 
 class TrialPruned(Exception):  # noqa: N818 - as Optuna calls it
-    """Raised by an objective to end a trial after :meth:`Trial.should_prune`. Optuna's own serves too."""
+    """An objective raises it to end a trial after :meth:`Trial.should_prune`. Optuna's own exception works too."""
 
 
 class Trial:
-    """One trial: choose its parameters, and report values on the way. The methods are Optuna's."""
+    """One trial, with Optuna's methods to choose its parameters and to report intermediate values."""
 
     def __init__(self, start: TrialStart) -> None:
         self.number = start.number
@@ -51,15 +51,15 @@ class Trial:
         return self.params[name]
 
     def report(self, value: float, step: int) -> None:
-        """Report a value on the way, such as the loss after an epoch. Doesn't wait."""
+        """Report an intermediate value, such as the loss after an epoch. Doesn't wait."""
         self._channel.tell("report", float(value), int(step))
 
     def should_prune(self) -> bool:
-        """Return whether the trial is so bad, by what it has reported, that it should end: raise TrialPruned then."""
+        """Return whether the trial should end because its reported values are bad. Raise TrialPruned then."""
         return bool(self._channel.ask("should_prune"))
 
     def set_user_attr(self, key: str, value: Any) -> None:
-        """Keep a value of JSON's kinds with the trial."""
+        """Store a JSON value with the trial."""
         self._channel.tell("set_user_attr", key, value)
 
 

@@ -1,4 +1,4 @@
-"""What is known of one trial."""
+"""Record of one trial."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class TrialRecord:
 
     number: int
     rank: int | None = None
-    """The engine that computes it, or computed it last."""
+    """Rank of the engine that computes it, or computed it last."""
     state: str = "running"
     """"running", "complete", "pruned" or "failed"."""
     value: float | None = None
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     reports: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Values on the way, by step."""
+    """Intermediate values by step."""
     user_attrs: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float | None = None
     error: ItemError | None = None
 
     @property
     def last_report(self) -> float | None:
-        """The value that was reported last."""
+        """The last reported value."""
         return next(reversed(self.reports.values()), None)

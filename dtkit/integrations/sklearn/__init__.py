@@ -1,7 +1,7 @@
-"""Scikit-learn's estimators, fitted on shards of the rows: the same results as on all rows in one process.
+"""Scikit-learn's estimators, fitted on shards of the rows, with the results of one process with all rows.
 
-Each estimator is scikit-learn's class of the same name with a `fit` of its own. With ``cluster=`` a cluster, `fit`
-takes arrays or what `cluster.partition` returned. Sums travel by all-reduce. Without, it runs in this process.
+Each estimator is scikit-learn's class of the same name with a `fit` of its own. With ``cluster=``, `fit` takes arrays
+or the result of `cluster.partition`, and sums over ranks by all-reduce. Without, it runs in this process.
 """
 
 from dtkit.integrations.sklearn.kmeans import KMeans

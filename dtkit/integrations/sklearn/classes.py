@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class ClassifierMixin(ShardedMixin):
-    """Finds the classes before it fits. Labels of arrays may have any type; on engines they are class numbers."""
+    """Finds the classes before it fits. Labels in arrays may have any type; engines get class numbers."""
 
     def _fit_classes(self, fit: Callable[..., Any], X: Any, y: Any, **options: Any) -> dict[str, Any]:
-        """Set `classes_`, and return what `fit` returns on the first rank. `fit` gets ``classes=``."""
+        """Set `classes_`, call `fit` with ``classes=`` on all ranks, and return the first rank's result."""
         if isinstance(X, Partition):
-            found = self._fit_shards(_list_classes, X, y)
-            self.classes_ = np.unique(np.concatenate([part["classes"] for part in found]))
+            parts = self._fit_shards(_list_classes, X, y)
+            self.classes_ = np.unique(np.concatenate([part["classes"] for part in parts]))
             classes, targets = self.classes_, None
         else:
             require_targets(self, y)

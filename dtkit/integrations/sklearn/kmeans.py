@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dtkit.integrations.sklearn.ranks import Ranks
 
 _MAX_SAMPLE_ROWS = 20_000
-_BLOCK_ROWS = 4096  # distances of so many rows at a time stay in the processor's cache
+_BLOCK_ROWS = 4096  # the distances of so many rows fit into the processor's cache
 
 
 class KMeans(
@@ -33,9 +33,9 @@ class KMeans(
 ):
     """Scikit-learn's KMeans, fitted on shards.
 
-    init : "k-means++", "random", or an array of centers. Of a partition with more than 20,000 rows, the first two
-        choose from a sample of that size.
-    n_init : number of starts, of which the best one counts; "auto" is 10 for "random" and 1 otherwise.
+    init : "k-means++", "random", or an array of centers. If a partition has more than 20,000 rows, the first two choose
+        from a sample of that size.
+    n_init : number of starts; the best one is used. "auto" is 10 for "random" and 1 otherwise.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class KMeans(
         return labels
 
     def predict(self, X: np.ndarray) -> np.ndarray:
-        """Return the number of the cluster that is nearest to each row."""
+        """Return the number of the cluster nearest to each row."""
         return _assign(self._check_rows(X), self.cluster_centers_).astype(np.int32)
 
     def transform(self, X: np.ndarray) -> np.ndarray:
@@ -130,7 +130,7 @@ def _sample(ranks: Ranks, columns: Sequence[np.ndarray], rows: np.ndarray, *, fr
 def _fit(
     ranks: Ranks, columns: Sequence[np.ndarray], rows: np.ndarray, *, starts: np.ndarray, max_iter: int, tol: float
 ) -> dict[str, Any]:
-    """Run Lloyd's algorithm from each start, and return the best result. Rows are centered for the sake of rounding."""
+    """Run Lloyd's algorithm from each start, and return the best result. Centering the rows reduces rounding errors."""
     X = np.asarray(columns[0], dtype=np.float64)
     moments = compute_moments(ranks, X)
     centered = X - moments.mean
@@ -161,7 +161,7 @@ def _run_lloyd(ranks: Ranks, X: np.ndarray, centers: np.ndarray, max_iter: int, 
 
 
 def _find_nearest(X: np.ndarray, centers: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return each row's nearest center, and the sum of squared distances to them minus that of the rows' norms."""
+    """Return each row's nearest center, and the sum of squared distances minus the sum of the rows' squared norms."""
     squares, offsets = (centers**2).sum(axis=1), 0.0
     labels = np.empty(len(X), dtype=np.intp)
     for k in range(0, len(X), _BLOCK_ROWS):
@@ -184,7 +184,7 @@ def _sum_squares(X: np.ndarray, labels: np.ndarray, centers: np.ndarray) -> floa
 def _move_centers(
     ranks: Ranks, X: np.ndarray, labels: np.ndarray, before: np.ndarray, centers: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """Return the means of the clusters over all ranks, and how many rows have another label than `before`."""
+    """Return the means of the clusters over all ranks, and the number of rows whose label differs from `before`."""
     own, num_changed = _sum_clusters(X, labels, len(centers)), np.count_nonzero(labels != before)
     sums, counts, changed = ranks.sum(own, np.bincount(labels, minlength=len(centers)), num_changed)
     empty = np.flatnonzero(counts == 0)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _LeastSquares(ShardedMixin):
-    """What both regressions share."""
+    """Common base of both regressions."""
 
     fit_intercept: bool
 

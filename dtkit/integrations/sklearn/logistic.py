@@ -75,7 +75,7 @@ def _fit(
     fit_intercept: bool,
     max_iter: int,
 ) -> dict[str, Any]:
-    """Minimize on every rank. All ranks see the same sums, so they take the same path."""
+    """Minimize on every rank. All ranks have the same sums, so they make the same steps."""
     del rows
     X = np.asarray(columns[0], dtype=np.float64)
     inputs = np.hstack([X, np.ones((len(X), 1))]) if fit_intercept else X
@@ -98,7 +98,7 @@ def _fit(
         objective = total / count + 0.5 * strength * (penalty**2).sum()
         return float(objective), (gradients / count + strength * penalty).ravel()
 
-    found = scipy.optimize.minimize(
+    solution = scipy.optimize.minimize(
         compute,
         np.zeros(shape[0] * shape[1]),
         method="L-BFGS-B",
@@ -107,10 +107,10 @@ def _fit(
     )
     return {
         "n_features": X.shape[1],
-        "weights": found.x.reshape(shape),
-        "iterations": min(found.nit, max_iter),
-        "has_converged": found.status == 0,
-        "message": found.message,
+        "weights": solution.x.reshape(shape),
+        "iterations": min(solution.nit, max_iter),
+        "has_converged": solution.status == 0,
+        "message": solution.message,
     }
 
 

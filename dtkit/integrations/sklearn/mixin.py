@@ -1,4 +1,4 @@
-"""What all estimators share: where `fit` runs, and on which rows."""
+"""Common base of all estimators: where `fit` runs, and on which rows."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ class ShardedMixin:
         if self.cluster is None:
             return [fit(OneProcess(), columns, np.arange(len(X)), **options)]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # shards may differ: the sums are those of all rows
+            warnings.simplefilter("ignore", UserWarning)  # shards may differ, but all rows are summed
             partition = self.cluster.partition(tuple(np.ascontiguousarray(column) for column in columns))
         return list(self.cluster.run(fit_shard, partition.source.key, fit, options))
 
     def _fit_partition(self, fit: Callable[..., Any], partition: Partition, y: Any, options: Any) -> list[Any]:
         if self.cluster is None:
-            raise ValueError(f"a partition lies on engines; name them, as in {type(self).__name__}(cluster=cluster)")
+            raise ValueError(
+                f"the rows of a partition are on engines; name them, as in {type(self).__name__}(cluster=cluster)"
+            )
         if y is not None:
             raise ValueError("y is part of the partition, as in cluster.partition((X, y)); leave it out in fit")
         if partition.source is None or partition.source.engine_group.folder != self.cluster.folder:

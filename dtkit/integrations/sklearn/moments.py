@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """What describes the rows that were seen, by feature."""
+    """Statistics, by feature, of the rows seen so far."""
 
     count: int
     mean: np.ndarray
@@ -37,7 +37,7 @@ class Moments:
 
 
 def compute_moments(ranks: Ranks, X: np.ndarray) -> Moments:
-    """Return the moments of all ranks' rows. The mean comes first, so that nothing cancels."""
+    """Return the moments of all ranks' rows. The mean is computed first, so that no digits cancel."""
     count, total = ranks.sum(len(X), X.sum(axis=0))
     mean = total / count
     centered = X - mean

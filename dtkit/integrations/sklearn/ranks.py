@@ -18,7 +18,7 @@ class Ranks(Protocol):
     size: int
 
     def sum(self, *arrays: Any) -> list[np.ndarray]:
-        """Return the sums of float64 arrays over all ranks, by one all-reduce. The same bits on every rank."""
+        """Return the sums of float64 arrays over all ranks, by one all-reduce. All ranks get the same bits."""
 
     def gather(self, array: np.ndarray) -> list[np.ndarray]:
         """Return each rank's array. All have the same shape."""
@@ -68,9 +68,9 @@ class AllRanks:
         import torch
         import torch.distributed as dist
 
-        own = torch.from_numpy(np.ascontiguousarray(array))
-        gathered = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(gathered, own)
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor)
         return [part.numpy() for part in gathered]
 
     def log(self, **numbers: float) -> None:

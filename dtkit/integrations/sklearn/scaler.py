@@ -25,7 +25,7 @@ class StandardScaler(ShardedMixin, sklearn.preprocessing.StandardScaler):  # typ
         self.cluster = cluster
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Learn means and standard deviations, and forget those before. `X` is an array or a partition."""
+        """Learn means and standard deviations, and forget earlier ones. `X` is an array or a partition."""
         del y
         self._reset()
         return self.partial_fit(X)
@@ -54,7 +54,7 @@ class StandardScaler(ShardedMixin, sklearn.preprocessing.StandardScaler):  # typ
 
 
 def _compute_scale(moments: Moments) -> np.ndarray:
-    """Return standard deviations, and 1 for features whose variance is rounding only."""
+    """Return standard deviations, and 1 for features whose variance is only rounding error."""
     eps, variance = np.finfo(np.float64).eps, moments.variance
     bound = moments.count * eps * variance + (moments.count * moments.mean * eps) ** 2
     scale: np.ndarray = np.where(variance <= bound, 1.0, np.sqrt(variance))

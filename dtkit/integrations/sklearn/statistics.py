@@ -1,4 +1,4 @@
-"""Statistics of columns, which further rows extend."""
+"""Statistics of columns. Further rows can be added later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Statistics(ShardedMixin, BaseEstimator):  # type: ignore[misc]  # scikit-l
         self.cluster = cluster
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Describe rows, and forget those before. `X` is an array or a partition."""
+        """Describe rows, and forget earlier ones. `X` is an array or a partition."""
         del y
         if hasattr(self, "_moments"):
             del self._moments

@@ -1,4 +1,4 @@
-"""The triangular factor of a tall matrix whose rows lie on several ranks."""
+"""The triangular factor of a tall matrix whose rows are on several ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def compute_factor(ranks: Ranks, matrix: np.ndarray) -> np.ndarray:
     """Return R of the QR decomposition of all ranks' rows, of shape (columns, columns).
 
-    R has the singular values and the Gram matrix of all rows, and none of the squared condition of a Gram matrix.
+    R has the singular values and the Gram matrix of all rows, without the squared condition number of a Gram matrix.
     Demmel, Grigori, Hoemmen, Langou: Communication-optimal Parallel and Sequential QR and LU Factorizations, 2012.
     """
     factors = ranks.gather(_pad(_factorize(matrix)))
@@ -21,7 +21,7 @@ def compute_factor(ranks: Ranks, matrix: np.ndarray) -> np.ndarray:
 
 
 def _pad(factor: np.ndarray) -> np.ndarray:
-    """Add rows of zeros up to a square: a rank may have fewer rows than columns."""
+    """Add rows of zeros up to a square, since a rank may have fewer rows than columns."""
     missing = factor.shape[1] - factor.shape[0]
     return np.vstack([factor, np.zeros((missing, factor.shape[1]))]) if missing > 0 else factor
 

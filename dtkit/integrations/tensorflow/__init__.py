@@ -1,4 +1,4 @@
-"""One's own TensorFlow loop on dtkit's engines, for functions under ``cluster.run`` and ``cluster.torchrun``.
+"""Your own TensorFlow loop on dtkit's engines, for functions under ``cluster.run`` and ``cluster.torchrun``.
 
 Gradients, variables and metrics travel over the process group of torch.distributed. `collectives` has these functions;
 `callbacks` has a Keras callback that feeds `dtkit.log`.

@@ -1,7 +1,7 @@
 """Averages, sums and broadcasts of TensorFlow's values over the ranks.
 
-Values leave TensorFlow as numpy arrays. In a graph (`tf.function`, `fit`) they do so by `tf.py_function`, which XLA
-can't compile: use ``compile(jit_compile=False)``. All ranks must call the same functions in the same order.
+Values leave TensorFlow as numpy arrays. Graphs (`tf.function`, `fit`) do this by `tf.py_function`, which XLA can't
+compile: use ``compile(jit_compile=False)``. All ranks must call the same functions in the same order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]  # tensorf
 
 
 def DistributedOptimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:  # noqa: N802 - as Horovod calls it
-    """Return an optimizer of the same kind and options, which averages gradients over the ranks before each update."""
+    """Return an optimizer of the same kind and options that averages gradients over the ranks before each update."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"optimizer is {optimizer!r}; give an object of keras.optimizers, as keras.optimizers.SGD(0.1)")
     kind: Any = type(optimizer)
@@ -96,7 +96,7 @@ def _check_list(name: str, values: Any, attribute: str, example: str) -> list[An
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
-    """Give all ranks the values that `root_rank` has. A collective, for use outside of graphs."""
+    """Copy the values of `root_rank` to all ranks. A collective, for use outside of graphs."""
     if not 0 <= root_rank < dist.get_world_size():
         raise ValueError(f"root_rank={root_rank}; the ranks are 0 to {dist.get_world_size() - 1}")
     for variable in _check_list("variables", variables, "assign", "[variable]"):
@@ -106,7 +106,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
 
 
 def merge_metrics(metrics: Sequence[keras.metrics.Metric]) -> None:
-    """Add up the state of metrics over the ranks, so that each rank's result is that of all rows. A collective.
+    """Add up the state of metrics over the ranks, so that each rank has the result for all rows. A collective.
 
     Call it once at the end of an epoch: TensorFlow's own averages of means are wrong for unequal batches.
     """

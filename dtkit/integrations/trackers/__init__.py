@@ -1,7 +1,7 @@
 """Experiment trackers as callbacks: ``cluster.train(..., callbacks=[TensorBoard("runs")])``.
 
-They write a run's records behind the training: each step, each node, evaluations, numbers from `dtkit.log`, parameters,
-the git commit, and the report.
+They write a run's records in the background: steps, nodes, evaluations, numbers from `dtkit.log`, parameters, the git
+commit, and the report.
 """
 
 from dtkit.integrations.trackers.base import Tracker

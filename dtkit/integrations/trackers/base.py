@@ -1,4 +1,4 @@
-"""What all experiment trackers share: a callback of ``cluster.train`` that feeds one writer for each run."""
+"""Common base of experiment trackers: a callback of ``cluster.train`` that feeds one writer for each run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Tracker(ABC):
 
     Each tracker has these options besides its own:
 
-    params : parameters to store in addition to those of the run, which may be nested: ``{"dropout": 0.1}``.
-    every : steps between two points. By default, as many steps as can be written in 0.3 % of the time,
-        evenly, and at the end as many of the last ones as fit into three seconds.
+    params : parameters to store in addition to the run's, such as ``{"dropout": 0.1}``. They may be nested.
+    every : steps between two points. By default, as many evenly spaced steps as can be written in 0.3 % of the time. At
+        the end, as many of the last steps are written as fit into three seconds.
     per_node : whether to write the loss, speed, waiting time and memory of each node.
     report : whether to store the run's HTML report when it ends.
 
@@ -51,7 +51,7 @@ class Tracker(ABC):
         per_node: bool = True,
         report: bool = True,
     ) -> None:
-        """Raises ImportError, with what to install, where the tracker's package is missing."""
+        """Raises ImportError, with the package to install, if the tracker's package is missing."""
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(f"every={every!r}; it must be a number of steps from 1 up, or None")
         if params is not None and not isinstance(params, Mapping):
@@ -68,7 +68,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, run: TrackedRun) -> Writer:
-        """Return the writer of a run, which begins or is continued. It may raise, and take some seconds."""
+        """Return the writer of a run, which is new or resumed. This may raise, and take some seconds."""
 
     def _import_package(self) -> None:
         if not self.package:
@@ -98,7 +98,7 @@ class Tracker(ABC):
             feed.finish(max(0.0, deadline - time.monotonic()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the id of the run in the tracker."""
+        """Return the state for a checkpoint: the id of the run in the tracker."""
         feed = None if self._feed is None else self._feed()
         return {"id": "" if feed is None else feed.run_id}
 
@@ -107,7 +107,7 @@ class Tracker(ABC):
         self._resumed_id = str(state["id"])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another notebook needs that takes the run over."""
+        """Return the state for another notebook that takes the run over."""
         return vars(self) | {"_feed": None, "_feeds": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""The way from a run's history to a tracker, on a thread behind the training.
+"""Copying a run's history to a tracker, on a background thread.
 
-The driver of the run only wakes the thread. Writing takes a limited share of the time, because the notebook's thread
-that drives the run needs the same interpreter. Where steps are many and a tracker is slow, steps are therefore left
-out, evenly. What comes after the last write is written when the run has ended.
+The run's driver only wakes the thread. Writing takes a limited share of the time, because the driver's thread needs the
+same interpreter. So if a tracker is slow, evenly spaced steps are left out. Records after the last write are written
+when the run has ended.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("dtkit")
 
 TIME_SHARE = 0.003
-"""Part of the time that writing may take while the run trains."""
+"""Share of the time that writing may take while the run trains."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FeedOptions:
-    """What to write: see :class:`~dtkit.integrations.trackers.base.Tracker`."""
+    """Options of :class:`~dtkit.integrations.trackers.base.Tracker` on what to write."""
 
     params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     every: int | None = None
@@ -47,13 +47,13 @@ class FeedOptions:
 
 
 class TimeBudget:
-    """Time that may be spent: some at first, then a share of the time that passes."""
+    """Time that may be spent: some at first, then a share of the elapsed time."""
 
     def __init__(self, now: float) -> None:
         self._credit_s, self._counted_at = timeouts.TRACKER_TIME_CREDIT_S, now
 
     def get_remaining_s(self, now: float) -> float:
-        """Return what may be spent now; not positive if nothing."""
+        """Return the time that may be spent now; not positive if none."""
         self._credit_s += TIME_SHARE * (now - self._counted_at)
         self._credit_s, self._counted_at = min(self._credit_s, timeouts.TRACKER_TIME_CREDIT_S), now
         return self._credit_s
@@ -92,7 +92,7 @@ class RunFeed:
     # -- from other threads -----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Open the writer, and wait for it, so that this doesn't slow the first steps; not for long."""
+        """Open the writer. Waits for it, up to a limit, so that opening doesn't slow the first steps."""
         self._start_thread()
         self._run.subscribe(self.notify)
         self._opened.wait(timeouts.TRACKER_OPEN_TIMEOUT_S)
@@ -105,7 +105,7 @@ class RunFeed:
                 self._wake.set()
 
     def finish(self, timeout: float) -> None:
-        """Wait until all is written that has arrived, at most `timeout` seconds."""
+        """Wait until all records that have arrived are written, at most `timeout` seconds."""
         self.notify()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -143,7 +143,7 @@ class RunFeed:
         self._open_if_closed()
         while True:
             self._wake.clear()
-            has_ended = self._run.done()  # before reading: the records of an ended run are complete
+            has_ended = self._run.done()  # must be read first: the records of an ended run are complete
             self._write_new(is_last=has_ended)
             if has_ended and not self._is_finished:
                 self._finish_writer()
@@ -185,7 +185,7 @@ class RunFeed:
         self._save_position()
 
     def _choose_max_steps(self, *, is_last: bool) -> int:
-        """Return how many steps may be written now."""
+        """Return the number of steps that may be written now."""
         num_new = self._reader.num_new_steps
         if self._options.every is not None:
             return max(1, num_new)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from dtkit.integrations.trackers.tracked import Point, TrackedRun
 
 ID_TAG = "dtkit.run"
-"""Tag that has the run's id: MLflow gives ids of its own."""
-_MAX_BATCH = 1000  # of metrics in one request, as MLflow's servers allow; parameters are at most a tenth of it
+"""Tag with the run's id, since MLflow assigns ids of its own."""
+_MAX_BATCH = 1000  # metrics in one request, the limit of MLflow's servers; the limit of parameters is a tenth of it
 _STATUS = {State.COMPLETED: "FINISHED", State.STOPPED: "KILLED", State.FAILED: "FAILED"}
 
 
@@ -23,7 +23,7 @@ class MLflow(Tracker):
     """Write runs to MLflow: metrics, parameters, tags, and the report as an artifact.
 
     experiment : name of the experiment, which is created if necessary.
-    tracking_uri : such as ``"sqlite:///mlflow.db"``, or a server's address; by default what MLflow is set to.
+    tracking_uri : such as ``"sqlite:///mlflow.db"``, or a server's address; by default MLflow's own setting.
     params, every, per_node, report : see :class:`Tracker`.
     """
 
@@ -44,12 +44,12 @@ class MLflow(Tracker):
         self.experiment, self.tracking_uri = experiment, tracking_uri
 
     def open(self, run: TrackedRun) -> MLflowWriter:
-        """Return the writer of a run, which is found by its tag, or created."""
+        """Return the writer of a run. The run is looked up by its tag, or created."""
         from mlflow import MlflowClient
 
         client = MlflowClient(self.tracking_uri)
-        found = client.get_experiment_by_name(self.experiment)
-        experiment_id = client.create_experiment(self.experiment) if found is None else found.experiment_id
+        experiment = client.get_experiment_by_name(self.experiment)
+        experiment_id = client.create_experiment(self.experiment) if experiment is None else experiment.experiment_id
         known = client.search_runs([experiment_id], f"tags.`{ID_TAG}` = '{run.id}'", max_results=1)
         if known:
             run_id = known[0].info.run_id
@@ -70,7 +70,9 @@ class MLflowWriter:
         self._client, self._run_id = client, run_id
 
     def write_parameters(self, values: Mapping[str, Any]) -> None:
-        """Store parameters. Those of a resumed run that have changed become tags: MLflow's can't change."""
+        """Store parameters. Parameters of a resumed run that have changed become tags, since MLflow's parameters can't
+        change.
+        """
         from mlflow.entities import Param, RunTag
 
         before = self._client.get_run(self._run_id).data.params

@@ -1,4 +1,4 @@
-"""A run's parameters as plain values: what was asked for, the engines, versions, and the git commit."""
+"""A run's parameters as plain values: its arguments, the engines, versions, and the git commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtkit.training.run import Run
 
 PlainValue = str | int | float | bool
-"""What trackers take as a parameter."""
+"""Values that trackers accept as a parameter."""
 
 
 def collect_parameters(run: Run, params: Mapping[str, Any]) -> dict[str, PlainValue]:
@@ -39,7 +39,7 @@ def _describe_nodes(run: Run) -> dict[str, Any]:
 
 
 def read_git_commit(folder: Path) -> dict[str, Any]:
-    """Return the commit of the repository that a folder is in, and whether it was changed since; else nothing."""
+    """Return the commit of a folder's repository and whether files have changed since; empty without a repository."""
     commit = _run_git(folder, "rev-parse", "HEAD")
     if not commit:
         return {}
@@ -48,7 +48,7 @@ def read_git_commit(folder: Path) -> dict[str, Any]:
 
 
 def _run_git(folder: Path, *arguments: str) -> str | None:
-    """Return what git prints; None where there is no git, or no repository."""
+    """Return git's output; None without git or a repository."""
     try:
         result = subprocess.run(
             ["git", "-C", str(folder), *arguments],  # noqa: S607 - the user's git
@@ -63,7 +63,7 @@ def _run_git(folder: Path, *arguments: str) -> str | None:
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, PlainValue]]:
-    """Yield plain values, those of nested dicts with names such as "optimizer.lr"."""
+    """Yield plain values. Those of nested dicts have names such as "optimizer.lr"."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict):

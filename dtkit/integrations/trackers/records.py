@@ -45,7 +45,7 @@ class Position:
 
     @classmethod
     def at_end(cls, history: History) -> Position:
-        """Return the position after the steps that a history has. What was evaluated after them is read again."""
+        """Return the position after the steps of a history. Evaluations after these are read again."""
         last = history.totals(history.num_steps - 1)
         step = int(last["step"][-1]) + 1 if len(last) else 0
         num_evaluations = sum(evaluation.step < step for evaluation in history.evaluations)
@@ -77,7 +77,7 @@ class RecordReader:
         return int(last["step"][-1]) + 1 if len(last) else 0
 
     def read(self, max_steps: int, every: int | None = None) -> list[Point]:
-        """Read all new records; return points of at most `max_steps` of the steps, or of each `every`-th one."""
+        """Read all new records. Return points of at most `max_steps` steps, or of every `every`-th step."""
         history, position = self._history, self.position
         totals = history.totals(position.totals)
         rows = history.rows(position.rows, position.rows + int(totals["ranks"].sum()))
@@ -98,7 +98,7 @@ class RecordReader:
         return _make_points(values, totals)
 
     def _add_logged(self, values: dict[int, dict[str, float]], steps: np.ndarray, chosen: np.ndarray) -> None:
-        """Add numbers from `dtkit.log`. They may arrive after the rows of their step, or from some steps only."""
+        """Add numbers from `dtkit.log`. They may arrive after the rows of their step, and not every step has them."""
         if not len(steps):
             return
         first, last = int(steps.min()), int(steps.max())
@@ -109,7 +109,7 @@ class RecordReader:
             if not known.any():
                 continue
             self._last_logged[name] = int(logged_steps[known][-1])
-            if len(chosen) < min(len(steps), known.sum()):  # steps are left out, and there are numbers without them
+            if len(chosen) < min(len(steps), known.sum()):  # steps are left out, so some numbers lack their step
                 known &= np.isin(logged_steps, steps[chosen])
             for step, value in zip(logged_steps[known].tolist(), logged[known].tolist(), strict=True):
                 values.setdefault(step, {})[f"logged/{name}"] = value
@@ -149,7 +149,7 @@ def _add_rows(values: dict[str, float], rows: np.ndarray, *, per_node: bool) -> 
 
 
 def _make_points(values: dict[int, dict[str, float]], totals: np.ndarray) -> list[Point]:
-    """Return points by step. The time of a step is reckoned back from now, by the durations of later steps."""
+    """Return points by step. The time of a step is now, minus the durations of later steps."""
     later_s = np.cumsum(totals["step_s"][::-1])[::-1] - totals["step_s"]
     ages = dict(zip(totals["step"].tolist(), later_s.tolist(), strict=True))
     now = time.time()

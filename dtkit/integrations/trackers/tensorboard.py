@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class TensorBoard(Tracker):
     """Write runs for TensorBoard: scalars, parameters (the tab HParams), and the report next to the event files.
 
-    folder : each run gets a folder of its own in it. A resumed run continues in its own.
+    folder : folder in which each run gets a folder of its own. A resumed run continues in its folder.
     params, every, per_node, report : see :class:`Tracker`.
     """
 
@@ -60,7 +60,7 @@ class TensorBoardWriter:
             self._file.add_event(event_pb2.Event(step=outdated_from, session_log=start))
 
     def write_parameters(self, values: Mapping[str, Any]) -> None:
-        """Write what the tab HParams shows, with the loss as its metric."""
+        """Write the parameters for the tab HParams, with the loss as its metric."""
         from torch.utils.tensorboard.summary import hparams, text
 
         if not self._is_new:

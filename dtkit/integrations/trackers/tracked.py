@@ -1,4 +1,4 @@
-"""What a tracker gets: a run, and numbers by step; and what writes them."""
+"""Types of trackers: a run, its numbers by step, and the writer."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class TrackedRun:
     """A run, as a tracker stores it."""
 
     id: str
-    """Text of letters, digits and hyphens, unique to the run. A resumed run has the same as before."""
+    """Text of letters, digits and hyphens, unique to the run. A resumed run keeps its id."""
     name: str
     tags: tuple[str, ...]
     is_resumed: bool
     """Whether the tracker may have this run already."""
     outdated_from: int | None = None
-    """The step from which on the tracker may have points of steps that are taken again, after a checkpoint."""
+    """First step of which the tracker may have outdated points, because the run repeats steps after a checkpoint."""
 
 
 class Writer(Protocol):
@@ -53,10 +53,10 @@ class Writer(Protocol):
         """Store the report, an HTML file that is deleted afterwards."""
 
     def close(self, state: State) -> None:
-        """End the run in its last state; RUNNING where another notebook continues it."""
+        """End the run in its last state, which is RUNNING if another notebook continues it."""
 
 
 def make_id(name: str) -> str:
-    """Return a new id, with the run's name and the time."""
+    """Return a new id, made of the run's name and the time."""
     word = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40] or "run"
     return f"{word}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"

@@ -20,11 +20,10 @@ class Wandb(Tracker):
 
     project : name of the project.
     mode : "offline" writes to disk, for ``wandb sync`` later; "online" needs ``wandb login`` before.
-    folder : where the folder ``wandb`` is made; by default in the notebook's.
+    folder : where to create the folder ``wandb``; by default in the notebook's folder.
     params, every, per_node, report : see :class:`Tracker`.
 
-    A resumed run has the same id as before. Offline, each part of it has a folder of its own, which ``wandb sync``
-    puts together.
+    A resumed run keeps its id. Offline, each part of the run has a folder of its own; ``wandb sync`` joins them.
     """
 
     package, extra = "wandb", "wandb"
@@ -64,7 +63,8 @@ class Wandb(Tracker):
             ),
         )
         started.define_metric("step", summary="none")
-        # Without a summary that W&B updates with each row, a row takes half the time. `write_points` updates it.
+        # W&B would update the summary with each row, which doubles the time of a row. `write_points` updates it
+        # instead.
         started.define_metric("*", step_metric="step", summary="none")
         return WandbWriter(started)
 
@@ -73,7 +73,7 @@ class Wandb(Tracker):
 
 
 class WandbWriter:
-    """One run. Its x axis is the number "step", because W&B's own steps can't go back after a lost engine."""
+    """One run. Its x axis is the number "step", because W&B's own steps can't go back when an engine was lost."""
 
     def __init__(self, run: Any) -> None:
         self._run = run

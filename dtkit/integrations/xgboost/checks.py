@@ -1,4 +1,4 @@
-"""Checks of what `cluster.train_xgboost` is asked for, before anything is sent."""
+"""Checks of the arguments of `cluster.train_xgboost`, before anything is sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TRAIN = "train"
-"""Name of the training data among those whose metrics are shown."""
+"""Name of the training data where metrics are shown."""
 _OWN_ARGUMENTS = {
     "params",
     "dtrain",
@@ -22,7 +22,7 @@ _OWN_ARGUMENTS |= {"callbacks"}
 
 
 def check_arguments(params: Any, num_boost_round: Any, evals: Any, early_stopping_rounds: Any) -> None:
-    """Raise TypeError or ValueError for arguments of another kind."""
+    """Raise TypeError or ValueError for invalid arguments."""
     if not isinstance(params, Mapping):
         raise TypeError(
             f"params={params!r}; give XGBoost's parameters by name, as in {{'objective': 'binary:logistic'}}"

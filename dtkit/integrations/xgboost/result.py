@@ -1,4 +1,4 @@
-"""What a training of boosted trees leaves."""
+"""Result of training boosted trees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BoostingResult:
     history: dict[str, dict[str, list[float]]]
     """Metrics by data ("train" and the names of `evals`), then by metric; one value a round, over all rows."""
     restarts: int = 0
-    """How often the training went on after the loss of an engine."""
+    """Number of times that training was restarted after the loss of an engine."""
     is_complete: bool = True
     """False after an interrupt."""
 
@@ -36,7 +36,7 @@ class BoostingResult:
         return None if value is None else int(value)
 
     def predict(self, X: np.ndarray) -> np.ndarray:
-        """Return the predictions for rows, of the best rounds if the training stopped early."""
+        """Return the predictions for rows, by the best rounds if the training stopped early."""
         import xgboost
 
         last = self.num_rounds if self.best_iteration is None else self.best_iteration + 1
@@ -47,7 +47,9 @@ class BoostingResult:
         """Return a DataFrame with a row for each round and a column such as "train-rmse" for each metric."""
         import pandas as pd
 
-        columns = {f"{data}-{name}": values for data, own in self.history.items() for name, values in own.items()}
+        columns = {
+            f"{data}-{name}": values for data, metrics in self.history.items() for name, values in metrics.items()
+        }
         return pd.DataFrame(columns).rename_axis("round")
 
     def figure(self) -> Figure:
@@ -55,12 +57,12 @@ class BoostingResult:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        names = list(dict.fromkeys(name for own in self.history.values() for name in own))
+        names = list(dict.fromkeys(name for metrics in self.history.values() for name in metrics))
         figure = Figure(figsize=(4.5 * max(1, len(names)), 3), layout="constrained")
         FigureCanvasAgg(figure)
         for ax, name in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
-            for data, own in self.history.items():
-                ax.plot(own.get(name, []), label=data)
+            for data, metrics in self.history.items():
+                ax.plot(metrics.get(name, []), label=data)
             ax.set(xlabel="round", ylabel=name)
             ax.grid(alpha=0.3)
             ax.legend(frameon=False)
@@ -69,8 +71,8 @@ class BoostingResult:
     def __repr__(self) -> str:
         last = ", ".join(
             f"{data}-{name} {values[-1]:.6g}"
-            for data, own in self.history.items()
-            for name, values in own.items()
+            for data, metrics in self.history.items()
+            for name, values in metrics.items()
             if values
         )
         state = "" if self.is_complete else ", interrupted"

@@ -90,7 +90,7 @@ class _Training:
         return placed
 
     def run(self, num_rounds: int, start: bytes | None, xgboost: Any) -> BoostingResult:
-        """Train until all rounds are there."""
+        """Train until all rounds are complete."""
         first = 0 if start is None else _load(xgboost, start).num_boosted_rounds()
         restarts = 0
         try:
@@ -141,8 +141,8 @@ class _Training:
             )
 
     def _extend_history(self, history: dict[str, dict[str, list[float]]]) -> None:
-        for data, own in history.items():
-            for name, values in own.items():
+        for data, metrics in history.items():
+            for name, values in metrics.items():
                 self._history.setdefault(data, {}).setdefault(name, []).extend(values)
 
 
@@ -161,5 +161,5 @@ def _run_tracker(world_size: int) -> Iterator[dict[str, Any]]:
     try:
         yield {**tracker.worker_args(), "dmlc_timeout": int(timeouts.XGBOOST_COLLECTIVE_TIMEOUT_S), "dmlc_retry": 1}
     finally:
-        with contextlib.suppress(XGBoostError):  # raised where a rank has failed, which the call has reported
+        with contextlib.suppress(XGBoostError):  # raised if a rank has failed, which the call has reported
             tracker.free()

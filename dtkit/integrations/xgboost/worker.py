@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from dtkit.engine.data.batches import Shards
 
 _STORE_RATIO = 19
-"""Time between two stored models over the time that the first of them took."""
+"""Ratio of the time between two stored models to the time that storing takes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BoostingOrder:
-    """What all ranks are to do."""
+    """Instructions for all ranks."""
 
     params: dict[str, Any]
     num_rounds: int
-    """Rounds that are left."""
+    """Remaining rounds."""
     train_key: str
     eval_keys: dict[str, str]
     early_stopping_rounds: int | None
@@ -42,7 +42,7 @@ class BoostingOrder:
 
 
 def train_on_rank(order: BoostingOrder, tracker: dict[str, Any], start: bytes | None) -> dict[str, Any]:
-    """Train with the other ranks. `start` is the model to go on with. Return the model (rank 0) and the metrics."""
+    """Train with the other ranks, from the model `start` if given. Return the model (rank 0) and the metrics."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -67,14 +67,14 @@ def train_on_rank(order: BoostingOrder, tracker: dict[str, Any], start: bytes | 
 
 
 _known_matrices: weakref.WeakKeyDictionary[Shards, tuple[int, xgboost.DMatrix]] = weakref.WeakKeyDictionary()
-"""Matrices of the last call, with the generation of the process group. They go with the partition's rows."""
+"""Matrices of the last call, with the generation of the process group. They are freed with the partition's rows."""
 
 
 def _get_matrices(keys: Mapping[str, str]) -> dict[str, xgboost.DMatrix]:
     """Return matrices by name, for the partitions with these keys.
 
-    Those of the last call are used again, since XGBoost keeps their bins. Ranks estimate bins together, so a rank must
-    not do so alone: a matrix is used again only in the same generation, in which no rank was replaced and none failed.
+    Matrices of the last call are reused, since XGBoost keeps their bins. Ranks estimate bins together, so no rank may
+    do so alone. Hence a matrix is reused only in the same generation, in which no rank was replaced or failed.
     """
     from dtkit.engine.session import get_session
 
@@ -91,7 +91,7 @@ def _get_matrices(keys: Mapping[str, str]) -> dict[str, xgboost.DMatrix]:
 
 
 def _check_widths(matrices: Mapping[str, xgboost.DMatrix]) -> None:
-    """Raise ValueError if validation rows have another width. XGBoost would take absent features as missing values."""
+    """Raise ValueError if validation rows have another width. XGBoost would treat absent features as missing values."""
     expected = matrices[TRAIN].num_col()
     for name, matrix in matrices.items():
         if matrix.num_col() != expected:
@@ -112,7 +112,7 @@ def _make_matrix(key: str) -> xgboost.DMatrix:
 
 
 class RoundLogger(xgboost.callback.TrainingCallback):  # type: ignore[misc, unused-ignore]  # no types where it is not installed
-    """Shows each round in the notebook, and stores the model for the case that an engine is lost.
+    """Shows each round in the notebook, and stores the model in case an engine is lost.
 
     Storing takes at most a twentieth of the time: a model grows with each round.
     """
@@ -128,8 +128,8 @@ class RoundLogger(xgboost.callback.TrainingCallback):  # type: ignore[misc, unus
         seconds, self._began = time.perf_counter() - self._began, time.perf_counter()
         metrics = {
             f"{data}_{name}".replace("-", "_"): values[-1]
-            for data, own in evals_log.items()
-            for name, values in own.items()
+            for data, logged in evals_log.items()
+            for name, values in logged.items()
         }
         log(
             round=epoch,

@@ -1,6 +1,6 @@
 """Horovod's interface for Keras 3 with the tensorflow backend: ``import dtkit.integrations.horovod.keras as hvd``.
 
-It is both ``horovod.keras`` and ``horovod.tensorflow.keras``. Its operations take and return numpy arrays.
+It stands for both ``horovod.keras`` and ``horovod.tensorflow.keras``. Its operations take and return numpy arrays.
 """
 
 from dtkit.integrations.horovod.basics import (

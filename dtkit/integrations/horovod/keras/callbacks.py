@@ -60,12 +60,13 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # 
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]  # as above
-    """Sets the learning rate to `initial_lr` times `multiplier` from `start_epoch` until before `end_epoch`.
+    """Sets the learning rate to `initial_lr` times `multiplier` from `start_epoch` to `end_epoch`, without the latter.
 
-    multiplier : a function of the epoch, or a number whose power since `start_epoch` is taken.
-    staircase : whether the rate changes with the epoch only; otherwise with each batch, and epochs are fractions.
-    momentum_correction : whether the batch that follows a change uses momentum times new rate over old rate. Keras 3
-        compiles momentum into its graph, so this has an effect with ``compile(run_eagerly=True)`` only.
+    multiplier : a function of the epoch, or a number that is raised to the epochs since `start_epoch`.
+    staircase : whether the rate changes only with the epoch. Otherwise it changes with each batch, and epochs are
+        fractions.
+    momentum_correction : whether the batch after a change uses momentum times new rate over old rate. Keras 3 compiles
+        momentum into its graph, so this has an effect only with ``compile(run_eagerly=True)``.
     steps_per_epoch : number of batches; by default the one that `fit` knows.
     """
 
@@ -148,7 +149,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self._num_epochs, self._verbose = warmup_epochs, verbose
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Log the rate, and say that the warm-up has ended."""
+        """Log the rate, and report the end of the warm-up."""
         super().on_epoch_end(epoch, logs)
         if epoch == self._num_epochs - 1 and self._verbose and basics.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)

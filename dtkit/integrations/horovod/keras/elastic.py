@@ -25,7 +25,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # ke
         self._state, self._every, self._remaining = state, batches_per_commit, batches_per_commit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Count from here, so that all ranks commit after the same batches."""
+        """Start to count, so that all ranks commit after the same batches."""
         self._remaining = self._every
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -60,7 +60,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc] 
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # as above
-    """Keeps `state.epoch` at the number of epochs that are done, over all calls of `fit`."""
+    """Keeps `state.epoch` at the number of completed epochs, over all calls of `fit`."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()

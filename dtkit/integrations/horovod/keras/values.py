@@ -1,4 +1,4 @@
-"""Operations on arrays and numbers, for use outside of graphs, and models with distributed optimizers."""
+"""Operations on arrays and numbers outside of graphs, and loading of models with distributed optimizers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> np.ndarray:
-    """Return all ranks' arrays, one behind the other."""
+    """Return all ranks' arrays, concatenated."""
     return _to_numpy(operations.allgather(value, name))
 
 

@@ -1,15 +1,18 @@
-"""TensorFlow's tensors as torch's: the operations themselves are those of :mod:`dtkit.integrations.horovod.torch`."""
+"""Conversion of TensorFlow's tensors to torch's and back, for :mod:`dtkit.integrations.horovod.torch`."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 import torch
 
+from dtkit.integrations.horovod.exceptions import MismatchError, NotInitializedError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.integrations.horovod.process_sets import ProcessSet
 
@@ -27,21 +30,46 @@ def call(function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[Any]
         return [to_tensorflow(result) for result in function(*map(to_torch, values))]
 
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    return run(*tensors) if tf.executing_eagerly() else list(tf.py_function(run, tensors, list(dtypes)))
+    if not tf.executing_eagerly():
+        return list(tf.py_function(run, tensors, list(dtypes)))
+    with _raising_as_horovod():
+        return run(*tensors)
+
+
+@contextlib.contextmanager
+def _raising_as_horovod() -> Iterator[None]:
+    """Raise the errors that Horovod's operations have in eager mode. A graph has but UnknownError for most."""
+    try:
+        yield
+    except MismatchError as error:
+        raise tf.errors.FailedPreconditionError(None, None, str(error)) from error
+    except NotInitializedError:
+        raise
+    except ValueError as error:
+        raise tf.errors.InvalidArgumentError(None, None, str(error)) from error
+
+
+def make_name(kind: str, name: str | None) -> str | None:
+    """Return a name for an operation of a graph that has none, since a graph may run its operations in any order."""
+    if name is not None or tf.executing_eagerly():
+        return name
+    return str(tf.compat.v1.get_default_graph().unique_name(f"graph_{kind}"))
 
 
 def read_size(process_set: ProcessSet, dtype: Any) -> Any:
-    """Return the number of ranks as a tensor. A graph reads it whenever it runs: elastic scripts may lose ranks."""
+    """Return the number of ranks as a tensor."""
+    return tf.cast(read_number(lambda: process_set.size() or 1), dtype)
 
-    def read() -> int:
-        return process_set.size() or 1
 
-    size = read() if tf.executing_eagerly() else tf.ensure_shape(tf.py_function(read, [], tf.int64), [])
-    return tf.cast(size, dtype)
+def read_number(read: Callable[[], int]) -> Any:
+    """Return an integer as a tensor. A graph reads it whenever it runs: elastic scripts may lose ranks."""
+    if tf.executing_eagerly():
+        return tf.constant(read(), tf.int64)
+    return tf.ensure_shape(tf.py_function(read, [], tf.int64), [])
 
 
 def to_torch(tensor: Any) -> torch.Tensor:
-    """Return a copy as a CPU tensor. Raises TypeError for types that don't travel, such as strings."""
+    """Return a copy as a CPU tensor. Raises TypeError for types that can't be sent, such as strings."""
     array = np.array(tensor)
     if array.dtype == tf.bfloat16.as_numpy_dtype:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

@@ -51,7 +51,7 @@ class TensorFlowState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Return to what was saved last."""
+        """Return to the values that were saved last."""
         for variable, value in zip(self._list_variables(), self._values, strict=True):
             variable.assign(value)
         super().restore()
@@ -84,7 +84,7 @@ class TensorFlowKerasState(TensorFlowState):
 
 
 def run(func: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    """Decorate a training function as PyTorch's `elastic.run` does. A graph's errors count as failed collectives."""
+    """Decorate a training function as PyTorch's `elastic.run` does. Errors in a graph count as failed collectives."""
 
     @functools.wraps(func)
     def call(state: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:

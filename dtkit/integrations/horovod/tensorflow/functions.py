@@ -1,4 +1,4 @@
-"""Equal variables and objects on all ranks."""
+"""Making variables and objects equal on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def broadcast_variables(
 ) -> None:
     """Overwrite variables, TensorFlow's or Keras's, with those of rank `root_rank`.
 
-    inplace : accepted, and without effect.
+    inplace : accepted, but without effect.
     """
     for variable in variables:
         if _has_numbers(variable):
@@ -31,7 +31,7 @@ def broadcast_variables(
 
 
 def _read(variable: Any) -> Any:
-    """Return a variable's tensor. Keras's variables have a property where TensorFlow's have a method."""
+    """Return a variable's tensor. ``value`` is a property of Keras's variables, and a method of TensorFlow's."""
     return variable.value() if callable(variable.value) else variable.value
 
 
@@ -47,7 +47,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the object of rank `root_rank` on every rank. `session` must be None: there are no sessions any more."""
+    """Return the object of rank `root_rank` on every rank. `session` must be None: sessions no longer exist."""
     _check_session(session)
     return send(obj, root_rank, name, process_set)
 
@@ -55,7 +55,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, session: None = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks, in rank order. `session` must be None: there are no sessions any more."""
+    """Return the objects of all ranks, in rank order. `session` must be None: sessions no longer exist."""
     _check_session(session)
     return gather(obj, name, process_set)
 

@@ -1,4 +1,4 @@
-"""Gradients of TensorFlow's variables, reduced over the ranks: the tape, and what the optimizer uses."""
+"""Reduction of gradients of TensorFlow's variables over the ranks, by the tape and the optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ReducerOptions:
-    """How gradients are reduced. See :func:`DistributedGradientTape`."""
+    """Options for reducing gradients. See :func:`DistributedGradientTape`."""
 
     compression: type[Compressor] = Compression.none
     sparse_as_dense: bool = False
@@ -47,7 +47,7 @@ class GradientReducer:
         self._local.add(get_key(variable))
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients, reduced. One of None stays None, which must be so on all ranks."""
+        """Return the reduced gradients. A gradient that is None must be None on all ranks, and stays so."""
         keys = [get_key(variable) for variable in variables]
         pairs = zip(keys, gradients, strict=True)
         results = [self._scale(gradient) if key in self._local else gradient for key, gradient in pairs]
@@ -72,7 +72,7 @@ class GradientReducer:
         return results
 
     def _scale(self, gradient: Any) -> Any:
-        """Divide a local gradient by the number of ranks, so that it weighs as much as its part of an average."""
+        """Divide a local gradient by the number of ranks, so that its weight is that of its part of an average."""
         if gradient is None or not self._options.scale_local_gradients:
             return gradient
         size = read_size(self._options.process_set, gradient.dtype)
@@ -83,12 +83,14 @@ class GradientReducer:
 
 def get_key(variable: Any) -> Any:
     """Return something hashable for a variable of TensorFlow or Keras."""
-    own = variable if callable(getattr(variable, "value", None)) else getattr(variable, "value", variable)
-    return own.ref()
+    tensorflow_variable = (
+        variable if callable(getattr(variable, "value", None)) else getattr(variable, "value", variable)
+    )
+    return tensorflow_variable.ref()
 
 
 def check_groups(num_groups: int, groups: Any) -> None:
-    """Check Horovod's grouping of gradients, which has no effect: all are reduced together."""
+    """Check Horovod's grouping of gradients, which has no effect, since all are reduced together."""
     if num_groups:
         warnings.warn("num_groups has become groups", DeprecationWarning, stacklevel=3)
     if groups is not None and not isinstance(groups, list) and not (isinstance(groups, int) and groups >= 0):
@@ -138,10 +140,10 @@ def DistributedGradientTape(
 ) -> Any:
     """Return a tape around `gradtape` whose `gradient` is reduced over all ranks.
 
-    compression : what travels, `Compression.none` or `Compression.fp16`.
+    compression : `Compression.none` or `Compression.fp16`.
     sparse_as_dense : whether IndexedSlices are reduced as dense tensors.
     op : Average or Sum, Min, Max, Product.
-    gradient_predivide_factor : with Average, a divisor of gradients before the sum, which multiplies it afterwards.
+    gradient_predivide_factor : with Average, a number that divides gradients before the sum, and multiplies the sum.
     process_set : the ranks over which gradients are reduced.
     scale_local_gradients : whether gradients of `register_local_source` are divided by the number of ranks.
     """
@@ -160,7 +162,7 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     **options: Any,
 ) -> Any:
-    """Return a tape as :func:`DistributedGradientTape` does, which leaves the gradients of `local_layers` alone."""
+    """Return a tape as :func:`DistributedGradientTape` does that doesn't reduce the gradients of `local_layers`."""
     tape = DistributedGradientTape(gradtape, *args, **options)
     for variable in list_layer_variables(local_layers):
         tape.register_local_source(variable)

@@ -1,7 +1,7 @@
 """Operations on TensorFlow's tensors, with gradients, in eager mode and in graphs.
 
-Gradients are Horovod's: that of an all-gather and of a broadcast is averaged over the ranks. `device_dense` and
-`device_sparse` are accepted for Horovod's sake, and have no effect: tensors travel in host memory.
+Gradients are Horovod's: those of an all-gather and of a broadcast are averaged over the ranks. `device_dense` and
+`device_sparse` are accepted for compatibility without effect, since tensors are sent from host memory.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 import torch
 
+from dtkit.integrations.horovod import basics
 from dtkit.integrations.horovod import torch as torch_interface
 from dtkit.integrations.horovod.context import get_context
 from dtkit.integrations.horovod.process_sets import ProcessSet, global_process_set
 from dtkit.integrations.horovod.reductions import Average, Sum, resolve_op
-from dtkit.integrations.horovod.tensorflow.bridge import call, read_size
+from dtkit.integrations.horovod.tensorflow.bridge import call, make_name, read_number, read_size
 from dtkit.integrations.horovod.tensorflow.compression import Compression, Compressor
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 def _reduce(tensors: Sequence[Any], name: str | None, **options: Any) -> list[Any]:
     """Reduce tensors together. The gradient is reduced in the same way."""
+    name = make_name("allreduce", name)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]  # tensorflow has no types
     def run(*tensors: Any) -> Any:
@@ -55,7 +57,7 @@ def allreduce(
     """Reduce a tensor, a variable or IndexedSlices over all ranks, and return the result on each.
 
     average : old name for op=Average (True) or op=Sum (False).
-    compression : what travels, `Compression.none` or `Compression.fp16`.
+    compression : `Compression.none` or `Compression.fp16`.
     op : Average (default), Sum, Min, Max or Product; Average or Sum for IndexedSlices.
     prescale_factor, postscale_factor : numbers that multiply the tensor before and after.
     """
@@ -108,7 +110,7 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return all ranks' tensors, one behind the other. Their first dimensions may differ."""
+    """Return all ranks' tensors, concatenated. Their first dimensions may differ."""
     return grouped_allgather([tensor], name, process_set=process_set)[0]
 
 
@@ -119,6 +121,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Gather several tensors together, as :func:`allgather` does each."""
+    name = make_name("allgather", name)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]  # as above
     def run(*tensors: Any) -> Any:
@@ -149,7 +152,8 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the tensor of rank `root_rank`, which alone gets the gradient."""
+    """Return the tensor of rank `root_rank`, the only rank that gets the gradient."""
+    name = make_name("broadcast", name)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]  # as above
     def run(tensor: Any) -> Any:
@@ -186,7 +190,7 @@ def alltoall(
 ) -> Any:
     """Send the first ``splits[0]`` rows to the first rank, and so on; return the rows that this rank receives.
 
-    splits : number of rows for each rank; None for equal parts. If given, the function also returns the numbers of
+    splits : number of rows for each rank; None for equal parts. With it, the function also returns the numbers of
         received rows.
     """
     rows, received = _exchange(tf.convert_to_tensor(tensor), splits, name, process_set)
@@ -194,6 +198,7 @@ def alltoall(
 
 
 def _exchange(tensor: Any, splits: Any, name: str | None, process_set: ProcessSet) -> tuple[Any, Any]:
+    name = make_name("alltoall", name)
     counts = [] if splits is None else [tf.cast(splits, tf.int32)]
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]  # as above
@@ -205,7 +210,7 @@ def _exchange(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
 
         rows, received = call(exchange, [tensor, *counts], [tensor.dtype, tf.int32])
         rows.set_shape([None, *tensor.shape[1:]])
-        received.set_shape([None])  # the ranks of an elastic script may become fewer
+        received.set_shape([None])  # an elastic script may lose ranks
 
         def differentiate(gradient: Any, _: Any) -> Any:
             return _exchange(gradient, received, None, process_set)[0]
@@ -246,6 +251,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Reduce several tensors together, as :func:`reducescatter` does each."""
+    name = make_name("reducescatter", name)
     options: dict[str, Any] = {
         "op": op,
         "process_set": process_set,
@@ -286,3 +292,35 @@ def join() -> int:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait for all ranks."""
     torch_interface.barrier(process_set)
+
+
+def rank_op(name: str | None = None) -> Any:
+    """Return this process's rank as a tensor."""
+    return tf.cast(read_number(basics.rank), tf.int32)
+
+
+def local_rank_op(name: str | None = None) -> Any:
+    """Return this process's rank among those of its host, as a tensor."""
+    return tf.cast(read_number(basics.local_rank), tf.int32)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """Return the number of ranks of a process set, as a tensor."""
+    return tf.cast(read_number(lambda: len(_get_ranks(process_set_id))), tf.int32)
+
+
+def local_size_op(name: str | None = None) -> Any:
+    """Return the number of ranks on this host, as a tensor."""
+    return tf.cast(read_number(basics.local_size), tf.int32)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """Return 1 if this rank is in a process set, 0 if it isn't, as a tensor."""
+    return tf.cast(read_number(lambda: int(basics.rank() in _get_ranks(process_set_id))), tf.int32)
+
+
+def _get_ranks(process_set_id: int) -> list[int]:
+    ranks = get_context().set_ranks
+    if process_set_id not in ranks:
+        raise ValueError(f"process_set_id is {process_set_id}; the registered ones are {', '.join(map(str, ranks))}")
+    return ranks[process_set_id]

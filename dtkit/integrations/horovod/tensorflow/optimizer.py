@@ -29,7 +29,7 @@ class _Accumulator:
         self.counter = tf.Variable(0, trainable=False)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make room for the gradients of these variables, at the first call."""
+        """Allocate memory for the gradients of these variables at the first call."""
         if not self._sums:
             with tf.init_scope():
                 self._sums = [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables]
@@ -42,7 +42,7 @@ class _Accumulator:
         return tf.equal(self.counter.assign_add(1), self._passes)
 
     def take(self) -> list[Any]:
-        """Return the sums or means, and start again from zero."""
+        """Return the sums or means, and reset them to zero."""
         factor = self._passes if self._is_averaged else 1
         results = [tf.identity(total) / tf.cast(factor, total.dtype) for total in self._sums]
         for total in self._sums:
@@ -52,7 +52,7 @@ class _Accumulator:
 
 
 class _DistributedMixin:
-    """What :func:`DistributedOptimizer` adds to the optimizer's class."""
+    """Methods that :func:`DistributedOptimizer` adds to the optimizer's class."""
 
     _horovod_reducer: GradientReducer
     _horovod_accumulator: _Accumulator | None
@@ -78,7 +78,7 @@ class _DistributedMixin:
             self._horovod_is_reduced = True
         return list(zip(gradients, var_list, strict=True))
 
-    _compute_gradients = compute_gradients  # as Keras 2 called it, and Horovod's scripts
+    _compute_gradients = compute_gradients  # its name in Keras 2 and in Horovod's scripts
 
     def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
         """Reduce the gradients, and update. Keras 2's options about aggregation have no effect."""
@@ -87,7 +87,7 @@ class _DistributedMixin:
         return super().apply_gradients(grads_and_vars, **options)  # type: ignore[misc]
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
-        """Reduce the gradients, and update. With several backward passes per step, do so after the last one only."""
+        """Reduce the gradients, and update. With several backward passes per step, do so only after the last one."""
         variables: Any = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
         if self._horovod_is_reduced:
             self._horovod_is_reduced = False
@@ -136,7 +136,7 @@ def DistributedOptimizer(
     backward_passes_per_step : backward passes whose gradients each rank adds up before they are reduced.
     average_aggregated_gradients : whether these sums are divided by the number of passes.
 
-    The other arguments are those of :func:`DistributedGradientTape`. The optimizer's own state is not taken over.
+    The other arguments are those of :func:`DistributedGradientTape`. The optimizer's state is not copied.
     """
     check_groups(num_groups, groups)
     if backward_passes_per_step < 1:
@@ -162,7 +162,7 @@ def DistributedOptimizer(
 
 
 def PartialDistributedOptimizer(optimizer: Any, *args: Any, local_layers: Any = None, **options: Any) -> Any:
-    """Return an optimizer as :func:`DistributedOptimizer` does, which leaves the gradients of `local_layers` alone."""
+    """Return an optimizer as :func:`DistributedOptimizer` does that doesn't reduce the gradients of `local_layers`."""
     distributed = DistributedOptimizer(optimizer, *args, **options)
     for variable in list_layer_variables(local_layers):
         distributed.register_local_var(variable)

@@ -1,7 +1,7 @@
 """Horovod's interface for PyTorch: ``import dtkit.integrations.horovod.torch as hvd``.
 
-Under ``cluster.torchrun(script, horovod=True)`` an unchanged script gets it as ``horovod.torch``. `init` forms a group
-there. In functions under ``cluster.run`` it uses the engines' group.
+Under ``cluster.torchrun(script, horovod=True)`` an unchanged script gets it as ``horovod.torch``, and `init` forms a
+process group. In functions under ``cluster.run``, `init` uses the engines' group.
 """
 
 from dtkit.integrations.horovod.basics import (

@@ -1,7 +1,7 @@
-"""Operations that return a handle at once. `poll` asks whether one has ended, and `synchronize` returns its result.
+"""Operations that return a handle at once. `poll` returns whether one has ended, and `synchronize` returns its result.
 
-Names identify an operation in errors. Under ``HOROVOD_CHECK=1`` ranks find each other by name, in any order. Otherwise
-all ranks must call the same functions in the same order; without a name an operation is numbered.
+Names identify operations in errors; an operation without a name gets a number. Under ``HOROVOD_CHECK=1``, operations
+are matched by name, in any order. Otherwise all ranks must call the same functions in the same order.
 """
 
 from __future__ import annotations
@@ -121,19 +121,19 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """Start a sum or an average of sparse tensors; return a function that waits and returns the sparse result.
 
-    Indices and values are gathered, so the result has an index for each rank that has it, until it is coalesced.
+    Indices and values are gathered, so until it is coalesced, the result has an index once for each rank that has it.
     """
     resolved = resolve_op(op)
-    mine = tensor.detach().coalesce()
+    coalesced = tensor.detach().coalesce()
     base = get_context().make_name("sparse_allreduce", name)
-    indices = allgather_async(mine.indices().t().contiguous(), f"{base}.indices", process_set)
-    values = allgather_async(mine.values(), f"{base}.values", process_set)
+    indices = allgather_async(coalesced.indices().t().contiguous(), f"{base}.indices", process_set)
+    values = allgather_async(coalesced.values(), f"{base}.values", process_set)
 
     def wait() -> torch.Tensor:
         gathered = synchronize(values)
         if resolved == Average:
             gathered = gathered / len(process_set.ranks or ())
-        return torch.sparse_coo_tensor(synchronize(indices).t(), gathered, mine.shape, device=mine.device)
+        return torch.sparse_coo_tensor(synchronize(indices).t(), gathered, coalesced.shape, device=coalesced.device)
 
     return wait
 
@@ -176,7 +176,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start an exchange of rows. The result is (rows, how many came from each rank). See :func:`alltoall`."""
+    """Start an exchange of rows. The result is (rows, number of rows from each rank). See :func:`alltoall`."""
     _check_tensors([tensor])
     counts = _count_rows(tensor, splits, len(process_set.ranks or ()))
     device = splits.device if isinstance(splits, torch.Tensor) else "cpu"
@@ -218,7 +218,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start a reduction of which each rank gets its part of the rows. See :func:`reducescatter`."""
+    """Start a reduction after which each rank has its part of the rows. See :func:`reducescatter`."""
     _check_tensors([tensor])
     collective = ReduceScatter([tensor], resolve_op(op), prescale_factor, postscale_factor)
     return _submit(collective, name, process_set)

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 class Compressor:
-    """Base class of one's own compressors, and the identity."""
+    """Base class of custom compressors; by itself, the identity."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor to send, and what `decompress` needs to know."""
+        """Return the tensor to send, and the context that `decompress` needs."""
         return tensor, None
 
     @staticmethod

@@ -32,9 +32,9 @@ class TorchState(ObjectState):
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
-        given = {"model": model, "optimizer": optimizer} | kwargs
-        self._handlers = {name: _Handler(value) for name, value in given.items() if _is_handled(value)}
-        super().__init__(**{name: value for name, value in given.items() if name not in self._handlers})
+        values = {"model": model, "optimizer": optimizer} | kwargs
+        self._handlers = {name: _Handler(value) for name, value in values.items() if _is_handled(value)}
+        super().__init__(**{name: value for name, value in values.items() if name not in self._handlers})
         for name, handler in self._handlers.items():
             super().__setattr__(name, handler.value)
 
@@ -64,10 +64,10 @@ class TorchState(ObjectState):
 
 
 class ElasticSampler(Sampler[int]):
-    """Sampler of one rank's part of a dataset, which remembers how many samples of the epoch are done.
+    """Sampler of one rank's part of a dataset. It keeps count of the epoch's processed samples.
 
     Call `record_batch` after each batch, and `set_epoch` at the end of an epoch. After a restore it continues with the
-    samples that are left, shared among the ranks. `seed` must be the same on all ranks.
+    remaining samples, divided among the ranks. `seed` must be the same on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -83,12 +83,12 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Count a batch of `batch_size` samples on each rank as done."""
+        """Count a batch of `batch_size` samples on each rank as processed."""
         del batch_idx
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, and how many of its samples are done."""
+        """Return the epoch, and the number of its processed samples."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -97,7 +97,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Share the samples that are left among the current ranks."""
+        """Divide the remaining samples among the current ranks."""
         self.num_replicas, self.rank = basics.size(), basics.rank()
         indices = list(range(len(self.dataset)))
         if self.shuffle:
@@ -115,7 +115,7 @@ class ElasticSampler(Sampler[int]):
 
 
 class _Handler:
-    """A model, an optimizer or a sampler with the copy of its state dict that was saved last."""
+    """A model, an optimizer or a sampler with the last saved copy of its state dict."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -1,9 +1,8 @@
 """State that survives a failed collective: commit, restore, and an equal start on all ranks.
 
 After a failed collective `run` restores the last commit, forms the group again, and calls the function again. If a
-rank's process is killed, its engine starts the script there again, and the new process takes over the others' state.
-If an engine is lost, the notebook puts another one in its place, or the script goes on with fewer ranks
-(:mod:`dtkit.training.elastic_script`).
+rank's process is killed, its engine starts the script again, and the new process copies the others' state. If an engine
+is lost, the notebook replaces it, or the script continues with fewer ranks (:mod:`dtkit.training.elastic_script`).
 """
 
 from __future__ import annotations
@@ -29,11 +28,13 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MAX_RESETS = 5
-"""Resets without a commit in between. An engine starts a killed process three times, and then another one may come."""
+"""Maximum of resets without a commit in between. An engine restarts a killed process three times, and may then be
+replaced.
+"""
 
 
 class State:
-    """Base class of what is committed and restored."""
+    """Base class of states that can be committed and restored."""
 
     def __init__(self) -> None:
         self.num_commits = 0
@@ -55,14 +56,14 @@ class State:
         self.num_commits += 1
 
     def check_host_updates(self) -> None:
-        """Do nothing: ranks change only with a failed collective, which tells by itself."""
+        """Do nothing: ranks change only after a failed collective, which raises an error."""
 
     def save(self) -> None:
         """Save the state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Return to the state that was saved last."""
+        """Return to the last saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -104,10 +105,10 @@ class ObjectState(State):
 def run(func: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
     """Decorate a training function whose first argument is a state.
 
-    The state of the rank that has committed most is copied to all ranks, then the function is called. After
-    HorovodInternalError the state returns to the last commit, the group is formed again, maybe with fewer ranks, and
-    the function is called again: five times without a commit at most. Call no other collective before it: a process
-    that was started again would wait for the others there.
+    The decorated function first copies the state of the rank with most commits to all ranks. After
+    HorovodInternalError, it restores the last commit, forms the group again, maybe with fewer ranks, and calls your
+    function again. It does so at most five times without a commit in between. Call no other collective before it, since
+    a restarted process would wait for the others there.
     """
 
     @functools.wraps(func)

@@ -1,4 +1,4 @@
-"""Equal models, optimizers and objects on all ranks."""
+"""Making models, optimizers and objects equal on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite parameters with those of rank `root_rank`.
 
-    params : ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``. Entries that are no tensors
+    params : ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``. Entries that aren't tensors
         stay as they are.
     """
     if isinstance(params, dict):
@@ -87,7 +87,7 @@ def _fill_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _replace(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
-    """Return a nested container of dicts, lists and tuples in which values of a type are replaced."""
+    """Return a nested container of dicts, lists and tuples with the values of a type replaced."""
     if isinstance(value, kind):
         return replace(value)
     if isinstance(value, dict):

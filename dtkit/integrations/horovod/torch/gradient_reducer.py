@@ -1,4 +1,4 @@
-"""Reduction of gradients in buckets, while backward still makes others. See :mod:`optimizer`."""
+"""Reduction of gradients in buckets, during backward. See :mod:`optimizer`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ReducerOptions:
-    """How gradients are reduced. See :func:`~optimizer.DistributedOptimizer`."""
+    """Options for reducing gradients. See :func:`~optimizer.DistributedOptimizer`."""
 
     compression: type[Compressor]
     op: int
@@ -43,7 +43,7 @@ class ReducerOptions:
 def form_buckets(
     parameters: Sequence[torch.Tensor], groups: int | Sequence[Sequence[torch.Tensor]] | None, max_bytes: int
 ) -> list[list[torch.Tensor]]:
-    """Return the parameters in the order of their reduction: the last ones first, as backward makes them."""
+    """Return buckets of parameters in the order of their reduction: last ones first, as backward computes them."""
     if groups is None:
         return _form_by_size(list(reversed(parameters)), max_bytes)
     if isinstance(groups, int):
@@ -70,7 +70,7 @@ def _form_by_size(parameters: Sequence[torch.Tensor], max_bytes: int) -> list[li
 def _complete_groups(
     parameters: Sequence[torch.Tensor], groups: Sequence[Sequence[torch.Tensor]]
 ) -> list[list[torch.Tensor]]:
-    """Check groups, and give each other parameter one of its own."""
+    """Check groups, and put each other parameter into a group of its own."""
     grouped = [parameter for group in groups for parameter in group]
     if not all(isinstance(parameter, torch.Tensor) for parameter in grouped):
         raise ValueError("groups must be lists of parameters, or a number of groups")
@@ -83,7 +83,7 @@ def _complete_groups(
 
 
 class GradientReducer:
-    """Reduces the gradients of buckets of parameters as backward makes them."""
+    """Reduces the gradients of buckets of parameters as backward computes them."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class GradientReducer:
     ) -> None:
         self._buckets, self._names, self._passes, self._options = buckets, names, passes, options
         self._remaining: dict[torch.Tensor, int] = {}  # backward passes until a gradient is complete
-        self._started: list[list[Callable[[], None]]] = []  # for each bucket, in order: waits for its results
+        self._started: list[list[Callable[[], None]]] = []  # for each bucket, functions that wait for its results
         self.reset()
         for bucket in buckets:
             for parameter in bucket:
@@ -111,7 +111,7 @@ class GradientReducer:
         self._remaining = {parameter: self._passes for bucket in self._buckets for parameter in bucket}
 
     def is_busy(self) -> bool:
-        """Return whether gradients have been made that are not reduced yet."""
+        """Return whether some gradients have been computed but not reduced yet."""
         return bool(self._started) or any(count < self._passes for count in self._remaining.values())
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:

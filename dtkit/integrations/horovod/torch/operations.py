@@ -1,6 +1,6 @@
 """Operations that wait for their result, and that autograd can differentiate.
 
-Gradients are Horovod's: that of an all-gather and of a broadcast is averaged over the ranks.
+Gradients are Horovod's: those of an all-gather and of a broadcast are averaged over the ranks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Broadcast(torch.autograd.Function):
-    """Copy of one rank's tensor, which alone gets the gradient."""
+    """Copy of one rank's tensor; only that rank gets the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
@@ -101,7 +101,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """Reduction of one or several tensors, of which each rank keeps a part."""
+    """Reduction of one or several tensors, after which each rank keeps a part."""
 
     @staticmethod
     def forward(ctx: Any, name: str | None, options: Options, *tensors: torch.Tensor) -> Any:
@@ -131,7 +131,7 @@ def allreduce(
     """Reduce a tensor over all ranks, and return the result on each; the input keeps its values.
 
     average : old name for op=Average (True) or op=Sum (False).
-    compression : what travels, `Compression.none` or `Compression.fp16`.
+    compression : `Compression.none` or `Compression.fp16`.
     op : Average (default), Sum, Min, Max or Product.
     prescale_factor, postscale_factor : numbers that multiply the tensor before and after.
     """
@@ -230,8 +230,8 @@ def alltoall(
 ) -> Any:
     """Send the first ``splits[0]`` rows to rank 0, the next ``splits[1]`` to rank 1, and so on.
 
-    Return the rows that this rank received, in rank order. With `splits`, return (rows, how many came from each rank);
-    without, each rank gets an equal part.
+    Return the rows that this rank received, in rank order. With `splits`, return (rows, number of rows from each rank).
+    Without, each rank gets an equal part.
     """
     rows, received = _apply(_AllToAll, tensor, splits, name, process_set)
     return rows if splits is None else (rows, received)
@@ -262,7 +262,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Reduce and share several tensors, as :func:`reducescatter` does one."""
+    """Reduce and scatter several tensors, as :func:`reducescatter` does one."""
     compressed = [compression.compress(tensor) for tensor in tensors]
     options: Options = {
         "op": resolve_op(op),
@@ -285,8 +285,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Report that this rank has no more data; return the rank that reported last, once all have.
 
-    Until then this rank takes part in the others' sums and averages with zeros, in which it counts as a rank. Other
-    operations of those ranks raise HorovodInternalError. `device` is ignored: zeros are where the others' tensors are.
+    Until then, this rank takes part in the others' sums and averages with zeros, and counts as a rank there. Other
+    operations of those ranks raise HorovodInternalError. `device` is ignored: zeros are on the same kind of device as
+    the others' tensors.
     """
     del device
     context = get_context()

@@ -1,8 +1,8 @@
 """An optimizer that reduces gradients over all ranks before each step.
 
-Backward makes gradients in an order that may differ between ranks. So parameters are put into *buckets* in a fixed
-order, that of the optimizer reversed. A bucket's reduction begins once all of its gradients are there and that of the
-bucket before has begun. What backward didn't make is reduced as zeros in `synchronize`.
+Backward may compute gradients in different orders on different ranks. So parameters are divided into *buckets* in a
+fixed order, the optimizer's reversed. A bucket's reduction begins when all of its gradients are complete and the
+reduction of the previous bucket has begun. `synchronize` reduces missing gradients as zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _DistributedMixin:
-    """What :func:`DistributedOptimizer` adds to the optimizer's class."""
+    """Methods that :func:`DistributedOptimizer` adds to the optimizer's class."""
 
     param_groups: list[dict[str, Any]]
     _reducer: GradientReducer | None
@@ -41,7 +41,7 @@ class _DistributedMixin:
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step` within the context use the gradients as they are, after an own call of `synchronize`."""
+        """Let `step` within the context use the gradients as they are, after you have called `synchronize`."""
         self._is_skipping = True
         try:
             yield
@@ -95,13 +95,13 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the optimizer in a subclass of its class that reduces gradients before each step.
+    """Return the optimizer as an instance of a subclass that reduces gradients before each step.
 
     named_parameters : ``model.named_parameters()``; names must be unique, and all parameters named.
-    compression : what travels, `Compression.none` or `Compression.fp16`.
+    compression : `Compression.none` or `Compression.fp16`.
     backward_passes_per_step : backward passes whose gradients are summed on each rank before they are reduced.
     op : Average or Sum, Min, Max, Product.
-    gradient_predivide_factor : with Average, a divisor of gradients before the sum, which multiplies it afterwards.
+    gradient_predivide_factor : with Average, a number that divides gradients before the sum, and multiplies the sum.
     groups : number of groups of parameters that are reduced together, or the groups. By default groups of at most 64 MB
         (``HOROVOD_FUSION_THRESHOLD``, in bytes). `num_groups` is its old name.
     sparse_as_dense : whether sparse gradients are reduced as dense ones.
@@ -135,8 +135,8 @@ def _make_subclass_instance(
     subclass: Any = type(kind.__name__, (_DistributedMixin, kind), {"__module__": __name__, "__doc__": kind.__doc__})
     result = subclass.__new__(subclass)
     vars(result).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    own = {"_reducer": reducer, "_parameter_names": names, "_is_synchronized": False, "_is_skipping": False}
-    vars(result).update(own)
+    attributes = {"_reducer": reducer, "_parameter_names": names, "_is_synchronized": False, "_is_skipping": False}
+    vars(result).update(attributes)
     return result
 
 

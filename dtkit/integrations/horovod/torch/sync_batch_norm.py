@@ -31,7 +31,7 @@ class SyncBatchNorm(BatchNormBase):
             return self._normalize_locally(input, has_own_statistics)
         dims = [0, *range(2, input.dim())]
         count = input.new_tensor([input.numel() / input.size(1)])
-        # Two sums, since the one of squares alone cancels digits where the mean is large.
+        # Two sums are used, since a sum of squares alone loses digits where the mean is large.
         sums = allreduce(torch.cat([input.sum(dims), count]), op=Sum)
         total = sums[-1].detach()
         mean = sums[:-1] / total

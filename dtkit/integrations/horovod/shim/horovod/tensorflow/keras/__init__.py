@@ -1,4 +1,4 @@
-"""Another name for dtkit's own modules. Python takes from `sys.modules` what an import put there."""
+"""Another name for dtkit's own modules. Importing this one puts dtkit's into `sys.modules` in its place."""
 
 import sys
 

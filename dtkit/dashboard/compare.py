@@ -1,7 +1,7 @@
 """Several runs next to each other: loss against steps, time and bytes, metrics, and tables.
 
-A step of one strategy may send a hundred times the bytes of another's. The same loss over steps shows how well a
-strategy learns, and over the bytes that each rank sent what that costs on a slow link. Engines count the bytes.
+A step of one strategy may send a hundred times the bytes of another's. The loss over steps shows how well a strategy
+learns. The loss over the bytes that each rank sent shows its cost on a slow link. Engines count the bytes.
 
 A comparison reads its runs each time it is shown, so it may be made while they train.
 """
@@ -69,7 +69,7 @@ class Comparison:
     def differences(self) -> list[tuple[str, ...]]:
         """Settings in which the runs differ: (setting, its text in each run)."""
         rows = list_differences([run.spec if isinstance(run, Comparable) else None for run in self.runs])
-        return [row for row in rows if row[1:] != self.labels]  # labels say what differs
+        return [row for row in rows if row[1:] != self.labels]  # labels show this setting
 
     @property
     def rows(self) -> list[ComparisonRow]:
@@ -90,7 +90,7 @@ class Comparison:
         return pd.DataFrame(rows).drop(columns="best").set_index("label")
 
     def report(self, path: str | Path) -> None:
-        """Write the comparison as one HTML file that needs nothing else: table, differences, charts with tooltips."""
+        """Write the comparison as one self-contained HTML file: table, differences, charts with tooltips."""
         from dtkit.dashboard.comparison_report import write_comparison_report
 
         write_comparison_report(self, path)

@@ -1,8 +1,8 @@
-"""The display of a run as the last line of a cell: a live view, and a picture for whoever opens the saved notebook.
+"""The display of a run as the last line of a cell: a live view, and a picture for readers of the saved notebook.
 
 The live view works as long as the kernel, also after the run's end (:mod:`dtkit.dashboard.live.placement`). The picture
 next to it is drawn when the run ends, and now and then before, on a view's thread. So the notebook may be saved at any
-time. Front ends without widgets show the picture alone, with a sentence that says so.
+time. Front ends without widgets show only the picture, with a note.
 
 All displays of one run share one model.
 """
@@ -63,7 +63,7 @@ def wait_until_replaced(run: RunView, timeout: float = timeouts.REPLACE_TIMEOUT_
 
 
 def make_static_output(run: RunView) -> Output:
-    """Return what a saved notebook shows: (data, metadata) of a MIME bundle with a PNG and text."""
+    """Return the output for a saved notebook: (data, metadata) of a MIME bundle with a PNG and text."""
     from dtkit.dashboard.figures.render import get_css_width, render_notebook_png
     from dtkit.dashboard.figures.run_figure import draw_run
 
@@ -82,7 +82,7 @@ def _make_static_or_text_output(run: RunView) -> Output:
 
 
 def _make_meanwhile_output(run: RunView) -> Output:
-    """Return the picture of a run that goes on, below a sentence that says how old it is."""
+    """Return the picture of a run that goes on, below a note with its time."""
     data, metadata = _make_static_or_text_output(run)
     sentence, text = _describe_picture(run), data["text/plain"]
     if "image/png" not in data:

@@ -1,7 +1,7 @@
 """A run as one HTML file without network, scripts, or other files.
 
-It has headline numbers, the verdict, charts with tooltips, the settings as typed, the model, the nodes, the learning
-rates, the events, the versions, and the speed-up over one process.
+It has headline numbers, the verdict, charts with tooltips, and the speed-up over one process. Tables list the settings
+as typed, the model, nodes, learning rates, events and versions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
 
 _PACKAGES = ("dtkit-jupyter", "torch", "ipyparallel", "numpy")
-_MAX_EVENTS = 500  # a flood of prints would hide the other events
+_MAX_EVENTS = 500  # many printed lines would hide the other events
 _MAX_LEARNING_RATES = 40
 _Item = TypeVar("_Item")
 

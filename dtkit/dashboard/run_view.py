@@ -1,4 +1,4 @@
-"""Protocols of what views read. Views take these and no run, so that a test double is shown by the same code."""
+"""Protocols for views. Views take these instead of a run, so that the same code shows a test double."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class RunView(Protocol):
-    """All that a view may read of a run. Any thread may read it at any time."""
+    """The part of a run that views may read. Any thread may read it at any time."""
 
     @property
     def spec(self) -> RunSpec:

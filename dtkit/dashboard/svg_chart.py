@@ -77,15 +77,15 @@ def draw_chart(
     from_zero: bool = False,
 ) -> str:
     """Return a chart with its title and its legend as HTML; an empty text without a number to draw."""
-    drawn = [_thin_out(one) for one in series]
-    drawn = [one for one in drawn if len(one.x)]
+    drawn = [_thin_out(line) for line in series]
+    drawn = [line for line in drawn if len(line.x)]
     if not drawn:
         return ""
     frame = _Frame.around(drawn, from_zero=from_zero)
     parts = [*_draw_axes(frame, format_x, format_y, x_name)]
-    parts += [_draw_series(frame, one) for one in drawn]
+    parts += [_draw_series(frame, line) for line in drawn]
     parts += _draw_strips(frame, drawn, format_x, format_y, x_name)
-    label = html.escape(f"{title}: {'; '.join(f'{one.label} {format_y(float(one.y[-1]))}' for one in drawn)}")
+    label = html.escape(f"{title}: {'; '.join(f'{line.label} {format_y(float(line.y[-1]))}' for line in drawn)}")
     heading = f"<h3>{html.escape(title)} <small>{html.escape(note)}</small></h3>"
     svg = f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     return f"<figure>{heading}{svg}{_draw_legend(drawn)}</figure>"
@@ -114,7 +114,7 @@ class _Frame:
 
     @classmethod
     def around(cls, series: Sequence[Series], *, from_zero: bool) -> _Frame:
-        x, y = (np.concatenate([getattr(one, axis) for one in series]) for axis in ("x", "y"))
+        x, y = (np.concatenate([getattr(line, axis) for line in series]) for axis in ("x", "y"))
         low, high = float(y.min()), float(y.max())
         low = min(0.0, low) if from_zero else low
         margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
@@ -176,13 +176,13 @@ def _draw_strips(
     x_name: str,
 ) -> list[str]:
     """Draw a strip with a tooltip around each position of the series with the most points."""
-    positions = max((one.x for one in series), key=len)
+    positions = max((line.x for line in series), key=len)
     middles = [frame.place_x(float(x)) for x in positions]
     edges = [_LEFT, *((a + b) / 2 for a, b in itertools.pairwise(middles)), _WIDTH - _RIGHT]
     parts = []
     for k, x in enumerate(positions):
         lines = [f"{x_name} {format_x(float(x))}"]
-        lines += [f"{one.label}: {format_y(_read_at(one, float(x)))}" for one in series]
+        lines += [f"{line.label}: {format_y(_read_at(line, float(x)))}" for line in series]
         parts.append(
             f'<g class="strip"><rect x="{edges[k]:.1f}" y="{_TOP}" width="{max(0.5, edges[k + 1] - edges[k]):.1f}" '
             f'height="{_HEIGHT - _TOP - _BOTTOM}"/><line x1="{middles[k]:.1f}" x2="{middles[k]:.1f}" y1="{_TOP}" '
@@ -200,8 +200,8 @@ def _draw_legend(series: Sequence[Series]) -> str:
     if len(series) < 2:
         return ""
     items = "".join(
-        f'<li><svg class="chart" viewBox="0 0 22 8" aria-hidden="true"><polyline class="series {one.css_class}" '
-        f'points="0,4 22,4"/></svg>{html.escape(one.label)}</li>'
-        for one in series
+        f'<li><svg class="chart" viewBox="0 0 22 8" aria-hidden="true"><polyline class="series {line.css_class}" '
+        f'points="0,4 22,4"/></svg>{html.escape(line.label)}</li>'
+        for line in series
     )
     return f'<ul class="legend">{items}</ul>'

@@ -1,7 +1,7 @@
 """A limit on how often views update, with the updates on a thread of their own.
 
-The run triggers updates from its driver thread after every dispatch. A trigger costs a lock there, and at most once in
-each interval the start of a timer. The update runs on the timer's thread, so neither its time nor its errors reach the
+The run triggers updates from its driver thread after every dispatch. There, a trigger takes a lock, and starts a timer
+at most once in each interval. The update runs on the timer's thread, so neither its time nor its errors affect the
 training. A trigger during an update schedules another one, so the last state is always shown.
 """
 

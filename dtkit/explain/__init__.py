@@ -1,1 +1,1 @@
-"""Explanations of one step: what each rank computed and sent, and how it became one update."""
+"""Explanations of one step: what each rank computed and sent, and the resulting update."""

@@ -1,6 +1,7 @@
-"""Common parts of all explanations of a step: reports of ranks, and what is computed from any of them.
+"""Common parts of all explanations of a step: reports of ranks, and values computed from them.
 
-Ranks report plain numbers. Explanations are plain data too: nothing here imports torch, and figures alone matplotlib.
+Ranks report plain numbers. Explanations are plain data too: nothing here imports torch, and only figures import
+matplotlib.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Explanation of one data-parallel step: what each rank computed from which rows, and how it became one update.
+"""Explanation of one data-parallel step: each rank's rows and results, and the update made from them.
 
 With w_i the share of rank i in the mean, L_i its loss and g_i the gradient of L_i,
 
@@ -216,15 +216,15 @@ def _combine_norms(norms: Iterable[float | None]) -> float | None:
 
 
 def _combine_cosines(
-    layers: Sequence[LayerRecord], rank: int, own: float | None, reduced: float | None
+    layers: Sequence[LayerRecord], rank: int, own_norm: float | None, reduced_norm: float | None
 ) -> float | None:
     """Return the cosine of concatenated tensors: dot products are added, each of them cosine times both norms."""
-    if not own or not reduced or not math.isfinite(own * reduced):
+    if not own_norm or not reduced_norm or not math.isfinite(own_norm * reduced_norm):
         return None
     dots = [
         (layer.cosine[rank] or 0.0) * (layer.local_norm[rank] or 0.0) * (layer.reduced[rank] or 0.0) for layer in layers
     ]
-    return math.fsum(dots) / (own * reduced)
+    return math.fsum(dots) / (own_norm * reduced_norm)
 
 
 def _group_by_prefix(layers: Iterable[LayerRecord], depth: int) -> dict[str, list[LayerRecord]]:

@@ -1,4 +1,4 @@
-"""Choice of the explanation of a step, by what its ranks report."""
+"""Choice of the explanation of a step, by the type of its ranks' reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def build_explanation(reports: Sequence[Any], model: str, clock_offsets: Sequence[float] | None) -> Explanation:
     """Return the explanation of a step from the reports of all ranks, in any order.
 
-    `clock_offsets` says how far each rank's clock is ahead of rank 0's; None on one host.
+    `clock_offsets` has the lead of each rank's clock over rank 0's in seconds; None on one host.
     """
     if "transfers" in reports[0]:
         from dtkit.explain.pipeline import PipelineExplanation

@@ -152,7 +152,7 @@ class PipelineExplanation(Explanation):
     ) -> PipelineExplanation:
         """Return the explanation from the reports of all ranks, in any order.
 
-        `clock_offsets` says how far each rank's clock is ahead of rank 0's.
+        `clock_offsets` has the lead of each rank's clock over rank 0's in seconds.
         """
         reports = sorted(reports, key=lambda report: report["rank"])
         assert len({(report["rank"], report["step"]) for report in reports}) == len(reports), "a rank reported twice"
@@ -238,7 +238,7 @@ def _build_stage_records(reports: Iterable[PipelineReport]) -> Iterable[StageRec
 def _match_transfers(
     reports: Sequence[PipelineReport], clock_offsets: Sequence[float] | None
 ) -> Iterable[StageTransfer]:
-    """Yield what was sent, in order, each with the digest at its receiver."""
+    """Yield transfers in the order of sending, each with the digest at its receiver."""
     records = [
         (s["at"] - (clock_offsets[s["rank"]] if clock_offsets else 0.0), s)
         for report in reports

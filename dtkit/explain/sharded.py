@@ -1,8 +1,8 @@
 """Explanation of one step with sharded parameters: its collectives, and their cost.
 
-In sharded and tensor-parallel training no rank has whole gradients that could be shown. Shown is each collective in
-order: its size, the bytes that it sends in theory, and the bytes counted on the connections. Results that should be
-equal on several ranks are compared by digest.
+In sharded and tensor-parallel training, no rank has whole gradients to show. The explanation lists the collectives in
+order: size, bytes sent in theory, and bytes counted on the connections. Results that should be equal on several ranks
+are compared by digest.
 
 With replicas, a collective is among the ranks of one replica, among those with the same shard, or among all. Replicas
 may have other samples and send other amounts, so ranks are compared within the group of each collective.
@@ -36,7 +36,7 @@ class CollectiveReport(TypedDict):
     """Shape of its (first) result."""
     dtype: str
     nbytes: int
-    """Size of the whole: what is summed, gathered, or summed before it is scattered."""
+    """Size of the whole tensor that is summed, gathered, or summed and scattered."""
     ranks: tuple[int, ...]
     """Ranks of its group, including this one."""
     digest: str | None

@@ -1,4 +1,4 @@
-"""What the notebooks use to teach: claims with guesses and a score, and drawings of how ranks work together."""
+"""Helpers for the notebooks' lessons: claims with guesses and a score, and drawings of ranks at work."""
 
 from dtkit.lessons.drawings import (
     draw_data_parallel,

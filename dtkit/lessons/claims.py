@@ -1,4 +1,4 @@
-"""One measured number next to what theory says, and next to what the reader guessed. Both are judged separately."""
+"""A measured number next to the theory's value and to the reader's guess, which are judged separately."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Measurement:
 
     @property
     def theory(self) -> str:
-        """What theory says about the number."""
+        """The theory's statement about the number."""
         raise NotImplementedError
 
     @property
@@ -45,7 +45,7 @@ class Measurement:
 
     @property
     def guess_error(self) -> str:
-        """How far the guess is from the measurement, in words."""
+        """The guess's distance from the measurement, in words."""
         assert self.guess is not None
         return f"off by {self._with_unit(abs(self.measured - self.guess))}"
 

@@ -1,10 +1,10 @@
-"""Drawings for lessons: how ranks share the data, the gradients and the model."""
+"""Drawings for lessons: ranks that share the data, the gradients and the model."""
 
 from __future__ import annotations
 
 from dtkit.lessons.svg import COLORS, Canvas, Drawing
 
-_MIXED_COLOR = "#666666"  # what belongs to all ranks
+_MIXED_COLOR = "#666666"  # color of parts that belong to all ranks
 _MIN_RANKS, _MAX_RANKS = 2, 4
 _MAX_MICRO_BATCHES = 8
 

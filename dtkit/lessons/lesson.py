@@ -71,9 +71,9 @@ class Lesson:
         guess: Any = None,
         unit: str = "",
     ) -> None:
-        """Show whether `measured` equals `expected` within `tolerance`, and how far the reader's `guess` is off.
+        """Show whether `measured` equals `expected` within `tolerance`, and the error of the reader's `guess`.
 
-        `formula` is where `expected` comes from, such as "2 (N - 1) / N S". The verdict never depends on the guess.
+        `formula` is the source of `expected`, such as "2 (N - 1) / N S". The verdict never depends on the guess.
         """
         if tolerance < 0:
             raise ValueError(f"tolerance={tolerance!r}; it must be 0 or more")
@@ -90,7 +90,7 @@ class Lesson:
         )
 
     def at_most(self, quantity: str, measured: Any, limit: float, *, guess: Any = None, unit: str = "") -> None:
-        """Show whether `measured` is at most `limit`, and how far the reader's `guess` is off."""
+        """Show whether `measured` is at most `limit`, and the error of the reader's `guess`."""
         self._add(
             Limit(
                 quantity=quantity,
@@ -102,13 +102,13 @@ class Lesson:
         )
 
     def _add(self, result: Measurement) -> None:
-        """Keep a result and show it. A claim that is made again, as when a cell is run twice, replaces the old one."""
+        """Keep a result and show it. A repeated claim, as when a cell is run twice, replaces the old one."""
         self.results = [old for old in self.results if old.quantity != result.quantity]
         self.results.append(result)
         show_value(result)
 
     def score(self) -> Score:
-        """Return how many claims hold and how many guesses are right."""
+        """Return the numbers of claims that hold and of right guesses."""
         return Score(tuple(self.results))
 
     def draw_durations(self) -> Picture:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -271,3 +272,42 @@ def test_logged_numbers_and_the_machines_use_have_charts(page: Page):
     assert charts.first.locator("path.dtk-line:not([d=''])").count() == 3
     charts.first.locator("svg.dtk-chart").hover(position={"x": 200, "y": 40})
     expect(charts.first.get_by_test_id("tooltip")).to_contain_text("cores")
+
+
+def count_points(view: StaticView) -> int:
+    """Return the number of points of the mean loss that are drawn."""
+    path = view.root.get_by_test_id("loss-chart").locator("path.dtk-line.dtk-all").first.get_attribute("d") or ""
+    return len(re.findall(r"[ML]", path))
+
+
+def test_zoom_fetches_finer_data_for_its_range(page: Page):
+    run = FakeSource(ranks=2, steps=8000)
+    run.advance(8000)
+    view = StaticView(page, run)
+    chart = view.root.get_by_test_id("loss-chart").locator("svg.dtk-lines-chart")
+    whole = count_points(view)
+    chart.focus()
+    first, last = 1, 8000
+    for _ in range(10):  # a press before the chart is drawn again has no effect
+        if last - first > 510:
+            chart.press("+")
+            first, last = view.sent[-1]["zoom"]
+    coarse = count_points(view)
+    view.answer_zoom()
+    view.update()
+    assert (first > 3000, last < 5000, last - first <= 510) == (True, True, True)
+    assert coarse <= whole <= 512
+    assert count_points(view) >= last - first  # each step has a point
+    chart.press("0")
+    assert whole <= count_points(view) <= 512
+
+
+def test_zoom_of_a_short_run_asks_for_nothing(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(100)
+    view = StaticView(page, run)
+    chart = view.root.get_by_test_id("loss-chart").locator("svg.dtk-lines-chart")
+    chart.focus()
+    chart.press("+")
+    expect(view.root.get_by_test_id("reset-zoom")).to_be_visible()
+    assert view.sent == []

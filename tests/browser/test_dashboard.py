@@ -104,7 +104,7 @@ def test_pipeline_stages_show_no_loss_and_no_straggler(page: Page):
     assert losses.locator(".dtk-labels text").all_text_contents() in (["node 1", "mean"], ["mean", "node 1"])
     assert "all" in view.root.get_by_test_id("throughput-chart").locator(".dtk-labels text").all_text_contents()
     expect(view.root.get_by_test_id("throughput-chart").locator(".dtk-note")).to_have_text(
-        "samples/s without waiting, and all"
+        "samples/s per node, without waiting"
     )
     rows = view.root.get_by_test_id("nodes-table").locator("tbody tr")
     assert [row.locator("td").nth(6).text_content() == "—" for row in rows.all()] == [True, False]
@@ -133,7 +133,7 @@ def test_straggler_line_is_hidden_without_a_straggler(page: Page):
 def test_replica_check_is_shown_and_a_difference_is_an_alert(page: Page):
     run = make_source(4)
     view = StaticView(page, run)
-    alert, notices = view.root.get_by_test_id("alert"), view.root.get_by_test_id("remarks")
+    alert, notices = view.root.get_by_test_id("alert"), view.root.get_by_test_id("notices")
     expect(alert).to_be_hidden()
     expect(notices.locator("li")).to_have_text(
         ["✓ parameters identical on 4 nodes, checked at step 300", "▼ node 1 slowed 1.6x on purpose"]
@@ -486,7 +486,7 @@ def receive(page: Page, content: dict[str, Any]) -> None:
     page.evaluate("(content) => window.receive(content, [])", content)
 
 
-def test_view_of_a_kernel_that_is_gone_says_so_and_recovers(page: Page):
+def test_view_reports_a_kernel_that_is_gone_and_recovers(page: Page):
     """The page misses signs of life; without the first one it expects none."""
     page.clock.install()
     run = make_source(2)
@@ -509,7 +509,7 @@ def test_view_of_a_kernel_that_is_gone_says_so_and_recovers(page: Page):
     expect(view.root.get_by_test_id("error")).to_be_hidden()
 
 
-def test_stop_asks_once_and_a_bad_learning_rate_is_told(page: Page):
+def test_stop_asks_once_and_a_bad_learning_rate_is_refused(page: Page):
     view = StaticView(page, make_source(2))
     stop, rate = view.root.get_by_test_id("stop"), view.root.get_by_test_id("lr")
     stop.click()

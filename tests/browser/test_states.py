@@ -8,7 +8,8 @@ import time
 import pytest
 from playwright.sync_api import Page, expect
 
-from dtkit.types import Evaluation, Event
+from dtkit.errors import EngineError
+from dtkit.types import Evaluation, Event, Failure, State
 from tests.support.fake_source import FakeSource
 from tests.support.marks import slow
 from tests.support.static_view import StaticView
@@ -37,10 +38,10 @@ def test_recovery_is_shown_with_seconds_and_nothing_stale(page: Page):
     run.advance(5)
     view.update()
     expect(chip).to_have_text("▶ running")
-    expect(view.root.get_by_test_id("remarks")).to_contain_text("+ node 1 replaced in 9 s, no step lost")
+    expect(view.root.get_by_test_id("notices")).to_contain_text("+ node 1 replaced in 9 s, no step lost")
     run.event("lr", "learning rate 0.01")
     view.update()
-    expect(view.root.get_by_test_id("remarks")).not_to_contain_text("replaced")
+    expect(view.root.get_by_test_id("notices")).not_to_contain_text("replaced")
 
 
 def test_stuck_node_is_in_the_head(page: Page):
@@ -102,3 +103,48 @@ def test_verdict_has_its_arithmetic_on_demand(page: Page):
     expect(arithmetic).to_be_hidden()
     line.press("Enter")
     expect(arithmetic).to_contain_text("ms")
+
+
+def test_run_that_failed_before_its_first_step_has_no_empty_charts(page: Page):
+    run = FakeSource(ranks=2)
+    view = StaticView(page, run)
+    expect(view.root.get_by_test_id("loss-chart")).to_contain_text("no step yet")
+    frames = (("train.py", 12, "loss", "raise ValueError('no rank 1 here')"),)
+    failure = Failure(1, "host0", "ValueError", "no rank 1 here", "Traceback", step=0, user_frames=frames)
+    run.exception = EngineError([failure, Failure(0, "host0", "PeerLost", "gone", "", step=0, victim=True)])
+    run.end(State.FAILED)
+    view.update()
+    for name in ("loss-chart", "throughput-chart"):
+        expect(view.root.get_by_test_id(name)).to_be_hidden()
+    assert view.root.get_by_test_id("error").inner_text().splitlines() == [
+        "EngineError: node 1 on host0, step 0: ValueError: no rank 1 here",
+        "  File train.py, line 12, in loss",
+        "    raise ValueError('no rank 1 here')",
+        "node 0 only lost its peer.",
+        "(The error's .full has the whole traceback.)",
+    ]
+
+
+def test_memory_is_that_of_the_process_before_and_after_the_first_step(page: Page):
+    run = FakeSource(ranks=2)
+    view = StaticView(page, run)
+    memory = view.root.get_by_test_id("nodes-table").locator("tbody tr").first.locator("td").nth(4)
+    expect(memory).to_have_text("— of 8 GB")
+    run.advance(1)
+    view.update()
+    expect(memory).to_have_text("315 MB of 8 GB")
+
+
+@pytest.mark.parametrize("width", [600, 800, 1400])
+def test_charts_side_by_side_begin_at_one_height(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    view = StaticView(page, make_run())
+    boxes = [
+        view.root.get_by_test_id(f"{name}-chart").locator("svg.dtk-lines-chart").bounding_box()
+        for name in ("loss", "throughput")
+    ]
+    assert boxes[0]
+    assert boxes[1]
+    assert boxes[0]["x"] == boxes[1]["x"] or boxes[0]["y"] == boxes[1]["y"]
+    tools = view.root.get_by_test_id("toolbar").locator(".dtk-toolset > *:visible")
+    assert len({round(box["y"] + box["height"] / 2) for tool in tools.all() if (box := tool.bounding_box())}) == 1

@@ -71,7 +71,7 @@ def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figu
 
 
 def list_metrics(history: History) -> list[str]:
-    """Return the names of what validations found, the loss last."""
+    """Return the names of all validation metrics, the loss last."""
     names = dict.fromkeys(name for evaluation in history.evaluations for name in evaluation.values)
     return sorted(names, key=lambda name: name == "loss")
 

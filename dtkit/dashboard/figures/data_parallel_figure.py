@@ -1,8 +1,8 @@
 """The figure of an explained data-parallel step: rows and losses by rank above, gradients by layer below.
 
 The panel of losses shows the mean as areas: each bar is as wide as the rank's weight and as high as its loss. The line
-of the step's loss bounds the same area. The panel of gradients has a group of bars for each layer: each rank's own
-gradient, and in black the sum that all ranks hold after the all-reduce.
+of the step's loss bounds the same area. The panel of gradients has a group of bars for each layer. They are each rank's
+own gradient and, in black, the sum after the all-reduce.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def _label_loss_bar(ax: Axes, explanation: StepExplanation, rank: RankRecord, mi
 def _name_bars(explanation: StepExplanation) -> list[str]:
     """Return the names of a layer's bars, from above: the ranks, or one for many ranks, and the sum."""
     ranks = explanation.ranks
-    own = [f"rank {r.rank}" for r in ranks] if len(ranks) <= len(COLORS) else ["smallest to largest of the ranks"]
-    return [*own, _SUM_LABEL]
+    names = [f"rank {r.rank}" for r in ranks] if len(ranks) <= len(COLORS) else ["smallest to largest of the ranks"]
+    return [*names, _SUM_LABEL]
 
 
 def _draw_gradients(

@@ -1,4 +1,4 @@
-"""The figure of memory by rank: a bar as measured, and a hollow bar behind it as planned."""
+"""The figure of memory by rank: a bar for the measured memory, and a hollow bar behind it for the planned one."""
 
 from __future__ import annotations
 

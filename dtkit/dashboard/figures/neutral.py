@@ -71,7 +71,7 @@ def _is_box_of_text(patch: Patch) -> bool:
 
 
 def _is_on_box(text: Text) -> bool:
-    """Return whether a text has a box of its own, or stands in the middle of something drawn."""
+    """Return whether a text has a box of its own, or is in the middle of a drawn object."""
     if text.get_bbox_patch() is not None:
         return True
     is_centered = text.get_horizontalalignment() == text.get_verticalalignment() == "center"

@@ -87,8 +87,8 @@ def _draw_time(ax: Axes, rows: Sequence[PlanRow]) -> None:
     )
     for y, row in enumerate(rows):
         is_counted = not math.isnan(row.sent_bytes)
-        sent = f"{formatting.format_bytes(row.sent_bytes)} sent" if is_counted else "what is sent not counted"
-        style.write_beside(ax, f"{formatting.format_duration(row.step_s)}, {sent}", row.step_s / unit_size, y)
+        traffic = f"{formatting.format_bytes(row.sent_bytes)} sent" if is_counted else "what is sent not counted"
+        style.write_beside(ax, f"{formatting.format_duration(row.step_s)}, {traffic}", row.step_s / unit_size, y)
     ax.set_xlim(0, 1.7 * longest / unit_size or 1)
     style.style_axes(ax, "x", style.TEXT_COLOR)
     style.set_title(ax, "Time per step", unit)

@@ -76,10 +76,10 @@ def draw_run(run: RunView, panels: Sequence[Panel] | None = None) -> Figure:
 
 def select_panels(history: History) -> list[Panel]:
     """Return the panels that a history has data for."""
-    optional: list[Panel] = [gradient_norm.draw, learning_rate.draw]
-    has_data = gradient_norm.has_gradient_norm(history) or learning_rate.has_lr_changes(history)
-    own = [*metrics.make_panels(history), *scalars.make_panels(history)]
-    return [loss.draw, throughput.draw, *own, step_time.draw, *(optional if has_data else [])]
+    small: list[Panel] = [*metrics.make_panels(history), *scalars.make_panels(history)]
+    small += [gradient_norm.draw] if gradient_norm.has_gradient_norm(history) else []
+    small += [learning_rate.draw] if learning_rate.has_lr_changes(history) else []  # else the title has it
+    return [loss.draw, throughput.draw, *small, step_time.draw]
 
 
 def _make_wide_panels(run: RunView) -> dict[Panel, float]:
@@ -141,6 +141,8 @@ def _collect_title_lines(run: RunView) -> list[tuple[str, str]]:
     verdict = find_shown_verdict(run)
     if verdict is not None:
         lines += [("verdict", part) for part in _wrap_line(f"{VERDICT_GLYPH} {verdict.text}")]
+    if run.lr is not None and len(run.history) and not learning_rate.has_lr_changes(run.history):
+        lines.append(("lr", f"learning rate {run.lr:.3g}, the same since the first step"))
     legend = describe_event_marks(run.history.events)
     return [*lines, ("marks", f"marks:  {legend}")] if legend else lines
 
@@ -162,7 +164,7 @@ def _draw_title(figure: Figure, run: RunView, lines: Sequence[tuple[str, str]], 
     for k, (kind, line) in enumerate(lines, 1):
         is_alert = kind in (*ALERT_KINDS, "error")
         figure.text(
-            y=1 - (0.11 + _TITLE_LINE_HEIGHT_IN * k) / height, s=line, fontsize=9.5, gid=f"remark-{kind}",
+            y=1 - (0.11 + _TITLE_LINE_HEIGHT_IN * k) / height, s=line, fontsize=9.5, gid=f"notice-{kind}",
             fontweight="bold" if is_alert else "normal", color=ALERT_COLOR if is_alert else MUTED_COLOR, **text_style,
         )  # fmt: skip
 

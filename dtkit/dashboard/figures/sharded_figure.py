@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 _COLLECTIVE_COLORS = dict(zip(_COLLECTIVES, style.COLORS, strict=False))
-_EXCESS_RATIO = 1.2  # times the bytes of rings, from which a note says that more was sent
+_EXCESS_RATIO = 1.2  # times the bytes of rings, from which a note reports that more was sent
 
 
 def draw_sharded_step(explanation: ShardedExplanation) -> Figure:

@@ -83,13 +83,13 @@ def draw_strips(ax: Axes, spans: np.ndarray, start: float, scale: float) -> None
     for phase, (color, hatch, _) in PHASE_STYLES.items():
         edge, wide = _PHASE_EDGES.get(phase, _DEFAULT_EDGE)
         for rank in sorted({int(r) for r in spans["rank"]}):
-            own = spans[(kinds == phase) & (spans["rank"] == rank)]
-            bars = [(scale * (s["begin"] - start), scale * (s["end"] - s["begin"])) for s in own]
+            phase_spans = spans[(kinds == phase) & (spans["rank"] == rank)]
+            bars = [(scale * (s["begin"] - start), scale * (s["end"] - s["begin"])) for s in phase_spans]
             ax.broken_barh(
                 bars, (rank - 0.34, 0.68), facecolors=color, hatch=hatch, edgecolor=edge, linewidth=wide, gid=phase
             )
             if phase in ACTION_KINDS and _count_actions(spans, rank) <= _MAX_NAMED_ACTIONS:
-                _name_boxes(ax, own, bars, min_width=_MIN_NAMED_WIDTH * whole, show_stage=show_stage)
+                _name_boxes(ax, phase_spans, bars, min_width=_MIN_NAMED_WIDTH * whole, show_stage=show_stage)
 
 
 def _get_kinds(spans: np.ndarray) -> np.ndarray:
@@ -129,8 +129,8 @@ def _name_boxes(
 def _draw_planned_boxes(ax: Axes, spans: np.ndarray, start: float, scale: float) -> None:
     """Draw the planned boxes, hollow and higher than the measured ones."""
     for rank in sorted({int(r) for r in spans["rank"]}):
-        own = spans[spans["rank"] == rank]
-        bars = [(scale * (s["begin"] - start), scale * (s["end"] - s["begin"])) for s in own]
+        rank_spans = spans[spans["rank"] == rank]
+        bars = [(scale * (s["begin"] - start), scale * (s["end"] - s["begin"])) for s in rank_spans]
         ax.broken_barh(
             bars, (rank - 0.44, 0.88), facecolors="none", edgecolor=MUTED_COLOR, linewidth=0.9, gid="planned"
         )

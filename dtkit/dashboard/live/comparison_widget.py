@@ -53,7 +53,7 @@ class ComparisonView(Protocol):
         ...
 
     def make_mime_bundle(self) -> dict[str, str]:
-        """Return what a saved notebook can show."""
+        """Return the output for a saved notebook."""
         ...
 
 
@@ -102,7 +102,7 @@ class ComparisonMessageBuilder:
             "lr": None,
             "error": None,
         }
-        content |= {name: [] for name in ("tiles", "remarks", "nodes", "marks", "evaluations", "events")}
+        content |= {name: [] for name in ("tiles", "notices", "nodes", "marks", "evaluations", "events")}
         return Message(content, [np.ascontiguousarray(values, "<f4").tobytes(), b""])
 
     def _align_curves(self) -> tuple[np.ndarray, int, int]:

@@ -1,4 +1,4 @@
-"""Signs of life for a page, which otherwise can't tell a kernel that is gone from a run that is paused."""
+"""Signs of life for a page. Without them, a dead kernel would look like a paused run."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ A change has at most ``MAX_CHANGE_BYTES`` of curves and ``MAX_CHANGE_EVENTS`` li
 the next change (:attr:`MessageBuilder.has_pending`), oldest first, so nothing is lost.
 
 A message is JSON and five little-endian buffers. Four are float32: the buckets of the curves; loss, throughput and
-memory by rank; the seconds of each phase by bar; and the lines of single nodes among many. The fifth is uint16: the
-boxes of the timeline. A buffer without changes is empty. Numbers that people read are formatted here.
+memory by rank; seconds of each phase by bar; lines of single nodes. The fifth is uint16: the boxes of the timeline. A
+buffer without changes is empty. Numbers that people read are formatted here.
 
 The selected node is kept here, so that all pages agree on it.
 """
@@ -26,7 +26,7 @@ import numpy as np
 from dtkit._util import formatting, timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.summary.activity import find_activity
-from dtkit.dashboard.summary.curves import CHARTS, MAX_NODE_LINES, Curves, format_overall_label
+from dtkit.dashboard.summary.curves import CHARTS, MAX_NODE_LINES, Curves, format_overall_label, read_range
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.metrics import build_tiles, compute_epoch, compute_run_metrics
 from dtkit.dashboard.summary.node_series import NODE_CHARTS, NodeSeries
@@ -136,7 +136,7 @@ class MessageBuilder:
         if self._sent_world_size != self._run.spec.world_size:
             content["head"] = self._build_header()
         if self._num_events_sent < len(history.events):
-            # Of a flood of prints, send only what a page keeps.
+            # If many lines were printed, send only as many as a page keeps.
             self._num_events_sent = max(self._num_events_sent, len(history.events) - MAX_LOG_LINES)
             new_events = history.events[self._num_events_sent : self._num_events_sent + MAX_CHANGE_EVENTS]
             self._num_events_sent += len(new_events)
@@ -148,6 +148,13 @@ class MessageBuilder:
         part = self._curves.take_changes(self._max_change_buckets)
         values = part.values[..., 1] if part.is_flat else part.values
         return self._pack_message(content, values, part.width, part.origin, part.first)
+
+    def build_detail(self, first_step: int, last_step: int) -> Message:
+        """Return the curves of a range of steps, for a page that zooms in."""
+        part = read_range(self._run.history, CHARTS, self._num_ranks, first_step, last_step)
+        described = {"width": part.width, "origin": part.origin, "buckets": len(part.values)}
+        content = {"kind": "detail", "range": [first_step, last_step], "curves": described}
+        return Message(content, [np.ascontiguousarray(part.values, "<f4").tobytes()])
 
     # -- parts of a message ---------------------------------------------------------------------------
 
@@ -162,7 +169,7 @@ class MessageBuilder:
         self._lost_nodes = update_lost_nodes(self._lost_nodes, events)
 
     def _build_current_state(self, kind: str) -> dict[str, Any]:
-        """Return what every message has: the state, notices and metrics."""
+        """Return the part of every message: the state, notices and metrics."""
         run, status = self._run, self._run.status
         base, self._seq = self._seq, self._seq + 1
         stall = find_stall(run)
@@ -184,12 +191,12 @@ class MessageBuilder:
                 "elapsed": _replace_nonfinite(status.elapsed_s),
                 "remaining": None if activity else _replace_nonfinite(status.remaining_s),
                 "activity": None if activity is None else dataclasses.asdict(activity),
-                "message": "" if stall else formatting.sanitize_text(status.message),  # a notice has the same words
+                "message": "" if stall else formatting.sanitize_text(status.message),  # a notice has the same text
             },
             "lr": _replace_nonfinite(run.lr),
             "tiles": [dataclasses.asdict(tile) for tile in build_tiles(run, self._metrics)],
             "error": None if error is None else "\n".join(list_error_lines(error)),
-            "remarks": [dataclasses.asdict(notice) for notice in collect_notices(run, self._lost_nodes)],
+            "notices": [dataclasses.asdict(notice) for notice in collect_notices(run, self._lost_nodes)],
             "nodes_now": {
                 "world": run.spec.world_size,
                 "lost": sorted(self._lost_nodes),
@@ -204,7 +211,7 @@ class MessageBuilder:
         }
 
     def _build_verdict(self, *, changed_only: bool) -> dict[str, Any]:
-        """Return what holds the run back, as of the last seconds; nothing if the page knows it."""
+        """Return the verdict on the last seconds; empty if the page already has it."""
         now, before = self._clock(), self._verdict
         if now >= self._verdict_due_at:
             self._verdict, self._verdict_due_at = find_shown_verdict(self._run), now + timeouts.VERDICT_INTERVAL_S

@@ -2,8 +2,8 @@
 
 A saved widget view without its kernel reads "Error displaying widget: model not found". So no cell holds a widget view.
 Its output has two parts. The first is an empty place, into which the widget's module puts the view as soon as the front
-end has the model (``static/mount.js``). The second is a picture with text, which the module hides while the view is
-there, and which is refreshed through its display handle. Without the kernel or without anywidget, the picture remains.
+end has the model (``static/mount.js``). The second is a picture with text, refreshed through its display handle. The
+module hides the picture while the view exists. Without the kernel or without anywidget, the picture remains.
 
 VS Code and Colab load a widget's module only for a widget view. There the view is the output, and the final picture
 replaces it.
@@ -40,7 +40,7 @@ class PlacedView:
 
     handle: Any
     shows_pictures_meanwhile: bool
-    """Whether the picture is beside the view, so that it can be refreshed during the run."""
+    """Whether the picture is next to the view, so that it can be refreshed during the run."""
 
     def update(self, output: Output) -> None:
         """Replace the picture."""

@@ -1,4 +1,4 @@
-"""Messages with the user's own numbers and the machines' use: curves of a few points, sent whole when they grow.
+"""Messages with the user's own numbers and the machines' load: short curves, sent whole when they grow.
 
 Each message has the names that grew, up to a size; the rest follows with the next one. Reading takes a hundredth of the
 time at most.

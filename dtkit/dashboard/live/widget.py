@@ -170,6 +170,8 @@ class Dashboard(anywidget.AnyWidget):
             self._on_hello()
         elif "select" in content:
             self._select_node(content["select"])
+        elif "zoom" in content:
+            self._send_detail(content["zoom"])
         elif isinstance(content.get("command"), str):
             self._handle_command(content["command"], content.get("value"))
 
@@ -188,6 +190,12 @@ class Dashboard(anywidget.AnyWidget):
             is_known = isinstance(rank, int) and 0 <= rank < len(self._message_builder)
             self._message_builder.selected_rank = rank if is_known else None
             self._send_message(self._message_builder.build_change())
+
+    def _send_detail(self, steps: Any) -> None:
+        """Send the curves between two steps in more detail than a page has. Anything but two integers is ignored."""
+        if isinstance(steps, list) and len(steps) == 2 and all(type(step) is int for step in steps):
+            with self._send_lock:
+                self._send_message(self._message_builder.build_detail(*steps))
 
     def _handle_command(self, command: str, value: Any) -> None:
         """Pass a command to the run. A refusal is shown next to the button."""

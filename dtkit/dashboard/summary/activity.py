@@ -1,6 +1,6 @@
-"""What a run does instead of taking steps: it recovers from a lost node, or waits for a stuck one; and how that ended.
+"""Activity of a run instead of taking steps: recovering from a lost node, or waiting for a stuck one.
 
-Meanwhile the last steps say nothing about the present, so views show neither a throughput nor a remaining time.
+Meanwhile the last steps are no guide to the present, so views show neither a throughput nor a remaining time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 RECOVERING_GLYPH = "↻"
 _NEWER_KINDS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "save", "lost"})
-"""Kinds of events that are worth the place of a repair."""
+"""Kinds of events that replace the text on a repair."""
 _MAX_EVENTS = 300
 
 
 @dataclasses.dataclass(frozen=True)
 class Activity:
-    """What a run does instead of steps, and since when, so that a view can count the seconds."""
+    """An activity of a run and its start, so that a view can count the seconds."""
 
     glyph: str
     text: str
@@ -42,7 +42,7 @@ class Activity:
 
 
 def find_activity(run: RunView, lost_nodes: LostNodes | None = None) -> Activity | None:
-    """Return what a run does instead of steps; None while it takes steps, or rests."""
+    """Return the activity of a run; None while it takes steps, or is idle."""
     if run.status.state not in (State.RUNNING, State.PENDING):
         return None
     lost_nodes = update_lost_nodes({}, run.history.events) if lost_nodes is None else lost_nodes

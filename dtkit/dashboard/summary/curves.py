@@ -4,9 +4,9 @@ The step axis is divided into buckets of `width` steps. A bucket holds the small
 each line of each chart. When the steps exceed the buckets, neighboring buckets are merged and the width doubles. So
 100,000 steps cost as much as 500, a spike of one step never disappears, and the mean is a readable line.
 
-Up to ``MAX_NODE_LINES`` ranks have a line each. More ranks share one, which is the band over all nodes. The last line
-of a chart is the value over all ranks. Charts of values that are equal on all ranks (learning rate, gradient norm) have
-that line only. The lines of all charts are columns of one table (:class:`ChartLayout`).
+Up to ``MAX_NODE_LINES`` ranks have a line each. More ranks share one line, the band over all nodes. The last line of a
+chart is the value over all ranks. Charts of values that are equal on all ranks (learning rate, gradient norm) have that
+line only. The lines of all charts are columns of one table (:class:`ChartLayout`).
 
 Merging needs the buckets only. A page with a copy merges its own buckets when it gets a new width, and receives only
 the changed buckets (:meth:`Curves.take_changes`).
@@ -180,6 +180,10 @@ class Curves:
         totals = history.totals(self._num_totals_read)
         self._num_rows_read += len(rows)
         self._num_totals_read += len(totals)
+        self.add_rows(rows, totals, history.ranks_per_replica)
+
+    def add_rows(self, rows: np.ndarray, totals: np.ndarray, ranks_per_replica: int) -> None:
+        """Add rows of single ranks, and those over all ranks, of the same steps."""
         steps = np.concatenate([rows["step"], totals["step"]])
         if not len(steps):
             return
@@ -187,13 +191,13 @@ class Curves:
         rows = rows[rows["rank"] < self._num_ranks]
         for chart, layout in zip(self._charts, self.chart_layouts, strict=True):
             if chart.from_totals is not None:
-                values = chart.from_totals(totals, history.ranks_per_replica)
+                values = chart.from_totals(totals, ranks_per_replica)
                 self._add_values(np.full(len(totals), layout.overall_column), totals["step"], values)
             if chart.from_rows is not None and len(rows):
                 # Values that are equal on all ranks are read from one of them.
-                own = rows if chart.from_totals is not None else rows[rows["rank"] == rows["rank"].min()]
-                line = own["rank"].astype("i8") if layout.nodes > 1 else np.zeros(len(own), "i8")
-                self._add_values(layout.first + line, own["step"], chart.from_rows(own))
+                chart_rows = rows if chart.from_totals is not None else rows[rows["rank"] == rows["rank"].min()]
+                line = chart_rows["rank"].astype("i8") if layout.nodes > 1 else np.zeros(len(chart_rows), "i8")
+                self._add_values(layout.first + line, chart_rows["step"], chart.from_rows(chart_rows))
 
     def widen(self, width: int) -> None:
         """Merge buckets until they are at least `width` steps wide, which is a power of two."""
@@ -272,4 +276,16 @@ def downsample(history: History, chart: Chart, num_ranks: int, max_buckets: int 
     """Return the curves of one chart over a whole history."""
     curves = Curves((chart,), num_ranks, max_buckets)
     curves.update(history)
+    return curves.get_all()
+
+
+def read_range(
+    history: History, charts: Sequence[Chart], num_ranks: int, first_step: int, last_step: int
+) -> CurveBuckets:
+    """Return the curves between two steps, as fine as fits: what a page draws when it zooms in."""
+    rows, totals = history.rows(), history.totals()
+    rows = rows[(rows["step"] >= first_step) & (rows["step"] <= last_step)]
+    totals = totals[(totals["step"] >= first_step) & (totals["step"] <= last_step)]
+    curves = Curves(charts, num_ranks)
+    curves.add_rows(rows, totals, history.ranks_per_replica)
     return curves.get_all()

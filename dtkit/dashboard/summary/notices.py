@@ -62,14 +62,23 @@ def collect_notices(run: RunView, lost_nodes: LostNodes | None = None) -> list[N
     ]
 
 
-_MAX_ERROR_LINES, _MAX_ERROR_CHARS = 6, 1000
+_MAX_ERROR_LINES, _MAX_ERROR_CHARS = 12, 1500
+_MAX_INDENT = 8
 
 
 def list_error_lines(error: BaseException) -> list[str]:
     """Return the first lines of an error. The notebook raises all of it from `wait`."""
-    lines = f"{type(error).__name__}: {error}".strip().splitlines()[:_MAX_ERROR_LINES]
-    text = "\n".join(formatting.sanitize_text(line) for line in lines)[:_MAX_ERROR_CHARS]
+    first, *rest = str(error).strip().splitlines() or [""]
+    lines = [f"{type(error).__name__}: {formatting.name_nodes_at_start(first)}".rstrip(": ")]
+    lines += [formatting.name_nodes_at_start(line) for line in rest]
+    text = "\n".join(_sanitize_line(line) for line in lines[:_MAX_ERROR_LINES])[:_MAX_ERROR_CHARS]
     return text.splitlines()
+
+
+def _sanitize_line(line: str) -> str:
+    """Return a line that is safe to show, indented as before."""
+    indent = min(len(line) - len(line.lstrip(" ")), _MAX_INDENT)
+    return f"{' ' * indent}{formatting.sanitize_text(line)}"
 
 
 def _make_lost_notice(lost_nodes: LostNodes, num_ranks: int) -> Iterator[Notice]:

@@ -17,11 +17,12 @@ _FIELDS = ("strategy", "world_size", "batch_size", "optimizer", "loss", "shuffle
 def list_differences(specs: Sequence[RunSpec | None]) -> list[tuple[str, ...]]:
     """Return (setting, its text in each run) of the settings that differ; a dash where a run has none."""
     settings = [None if spec is None else _collect(spec) for spec in specs]
-    names = dict.fromkeys(name for own in settings if own is not None for name in own)
+    names = dict.fromkeys(name for values in settings if values is not None for name in values)
     rows = [
-        (name, *(formatting.UNKNOWN if own is None else own.get(name, "default") for own in settings)) for name in names
+        (name, *(formatting.UNKNOWN if values is None else values.get(name, "default") for values in settings))
+        for name in names
     ]
-    known = [k for k, own in enumerate(settings, 1) if own is not None]
+    known = [k for k, values in enumerate(settings, 1) if values is not None]
     return [row for row in rows if len({row[k] for k in known}) > 1]
 
 

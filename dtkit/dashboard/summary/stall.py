@@ -1,7 +1,7 @@
-"""Text on the node that doesn't move while all others wait for it, from the run's stall report.
+"""Text about a node that is stuck while all others wait for it, from the run's stall report.
 
-The elapsed seconds change all the time. So they are shown with the numbers of a view and not in the sentence, which a
-screen reader would read again at every change.
+The elapsed seconds change all the time, so a view shows them with its numbers. In the sentence, a screen reader would
+read them again at every change.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def format_position(stall: StallReport) -> str:
 def format_sentence(stall: StallReport) -> str:
     """Return a sentence with node, position and remedy, without the seconds."""
     if stall.rank is None:
-        return f"no node moves. {stall.remedy}".strip()
+        return f"no node moves. {formatting.name_nodes(stall.remedy)}".strip()
     sentence = f"node {stall.rank} is stuck{_describe_position(stall)}, and the others wait for it."
     return f"{sentence} {_format_details(stall)}".strip()
 
@@ -62,7 +62,7 @@ def format_line(stall: StallReport) -> str:
 
 def _format_details(stall: StallReport) -> str:
     location = f"It is at {stall.location}. " if stall.location else ""
-    return f"{location}{stall.remedy}"
+    return f"{location}{formatting.name_nodes(stall.remedy)}"
 
 
 def _describe_position(stall: StallReport) -> str:

@@ -1,9 +1,8 @@
 """The phases of the last step as strips, for the live timeline and the figure.
 
-The time that a node was blocked in a collective is split at the arrival of the last node
-(:mod:`dtkit.history.comm_time`): before, the node waited; after, data moved. Messages between stages are already split
-into waiting, and sending or receiving. Time between phases is left empty. Of many nodes, the preferred ones are shown,
-and others at equal distances.
+The time of a node in a collective is split at the arrival of the last node (:mod:`dtkit.history.comm_time`). Before,
+the node waited; after, data moved. Messages between stages are already split into waiting, and sending or receiving.
+Time between phases is left empty. Of many nodes, the preferred ones are shown, and others at equal distances.
 """
 
 from __future__ import annotations

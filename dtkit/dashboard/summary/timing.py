@@ -10,8 +10,8 @@ fast quartile of its recent steps, because steps that the scheduler disturbed do
 are similarly slow are named together, because a speed-up of one of them would not help.
 
 On a busy machine times are heavy-tailed, and ranks are slow for a hundred steps at a time. So "longer" has three
-conditions: by the factor ``MIN_SLOWDOWN``; by ``MIN_EXTRA_S``; and in enough single steps for a sign test, where chance
-names a rank in one of a hundred windows at most (``MAX_CHANCE``). The test assumes no distribution of times.
+conditions: by the factor ``MIN_SLOWDOWN``; by ``MIN_EXTRA_S``; and in enough single steps for a sign test. By chance,
+the test names a rank in at most one of a hundred windows (``MAX_CHANCE``). It assumes no distribution of times.
 
 Stages of a pipeline do different work on the same samples, so none of them is named.
 """

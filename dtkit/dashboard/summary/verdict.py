@@ -1,4 +1,4 @@
-"""The verdict: one line that says what holds a run back and what would help, from the measured phases.
+"""The verdict: one line about a run's bottleneck and its remedy, from the measured phases.
 
 Each cause has its own arithmetic, which predicts the time of a step, or the samples per second, without that cause. The
 verdict names the cause with the largest predicted gain, if that exceeds ``MIN_GAIN``. All ranks take a step together,
@@ -33,7 +33,7 @@ VERDICT_GLYPH = "→"
 """Glyph before a verdict."""
 
 MIN_GAIN = 0.1
-"""Smallest share of the time that a remedy must be predicted to save; means of a busy machine vary by less."""
+"""Smallest predicted saving, as a share of the time. On a busy machine, means vary by less."""
 
 MIN_STEPS = 5
 """Steps that a verdict needs. The first one warms up, and is left out."""
@@ -47,7 +47,7 @@ _OVER_STAGES = 1.3  # ratio of the slowest stage to the mean one from which the 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verdict:
-    """What holds a run back. Its text is one line; `explain()` prints the numbers behind it."""
+    """A run's bottleneck and its remedy, in one line. `explain()` prints the numbers behind it."""
 
     cause: str
     """One of "data", "straggler", "communication", "overhead", "bubble", "cut", "waiting", "computing", "unknown"."""
@@ -109,12 +109,12 @@ def find_verdict(history: History, spec: RunSpec) -> Verdict:
     if not timing.is_measured or not len(ranks):
         return Verdict("unknown", "the phases of the steps were not measured", 0.0)
     facts = _Facts(spec, timing, ranks, timing.seconds[ranks], history.ranks_per_replica)
-    found = [verdict for judge in _select_judges(facts) if (verdict := judge(facts)) and verdict.gain >= MIN_GAIN]
-    return max(found, key=lambda verdict: verdict.gain, default=_report_computing(facts))
+    verdicts = [verdict for judge in _select_judges(facts) if (verdict := judge(facts)) and verdict.gain >= MIN_GAIN]
+    return max(verdicts, key=lambda verdict: verdict.gain, default=_report_computing(facts))
 
 
 def find_shown_verdict(run: RunView) -> Verdict | None:
-    """Return the verdict for a view; None where something else matters: few steps, a stall, an error, a lost node."""
+    """Return the verdict for a view; None while something else matters: few steps, a stall, an error, a lost node."""
     if find_stall(run) is not None or run.exception is not None or update_lost_nodes({}, run.history.events):
         return None
     verdict = find_verdict(run.history, run.spec)
@@ -131,7 +131,7 @@ def _select_judges(facts: _Facts) -> Sequence[Callable[[_Facts], Verdict | None]
 
 
 def _judge_data(facts: _Facts) -> Verdict | None:
-    """Return the gain of loading batches completely ahead: the slowest rank would only compute."""
+    """Return the gain of loading all batches ahead: the slowest rank would only compute."""
     data, compute = facts.get("data"), facts.compute_s
     saved = float(compute.max() - (compute - data).max())
     if saved <= 0:
@@ -160,7 +160,7 @@ def _judge_data(facts: _Facts) -> Verdict | None:
 
 
 def _judge_straggler(facts: _Facts) -> Verdict | None:
-    """Return the gain of a step that is as long as that of the slowest node that is no straggler."""
+    """Return the gain if a step took as long as on the slowest node that isn't a straggler."""
     if facts.timing.straggler is None:
         return None
     slow = np.isin(facts.ranks, facts.timing.straggler.ranks)
@@ -188,7 +188,7 @@ def _judge_straggler(facts: _Facts) -> Verdict | None:
 
 
 def _predict_balanced(facts: _Facts) -> tuple[str, tuple[str, ...]]:
-    """Return what shares of the batch in proportion to speed would bring, where the strategy has them."""
+    """Return the gain of shares of the batch proportional to speed, if the strategy supports them."""
     if not facts.spec.strategy.startswith("DataParallel(") or "balance" in facts.spec.strategy:
         return "", ()
     compute = facts.compute_s
@@ -201,7 +201,7 @@ def _predict_balanced(facts: _Facts) -> tuple[str, tuple[str, ...]]:
 
 
 def _judge_overhead(facts: _Facts) -> Verdict | None:
-    """Return the gain of a larger batch, which communication and update don't grow with."""
+    """Return the gain of a larger batch. Communication and update don't grow with it."""
     communication = float(facts.get("communication").mean())
     fixed = communication + float((facts.get("update") + facts.get("other"))[facts.slowest])
     step_s = facts.step_s
@@ -214,12 +214,12 @@ def _judge_overhead(facts: _Facts) -> Verdict | None:
     share = (communication if is_communication else fixed) / step_s
     if share < MIN_GAIN:
         return None
-    what = "communication" if is_communication else "overhead that a batch of any size has"
+    cause = "communication" if is_communication else "overhead that a batch of any size has"
     batch = f"batch_size={factor * facts.spec.batch_size} for {speed_up:.1f} times the samples/s"
     remedies = f"{batch}{_name_other_remedies(facts, is_communication)}"
     return Verdict(
         "communication" if is_communication else "overhead",
-        f"{what} is {formatting.format_percent(share)} of a step: {remedies}",
+        f"{cause} is {formatting.format_percent(share)} of a step: {remedies}",
         1 - 1 / speed_up,
         (
             *_list_means(facts),
@@ -233,7 +233,7 @@ def _judge_overhead(facts: _Facts) -> Verdict | None:
 
 
 def _judge_sliced_model(facts: _Facts) -> Verdict | None:
-    """Return the time that a model whose layers are sliced sends activations, which grow with the batch."""
+    """Return the share of the time in which a model with sliced layers sends activations, which grow with the batch."""
     share = facts.share("communication")
     return Verdict(
         "communication",
@@ -245,7 +245,7 @@ def _judge_sliced_model(facts: _Facts) -> Verdict | None:
 
 
 def _name_other_remedies(facts: _Facts, is_communication: bool) -> str:  # noqa: FBT001 - one of two kinds of overhead
-    """Return strategies that send less often or less, for the strategies that could be theirs."""
+    """Return strategies that send less often or less, if the run could use them."""
     strategy = facts.spec.strategy
     if not is_communication:
         return ""
@@ -258,7 +258,7 @@ def _name_other_remedies(facts: _Facts, is_communication: bool) -> str:  # noqa:
 
 
 def _judge_waiting(facts: _Facts) -> Verdict | None:
-    """Return the time that nodes wait for each other in turn, where none of them is slower than the others."""
+    """Return the time that nodes wait for each other in turn, if none of them is slower than the others."""
     if facts.timing.straggler is not None:
         return None
     share = facts.share("waiting")
@@ -323,7 +323,7 @@ def _judge_bubble(facts: _Facts) -> Verdict | None:
 
 
 def _report_computing(facts: _Facts) -> Verdict:
-    """Return the verdict where no remedy would save much."""
+    """Return the verdict if no remedy would save much."""
     share = facts.share("forward") + facts.share("backward") + facts.share("update")
     largest = max(("data", "waiting", "communication", "other"), key=facts.share)
     rest = "" if facts.share(largest) < MIN_GAIN else f", {largest} {formatting.format_percent(facts.share(largest))}"

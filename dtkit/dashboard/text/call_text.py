@@ -18,7 +18,9 @@ _MAX_SHOWN_LINES = 30  # earlier lines are in `output` only
 
 
 class LogSummary:
-    """What a table needs of logged rows. Each row is read once: a loop may log a million, and views update often."""
+    """Summary of logged rows for a table. Each row is read once, since a loop may log a million rows, and views update
+    often.
+    """
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}

@@ -152,10 +152,10 @@ def format_row_numbers(rank: RankRecord) -> str:
 
 def _make_gradients_section(explanation: StepExplanation) -> Section:
     layers, total = explanation.group_layers(), explanation.all_layers
-    own = _name_rank_columns(explanation)
+    rank_columns = _name_rank_columns(explanation)
     body = [_format_layer_row(explanation, layer) for layer in (*layers, total)]
     cosines = ["cosine with the sum", "", *_format_rank_cells(explanation, total.cosine, format_cosine), "", "", "", ""]
-    head = ("layer", "shape", *own, "all-reduced", "cosine", "update", "checksum after")
+    head = ("layer", "shape", *rank_columns, "all-reduced", "cosine", "update", "checksum after")
     table = Table(head, [*body, cosines], {"layer", "shape", "checksum after"})
     return Section(
         "Each rank computes the gradient of its own loss. The all-reduce sums these gradients, each times its weight, "
@@ -184,9 +184,9 @@ def _format_rank_cells(
 
 
 def _format_layer_row(explanation: StepExplanation, layer: LayerRecord) -> list[str]:
-    own = _format_rank_cells(explanation, layer.local_norm)
+    rank_cells = _format_rank_cells(explanation, layer.local_norm)
     sums = (format_range(layer.reduced), format_range(layer.cosine, format_cosine), format_range(layer.update))
-    return [shorten_name(layer.name), format_shape(layer), *own, *sums, format_checksum(explanation, layer)]
+    return [shorten_name(layer.name), format_shape(layer), *rank_cells, *sums, format_checksum(explanation, layer)]
 
 
 def format_checksum(explanation: StepExplanation, layer: LayerRecord) -> str:

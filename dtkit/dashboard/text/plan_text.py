@@ -9,7 +9,7 @@ from dtkit._util.table import Table
 from dtkit.dashboard.text.table_page import TablePage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dtkit.planning.plan import Plan, PlanRow
 
@@ -61,34 +61,49 @@ def _describe_fit(fitting: Sequence[str], strategies: Sequence[str]) -> str:
 
 
 def _make_page(plan: Plan) -> TablePage:
+    """Make a page of two tables: a single one would be wider than a cell."""
     shows_all_ranks = plan.world_size <= _MAX_SHOWN_RANKS
     selection = [] if shows_all_ranks else ["of each strategy, the rank with least to spare"]
-    return TablePage(format_headline(plan), [_make_table(plan)], [*selection, *plan.notes])
+    return TablePage(format_headline(plan), [_make_answer(plan), _make_parts(plan)], [*selection, *plan.notes])
 
 
-def _make_table(plan: Plan) -> Table:
-    """Make a table with the answer in the first columns, which stay in sight when a page scrolls."""
-    parts = [name for _, name in MEMORY_PARTS]
-    times = ["sent/step", "computing", "waiting", "step"]
-    header = ["strategy", "rank", "samples", "needed", "free", "fits", *parts, *times]
-    return Table(header, [_format_row(row) for row in _select_rows(plan)], {"strategy"})
+def _make_answer(plan: Plan) -> Table:
+    """Make the table with what fits, and what a step costs."""
+    header = ["strategy", "rank", "samples", "needed", "free", "fits", "sent/step", "computing", "waiting", "step"]
+    return Table(header, _merge_ranks(plan, _format_answer), {"strategy", "rank"})
 
 
-def _select_rows(plan: Plan) -> list[PlanRow]:
-    if plan.world_size <= _MAX_SHOWN_RANKS:
-        return list(plan.rows)
-    return [find_tightest_row(plan.get_rows(name)) for name in plan.strategies]
+def _make_parts(plan: Plan) -> Table:
+    """Make the table with the parts of the memory that is needed."""
+    header = ["needed by", "rank", *(name for _, name in MEMORY_PARTS)]
+    return Table(header, _merge_ranks(plan, _format_parts), {"needed by", "rank"})
 
 
-def _format_row(row: PlanRow) -> list[str]:
+def _merge_ranks(plan: Plan, format_cells: Callable[[PlanRow], list[str]]) -> list[list[str]]:
+    """Return the cells of each strategy and rank, in one row for ranks with the same cells."""
+    if plan.world_size > _MAX_SHOWN_RANKS:
+        tightest = [find_tightest_row(plan.get_rows(name)) for name in plan.strategies]
+        return [[row.strategy, str(row.rank), *format_cells(row)] for row in tightest]
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for row in plan.rows:
+        ranks.setdefault((row.strategy, *format_cells(row)), []).append(row.rank)
+    merged = []
+    for (strategy, *cells), same in ranks.items():
+        is_all = len(same) == plan.world_size > 1
+        merged.append([strategy, "all" if is_all else ", ".join(map(str, same)), *cells])
+    return merged
+
+
+def _format_answer(row: PlanRow) -> list[str]:
     return [
-        row.strategy,
-        str(row.rank),
         f"{row.rows:,}",
         formatting.format_bytes(row.needed),
         formatting.format_bytes(row.free),
         "yes" if row.fits else "NO",
-        *(formatting.format_bytes(getattr(row, field)) for field, _ in MEMORY_PARTS),
         formatting.format_bytes(row.sent_bytes),
         *(formatting.format_duration(seconds) for seconds in (row.compute_s, row.communication_s, row.step_s)),
     ]
+
+
+def _format_parts(row: PlanRow) -> list[str]:
+    return [formatting.format_bytes(getattr(row, field)) for field, _ in MEMORY_PARTS]

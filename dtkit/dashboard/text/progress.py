@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import sys
 import threading
 import time
@@ -40,7 +39,7 @@ class Progress:
         self._line: _ProgressLine | None = None
 
     def update(self, text: str) -> None:
-        """Show what is done now."""
+        """Show the current activity."""
         self._text = text
 
     def start(self) -> None:
@@ -104,14 +103,25 @@ class _NotebookLine:
 
 
 class _TerminalLine:
+    """A line of rich's, which each :meth:`show` replaces, and which vanishes at the end."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(file=sys.stderr, force_terminal=True, highlight=False)
+        self._live = Live(
+            console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        self._live.start()
+
     def show(self, text: str) -> None:
-        text = text[: shutil.get_terminal_size().columns - 1]  # the cursor can't go back over a wrapped line
-        sys.stderr.write(f"\r{text}\x1b[K")
-        sys.stderr.flush()
+        from rich.text import Text
+
+        self._live.update(Text(text, no_wrap=True, overflow="ellipsis", style="cyan"), refresh=True)
 
     def finish(self, text: str) -> None:  # noqa: ARG002 - the line is cleared
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+        self._live.stop()
 
 
 class _PlainLine:

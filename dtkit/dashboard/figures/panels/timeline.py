@@ -54,9 +54,9 @@ def _draw_strip(ax: Axes, step_strip: StepStrip) -> None:
         ax.broken_barh(
             planned, (place - 0.46, 0.92), facecolor="none", edgecolor=style.MUTED_COLOR, linestyle=":", gid="plan"
         )
-        own = step_strip.boxes[step_strip.boxes["rank"] == rank]
+        boxes = step_strip.boxes[step_strip.boxes["rank"] == rank]
         for kind, name in enumerate(BOX_KINDS):
-            bars = [_get_begin_and_width(box) for box in own[own["kind"] == kind]]
+            bars = [_get_begin_and_width(box) for box in boxes[boxes["kind"] == kind]]
             ax.broken_barh(bars, (place - 0.36, 0.72), gid=f"{name}-{rank}", **{"linewidth": 0.5, **_KIND_STYLES[name]})
     passes = step_strip.boxes[np.isin(step_strip.boxes["kind"], [BOX_KINDS.index(name) for name in NUMBERED_KINDS])]
     if len(passes) <= _MAX_NUMBERED_BOXES:

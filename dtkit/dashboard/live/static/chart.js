@@ -15,7 +15,7 @@ import { s, h, setAttr, setText } from "./elements.js";
 import { newFrame } from "./frame.js";
 import { logTicks, number, tick, ticks } from "./numbers.js";
 import { nodeName } from "./picking.js";
-import { MARKED } from "./store.js";
+import { detailInSight, LIVE, MARKED } from "./store.js";
 import { newPrefix } from "./textures.js";
 
 const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
@@ -42,13 +42,14 @@ export function chart(store, name, options, redraw) {
   const update = () => {
     view.layout = options.layout?.(store) ?? store.head.charts[name];
     view.isLog = Boolean(options.canLog) && store.view.log;
-    el.hidden = !(options.shown?.(store) ?? true);
+    const isLate = !store.curves.used && !store.head.runs && !LIVE.includes(store.status.state); // no step will come
+    el.hidden = isLate || !(options.shown?.(store) ?? true);
     if (el.hidden) return;
     const flat = Boolean(options.isFlat?.(store));
     el.classList.toggle("dtk-flat", flat);
     el.classList.toggle("dtk-wide", flat);
     view.height = frame.height() ?? options.height ?? 200;
-    view.grain = options.grain?.(store) ?? bucketGrain(store.curves, store.head.columns, view.layout, options.merged);
+    view.grain = options.grain?.(store) ?? bucketGrain(detailInSight(store) ?? store.curves, store.head.columns, view.layout, options.merged);
     if (view.isLog) view.grain.value = onlyPositive(view.grain.value);
     if (!flat) drawChart(view, Math.max(240, el.clientWidth || 0));
     setText(note, (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view));

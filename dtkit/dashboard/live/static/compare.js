@@ -7,7 +7,7 @@ import { apply, newStore } from "./store.js";
 import { followTheme } from "./theme.js";
 import { toolbar } from "./toolbar.js";
 
-const COLUMNS_OF_RUNS = [["run", "label"], ["state", "state"], ["steps", "steps"], ["loss", "loss"], ["samples/s", "rate"], ["sent per rank", "sent"]];
+const COLUMNS_OF_RUNS = [["run", "label"], ["state", "state"], ["steps", "steps"], ["loss", "loss"], ["samples/s", "rate"], ["sent per node", "sent"]];
 
 function runsTable(store) {
   const body = h("tbody");

@@ -21,7 +21,7 @@ import { memory } from "./panels/memory.js";
 import { nodesTable } from "./panels/nodes.js";
 import { pictures } from "./panels/pictures.js";
 import { progress } from "./panels/progress.js";
-import { remarks } from "./panels/remarks.js";
+import { notices } from "./panels/notices.js";
 import { scalars } from "./panels/scalars.js";
 import { stepTime } from "./panels/step_time.js";
 import { summary } from "./panels/summary.js";
@@ -36,7 +36,7 @@ import { apply, isLost, newStore } from "./store.js";
 import { followTheme } from "./theme.js";
 
 /** What is above the charts, and the panels below their tools. */
-const TOP_PANELS = [header, progress, banner, remarks, controls, tiles, verdict];
+const TOP_PANELS = [header, progress, banner, notices, controls, tiles, verdict];
 const PANELS = [
   waffle, lossChart, throughputChart, metrics, scalars, gradientNormChart, learningRateChart, stepTime, timeline, pictures, system, memory, nodesTable,
   log,

@@ -19,8 +19,8 @@ export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", sto
 export function newStore() {
   return {
     seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], error: null, refused: null,
-    remarks: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], outliers: [], slow: [], slowed: [] },
-    selected: null, picking: false, effect: { count: 0, text: "" }, spot: null, strip: null, pictures: new Map(), series: new Map(),
+    notices: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], outliers: [], slow: [], slowed: [] },
+    detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, spot: null, strip: null, pictures: new Map(), series: new Map(),
     beats: false, lost: false, view: newView(), send: () => {}, redraw: () => {},
     log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null, // the step at the pointer
     curves: { width: 1, origin: 0, used: 0, data: new Float32Array(0) },
@@ -59,6 +59,10 @@ export function apply(store, content, buffers) {
     store.pictures.set(content.name, { error: content.error, bytes, wide: Boolean(content.wide) });
     return true;
   }
+  if (content.kind === "detail") {
+    store.detail = { ...content.curves, range: content.range, used: content.curves.buckets, data: floats(buffers[0]) };
+    return true;
+  }
   if (content.kind === "series") {
     for (const one of content.series) {
       const each = one.points * (one.lines + 1), [first] = [one.first];
@@ -71,13 +75,14 @@ export function apply(store, content, buffers) {
   if (!whole && content.base !== store.seq) return false;
   store.seq = content.seq;
   store.received = Date.now();
-  for (const key of ["status", "lr", "tiles", "error", "remarks"]) store[key] = content[key];
+  for (const key of ["status", "lr", "tiles", "error", "notices"]) store[key] = content[key];
   if (content.verdict !== undefined) store.verdict = content.verdict;
   applyNow(store, content);
   store.head = content.head ?? store.head; // it changes when nodes are left out
   if (whole) {
     for (const key of ["marks", "evaluations"]) store[key] = content[key];
     store.log = content.events;
+    store.detail = null; // a run may have gone back to a snapshot
     store.curves = { width: content.curves.width, origin: content.curves.origin, used: 0, data: new Float32Array(0) };
   } else {
     const events = content.events ?? [];
@@ -93,6 +98,12 @@ export function apply(store, content, buffers) {
   if (content.spot) applySpot(store, content.spot, floats(buffers[3]));
   if (content.strip) store.strip = { ...content.strip, boxes: new Uint16Array(raw(buffers[4]).buffer), measured: content.strip.boxes };
   return true;
+}
+
+/** Return the finer curves that the kernel sent for the range in sight; null where it sent none. */
+export function detailInSight({ view: { zoom }, detail, curves }) {
+  const covers = zoom && detail && detail.used && detail.width < curves.width && detail.range[0] <= zoom[0] && detail.range[1] >= zoom[1];
+  return covers ? detail : null;
 }
 
 /** Return evaluations, every other one of the older half where there are too many. */

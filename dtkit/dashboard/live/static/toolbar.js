@@ -15,7 +15,7 @@ export function toolbar(store, panels) {
   reset.addEventListener("click", () => zoomTo(store, null));
   const menu = panels ? panelsMenu(store, panels) : null, legend = legendField(store);
   const el = h("div", { class: "dtk-toolbar", role: "toolbar", "aria-label": "chart tools", "data-testid": "toolbar" },
-    legend.el, h("span", { class: "dtk-gap" }), reset, axis.el, smooth.el, scale.el, robust.el, ...(menu ? [menu.el] : []));
+    legend.el, h("span", { class: "dtk-toolset" }, reset, axis.el, smooth.el, scale.el, robust.el, ...(menu ? [menu.el] : [])));
   const update = () => {
     el.hidden = !store.curves.used;
     reset.hidden = !store.view.zoom;

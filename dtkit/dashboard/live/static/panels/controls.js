@@ -39,10 +39,10 @@ export function controls(store, send, redraw) {
     return b.command === "resume" && isReady(store) ? "Start" : b.label;
   };
   const rate = rateField(store, ask, redraw), faults = faultField(store, ask, redraw);
-  const said = h("span", { class: "dtk-said", role: "alert" });
+  const refusal = h("span", { class: "dtk-refusal", role: "alert" });
   const effect = h("span", { class: "dtk-effect dtk-note", role: "status", "data-testid": "effect" });
   const el = h("div", { class: "dtk-controls", role: "group", "aria-label": "controls" },
-    ...buttons.map((b) => b.el), rate.el, faults.el, h("div", { class: "dtk-answer" }, effect, " ", said));
+    ...buttons.map((b) => b.el), rate.el, faults.el, h("div", { class: "dtk-answer" }, effect, " ", refusal));
   const update = () => {
     const { status } = store;
     forgetAnswered(store);
@@ -58,7 +58,7 @@ export function controls(store, send, redraw) {
     rate.update();
     faults.update();
     setText(effect, store.effect.text && `✓ ${store.effect.text}`);
-    setText(said, rate.complaint() ?? store.refused?.text ?? "");
+    setText(refusal, rate.complaint() ?? store.refused?.text ?? "");
   };
   return { el, update };
 }

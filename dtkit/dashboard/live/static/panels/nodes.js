@@ -23,8 +23,7 @@ export function nodesTable(store) {
       const [loss, rate, memory] = store.ranks.subarray(3 * node.rank, 3 * node.rank + 3);
       const row = body.children[k], cells = row.children;
       drawNodeState(store, row, node.rank);
-      const used = Number.isFinite(memory) ? memory : node.memory_total - node.memory_free;
-      setText(cells[5], `${bytes(used)} of ${bytes(node.memory_total)}`);
+      setText(cells[5], `${bytes(memory ?? NaN)} of ${bytes(node.memory_total)}`); // of the process; none is known before the first step
       setText(cells[7], number(loss ?? NaN)); setText(cells[8], number(rate ?? NaN));
     });
   };

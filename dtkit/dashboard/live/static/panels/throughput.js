@@ -8,7 +8,7 @@ export function throughputChart(store, _send, redraw) {
     testid: "throughput-chart",
     fromZero: true,
     merged: 64, // single steps of a few milliseconds show the scheduler's noise (as in throughput.py)
-    note: (head, layout) => (layout.banded ? `samples/s without waiting: band of nodes; and ${head.overall}` : layout.nodes > 1 ? `samples/s without waiting, and ${head.overall}` : "samples/s"),
+    note: (head, layout) => (layout.nodes > 1 || layout.banded ? "samples/s per node, without waiting" : "samples/s"),
     overall: (head) => head.overall,
     overallName: (head) => head.overall,
     right: (head) => Math.max(72, 16 + 6.9 * head.overall.length),

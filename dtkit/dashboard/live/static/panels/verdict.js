@@ -1,4 +1,4 @@
-// What holds the run back, in one line, and its arithmetic on demand; summary/verdict.py has the text.
+// The verdict in one line, and its arithmetic on demand; summary/verdict.py has the text.
 
 import { h, setText } from "../elements.js";
 

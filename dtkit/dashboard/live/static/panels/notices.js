@@ -5,26 +5,26 @@ import { h, setText } from "../elements.js";
 const GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", identical: "✓", fewer: "○", slowed: "▼", repaired: "+" }, URGENT = ["lost", "stuck", "differs"];
 
 /** Alerts are separate: a screen reader reads them at once, and only when their text is new. */
-export function remarks(store) {
+export function notices(store) {
   const alerts = h("div", { class: "dtk-banner", role: "alert", "data-testid": "alert", hidden: "" });
-  const quiet = h("ul", { class: "dtk-remarks", "data-testid": "remarks", "aria-label": "remarks" });
-  const el = h("div", { class: "dtk-said-of-all" }, alerts, quiet);
+  const quiet = h("ul", { class: "dtk-notices", "data-testid": "notices", "aria-label": "notices" });
+  const el = h("div", { class: "dtk-notice-panel" }, alerts, quiet);
   const hold = keepHeight(el);
   const update = () => {
-    const urgent = store.remarks.filter((remark) => URGENT.includes(remark.kind));
-    const text = urgent.map((remark) => `${GLYPH[remark.kind]} ${remark.text}`).join("\n");
+    const urgent = store.notices.filter((notice) => URGENT.includes(notice.kind));
+    const text = urgent.map((notice) => `${GLYPH[notice.kind]} ${notice.text}`).join("\n");
     alerts.hidden = !text;
     setText(alerts, text);
-    const others = store.remarks.filter((remark) => !URGENT.includes(remark.kind));
+    const others = store.notices.filter((notice) => !URGENT.includes(notice.kind));
     quiet.hidden = !others.length;
     while (quiet.children.length > others.length) quiet.lastChild.remove();
     while (quiet.children.length < others.length) quiet.append(h("li"));
-    others.forEach((remark, k) => {
-      quiet.children[k].className = `dtk-remark-${remark.kind}`;
-      setText(quiet.children[k], `${GLYPH[remark.kind] ?? "•"} ${remark.text}`);
+    others.forEach((notice, k) => {
+      quiet.children[k].className = `dtk-notice-${notice.kind}`;
+      setText(quiet.children[k], `${GLYPH[notice.kind] ?? "•"} ${notice.text}`);
     });
     el.hidden = false;
-    el.hidden = !hold() && !store.remarks.length;
+    el.hidden = !hold() && !store.notices.length;
   };
   return { el, update };
 }
@@ -33,7 +33,7 @@ const HELD_MS = 10_000;
 
 /**
  * Let an element keep its height for a while after its content has become lower, so that messages that come and go don't
- * move what is below. Return a function that does so, and says whether the element still keeps a height.
+ * move what is below. The returned function does so, and returns whether the element still keeps a height.
  */
 function keepHeight(el) {
   let tall = 0, until = 0;

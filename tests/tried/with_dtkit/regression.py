@@ -10,4 +10,4 @@ rows = TensorDataset(torch.randn(32, 4, generator=generator), torch.randn(32, 1,
 loader = DataLoader(rows, batch_size=8)
 run = cluster.train(model, loader, loss=torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), epochs=1)
 run.wait()
-checksum = float(sum(p.double().sum() for p in run.model.parameters()))
+checksum = sum(p.double().sum().item() for p in run.model.parameters())

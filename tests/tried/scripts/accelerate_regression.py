@@ -1,4 +1,4 @@
-"""A loop of one's own under Accelerate."""
+"""A custom loop under Accelerate."""
 
 import torch
 from accelerate import Accelerator
@@ -15,4 +15,4 @@ for x, y in loader:
     optimizer.zero_grad()
     accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
     optimizer.step()
-print("checksum", float(sum(p.double().sum() for p in accelerator.unwrap_model(model).parameters())))
+print("checksum", sum(p.double().sum().item() for p in accelerator.unwrap_model(model).parameters()))

@@ -31,4 +31,4 @@ trainer = pl.Trainer(
     enable_progress_bar=False, enable_model_summary=False,
 )  # fmt: skip
 trainer.fit(module, DataLoader(rows, batch_size=4))
-print("checksum", float(sum(p.double().sum() for p in module.parameters())))
+print("checksum", sum(p.double().sum().item() for p in module.parameters()))

@@ -1,4 +1,4 @@
-"""A loop of one's own with DistributedDataParallel and DistributedSampler."""
+"""A custom loop with DistributedDataParallel and DistributedSampler."""
 
 import torch
 import torch.distributed as dist
@@ -16,5 +16,5 @@ for x, y in DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows, shuf
     optimizer.zero_grad()
     torch.nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
-print("checksum", float(sum(p.double().sum() for p in model.parameters())))
+print("checksum", sum(p.double().sum().item() for p in model.parameters()))
 dist.destroy_process_group()

@@ -1,0 +1,40 @@
+"""A small convolutional net in a Lightning module."""
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Module(pl.LightningModule):
+    """Classifier of images."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(), nn.Linear(32, 10),
+        )  # fmt: skip
+        self.loss_function = nn.CrossEntropyLoss()
+
+    def training_step(self, batch, _batch_idx):
+        """Return the loss."""
+        x, y = batch
+        return self.loss_function(self.model(x), y)
+
+    def configure_optimizers(self):
+        """Return the optimizer."""
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+images = torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+rows = TensorDataset(images, torch.arange(64) % 10)
+module = Module()
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
+)  # fmt: skip
+trainer.fit(module, DataLoader(rows, batch_size=8))
+print("checksum", sum(p.double().sum().item() for p in module.parameters()))

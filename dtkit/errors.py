@@ -6,6 +6,7 @@
     │   ├── VersionMismatchError  notebook and engine have versions that can't work together
     │   └── RefusedError          a request does not match the engine's owner, generation or step; nothing ran
     │       └── SupersededError   another notebook has attached to the cluster
+    ├── FirstBatchError           model or loss refuse the first rows; nothing was trained
     ├── EngineError               user code or an engine failed; `failures` has every rank's
     │   ├── ItemError             one item of cluster.map failed
     │   └── NonFiniteError        gradients were NaN or infinite; parameters are as before that step
@@ -79,20 +80,47 @@ class SerializationError(DtkitError):
 def drop_consequential_refusals(failures: Sequence[Failure]) -> Sequence[Failure]:
     """Return the failures without refusals, unless there are no others.
 
-    After the loss of an engine the others refuse their calls, which adds nothing to the cause.
+    After the loss of an engine, the others refuse their calls, which doesn't explain the cause.
     """
     return [f for f in failures if f.kind != "refused"] or failures
 
 
 class ClusterWarning(UserWarning):
-    """A cluster starts where it will be slow: more engines than cores, or next to engines that nobody uses."""
+    """A cluster will be slow: it has more engines than cores, or there are other engines that nobody uses."""
 
 
-class EngineError(DtkitError):
+class UserCodeError(DtkitError):
+    """An error in a user's code. It is shown with the user's own lines; `full` has the whole traceback."""
+
+    @property
+    def full(self) -> str:
+        """Message with the whole traceback."""
+        raise NotImplementedError
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython and terminals show: without dtkit's own frames."""
+        return render_traceback(self, is_hidden=_is_own_frame)
+
+
+class FirstBatchError(UserCodeError):
+    """Model or loss refuse the first rows, as a trial in the notebook has shown. No step was taken."""
+
+    def __init__(self, message: str, user_frames: Sequence[tuple[str, int, str, str]], traceback: str) -> None:
+        self._traceback = traceback
+        position_lines = [*_format_user_frames(user_frames), _FULL_HINT]
+        super().__init__(_fit_lines(f"the first batch fails, before the training starts: {message}", position_lines))
+
+    @property
+    def full(self) -> str:
+        """Message with the whole traceback."""
+        return f"{self}\n\n{self._traceback.rstrip()}"
+
+
+class EngineError(UserCodeError):
     """A call failed on one or more ranks.
 
-    `failures` has every rank's :class:`~dtkit.types.Failure`. Causes come first, then ranks that are interrupted or
-    stuck, then those that only lost their peer.
+    `failures` has every rank's :class:`~dtkit.types.Failure`. Causes come first, then interrupted or stuck ranks, then
+    those that only lost their peer.
     """
 
     def __init__(self, failures: Sequence[Failure]) -> None:
@@ -106,14 +134,10 @@ class EngineError(DtkitError):
 
     @property
     def full(self) -> str:
-        """Message with the whole tracebacks of the ranks that caused it."""
+        """Message of each rank that caused it, with its whole traceback."""
         causes = [f for f in self.failures if not f.victim] or [self.cause]
         tracebacks = [f"Traceback of rank {f.rank}:\n{f.traceback.rstrip()}" for f in causes if f.traceback]
         return "\n\n".join([str(self), *tracebacks])
-
-    def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows: without dtkit's own frames."""
-        return render_traceback(self, is_hidden=_is_own_frame)
 
 
 class NonFiniteError(EngineError):
@@ -121,7 +145,7 @@ class NonFiniteError(EngineError):
 
 
 class ItemError(EngineError):
-    """One item of `cluster.map` failed. `index` is its place, `cause` how and where it failed."""
+    """One item of `cluster.map` failed. `index` is its position, `cause` its failure."""
 
     def __init__(self, index: int, item: object, failure: Failure) -> None:
         super().__init__([failure])
@@ -135,9 +159,16 @@ _MAX_ITEM_CHARS = 60
 
 
 def _format_failures(failures: Sequence[Failure]) -> str:
-    """Return one message: the causes, equal ones in one line, the first one's traceback, and the ranks without one."""
+    """Return one message: the causes (equal ones in one line), the first one's traceback, and the ranks without a
+    cause.
+    """
     causes = [f for f in failures if not f.victim] or list(failures[:1])
     victims = [f.rank for f in failures if f.victim and f not in causes]
+    interrupted = [f.rank for f in causes if f.kind == "interrupted"]
+    if len(interrupted) < len(causes):  # because another rank failed
+        causes = [f for f in causes if f.kind != "interrupted"]
+    else:
+        interrupted = []
     groups: dict[tuple[object, ...], list[Failure]] = {}
     for cause in causes:
         groups.setdefault((cause.step, cause.type, cause.message), []).append(cause)
@@ -146,15 +177,35 @@ def _format_failures(failures: Sequence[Failure]) -> str:
         position = f", step {step}" if step is not None else ""
         hosts = ", ".join(dict.fromkeys(f.host for f in group))
         lines.append(f"{format_ranks([f.rank for f in group])} on {hosts}{position}: {error_type}: {message}")
-    lines += _format_user_frames(causes[0].user_frames)
+    position_lines = _format_user_frames(causes[0].user_frames)
     if victims:
-        lines.append(f"{format_ranks(victims)} only lost {'its peer' if len(victims) == 1 else 'their peers'}.")
+        position_lines.append(
+            f"{format_ranks(victims)} only lost {'its peer' if len(victims) == 1 else 'their peers'}."
+        )
+    if interrupted:
+        verb = "was" if len(interrupted) == 1 else "were"
+        position_lines.append(f"{format_ranks(interrupted)} {verb} then interrupted.")
     if causes[0].traceback:
-        lines.append("(The error's .full has the whole traceback.)")
-    return "\n".join(lines)
+        position_lines.append(_FULL_HINT)
+    return _fit_lines("\n".join(lines), position_lines)
 
 
+_FULL_HINT = "(The error's .full has the whole traceback.)"
+_MAX_LINES, _MAX_LINE_CHARS = 15, 500
 _MAX_SHOWN_FRAMES = 4
+
+
+def _fit_lines(message: str, position_lines: Sequence[str]) -> str:
+    """Return a message and its position in the code, in at most 15 lines. The middle of a long message is left out."""
+    lines = [
+        line if len(line) <= _MAX_LINE_CHARS else f"{line[:_MAX_LINE_CHARS]} [...]" for line in message.splitlines()
+    ]
+    room = _MAX_LINES - len(position_lines)
+    if len(lines) > room:
+        end = room // 3  # notes with a remedy come last
+        start = room - 1 - end
+        lines[start:-end] = [f"[... {len(lines) - room + 1} lines left out ...]"]
+    return "\n".join([*lines, *position_lines])
 
 
 def _format_user_frames(frames: Sequence[tuple[str, int, str, str]]) -> list[str]:

@@ -1,8 +1,8 @@
 """Ranks as a grid with named axes. Pure arithmetic.
 
 The axes are "dp" (replicas of the model), "pp" (stages of a pipeline) and "tp" (slices of each layer). Their sizes
-multiply to the world size. The last axis varies fastest, so that its ranks are next to each other and likely on one
-host: it is the axis that communicates most.
+multiply to the world size. The last axis varies fastest, so its ranks are next to each other, and likely on one host.
+Therefore the axis that communicates most is the last one.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ class Mesh:
         for name, size in self.axes.items():
             rank = rank * size + coordinates.get(name, 0)
         return rank
-
-    def get_ranks_along(self, axis: str, rank: int) -> list[int]:
-        """Return the ranks that have the coordinates of `rank` on all other axes, in order."""
-        coordinates = self.get_coordinates(rank)
-        return [self.get_rank(**{**coordinates, axis: k}) for k in range(self.axes[axis])]
 
     def check(self, world_size: int, **names: str) -> Mesh:
         """Return this mesh; ValueError if its size is not `world_size`, with the nearest sizes that fit.

@@ -17,13 +17,15 @@ RESERVED_COLUMNS = ("rank", "index")
 """Columns that the notebook adds to every row of `dtkit.log`."""
 
 END_EARLY_PREFIX = "end-early-"
-"""Prefix of a file in the cluster's folder, before a job's key. The file asks the ranks to end their dispatch early."""
+"""Prefix of a file in the cluster's folder, before a job's key. The file makes the ranks end their dispatch early."""
 
 ABORT_FLAG = ".off"
-"""Suffix of a file next to a group's store. The file says that a rank could not join, so that no rank waits for it."""
+"""Suffix of a file next to a group's store. If the file exists, a rank could not join, and no rank waits for it."""
 
 ALL_STATE, PER_RANK_STATE, OPTIMIZER_STATE = "all", "per_rank", "optimizers"
-"""Parts of a job's state that a rank exports: all of it, what differs between ranks, or the optimizers in that."""
+"""Parts of a job's state that a rank exports: all of it, the part that differs between ranks, or the optimizers in that
+part.
+"""
 
 Fingerprint = Mapping[tuple[int, ...], int]
 """Checksums of one rank's parameters, by the part of the model (see `Strategy.model_shard_id`).
@@ -182,7 +184,7 @@ class StepRecord:
     sent_bytes: int = 0
     """Bytes that this rank sent for synchronization."""
     grad_norm: float = math.nan
-    """Norm of the gradient, reduced over ranks and before clipping; NaN where no rank knows it."""
+    """Norm of the gradient, reduced over ranks and before clipping; NaN if no rank knows it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,9 +198,9 @@ class ReplicaCheckResult:
     differing_since: int | None
     """Step of the first comparison that showed the difference."""
     num_holders: int | None = None
-    """Number of ranks that hold each part of the model; None where every rank holds the whole model.
+    """Number of ranks that hold each part of the model; None if every rank holds the whole model.
 
-    With 1, only what is on all ranks was compared.
+    With 1, only parameters that are on all ranks were compared.
     """
 
 

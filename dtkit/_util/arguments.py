@@ -1,35 +1,65 @@
-"""Misspelled keyword arguments."""
+"""Errors of bad arguments: the name that was meant, and the caller's line instead of dtkit's."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
+import linecache
+import traceback
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from dtkit._util.installation import PACKAGE_FOLDER
+from dtkit._util.notebook import render_traceback
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def suggest_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a method so that the error for an unknown keyword argument names the one that was probably meant."""
+    """Decorate a method so that the error for an unknown keyword argument names the one that was probably meant.
+
+    Notebooks show that error, and others that dtkit raises for bad arguments, without dtkit's own frames.
+    """
     names = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        for unknown in kwargs.keys() - set(names):
-            similar = difflib.get_close_matches(unknown, names, n=1)
-            hint = f"did you mean {similar[0]}=?" if similar else f"it takes {', '.join(names)}"
-            raise TypeError(f"{_describe_call(function, args)}() has no argument {unknown}=; {hint}")
-        return function(*args, **kwargs)
+        try:
+            _refuse_unknown(kwargs.keys() - set(names), names, function, args)
+            return function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            _hide_own_frames(error)
+            raise
 
     return call
 
 
+def _refuse_unknown(
+    unknown: Iterable[str], names: Sequence[str], function: Callable[..., object], args: Sequence[object]
+) -> None:
+    for name in unknown:
+        similar = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {similar[0]}=?" if similar else f"it takes {', '.join(names)}"
+        raise TypeError(f"{_describe_call(function, args)}() has no argument {name}=; {hint}")
+
+
+def _hide_own_frames(error: Exception) -> None:
+    """Have the error shown without dtkit's frames, if a check of dtkit raised it, and no mistake within dtkit."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    line = linecache.getline(innermost.filename, innermost.lineno or 0)
+    if _is_own(innermost.filename) and line.lstrip().startswith("raise "):
+        error._render_traceback_ = functools.partial(render_traceback, error, is_hidden=_is_own)  # type: ignore[attr-defined]  # IPython's protocol
+
+
+def _is_own(file: str) -> bool:
+    return file.startswith(str(PACKAGE_FOLDER))
+
+
 def _describe_call(function: Callable[..., object], args: Sequence[object]) -> str:
-    """Return the name by which a user calls a method."""
+    """Return a method's name as users write it."""
     owner = type(args[0]).__name__ if args else "Cluster"
     return owner if function.__name__ == "__init__" else f"{owner}.{function.__name__}"

@@ -1,4 +1,4 @@
-"""Time limits of what makes several calls, or waits for a condition."""
+"""Time limits of operations that make several calls, or wait for a condition."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Deadline:
-    """Moment until which `action` must have ended; never, without `seconds`."""
+    """Moment by which `action` must have ended. Without `seconds`, there is no limit."""
 
     def __init__(self, seconds: float | None, action: str) -> None:
         self._seconds, self._action = seconds, action
         self._ends_at = math.inf if seconds is None else time.monotonic() + seconds
 
     def get_remaining_s(self) -> float | None:
-        """Return the seconds that are left for the next call, None without a limit. TimeoutError if none are."""
+        """Return the remaining seconds for the next call; None without a limit. Raises TimeoutError if none remain."""
         if self._seconds is None:
             return None
         remaining = self._ends_at - time.monotonic()

@@ -108,6 +108,16 @@ def format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def name_nodes(text: str) -> str:
+    """Return a text of dtkit about ranks as views show it: with nodes. Pictures and the log beside them say node."""
+    return re.sub(r"\brank(s?)\b", r"node\1", text)
+
+
+def name_nodes_at_start(text: str) -> str:
+    """Return the first line of an error as views show it: only "rank 1" at its start is dtkit's word."""
+    return re.sub(r"^rank(s?)(?= \d)", r"node\1", text.partition("\n")[0])
+
+
 def sanitize_text(text: str, max_chars: int = 300) -> str:
     """Return text of an engine, safe to show: one line without control characters, of at most `max_chars`."""
     clean = "".join(c if c.isprintable() else " " for c in text[: 2 * max_chars]).strip()

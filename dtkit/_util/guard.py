@@ -2,7 +2,7 @@
 
 Two kinds of code may raise anything. An error of a user's function becomes a run's exception, a call's result, or an
 error with a remedy. An error of a view (a panel, a button, a subscriber) is shown in its place or logged, and never
-affects the training. Both must be reported, so every function here takes one that reports.
+affects the training. Both must be reported, so every function here takes a function that does so.
 
 The report is called inside the `except`, and no variable here keeps the error. Such a variable would form a cycle:
 error, traceback, frame, variable. The cycle would keep models and batches alive until Python's collector runs.
@@ -10,11 +10,13 @@ error, traceback, frame, variable. The cycle would keep models and batches alive
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 _Result = TypeVar("_Result")
 _Fallback = TypeVar("_Fallback")
@@ -24,9 +26,9 @@ _log = logging.getLogger("dtkit")
 
 
 def run_guarded(work: Callable[[], _Result], report: Callable[[Exception], _Fallback]) -> _Result | _Fallback:
-    """Return the result of `work`. If it raises, return that of `report`, which may raise another error.
+    """Return the result of `work`. If it raises, return the result of `report`, which may raise another error.
 
-    KeyboardInterrupt and SystemExit pass.
+    KeyboardInterrupt and SystemExit aren't caught.
     """
     try:
         return work()
@@ -38,9 +40,9 @@ def run_guarded(work: Callable[[], _Result], report: Callable[[Exception], _Fall
 def run_guarded_in_thread(
     work: Callable[[], _Result], report: Callable[[BaseException], _Fallback]
 ) -> _Result | _Fallback:
-    """Call `work` as :func:`run_guarded` does, and catch KeyboardInterrupt and SystemExit too: for a thread.
+    """Call `work` in a thread as :func:`run_guarded` does, but catch KeyboardInterrupt and SystemExit too.
 
-    They would end the thread silently, and a caller that waits for its result would wait for ever.
+    They would end the thread silently, and a caller would wait forever for its result.
     """
     try:
         return work()
@@ -50,11 +52,32 @@ def run_guarded_in_thread(
 
 
 def return_error(error: _Error) -> _Error:
-    """Return the error: the report for a caller that keeps it."""
+    """Return the error, for callers that store it."""
     return error
 
 
-def notify_views(views: Iterable[Callable[[], None]], name: str) -> None:
-    """Call each view of the run or task `name`. An error in one is logged, and the next view is still called."""
-    for view in views:
-        run_guarded(view, lambda error: _log.error("a view of %s failed", name, exc_info=error))
+class Subscribers:
+    """Views of a run or a task, to call after every change. Any thread may use them."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[], None]] = []
+        # locks: while a callback is noted
+        self._lock = threading.Lock()
+
+    def add(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Add a callback. Return the function that removes it, which may be called repeatedly."""
+        with self._lock:
+            self._callbacks.append(callback)
+
+        def remove() -> None:
+            with self._lock, contextlib.suppress(ValueError):
+                self._callbacks.remove(callback)
+
+        return remove
+
+    def notify(self, name: str) -> None:
+        """Call each view of `name`. An error in one is logged, and the next view is still called."""
+        with self._lock:
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            run_guarded(callback, lambda error: _log.error("a view of %s failed", name, exc_info=error))

@@ -1,4 +1,4 @@
-"""Detection of a Jupyter kernel, displays in its cells, and errors as they show them."""
+"""Detection of a Jupyter kernel, displays in its cells, and tracebacks as IPython shows them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def get_shell() -> Any:
-    """Return IPython's shell, or None outside of IPython. This never imports IPython."""
+    """Return IPython's shell, or None outside of IPython. Never imports IPython."""
     ipython = sys.modules.get("IPython")
     return None if ipython is None else ipython.get_ipython()
 
@@ -38,11 +38,6 @@ class UpdatableDisplay:
     def __init__(self) -> None:
         self._handle: Any = None
 
-    @property
-    def is_shown(self) -> bool:
-        """Whether the display was made."""
-        return self._handle is not None
-
     def show(self, data: dict[str, str]) -> None:
         """Show a MIME bundle, or replace the one that is shown."""
         from IPython.display import display
@@ -54,7 +49,7 @@ class UpdatableDisplay:
 
 
 def name_code(file: str) -> str:
-    """Return how IPython names a file of code: "Cell In[3]" for a cell, else "File" and the path."""
+    """Return IPython's name of a file of code: "Cell In[3]" for a cell, else "File" and the path."""
     shell = get_shell()
     name = None if shell is None else shell.compile.format_code_name(file)
     return " ".join(name) if name else f"File {file}"

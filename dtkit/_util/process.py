@@ -1,4 +1,4 @@
-"""Identity of a process: pids are used again, so a process is known by its pid and its start time."""
+"""Identity of a process. Pids are reused, so a process is identified by its pid and its start time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtkit._util import timeouts
 
 @dataclasses.dataclass(frozen=True)
 class ProcessId:
-    """One process of this host. Compare with `matches`: start times shift when the system's clock is set."""
+    """One process of this host. Compare with `matches`, since start times shift when the system's clock is set."""
 
     pid: int
     start_time: float

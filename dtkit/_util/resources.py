@@ -1,9 +1,9 @@
 """Cores, memory and GPUs of this machine, and how many engines fit. Reads files, without torch.
 
 In a container, /proc shows the host's cores and memory. Control groups have the container's limits: version 2 keeps
-`cpu.max` and `memory.max` in one tree, version 1 has a tree for each. Limits of all groups above the process's own hold
-too, so every level up to the root is read. The usage of a group includes the file cache, which the kernel gives back on
-demand, so inactive file pages count as free.
+`cpu.max` and `memory.max` in one tree, version 1 has a tree for each. Limits of parent groups apply too, so every level
+up to the root is read. A group's usage includes the file cache, which the kernel releases on demand, so inactive file
+pages count as free.
 
 `root` is the folder with /proc, /sys and /dev; tests use their own.
 """
@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 
 _ROOT = Path("/")
 
-ENGINE_BYTES = 350_000_000
-"""Memory of an engine that has trained a small model, with its nanny. Shared pages are divided among the processes."""
+ENGINE_BYTES = 120_000_000
+"""Memory that an engine on a CPU adds when it has trained a small model. Its libraries are the fork server's.
 
-NOTEBOOK_BYTES = 500_000_000
-"""Memory of Jupyter's server, a kernel with torch, the controller, and the notebook's own data."""
+Eight engines and their nannies add 60 MB each, beside 300 MB of the fork server, as measured. The rest is for data.
+"""
+
+NOTEBOOK_BYTES = 800_000_000
+"""Memory of Jupyter's server, a kernel with torch, the controller, the fork server, and the notebook's own data."""
 
 MAX_DEFAULT_ENGINES = 4
 """Engines that are started by default: enough for every collective, few enough for a readable display."""
@@ -74,7 +77,7 @@ def read_free_swap() -> int:
 
 
 def trim_malloc() -> None:
-    """Give freed memory back to the system, where malloc is glibc's, which keeps it."""
+    """Return freed memory to the system. Only glibc's malloc, which keeps it, needs this."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -101,7 +104,7 @@ def compute_max_engines(root: Path = _ROOT) -> int:
 
 
 def compute_default_engines(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the default number of engines: one per GPU, else what cores and memory allow; at least 1."""
+    """Return the default number of engines: one per GPU, else as many as cores and memory allow; at least 1."""
     devices = count_gpus(root, environ)
     if devices:
         return devices
@@ -138,7 +141,7 @@ def _list_cgroups(root: Path, controller: str) -> Iterator[Path]:
             base = root / "sys/fs/cgroup" / controller
         else:
             continue
-        # Some containers show the host's paths. They have no such folder, and the base is their own group.
+        # Some containers show the host's paths but lack the folder. Their own group is the base folder.
         group = base / path.lstrip("/")
         yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(base))
 

@@ -25,9 +25,15 @@ from __future__ import annotations
 # -- engine processes: is it alive, is it stuck -----------------------------------------------------------------
 
 HEARTBEAT_PERIOD_S = 0.5
-"""Controller's heartbeat. New engines are registered on a beat, so a longer one delays each start."""
+"""Controller's heartbeat. New engines are registered on the second beat, so a longer one delays each start."""
+MIN_HEARTBEAT_PERIOD_S = 0.1
+"""The same for few engines on this host, whose answers cost the controller little."""
+HEARTBEATS_PER_S = 40.0
+"""Answers that the controller may get in a second, at 0.1 ms each; more engines have a slower heartbeat."""
+HEARTBEAT_CHECK_DELAY_S = 0.5
+"""What ipyparallel's engine adds to the period before it counts a missing heartbeat."""
 HEARTBEAT_TIMEOUT_S = 8.0
-"""Silence after which an engine is given up. Only stopped engines need it: the end of a process is known at once."""
+"""Silence after which an engine counts as lost. Only for stopped engines: the end of a process is noticed at once."""
 WATCHDOG_PERIOD_S = 0.5
 """Sampling period of an engine's watchdog. A sample costs the engine a fraction of a millisecond."""
 SYSTEM_SAMPLE_S = 2.0
@@ -64,9 +70,9 @@ FIRST_STEP_TIMEOUT_S = 1800.0
 MIN_STEP_TIMEOUT_S = 60.0
 """A collective's shortest limit afterwards, when it follows the median step."""
 CALL_TIMEOUT_MARGIN_S = 30.0
-"""Margin of the notebook beyond a collective's limit: the engines' error, which names the cause, comes first."""
+"""Margin of the notebook beyond a collective's limit, so that the engines' error arrives first and names the cause."""
 INDEPENDENT_CALL_TIMEOUT_S = 30.0
-"""Limit for what an engine does by itself, without a collective."""
+"""Limit for an engine's work without a collective."""
 LEAVE_GROUP_TIMEOUT_S = 5.0
 """Limit for engines that outlive the cluster to leave its group."""
 FAILURE_GRACE_S = 5.0
@@ -95,6 +101,8 @@ TASK_INTERRUPT_TIMEOUT_S = 30.0
 """Limit for an interrupted task to end, with the process group formed again."""
 SCRIPT_POLL_S = 0.1
 """Longest uninterrupted wait of an engine for a script's process."""
+SCRIPT_FAILURE_GRACE_S = 0.5
+"""Grace for a script's other ranks after one has failed: those that fail alike may still say so."""
 SCRIPT_INTERRUPT_TIMEOUT_S = 2.0
 """Limit for an interrupted script to end by itself, before it is killed."""
 SCRIPT_KILL_TIMEOUT_S = 1.0
@@ -110,13 +118,13 @@ CANCEL_KILL_TIMEOUT_S = 1.5
 STEP_CALLBACKS_TIMEOUT_S = 60.0
 """Limit for callbacks to look at the last steps, after the run has ended."""
 OUTPUT_PERIOD_S = 0.25
-"""Period of publishing what a call logs and prints."""
+"""Period of publishing a call's output."""
 OUTPUT_IDLE_TIMEOUT_S = 3600.0
 """Limit for a call's next output."""
 OUTPUT_JOIN_TIMEOUT_S = 5.0
 """Limit for the last publication when the call ends."""
 OUTPUT_POLL_S = 0.1
-"""Polling period of the notebook for what a call published."""
+"""Polling period of the notebook for a call's published output."""
 
 # -- process groups ---------------------------------------------------------------------------------------------
 
@@ -172,7 +180,7 @@ CLOSE_CHECKPOINT_TIMEOUT_S = 10.0
 FETCH_INTERRUPT_GRACE_S = 0.1
 """Grace, after an interrupt, for ranks that did not send their weights in time."""
 CLOSE_CALLBACKS_TIMEOUT_S = 10.0
-"""Limit for callbacks to finish what they do behind the training when the cluster closes."""
+"""Limit for callbacks to finish their background work when the cluster closes."""
 
 # -- experiment trackers ----------------------------------------------------------------------------------------
 
@@ -183,9 +191,9 @@ TRACKER_OPEN_TIMEOUT_S = 15.0
 TRACKER_TIME_CREDIT_S = 0.01
 """Time that a tracker may take at once, beyond its share. More would slow the first seconds of a run."""
 TRACKER_STEP_S = 0.002
-"""Time that writing a step is taken to need until it is measured."""
+"""Assumed time to write a step, until it is measured."""
 TRACKER_LAST_WRITE_S = 3.0
-"""Time for records that a tracker has not got when the run ends."""
+"""Time for records that a tracker has not received when the run ends."""
 GIT_TIMEOUT_S = 3.0
 """Limit for git to name the commit."""
 
@@ -229,29 +237,33 @@ KILL_TIMEOUT_S = 5.0
 """Limit for killed processes to end."""
 REAPER_EXIT_TIMEOUT_S = 10.0
 """Limit for the reaper to end a cluster and itself."""
+FORK_REQUEST_TIMEOUT_S = 5.0
+"""Limit for a loaded fork server to read a request and to say who it is."""
 PROCESS_POLL_S = 0.02
 """Polling period until processes have ended or engines have registered."""
 
 # -- several hosts ----------------------------------------------------------------------------------------------
 
+CONTROLLER_GONE_S = 50.0
+"""Time without a heartbeat of the controller after which engines of its own host end, unless the reaper ended them."""
 CONTROLLER_SILENT_S = 10.0
-"""Time without a heartbeat of the controller after which agents and engines end; the controller gives up sooner."""
+"""Time without a heartbeat of the controller after which agents and engines end. The controller drops them sooner."""
 REGISTRATION_TIMEOUT_S = 60.0
 """Limit for an engine to register with a busy controller."""
 AGENT_CALL_TIMEOUT_S = 10.0
 """Limit for an agent's answer, without data."""
 AGENT_DATA_TIMEOUT_S = 600.0
-"""Limit for sending data to a host once."""
+"""Limit for sending data to a host."""
 AGENT_STOP_TIMEOUT_S = 8.0
 """Limit for the agents to end their engines as a cluster closes."""
 AGENT_EXIT_DELAY_S = 0.2
-"""Delay before a stopped agent ends, in which its reply leaves."""
+"""Delay before a stopped agent ends, so that it can send its reply."""
 NEW_AGENT_TIMEOUT_S = 30.0
 """Limit for an agent that replaces a lost one."""
 MIRROR_PERIOD_S = 0.25
 """Period at which the notebook compares its folder with those of the hosts."""
 JOB_POLL_S = 0.5
-"""Period at which what starts agents is asked for its state."""
+"""Period of reading the state of the jobs that run agents."""
 REACH_TIMEOUT_S = 5.0
 """Limit for a connection from one host to another."""
 STORE_HANDSHAKE_TIMEOUT_S = 10.0
@@ -259,7 +271,7 @@ STORE_HANDSHAKE_TIMEOUT_S = 10.0
 STORE_ANSWER_TIMEOUT_S = 10.0
 """Limit for an answer of the store, which never waits."""
 STORE_POLL_S = 0.005
-"""Period at which a rank asks the store for a value that is missing."""
+"""Period at which a rank retries to read a value that is missing in the store."""
 SSH_CONNECT_TIMEOUT_S = 10.0
 """Limit for SSH to connect; SSH takes whole seconds."""
 SSH_ALIVE_INTERVAL_S = 2.0
@@ -270,7 +282,7 @@ SSH_ALIVE_INTERVAL_S = 2.0
 SLURM_COMMAND_TIMEOUT_S = 20.0
 """Limit for one of a scheduler's commands to answer."""
 SLURM_POLL_S = 2.0
-"""Period of asking for a job's state; Slurm's controller serves everybody."""
+"""Period of reading a job's state. Slurm's controller serves all users of the site."""
 SLURM_CANCEL_POLL_S = 0.25
 """The same while it is cancelled, which takes a second or two."""
 SLURM_CANCEL_TIMEOUT_S = 45.0
@@ -279,7 +291,7 @@ SLURM_CANCEL_TIMEOUT_S = 45.0
 # -- displays ---------------------------------------------------------------------------------------------------
 
 LIVE_INTERVAL_S = 0.25
-"""Period of updating a live display: fluent, and under a percent of a core."""
+"""Period of updating a live display: smooth, at less than one percent of a core."""
 LIVE_HEARTBEAT_S = 2.0
 """Period of the signs of life to a live display. The page misses them after five seconds (store.js)."""
 COMPARISON_INTERVAL_S = 0.5
@@ -331,15 +343,15 @@ JOBLIB_ABORT_TIMEOUT_S = 60.0
 HOROVOD_CYCLE_S = 0.001
 """Pause between two cycles of a negotiation, and between two looks of a rank that joined."""
 HOROVOD_JOIN_POLL_S = 0.05
-"""Time for which an operation waits before it looks for ranks that joined, and between two looks."""
+"""Time after which a waiting operation looks for joined ranks, and between two such looks."""
 HOROVOD_STALL_TIMEOUT_S = 60.0
-"""Limit in the strict mode for an operation that other ranks have not asked for."""
+"""Limit in the strict mode for an operation that other ranks have not submitted."""
 HOROVOD_STOP_TIMEOUT_S = 2.0
 """Limit for operations that still run at a shutdown."""
 HOROVOD_RESET_TIMEOUT_S = 60.0
-"""Limit for all ranks to form a new group after an error under `elastic.run`, once all have arrived."""
+"""Limit for all ranks to form a new group after an error under `elastic.run`, from the arrival of the last one."""
 HOROVOD_MEETING_TIMEOUT_S = 1800.0
-"""Limit for all ranks to arrive. Some may compute for long, or start on a new engine; the notebook ends a vain wait."""
+"""Limit for all ranks to arrive. Some may compute for long, or start on a new engine; a failed script ends the wait."""
 HOROVOD_MEETING_POLL_S = 0.02
 """Pause between two looks for ranks that arrive."""
 LESSON_TIMEOUT_S = 60.0

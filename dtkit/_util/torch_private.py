@@ -1,12 +1,12 @@
 """Private names of torch and ipyparallel that dtkit uses: one table, and the only place that reaches for them.
 
 Import a name from here as from any module: ``from dtkit._util.torch_private import tree_leaves``. The first import of a
-name loads torch and looks the name up, so a torch version without it fails where the feature's module is imported, not
-during a run. Importing this module alone doesn't load torch.
+name loads torch and looks the name up. So with a torch version without it, the import of the feature's module fails,
+not a run. Importing only this module doesn't load torch.
 
-A class member is imported as a function: ``is_view(tensor)`` calls ``tensor._is_view()``. Two uses stay elsewhere.
-A subclass may override or call protected methods of its base class, which `requires` lists here. Names of operators
-and attributes that dtkit only compares with are strings there.
+A class member is imported as a function: ``is_view(tensor)`` calls ``tensor._is_view()``. Two uses are allowed
+elsewhere. A subclass may override or call protected methods of its base class, which `requires` lists here. Names that
+are only compared, of operators and attributes, may be strings there.
 """
 
 # mypy: implicit-reexport
@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     get_default_store: Callable[[], Any]
     count_collectives: Callable[[dist.ProcessGroup], int]
     get_mesh_groups: Callable[[DeviceMesh], dict[str, dist.ProcessGroup]] | None
+    engine_app: Any
+    KernelNanny: Any
+    START_NANNY: str
     POST_P2P: str
     WAIT_P2P: str
     LAST_LR: str
@@ -82,8 +85,9 @@ class PrivateName:
     """What doesn't work without it, as the subject of a sentence in the plural."""
     why: str
     kind: str = "object"
-    """"object"; or a class member, loaded as a function of an instance: "method" or "attribute"; or "key", loaded as
-    the last part of the path, for code that sets or replaces the attribute."""
+    """"object"; "method" or "attribute" for a class member, which is loaded as a function of an instance; or "key" for
+    code that sets or replaces an attribute, which is loaded as the last part of the path.
+    """
     since: str = "2.11"
     """The first version of torch (or ipyparallel) with this name that dtkit supports."""
     is_optional: bool = False
@@ -151,6 +155,7 @@ _NO_PUBLIC = "torch has no public name for it"
 _NESTED = "Batches with nested tensors", "torch has no public functions for nested containers"
 _SIZES = "Memory estimates without memory", "only fake tensors run a user's forward without allocating"
 _PIPELINES = "Pipeline strategies"
+_FORKS = "Engines on this host"
 _SPARSE = "Sizes of sparse gradients", "the public methods refuse an uncoalesced tensor"
 _CUT = "Pipeline stages", "hasattr, named_children and named_parameters omit repeated layers and tied weights"
 _CACHES = "Process groups that end", "a cache of DTensor keeps meshes, and so threads and connections, alive"
@@ -378,5 +383,10 @@ PRIVATE_NAMES = {
         "attribute",
         "9.2",
     ),
+    "engine_app": PrivateName("ipyparallel.engine.app", "", _FORKS, "its nanny is replaced there", since="9.2"),
+    "START_NANNY": PrivateName(
+        "ipyparallel.engine.app", "start_nanny", _FORKS, "dtkit replaces it to fork the nanny", "key", "9.2"
+    ),
+    "KernelNanny": PrivateName("ipyparallel.engine.nanny", "KernelNanny", _FORKS, "it has no public name", since="9.2"),
 }
 """Private names by the name under which dtkit imports them."""

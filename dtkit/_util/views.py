@@ -1,7 +1,7 @@
 """Views of results by their class: text, HTML, and a figure.
 
-The dashboard draws results, so it stands above their classes. It registers a view for each class in
-:mod:`dtkit.dashboard.views`, which is imported when the first result is shown. Classes import this module only.
+The dashboard draws results, so its layer is above their classes. It registers a view for each class in
+:mod:`dtkit.dashboard.views`, which is imported when the first result is shown. Classes import only this module.
 """
 
 from __future__ import annotations

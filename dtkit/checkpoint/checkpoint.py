@@ -1,11 +1,11 @@
-"""Checkpoints on disk: what a run needs to continue. They are complete or absent, and never unpickled.
+"""Checkpoints on disk, from which a run can continue. They are complete or absent, and never unpickled.
 
 A checkpoint is a folder ``step-00000100`` with
 
 - ``rank-000.safetensors`` and so on: each rank's tensors under the model's names;
 - ``history.jsonl``: the history of the run;
-- ``checkpoint.json``: the request, the position of the run, plain values of the optimizer and the scheduler, the index
-  of tensors, and digests of every file and of itself.
+- ``checkpoint.json``: the arguments and position of the run, plain values of optimizer and scheduler, the index of
+  tensors, and digests of all files.
 
 It is written under another name, with ``checkpoint.json`` last, and renamed once all of it is on disk. A folder of that
 name is therefore complete. The next save removes unfinished folders. Reading never executes content of files:
@@ -135,7 +135,7 @@ class Checkpoint:
         return History.from_jsonl(self.path / HISTORY_FILE)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the model's weights as tensors on the CPU, so far as it has them.
+        """Return the model's weights as tensors on the CPU. Left-out frozen parameters are missing.
 
         Raises CheckpointError if files are damaged.
         """

@@ -1,6 +1,6 @@
 """Checkpoints in the formats of others: Hugging Face's folder, an adapter of PEFT, torch's distributed checkpoint.
 
-The model's tensors are read from the files of all ranks, one file's worth or one tensor at a time, so that no process
+The exporter reads tensors from the files of all ranks one by one, or as many as fit one output file. So no process
 holds the whole model.
 """
 

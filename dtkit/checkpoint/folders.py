@@ -1,4 +1,4 @@
-"""Folders of checkpoints: their names, and how they begin, are completed and are removed."""
+"""Folders of checkpoints: their names, creation, completion and removal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FOLDER_PATTERN = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _UNFINISHED_PATTERN = re.compile(r"\.saving-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 
 Lineage = tuple[str, ...]
-"""Names of runs, each of which continues the previous one."""
+"""Names of runs. Each run continues the previous one."""
 
 _active_folders: set[Path] = set()  # unfinished folders that this process is writing
 
@@ -85,7 +85,7 @@ def list_folders(path: Path) -> list[Path]:
 
 
 def _get_modified_time(folder: Path) -> float:
-    """Return when it was written. The folder's own time comes last, because a removed file changes it."""
+    """Return the time of writing. The folder's own time is the last resort, because removing a file changes it."""
     for path in (folder / METADATA_FILE, folder / HISTORY_FILE, folder):
         with contextlib.suppress(OSError):
             return path.stat().st_mtime

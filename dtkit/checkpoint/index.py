@@ -1,4 +1,4 @@
-"""Index of a checkpoint: which part of which tensor is in which file, and the facts of all ranks merged."""
+"""Index of a checkpoint: where each part of each tensor is, and the merged facts of all ranks."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def intersect(
     return tuple(piece_slices), tuple(part_slices)
 
 
-def shift_slice(slices: tuple[slice, ...], rows: int = 0) -> tuple[slice, ...]:
-    """Return the same part, `rows` further on in the first dimension."""
-    if not rows:
-        return slices
-    return (slice(slices[0].start + rows, slices[0].stop + rows), *slices[1:])
+def shift_slices(slices: tuple[slice, ...], start: Sequence[int]) -> tuple[slice, ...]:
+    """Return the same part of a tensor that begins at `start`."""
+    return tuple(slice(s.start + first, s.stop + first) for s, first in zip(slices, start, strict=True))
 
 
 def build_index(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return {tensor: dtype, shape, pieces} from the reports of all ranks.
 
-    A piece is [file number, its begin in the tensor, its shape], and the row in the file's tensor of that name where
-    the piece begins, unless that is 0.
+    A piece is [file number, begin in the tensor, shape]. A fourth entry is where the piece begins in the file's tensor
+    of that name, unless it is 0 in each dimension.
     """
     index: dict[str, Any] = {}
     for number, report in enumerate(reports):
         for name, (dtype, shape, blocks) in report["shards"].items():
             entry = index.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
-            entry["pieces"] += [[number, begin, size, *([row] if row else [])] for begin, size, row in blocks]
+            entry["pieces"] += [
+                [number, begin, size, *([start] if any(start) else [])] for begin, size, start in blocks
+            ]
     return index
 
 
@@ -67,8 +67,8 @@ def is_fully_covered(entry: Mapping[str, Any], num_files: int) -> bool:
     is_inside = all(
         len(begin) == len(size) == len(shape)
         and all(min(b, n) >= 0 and b + n <= whole for b, n, whole in zip(begin, size, shape, strict=True))
-        and (not row or (len(row) == 1 and len(shape) > 0 and row[0] >= 0))
-        for _, begin, size, *row in pieces
+        and (not starts or (len(starts) == 1 and len(starts[0]) == len(shape) and min(starts[0]) >= 0))
+        for _, begin, size, *starts in pieces
     )
     return bool(is_inside and sum(math.prod(size) for _, _, size, *_ in pieces) == math.prod(shape))
 

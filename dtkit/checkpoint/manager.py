@@ -1,8 +1,8 @@
-"""Checkpoints of a run, on the notebook's side: when one is due, and how the ranks' files become a checkpoint.
+"""Checkpoints of a run, on the notebook's side: when one is due, and completing it from the ranks' files.
 
 The driver sends a request to all ranks between two steps and goes on with steps. A thread waits until every rank has
 written its report, writes the history and ``checkpoint.json``, and renames the folder. Checkpoints are finished one at
-a time, in order. A failure becomes an event of the run, and the error of whoever asked for the checkpoint.
+a time, in order. A failure is logged as an event of the run, and raised to the caller that requested the checkpoint.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CheckpointResult:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPolicy:
-    """Schedule of a run's own checkpoints, as asked for in ``cluster.train``."""
+    """Schedule of a run's own checkpoints, from the arguments of ``cluster.train``."""
 
     every_steps: int | None = None
     """Steps between checkpoints; None if only the last step has one."""
@@ -99,7 +99,7 @@ class CheckpointRequest:
             raise CheckpointError(f"the engines did not write to {self.path} within {timeout:.0f} s") from None
 
     def fail(self, reason: str | BaseException) -> None:
-        """Remove its folder, and raise the error in whoever waits for it."""
+        """Remove its folder, and raise the error in callers that wait for it."""
         if self.folder is not None:
             folders.abandon_checkpoint(self.folder)
         if not self.future.done():

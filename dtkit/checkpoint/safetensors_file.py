@@ -1,8 +1,8 @@
 """Files of one rank's tensors, in the safetensors format.
 
-The format has eight bytes (length of the header), the header (JSON: name -> dtype, shape, offsets of its bytes) and the
-bytes; see https://github.com/huggingface/safetensors. The library reads the files. This module writes them, so that the
-digest needs no second pass, nothing is copied, and disk errors are raised as OSError.
+A file has eight bytes (length of the header), the header (JSON: name -> dtype, shape, byte offsets) and the bytes; see
+https://github.com/huggingface/safetensors. The library reads the files. This module writes them, so that the digest
+needs no second pass, nothing is copied, and disk errors are raised as OSError.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from safetensors import safe_open
 
-from dtkit.checkpoint.index import intersect, shift_slice
+from dtkit.checkpoint.index import intersect, shift_slices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def encode_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return what precedes the tensors' bytes: the length of the header, and the header."""
+    """Return the beginning of a file: the length of the header, and the header."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
@@ -96,7 +96,7 @@ class FileReader:
         """Return the part of a tensor with this offset and shape, on the CPU."""
         entry = self._index[name]
         part = torch.empty(tuple(shape), dtype=TORCH_DTYPES[entry["dtype"]])
-        for file, begin, size, *row in entry["pieces"]:
+        for file, begin, size, *starts in entry["pieces"]:
             intersection = intersect(begin, size, offset, shape)
             if intersection is None:
                 continue
@@ -104,7 +104,9 @@ class FileReader:
             if not size:
                 return handle.get_tensor(name)  # type: ignore[no-any-return]
             piece_slices, part_slices = intersection
-            part[part_slices] = handle.get_slice(name)[shift_slice(piece_slices, *row)]
+            part[part_slices] = handle.get_slice(name)[
+                shift_slices(piece_slices, starts[0] if starts else [0] * len(size))
+            ]
         return part
 
     def _open_file(self, name: str) -> Any:

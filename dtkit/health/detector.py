@@ -52,7 +52,7 @@ class StallDetector:
         """Report of the last check, with current seconds; None without a stall."""
         self._probe, self._config = probe, config or DetectorConfig()
         self._num_pending = 0
-        self._waiting_since = 0.0  # when the engines could start the oldest pending dispatch
+        self._waiting_since = 0.0  # the time at which engines could start the oldest pending dispatch
         self._recent_step_s: collections.deque[float] = collections.deque(maxlen=_NUM_RECENT_DISPATCHES)
         self._first_markers: dict[int, tuple[object, ...]] = {}  # by rank, at the first check of this overdue dispatch
         self._reported_key: tuple[object, ...] | None = None
@@ -91,11 +91,6 @@ class StallDetector:
         The number of steps in a dispatch has no effect, since ranks move within a long dispatch.
         """
         return max(self._config.min_limit_s, self._config.step_factor * self.median_step_s)
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether the oldest dispatch was overdue at the last check."""
-        return bool(self._first_markers)
 
     # -- checks by the driver ---------------------------------------------------------------------------------
 

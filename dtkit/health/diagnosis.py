@@ -1,4 +1,4 @@
-"""Diagnosis of a stall: which rank the others wait for, by the statuses of all ranks.
+"""Diagnosis of a stall from the statuses of all ranks: the rank that the others wait for.
 
 In this order, the culprit is
 
@@ -67,7 +67,7 @@ CERTAIN_CAUSES = ("stopped", "ended", "silent")
 
 
 def diagnose(observations: Sequence[RankObservation], silent_s: float = timeouts.WATCHDOG_SILENT_S) -> Diagnosis | None:
-    """Return which rank the others wait for. Valid only if nothing moves, since samples differ slightly in time."""
+    """Return the rank that the others wait for. Valid only if nothing moves, since samples differ slightly in time."""
     halted = next((obs for obs in observations if obs.process_state in HALTED_STATES), None)
     if halted is not None:
         return Diagnosis(halted.process_state, halted.rank)

@@ -1,4 +1,4 @@
-"""Frames of a stack: whose code a line is, and which lines are worth showing."""
+"""Frames of a stack: the owner of each line's code, and the lines to show."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_stack(locations: Sequence[tuple[str, int, str]]) -> CallStack:
 
 @functools.lru_cache(4096)
 def classify_file(file: str) -> str:
-    """Return whose code a file is: "dtkit", "library" or "user"."""
+    """Return the owner of a file's code: "dtkit", "library" or "user"."""
     if file.startswith(_DTKIT_FOLDER + "/"):
         return "dtkit"
     installed = file.startswith(("<frozen", "<string", *(f"{folder}/" for folder in _LIBRARY_FOLDERS)))

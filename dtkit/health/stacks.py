@@ -124,7 +124,7 @@ def get_process_state(pid: int, start_time: float) -> str:
 
 
 def request_stack_dump(folder: Path, observation: RankObservation) -> tuple[Frame, ...]:
-    """Signal a process on this host to write its stacks, and return the serving thread's; empty if that fails."""
+    """Signal a process on this host to write its stacks. Return the serving thread's stack; empty if that fails."""
     status, path = observation.status, get_dump_path(folder, observation.rank)
     if status is None or not status.can_dump_stacks or observation.process_state not in ("running", "sleeping"):
         return ()
@@ -156,7 +156,7 @@ def _unescape(name: str) -> str:
 
 
 def _signal_and_read(path: Path, pid: int) -> str:
-    """Signal a process, which `observe_rank` has just identified, and return what it appends to the file."""
+    """Signal a process, which `observe_rank` has just identified, and return the text that it appends to the file."""
     begin = path.stat().st_size
     os.kill(pid, signal.SIGUSR1)
     pause, deadline, size = threading.Event(), time.monotonic() + timeouts.STACK_DUMP_TIMEOUT_S, begin

@@ -38,7 +38,7 @@ class EngineStatus:
     """"data", "forward", "backward", "collective", "send", "receive", "update", "step" (between those), else `op`, or
     "idle"."""
     phase_since: float
-    """When a sample first had this phase: up to half a second late."""
+    """Time of the first sample with this phase, up to half a second late."""
     stalled_s: float
     """Seconds without progress: no step, no phase, no new collective."""
     is_blocked: bool

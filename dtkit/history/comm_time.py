@@ -5,10 +5,10 @@ wait_i = max_j begin_j - begin_i, and the rest is transfer. Ranks begin the same
 collective of a group of ranks in a step is therefore the k-th one on each of them.
 
 A *message* between stages goes forward (an activation) or backward (a gradient). Each of its two ranks marks when it
-posts its part and when it is blocked until that part is done. A blocked rank waits until the other rank has posted; the
-rest is transfer. Nobody waits for a message that left its sender before the receiver asked for it.
+posts its part, and when it is blocked until that part is complete. A blocked rank waits until the other rank has
+posted; the rest is transfer. If a message was sent before its receiver posted, no rank waits.
 
-Only the marks of all ranks together show this, so the notebook computes it, on one clock.
+This needs the marks of all ranks, so the notebook computes it, on one clock.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def split_blocked_time(
     """Return (waiting, transfer) in seconds, each of shape (ranks, steps).
 
     `blocked` has an array (steps, collectives, 3) for each rank: begin and end on the rank's clock, and a number of the
-    group of ranks. It is NaN where a step had fewer collectives. `clock_offsets` says how far each rank's clock is
-    ahead (0 by default).
+    group of ranks. It is NaN where a step had fewer collectives. `clock_offsets` has the lead of each rank's clock (0
+    by default).
     """
     width = max(spans.shape[1] for spans in blocked)
     begin, end, groups = np.moveaxis(np.stack([_pad_collectives(spans, width) for spans in blocked]), -1, 0)
@@ -79,7 +79,7 @@ def _pad_collectives(spans: np.ndarray, width: int) -> np.ndarray:
 
 
 def _find_last_begin(begin: np.ndarray, rank: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """Return when the last rank began each of these collectives, which are in order on each rank.
+    """Return the time at which the last rank began each of these collectives, which are in order on each rank.
 
     `group_ids` has a number for each pair of a step and a group of ranks.
     """
@@ -113,7 +113,9 @@ def split_collective_waits(spans: np.ndarray) -> np.ndarray:
 
 
 def _find_last_begin_if_matched(spans: np.ndarray) -> np.ndarray:
-    """Return when the last rank began each of these collectives, or its own begin if ranks can't be matched."""
+    """Return the time at which the last rank began each of these collectives, or its own begin if ranks can't be
+    matched.
+    """
     group_ids = np.unique(spans[["step", "phase"]], return_inverse=True)[1].reshape(-1)
     ranks, rank = np.unique(spans["rank"], return_inverse=True)
     counts = np.zeros((group_ids.max() + 1, len(ranks)), int)
@@ -161,7 +163,7 @@ def compute_message_waits(
 ) -> list[np.ndarray]:
     """Return the seconds of waiting in each :data:`MESSAGE_DTYPE` row, one array for each of `ranks`.
 
-    `clock_offsets` says how far each rank's clock is ahead (0 by default).
+    `clock_offsets` has the lead of each rank's clock in seconds (0 by default).
     """
     rows = np.concatenate(message_rows)
     lengths = [len(part) for part in message_rows]

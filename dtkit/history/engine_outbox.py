@@ -6,7 +6,7 @@ removed. A notebook that takes over the cluster reads the remaining files, even 
 older notebook. Results of evaluations between dispatches are kept in the same way, until a later dispatch is read.
 
 A file is a line of JSON and up to three arrays as bytes; for an evaluation, the line alone. Readers skip files that are
-cut off or malformed. The next dispatch writes what a full disk did not take.
+cut off or malformed. If the disk is full, the next dispatch writes the missing files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 UnreadDispatches = list[tuple[DispatchResult, list[Any]]]
-"""Results of dispatches as far as a history needs them (rows, blocked spans, messages), each with its output."""
+"""Parts of dispatch results that a history needs (rows, blocked spans, messages), each with its output."""
 EvaluationSums = tuple[int, dict[str, tuple[float, float]]]
 """One rank's part of an evaluation: (samples, {name: (sum, weight)})."""
 
@@ -77,7 +77,7 @@ class _OutboxFile:
 
     path: Path
     end_step: int
-    """A reader of all steps before this one has read the file."""
+    """The file has only results of steps before this one."""
     unwritten: bytes | None
     """Content; None once it is on disk."""
 
@@ -91,7 +91,7 @@ class _OutboxFile:
 
 
 def format_output(kind: str, item: Any) -> str:
-    """Return an output as a history shows it: a printed line, or numbers by name."""
+    """Return an output in the form of a history's events: a printed line, or numbers by name."""
     return str(item) if kind == "text" else " ".join(f"{name}={value:.6g}" for name, value in item.items())
 
 

@@ -65,7 +65,7 @@ TOTAL_DTYPE = np.dtype(
 
 _CHUNK_ROWS = 16384
 HistoryItem = StepRecord | Evaluation | Event | ScalarRecord
-"""What a line of a history in JSON has."""
+"""Types of the items in a history's JSON lines."""
 _ITEM_CLASSES: dict[str, type[HistoryItem]] = {
     "row": StepRecord,
     "evaluation": Evaluation,
@@ -75,13 +75,13 @@ _ITEM_CLASSES: dict[str, type[HistoryItem]] = {
 
 
 class HistoryLog(Protocol):
-    """Log on disk that receives what a history appends. :class:`~dtkit.history.run_log.RunLog` is one."""
+    """Log on disk that receives a history's new items. :class:`~dtkit.history.run_log.RunLog` is one."""
 
     folder: Path
 
     @property
     def write_error(self) -> str | None:
-        """Reason why something is not on disk yet; None if all of it is."""
+        """Reason why some items are not on disk yet; None if all are."""
 
     def append_rows(self, block: np.ndarray) -> None:
         """Append rows of dtype :data:`ROW_DTYPE`."""
@@ -90,7 +90,7 @@ class HistoryLog(Protocol):
         """Append an event, an evaluation, or numbers of the user's own."""
 
     def close(self) -> None:
-        """Write nothing more."""
+        """Stop writing."""
 
     def remove(self) -> None:
         """Close the log, and delete its folder."""
@@ -195,7 +195,7 @@ class History:
             run_log.close()
 
     def extend(self, other: History) -> None:
-        """Append another history: that of the run which this one continues."""
+        """Append another history, that of the run which this one continues."""
         with self._lock:
             self._rows.append(other.rows())
             with other._lock:
@@ -261,16 +261,18 @@ class History:
 
     @property
     def scalar_names(self) -> list[str]:
-        """Names of the numbers that `dtkit.log` got."""
+        """Names of the numbers passed to `dtkit.log`."""
         return [name for name in self._scalars.names if not name.startswith(SYSTEM_PREFIX)]
 
     @property
     def system_names(self) -> list[str]:
-        """Names of what engines report of their machines, such as ``system/CPU (cores)``; for :meth:`scalar`."""
+        """Names of the numbers that engines report about their machines, such as ``system/CPU (cores)``; for
+        :meth:`scalar`.
+        """
         return [name for name in self._scalars.names if name.startswith(SYSTEM_PREFIX)]
 
     def count_scalar_records(self, name: str) -> int:
-        """Return how often numbers of this name came in, so that a reader knows whether there are new ones."""
+        """Return how often numbers of this name were added, so that a reader knows whether there are new ones."""
         return self._scalars.count_records(name)
 
     def scalar(self, name: str, rank: int | None = None, *, since: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -353,13 +355,13 @@ class History:
 
 
 def encode_line(item: HistoryItem) -> str:
-    """Return an item as a line of JSON, from which :func:`decode_fields` makes it again."""
+    """Return an item as a line of JSON. :func:`decode_fields` restores it."""
     kind = next(kind for kind, item_class in _ITEM_CLASSES.items() if type(item) is item_class)
     return json.dumps({"type": kind, **dataclasses.asdict(item)}) + "\n"
 
 
 def decode_fields(fields: dict[str, Any]) -> HistoryItem:
-    """Return the item of a line's fields; KeyError or TypeError if there is none."""
+    """Restore an item from the fields of a line. Raises KeyError or TypeError if they are no item's."""
     return _ITEM_CLASSES[fields.pop("type")](**fields)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class OperatorTime:
-    """Calls of one operator on one rank. Time in operators that it calls is theirs."""
+    """Calls of one operator on one rank. Time in operators that it calls counts for those."""
 
     name: str
     calls: int
@@ -30,7 +30,7 @@ class OperatorTime:
 
     @property
     def self_s(self) -> float:
-        """Seconds on the GPU where it ran there, else on the CPU."""
+        """Seconds on the GPU if it ran there, else on the CPU."""
         return self.device_s or self.cpu_s
 
 
@@ -68,7 +68,7 @@ class Profile:
     num_steps: int
     ranks: Sequence[RankProfile]
     clock_offsets: Sequence[float] | None = None
-    """Seconds that each rank's clock is ahead; None on one host."""
+    """Lead of each rank's clock in seconds; None on one host."""
 
     @property
     def operators(self) -> list[OperatorRow]:
@@ -108,9 +108,9 @@ class Profile:
 
 
 def _make_row(name: str, by_rank: Sequence[Mapping[str, OperatorTime]], total_s: float) -> OperatorRow:
-    found = [operators.get(name) for operators in by_rank]
-    seconds = tuple(0.0 if operator is None else operator.self_s for operator in found)
-    calls = sum(operator.calls for operator in found if operator is not None)
+    times = [operators.get(name) for operators in by_rank]
+    seconds = tuple(0.0 if operator is None else operator.self_s for operator in times)
+    calls = sum(operator.calls for operator in times if operator is not None)
     return OperatorRow(name, calls, sum(seconds) / total_s if total_s else 0.0, seconds)
 
 
@@ -127,7 +127,7 @@ def merge_traces(ranks: Sequence[RankProfile], clock_offsets: Sequence[float] | 
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-_PROCESSES_PER_RANK = 100  # a rank's threads, its GPUs, and the profiler's own rows
+_PROCESSES_PER_RANK = 100  # room for a rank's threads, its GPUs, and the profiler's own rows
 
 
 def _move_events(events: Sequence[dict[str, Any]], rank: int, shift_us: float) -> list[dict[str, Any]]:
@@ -135,18 +135,18 @@ def _move_events(events: Sequence[dict[str, Any]], rank: int, shift_us: float) -
     processes = {
         process: rank * _PROCESSES_PER_RANK + k for k, process in enumerate(dict.fromkeys(e.get("pid") for e in events))
     }
-    moved = []
+    moved_events = []
     for event in events:
         copy = {**event, "pid": processes[event.get("pid")], "ts": float(event.get("ts", 0.0)) + shift_us}
         if "id" in event:
             copy["id"] = f"{rank}.{event['id']}"
         if event["ph"] == "M" and event.get("name") in ("process_name", "process_labels", "process_sort_index"):
             continue
-        moved.append(copy)
+        moved_events.append(copy)
     names = {event.get("pid"): event["args"].get("labels") for event in events if event.get("name") == "process_labels"}
     for process, number in processes.items():
         label = f"rank {rank}" + (f", {names[process]}" if names.get(process) else "")
         common = {"ph": "M", "pid": number, "tid": 0}
-        moved.append({**common, "name": "process_name", "args": {"name": label}})
-        moved.append({**common, "name": "process_sort_index", "args": {"sort_index": number}})
-    return moved
+        moved_events.append({**common, "name": "process_name", "args": {"name": label}})
+        moved_events.append({**common, "name": "process_sort_index", "args": {"sort_index": number}})
+    return moved_events

@@ -5,15 +5,17 @@ stored where only the user can write, next to the cluster's keys. (Checkpoints c
 pickled object.)
 
 Rows are appended as bytes, one dispatch at a time, without a sync: the system keeps them when the process ends. Readers
-skip a record that was cut off and lines that they can't parse. Records that a full disk does not take stay in memory
-and are written with later ones; the run goes on.
+skip a record that was cut off and lines that they can't parse. If the disk is full, records stay in memory and are
+written with later ones; the run goes on.
 
-Each notebook has its own files. One that takes over a run writes all that it read into new files, which then replace
-the old ones. An older notebook that is still running writes into files without a name.
+Each notebook has its own files. A notebook that takes over a run copies everything into new files, which then replace
+the old ones. An older notebook that still runs then writes into deleted files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import shutil
 import time
@@ -32,7 +34,17 @@ if TYPE_CHECKING:
 
 RUNS_FOLDER = "runs"
 """Name of the folder of runs in a cluster's folder."""
-_ROWS_FILE, _EVENTS_FILE, _RUN_FILE = "rows.bin", "notes.jsonl", "order.pkl"
+_ROWS_FILE, _EVENTS_FILE, _RUN_FILE, _LABEL_FILE = "rows.bin", "notes.jsonl", "order.pkl", "run.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunLabel:
+    """What another notebook may know of a run before it takes the cluster over."""
+
+    name: str
+    steps: int
+    modules: tuple[str, ...]
+    """Modules that the run's functions and its model need."""
 
 
 class RunLog:
@@ -49,8 +61,12 @@ class RunLog:
         """Store the pickled request. It replaces an older one when it is complete."""
         files.replace_file(self.folder / _RUN_FILE, data)
 
+    def write_label(self, label: RunLabel) -> None:
+        """Store the label. It replaces an older one."""
+        files.replace_file(self.folder / _LABEL_FILE, json.dumps(dataclasses.asdict(label)))
+
     def start_recording(self, history: History) -> None:
-        """Write the history so far, and have it write what follows."""
+        """Write the history so far, and subscribe to its new items."""
         self.append_rows(history.rows())
         items: list[Event | Evaluation | ScalarRecord] = [
             *history.events,
@@ -62,7 +78,7 @@ class RunLog:
 
     @property
     def write_error(self) -> str | None:
-        """Reason why something is not on disk yet; None if all of it is."""
+        """Reason why some items are not on disk yet; None if all are."""
         return self._rows.write_error or self._events.write_error
 
     def append_rows(self, block: np.ndarray) -> None:
@@ -74,7 +90,7 @@ class RunLog:
         self._events.append(encode_line(item).encode())
 
     def close(self) -> None:
-        """Write nothing more. Idempotent."""
+        """Stop writing. Idempotent."""
         self._rows.close()
         self._events.close()
 
@@ -88,6 +104,17 @@ def read_run_pickle(folder: Path) -> bytes | None:
     """Return the pickled request; None if there is none."""
     path = folder / _RUN_FILE
     return path.read_bytes() if path.exists() else None
+
+
+def read_labels(cluster_folder: Path) -> list[RunLabel]:
+    """Return the labels of a cluster's runs, the latest last. Those that can't be read are left out."""
+    found = []
+    for path in (cluster_folder / RUNS_FOLDER).glob(f"*/{_LABEL_FILE}"):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            label = RunLabel(str(fields["name"]), int(fields["steps"]), tuple(fields["modules"]))
+            found.append((path.stat().st_mtime, label))
+    return [label for _, label in sorted(found, key=lambda pair: pair[0])]
 
 
 def read_history(folder: Path, *, ranks_per_replica: int) -> History:

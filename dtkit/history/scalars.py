@@ -1,6 +1,6 @@
-"""Numbers of the user's own, by name, rank and step: what `dtkit.log` got in a training.
+"""Numbers that a training passed to `dtkit.log`, by name, rank and step.
 
-They are few and come in any order, so each name has a table of its own next to the history's rows.
+They are few and arrive in any order, so each name has a table of its own next to the history's rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScalarTables:
         return list(self._parts)
 
     def count_records(self, name: str) -> int:
-        """Return how often numbers of this name came in."""
+        """Return how often numbers of this name were added."""
         return len(self._parts.get(name, ()))
 
     def add(self, record: ScalarRecord) -> None:
@@ -62,7 +62,7 @@ class ScalarTables:
     def read(self, name: str, rank: int | None = None, since: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return (steps, values) of one rank, or means over all ranks by weight. Raises ValueError for a wrong name.
 
-        A step that was taken again counts once, as it was last. Steps before `since` are left out.
+        A repeated step counts once, with its last values. Steps before `since` are left out.
         """
         if name not in self._parts:
             names = ", ".join(self._parts) or "none"

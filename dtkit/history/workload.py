@@ -1,7 +1,7 @@
-"""How much a training computes for a sample, and what share of the devices' peak that is (MFU).
+"""A training's operations per sample, and their rate as a share of the devices' peak (MFU).
 
 Model FLOPs utilization (Chowdhery et al., PaLM, 2022) counts the model's own forward and backward.
-What activation checkpointing computes again doesn't count.
+Operations that activation checkpointing repeats don't count.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-    """A workload at a speed. `mfu` is None where the peak of the device or the operations are unknown."""
+    """A workload at a speed. `mfu` is None if the peak of the device or the operations are unknown."""
 
     workload: Workload
     samples_per_s: float
@@ -61,7 +61,7 @@ class Efficiency:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second on all devices; None where a sample is not a sequence of token ids."""
+        """Tokens per second on all devices; None if a sample is not a sequence of token ids."""
         return self.workload.tokens_per_sample * self.samples_per_s or None
 
     @property
@@ -79,7 +79,7 @@ class Efficiency:
 
     @property
     def mfu_note(self) -> str:
-        """Return what the share is of, or why there is none."""
+        """Return a text on the peak, or why there is no MFU."""
         if self.workload.note:
             return self.workload.note
         peak = find_peak_flops(self.workload.device_name)

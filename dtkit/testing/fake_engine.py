@@ -1,4 +1,4 @@
-"""State of fake engines, and what tests have set for their results."""
+"""State of fake engines, and the results that tests have set for them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ LOST_PEER_MESSAGE = "Connection closed by peer"
 
 
 class FakeResults:
-    """What tests have set for the results of all fake engines.
+    """Results of all fake engines, as set by tests.
 
-    `step_s` is how long a step takes according to its row; nothing sleeps. `handshake_overrides[rank]` replaces parts
-    of that engine's handshake, as in ``engines.handshake_overrides[1]["torch"] = "1.0"``.
+    `step_s` is the duration of a step in its row; nothing sleeps. `handshake_overrides[rank]` replaces parts of that
+    engine's handshake, as in ``engines.handshake_overrides[1]["torch"] = "1.0"``.
     """
 
     def __init__(self, world_size: int, step_s: float) -> None:
         self.world_size, self.step_s = world_size, step_s
         self.memory_free = 5_000_000_000  # bytes that all fake engines share
         self.handshake_overrides: list[dict[str, Any]] = [{} for _ in range(world_size)]
-        self.broadcasts: dict[str, Future[Any]] = {}  # what rank 0 broadcasts, by the key it is stored under
+        self.broadcasts: dict[str, Future[Any]] = {}  # objects that rank 0 broadcasts, by key
         # locks: for a few assignments
         self._lock = threading.Lock()
         self._nonfinite_steps: dict[int, tuple[Sequence[int], set[int], bool]] = {}
@@ -50,7 +50,7 @@ class FakeResults:
         self._end_early_after = [steps] * self.world_size
 
     def take_early_end(self, rank: int, steps: int) -> int | None:
-        """Return after how many of these steps the rank's dispatch ends early, if it does."""
+        """Return the number of these steps after which the rank's dispatch ends early, if it does."""
         early = self._end_early_after[rank]
         if not 0 < early < steps:
             return None
@@ -71,7 +71,7 @@ class FakeResults:
 
 @dataclasses.dataclass
 class FakeJob:
-    """Position of a fake job, and what its rows are made of."""
+    """Position of a fake job, and the values of its rows."""
 
     model: str
     samples: int

@@ -1,13 +1,13 @@
 """Any number of fake engines behind a :class:`~dtkit.rpc.transport.Transport`, for tests of the notebook's side.
 
-One thread for each rank serves requests in order, as an engine does, and refuses what an engine refuses::
+One thread for each rank serves requests in order, and refuses the same requests as an engine::
 
     engines = FakeTransport(2)
     cluster = dtkit.Cluster.from_transport(engines, device="cpu")
     engines.inject_failure(rank=1, op="advance", error=RuntimeError("no forward here"), at_step=7)
     run = cluster.train(...)            # fails as on real engines: rank 1 is the cause, rank 0 its victim
 
-Tests inject failures before the calls that should fail are sent, or while they are held: a rank that has already
+Tests inject failures before they send the calls that should fail, or while these are held. A rank that has already
 answered can't take part.
 """
 
@@ -93,7 +93,7 @@ class FakeTransport(FakeResults):
         self.served_requests: list[tuple[int, str, dict[str, Any]]] = []
         self.interrupted_ranks: list[int] = []
         # locks: for a few assignments
-        self._condition = threading.Condition()  # guards what tests set, and the counts of calls
+        self._condition = threading.Condition()  # guards the tests' settings, and the counts of calls
         self._is_open, self._is_closed = True, False
         self._faults: list[_Fault] = []
         self._threads: list[threading.Thread] = []
@@ -192,7 +192,7 @@ class FakeTransport(FakeResults):
         """Do nothing: no other notebook can take fake engines over."""
 
     def close(self) -> None:
-        """Serve what is held, and end the threads. Idempotent."""
+        """Serve held requests, and end the threads. Idempotent."""
         self.release_requests()
         with self._condition:
             self._is_closed = True
@@ -258,7 +258,7 @@ class FakeTransport(FakeResults):
 
 
 def _fail_together(worker: _Worker, request: Request, fault: _Fault) -> Reply[Any]:
-    """Return the failure of a rank, or the loss of its peer, with what was done until then."""
+    """Return the failure of a rank, or the loss of its peer, with the steps completed until then."""
     engine, partial = worker.engine, None
     if request.op == "advance":
         steps = 0 if fault.at_step is None else fault.at_step - request.args["step"]

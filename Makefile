@@ -12,15 +12,14 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c binde
 # Where a browser may be found; CHROMIUM=/path/to/one goes first.
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 
-# The three suites are a partition of all tests: none runs twice, none is forgotten. Tests marked `slow` repeat a
+# The two suites are a partition of all tests: none runs twice, none is forgotten. Tests marked `slow` repeat a
 # behavior in more combinations; `make test` leaves them out, `make test-all` runs them.
 UNIT_TESTS := not (cluster or gpu or notebook or browser)
-CLUSTER_TESTS := (cluster or gpu) and not (notebook or browser)
-NOTEBOOK_TESTS := notebook or browser
+ENGINE_TESTS := cluster or gpu or notebook or browser
 
-# Unit tests run in several processes. Tests on clusters don't: engines keep the cores busy.
+# Each process takes whole files, so that a file's tests share their cluster, in the order in which they are collected.
 TEST_PROCESSES ?= 2
-UNIT_PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # JupyterLab refuses to run as root unless told; this one listens on loopback only and wants a token.
 AS_ROOT = $(shell test "$$(id -u)" -ne 0 || echo --allow-root)
@@ -53,17 +52,16 @@ lint: venv  ## format, lint and strict types
 	$(BIN)/mypy
 
 check: lint  ## lint, then the unit tests
-	$(UNIT_PYTEST) -m '$(UNIT_TESTS) and not slow'
+	$(PYTEST) -m '$(UNIT_TESTS) and not slow'
 
 test: check chromium  ## check, then tests on real clusters, in notebooks and in a real browser (15 minutes)
-	$(BIN)/python -m pytest -m '$(CLUSTER_TESTS) and not slow'
-	$(BIN)/python -m pytest -m '($(NOTEBOOK_TESTS)) and not slow'
+	$(PYTEST) -m '($(ENGINE_TESTS)) and not slow'
 
 test-all: lint chromium  ## every test, also those that `make test` leaves out (an hour)
-	$(UNIT_PYTEST) -m '$(UNIT_TESTS)'
-	$(BIN)/python -m pytest -m '$(CLUSTER_TESTS)'
-	$(BIN)/python -m pytest -m '$(NOTEBOOK_TESTS)'
+	$(PYTEST) -m '$(UNIT_TESTS)'
+	$(PYTEST) -m '$(ENGINE_TESTS)'
 	$(BIN)/python -m tests.tried
+	$(BIN)/python -m tests.tried.vision
 
 faults: venv  ## break each part of a training in each way, and print what came of it (half an hour or so)
 	$(BIN)/python -m tests.faults

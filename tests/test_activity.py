@@ -52,7 +52,7 @@ def test_stuck_node_is_named_with_phase_and_seconds():
     assert find_activity(source).text == "stuck: no node moves"
 
 
-def test_repair_is_told_until_something_newer():
+def test_repair_is_shown_until_something_newer():
     lost, repair = Event(20, "lost", "node 1 lost", 100.0, 1), Event(20, "repair", REPAIRED, 109.0, None)
     events = [Event(3, "lost", "node 2 lost", 50.0, 2), Event(3, "repair", REPAIRED, 52.0, None), lost, repair]
     prints = [Event(30, "print", "hello", 120.0, 0)] * 5

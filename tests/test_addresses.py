@@ -9,7 +9,7 @@ from dtkit.cluster.agent import addresses
 INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["fe80::1", "10.0.0.2", "fd00::2"], "ib0": ["fd00::9"], "down": []}
 
 
-def test_ssh_says_how_the_host_was_reached():
+def test_address_is_the_one_that_ssh_has_reached():
     assert addresses.choose_address("127.0.0.1", {"SSH_CONNECTION": "10.0.0.1 4000 10.0.0.2 22"}) == "10.0.0.2"
     assert addresses.find_interface("10.0.0.2", INTERFACES) == "eth0"
 

@@ -78,6 +78,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an unknown shuffle": ({"shuffle": "yes"}, ValueError, "shuffle='yes'; it must be 'shard'"),
     "a strategy class": ({"strategy": dtkit.DataParallel}, TypeError, "is a class; give an instance"),
     "a strategy's name": ({"strategy": "ddp"}, TypeError, "must be a dtkit strategy"),
+    "an empty name": ({"name": " "}, TypeError, "name=' '; it must be a text"),
+    "one text as tags": ({"tags": "baseline"}, TypeError, r"tags='baseline'; it must be a list of texts"),
     "a seed below 0": ({"seed": -1}, ValueError, "seed=-1; it must be an integer from 0 up"),
 }
 
@@ -96,7 +98,10 @@ def test_bad_argument_of_train_is_refused_and_the_cluster_stays_usable(cluster: 
     [
         ((0,), r"Cluster\(0\): a cluster needs at least one engine"),
         ((-1,), r"Cluster\(-1\)"),
-        ((100_000,), r"Cluster\(100000\): this machine's free memory \(.*\) carries \d+ engines.*Use Cluster\(\d+\)"),
+        (
+            (100_000,),
+            r"Cluster\(100000\): this machine's free memory \(.*\) suffices for \d+ engines.*Use Cluster\(\d+\)",
+        ),
     ],
 )
 def test_an_impossible_number_of_engines_is_refused(arguments, message):
@@ -257,7 +262,7 @@ def stream() -> Iterator[Any]:
 
 
 BAD_STREAMS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "epochs": (stream, {"epochs": 2}, ValueError, r"epochs=2: the data is a stream without length.*Say steps="),
+    "epochs": (stream, {"epochs": 2}, ValueError, r"epochs=2: the data is a stream without length.*Give steps="),
     "a global shuffle": (stream, {"shuffle": "global"}, ValueError, "shuffle='global': the data is a stream"),
     "fewer samples than ranks": (stream, {"batch_size": 1}, ValueError, "batch_size=1 is less than the 2 ranks"),
     "a generator": (stream(), {}, TypeError, "a generator that iterates in this process.*Give the function"),

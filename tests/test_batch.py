@@ -46,7 +46,7 @@ def test_bad_options_are_refused(system: str, options: dict[str, Any], message: 
         dtkit.Batch(system, address="h", **options)
 
 
-def test_missing_scheduler_is_told(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+def test_missing_scheduler_is_reported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     job = dtkit.Batch("PBS", address="h").restore_job({"system": "PBS", "job_id": "7", "log": "x"})
     with pytest.raises(dtkit.errors.ClusterError, match="qstat is not on this notebook's PATH"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import weakref
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dtkit._util.guard import notify_views, return_error, run_guarded, run_guarded_in_thread
+from dtkit._util.guard import Subscribers, return_error, run_guarded, run_guarded_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,22 +40,22 @@ def no_collector() -> Iterator[None]:
 
 @BOTH
 def test_guard_returns_the_result_and_reports_nothing_on_success(boundary):
-    told = []
-    assert boundary(lambda: 7, told.append) == 7
-    assert told == []
+    calls = []
+    assert boundary(lambda: 7, calls.append) == 7
+    assert calls == []
 
 
 @BOTH
 def test_guard_reports_an_error_with_its_traceback_and_returns_the_report(boundary):
     error = ZeroDivisionError("no batch")
-    told = []
+    calls = []
 
-    def report(found: BaseException) -> str:
-        told.append((found, found.__traceback__.tb_next.tb_frame.f_code.co_name))
+    def report(caught: BaseException) -> str:
+        calls.append((caught, caught.__traceback__.tb_next.tb_frame.f_code.co_name))
         return "instead"
 
     assert boundary(failing(error), report) == "instead"
-    assert told == [(error, "fail")]
+    assert calls == [(error, "fail")]
 
 
 @BOTH
@@ -71,10 +72,10 @@ def test_report_can_raise_another_error(boundary):
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_run_guarded_lets_an_interrupt_pass_unreported(kind: type[BaseException]):
-    told = []
+    calls = []
     with pytest.raises(kind):
-        run_guarded(failing(kind()), told.append)
-    assert told == []
+        run_guarded(failing(kind()), calls.append)
+    assert calls == []
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -116,17 +117,33 @@ def test_objects_held_by_failing_work_are_freed_with_the_error_of_the_report():
 
 
 def test_failing_view_is_logged_and_the_next_one_is_notified(caplog: pytest.LogCaptureFixture):
-    told = []
+    calls = []
     with caplog.at_level(logging.ERROR, "dtkit"):
-        notify_views([failing(OSError("the page is gone")), lambda: told.append("the next")], "brave-otter")
-    assert told == ["the next"]
+        subscribe(failing(OSError("the page is gone")), lambda: calls.append("the next")).notify("brave-otter")
+    assert calls == ["the next"]
     (record,) = caplog.records
     assert record.getMessage() == "a view of brave-otter failed"
     assert str(record.exc_info[1]) == "the page is gone"
 
 
 def test_interrupt_ends_the_notification_of_views():
-    told = []
+    calls = []
     with pytest.raises(KeyboardInterrupt):
-        notify_views([failing(KeyboardInterrupt()), lambda: told.append("the next")], "brave-otter")
-    assert told == []
+        subscribe(failing(KeyboardInterrupt()), lambda: calls.append("the next")).notify("brave-otter")
+    assert calls == []
+
+
+def test_a_removed_view_is_not_notified_and_may_be_removed_again():
+    calls, subscribers = [], Subscribers()
+    removes = [subscribers.add(functools.partial(calls.append, k)) for k in range(2)]
+    removes[0]()
+    removes[0]()
+    subscribers.notify("brave-otter")
+    assert calls == [1]
+
+
+def subscribe(*views: Callable[[], object]) -> Subscribers:
+    subscribers = Subscribers()
+    for view in views:
+        subscribers.add(view)
+    return subscribers

@@ -118,11 +118,13 @@ def test_reader_joins_pieces_of_another_sharding(tmp_path: Path):
             assert source.read_slice("w", (5, 0), (0, 7)).shape == (0, 7)
 
 
-def test_reader_joins_pieces_of_fused_blocks(tmp_path: Path):
-    """Each of two ranks has half of the rows of the queries, the keys and the values."""
-    whole = torch.arange(24.0).reshape(12, 2)
-    parts = [torch.cat([third.chunk(2)[rank] for third in whole.chunk(3)]) for rank in range(2)]
-    shards = [TensorShard(part, (12, 2), (2 * rank, 0), fused_blocks=3) for rank, part in enumerate(parts)]
+@pytest.mark.parametrize("dim", [0, 1])
+def test_reader_joins_pieces_of_fused_blocks(tmp_path: Path, dim: int):
+    """Each of two ranks has half of the rows (or columns) of the queries, the keys and the values."""
+    whole = torch.arange(144.0).reshape(12, 12)
+    parts = [torch.cat([third.chunk(2, dim)[rank] for third in whole.chunk(3, dim)], dim) for rank in range(2)]
+    offsets = [(0, 0), (2, 0) if dim == 0 else (0, 2)]
+    shards = [TensorShard(part.contiguous(), (12, 12), at, 3, dim) for part, at in zip(parts, offsets, strict=True)]
     reports = []
     for rank, shard in enumerate(shards):
         facts = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "per_rank": {}, "frozen": {}}
@@ -134,13 +136,13 @@ def test_reader_joins_pieces_of_fused_blocks(tmp_path: Path):
     assert not index.is_fully_covered({**entries["w"], "pieces": entries["w"]["pieces"][1:]}, 2)
     with FileReader(tmp_path, entries, [folders.get_rank_filename(r) for r in range(2)], {}) as reader:
         for source in (reader, MemoryReader([{"w": shard} for shard in shards], {})):
-            assert torch.equal(source.read_slice("w", (0, 0), (12, 2)), whole)
-            assert torch.equal(source.read_slice("w", (3, 1), (6, 1)), whole[3:9, 1:])
+            assert torch.equal(source.read_slice("w", (0, 0), (12, 12)), whole)
+            assert torch.equal(source.read_slice("w", (3, 1), (6, 8)), whole[3:9, 1:9])
     states = [ShardedState({"model/w": shard}, {**facts, "aliases": {"model": {"tied": "w"}}}) for shard in shards]
     joined = join_state_dict(states)
     assert torch.equal(joined["w"], whole)
     assert joined["tied"] is joined["w"]
-    with pytest.raises(ValueError, match=r"model/w came in parts at \[\(2, 0\)\] of \(12, 2\); one is missing"):
+    with pytest.raises(ValueError, match=r"model/w came in parts at \[\(., .\)\] of \(12, 12\); one is missing"):
         join_state_dict(states[1:])
 
 

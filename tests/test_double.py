@@ -61,7 +61,14 @@ def test_an_implementation_that_lacks_an_operation_cannot_be_created():
 
 def test_operations_that_survive_a_broken_group_are_marked():
     independent = {name for name, operation in OPERATIONS.items() if operation.is_independent}
-    assert independent == {"job_status", "export_state", "export_snapshot", "export_model", "return_ownership"}
+    assert independent == {
+        "job_status",
+        "export_state",
+        "export_snapshot",
+        "export_model",
+        "return_ownership",
+        "warm_up",
+    }
     any_owner = {name for name, operation in OPERATIONS.items() if operation.accepts_any_owner}
     assert any_owner == {"handshake", "acquire_ownership", "join_group"}
     unlimited = {name for name, operation in OPERATIONS.items() if operation.has_unlimited_memory}

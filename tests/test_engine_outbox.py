@@ -43,11 +43,11 @@ def advance(start: int, stop: int, places: int = 2, rank: int = RANK) -> Dispatc
     return DispatchResult(rows, stop, 0.1, blocked_spans=blocked)
 
 
-def piped(one: DispatchResult) -> DispatchResult:
+def piped(result: DispatchResult) -> DispatchResult:
     """Return the same result with one message per step, as in a pipeline."""
-    sent = np.zeros(len(np.asarray(one.rows)), MESSAGE_DTYPE)
-    sent["step"], sent["phase"], sent["end"] = np.asarray(one.rows)["step"], 2, 0.5
-    return dataclasses.replace(one, messages=sent)
+    sent = np.zeros(len(np.asarray(result.rows)), MESSAGE_DTYPE)
+    sent["step"], sent["phase"], sent["end"] = np.asarray(result.rows)["step"], 2, 0.5
+    return dataclasses.replace(result, messages=sent)
 
 
 def steps(folder: Path, rank: int = RANK) -> list[int]:
@@ -158,8 +158,8 @@ def test_evaluations_stay_until_a_later_dispatch_was_read(tmp_path: Path, run: P
     "text",
     [*(json.dumps(FOUND)[:size] for size in (0, 1, 10, -1)), json.dumps(FOUND), "[" * 100_000 + "\n"]
     + [
-        f"{json.dumps(what)}\n"
-        for what in (4, {}, [4], [4, [1]], ["x", {}], [4, {"loss": 1}], [4, {"loss": [1, None]}])
+        f"{json.dumps(content)}\n"
+        for content in (4, {}, [4], [4, [1]], ["x", {}], [4, {"loss": 1}], [4, {"loss": [1, None]}])
     ],
 )
 def test_a_malformed_evaluation_is_left_out(tmp_path: Path, run: Path, text: str):

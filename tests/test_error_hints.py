@@ -39,7 +39,10 @@ CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
     [
         (nn.Linear(64, 10), ROWS.double(), LABELS, None, r"data are float64, and the model is float32; .*'float32'\)"),
         (nn.Linear(64, 10).double(), ROWS, LABELS, None, r"data are float32, and the model is float64; .*'float64'\)"),
-        (CONVOLUTION, ROWS, LABELS, None, r"shape \(64,\), and Conv2d expects \(1, height, width\); .*-1, 1, height"),
+        (CONVOLUTION, ROWS, LABELS, None, r"shape \(64,\), and Conv2d expects \(1, 8, 8\); .*X.reshape\(-1, 1, 8, 8\)"),
+        (CONVOLUTION, ROWS[:, :60], LABELS, None, r"shape \(60,\), and Conv2d expects \(1, height, width\);"),
+        (CONVOLUTION, torch.zeros(5, 8, 9), LABELS, None, r"shape \(8, 9\), and Conv2d expects \(1, 8, 9\); reshape"),
+        (CONVOLUTION, torch.zeros(5, 8, 9, 1), LABELS, None, r"expects \(1, 8, 9\), .*first.*transpose\(0, 3, 1, 2\)"),
         (CONVOLUTION, torch.zeros(5, 3, 8, 8), LABELS, None, r"shape \(3, 8, 8\), and Conv2d expects \(1, height"),
         (nn.Linear(32, 10), ROWS, LABELS, None, r"shape \(64,\)\. A layer expects 32 values in its last .* got 64"),
         (nn.Linear(64, 10), ROWS, LABELS.float(), None, r"targets are float32, and class labels must be int64"),
@@ -51,6 +54,16 @@ CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
 def test_error_names_the_remedy(model: nn.Module, inputs: Any, target: Any, loss: Any, expected: str):
     message = fail(model, inputs, target, loss or nn.functional.cross_entropy)
     assert re.search(expected, message), message
+
+
+def use_too_early(output: Any, target: Any) -> Any:
+    total = early + output.sum()  # noqa: F821 - the error that is tested
+    early = target
+    return total + early
+
+
+def test_variable_used_before_its_assignment_gets_no_advice_on_cells():
+    assert "cell" not in fail(nn.Linear(64, 10), ROWS, LABELS, use_too_early)
 
 
 def test_other_errors_stay_as_they_are():

@@ -126,12 +126,12 @@ def close(found: float, expected: Any) -> None:
 def test_every_number_equals_that_of_one_process(counts):
     reports = step(counts)
     check(reports, counts)
-    told = StepExplanation.from_reports(reports)
+    explanation = StepExplanation.from_reports(reports)
     inputs, targets = data()
-    close(told.loss, F.cross_entropy(net()(inputs[: sum(counts)]), targets[: sum(counts)]).detach())
-    assert told.identical
-    assert (told.step, told.epoch, told.lr, told.clip) == (5, 2, LR, None)
-    close(told.all_layers.reduced[0], math.hypot(*(float(g.norm()) for g in gradient(np.arange(sum(counts))))))
+    close(explanation.loss, F.cross_entropy(net()(inputs[: sum(counts)]), targets[: sum(counts)]).detach())
+    assert explanation.identical
+    assert (explanation.step, explanation.epoch, explanation.lr, explanation.clip) == (5, 2, LR, None)
+    close(explanation.all_layers.reduced[0], math.hypot(*(float(g.norm()) for g in gradient(np.arange(sum(counts))))))
 
 
 def in_group(rank: int, store: str, counts: tuple[int, ...]) -> dict[str, Any]:
@@ -160,9 +160,9 @@ def test_a_real_group_of_two_ranks_reports_the_numbers_of_one_process(tmp_path: 
         calls = [pool.submit(in_group, rank, str(tmp_path / "store"), counts) for rank in range(2)]
         reports = [call.result(120) for call in calls]
     check(reports, counts)
-    told = StepExplanation.from_reports(reports)
-    assert told.identical
-    assert all(layer.identical and len(set(layer.reduced)) == 1 for layer in told.layers)
+    explanation = StepExplanation.from_reports(reports)
+    assert explanation.identical
+    assert all(layer.identical and len(set(layer.reduced)) == 1 for layer in explanation.layers)
 
 
 def test_a_report_has_only_plain_types():
@@ -206,9 +206,9 @@ def test_a_rank_with_different_parameters_is_detected():
         with torch.no_grad():
             model[2].bias[0] *= 1 + by
         reports.append(finish(scope, model, gradient(np.arange(20))))
-    told = StepExplanation.from_reports(reports)
-    assert not told.identical
-    assert [layer.name for layer in told.layers if not layer.identical] == ["2.bias"]
+    explanation = StepExplanation.from_reports(reports)
+    assert not explanation.identical
+    assert [layer.name for layer in explanation.layers if not layer.identical] == ["2.bias"]
 
 
 # -- odd tensors -----------------------------------------------------------------------------------------------------
@@ -292,9 +292,9 @@ def test_nonfinite_gradients_are_reported_without_an_update():
     assert all(
         math.isnan(t["reduced"]) and t["cosine"] is t["update"] is t["checksum"] is None for t in report["tensors"]
     )
-    told = StepExplanation.from_reports([report])
-    assert not told.updated
-    assert "3. No update: the gradients are not finite." in repr(told)
+    explanation = StepExplanation.from_reports([report])
+    assert not explanation.updated
+    assert "3. No update: the gradients are not finite." in repr(explanation)
 
 
 def test_a_stream_has_no_row_numbers_and_the_clip_factor_is_reported():

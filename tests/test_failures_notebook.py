@@ -43,7 +43,7 @@ def test_the_notebook_shows_who_failed_and_where(done: ExecutedNotebook):
     text = join_stream(done.notebook, "stdout")
     assert re.search(r"repair +node 1 replaced: all go on from step \d+", text)
     assert re.search(r"rank 1 on .*, step 49: ValueError: rank 1 does not like these \d+ rows", text)
-    assert "rank 1 is stopped (SIGSTOP)" in text
+    assert "node 1 is stopped (SIGSTOP)" in text
     assert "KeyboardInterrupt: paused at step" in text
     stacks = "".join(
         output.data["text/plain"]

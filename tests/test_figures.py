@@ -19,10 +19,10 @@ def panel(figure, name):
     return found
 
 
-def said(figure):
-    """The remarks under the title, without the verdict."""
-    remarks = [text for text in figure.texts if (text.get_gid() or "").startswith("remark-")]
-    return [text for text in remarks if text.get_gid() != "remark-verdict"]
+def get_notices(figure):
+    """The notices under the title, without the verdict and the learning rate."""
+    notices = [text for text in figure.texts if (text.get_gid() or "").startswith("notice-")]
+    return [text for text in notices if text.get_gid() not in ("notice-verdict", "notice-lr")]
 
 
 def lines(ax):
@@ -161,6 +161,9 @@ def test_optional_panels_are_drawn_where_they_have_data():
     source.advance(30)
     figure = run_figure.draw_run(source)
     assert lines(panel(figure, "Gradient norm")) == [formatting.format_loss(source.history.totals()["grad_norm"][-1])]
+    rate = "learning rate 0.1, the same since the first step"
+    assert rate in [text.get_text() for text in figure.texts]  # a line, not a third of the height
+    assert "Learning rate" not in [ax._left_title.get_text() for ax in figure.axes]
     source.lr = 0.01
     source.advance(30)
     assert lines(panel(run_figure.draw_run(source), "Learning rate")) == ["0.01"]
@@ -175,15 +178,15 @@ def test_optional_panels_are_drawn_where_they_have_data():
 def test_replica_checks_and_delays_are_listed_below_the_title():
     source = FakeSource()
     source.advance(30)
-    assert said(run_figure.draw_run(source)) == []
+    assert get_notices(run_figure.draw_run(source)) == []
     source.delay_factors, source.consistency = {1: 2.0}, ReplicaCheckResult(30, (), None)
     figure = run_figure.draw_run(source)
-    assert [text.get_text() for text in said(figure)] == [
+    assert [text.get_text() for text in get_notices(figure)] == [
         "✓ parameters identical on 4 nodes, checked at step 30",
         "▼ node 1 slowed 2x on purpose",
     ]
     source.consistency = ReplicaCheckResult(30, (1, 3), 20)
-    alert = said(run_figure.draw_run(source))[0]
+    alert = get_notices(run_figure.draw_run(source))[0]
     assert alert.get_text() == "✕ nodes 1 and 3 differ since step 20: parameters are no longer equal"
     assert (alert.get_color(), alert.get_weight()) == (style.ALERT_COLOR, "bold")
 
@@ -278,9 +281,9 @@ def test_a_failed_run_shows_its_error_first():
     source.end(State.FAILED)
     source.advance(3)
     figure = run_figure.draw_run(source)
-    texts = [text.get_text() for text in said(figure)]
-    assert texts[0] == "EngineError: rank 1 on host, step 3: ValueError: bad"
-    assert texts[1:3] == ["File a.py, line 7, in step", "x = 1"]
+    texts = [text.get_text() for text in get_notices(figure)]
+    assert texts[0] == "EngineError: node 1 on host, step 3: ValueError: bad"
+    assert texts[1:3] == ["  File a.py, line 7, in step", "    x = 1"]
     assert figure.axes
 
 
@@ -290,4 +293,4 @@ def test_a_run_that_failed_before_its_first_step_has_no_empty_axes():
     source.end(State.FAILED)
     figure = run_figure.draw_run(source)
     assert not figure.axes
-    assert said(figure)[0].get_text() == "RuntimeError: no step was made"
+    assert get_notices(figure)[0].get_text() == "RuntimeError: no step was made"

@@ -34,7 +34,7 @@ def group(transport: FakeTransport) -> Iterator[EngineGroup]:
 def gather(group: EngineGroup, futures: list[Future[Reply[Any]]], timeout: float, **options: Any) -> list[Reply[Any]]:
     """Gather in another thread, so that a wait without end fails the test."""
     with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(group.gather_replies, futures, timeout, grace_s=SHORT_S, **options)
+        pending = pool.submit(group.gather_replies, futures, timeout, **{"grace_s": SHORT_S, **options})
         try:
             return pending.result(TEST_LIMIT_S)
         except TimeoutError:
@@ -61,6 +61,15 @@ def test_failure_of_one_rank_shortens_the_wait_for_the_others(group: EngineGroup
     first, second = gather(group, [failed, Future()], FAR_S)
     assert transport.interrupted_ranks == [1]
     assert (first.failure.message, second.failure.kind) == ("bad row", "stuck")
+
+
+def test_first_grace_may_be_shorter_than_the_one_after_the_interrupt(group: EngineGroup, transport: FakeTransport):
+    failed: Future[Reply[Any]] = Future()
+    failed.set_result(Reply(failure=make_failure(0)))
+    interrupted: Future[Reply[Any]] = Future()
+    transport.interrupt = lambda _ranks: interrupted.set_result(Reply(failure=make_failure(1)))
+    replies = gather(group, [failed, interrupted], FAR_S, grace_s=FAR_S, first_grace_s=SHORT_S)
+    assert [reply.failure.rank for reply in replies] == [0, 1]
 
 
 def test_success_of_one_rank_shortens_the_wait_only_on_request(group: EngineGroup, transport: FakeTransport):

@@ -169,6 +169,6 @@ def train_perceptron(
 def _all_reduce_on_the_gpu() -> float:
     import torch.distributed as dist
 
-    one = torch.ones(1, device="cuda")
-    dist.all_reduce(one)
-    return float(one)
+    tensor = torch.ones(1, device="cuda")
+    dist.all_reduce(tensor)
+    return float(tensor)

@@ -87,6 +87,6 @@ def test_weighted_loss_of_parts_gives_the_loss_of_the_batch():
     torch.testing.assert_close(sum(value for value, _ in pairs) / total, whole.double(), check_dtype=False)
 
 
-def test_repr_of_a_weight_says_what_it_counts():
+def test_repr_of_a_weight_names_the_counted_labels():
     assert str(PLAIN) == "all labels other than -100"
     assert str(SHIFTED) == "all labels but the first of each row other than -100"

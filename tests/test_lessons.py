@@ -156,7 +156,7 @@ def test_durations_are_drawn_with_guesses_and_limits(lesson: lessons.Lesson):
     assert repr(picture) == "Picture: noticed: 0.2 s; replaced: 1 s"
 
 
-def test_a_lesson_without_durations_says_how_to_make_some(lesson: lessons.Lesson):
+def test_a_lesson_without_durations_raises_with_the_remedy(lesson: lessons.Lesson):
     with pytest.raises(ValueError, match=r"make some with lesson\.at_most"):
         lesson.draw_durations()
 

@@ -62,6 +62,26 @@ def test_curves_keep_extremes_in_a_fixed_number_of_buckets():
     assert part.middle_steps[0] < part.middle_steps[-1] <= 100_000 + part.width
 
 
+def test_a_page_that_zooms_gets_single_steps_and_bad_ranges_nothing():
+    source = FakeSource(ranks=2, steps=100_000)
+    source.advance(50_000)
+    dashboard, sent = widget.Dashboard(source), []
+    dashboard.send = lambda content, buffers=(): sent.append((content, buffers))
+    for steps in ([1, "2"], [1], None, [1.5, 2.5], {"a": 1}, [True, 9]):
+        dashboard._on_page_message(None, {"zoom": steps}, [])
+    assert "detail" not in [content["kind"] for content, _ in sent]
+    dashboard._on_page_message(None, {"zoom": [40_001, 40_400]}, [])
+    content, (buffer,) = next(message for message in sent if message[0]["kind"] == "detail")
+    assert content["curves"] == {"width": 1, "origin": 40_001, "buckets": 400}
+    values = np.frombuffer(buffer, "<f4").reshape(400, -1, 3)
+    losses = source.history.loss(1)[1]
+    np.testing.assert_array_equal(values[:, 1, 1], losses[40_000:40_400].astype("f4"))
+    dashboard._on_page_message(None, {"zoom": [60_000, 70_000]}, [])  # beyond the last step
+    details = [content for content, _ in sent if content["kind"] == "detail"]
+    assert details[-1]["curves"]["buckets"] == 0
+    dashboard.close()
+
+
 def test_curves_of_few_steps_hold_the_exact_values():
     source = FakeSource(ranks=3, steps=100)
     source.advance(100)
@@ -140,7 +160,7 @@ class Page:
         else:
             self.log = (self.log + content.get("events", []))[-MAX_LOG_LINES:]
             self.evaluations += content.get("evaluations", [])
-        self.status, self.tiles, self.remarks = content["status"], content["tiles"], content["remarks"]
+        self.status, self.tiles, self.notices = content["status"], content["tiles"], content["notices"]
         while self.width < part["width"]:
             self._join()
         values = np.repeat(values, 3) if part["flat"] else values
@@ -182,7 +202,7 @@ def long_story(builder, source):
 
 def assert_same(a, b):
     assert (a.seq, a.width, a.log, a.status, a.tiles) == (b.seq, b.width, b.log, b.status, b.tiles)
-    assert (a.evaluations, a.remarks, a.time) == (b.evaluations, b.remarks, b.time)
+    assert (a.evaluations, a.notices, a.time) == (b.evaluations, b.notices, b.time)
     np.testing.assert_array_equal(a.bars, b.bars)
     np.testing.assert_array_equal(a.ranks, b.ranks)
     np.testing.assert_allclose(a.values, b.values, rtol=2e-6)
@@ -326,7 +346,7 @@ def test_node_throughput_excludes_waiting():
 def test_notices_are_sent_with_their_kind():
     source = FakeSource(ranks=4)
     source.delay_factors, source.consistency = {1: 2.0}, ReplicaCheckResult(412, (), None)
-    assert MessageBuilder(source).build_snapshot().content["remarks"] == [
+    assert MessageBuilder(source).build_snapshot().content["notices"] == [
         {"kind": "identical", "text": "parameters identical on 4 nodes, checked at step 412"},
         {"kind": "slowed", "text": "node 1 slowed 2x on purpose"},
     ]
@@ -343,23 +363,23 @@ def test_a_stall_is_sent_until_it_ends():
     nodes = {tile["label"]: tile for tile in content["tiles"]}["nodes"]
     assert nodes == {"label": "nodes", "value": "4 / 4", "note": "⊘ node 1 stuck: forward, 12 s", "alert": True}
     assert content["nodes_now"]["stuck"] == [1]
-    assert content["remarks"] == [
+    assert content["notices"] == [
         {
             "kind": "stuck",
             "text": "node 1 is stuck in forward of step 31, and the others wait for it. It is at train.py:12 in "
-            "step. cluster.stacks() shows the position of all ranks",
+            "step. cluster.stacks() shows the position of all nodes",
         }
     ]
     assert content["status"]["message"] == ""  # reported only once
     assert [mark["kind"] for mark in builder.build_snapshot().content["marks"]] == ["stuck"]
-    said = content["remarks"]
+    said = content["notices"]
     source.stick(1, seconds=40.0)
     content = builder.build_change().content
     assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ node 1 stuck: forward, 40 s"
-    assert content["remarks"] == said  # a screen reader repeats an alert whenever its text changes
+    assert content["notices"] == said  # a screen reader repeats an alert whenever its text changes
     source.stall_report, source.message = None, ""
     content = builder.build_change().content
-    assert (content["remarks"], content["nodes_now"]["stuck"]) == ([], [])
+    assert (content["notices"], content["nodes_now"]["stuck"]) == ([], [])
     assert [mark["kind"] for mark in builder.build_snapshot().content["marks"]] == ["stuck", "stuck"]
 
 
@@ -369,11 +389,11 @@ def test_a_stall_of_all_nodes_is_shown_and_a_straggler_is_not_stuck():
     source.stick(None, seconds=75.0)
     content = MessageBuilder(source).build_snapshot().content
     assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ no node moves: 1 min 15 s"
-    assert content["remarks"][0]["text"] == "no node moves. cluster.stacks() shows the position of all ranks"
+    assert content["notices"][0]["text"] == "no node moves. cluster.stacks() shows the position of all nodes"
     assert content["nodes_now"]["stuck"] == []
     source.stall_report = dataclasses.replace(source.stall_report, kind="straggler", rank=2)
     content = MessageBuilder(source).build_snapshot().content
-    assert (content["remarks"], content["nodes_now"]["stuck"]) == ([], [])
+    assert (content["notices"], content["nodes_now"]["stuck"]) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -445,13 +465,13 @@ def test_the_page_merges_changes_like_the_notebook(tmp_path):
         take(late, messages.at(-1));
         take(gappy, messages[0]);
         const gap = take(gappy, messages[5]);
-        const plain = ({ curves, log, evaluations, ranks, status, marks, remarks, time, bars }) => {
+        const plain = ({ curves, log, evaluations, ranks, status, marks, notices, time, bars }) => {
           const each = early.head.columns * 3;
           const kept = curves.data.slice(0, curves.used * each);
           const data = Array.from(kept, (v) => (Number.isNaN(v) ? null : v));
           const { width, used } = curves;
           const numbers = { data, ranks: [...ranks], bars: [...bars] };
-          return { width, used, ...numbers, log, evaluations, status, marks, remarks, time };
+          return { width, used, ...numbers, log, evaluations, status, marks, notices, time };
         };
         const all = applied.every(Boolean);
         console.log(JSON.stringify({ all, gap, early: plain(early), late: plain(late) }));
@@ -765,7 +785,7 @@ def test_no_cell_holds_a_widget_view(notebook):
     assert set().union(*bundles) == {"text/html", "image/png", "text/plain"}
 
 
-def test_a_run_that_goes_on_has_a_picture_that_says_its_age(notebook):
+def test_a_run_that_goes_on_has_a_picture_with_its_time(notebook):
     source = FakeSource()
     source.advance(5)
     display.show(source)

@@ -351,8 +351,8 @@ def drain(make: Any, world_size: int, *, batch_size: int = BATCH, ahead: bool = 
     group = Ranks(world_size)
 
     def run(rank: int) -> list[Any]:
-        how = plan(batch_size=batch_size)
-        stream = IterableBatches(load_source(make, ColumnSelection()), how, world_size, [rank], group, prefetch=ahead)
+        job = plan(batch_size=batch_size)
+        stream = IterableBatches(load_source(make, ColumnSelection()), job, world_size, [rank], group, prefetch=ahead)
         found, step = [], 0
         while any(counts := stream.count_samples(step)):
             pieces = stream.load_batches(step)

@@ -20,13 +20,6 @@ def test_the_last_axis_varies_fastest():
     assert all(mesh.get_rank(**mesh.get_coordinates(rank)) == rank for rank in range(6))
 
 
-def test_ranks_along_an_axis_share_their_other_coordinates():
-    mesh = Mesh({"dp": 2, "pp": 2, "tp": 2})
-    assert mesh.get_ranks_along("tp", 5) == [4, 5]
-    assert mesh.get_ranks_along("pp", 5) == [5, 7]
-    assert mesh.get_ranks_along("dp", 5) == [1, 5]
-
-
 def test_degrees_that_do_not_multiply_to_the_world_size_are_refused():
     with pytest.raises(ValueError, match=r"dp 2 x pp 3 = 6, but there are 4 ranks") as error:
         Mesh({"dp": 2, "pp": 3}).check(4)

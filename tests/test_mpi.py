@@ -57,7 +57,12 @@ def test_bad_hosts_are_refused(options: dict[str, Any], error: type[Exception], 
         dtkit.MPI(**options)
 
 
-def test_missing_mpirun_and_unknown_host_are_told():
+def test_hosts_without_a_name_are_refused_with_the_option():
+    with pytest.raises(TypeError, match=r"MPI\(\['a'\]\): name each option, as in MPI\(hosts=\['a'\]\)"):
+        dtkit.MPI(["a"])
+
+
+def test_missing_mpirun_and_unknown_host_are_reported():
     launcher = dtkit.MPI(hosts=["no-such-host.invalid"], mpirun="no-such-mpirun")
     with pytest.raises(dtkit.errors.ClusterError, match=r"its name can't be resolved here.*address="):
         launcher.get_controller_address()

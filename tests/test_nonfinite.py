@@ -13,7 +13,7 @@ from dtkit.types import DispatchResult, NonFiniteLocations
 NODES = [SimpleNamespace(rank=rank, host=f"host{rank}") for rank in range(4)]
 
 
-def said(*ranks: tuple[float | None, NonFiniteLocations]) -> dict[int, str]:
+def build_failure_messages(*ranks: tuple[float | None, NonFiniteLocations]) -> dict[int, str]:
     """{rank: message} for each rank's (loss, nonfinite values of its stages)."""
     advances = [DispatchResult(None, 5, 0.1, "nonfinite", loss, astray) for loss, astray in ranks]
     failures = build_nonfinite_failures(5, advances, NODES)
@@ -23,35 +23,37 @@ def said(*ranks: tuple[float | None, NonFiniteLocations]) -> dict[int, str]:
 
 
 def test_ranks_with_nonfinite_losses_are_named():
-    found = said((1.0, ()), (math.nan, ()), (2.0, ()), (math.inf, ()))
-    assert list(found) == [1, 3]
-    assert "this rank's loss nan" in found[1]
-    assert "this rank's loss inf" in found[3]
+    messages = build_failure_messages((1.0, ()), (math.nan, ()), (2.0, ()), (math.inf, ()))
+    assert list(messages) == [1, 3]
+    assert "this rank's loss nan" in messages[1]
+    assert "this rank's loss inf" in messages[3]
 
 
 def test_failure_with_finite_losses_lists_the_losses_of_all_ranks():
-    found = said((1.0, ()), (None, ()), (2.5, ()))
-    assert list(found) == [0]
-    assert "though every rank's loss is (1, 2.5)" in found[0]
+    messages = build_failure_messages((1.0, ()), (None, ()), (2.5, ()))
+    assert list(messages) == [0]
+    assert "though every rank's loss is (1, 2.5)" in messages[0]
 
 
 def test_the_first_stage_with_a_nonfinite_output_is_named_not_the_last():
     every = tuple((stage, "gradient") for stage in (0,))
-    found = said((None, every), (None, ((1, "output"), (1, "gradient"))), (None, ((2, "output"),)), (math.nan, ()))
-    assert list(found) == [1]
-    assert "outputs of this rank's stage 1 (its inputs are stage 0's, which are finite)" in found[1]
+    messages = build_failure_messages(
+        (None, every), (None, ((1, "output"), (1, "gradient"))), (None, ((2, "output"),)), (math.nan, ())
+    )
+    assert list(messages) == [1]
+    assert "outputs of this rank's stage 1 (its inputs are stage 0's, which are finite)" in messages[1]
 
 
 def test_failure_of_the_first_stage_names_rows_of_data_as_its_inputs():
-    found = said((None, ((0, "output"), (2, "output"))), (math.nan, ((1, "output"),)))
-    assert list(found) == [0]
-    assert "stage 0 (its inputs are rows of data)" in found[0]
+    messages = build_failure_messages((None, ((0, "output"), (2, "output"))), (math.nan, ((1, "output"),)))
+    assert list(messages) == [0]
+    assert "stage 0 (its inputs are rows of data)" in messages[0]
 
 
 def test_failure_of_the_last_stage_names_its_loss():
-    found = said((None, ((0, "gradient"),)), (math.nan, ((1, "gradient"),)))
-    assert list(found) == [1]
-    assert "this rank's loss nan" in found[1]
+    messages = build_failure_messages((None, ((0, "gradient"),)), (math.nan, ((1, "gradient"),)))
+    assert list(messages) == [1]
+    assert "this rank's loss nan" in messages[1]
 
 
 @pytest.mark.parametrize(("last", "rank"), [(1, 1), (0, 0)])
@@ -59,6 +61,6 @@ def test_nonfinite_gradients_are_attributed_to_the_last_affected_stage(last: int
     ranks: list[tuple[float | None, NonFiniteLocations]] = [(None, ((0, "gradient"),)), (0.7, ())]
     if last:
         ranks[1] = (0.7, ((1, "gradient"),))
-    found = said(*ranks)
-    assert list(found) == [rank]
-    assert f"those of this rank's stage {last}" in found[rank]
+    messages = build_failure_messages(*ranks)
+    assert list(messages) == [rank]
+    assert f"those of this rank's stage {last}" in messages[rank]

@@ -54,13 +54,13 @@ def test_lost_nodes_are_counted_and_sent_with_a_notice():
     content = builder.build_snapshot().content
     nodes = {tile["label"]: tile for tile in content["tiles"]}["nodes"]
     assert (nodes["value"], nodes["note"]) == ("3 / 4", "✕ node 2 lost")
-    assert content["remarks"][0] == {"kind": "lost", "text": "node 2 was lost at step 30; 3 nodes of 4 left"}
+    assert content["notices"][0] == {"kind": "lost", "text": "node 2 was lost at step 30; 3 nodes of 4 left"}
     assert content["nodes_now"]["lost"] == [2]
     assert [mark["kind"] for mark in content["marks"]] == ["lost"]
     source.event("repair", "node 2 is back", 2)
     content = builder.build_change().content
     assert content["nodes_now"]["lost"] == []
-    assert content["remarks"] == collect_notices(source) == []
+    assert content["notices"] == collect_notices(source) == []
     assert (
         next(t for t in build_tiles(source, compute_run_metrics(source.history, 4)) if t.label == "nodes").value
         == "4 / 4"
@@ -152,14 +152,14 @@ def test_replaced_and_left_out_nodes_are_sent():
     assert "nodes" not in builder.build_change().content
     source.shrink(3)
     source.advance(20)
-    told = builder.build_change().content
-    assert len(told["nodes"]) == 3
+    change = builder.build_change().content
+    assert len(change["nodes"]) == 3
     later = MessageBuilder(source).build_snapshot().content  # a page that is opened now, or that a new kernel opens
     assert (builder.build_snapshot().content["head"]["ranks"], later["head"]["ranks"]) == (
         4,
         4,
     )  # there are lines of four
-    assert told["head"]["overall"] == later["head"]["overall"] == "all, per node"  # was divided by 4, and is by 3
+    assert change["head"]["overall"] == later["head"]["overall"] == "all, per node"  # was divided by 4, and is by 3
     source.advance(40)
     assert "head" not in builder.build_change().content
     assert [bar.rank for bar in select_bars(compute_step_timing(source.history, 4))] == [
@@ -167,10 +167,10 @@ def test_replaced_and_left_out_nodes_are_sent():
         1,
         2,
     ]  # of the last 50 steps
-    for content in (told, later):
+    for content in (change, later):
         nodes = next(tile for tile in content["tiles"] if tile["label"] == "nodes")
         assert nodes == {"label": "nodes", "value": "3 / 3", "note": "was 4: 1 left out", "alert": False}
-        assert content["remarks"] == [{"kind": "fewer", "text": "3 nodes: 1 of 4 was lost and left out"}]
+        assert content["notices"] == [{"kind": "fewer", "text": "3 nodes: 1 of 4 was lost and left out"}]
         assert (content["nodes_now"]["world"], content["nodes_now"]["lost"]) == (3, [])
 
 
@@ -184,13 +184,13 @@ def test_nodes_count_as_lost_until_the_run_continues_without_them():
     content = builder.build_snapshot().content
     nodes = next(tile for tile in content["tiles"] if tile["label"] == "nodes")
     assert (nodes["value"], nodes["note"], nodes["alert"]) == ("3 / 4", "✕ node 3 lost", True)
-    assert [remark["kind"] for remark in content["remarks"]] == ["lost"]
+    assert [notice["kind"] for notice in content["notices"]] == ["lost"]
 
 
-def said(figure):
+def get_notice_texts(figure):
     """Return the texts below the title of a stored figure."""
-    remarks = [text for text in figure.texts if (text.get_gid() or "").startswith("remark-")]
-    return [text.get_text() for text in remarks if text.get_gid() != "remark-verdict"]
+    notices = [text for text in figure.texts if (text.get_gid() or "").startswith("notice-")]
+    return [text.get_text() for text in notices if text.get_gid() not in ("notice-verdict", "notice-lr")]
 
 
 def test_the_title_lists_stuck_and_left_out_nodes_and_event_marks():
@@ -204,7 +204,7 @@ def test_the_title_lists_stuck_and_left_out_nodes_and_event_marks():
     source.stick(2)
     figure = run_figure.draw_run(source)
     assert " · 3 nodes (was 4) · " in figure._suptitle.get_text()
-    first, second, *others = said(figure)
+    first, second, *others = get_notice_texts(figure)
     assert first.startswith("⊘ node 2 is stuck in forward of step 41, and the others wait for it. It is at train")
     assert second.startswith("    ")  # a long notice is wrapped
     assert others == [
@@ -212,10 +212,10 @@ def test_the_title_lists_stuck_and_left_out_nodes_and_event_marks():
         "marks:  lr new learning rate   † node 1 lost   + repaired   ⊘ node 2 stuck",
     ]
     alerts = {text.get_gid() for text in figure.texts if text.get_color() == style.ALERT_COLOR}
-    assert alerts == {"remark-stuck"}
+    assert alerts == {"notice-stuck"}
     quiet = FakeSource(ranks=2)
     quiet.advance(20)
-    assert said(run_figure.draw_run(quiet)) == []
+    assert get_notice_texts(run_figure.draw_run(quiet)) == []
 
 
 # -- the timeline ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dtkit.data import partition_view, sharding
 from dtkit.data.partition import Partition, as_labels
 from dtkit.data.sharding import partition_rows
-from dtkit.data.step_counts import count_cumulative_samples, count_samples_per_step
+from dtkit.data.step_counts import count_cumulative_samples
 
 sizes_of_shards = st.lists(st.integers(0, 40) | st.just(1), min_size=1, max_size=9).filter(any)
 huge_sizes = st.lists(st.integers(1, 10**7), min_size=1, max_size=90)
@@ -40,6 +40,12 @@ def by_definition(sizes: list[int]) -> np.ndarray:
 @settings(max_examples=150, deadline=None)
 def test_cumulative_counts_follow_the_order_of_keys(sizes: list[int]) -> None:
     assert np.array_equal(count_cumulative_samples(sizes, np.arange(sum(sizes) + 1)), by_definition(sizes))
+
+
+def count_samples_per_step(sizes: list[int], batch_size: int, first: int, last: int) -> np.ndarray:
+    """The samples of each shard in steps `first` to `last` - 1; 0 after the last step."""
+    ends = np.minimum(np.arange(first, last + 1) * batch_size, sum(sizes))
+    return np.diff(count_cumulative_samples(sizes, ends), axis=0)
 
 
 @given(sizes_of_shards, st.integers(1, 80))

@@ -430,7 +430,7 @@ def helper(x):
 """
 
 
-def test_a_module_beside_the_notebook_is_sent_by_value(beside, tmp_path: Path) -> None:
+def test_a_module_next_to_the_notebook_is_sent_by_value(beside, tmp_path: Path) -> None:
     module = beside("lesson_models", MODULE)
     engine = [entry for entry in sys.path if entry != str(tmp_path)]
     found = user_modules.find_user_modules(engine)
@@ -530,3 +530,15 @@ def test_garbage_collection_of_a_packed_object_does_not_crash() -> None:
         print("alive")
     """
     assert python(code) == b"alive\n"
+
+
+def test_modules_that_an_object_needs_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "models_of_a_user.py").write_text("class Net: pass\n")
+    (tmp_path / "helpers_of_a_user.py").write_text("def help(): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    models, helpers = importlib.import_module("models_of_a_user"), importlib.import_module("helpers_of_a_user")
+    code = "def loss(): return helpers.help()"
+    scope = {"helpers": helpers, "__name__": "__main__"}
+    exec(code, scope)
+    packed = pickling.pack_object([models.Net(), scope["loss"], np.zeros(3)])
+    assert {"models_of_a_user", "helpers_of_a_user"} <= pickling.list_modules(packed.header, packed.buffers)

@@ -248,36 +248,46 @@ def test_a_plan_lists_the_strategies_that_fit():
 
 def test_a_plan_is_shown_as_text_and_html():
     lines = repr(make_plan(free=500 * MB)).splitlines()
-    assert len(lines) == 1 + 1 + 4 + 1
-    assert len({len(line) for line in lines[1:6]}) == 1
+    assert len(lines) == 1 + (1 + 2) + (1 + 2) + 1
+    assert len({len(line) for line in lines[1:4]}) == len({len(line) for line in lines[4:7]}) == 1
+    assert max(map(len, lines)) <= 110  # it fits a cell
     assert "490 MB" in lines[2]
-    assert "NO" in lines[4]
+    assert "NO" in lines[3]
     page = make_plan(model="<b>")._repr_html_()
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
-    assert page.count("<tr>") == 5
+    assert page.count("<tr>") == 6
     assert "data:image/png" in page
 
 
 def test_a_plan_of_many_ranks_shows_the_tightest_one():
     many = make_plan(ranks=12)
-    assert len(repr(many).splitlines()) == 1 + 1 + 2 + 2
+    assert len(repr(many).splitlines()) == 1 + (1 + 2) + (1 + 2) + 2
     assert "least to spare" in repr(many)
     assert len(many.to_pandas()) == 24
 
 
 def test_a_plan_shows_the_answer_before_its_parts():
-    head = plan_text._make_table(make_plan()).header
-    assert head[:6] == ["strategy", "rank", "samples", "needed", "free", "fits"]
-    assert head[6:12] == [name for _, name in plan_text.MEMORY_PARTS]
+    answer, parts = plan_text._make_page(make_plan()).tables
+    assert answer.header[:6] == ["strategy", "rank", "samples", "needed", "free", "fits"]
+    assert parts.header[2:] == [name for _, name in plan_text.MEMORY_PARTS]
+
+
+def test_a_plan_repeats_no_row_for_equal_ranks():
+    plan = make_plan(ranks=3)
+    rows = [dataclasses.replace(row, rows=row.rows + (row.rank == 1)) for row in plan.rows]
+    answer, parts = plan_text._make_page(dataclasses.replace(plan, rows=tuple(rows))).tables
+    assert [row[:2] for row in answer.rows[:2]] == [["DataParallel()", "0, 2"], ["DataParallel()", "1"]]
+    assert [row[1] for row in parts.rows] == ["all", "all"]
 
 
 def test_html_aligns_names_to_the_left_and_keeps_units_with_numbers():
     page = make_plan()._repr_html_()
     cells = re.findall(r'<t[hd] style="([^"]*)">', page)
-    assert len(cells) == 5 * len(plan_text._make_table(make_plan()).header)
+    tables = plan_text._make_page(make_plan()).tables
+    assert len(cells) == sum(3 * len(table.header) for table in tables)
     names = [style for style in cells if "text-align: left" in style]
-    assert len(names) == 5
+    assert len(names) == 2 * 3 * 2
     assert all("white-space: nowrap" in style for style in cells if style not in names)
 
 

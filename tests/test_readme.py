@@ -58,7 +58,7 @@ def execute_blocks(sources: list[str], folder: Path) -> NotebookNode:
     return execute(folder / "blocks.ipynb", timeout=120)
 
 
-def said(done: NotebookNode, source: str) -> str:
+def get_cell_output(done: NotebookNode, source: str) -> str:
     """All that the one cell with `source` printed and showed, as text."""
     (cell,) = [cell for cell in done.cells if source in cell.source]
     return "".join(
@@ -99,36 +99,37 @@ def test_links_point_to_existing_files(root: Path, page: str):
 
 @pytest.mark.notebook
 def test_the_readme_example_runs_as_described(done: NotebookNode):
-    assert len(set(re.findall(r"rank \d+\s+([0-9a-f]{8,})", said(done, "cluster.broadcast(")))) == 1
+    assert len(set(re.findall(r"rank \d+\s+([0-9a-f]{8,})", get_cell_output(done, "cluster.broadcast(")))) == 1
     (kept,) = [cell for cell in done.cells if cell.source.startswith("run = cluster.train(")]
     place, picture = kept.outputs
     assert "dtkit-live" in place.data["text/html"]
     assert set(picture.data) == {"image/png", "text/plain"}
     assert "completed" in picture.data["text/plain"]
-    assert "PASS" in said(done, "run.verify()")
+    assert "PASS" in get_cell_output(done, "run.verify()")
 
 
 @pytest.mark.notebook
 def test_a_lost_engine_is_replaced(done: NotebookNode):
-    assert "node 1 replaced: all go on from step 20" in said(done, "disturbed.history.events")
+    assert "node 1 replaced: all go on from step 20" in get_cell_output(done, "disturbed.history.events")
 
 
 @pytest.mark.notebook
 def test_own_loops_run_as_described(done: NotebookNode):
-    first, second = re.search(r"\[([\d.]+), ([\d.]+)\]", said(done, "least_squares")).groups()
+    first, second = re.search(r"\[([\d.]+), ([\d.]+)\]", get_cell_output(done, "least_squares")).groups()
     assert first == second
-    assert "[2.0, 2.0]" in said(done, "cluster.torchrun(main)")
-    px = said(done, "%%px")
+    assert "[2.0, 2.0]" in get_cell_output(done, "cluster.torchrun(main)")
+    px = get_cell_output(done, "%%px")
     assert "rank 0 of 2" in px
     assert "rank 1 of 2" in px
 
 
+@pytest.mark.slow
 @pytest.mark.notebook
 def test_how_to_pages_run_as_described(how_to: NotebookNode):
-    assert "[1.0, 1.0]" in said(how_to, "cluster.run(sum_of_ranks)")
-    shown = said(how_to, "show_rank.py")
+    assert "[1.0, 1.0]" in get_cell_output(how_to, "cluster.run(sum_of_ranks)")
+    shown = get_cell_output(how_to, "show_rank.py")
     assert "0 of 2 ['--epochs', '3']" in shown
     assert "1 of 2 ['--epochs', '3']" in shown
-    assert said(how_to, 'resume_from="resumable"').endswith("True\n")
-    assert "lr 0.02" in said(how_to, "dtkit.compare(variants")
-    assert "array(" in said(how_to, 'noted.history.scalar("output_norm")')
+    assert get_cell_output(how_to, 'resume_from="resumable"').endswith("True\n")
+    assert "lr 0.02" in get_cell_output(how_to, "dtkit.compare(variants")
+    assert "array(" in get_cell_output(how_to, 'noted.history.scalar("output_norm")')

@@ -42,10 +42,10 @@ def cluster(engines):
 
 
 def train(cluster: dtkit.Cluster, **options: Any) -> dtkit.Run:
-    how = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD, "batch_size": 16}
+    settings = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD, "batch_size": 16}
     if "epochs" not in options:
-        how["steps"] = 40
-    return cluster.train(nn.Linear(2, 2), ROWS, **(how | options))
+        settings["steps"] = 40
+    return cluster.train(nn.Linear(2, 2), ROWS, **(settings | options))
 
 
 def dispatches(engines: FakeTransport, rank: int = 0) -> list[tuple[int, int]]:
@@ -92,11 +92,17 @@ def test_a_run_takes_every_step_once_and_ends(cluster, engines):
 
 def test_automatic_tensor_parallel_plan_is_printed_before_it_is_used(cluster, capsys):
     net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
-    how = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD, "batch_size": 16, "steps": 3, "start": False}
-    cluster.train(net, ROWS, strategy=dtkit.TensorParallel(2), **how)
+    settings = {
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD,
+        "batch_size": 16,
+        "steps": 3,
+        "start": False,
+    }
+    cluster.train(net, ROWS, strategy=dtkit.TensorParallel(2), **settings)
     assert "colwise" not in capsys.readouterr().out
     strategy = dtkit.TensorParallel(2, plan="auto")
-    cluster.train(net, ROWS, strategy=strategy, **how)
+    cluster.train(net, ROWS, strategy=strategy, **settings)
     assert repr(strategy.plan_for(net)) in capsys.readouterr().out
 
 
@@ -169,6 +175,7 @@ def test_lost_engine_is_replaced_and_the_run_continues(cluster, engines):
     run.wait(10)
     assert run.status.state is State.COMPLETED
     assert [event.kind for event in run.history.events if event.kind in ("lost", "repair")] == ["lost", "repair"]
+    assert "rank" not in " ".join(event.text for event in run.history.events)  # the log is a picture: it says node
     assert "node 1 replaced: all go on from step" in run.history.events[-2].text
     assert list(run.history.totals()["step"]) == list(range(40))
 
@@ -416,7 +423,7 @@ def test_second_interrupt_reaches_the_engines_at_once_if_a_rank_is_stuck(cluster
 
 def test_stuck_rank_is_named_even_if_another_rank_has_failed(cluster, engines, monkeypatch):
     run = under_way(cluster, engines)
-    found = StallReport("stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0)
+    found = StallReport("stuck", 1, "here", "forward", 3, "net.py:14", "rank 1 waits", "wait", 8.0)
     watched(lambda: len(run._driver.calls.pending))
     answers = run._driver.calls.pending[0].futures
     monkeypatch.setattr(
@@ -424,6 +431,7 @@ def test_stuck_rank_is_named_even_if_another_rank_has_failed(cluster, engines, m
     )
     engines.interrupt([0])  # rank 1 is held
     until(run, lambda: any(event.kind == "stuck" and event.rank == 1 for event in run.history.events))
+    assert "node 1 waits" in next(event.text for event in run.history.events if event.kind == "stuck")
     assert engines.interrupted_ranks == [0]  # by this test, not by the driver
     engines.release_requests()
 
@@ -593,9 +601,9 @@ def test_stuck_rank_is_reported_as_recovered_when_a_dispatch_returns(cluster):
         "stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0
     )
     until(run, lambda: run.stall_report is None)
-    told = [event.text for event in run.history.events if event.kind == "note"]
+    texts = [event.text for event in run.history.events if event.kind == "note"]
     run.stop()
-    assert told == ["rank 1 goes on after 8 s."]
+    assert texts == ["node 1 goes on after 8 s."]
 
 
 def test_validation_runs_after_each_epoch_without_a_pause(cluster, engines):
@@ -612,7 +620,7 @@ def calls(engines: FakeTransport, *ops: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("Connection closed by peer")], ids=repr)
-@pytest.mark.parametrize("at", [1, 4], ids=["amid", "at the end"])
+@pytest.mark.parametrize("at", [1, 4], ids=["in the middle", "at the end"])
 def test_interrupted_evaluation_is_repeated_before_the_next_step(cluster, engines, at, error):
     """Callbacks come after the repeated evaluation, because they read its values."""
     seen = []
@@ -628,7 +636,7 @@ def test_interrupted_evaluation_is_repeated_before_the_next_step(cluster, engine
     assert all(step > 4 * at for _, step in asked[last:])
 
 
-@pytest.mark.parametrize("step", [8, 20], ids=["amid", "at the end"])
+@pytest.mark.parametrize("step", [8, 20], ids=["in the middle", "at the end"])
 def test_evaluation_interrupted_by_a_pause_is_repeated_on_resume(cluster, engines, step):
     run = train(cluster, steps=20, validation=ROWS, start=False)
     run.step(step - 1)
@@ -651,8 +659,8 @@ def test_notebook_that_takes_over_reports_lost_evaluations(cluster):
     made = 4, {"loss": (2.0, 4.0)}
     run.lifecycle.replay_unread({0: [], 1: []}, {0: {8: made}, 1: {8: made, 12: made}}, 16)
     assert [e.step for e in run.history.evaluations] == [8]
-    told = [event.text for event in run.history.events if "lost" in event.text]
-    assert told == ["what evaluations found after these steps was lost: 4, 12"]  # that of step 16 is still to come
+    texts = [event.text for event in run.history.events if "lost" in event.text]
+    assert texts == ["what evaluations found after these steps was lost: 4, 12"]  # that of step 16 is still to come
 
 
 @pytest.mark.parametrize("presses", [1, 2])
@@ -665,7 +673,7 @@ def test_interrupted_call_ends_on_the_engines_and_the_next_one_works(cluster, en
         threading.Event(),
     )
     monkeypatch.setattr(
-        cluster._engine_group, "gather_replies", lambda *given, **how: (waits.set(), collect(*given, **how))[1]
+        cluster._engine_group, "gather_replies", lambda *args, **kw: (waits.set(), collect(*args, **kw))[1]
     )
     engines.hold_requests()
 

@@ -173,7 +173,7 @@ def paper(where: Path, name: str, **more: Any) -> cluster_file.ClusterInfo:
     folder = where / name
     folder.mkdir(mode=0o700)
     me = ProcessId.from_pid()
-    how: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "owner": 1,
         "notebook": ProcessId(1, 0.0),
         "reaper": me,
@@ -181,20 +181,20 @@ def paper(where: Path, name: str, **more: Any) -> cluster_file.ClusterInfo:
         "spare_ids": (),
     }
     found = cluster_file.ClusterInfo(
-        folder=folder, started_at=time.time(), launch_config={"launcher": "local"}, **{**how, **more}
+        folder=folder, started_at=time.time(), launch_config={"launcher": "local"}, **{**settings, **more}
     )
     found.write()
     return found
 
 
 def test_a_cluster_is_found_by_its_file(tmp_path: Path):
-    mine = paper(tmp_path, "dtkit-a")
+    cluster = paper(tmp_path, "dtkit-a")
     paper(tmp_path, "dtkit-b", reaper=ProcessId(1, 0.0))  # whose processes have ended
     (tmp_path / "dtkit-c").mkdir(mode=0o700)
-    assert cluster_file.find_running(tmp_path) == [mine]
-    assert cluster_file.choose_cluster([mine], None) == mine
-    assert "dtkit-a: 2 engines" in mine.describe()
-    assert "its notebook has ended" in mine.describe()
+    assert cluster_file.find_running(tmp_path) == [cluster]
+    assert cluster_file.choose_cluster([cluster], None) == cluster
+    assert "dtkit-a: 2 engines" in cluster.describe()
+    assert "its notebook has ended" in cluster.describe()
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,11 @@ def test_a_cluster_of_another_version_is_listed_and_refused_by_name(
     path = paper(tmp_path, "dtkit-a").folder / cluster_file.CLUSTER_FILE
     said = {**json.loads(path.read_text()), **changed}
     path.write_text(json.dumps({name: value for name, value in said.items() if value is not None}))
-    told = rf"^dtkit-a was started by dtkit {version}, and this is {dtkit.__version__}\. Take it over with that version"
+    message = (
+        rf"^dtkit-a was started by dtkit {version}, and this is {dtkit.__version__}\. Take it over with that version"
+    )
     for name in (None, "dtkit-a"):
-        with pytest.raises(dtkit.errors.VersionMismatchError, match=told):
+        with pytest.raises(dtkit.errors.VersionMismatchError, match=message):
             dtkit.attach(name)
     paper(tmp_path, "dtkit-b")
     listed = rf"2 clusters are running; (?s:.*)\n  dtkit-a: of dtkit {version}, started .* ago, its notebook has ended"
@@ -249,6 +251,31 @@ def test_without_a_name_the_cluster_without_a_notebook_is_chosen(tmp_path: Path)
         cluster_file.choose_cluster(both, None)
     with pytest.raises(dtkit.errors.ClusterError, match=r"no cluster 'x' is running; there are:\n  dtkit-a"):
         cluster_file.choose_cluster(both, "x")
+
+
+def test_cluster_is_listed_with_its_latest_run(tmp_path: Path):
+    info = paper(tmp_path, "dtkit-a")
+    for k, name in enumerate(("First", "Second")):
+        log = run_log.RunLog(info.folder / run_log.RUNS_FOLDER / f"job-{k}")
+        log.write_label(run_log.RunLabel(name, 58, ()))
+        os.utime(log.folder / "run.json", (k, k))
+        log.close()
+    (info.folder / run_log.RUNS_FOLDER / "job-0" / "run.json").write_text("{}")
+    assert info.describe().startswith("dtkit-a: 2 engines, with the run Second of 58 steps, started")
+
+
+def test_run_with_a_missing_module_is_refused_before_the_cluster_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    info = paper(tmp_path, "dtkit-a")
+    log = run_log.RunLog(info.folder / run_log.RUNS_FOLDER / "job")
+    log.write_label(run_log.RunLabel("Net", 58, ("torch.nn", "absent.models")))
+    log.close()
+    before = (info.folder / cluster_file.CLUSTER_FILE).read_text()
+    with pytest.raises(dtkit.errors.ClusterError, match=r"needs the module 'absent'.* The cluster is as it was"):
+        dtkit.attach()
+    assert (info.folder / cluster_file.CLUSTER_FILE).read_text() == before
 
 
 def test_cluster_of_a_living_notebook_is_not_taken_unasked(tmp_path: Path):

@@ -23,6 +23,7 @@ from dtkit._util.process import ProcessId
 from dtkit.cluster import cluster_file, launched_transport
 from dtkit.cluster.config import LaunchConfig
 from dtkit.cluster.devices import plan_devices
+from dtkit.cluster.forkserver.client import ForkServerClient
 from dtkit.cluster.launchers import launcher as launcher_module
 from dtkit.dashboard import report
 from dtkit.dashboard.text import call_text
@@ -456,6 +457,7 @@ def test_the_controller_requires_a_key_on_every_address(
         raise InterruptedError("that is enough")
 
     monkeypatch.setattr(launcher_module.ipp, "Cluster", start)
+    monkeypatch.setattr(ForkServerClient, "start", lambda _: None)
     config = LaunchConfig(launcher, plan_devices(1, "cpu", 1), 1.0)
     with pytest.raises(InterruptedError):
         launched_transport._get_launcher_class(config)(config, tmp_path).start_controller()

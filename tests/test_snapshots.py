@@ -142,7 +142,7 @@ def test_packed_state_is_unpacked_unchanged():
         "none": torch.empty(0, 4),
         "complex": torch.tensor([1 + 2j]),
     }
-    shards = {name: TensorShard(tensor, (9, *tensor.shape[1:]), (1,), len(name)) for name, tensor in tensors.items()}
+    shards = {name: TensorShard(tensor, (9, *tensor.shape[1:]), (1,), len(name), 1) for name, tensor in tensors.items()}
     facts = {"per_rank": {"1": {"values": {"random": "abc"}}}, "step": 7}
     block = packed(ShardedState(shards, facts))
     assert {name: t.tolist() for name, t in safetensors.torch.load(block.numpy().tobytes()).items()} == {
@@ -154,7 +154,8 @@ def test_packed_state_is_unpacked_unchanged():
     for name, shard in found.shards.items():
         assert shard.tensor.dtype == tensors[name].dtype
         assert torch.equal(shard.tensor, tensors[name])
-        assert (shard.full_shape, shard.offset, shard.fused_blocks) == ((9, *tensors[name].shape[1:]), (1,), len(name))
+        assert (shard.full_shape, shard.offset) == ((9, *tensors[name].shape[1:]), (1,))
+        assert (shard.fused_blocks, shard.fused_dim) == (len(name), 1)
         assert shard.tensor.is_contiguous()
 
 

@@ -521,6 +521,19 @@ def test_ragged_samples_raise_with_both_shapes_and_the_remedy():
         as_source(Tokens()).take(np.array([0, 2]))
 
 
+class Doubled(torch.utils.data.TensorDataset):
+    """A Dataset of torch with samples of its own."""
+
+    def __getitem__(self, row: int) -> Any:
+        (x,) = super().__getitem__(row)
+        return (2 * x,)
+
+
+def test_samples_of_a_changed_tensor_dataset_are_its_own():
+    (batch,) = as_source(Doubled(torch.arange(4.0))).take(np.array([1, 3]))
+    assert batch.tolist() == [2.0, 6.0]
+
+
 @pytest.mark.parametrize("sample", [{"x": torch.ones(2), "label": 1}, (torch.ones(2), 1)], ids=["dicts", "tuples"])
 def test_a_list_of_samples_is_treated_as_a_dataset(sample: Any):
     source = as_source([sample] * 5)

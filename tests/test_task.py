@@ -9,17 +9,19 @@ import math
 import os
 import re
 import threading
+import types
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from dtkit._util import timeouts
 from dtkit._util.process import ProcessId
 from dtkit.dashboard import call_display
 from dtkit.dashboard.text import call_text
 from dtkit.engine.observe.call_output import CallOutput, activate_output, log
-from dtkit.errors import ClusterClosedError, EngineError
+from dtkit.errors import ClusterClosedError, ClusterError, EngineError
 from dtkit.rpc import pickling
 from dtkit.rpc.engine_group import EngineGroup
 from dtkit.rpc.membership import Membership
@@ -205,6 +207,27 @@ def test_only_ranks_that_still_run_are_interrupted(cluster):
     call.result(10)
     call.cancel()
     assert cluster.interrupted == [[1]]
+
+
+def test_cancel_succeeds_where_a_model_is_lost_with_the_engines(
+    cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The repair has started other engines, but no engine is left with the model of a run."""
+
+    def kill(ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            cluster.answer(rank, failure=broke(rank, "lost", "gone"))
+
+    def repair() -> None:
+        raise ClusterError("no engine is left that holds the model")
+
+    for name in ("CANCEL_INTERRUPT_TIMEOUT_S", "CANCEL_AGAIN_TIMEOUT_S"):
+        monkeypatch.setattr(timeouts, name, 0.01)
+    cluster.transport = types.SimpleNamespace(kill=kill)
+    call = task.submit(cluster, len, (), {}, repair)
+    call.cancel()
+    assert call.cancelled()
+    assert "len was cancelled: no engine is left that holds the model" in capsys.readouterr().out
 
 
 def test_the_thread_ends_with_the_call(cluster):

@@ -99,6 +99,32 @@ def test_fused_attention_is_sharded_by_heads():
     assert (row.parameters, row.local_parameters, row.note) == (216, 108, "4 heads, 2 on each rank")
 
 
+def test_plan_in_the_config_of_a_transformers_model_goes_first():
+    pytest.importorskip("transformers")
+    from tests.support.hugging_face import make_llama
+
+    model = make_llama()
+    name = "model.layers.0.self_attn.q_proj"
+    assert find_plan(model, 2).styles[name] == "colwise"
+    model.config.base_model_tp_plan = None
+    assert find_plan(model, 2).styles[name] == "heads"
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+def test_gpt2_of_transformers_is_sharded_by_heads(attn_implementation: str):
+    """Its layers are Conv1D, whose weights are transposed."""
+    pytest.importorskip("transformers")
+    from tests.support.hugging_face import make_gpt2
+
+    model = make_gpt2()
+    model.set_attn_implementation(attn_implementation)
+    plan = find_plan(model, 2)
+    layer = {"attn.c_attn": "fused", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
+    assert plan.styles == {f"transformer.h.{k}.{name}": style for k in range(4) for name, style in layer.items()}
+    row = next(row for row in plan.rows if row.name == "transformer.h.0.attn.c_attn")
+    assert (row.parameters, row.local_parameters, row.note) == (3168, 1584, "4 heads, 2 on each rank")
+
+
 class ByHead(Attention):
     """Attention whose heads have their queries, keys and values together."""
 

@@ -1,5 +1,6 @@
 """A run as text: units, the summary, and progress on a terminal and in a log."""
 
+import dataclasses
 import io
 import itertools
 import re
@@ -114,6 +115,12 @@ def test_the_summary_has_state_metrics_and_a_line_for_each_node():
     assert nodes[3].endswith("318 MB  host0 cpu")
 
 
+def test_the_summary_has_the_tags_of_a_run():
+    source = FakeSource(name="Net")
+    source.spec = dataclasses.replace(source.spec, tags=("baseline", "wide"))
+    assert run_text.format_run(source).splitlines()[0] == "Net · DataParallel() · running · baseline · wide"
+
+
 def test_the_summary_has_delays_stragglers_and_agreement():
     source = FakeSource(ranks=4)
     source.slowness, source.delay_factors, source.consistency = {1: 2.0}, {1: 2.0}, ReplicaCheckResult(40, (), None)
@@ -149,7 +156,7 @@ def test_the_summary_has_stuck_and_left_out_nodes():
     source.stick(1)
     progress = run_text.TextProgress(source, io.StringIO(), is_tty=False)
     said = (
-        "⊘ node 1 stuck: forward, 12 s. It is at train.py:12 in step. cluster.stacks() shows the position of all ranks"
+        "⊘ node 1 stuck: forward, 12 s. It is at train.py:12 in step. cluster.stacks() shows the position of all nodes"
     )
     assert progress.format_block()[2] == f"  {said}"
     assert progress.format_block()[3].startswith("  node 0 ")  # the stall is shown once
@@ -172,7 +179,7 @@ def test_the_summary_has_stuck_and_left_out_nodes():
 def test_nodes_with_the_same_delay_are_named_together(slowed, said):
     source = FakeSource()
     source.delay_factors = slowed
-    assert [remark.text for remark in collect_notices(source)] == said
+    assert [notice.text for notice in collect_notices(source)] == said
 
 
 def test_a_single_node_has_no_notice_on_agreement():
@@ -312,3 +319,11 @@ def test_progress_shown_again_prints_only_new_events():
         said.append([line[10:] for line in stream.getvalue().splitlines() if line[:2].isdigit()])
         source.event("print", f"after the {word}")
     assert said == [["before anybody looked", "first time"], ["after the first", "second time"]]
+
+
+def test_log_names_nodes_and_leaves_the_words_of_the_user_alone():
+    assert formatting.name_nodes("rank 1 keeps ranks 0 and 2 waiting on all ranks") == (
+        "node 1 keeps nodes 0 and 2 waiting on all nodes"
+    )
+    text = "ranks 0 and 1 on here, step 3: ValueError: a tensor of rank 2\nmore"
+    assert formatting.name_nodes_at_start(text) == "nodes 0 and 1 on here, step 3: ValueError: a tensor of rank 2"

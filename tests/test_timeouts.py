@@ -25,6 +25,12 @@ ORDERS = {  # row of the table -> names, each of which is less than the next
         "STALL_LIMIT_S",
         "HEARTBEAT_TIMEOUT_S",
     ),
+    "a script's rank fails": (
+        "SCRIPT_POLL_S",
+        "SCRIPT_FAILURE_GRACE_S",
+        "SCRIPT_INTERRUPT_TIMEOUT_S",
+        "FAILURE_GRACE_S",
+    ),
     "a rank fails": ("FAILURE_GRACE_S", "HEARTBEAT_TIMEOUT_S", "GATHER_TIMEOUT_S", "REFORM_TIMEOUT_S"),
     "a call takes too long": ("TURN_STATUS_TIMEOUT_S", "TURN_STALLED_S", "TURN_TIMEOUT_S", "MIN_STEP_TIMEOUT_S"),
     "a first step": ("MIN_STEP_TIMEOUT_S", "FIRST_STEP_TIMEOUT_S"),
@@ -117,10 +123,10 @@ def test_every_constant_is_used(root: Path):
 def test_no_other_module_defines_a_time_constant(root: Path):
     folder = root / "dtkit"
     assert [
-        f"{path.relative_to(folder)}:{line}: {what}"
+        f"{path.relative_to(folder)}:{line}: {constant}"
         for path in sorted(folder.rglob("*.py"))
         if path.name != "timeouts.py"
-        for line, what in _time_constants(ast.parse(path.read_text()))
+        for line, constant in _time_constants(ast.parse(path.read_text()))
     ] == []
 
 

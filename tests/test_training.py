@@ -84,8 +84,8 @@ def cluster(notes: Notes) -> Iterator[dtkit.Cluster]:
 
 
 def train(cluster: dtkit.Cluster, model: Any = None, rows: Any = None, **options: Any) -> dtkit.Run:
-    how = {"loss": nn.CrossEntropyLoss(), "optimizer": sgd, "batch_size": 16, "steps": 4} | options
-    return cluster.train(net() if model is None else model, data() if rows is None else rows, **how)
+    settings = {"loss": nn.CrossEntropyLoss(), "optimizer": sgd, "batch_size": 16, "steps": 4} | options
+    return cluster.train(net() if model is None else model, data() if rows is None else rows, **settings)
 
 
 def test_train_and_its_config_have_the_same_arguments_and_defaults():
@@ -274,8 +274,8 @@ def test_a_failed_build_leaves_the_cluster_free(cluster, notes):
 
 
 def test_a_broadcast_model_is_shown_as_identical_replicas(cluster):
-    mine = net()
-    copies = cluster.broadcast(mine)
+    model = net()
+    copies = cluster.broadcast(model)
     assert copies.is_identical
     assert repr(copies).startswith("Sequential on 2 ranks, 67 parameters, ")
     assert "identical" in copies._repr_html_()

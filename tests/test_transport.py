@@ -42,7 +42,7 @@ def test_the_message_of_a_lost_engine_has_the_remedy_of_a_started_cluster():
     )
 
 
-def test_the_message_of_a_lost_engine_that_the_user_started_does_not_promise_another():
+def test_error_of_a_lost_engine_that_the_user_started_promises_no_replacement():
     transport = IpyparallelTransport(CLIENT, [7])
     message = lost_message(transport)
     assert message.startswith("the engine of rank 0 is gone: its process has ended, or its controller receives no")

@@ -103,7 +103,7 @@ def test_an_uneven_pipeline_proposes_another_cut():
     )
 
 
-def test_nodes_that_wait_in_turn_are_told_apart_from_a_straggler():
+def test_nodes_that_wait_in_turn_are_distinguished_from_a_straggler():
     assert find([computing(wait=30)] * 2).cause == "waiting"
 
 

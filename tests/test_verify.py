@@ -69,6 +69,13 @@ def test_elements_with_zero_gradient_are_reported_and_get_a_wider_tolerance():
     )  # other elements have the narrow tolerance
 
 
+def test_elements_with_zero_gradient_of_all_parameters_are_one_line():
+    gradients = {"w": torch.tensor([1.0, 0, 1], dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)}
+    found = verify_changed_state({"w": [0, 5e-11, 0]}, gradients)
+    lines = [line for line in found.text().splitlines() if "zero gradient" in line]
+    assert lines == ["  w and 1 other parameter: 3 numbers of zero gradient hold rounding alone: 5e-11, bound 1e-10"]
+
+
 def test_a_small_gradient_does_not_count_as_zero():
     gradients = {"w": torch.tensor([1.0, 1e-9, 1.0], dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
     found = verify_changed_state({"w": [0, 5e-11, 0]}, gradients)

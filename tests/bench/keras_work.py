@@ -70,7 +70,7 @@ def measure_dtkit() -> float:
 
 
 def measure_mwms() -> float:
-    """Measure a loop of one's own under MultiWorkerMirroredStrategy, since `fit` of Keras 3 fails there."""
+    """Measure a custom loop under MultiWorkerMirroredStrategy, since `fit` of Keras 3 fails there."""
     import tensorflow as tf
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()

@@ -263,7 +263,9 @@ def count_gloo_resources() -> tuple[int, int]:
     return sum("gloo" in name for name in names), len(sockets.list_sockets())
 
 
-@pytest.mark.parametrize("strategy", [dtkit.TensorParallel(tp_size=2), dtkit.Sharded()], ids=["tensor", "sharded"])
+@pytest.mark.parametrize(
+    "strategy", [dtkit.TensorParallel(tp_size=2), slow(dtkit.Sharded())], ids=["tensor", "sharded"]
+)
 def test_meshes_of_replaced_groups_are_freed(cluster2: dtkit.Cluster, strategy: dtkit.Strategy):
     run = train(cluster2, strategy=strategy, steps=LONG)
     run.pause()

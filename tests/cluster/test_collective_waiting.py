@@ -14,6 +14,7 @@ from torch import nn
 import dtkit
 from dtkit.history.comm_time import SYNC_PHASE, WAIT_PHASE, get_phase_kind
 from dtkit.history.timeline import COMPUTE_PHASES
+from tests.support.marks import slow
 from tests.support.oracle import data, mlp, momentum
 
 if TYPE_CHECKING:
@@ -25,7 +26,16 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cluster
 
 STRATEGIES = {"tensor": dtkit.TensorParallel(2), "sharded": dtkit.Sharded()}
-for_each_strategy = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+
+
+def for_each_strategy(daily: str) -> Any:
+    """Return a parametrize mark over strategies. `make test` takes one of them."""
+    cases = [
+        pytest.param(strategy, id=name) if name == daily else slow(strategy, id=name)
+        for name, strategy in STRATEGIES.items()
+    ]
+    return pytest.mark.parametrize("strategy", cases)
+
 
 COST = 0.02
 UNEVEN = 0.08
@@ -63,7 +73,7 @@ def measure_seconds(run: Run, *phases: str) -> list[float]:
     return [float(np.median(total[rows["rank"] == rank])) for rank in np.unique(rows["rank"])]
 
 
-@for_each_strategy
+@for_each_strategy("tensor")
 def test_waiting_for_a_slowed_rank_does_not_count_as_computing(cluster2: dtkit.Cluster, strategy: Strategy):
     run = start_slowed(cluster2, strategy, costly, 1)
     computing, waiting = measure_seconds(run, "forward", "backward"), measure_seconds(run, "wait")
@@ -74,7 +84,7 @@ def test_waiting_for_a_slowed_rank_does_not_count_as_computing(cluster2: dtkit.C
     run.stop()
 
 
-@for_each_strategy
+@for_each_strategy("sharded")
 def test_waiting_of_a_slowed_rank_is_not_slowed(cluster2: dtkit.Cluster, strategy: Strategy):
     """Waiting within a layer must not count as computing, which is multiplied by the delay factor."""
     run = start_slowed(cluster2, strategy, uneven, 1)
@@ -84,7 +94,7 @@ def test_waiting_of_a_slowed_rank_is_not_slowed(cluster2: dtkit.Cluster, strateg
     run.stop()
 
 
-@for_each_strategy
+@for_each_strategy("tensor")
 def test_timeline_separates_computing_collectives_and_waiting(
     cluster2: dtkit.Cluster, strategy: Strategy, tmp_path: Path
 ):
@@ -118,7 +128,9 @@ def get_longest(spans: np.ndarray, phase: str) -> float:
 
 
 @pytest.mark.parametrize("cluster", [4], indirect=True)
-@pytest.mark.parametrize("strategy", [dtkit.TensorParallel(2, replicas=2), dtkit.Sharded(replicas=2)], ids=STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [dtkit.TensorParallel(2, replicas=2), slow(dtkit.Sharded(replicas=2))], ids=STRATEGIES
+)
 def test_replicas_wait_for_each_other_only_in_shared_collectives(cluster: dtkit.Cluster, strategy: Strategy):
     run = start_slowed(cluster, strategy, costly, 3)
     assert np.argmin(measure_seconds(run, "wait")) == 3

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import dtkit
 from dtkit.rpc.engine_group import EngineGroup
@@ -264,6 +264,31 @@ def test_stream_ends_on_all_ranks_at_the_same_step(cluster2: dtkit.Cluster, name
     assert run.verify(steps=6)
 
 
+def batches() -> Iterator[Any]:
+    x, y = small.data()
+    yield from zip(x.split(16), y.split(16), strict=True)
+
+
+def test_stream_of_whole_batches_is_taken_apart(cluster2: dtkit.Cluster, capsys: pytest.CaptureFixture[str]):
+    run = small.train(cluster2, rows=batches, steps=6)
+    run.wait(60)
+    assert "the stream yields whole batches: they are taken apart into samples" in capsys.readouterr().out
+    assert run.history.totals()["samples"].tolist() == [16] * 4
+    run = small.train(cluster2, rows=stream, steps=6)
+    run.wait(60)
+    assert "whole batches" not in capsys.readouterr().out
+
+
+def test_train_uses_the_named_columns_of_a_table(cluster2: dtkit.Cluster):
+    table = make_table().assign(noise=1e9)
+    losses = []
+    for rows, options in ((table, {"target": "label", "columns": ["u", "v", "w", "z"]}), (small.data(), {})):
+        run = small.train(cluster2, rows=rows, **options)
+        run.wait(60)
+        losses.append(run.history.loss()[1].tolist())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
 def test_run_on_a_stream_can_be_paused_and_stepped(cluster2: dtkit.Cluster):
     run = small.train(cluster2, rows=stream, steps=100, start=False)
     assert run.step() == 1
@@ -370,3 +395,21 @@ def test_list_of_ragged_samples_trains_with_a_collate_fn(cluster2: dtkit.Cluster
 def test_collate_fn_is_refused_for_arrays(cluster2: dtkit.Cluster):
     with pytest.raises(ValueError, match="collate_fn= makes a batch of samples, but this data has arrays"):
         small.train(cluster2, collate_fn=pad_samples)
+
+
+def test_data_loader_trains_as_its_settings_do(cluster2: dtkit.Cluster, capsys: pytest.CaptureFixture[str]):
+    x, y = small.data()
+    samples = [{"features": row, "target": label} for row, label in zip(x, y, strict=True)]
+
+    def collate(batch: list[Any]) -> Any:
+        return torch.stack([s["features"] for s in batch]), torch.stack([s["target"] for s in batch])
+
+    loader = DataLoader(samples, batch_size=16, sampler=range(0, 64, 2), collate_fn=collate, num_workers=2)
+    options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": small.sgd, "epochs": 1}
+    run = cluster2.train(small.net(), loader, **options)
+    run.wait(60)
+    assert "its collate_fn, num_workers=2 on each rank" in capsys.readouterr().out
+    rows = torch.arange(0, 64, 2)
+    expected = cluster2.train(small.net(), (x[rows], y[rows]), batch_size=16, shuffle=None, **options)
+    expected.wait(60)
+    assert run.history.loss()[1].tolist() == pytest.approx(expected.history.loss()[1].tolist())

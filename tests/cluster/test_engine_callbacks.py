@@ -48,7 +48,7 @@ def average_step_by_step(cluster: dtkit.Cluster) -> dict[str, torch.Tensor]:
     return average
 
 
-@pytest.mark.parametrize("name", ["data", "sharded", slow("pipeline"), "tensor"])
+@pytest.mark.parametrize("name", ["data", "sharded", slow("pipeline"), slow("tensor")])
 def test_moving_average_is_that_of_the_whole_model(cluster2: dtkit.Cluster, name: str):
     average = dtkit.ExponentialMovingAverage(DECAY)
     run = train(cluster2, average, strategy=STRATEGIES[name], steps=STEPS)

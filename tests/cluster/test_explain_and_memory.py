@@ -110,7 +110,7 @@ def test_explanation_lists_collectives_with_their_bytes(cluster2: dtkit.Cluster,
 @pytest.mark.parametrize("cluster", [4], indirect=True)
 @pytest.mark.parametrize("strategy", WITH_REPLICAS, ids=str)
 @pytest.mark.slow
-def test_explanation_tells_replicas_apart(cluster: dtkit.Cluster, strategy: Any):
+def test_explanation_distinguishes_replicas(cluster: dtkit.Cluster, strategy: Any):
     """Batches of 17 samples, which replicas share unequally, and of one sample, which only one replica has."""
     _, explanation = explain_second_step(cluster, strategy, batch_size=17)
     check_replicas(explanation)

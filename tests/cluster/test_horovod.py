@@ -98,8 +98,11 @@ def run_operations() -> dict[str, Any]:
     gathered = hvd.allgather(rows)
     gathered.sum().backward()
     exchanged, received = hvd.alltoall(torch.arange(3 * size), splits=[1] * (size - 1) + [2 * size + 1])
+    empty = torch.empty(0, dtype=torch.int32).as_strided((0,), (0,))  # as numpy's, a stride that torch can't view
+    sent = torch.arange(size, dtype=torch.int32) if rank == 0 else empty
     some = hvd.add_process_set([0])
     results = {
+        "rows of rank 0": hvd.alltoall(sent, splits=[1 - rank] * size)[0].tolist(),
         "sum": hvd.allreduce(torch.tensor([rank + 1]), op=hvd.Sum).item(),
         "mean of integers": hvd.allreduce(torch.tensor([3 * rank])).item(),
         "max": hvd.allreduce(torch.tensor([rank]), op=hvd.Max).item(),
@@ -145,6 +148,7 @@ def test_operations_use_the_engines_group(cluster2: dtkit.Cluster):
     assert (first["exchanged"], first["received"]) == ([0, 0], [1, 1])
     assert (second["exchanged"], second["received"]) == ([1, 2, 3, 4, 5, 1, 2, 3, 4, 5], [5, 5])
     assert (first["in the set"], second["in the set"]) == (1.0, None)
+    assert (first["rows of rank 0"], second["rows of rank 0"]) == ([0], [1])
     check_usable(cluster2)
 
 
@@ -170,7 +174,7 @@ def ask_for_different_things(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["shape", slow("dtype"), slow("root rank")])
-def test_mismatch_is_told_on_every_rank_in_strict_mode(cluster2: dtkit.Cluster, kind: str):
+def test_mismatch_is_reported_on_every_rank_in_strict_mode(cluster2: dtkit.Cluster, kind: str):
     first, second = cluster2.torchrun(ask_for_different_things, kind, horovod=True)
     assert first == second
     assert kind in first
@@ -181,6 +185,41 @@ def test_operations_that_only_one_rank_asks_for_end_in_strict_mode(cluster2: dtk
     first, second = cluster2.torchrun(ask_for_different_things, "operation", horovod=True)
     assert "instead, rank 1 waits for allreduce.x" in first
     assert "instead, rank 0 waits for allgather.x" in second
+
+
+def break_off_on_rank_1(checked: bool) -> tuple[list[str], float]:  # noqa: FBT001
+    import horovod.torch as hvd
+
+    from dtkit.integrations.horovod.communicator import Communicator
+
+    os.environ["HOROVOD_CHECK"] = str(int(checked))
+    hvd.init()
+    exchange_rows = Communicator.exchange_rows
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    if hvd.rank() == 1:
+        Communicator.exchange_rows = fail
+    errors = []
+    for _ in range(2):
+        try:
+            hvd.alltoall(torch.arange(2))
+        except hvd.HorovodInternalError as error:
+            errors.append(str(error))
+    hvd.shutdown()
+    Communicator.exchange_rows = exchange_rows
+    hvd.init()
+    return errors, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+
+@pytest.mark.parametrize("checked", [False, slow(True)])
+def test_operation_that_breaks_off_on_one_rank_ends_on_all(cluster2: dtkit.Cluster, *, checked: bool):
+    (errors, total), (own_errors, own_total) = cluster2.torchrun(break_off_on_rank_1, checked, horovod=True)
+    assert own_errors[0] == "planted"
+    for later in (errors[1], own_errors[1]):
+        assert "has failed on this rank before" in later
+    assert total == own_total == 2.0
 
 
 def sum_until_joined() -> tuple[list[float], int]:

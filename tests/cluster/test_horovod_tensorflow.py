@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+
+from tests.support.small import check_usable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,6 +173,39 @@ def test_operations_in_eager_mode_and_graphs(cluster2: dtkit.Cluster):
         }
 
 
+def ask_for_what_cannot_be() -> list[str]:
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    os.environ["HOROVOD_CHECK"] = "1"
+    hvd.init()
+    sizes = tf.function(lambda: [hvd.rank_op(), hvd.size_op(), hvd.local_size_op(), hvd.process_set_included_op()])()
+    assert [int(size) for size in sizes] == [hvd.rank(), 2, 2, 1]
+    errors = []
+    for ask in (
+        lambda: hvd.allreduce(tf.ones(2 + hvd.rank())),
+        lambda: hvd.alltoall(tf.ones(3), splits=[4, 4]),
+        lambda: hvd.size_op(process_set_id=9),
+        tf.function(lambda: hvd.allreduce(tf.ones(2 + hvd.rank()))),
+    ):
+        try:
+            ask()
+        except (tf.errors.OpError, ValueError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def test_errors_are_those_of_horovod(cluster2: dtkit.Cluster):
+    first, second = cluster2.torchrun(ask_for_what_cannot_be, horovod=True)
+    for shape, splits, number, in_graph in (first, second):
+        assert shape.startswith("FailedPreconditionError: ")
+        assert "Mismatched shape of allreduce" in shape
+        assert splits.startswith("InvalidArgumentError: splits are [4, 4]")
+        assert "process_set_id is 9; the registered ones are 0" in number
+        assert "Mismatched shape of allreduce.graph_allreduce" in in_graph
+    assert first[0] == second[0]
+
+
 def warm_up() -> list[float]:
     model = make_model()
     import horovod.keras as hvd
@@ -221,6 +257,67 @@ def test_elastic_run_repeats_the_epoch_that_failed(cluster2: dtkit.Cluster):
     for weights, num_failures in cluster2.torchrun(train_elastically, horovod=True):
         assert num_failures == 1
         assert max(np.abs(a - b).max() for a, b in zip(weights, expected, strict=True)) < BOUND
+
+
+def train_and_lose_an_engine(slot_to_lose: int, flag: Path) -> tuple[list[np.ndarray], list[int], int]:
+    """Train in a graph, each rank on its share of 24 rows: two and three ranks average the same gradients."""
+    model = make_model()
+    import horovod.tensorflow as hvd
+    import keras
+    import tensorflow as tf
+
+    hvd.init()
+    x, y = (rows[:24] for rows in make_rows())
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    sizes = []
+
+    @tf.function(reduce_retracing=True)
+    def step(inputs: Any, targets: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(inputs) - targets))
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, [v.value for v in model.trainable_variables])
+        optimizer.apply(gradients, model.trainable_variables)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.step < 6:
+            if state.step == 3 and int(os.environ["DTKIT_SCRIPT_SLOT"]) == slot_to_lose and not flag.exists():
+                flag.touch()
+                os.kill(os.getppid(), signal.SIGKILL)
+            own = slice(hvd.rank(), None, hvd.size())
+            step(tf.constant(x[own]), tf.constant(y[own]))
+            state.step += 1
+            state.commit()
+
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer=optimizer, step=0)
+    state.register_reset_callbacks([lambda: sizes.append(hvd.size())])
+    train(state)
+    return [v.numpy() for v in model.trainable_variables], sizes, hvd.size()
+
+
+def train_24_rows_alone() -> list[np.ndarray]:
+    model = make_model()
+    import keras
+
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=False)
+    model.fit(*(rows[:24] for rows in make_rows()), batch_size=24, epochs=6, shuffle=False, verbose=0)
+    return [v.numpy() for v in model.trainable_variables]
+
+
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+@pytest.mark.parametrize(("slot", "options", "size"), [(1, {}, 3), (0, {"on_failure": "shrink"}, 2)])
+def test_elastic_run_goes_on_after_the_loss_of_an_engine(
+    cluster: dtkit.Cluster, tmp_path: Path, slot: int, options: dict[str, Any], size: int
+):
+    expected = call_alone(train_24_rows_alone)
+    results = cluster.torchrun(train_and_lose_an_engine, slot, tmp_path / "flag", horovod=True, **options)
+    assert (tmp_path / "flag").exists()
+    assert len(results) == size
+    for weights, _, last_size in results:
+        assert last_size == size
+        assert max(np.abs(a - b).max() for a, b in zip(weights, expected, strict=True)) < BOUND
+    assert any(size in sizes for _, sizes, _ in results)
+    check_usable(cluster)
 
 
 def save_and_load(folder: Path) -> tuple[float, str]:

@@ -12,9 +12,9 @@ import dtkit
 from tests.support.marks import slow
 
 pytest.importorskip("transformers")
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, default_data_collator
 
-from tests.support.hugging_face import MODELS, make_bert, make_gpt2, make_llama, make_samples
+from tests.support.hugging_face import MODELS, make_gpt2, make_llama, make_samples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ STRATEGIES = {
     "tensor": dtkit.TensorParallel(2),
     "pipeline": dtkit.Pipeline(2, 2),
 }
-FAST = [("classifier", "data"), ("llama", "tensor"), ("gpt2", "tensor"), ("bert", "pipeline")]
+FAST = [("classifier", "data"), ("gpt2", "tensor"), ("bert", "pipeline")]
 CASES = [
     (model, strategy) if (model, strategy) in FAST else slow((model, strategy))
     for model in MODELS
@@ -81,17 +81,25 @@ def make_adam(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "second"), [("pipeline", "data"), slow("data", "pipeline"), slow("pipeline", "pipeline")]
+    ("model", "first", "second"),
+    [
+        ("bert", "pipeline", "data"),
+        ("bert", "data", "pipeline"),
+        ("bert", "pipeline", "pipeline"),
+        ("gpt2", "tensor", "data"),
+        ("gpt2", "data", "tensor"),
+        ("gpt2", "pipeline", "tensor"),
+    ],
 )
-def test_tied_weights_continue_from_a_checkpoint_of_another_strategy(
-    cluster2: dtkit.Cluster, tmp_path: Path, first: str, second: str
+def test_checkpoint_of_another_strategy_continues_the_training(
+    cluster2: dtkit.Cluster, tmp_path: Path, model: str, first: str, second: str
 ):
-    """The optimizer's state of a tied parameter belongs to all of its names."""
+    """The optimizer's state of a tied parameter belongs to all of its names; GPT2's queries, keys, values are fused."""
     options: dict[str, Any] = {"optimizer": make_adam, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
-    samples = make_samples(21, "bert")
-    train(cluster2, make_bert(), samples, strategy=STRATEGIES[first], **(options | {"steps": 2}))
-    run = train(cluster2, make_bert(), samples, strategy=STRATEGIES[second], **options, resume_from=tmp_path)
-    expected = train(cluster2, make_bert(), samples, optimizer=make_adam).model.state_dict()
+    samples, make = make_samples(21, model), MODELS[model]
+    train(cluster2, make(), samples, strategy=STRATEGIES[first], **(options | {"steps": 2}))
+    run = train(cluster2, make(), samples, strategy=STRATEGIES[second], **options, resume_from=tmp_path)
+    expected = train(cluster2, make(), samples, optimizer=make_adam).model.state_dict()
     for name, value in run.model.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)  # its loss is float32
 
@@ -115,9 +123,20 @@ def test_norm_counts_a_tied_parameter_once(cluster2: dtkit.Cluster):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+def test_collator_of_transformers_makes_the_batches(cluster2: dtkit.Cluster):
+    """The samples have lists of numbers, from which only the collator makes tensors."""
+    samples = make_samples(16, "classifier")
+    plain = [{name: value.tolist() for name, value in sample.items()} for sample in samples]
+    losses = []
+    for rows, options in ((samples, {}), (plain, {"collate_fn": default_data_collator})):
+        run = train(cluster2, MODELS["classifier"](), rows, steps=2, **options)
+        losses.append(run.history.loss()[1].tolist())
+    assert losses[0] == pytest.approx(losses[1])
+
+
 def test_batch_without_labels_is_explained(cluster2: dtkit.Cluster):
     samples = [{"input_ids": sample["input_ids"]} for sample in make_samples(8, "llama")]
-    with pytest.raises(dtkit.errors.EngineError, match=r"the model returned no loss, .* if the batch has 'labels'"):
+    with pytest.raises(dtkit.errors.FirstBatchError, match=r"the model returned no loss, .* if the batch has 'labels'"):
         train(cluster2, make_llama(), samples)
 
 

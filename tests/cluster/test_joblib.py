@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
+import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import joblib
@@ -16,10 +20,12 @@ from sklearn.ensemble import RandomForestClassifier
 from sklearn.model_selection import GridSearchCV
 
 import dtkit
+from dtkit.integrations.joblib import backend
 from tests.support.small import check_usable
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.cluster
@@ -55,6 +61,27 @@ def test_large_arrays_lie_in_shared_memory_once(cluster2: dtkit.Cluster):
     assert [result[1:3] for result in results] == [(large.sum(), False)] * 8
     assert {result[0] for result in results} == {node.pid for node in cluster2.nodes}
     assert not any(path.name in {p.name for p in placed} for path in os.scandir("/dev/shm"))
+
+
+def list_loaded(names: list[str]) -> list[str]:
+    return [name for name in names if name in sys.modules]
+
+
+def test_libraries_are_loaded_before_the_first_task_and_progress_is_by_node(
+    cluster2: dtkit.Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    shown: list[str] = []
+
+    @contextlib.contextmanager
+    def show_progress(_text: str) -> Iterator[Any]:
+        yield SimpleNamespace(update=shown.append)
+
+    monkeypatch.setattr(backend, "show_progress", show_progress)
+    names = ["sklearn.ensemble", "sklearn.model_selection"]
+    with cluster2.joblib():
+        loaded = joblib.Parallel(batch_size=1)(joblib.delayed(list_loaded)(names) for _ in range(6))
+    assert loaded == [names] * 6
+    assert any(re.fullmatch(r"joblib: \d tasks \(node 0: \d, node 1: \d\)", text) for text in shown), shown
 
 
 def fail_for(number: int) -> int:

@@ -21,6 +21,7 @@ from tests.support.waiting import wait_until
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras")
+os.environ["KERAS_BACKEND"] = keras.backend.backend()  # another module may have imported Keras before
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -255,6 +256,14 @@ def test_parameters_are_averaged(cluster2: dtkit.Cluster):
     assert run.status.state is State.COMPLETED
 
 
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, _index: int) -> Any:
+        return make_rows()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -267,6 +276,11 @@ def test_parameters_are_averaged(cluster2: dtkit.Cluster):
         ({"loss": torch.nn.MSELoss()}, r"loss has MSELoss\(\), which is not one of Keras"),
         ({"metrics": ["acuracy"]}, "metrics has 'acuracy', which Keras doesn't know"),
         ({"metrics": [3]}, "metrics has 3, which is not one of Keras"),
+        ({"optimizer": "adamm"}, "optimizer is 'adamm', which Keras doesn't know as one; give a name such as 'adam'"),
+        ({"optimizer": keras.optimizers.Adam}, r"optimizer is <class .*as in keras\.optimizers\.SGD\(0\.1\)"),
+        ({"rows": make_rows()[0]}, r"data is one array; a Keras model needs \(inputs\.\.\., target\)"),
+        ({"rows": Batches()}, "data is a Keras Batches, whose items are batches; give arrays"),
+        ({"validation": make_rows()[0]}, "validation is one array; a Keras model needs"),
         ({"lr_scheduler": keras.optimizers.schedules.ExponentialDecay(0.1, 9, 0.9)}, "give it to the optimizer"),
     ],
 )
@@ -303,6 +317,23 @@ def test_class_without_a_configuration_is_refused(cluster2: dtkit.Cluster):
     model(make_rows()[0][:1])
     with pytest.raises(ValueError, match=r"can't save the configuration of Sized.*get_config\(\)"):
         train(cluster2, model)
+
+
+def test_model_with_several_outputs_is_refused(cluster2: dtkit.Cluster):
+    inputs = keras.Input((4,))
+    with pytest.raises(ValueError, match=r"pair has 2 outputs; dtkit trains Keras models with one\. Concatenate"):
+        train(
+            cluster2, keras.Model(inputs, [keras.layers.Dense(3)(inputs), keras.layers.Dense(3)(inputs)], name="pair")
+        )
+
+
+def test_broadcast_of_a_keras_model_names_the_way(cluster2: dtkit.Cluster):
+    if keras.backend.backend() == "torch":
+        pytest.skip("with this backend, a Keras model is a torch module, which can be broadcast")
+    with pytest.raises(
+        TypeError, match=r"a Sequential; it must be a torch\.nn\.Module\. Give a Keras model to cluster"
+    ):
+        cluster2.broadcast(make_model())
 
 
 def test_layer_is_refused(cluster2: dtkit.Cluster):

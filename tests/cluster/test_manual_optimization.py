@@ -90,7 +90,7 @@ def test_lost_engine_is_replaced_during_a_gan_training(cluster2: dtkit.Cluster):
         assert (parameters[name] - p).abs().max() < 1e-12, name
 
 
-def test_ranks_that_update_different_optimizers_are_told(cluster2: dtkit.Cluster):
+def test_ranks_that_update_different_optimizers_raise(cluster2: dtkit.Cluster):
     def step(model: Any, batch: Any, optimizers: Any) -> Any:
         loss = judge(model.discriminator(model.generator(batch[1])), 1.0)
         loss.backward()

@@ -188,16 +188,17 @@ def is_daily(case: Case) -> bool:
 
 
 def get_pairs(case: Case) -> set[Pair]:
-    """Return what the daily cases cover: pairs of strategy, mesh, net, optimizer and options.
+    """Return what the daily cases cover: each strategy with each net and optimizer, and its options on each mesh.
 
-    The mesh isn't paired with nets and optimizers: it decides only which ranks form a group.
+    Nets, optimizers and options aren't paired with each other: options and optimizers act on gradients of any net. The
+    mesh decides only which ranks form a group.
     """
     world, row, net_name, optimizer = case
     strategy = type(row.strategy).__name__
     mesh = " x ".join(map(str, row.strategy.build_mesh(world).axes.values()))
     fields = {field.name: getattr(row.strategy, field.name) for field in dataclasses.fields(row.strategy)}
     options = f"{row.name.removesuffix(', replicas') or _describe_options(fields)}, {row.loss}"
-    return pairs_of((strategy, net_name, optimizer, options)) | pairs_of((strategy, mesh, options))
+    return {(strategy, net_name), (strategy, optimizer)} | pairs_of((strategy, mesh, options))
 
 
 _MESH_OPTIONS = ("replicas", "tp_size", "stages", "balance_by")

@@ -236,8 +236,8 @@ def test_tied_weights_train_as_in_one_process(
     run.wait(60)
     verification = run.verify(4)
     assert verification.verdict == "PASS", verification.text()
-    told = "are one parameter: the gradients of stages on ranks 0 and 1 are summed"
-    assert any(told in event.text for event in run.history.events)
+    message = "are one parameter: the gradients of stages on ranks 0 and 1 are summed"
+    assert any(message in event.text for event in run.history.events)
 
 
 @on_two

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 import dtkit
 from tests.support import small
+from tests.support.marks import slow
 from tests.support.random_samples import FEATURES, SOLUTION, RandomSamples, draw_from_global_generators
 
 if TYPE_CHECKING:
@@ -53,10 +54,21 @@ SHARING_STRATEGIES = {
     "one rank with the first and the last stage": dtkit.Pipeline(2, 4, schedule="ZBVZeroBubble"),
     "tensor parallel": dtkit.TensorParallel(2, plan={"0": "colwise", "1": "rowwise"}),
 }
+REPEATED = (
+    ("pipeline", "Dataset"),
+    ("tensor parallel", "stream"),
+    ("one rank with the first and the last stage", "stream"),
+)
 
 
-@pytest.mark.parametrize("data", [RandomSamples(None), RandomStream()], ids=["Dataset", "stream"])
-@pytest.mark.parametrize("name", SHARING_STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        pytest.param(name, data, id=f"{name}, {kind}", marks=[pytest.mark.slow] if (name, kind) in REPEATED else [])
+        for name in SHARING_STRATEGIES
+        for kind, data in {"Dataset": RandomSamples(None), "stream": RandomStream()}.items()
+    ],
+)
 def test_ranks_of_a_replica_train_on_one_draw(cluster2: dtkit.Cluster, name: str, data: Any):
     run = train(cluster2, data, SHARING_STRATEGIES[name], steps=4)
     run.wait(60)
@@ -87,7 +99,7 @@ def make_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-@pytest.mark.parametrize("strategy", [None, dtkit.Pipeline(2, 2)], ids=str)
+@pytest.mark.parametrize("strategy", [slow(None), dtkit.Pipeline(2, 2)], ids=str)
 def test_resumed_run_repeats_the_draws_of_a_dataset(cluster2: dtkit.Cluster, tmp_path: Path, strategy: Any):
     data = RandomSamples(draw_from_global_generators)
     whole = fit(cluster2, data, strategy=strategy)
@@ -121,7 +133,7 @@ class BrokenSamples(RandomSamples):
         return super().__getitem__(row)
 
 
-@pytest.mark.parametrize("name", SHARING_STRATEGIES)
+@pytest.mark.parametrize("name", [name if name == "pipeline" else slow(name) for name in SHARING_STRATEGIES])
 def test_error_of_a_dataset_is_raised_with_the_rank_that_loads(cluster2: dtkit.Cluster, name: str):
     run = train(cluster2, BrokenSamples(None), SHARING_STRATEGIES[name], steps=4, shuffle=None)
     with pytest.raises(dtkit.errors.EngineError, match="broken row") as caught:

@@ -17,6 +17,7 @@ from torch import nn
 
 import dtkit
 from dtkit.types import State
+from tests.support.marks import slow
 from tests.support.small import LONG, ROWS, accuracy, check_usable, data, net, sgd, train
 from tests.support.waiting import wait_until_run
 
@@ -162,7 +163,7 @@ def test_validation_data_is_evaluated_after_each_epoch(cluster2):
     assert last["loss"] == pytest.approx(float(nn.functional.cross_entropy(output, targets[:11])), abs=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+@pytest.mark.parametrize("rows", [1, slow(2), 7, slow(64)])
 def test_evaluate_is_exact_for_any_number_of_rows(cluster2, rows):
     inputs, targets = data()
     run = train(cluster2, metrics={"accuracy": accuracy})

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import dtkit
 from tests.support import small
+from tests.support.marks import slow
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +36,15 @@ def log_in_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("step", [log_in_step, return_numbers])
-@pytest.mark.parametrize("strategy", [dtkit.DataParallel(accumulate=3), dtkit.Sharded()], ids=["data", "sharded"])
+@pytest.mark.parametrize(
+    ("strategy", "step"),
+    [
+        pytest.param(dtkit.DataParallel(accumulate=3), return_numbers, id="data, returned"),
+        pytest.param(dtkit.Sharded(), log_in_step, id="sharded, logged"),
+        slow(dtkit.DataParallel(accumulate=3), log_in_step, id="data, logged"),
+        slow(dtkit.Sharded(), return_numbers, id="sharded, returned"),
+    ],
+)
 def test_logged_numbers_are_means_over_all_samples(cluster2: dtkit.Cluster, strategy: Any, step: Any):
     options: dict[str, Any] = {"loss": None, "training_step": step, "shuffle": "global", "batch_size": 15, "steps": 6}
     run = small.train(cluster2, strategy=strategy, **options)

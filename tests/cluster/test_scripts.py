@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dtkit
+from dtkit._util import timeouts
 from dtkit.training.script_task import submit_script
 from tests.support.marks import slow
 from tests.support.small import check_usable, train
@@ -139,13 +140,16 @@ def test_module_runs_as_with_python_m(cluster2: dtkit.Cluster, folder: Path):
         slow("os.kill(os.getpid(), 9)", "t.py ended with the signal SIGKILL"),
     ],
 )
-def test_failing_rank_ends_the_others(cluster2: dtkit.Cluster, folder: Path, code: str, message: str):
-    """The other rank would wait for a day."""
+def test_failing_rank_ends_the_others_at_once(
+    cluster2: dtkit.Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+):
+    """The other rank would wait for a day, and ranks of other calls for an hour."""
+    monkeypatch.setattr(timeouts, "FAILURE_GRACE_S", 3600.0)
     (folder / "t.py").write_text(
         f"import os, sys, time\nif os.environ['RANK'] == '1':\n    print('before')\n    {code}\ntime.sleep(86400)"
     )
     with pytest.raises(dtkit.errors.EngineError) as caught:
-        cluster2.torchrun(folder / "t.py")
+        run_to_end(cluster2, folder / "t.py")
     assert (caught.value.cause.rank, caught.value.cause.message) == (1, message)
     assert "before" in caught.value.cause.traceback or "ValueError" in caught.value.cause.traceback
     assert list_scripts("/t.py") == []

@@ -76,7 +76,7 @@ def test_iterations_are_logged_by_node(cluster2: dtkit.Cluster, capsys: pytest.C
     assert "loss" in capsys.readouterr().out
 
 
-def test_bad_input_is_told_and_leaves_the_engines_usable(cluster2: dtkit.Cluster):
+def test_bad_input_raises_and_leaves_the_engines_usable(cluster2: dtkit.Cluster):
     X, y = load_digits(return_X_y=True)
     X[7, 3] = np.nan
     with pytest.raises(EngineError, match="X contains NaN or infinity; remove these rows"):

@@ -70,14 +70,14 @@ def test_state_names_failure_and_unknown_job(slurm: Slurm):
         ("--mem=900G", "Memory specification can not be satisfied"),
     ],
 )
-def test_refused_job_says_what_there_is_instead(slurm: Slurm, directive: str, words: str):
+def test_refused_job_lists_the_partitions(slurm: Slurm, directive: str, words: str):
     with pytest.raises(ClusterError, match=rf"Slurm refused the job: {words}.*3 nodes with 4 cores, 8000 MB, gpu:2"):
         submit("true", directive)
     assert slurm.list_jobs() == []
 
 
 @pytest.mark.parametrize("directive", ["--nodes=9", "--time=5:00:00", "--cpus-per-task=99"])
-def test_job_that_would_wait_forever_is_told(slurm: Slurm, directive: str):
+def test_job_that_would_wait_forever_is_reported(slurm: Slurm, directive: str):
     job = submit("true", directive)
     state = wait_until(lambda: (now := job.get_state()).phase == "ended" and now)
     assert f"Slurm job {job.job_id} is PENDING (Partition" in state.text
@@ -86,7 +86,7 @@ def test_job_that_would_wait_forever_is_told(slurm: Slurm, directive: str):
     job.cancel()
 
 
-def test_missing_commands_of_slurm_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_missing_commands_of_slurm_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ClusterError, match=r"sbatch is not on this notebook's PATH. Start the notebook where"):
         submit("true")

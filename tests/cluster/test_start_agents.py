@@ -12,6 +12,7 @@ import dtkit
 from dtkit.cluster.launchers.hosts import AgentJob, AgentRequest, HostLauncher
 from dtkit.errors import ClusterError
 from tests.support.hosts import network as networks
+from tests.support.hosts import training
 from tests.support.hosts.processes import list_commands
 from tests.support.waiting import wait_until
 
@@ -127,14 +128,11 @@ def test_agents_inside_an_allocation_are_a_step_of_it(
 
 
 def make_mpi(agents: Agents, config: Path, **options: str) -> dtkit.MPI:
-    network = f"{agents.network.address}/24"
-    settings = [("plm_rsh_args", f"-F {config}"), ("oob_tcp_if_include", network), ("btl_tcp_if_include", network)]
-    arguments = [word for name, value in settings for word in ("--mca", name, value)]
-    hosts, address = ["host1:1", "host2:1"], agents.network.address
-    return dtkit.MPI(**{"hosts": hosts, "arguments": arguments, "python": agents.python, "address": address} | options)
+    options = {"python": agents.python} | options
+    return training.make_mpi(agents.network, config, ("host1:1", "host2:1"), **options)
 
 
-def test_mpirun_starts_an_agent_on_each_host_and_tells_it_its_name(agents: Agents, ssh_config: Path):
+def test_mpirun_starts_an_agent_on_each_host_with_its_name(agents: Agents, ssh_config: Path):
     networks.require("mpirun")
     agents.start(make_mpi(agents, ssh_config))
     assert {host: lines[0]["host"] for host, lines in agents.read().items()} == {"host1": "host1", "host2": "host2"}
@@ -159,20 +157,20 @@ def test_mpirun_starts_an_agent_on_each_host_and_tells_it_its_name(agents: Agent
     ],
     ids=["python", "setup", "logs", "partition", "gpus", "time"],
 )
-def test_request_that_slurm_cannot_serve_is_told(agents: Agents, slurm: Slurm, options: dict, message: str):
+def test_request_that_slurm_cannot_serve_is_reported(agents: Agents, slurm: Slurm, options: dict, message: str):
     with pytest.raises((ClusterError, ValueError), match=message):
         agents.start(dtkit.Slurm(**{"nodes": 2, "python": agents.python} | options))
     agents.cancel()
     wait_until(lambda: not slurm.list_jobs(), 30)
 
 
-def test_log_folder_that_nodes_do_not_see_is_told(agents: Agents, slurm: Slurm, tmp_path: Path):
+def test_log_folder_that_nodes_do_not_see_is_reported(agents: Agents, slurm: Slurm, tmp_path: Path):
     with pytest.raises(ClusterError, match=rf"FAILED.*No output in {tmp_path}.*choose another one with log_folder="):
         agents.start(dtkit.Slurm(nodes=2, python=agents.python, log_folder=str(tmp_path)))
     assert slurm.call("sinfo")
 
 
-def test_mpirun_that_reaches_no_host_or_no_python_is_told(agents: Agents, ssh_config: Path):
+def test_mpirun_that_reaches_no_host_or_no_python_raises(agents: Agents, ssh_config: Path):
     networks.require("mpirun")
     with pytest.raises(ClusterError, match=r"mpirun has ended.*/no/python: No such file"):
         agents.start(make_mpi(agents, ssh_config, python="/no/python"))

@@ -31,8 +31,10 @@ def make_metrics() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("strategy", ["data", "pipeline", slow("tensor")])
-@pytest.mark.parametrize("rows", [37, 3])
+@pytest.mark.parametrize(
+    ("strategy", "rows"),
+    [("data", 37), ("pipeline", 3), slow("data", 3), slow("pipeline", 37), slow("tensor", 37), slow("tensor", 3)],
+)
 def test_values_are_those_of_all_rows(cluster2: dtkit.Cluster, strategy: str, rows: int):
     x, y = (part[:rows] for part in small.data())
     y[:3] = torch.arange(3)  # each class occurs

@@ -195,6 +195,20 @@ def test_cancel_replaces_an_engine_that_ignores_interrupts():
         assert not set(before) & {node.pid for node in cluster.nodes}
 
 
+def test_call_cancelled_before_it_runs_leaves_the_cluster_usable():
+    """The interrupt reaches what a new engine loads for its first step."""
+
+    def endless() -> None:
+        while True:
+            pass
+
+    with dtkit.Cluster(1, threads=1) as cluster:
+        task = cluster.submit(endless)
+        task.cancel()
+        assert task.cancelled()
+        assert cluster.run(lambda: 1) == [1]
+
+
 def test_closing_the_cluster_ends_a_running_call():
     def endless() -> None:
         while True:

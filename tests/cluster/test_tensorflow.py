@@ -11,10 +11,21 @@ import pytest
 from dtkit.errors import EngineError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import dtkit
+    from tests.cluster.conftest import SharedCluster
 
 pytest.importorskip("tensorflow")
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_engines(shared: SharedCluster) -> Iterator[None]:
+    """Use engines whose Keras has the tensorflow backend here only: a process can't change it."""
+    shared.close()
+    yield
+    shared.close()
 
 
 def make_rows() -> tuple[np.ndarray, np.ndarray]:

@@ -93,7 +93,7 @@ def test_step_with_a_collective_is_not_comparable(cluster2: dtkit.Cluster):
     small.check_usable(cluster2)
 
 
-@pytest.mark.parametrize("strategy", [None, dtkit.Pipeline(2, 2), dtkit.Sharded()], ids=str)
+@pytest.mark.parametrize("strategy", [None, dtkit.Pipeline(2, 2), slow(dtkit.Sharded())], ids=str)
 def test_random_augmentation_passes(cluster2: dtkit.Cluster, strategy: Any):
     samples = RandomSamples(draw_from_global_generators)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -110,7 +110,7 @@ def test_data_with_a_generator_of_its_own_is_not_comparable(cluster2: dtkit.Clus
 
 
 @pytest.mark.filterwarnings("ignore:.*normalizes with the statistics of a batch")
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(8), nn.Dropout(0.5)], ids=lambda layer: type(layer).__name__)
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(8), slow(nn.Dropout(0.5))], ids=lambda layer: type(layer).__name__)
 def test_training_by_parts_is_compared_where_whole_batches_differ(cluster2: dtkit.Cluster, layer: nn.Module):
     model = nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 3))
     verification = verify(cluster2, model, small.data())
@@ -131,7 +131,7 @@ class MaskedTokens(Dataset[Any]):
         return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(LENGTH) < row % LENGTH, -100)}
 
 
-@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("shift", [slow(False), True])
 def test_mean_over_labels_is_that_of_one_process(
     cluster2: dtkit.Cluster,
     shift: bool,  # noqa: FBT001 - a parameter of the test

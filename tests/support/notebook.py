@@ -231,8 +231,8 @@ def check_claims(done: ExecutedNotebook, least: int) -> None:
 def check_nothing_is_left(done: ExecutedNotebook, engines: int = 2) -> None:
     """Check that the notebook had that many engines at a time, and that no process is left."""
     assert done.footprint.max_engines == engines
-    _, left = psutil.wait_procs(done.footprint.seen, timeout=15)
-    assert left == []
+    _, alive = psutil.wait_procs(done.footprint.seen, timeout=15)
+    assert alive == []
 
 
 def check_memory(done: ExecutedNotebook) -> None:

@@ -79,6 +79,12 @@ class StaticView:
         self._feed.selected_rank = rank
         self.update()
 
+    def answer_zoom(self) -> None:
+        """Answer as the kernel does when a page zooms in and asks for finer data."""
+        (zoom,) = [message["zoom"] for message in self.sent if "zoom" in message][-1:]
+        detail = encode_message(self._feed.build_detail(*zoom))
+        self.page.evaluate("([content, buffers]) => window.receive(content, buffers)", detail)
+
     def report_effect(self, text: str) -> None:
         """Answer as the kernel does when a command took effect."""
         self._feed.last_effect = {"count": self._feed.last_effect["count"] + 1, "text": text}

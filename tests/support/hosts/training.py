@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import dtkit
 from tests.support import oracle
 from tests.support.hosts.processes import list_commands
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    import dtkit
+    from pathlib import Path
+
     from tests.support.hosts.network import Network
 
 _END_S = 30.0
@@ -33,6 +35,14 @@ def train(cluster: dtkit.Cluster, steps: int = oracle.STEPS, **options: Any) -> 
         "steps": steps,
     }
     return cluster.train(oracle.mlp(), cluster.partition(oracle.data()), **arguments | options)
+
+
+def make_mpi(network: Network, ssh_config: Path, hosts: tuple[str, ...], **options: str) -> dtkit.MPI:
+    """Return a launcher that reaches these hosts by SSH, with Open MPI's own traffic on the bridge."""
+    bridge = f"{network.address}/24"
+    settings = [("plm_rsh_args", f"-F {ssh_config}"), ("oob_tcp_if_include", bridge), ("btl_tcp_if_include", bridge)]
+    arguments = tuple(word for name, value in settings for word in ("--mca", name, value))
+    return dtkit.MPI(hosts=hosts, arguments=arguments, address=network.address, **options)
 
 
 def assert_exact(run: dtkit.Run) -> None:

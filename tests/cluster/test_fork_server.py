@@ -14,6 +14,7 @@ from dtkit._util.deadline import wait_until
 from dtkit.cluster.config import LaunchConfig
 from dtkit.cluster.devices import DevicePlan
 from dtkit.cluster.forkserver.client import ForkServerClient
+from dtkit.cluster.forkserver.engine import ENGINE_NAME
 from dtkit.cluster.launchers.local import ForkingLauncher, choose_local_launcher
 from dtkit.errors import ClusterError
 
@@ -55,6 +56,7 @@ def test_engines_are_forked_by_one_process_with_a_single_thread(cluster2: dtkit.
     server = psutil.Process(parent)
     assert "dtkit.cluster.forkserver" in server.cmdline()
     assert server.num_threads() == 1
+    assert {psutil.Process(node.pid).name() for node in cluster2.nodes} == {ENGINE_NAME}
 
 
 def test_each_engine_draws_other_numbers_and_gets_interrupts(cluster2: dtkit.Cluster):

@@ -24,6 +24,8 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from traitlets import default
 
+from dtkit.cluster.forkserver.engine import ENGINE_NAME
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -97,17 +99,21 @@ class Footprint:
     peak: int = 0
     max_engines: int = 0
     """Largest number of engines at a time."""
+    _others: set[psutil.Process] = dataclasses.field(default_factory=lambda: set(psutil.Process().children()))
+    """Children of the tests that were there before, such as those of a cluster that several tests share."""
 
     def sample(self) -> None:
         # A process whose parent has ended is no longer a descendant, so earlier ones are kept.
-        self.seen |= set(psutil.Process().children(recursive=True))
+        for child in set(psutil.Process().children()) - self._others:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.seen |= {child, *child.children(recursive=True)}
         total, parents = 0, {}
         for process in self.seen:
             with contextlib.suppress(psutil.Error):
                 total += process.memory_full_info().pss if sys.platform == "linux" else 0
-                if "ipyparallel.engine" in process.cmdline():
+                if process.name() == ENGINE_NAME or "ipyparallel.engine" in process.cmdline():
                     parents[process.pid] = process.ppid()
-        # A process that an engine forked has its command line until it starts another program.
+        # A process that an engine forked has its name and command line until it starts another program.
         engines = sum(parent not in parents for parent in parents.values())
         self.peak, self.max_engines = max(self.peak, total), max(self.max_engines, engines)
 

@@ -8,15 +8,12 @@ import pickle
 import runpy
 import secrets
 import sys
-from typing import TYPE_CHECKING, Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from dtkit._util import timeouts
 from dtkit.cluster.engine_arguments import make_engine_arguments
 from dtkit.engine.warmup import preload, without_collection
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 _MODULES = (
     "IPython.core.completerlib",
@@ -32,6 +29,10 @@ _MODULES = (
     "zmq.utils.garbage",
 )
 """What an engine imports until it has served its first call, besides what `preload` imports."""
+
+ENGINE_NAME = "dtkit-engine"
+NANNY_NAME = "dtkit-nanny"
+"""Names of processes, of at most 15 bytes: Linux cuts longer ones."""
 
 
 def load() -> None:
@@ -55,6 +56,7 @@ def _load_kernel_without_debugger() -> None:
 def become_engine(logs: Path) -> None:
     """Turn this forked process into an engine. Returns when the engine ends."""
     os.setsid()  # no signals of the terminal
+    _show_name(ENGINE_NAME)
     _redirect_output(logs / f"ipengine-{secrets.token_hex(4)}.log")
     _reseed()
     from dtkit._util.torch_private import START_NANNY, engine_app
@@ -63,6 +65,11 @@ def become_engine(logs: Path) -> None:
     # Where the heartbeat is slower, the engine waits up to 1.7 times as long.
     sys.argv[1:] = make_engine_arguments(timeouts.CONTROLLER_GONE_S, timeouts.MIN_HEARTBEAT_PERIOD_S)
     runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
+
+
+def _show_name(name: str) -> None:
+    """Give this process a name in ``ps``, ``top`` and ``htop``: its command line is the fork server's."""
+    Path("/proc/self/comm").write_text(name)
 
 
 def _redirect_output(log: Path) -> None:
@@ -111,6 +118,7 @@ def _run_nanny(arguments_file: BinaryIO, url_writer: int) -> None:
     """Run the nanny in this process, and end it."""
     try:
         os.setsid()
+        _show_name(NANNY_NAME)
         with arguments_file:
             # unpickles: from the engine that forked this process
             arguments = pickle.load(arguments_file)

@@ -3,38 +3,8 @@
 See :mod:`dtkit.integrations.horovod.torch`, whose operations it uses.
 """
 
-from dtkit.integrations.horovod.basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from dtkit.integrations.horovod.exceptions import HorovodInternalError
-from dtkit.integrations.horovod.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from dtkit.integrations.horovod.reductions import Adasum, Average, Max, Min, Product, Sum
+from dtkit.integrations.horovod import names
+from dtkit.integrations.horovod.names import *  # noqa: F403 - it is the interface
 from dtkit.integrations.horovod.tensorflow import elastic
 from dtkit.integrations.horovod.tensorflow.compression import Compression
 from dtkit.integrations.horovod.tensorflow.functions import (
@@ -65,19 +35,10 @@ from dtkit.integrations.horovod.tensorflow.operations import (
 from dtkit.integrations.horovod.tensorflow.optimizer import DistributedOptimizer
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
     "PartialDistributedGradientTape",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -88,39 +49,16 @@ __all__ = [
     "broadcast_global_variables",
     "broadcast_object",
     "broadcast_variables",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
     "local_rank_op",
-    "local_size",
     "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "process_set_included_op",
-    "rank",
     "rank_op",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
     "size_op",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += names.__all__

@@ -109,7 +109,7 @@ def format_count(count: int, noun: str) -> str:
 
 
 def name_nodes(text: str) -> str:
-    """Return a text of dtkit about ranks as views show it: with nodes. Pictures and the log beside them say node."""
+    """Return a text about ranks with the word node, which pictures and the log next to them use."""
     return re.sub(r"\brank(s?)\b", r"node\1", text)
 
 

@@ -31,7 +31,7 @@ _ROOT = Path("/")
 ENGINE_BYTES = 120_000_000
 """Memory that an engine on a CPU adds when it has trained a small model. Its libraries are the fork server's.
 
-Eight engines and their nannies add 60 MB each, beside 300 MB of the fork server, as measured. The rest is for data.
+Eight engines and their nannies add 60 MB each to 300 MB of the fork server, as measured. The rest is for data.
 """
 
 NOTEBOOK_BYTES = 800_000_000

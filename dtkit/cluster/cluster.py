@@ -46,8 +46,8 @@ class Cluster(Engines):
     interface : network interface of the collectives; by default loopback, which other hosts can't reach. Engines on
         several hosts need another one. Tensor traffic is not encrypted.
     spares : engines that are started too and wait, so that a lost one can be replaced at once.
-    keep_alive : whether engines also outlive a script, and wait for :func:`dtkit.attach` as long as `lease` says;
-        without a `lease`, until somebody closes the cluster.
+    keep_alive : whether engines also outlive a script, and wait for :func:`dtkit.attach` until `lease` is over.
+        Without a `lease`, they wait until somebody closes the cluster.
 
     """
 

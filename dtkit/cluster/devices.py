@@ -97,7 +97,7 @@ def warn_of_too_many_engines(plan: DevicePlan) -> None:
     if engines > cores and plan.devices[0] == "cpu":
         warnings.warn(
             f"{engines} engines share {formatting.format_count(cores, 'core')}: they train correctly, and no faster "
-            f"than {cores}. Cluster({engines}, threads=1) says that it is meant so",
+            f"than {cores}. Cluster({engines}, threads=1) does not warn",
             ClusterWarning,
             stacklevel=find_caller_stacklevel(),
         )

@@ -1,9 +1,9 @@
 """The transport over engines that dtkit starts and ends.
 
-A started cluster consists of the notebook, a reaper that outlives it (:mod:`dtkit.cluster.reaper`), ipyparallel's
-controller, a process that forks engines (:mod:`dtkit.cluster.forkserver`), and the engines, each with a nanny process.
-All of them share one folder that only the user can enter. It has connection files, logs, and the stores at which
-process groups meet.
+A started cluster consists of the notebook, ipyparallel's controller, and the engines, each with a nanny process. A
+reaper outlives the notebook (:mod:`dtkit.cluster.reaper`). One process forks the engines
+(:mod:`dtkit.cluster.forkserver`). All of them share one folder that only the user can enter. It has connection files,
+logs, and the stores at which process groups meet.
 """
 
 from __future__ import annotations

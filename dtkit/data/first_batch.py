@@ -1,6 +1,6 @@
 """A trial of the first rows in the notebook, which finds wrong shapes and types before anything is sent.
 
-Model and loss are copied as the engines would get them, so the trial changes nothing in the notebook: no parameter, no
+Model and loss are copied as the engines would get them. So the trial changes nothing in the notebook: no parameter, no
 buffer, no variable of a function, and no random number. It refuses only errors whose remedy is known. Any other error
 may come from the trial itself, such as a collective without engines, and is left to the engines' first step.
 """
@@ -46,8 +46,8 @@ def check_first_batch(
 ) -> None:
     """Raise FirstBatchError if model and loss refuse the first rows, and the remedy is known.
 
-    Does nothing where a trial would be long or impossible: for large models and rows, data that engines load, models on
-    other devices or in 16 bits, and training steps that update the model themselves.
+    No-op where a trial would be long or impossible. Examples are large models and rows, data that engines load, models
+    on other devices or in 16 bits, and training steps that update the model themselves.
     """
     with preserve_generators(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")

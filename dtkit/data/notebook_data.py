@@ -55,9 +55,9 @@ def inspect_data(data: Any, column_selection: ColumnSelection, *, for_evaluation
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, bytes)):
         return _inspect_samples(data, column_selection)
     raise TypeError(
-        f"data is a {type(data).__name__}; it must be a tuple of arrays as in (X, y) or a dict of them, a map-style "
-        "Dataset (with __len__ and __getitem__), a DataFrame, a path of .npy or .parquet files, an iterable of "
-        "samples, or a function that returns one of these on the engine"
+        f"data is a {type(data).__name__}; it must be a tuple of arrays as in (X, y), a dict of arrays, a DataFrame, "
+        "or a path of .npy or .parquet files. A map-style Dataset (with __len__ and __getitem__) and an iterable of "
+        "samples will do, too, or a function that returns one of these on the engine"
     )
 
 

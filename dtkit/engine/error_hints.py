@@ -21,7 +21,7 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
     if type(error) is NameError:  # not an UnboundLocalError, a mistake within the function
         error.add_note(
             f"{error.name!r} is not defined on the engines. Is it defined in a later cell? Functions take along what "
-            "they use from the notebook as it is when they are sent: run the cell that defines the name first, or "
+            "they use from the notebook as it is when they are sent. Run the cell that defines the name first, or "
             "import it inside the function"
         )
         return

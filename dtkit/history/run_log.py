@@ -108,13 +108,13 @@ def read_run_pickle(folder: Path) -> bytes | None:
 
 def read_labels(cluster_folder: Path) -> list[RunLabel]:
     """Return the labels of a cluster's runs, the latest last. Those that can't be read are left out."""
-    found = []
+    labels = []
     for path in (cluster_folder / RUNS_FOLDER).glob(f"*/{_LABEL_FILE}"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             fields = json.loads(path.read_text(encoding="utf-8"))
             label = RunLabel(str(fields["name"]), int(fields["steps"]), tuple(fields["modules"]))
-            found.append((path.stat().st_mtime, label))
-    return [label for _, label in sorted(found, key=lambda pair: pair[0])]
+            labels.append((path.stat().st_mtime, label))
+    return [label for _, label in sorted(labels, key=lambda pair: pair[0])]
 
 
 def read_history(folder: Path, *, ranks_per_replica: int) -> History:

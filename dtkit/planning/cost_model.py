@@ -73,7 +73,7 @@ class ModelSizes:
     gradients: int
     shapes: tuple[tuple[int, ...], ...]
     optimizer_state: int | None
-    """None if the optimizer could not be tried on the meta device; `reason` says why."""
+    """None if the optimizer could not be tried on the meta device, for `reason`."""
     update_peak: int
     reason: str
 

@@ -13,7 +13,7 @@ class JobPlan:
     steps: int
     shuffle: str | None
     """"shard": each shard's rows in an order of its own. "global": all rows in one order. `IN_ORDER`: all rows as they
-    are. `BY_SAMPLER`: as a sampler says. None: each shard's rows as they are."""
+    are. `BY_SAMPLER`: in a sampler's order. None: each shard's rows as they are."""
     seed: int
 
 

@@ -98,8 +98,8 @@ class _ModuleFinder(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         self.modules.add(module)
-        found = super().find_class(module, name)
-        return self._import_recorded if found is cloudpickle.cloudpickle.subimport else found
+        member = super().find_class(module, name)
+        return self._import_recorded if member is cloudpickle.cloudpickle.subimport else member
 
     def _import_recorded(self, module: str) -> types.ModuleType:
         self.modules.add(module)

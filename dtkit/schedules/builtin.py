@@ -1,7 +1,7 @@
 """Built-in schedules as tables, in the orders of torch's classes.
 
 - GPipe (Huang et al., NeurIPS 2019): all micro-batches forward, then all backward.
-- 1F1B (Narayanan et al., SOSP 2019): after a warm-up, alternating forward and backward, so that a rank holds the
+- 1F1B (Narayanan et al., SOSP 2019): after a warm-up, alternating forward and backward. A rank then holds the
   activations of at most p micro-batches instead of all m.
 - Interleaved1F1B (Narayanan et al., SC 2021): v stages per rank, so that the first micro-batch arrives earlier.
 - LoopedBFS (Lamy-Poirier, MLSys 2023): the same stages, each with all micro-batches in sequence.

@@ -171,7 +171,7 @@ def _parse_cell(rank: int, index: int, raw_cell: str | Action | None) -> Action 
     if match is None:
         raise ValueError(
             f"rank {rank}, cell {index}: {text!r} is not an action. Write F2 for the forward pass of micro-batch 2, B2 "
-            "for its backward pass, I2 and W2 for the halves of B2, 5F2 for F2 of stage 5, and . for an idle cell"
+            "for its backward pass, and I2 and W2 for the halves of B2. 5F2 is F2 of stage 5, and . is an idle cell"
         )
     stage, kind, micro_batch = match.groups()
     return Action(kind.upper(), int(stage) if stage else rank, int(micro_batch))

@@ -130,7 +130,7 @@ def _check_complete(rows: Sequence[Row], places: Places) -> None:
             action = example._replace(kind=missing, micro_batch=micro_batch)
             raise ValueError(
                 f"rank {rank}: {action} is missing in its {len(rows[rank])} cells. The schedule has {count} "
-                f"micro-batches (0 to {count - 1}), and each goes forward and backward once through every stage: add "
+                f"micro-batches (0 to {count - 1}), and each goes forward and backward once through every stage. Add "
                 f"{action}, or remove micro-batch {micro_batch} from all rows"
             )
 

@@ -57,7 +57,7 @@ class Interruption:
         self.is_active = False
         """Whether the calls in flight were interrupted."""
         self.is_logged = False
-        """Whether the log says so."""
+        """Whether the log mentions it."""
         self._pause_requested_at = 0.0
         self._interrupt_at = math.inf
 

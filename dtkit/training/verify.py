@@ -266,9 +266,9 @@ OWN_GENERATOR_IN_STEP = (
 )
 RANDOM_STEP = "the model or the step draws random numbers, and each rank draws its own"
 NOT_A_MEAN = (
-    "the loss of a batch is not the mean of the losses of its parts: samples of a batch depend on each other (a "
-    "contrastive loss), or it is a mean over something else than samples (tokens with labels of -100). For the latter, "
-    "return (sum, weight) instead"
+    "the loss of a batch is not the mean of the losses of its parts. Samples of a batch may depend on each other (a "
+    "contrastive loss). Or it is a mean over something else than samples (tokens with labels of -100); then return "
+    "(sum, weight) instead"
 )
 
 

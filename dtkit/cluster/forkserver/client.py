@@ -25,7 +25,7 @@ class ForkServerClient:
     """Starts a cluster's fork server, also in place of one that has ended, and asks it for engines."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
-        """`environment` is what engines have beside this process's environment."""
+        """`environment` has the variables that engines get in addition to this process's."""
         self._folder, self._environment = folder, environment
         self._log = folder / "log" / "ipengine-server.log"
         self._process: subprocess.Popen[bytes] | None = None

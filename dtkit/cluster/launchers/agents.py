@@ -125,7 +125,7 @@ class AgentLauncher(Launcher):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ClusterError(
                 f"two agents run on {', '.join(twice)}: name each host once, with all its engines, as in 'gpu1:4'. "
-                "Hosts are told apart by the name that `hostname` prints there"
+                "A host is known by the name that `hostname` prints there"
             )
 
     def _check_reachable(self) -> None:

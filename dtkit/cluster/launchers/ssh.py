@@ -45,7 +45,7 @@ class SSH(HostLauncher):
     Parameters
     ----------
     hosts
-        Names with the number of engines, as in ``["gpu1:4", "gpu2:4"]``, or the path of a file with one host a line,
+        Names with the number of engines, as in ``["gpu1:4", "gpu2:4"]``. Or the path of a file with one host a line,
         as in ``gpu1:4`` or ``gpu1 slots=4``. A name is what ``ssh`` accepts, so that users, ports, keys and jump hosts
         come from ``~/.ssh/config``. A host without a number gets one engine.
     python

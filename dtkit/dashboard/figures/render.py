@@ -46,7 +46,7 @@ def get_css_width(figure: Figure) -> int:
 
 
 def format_img_tag(figure: Figure, alt: str) -> str:
-    """Return the figure as an ``<img>`` no wider than its container; `alt` says the same in words."""
+    """Return the figure as an ``<img>`` no wider than its container; `alt` describes it."""
     data = base64.b64encode(render_notebook_png(figure)).decode("ascii")
     attributes = f'width="{get_css_width(figure)}" style="max-width: 100%" alt="{html.escape(alt)}"'
     return f'<img src="data:image/png;base64,{data}" {attributes}>'

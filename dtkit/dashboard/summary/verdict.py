@@ -66,7 +66,7 @@ class Verdict:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Facts:
+class _Measurements:
     """Measured means in seconds. Arrays have one number for each known rank."""
 
     spec: RunSpec
@@ -108,7 +108,7 @@ def find_verdict(history: History, spec: RunSpec) -> Verdict:
     ranks = np.flatnonzero(np.isfinite(timing.seconds).all(axis=1))
     if not timing.is_measured or not len(ranks):
         return Verdict("unknown", "the phases of the steps were not measured", 0.0)
-    facts = _Facts(spec, timing, ranks, timing.seconds[ranks], history.ranks_per_replica)
+    facts = _Measurements(spec, timing, ranks, timing.seconds[ranks], history.ranks_per_replica)
     verdicts = [verdict for judge in _select_judges(facts) if (verdict := judge(facts)) and verdict.gain >= MIN_GAIN]
     return max(verdicts, key=lambda verdict: verdict.gain, default=_report_computing(facts))
 
@@ -121,7 +121,7 @@ def find_shown_verdict(run: RunView) -> Verdict | None:
     return None if verdict.cause == "unknown" else verdict
 
 
-def _select_judges(facts: _Facts) -> Sequence[Callable[[_Facts], Verdict | None]]:
+def _select_judges(facts: _Measurements) -> Sequence[Callable[[_Measurements], Verdict | None]]:
     if not facts.timing.is_same_work:
         return _judge_data, _judge_cut, _judge_bubble
     return _judge_data, _judge_straggler, _judge_overhead, _judge_waiting
@@ -130,7 +130,7 @@ def _select_judges(facts: _Facts) -> Sequence[Callable[[_Facts], Verdict | None]
 # -- the causes --------------------------------------------------------------------------------------------------
 
 
-def _judge_data(facts: _Facts) -> Verdict | None:
+def _judge_data(facts: _Measurements) -> Verdict | None:
     """Return the gain of loading all batches ahead: the slowest rank would only compute."""
     data, compute = facts.get("data"), facts.compute_s
     saved = float(compute.max() - (compute - data).max())
@@ -159,7 +159,7 @@ def _judge_data(facts: _Facts) -> Verdict | None:
     )  # fmt: skip
 
 
-def _judge_straggler(facts: _Facts) -> Verdict | None:
+def _judge_straggler(facts: _Measurements) -> Verdict | None:
     """Return the gain if a step took as long as on the slowest node that isn't a straggler."""
     if facts.timing.straggler is None:
         return None
@@ -187,7 +187,7 @@ def _judge_straggler(facts: _Facts) -> Verdict | None:
     )
 
 
-def _predict_balanced(facts: _Facts) -> tuple[str, tuple[str, ...]]:
+def _predict_balanced(facts: _Measurements) -> tuple[str, tuple[str, ...]]:
     """Return the gain of shares of the batch proportional to speed, if the strategy supports them."""
     if not facts.spec.strategy.startswith("DataParallel(") or "balance" in facts.spec.strategy:
         return "", ()
@@ -200,7 +200,7 @@ def _predict_balanced(facts: _Facts) -> tuple[str, tuple[str, ...]]:
     return f'; with balance="auto" {ratio:.1f} times', (line,)
 
 
-def _judge_overhead(facts: _Facts) -> Verdict | None:
+def _judge_overhead(facts: _Measurements) -> Verdict | None:
     """Return the gain of a larger batch. Communication and update don't grow with it."""
     communication = float(facts.get("communication").mean())
     fixed = communication + float((facts.get("update") + facts.get("other"))[facts.slowest])
@@ -232,7 +232,7 @@ def _judge_overhead(facts: _Facts) -> Verdict | None:
     )  # fmt: skip
 
 
-def _judge_sliced_model(facts: _Facts) -> Verdict | None:
+def _judge_sliced_model(facts: _Measurements) -> Verdict | None:
     """Return the share of the time in which a model with sliced layers sends activations, which grow with the batch."""
     share = facts.share("communication")
     return Verdict(
@@ -244,7 +244,7 @@ def _judge_sliced_model(facts: _Facts) -> Verdict | None:
     )
 
 
-def _name_other_remedies(facts: _Facts, is_communication: bool) -> str:  # noqa: FBT001 - one of two kinds of overhead
+def _name_other_remedies(facts: _Measurements, is_communication: bool) -> str:  # noqa: FBT001 - one of two kinds of overhead
     """Return strategies that send less often or less, if the run could use them."""
     strategy = facts.spec.strategy
     if not is_communication:
@@ -257,7 +257,7 @@ def _name_other_remedies(facts: _Facts, is_communication: bool) -> str:  # noqa:
     return ", or DataParallel()" if strategy.startswith("NaiveDataParallel(") else ""
 
 
-def _judge_waiting(facts: _Facts) -> Verdict | None:
+def _judge_waiting(facts: _Measurements) -> Verdict | None:
     """Return the time that nodes wait for each other in turn, if none of them is slower than the others."""
     if facts.timing.straggler is not None:
         return None
@@ -271,7 +271,7 @@ def _judge_waiting(facts: _Facts) -> Verdict | None:
     )
 
 
-def _judge_cut(facts: _Facts) -> Verdict | None:
+def _judge_cut(facts: _Measurements) -> Verdict | None:
     """Return the gain of stages that compute equally long."""
     compute = facts.compute_s
     saved = float(compute.max() - compute.mean())
@@ -294,7 +294,7 @@ def _judge_cut(facts: _Facts) -> Verdict | None:
     )
 
 
-def _judge_bubble(facts: _Facts) -> Verdict | None:
+def _judge_bubble(facts: _Measurements) -> Verdict | None:
     """Return the gain of more micro-batches, by the formula (p - 1) / (m + p - 1) of the bubble."""
     stages, number = facts.ranks_per_replica, re.search(r"micro_batches=(\d+)", facts.spec.strategy)
     waiting = facts.share("waiting")
@@ -322,7 +322,7 @@ def _judge_bubble(facts: _Facts) -> Verdict | None:
     )
 
 
-def _report_computing(facts: _Facts) -> Verdict:
+def _report_computing(facts: _Measurements) -> Verdict:
     """Return the verdict if no remedy would save much."""
     share = facts.share("forward") + facts.share("backward") + facts.share("update")
     largest = max(("data", "waiting", "communication", "other"), key=facts.share)
@@ -332,12 +332,12 @@ def _report_computing(facts: _Facts) -> Verdict:
     return Verdict("computing", text, 0.0, lines)
 
 
-def _list_means(facts: _Facts) -> tuple[str, ...]:
+def _list_means(facts: _Measurements) -> tuple[str, ...]:
     """Return the mean of each phase over all nodes, and the window."""
     return tuple(_iterate_means(facts))
 
 
-def _iterate_means(facts: _Facts) -> Iterator[str]:
+def _iterate_means(facts: _Measurements) -> Iterator[str]:
     parts = (f"{phase} {_ms(float(facts.get(phase).mean()))}" for phase in PHASES if facts.get(phase).mean() > 0)
     yield f"means of the last {facts.timing.num_steps} steps and all nodes: {', '.join(parts)}"
     if len(facts.ranks) > 1:

@@ -209,7 +209,7 @@ class TextProgress:
     def _take_new_events(self) -> list[Event]:
         new = self._run.history.events[self.num_printed_events :]
         self.num_printed_events += len(new)  # not the list's length, which may have grown since
-        # The line on the last validation says the same, and is updated.
+        # The line on the last validation has the same text, and is updated.
         return [event for event in new if not (event.kind == "note" and event.text.startswith(VALIDATION_PREFIX))]
 
 

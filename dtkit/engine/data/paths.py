@@ -44,8 +44,8 @@ def _describe_part(part: Any) -> Any:
 def _describe_npy(path: Any) -> memmap.MappedFile:
     if Path(path).suffix != ".npy":
         raise ValueError(
-            f"{os.fspath(path)!r} is not supported: give a .npy file, a .parquet file or a folder of .parquet files, "
-            "or load it yourself: give the arrays, or a function that loads them"
+            f"{os.fspath(path)!r} is not supported: give a .npy file, a .parquet file or a folder of .parquet files. "
+            "Or load it yourself, and give the arrays, or a function that loads them"
         )
     mapped_file = memmap.describe_memmap(memmap.load_npy(str(path)))
     assert mapped_file is not None, "a file that was just mapped has a name"

@@ -246,8 +246,8 @@ def _make_sample_source(data: Any, columns: ColumnSelection) -> RowSource | Stre
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return DatasetSource(data, columns)
     raise TypeError(
-        f"data is a {type(data).__name__}; it must be a tuple of arrays or a map-style Dataset (with __len__ and "
-        "__getitem__), a DataFrame or an iterable of samples, or a function that returns one of these"
+        f"data is a {type(data).__name__}; it must be a tuple of arrays, a DataFrame, an iterable of samples, or a "
+        "map-style Dataset (with __len__ and __getitem__). A function that returns one of these will do, too"
     )
 
 

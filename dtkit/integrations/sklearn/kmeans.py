@@ -185,8 +185,8 @@ def _move_centers(
     ranks: Ranks, X: np.ndarray, labels: np.ndarray, before: np.ndarray, centers: np.ndarray
 ) -> tuple[np.ndarray, int]:
     """Return the means of the clusters over all ranks, and the number of rows whose label differs from `before`."""
-    own, num_changed = _sum_clusters(X, labels, len(centers)), np.count_nonzero(labels != before)
-    sums, counts, changed = ranks.sum(own, np.bincount(labels, minlength=len(centers)), num_changed)
+    own_sums, num_changed = _sum_clusters(X, labels, len(centers)), np.count_nonzero(labels != before)
+    sums, counts, changed = ranks.sum(own_sums, np.bincount(labels, minlength=len(centers)), num_changed)
     empty = np.flatnonzero(counts == 0)
     if len(empty):
         _fill_empty(ranks, X, labels, centers, sums, counts, empty)

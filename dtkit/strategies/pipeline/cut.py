@@ -155,7 +155,7 @@ def find_named_starts(names: Sequence[str], layers: Sequence[str], stages: int) 
     starts = [layers.index(name) for name in names]
     if len(starts) != stages - 1 or sorted(set(starts)) != starts or 0 in starts:
         raise ValueError(
-            f"split={list(names)} gives {len(starts) + 1} stages of this model, but there must be {stages}: name, in "
+            f"split={list(names)} gives {len(starts) + 1} stages of this model, but there must be {stages}. Name, in "
             f"order, the {stages - 1} layers at which the second and later stages begin, from {', '.join(layers[1:])}"
         )
     return (0, *starts)

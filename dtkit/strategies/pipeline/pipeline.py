@@ -260,7 +260,7 @@ class Pipeline(Strategy):
             return whole.setup(copy.deepcopy(model), loss_fn, optimizer, context)
         if loss_fn.training_step is not None:
             raise ValueError(
-                "a pipeline needs loss=, a function of (output, target), or a model that returns its own loss: "
+                "a pipeline needs loss=, a function of (output, target), or a model that returns its own loss. "
                 "training_step= runs the whole model, but in a pipeline no rank has all of it"
             )
         if context.recomputes_stages:

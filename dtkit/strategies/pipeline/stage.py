@@ -88,7 +88,7 @@ def infer_stage_io(
             values.append(group.broadcast_tensors(output, rank, inputs[0].device))
         return values
 
-    return StageIO(run_stages(lambda pair, given: _run_trial(pair.training, given)), run_stages(_run_evaluation_trial))
+    return StageIO(run_stages(lambda pair, args: _run_trial(pair.training, args)), run_stages(_run_evaluation_trial))
 
 
 def _run_evaluation_trial(pair: StageModulePair, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -335,7 +335,7 @@ def require_maskable_labels(labels: Any) -> None:
         return
     kind = f"{str(labels.dtype).removeprefix('torch.')} labels" if isinstance(labels, torch.Tensor) else "no labels"
     raise ValueError(
-        f"the batch has {kind}, and the model computes its own loss: a pipeline pads its micro-batches, and only "
+        f"the batch has {kind}, and the model computes its own loss. A pipeline pads its micro-batches, and only "
         f"integer labels can say which rows are padding (by {DEFAULT_IGNORE_INDEX}). Give "
         "loss=, a function of (output, target)"
     )

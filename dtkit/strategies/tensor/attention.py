@@ -106,8 +106,8 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         else:
             weights = [_to_local(getattr(self, name)) for name in _SEPARATE_PROJECTIONS]
         biases: Sequence[torch.Tensor | None] = [None] * NUM_QKV if bias is None else bias.chunk(NUM_QKV)
-        given = (query, key, value)
-        return [functional.linear(inputs[id(x)], w, b) for x, w, b in zip(given, weights, biases, strict=True)]
+        sources = zip((query, key, value), weights, biases, strict=True)
+        return [functional.linear(inputs[id(x)], w, b) for x, w, b in sources]
 
     def _split_heads(self, x: torch.Tensor, *, batched: bool, transposed: bool) -> torch.Tensor:
         """Return the shape (rows, local heads, length, head size)."""
@@ -236,10 +236,10 @@ def _try_unfuse(func: Any, tensor: FusedQKV, *args: Any, **kwargs: Any) -> Any:
         return tensor
     if func in _SPLIT_FUNCTIONS or func in _CHUNK_FUNCTIONS:
         names = {_ARGUMENT_ALIASES.get(k, k): v for k, v in kwargs.items()}
-        given = {"dim": 0} | dict(zip(("size", "dim"), args, strict=False)) | names
-        size, last = qkv.shape[-1], given["dim"] in (-1, tensor.dim() - 1)
+        arguments = {"dim": 0} | dict(zip(("size", "dim"), args, strict=False)) | names
+        size, last = qkv.shape[-1], arguments["dim"] in (-1, tensor.dim() - 1)
         thirds = (NUM_QKV,) if func in _CHUNK_FUNCTIONS else (size, [size] * NUM_QKV, (size,) * NUM_QKV)
-        return qkv.unbind(-2) if last and given["size"] in thirds else None
+        return qkv.unbind(-2) if last and arguments["size"] in thirds else None
     shape = _infer_view_shape(func, tensor, args, kwargs)
     return qkv.view(shape) if shape is not None and _keeps_qkv_dim(shape, qkv.shape) else None
 

@@ -15,6 +15,7 @@ from dtkit.engine.data.sources import DatasetSource
 from dtkit.engine.job import Job, _choose_vote_steps
 from dtkit.engine.state.shards import join_state_dict
 from dtkit.strategies.base import make_optimizer
+from dtkit.strategies.data_parallel import DataParallel
 from tests.support.in_process_job import data, make_job, net, sgd
 
 
@@ -100,6 +101,33 @@ def test_finite_gradients_with_an_overflowing_norm_do_not_end_the_dispatch():
     made = make_job(nn.Linear(4, 3), (torch.full((20, 4), 1e25), data()[1]), loss=lambda out, y: out.mean() * 1e5)
     made.advance(1)
     assert made.collect_results().end_reason == "done"
+
+
+@pytest.mark.parametrize("share", [0.9, 0.1, 1.1])
+def test_gradients_are_clipped_as_torch_does(share: float):
+    inputs, targets = data()
+    reference = net()
+    F.cross_entropy(reference(inputs), targets).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), math.inf))
+    model = net()
+    job = make_job(model, loss=F.cross_entropy, batch_size=20, strategy=DataParallel(clip_grad_norm=share * norm))
+    job.advance(1)
+    torch.nn.utils.clip_grad_norm_(reference.parameters(), share * norm)
+    sgd(reference.parameters()).step()
+    for trained, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(trained, expected, rtol=0, atol=1e-6)
+
+
+def test_a_sum_with_its_weight_trains_like_its_mean():
+    def summed(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return F.cross_entropy(output, target, reduction="sum"), len(target)
+
+    trained = []
+    for loss in (F.cross_entropy, summed):
+        model = net()
+        make_job(model, loss=loss).advance(3)
+        trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(trained[0], trained[1], rtol=0, atol=1e-12)
 
 
 class Texts(torch.utils.data.Dataset):

@@ -10,7 +10,7 @@ from dtkit._util import timeouts
 from dtkit.data.sharding import divide_proportionally
 from dtkit.engine.state.checksum import compute_checksum
 from dtkit.history.history import ROW_DTYPE
-from dtkit.training.load_balancing import MIN_STEPS, LoadBalancer
+from dtkit.training.load_balancing import MIN_STEPS, LoadBalancer, _summarize_steps
 from dtkit.training.replica_check import MAX_TIME_FRACTION, ReplicaChecker
 from dtkit.types import ReplicaCheckResult
 
@@ -32,6 +32,10 @@ def balanced(costs, fixed=0.0, rounds=12):
     for _ in range(rounds):
         landed(balancer, costs, fixed)
     return balancer.shares
+
+
+def test_the_smaller_last_step_of_an_epoch_is_no_measure_of_speed():
+    assert _summarize_steps([(48, 0.1), (48, 0.1), (48, 0.1), (10, 0.02)]) == (48, pytest.approx(0.1))
 
 
 def test_shares_converge_in_proportion_to_speed():

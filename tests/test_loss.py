@@ -17,7 +17,7 @@ from dtkit.engine.data.sources import ArraySource
 from dtkit.rpc.job_plan import JobPlan
 from dtkit.strategies.base import TrainingProgram
 from dtkit.strategies.data_parallel import DataParallel
-from dtkit.strategies.loss import Loss
+from dtkit.strategies.loss import LabelWeight, Loss
 
 
 def batch(rows: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,6 +45,13 @@ def test_pair_is_a_sum_and_a_weight(weight):
     assert actual is not None
     assert (actual.item(), actual.shape, actual.dtype) == (5.0, (), torch.float64)
     assert total.shape == ()
+
+
+def test_a_mean_over_no_label_counts_as_nothing():
+    loss = Loss(nn.CrossEntropyLoss(ignore_index=-1), None, label_weight=LabelWeight(-1))
+    total, weight = loss(model(), (batch()[0], torch.full((6,), -1)))
+    assert weight is not None
+    assert (total.item(), weight.item()) == (0, 0)
 
 
 def test_loss_with_one_element_becomes_a_scalar():

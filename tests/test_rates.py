@@ -107,6 +107,16 @@ def test_plateau_scheduler_follows_the_validation_loss_if_there_is_one():
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
+def test_plateau_scheduler_follows_the_mean_loss_of_all_ranks():
+    found, optimizer = rates(plateau, has_valid=True)
+    others = torch.tensor([9.0, 1.0], dtype=torch.float64)  # loss times weight, and weight, of the other ranks
+    group = SimpleNamespace(all_reduce=lambda sums: sums.add_(others))
+    found.step_after_epoch(3.0, 1.0, group)
+    others[0] = 1.0
+    found.step_after_epoch(4.0, 1.0, group)  # a larger loss on this rank, but a smaller one of all
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_repeated_evaluation_steps_the_scheduler_once():
     """An interrupted evaluation may have stepped the scheduler on some ranks only."""
     found, optimizer = rates(plateau, has_valid=True, groups=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import pickle
 import signal
 import threading
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from dtkit.errors import RefusedError, RunError
 from dtkit.health.stall_report import StallReport
 from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.rpc.replacement import replace_lost_ranks
+from dtkit.testing.fake_engine import LOST_PEER_MESSAGE
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.task import Task
 from dtkit.types import Evaluation, Failure, Reply, State
@@ -178,6 +180,27 @@ def test_lost_engine_is_replaced_and_the_run_continues(cluster, engines):
     assert "rank" not in " ".join(event.text for event in run.history.events)  # the log is a picture: it says node
     assert "node 1 replaced: all go on from step" in run.history.events[-2].text
     assert list(run.history.totals()["step"]) == list(range(40))
+
+
+class DyingTransport(FakeTransport):
+    """Fake engines of which rank 1 ends in each dispatch, before the first step."""
+
+    def _answer(self, worker, message, listen, *, is_interrupted):
+        if pickle.loads(message).op == "advance":
+            if worker.engine.rank == 0:
+                raise RuntimeError(LOST_PEER_MESSAGE)
+            worker.is_lost = True
+        return super()._answer(worker, message, listen, is_interrupted=is_interrupted)
+
+
+def test_the_fourth_loss_in_a_row_at_one_step_ends_the_run():
+    with dtkit.Cluster.from_transport(DyingTransport(2), device="cpu") as cluster:
+        run = train(cluster)
+        with pytest.raises(dtkit.errors.EngineError, match="its process has ended"):
+            run.wait(10)
+        events = [event for event in run.history.events if event.kind in ("lost", "repair")]
+        assert [event.kind for event in events] == [*["lost", "repair"] * 3, "lost"]
+        assert run.status.state is State.FAILED
 
 
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
@@ -612,6 +635,12 @@ def test_validation_runs_after_each_epoch_without_a_pause(cluster, engines):
     assert [e.step for e in run.history.evaluations] == [4, 8, 12, 16, 20]
     assert run.history.evaluations[0].values == {"loss": 0.5}
     assert run.history.evaluations[0].samples == 8
+
+
+def test_validation_runs_after_the_last_step_within_an_epoch(cluster):
+    run = train(cluster, steps=6, validation=ROWS)
+    run.wait(10)
+    assert [e.step for e in run.history.evaluations] == [4, 6]
 
 
 def calls(engines: FakeTransport, *ops: str) -> list[tuple[str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from dtkit.history.history import History
 from dtkit.rpc import pickling
 from dtkit.rpc.payload import make_payload
 from dtkit.training import launch, recovered_state, recovery
+from dtkit.training.boundary_actions import BoundaryActions
 from dtkit.training.config import SnapshotInterval, TrainConfig
 from dtkit.training.snapshot_tracker import SnapshotTracker
 from dtkit.types import JobPosition
@@ -73,6 +75,21 @@ def test_snapshot_is_due_at_once_at_the_step_from_which_a_run_continues():
     assert not found.is_due(20)
     found.reset_to(0)
     assert not found.is_due(0)
+
+
+@pytest.mark.parametrize("is_requested", [True, False])
+def test_only_a_checkpoint_that_nobody_waits_for_is_written_from_a_snapshot(*, is_requested: bool):
+    performed: list[tuple[str, Any]] = []
+    manager = SimpleNamespace(has_requests=is_requested)
+    snapshot = SimpleNamespace(is_due=lambda _: True, perform=lambda _: performed.append(("snapshot", None)))
+    checkpoint = SimpleNamespace(
+        manager=manager,
+        is_due=lambda _: True,
+        perform=lambda _, from_snapshot: performed.append(("checkpoint", from_snapshot)),
+    )
+    parts: Any = (None, None, None, snapshot, checkpoint)
+    BoundaryActions(*parts).save_if_due(4, lambda: None)
+    assert performed == ([("checkpoint", False)] if is_requested else [("snapshot", None), ("checkpoint", True)])
 
 
 def test_no_snapshot_is_due_if_snapshots_are_disabled():
@@ -236,6 +253,21 @@ def test_snapshot_is_used_only_if_the_disk_has_an_earlier_step():
     found = recovery.fetch_snapshot_state(giving, "job", survivors(0, 2, 3), 4, after_step=19)
     assert found is not None
     assert found.source == "the last snapshot, from node 2's memory"
+
+
+@pytest.mark.parametrize(("disk_step", "source"), [(19, "memory"), (20, "memory"), (21, "disk"), (None, "memory")])
+def test_recovery_takes_the_later_snapshot_of_memory_and_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk_step: int | None, source: str
+):
+    group: Any = Giving()
+    group.world_size, group.folder = 4, tmp_path
+    disk = None if disk_step is None else SimpleNamespace(step=disk_step)
+    options = SimpleNamespace(strategy=SimpleNamespace(model_shard_id=lambda _, rank: rank))
+    plan: Any = SimpleNamespace(job="job", options=options)
+    monkeypatch.setattr(recovery.Recovery, "_find_disk_snapshot", lambda _: disk)
+    state, snapshot = recovery.Recovery(group, plan, tmp_path)._find_state(survivors(0, 2, 3))
+    assert (state is None) == (source == "disk")
+    assert snapshot is disk
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
-"""What a map shows while it runs."""
+"""What a map shows while it runs, and how often it tries an item."""
 
 from __future__ import annotations
 
 import collections
 from types import SimpleNamespace
+from typing import Any
 
 from dtkit.training.item_map import _show
+from dtkit.training.item_scheduler import ItemScheduler, _RunningItem
+from dtkit.types import Failure, Reply
 
 
 def test_progress_counts_the_items_of_each_node():
@@ -15,3 +18,18 @@ def test_progress_counts_the_items_of_each_node():
     scheduler.num_done.update({1: 7, 0: 5})
     _show(SimpleNamespace(update=shown.append), scheduler, 40)
     assert shown == ["map square: 0 of 40 items", "map square: 12 of 40 items (node 0: 5, node 1: 7)"]
+
+
+def test_an_item_that_loses_its_engine_is_tried_three_times():
+    repeated: list[int] = []
+    failed: list[int] = []
+    group: Any = SimpleNamespace(world_size=2, uploads=SimpleNamespace(discard=lambda _: None))
+    source: Any = SimpleNamespace(
+        on_repeat=lambda index, item: repeated.append(index) or item,
+        on_failure=lambda index, _: failed.append(index),
+    )
+    scheduler = ItemScheduler(group, "load", (len, (), {}), source, lambda: None)
+    running: Any = _RunningItem(7, "text", payload=None, future=None)
+    for rank in (0, 1, 0):
+        scheduler._process_reply(rank, running, Reply(failure=Failure(rank, "?", "EngineLost", "", "", kind="lost")))
+    assert (repeated, failed) == ([7, 7], [7])

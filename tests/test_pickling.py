@@ -71,7 +71,7 @@ def test_tensors_use_a_shared_file_and_keep_it_mapped(tmp_path: Path) -> None:
     model = nn.Linear(30, 20)
     packed = pickling.pack_object(model)
     handle = shared_memory.write_buffers(packed.buffers, directories=[str(tmp_path)])
-    copy = pickling.unpack_object(packed.header, shared_memory.BufferMapping.open(handle))
+    copy = pickling.unpack_object(packed.header, shared_memory.map_buffers(handle))
     shared_memory.remove_file(handle)
     gc.collect()
     assert torch.equal(copy.weight, model.weight)

@@ -42,7 +42,7 @@ from dtkit.lessons.lesson import Score
 from dtkit.lessons.svg import Canvas, Drawing
 from dtkit.planning.memory_report import Memory
 from dtkit.rpc import shared_memory
-from dtkit.rpc.shared_memory import BufferMapping, SharedBuffer
+from dtkit.rpc.shared_memory import SharedBuffer, map_buffers
 from dtkit.testing.fake_transport import FakeTransport
 from tests.support import checkpoints, comparison_sources, memory_reports, plans, stage_reports, step_reports
 from tests.support.fake_source import FakeSource
@@ -391,11 +391,11 @@ def test_links_and_files_of_other_users_are_not_opened(tmp_path: Path, monkeypat
     link = tmp_path / "link"
     link.symlink_to(handle.path)
     with pytest.raises(OSError, match="symbolic links") as found:
-        BufferMapping.open(SharedBuffer(str(link), handle.spans))
+        map_buffers(SharedBuffer(str(link), handle.spans))
     assert found.value.errno == errno.ELOOP
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(PermissionError, match="not a file of this user; refusing to map it"):
-        BufferMapping.open(handle)
+        map_buffers(handle)
 
 
 def test_a_cluster_folder_is_trusted_only_if_private_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

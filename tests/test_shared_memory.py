@@ -17,7 +17,7 @@ import pytest
 from dtkit._util import resources
 from dtkit._util.process import ProcessId
 from dtkit.rpc import shared_memory
-from dtkit.rpc.shared_memory import BufferMapping, SharedBuffer
+from dtkit.rpc.shared_memory import SharedBuffer, map_buffers
 
 # A process that prints a line when it runs and ends when its standard input does.
 WAIT = "print('up', flush=True); input()"
@@ -43,7 +43,7 @@ def test_written_buffers_are_mapped_and_aligned(tmp_path: Path) -> None:
     handle = shared_memory.write_buffers(arrays, directories=[str(tmp_path)])
     assert pickle.loads(pickle.dumps(handle)) == handle
     assert all(offset % shared_memory.ALIGNMENT == 0 for offset, _ in handle.spans)
-    views = BufferMapping.open(handle)
+    views = map_buffers(handle)
     assert [view.nbytes for view in views] == [array.nbytes for array in arrays]
     for view, array in zip(views, arrays, strict=True):
         assert bytes(view) == array.tobytes()
@@ -52,7 +52,7 @@ def test_written_buffers_are_mapped_and_aligned(tmp_path: Path) -> None:
 def test_empty_buffers_are_stored_in_a_file(tmp_path: Path) -> None:
     for buffers in ([], [b""], [b"", b"ab"]):
         handle = shared_memory.write_buffers(buffers, directories=[str(tmp_path)])
-        assert [bytes(view) for view in BufferMapping.open(handle)] == buffers
+        assert [bytes(view) for view in map_buffers(handle)] == buffers
         shared_memory.remove_file(handle)
     assert files(tmp_path) == []
 
@@ -72,14 +72,14 @@ def test_a_file_is_private_and_in_shared_memory() -> None:
 
 def test_changes_to_a_mapping_do_not_reach_other_mappings_or_the_file(tmp_path: Path) -> None:
     handle = shared_memory.write_buffers([b"abcd"], directories=[str(tmp_path)])
-    (mine,), (yours,) = BufferMapping.open(handle), BufferMapping.open(handle)
+    (mine,), (yours,) = map_buffers(handle), map_buffers(handle)
     mine[0] = ord("X")
     assert (bytes(mine), bytes(yours), Path(handle.path).read_bytes()) == (b"Xbcd", b"abcd", b"abcd")
 
 
 def test_views_keep_the_mapping_alive_after_the_file_is_removed(tmp_path: Path) -> None:
     handle = shared_memory.write_buffers([b"abcd", b"efgh"], directories=[str(tmp_path)])
-    array = np.frombuffer(BufferMapping.open(handle)[1], dtype=np.uint8)
+    array = np.frombuffer(map_buffers(handle)[1], dtype=np.uint8)
     shared_memory.remove_file(handle)
     assert array.tobytes() == b"efgh"
     assert array.flags.writeable
@@ -130,13 +130,13 @@ def test_writing_more_than_the_free_memory_is_refused(monkeypatch: pytest.Monkey
 def test_a_file_with_the_wrong_size_or_type_is_not_mapped(tmp_path: Path) -> None:
     handle = shared_memory.write_buffers([b"abcd"], directories=[str(tmp_path)])
     with pytest.raises(OSError, match="holds 4 of 64 bytes"):
-        BufferMapping.open(SharedBuffer(handle.path, ((0, 64),)))
+        map_buffers(SharedBuffer(handle.path, ((0, 64),)))
     link = tmp_path / "link"
     link.symlink_to(handle.path)
     with pytest.raises(OSError, match="symbolic"):
-        BufferMapping.open(SharedBuffer(str(link), handle.spans))
+        map_buffers(SharedBuffer(str(link), handle.spans))
     with pytest.raises(PermissionError, match="not a file of this user"):
-        BufferMapping.open(SharedBuffer("/dev/null", ()))
+        map_buffers(SharedBuffer("/dev/null", ()))
 
 
 def test_remove_orphans_deletes_only_files_of_dead_processes(tmp_path: Path) -> None:
@@ -215,6 +215,6 @@ def test_mapped_memory_is_shared_and_not_copied(tmp_path: Path) -> None:
     handle = shared_memory.write_buffers([data], directories=[str(tmp_path)])
     before = psutil.Process().memory_full_info().uss
     # Twice, since pages that only one mapping has touched count as this process's own.
-    views = BufferMapping.open(handle) + BufferMapping.open(handle)
+    views = map_buffers(handle) + map_buffers(handle)
     assert [int(np.frombuffer(view, np.uint8).sum()) for view in views] == [int(data.sum())] * 2
     assert psutil.Process().memory_full_info().uss - before < data.nbytes / 4

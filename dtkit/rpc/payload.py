@@ -45,9 +45,9 @@ class Payload:
     def open_buffers(self) -> Sequence[Any] | None:
         """Return the buffers, mapped copy-on-write or inline; None if rank 0 has them."""
         if self.host_buffers is not None:
-            return shared_memory.BufferMapping.open(self.host_buffers[socket.gethostname()])
+            return shared_memory.map_buffers(self.host_buffers[socket.gethostname()])
         if self.shared_buffer is not None:
-            return shared_memory.BufferMapping.open(self.shared_buffer)
+            return shared_memory.map_buffers(self.shared_buffer)
         return None if self.inline_buffers is None else [bytearray(b) for b in self.inline_buffers]
 
     def load(self, buffers: Sequence[Any] | None = None) -> Any:

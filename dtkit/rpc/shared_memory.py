@@ -83,25 +83,21 @@ def write_buffers(
     )
 
 
-class BufferMapping:
-    """Reading side of a :class:`SharedBuffer`."""
+def map_buffers(handle: SharedBuffer) -> list[memoryview]:
+    """Map the file and return one writable view per buffer. Only these views keep the mapping alive.
 
-    @staticmethod
-    def open(handle: SharedBuffer) -> list[memoryview]:
-        """Map the file and return one writable view per buffer. Only these views keep the mapping alive.
-
-        Pages are shared until they are written, and only this process sees what it writes. Raises OSError if the file
-        is gone, belongs to another user or is too short.
-        """
-        descriptor = os.open(handle.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            _check_file(handle, os.fstat(descriptor))
-            size = max(handle.nbytes, 1)
-            pages = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        finally:
-            os.close(descriptor)
-        view = memoryview(pages)
-        return [view[offset : offset + size] for offset, size in handle.spans]
+    Pages are shared until they are written, and only this process sees what it writes. Raises OSError if the file is
+    gone, belongs to another user or is too short.
+    """
+    descriptor = os.open(handle.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _check_file(handle, os.fstat(descriptor))
+        size = max(handle.nbytes, 1)
+        pages = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(descriptor)
+    view = memoryview(pages)
+    return [view[offset : offset + size] for offset, size in handle.spans]
 
 
 def remove_file(handle: SharedBuffer) -> None:

@@ -9,11 +9,13 @@ import numpy as np
 
 from dtkit.integrations.horovod.reductions import Average
 from dtkit.integrations.horovod.tensorflow import operations
-from dtkit.integrations.horovod.tensorflow.compression import Compression, Compressor
+from dtkit.integrations.horovod.tensorflow.compression import Compression
 from dtkit.integrations.horovod.tensorflow.optimizer import DistributedOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from dtkit.integrations.horovod.compression import Compressor
 
 
 def allreduce(

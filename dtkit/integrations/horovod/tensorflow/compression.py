@@ -1,4 +1,4 @@
-"""Compression of tensors on their way to other ranks."""
+"""Compression of TensorFlow's tensors on their way to other ranks."""
 
 from __future__ import annotations
 
@@ -6,24 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-
-class Compressor:
-    """Base class of custom compressors; by itself, the identity."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor to send, and the context that `decompress` needs."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its former type."""
-        del ctx
-        return tensor
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+from dtkit.integrations.horovod.compression import Compressor, NoneCompressor
 
 
 class FP16Compressor(Compressor):

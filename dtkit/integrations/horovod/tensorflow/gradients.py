@@ -11,11 +11,13 @@ import tensorflow as tf
 from dtkit.integrations.horovod.process_sets import ProcessSet, global_process_set
 from dtkit.integrations.horovod.reductions import Average, resolve_op
 from dtkit.integrations.horovod.tensorflow.bridge import read_size
-from dtkit.integrations.horovod.tensorflow.compression import Compression, Compressor
+from dtkit.integrations.horovod.tensorflow.compression import Compression
 from dtkit.integrations.horovod.tensorflow.operations import allreduce, grouped_allreduce
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from dtkit.integrations.horovod.compression import Compressor
 
 
 @dataclasses.dataclass(frozen=True)

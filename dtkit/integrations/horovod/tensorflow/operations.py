@@ -17,10 +17,12 @@ from dtkit.integrations.horovod.context import get_context
 from dtkit.integrations.horovod.process_sets import ProcessSet, global_process_set
 from dtkit.integrations.horovod.reductions import Average, Sum, resolve_op
 from dtkit.integrations.horovod.tensorflow.bridge import call, make_name, read_number, read_size
-from dtkit.integrations.horovod.tensorflow.compression import Compression, Compressor
+from dtkit.integrations.horovod.tensorflow.compression import Compression
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from dtkit.integrations.horovod.compression import Compressor
 
 
 def _reduce(tensors: Sequence[Any], name: str | None, **options: Any) -> list[Any]:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from dtkit.integrations.horovod.process_sets import ProcessSet, global_process_set
 from dtkit.integrations.horovod.reductions import Average
-from dtkit.integrations.horovod.tensorflow.compression import Compression, Compressor
+from dtkit.integrations.horovod.tensorflow.compression import Compression
 from dtkit.integrations.horovod.tensorflow.gradients import (
     GradientReducer,
     ReducerOptions,
@@ -18,6 +18,8 @@ from dtkit.integrations.horovod.tensorflow.gradients import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from dtkit.integrations.horovod.compression import Compressor
 
 
 class _Accumulator:

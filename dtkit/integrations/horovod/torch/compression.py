@@ -1,30 +1,13 @@
-"""Compression of tensors on their way to other ranks."""
+"""Compression of torch's tensors on their way to other ranks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dtkit.integrations.horovod.compression import Compressor, NoneCompressor
 
 if TYPE_CHECKING:
     import torch
-
-
-class Compressor:
-    """Base class of custom compressors; by itself, the identity."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor to send, and the context that `decompress` needs."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the tensor in its former type."""
-        del ctx
-        return tensor
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
 
 
 class FP16Compressor(Compressor):

@@ -18,8 +18,8 @@ from dtkit.integrations.horovod.torch.asynchronous import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from dtkit.integrations.horovod.compression import Compressor
     from dtkit.integrations.horovod.process_sets import ProcessSet
-    from dtkit.integrations.horovod.torch.compression import Compressor
 
 
 @dataclasses.dataclass(frozen=True)

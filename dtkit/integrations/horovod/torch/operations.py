@@ -24,10 +24,12 @@ from dtkit.integrations.horovod.torch.asynchronous import (
     grouped_reducescatter_async,
     synchronize,
 )
-from dtkit.integrations.horovod.torch.compression import Compression, Compressor
+from dtkit.integrations.horovod.torch.compression import Compression
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from dtkit.integrations.horovod.compression import Compressor
 
 Options = dict[str, Any]
 """Keyword arguments of an asynchronous operation."""

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 from dtkit.integrations.horovod.context import get_context
 from dtkit.integrations.horovod.process_sets import ProcessSet, global_process_set
 from dtkit.integrations.horovod.reductions import Average, resolve_op
-from dtkit.integrations.horovod.torch.compression import Compression, Compressor
+from dtkit.integrations.horovod.torch.compression import Compression
 from dtkit.integrations.horovod.torch.gradient_reducer import GradientReducer, ReducerOptions, form_buckets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
+
+    from dtkit.integrations.horovod.compression import Compressor
 
 
 class _DistributedMixin:

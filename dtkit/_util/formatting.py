@@ -13,10 +13,10 @@ UNKNOWN = "—"
 """Text of a number that is not known."""
 
 
-def _format_significant(value: float, digits: int = 3) -> str:
-    """Return `value` with `digits` significant digits and grouped thousands, never in exponent form."""
+def _format_significant(value: float) -> str:
+    """Return `value` with three significant digits and grouped thousands, never in exponent form."""
     magnitude = math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+    return f"{value:,.{max(0, 2 - magnitude)}f}"
 
 
 def format_rate(value: float | None) -> str:

@@ -117,12 +117,12 @@ def is_on_binder(environ: Mapping[str, str] = os.environ) -> bool:
     return "BINDER_SERVICE_HOST" in environ or "BINDER_REPO_URL" in environ
 
 
-def find_loopback_interface(root: Path = _ROOT) -> str:
+def find_loopback_interface() -> str:
     """Return the name of this host's loopback interface."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == "127.0.0.1" for address in addresses):
             return str(name)
-    return "lo" if (root / "proc").exists() else "lo0"
+    return "lo" if (_ROOT / "proc").exists() else "lo0"
 
 
 def _count_affinity() -> int:

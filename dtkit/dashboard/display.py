@@ -24,8 +24,6 @@ from dtkit.dashboard.text import run_text
 from dtkit.dashboard.throttle import Throttle, start_timer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from dtkit.dashboard.live.placement import Output
     from dtkit.dashboard.live.widget import Dashboard
     from dtkit.dashboard.run_view import RunView
@@ -108,7 +106,7 @@ def _describe_picture(run: RunView) -> str:
 class _LiveDisplays:
     """The displays of one run: one model, and any number of pictures."""
 
-    def __init__(self, run: RunView, call_later: Callable[[float, Callable[[], None]], None] = start_timer) -> None:
+    def __init__(self, run: RunView) -> None:
         from dtkit.dashboard.live.widget import Dashboard
 
         self.final_event = threading.Event()
@@ -122,7 +120,7 @@ class _LiveDisplays:
         self._throttle = Throttle(self._draw_picture, timeouts.KEPT_PICTURE_INTERVAL_S)
         self._may_draw = False
         self._unsubscribe = run.subscribe(self._on_change)
-        call_later(timeouts.KEPT_PICTURE_FIRST_S, self._start_drawing)
+        start_timer(timeouts.KEPT_PICTURE_FIRST_S, self._start_drawing)
 
     @property
     def has_ended(self) -> bool:

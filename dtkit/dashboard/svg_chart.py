@@ -128,11 +128,11 @@ class _Frame:
         return _HEIGHT - _BOTTOM - (y - self.y_low) / (self.y_high - self.y_low) * (_HEIGHT - _TOP - _BOTTOM)
 
 
-def choose_ticks(low: float, high: float, count: int = _NUM_TICKS) -> list[float]:
-    """Return round numbers within the limits, about `count` of them."""
+def choose_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers within the limits, about five of them."""
     if high <= low:
         return [low]
-    raw = (high - low) / count
+    raw = (high - low) / _NUM_TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     width = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
     return [k * width for k in range(math.ceil(low / width), math.floor(high / width) + 1)]

@@ -117,17 +117,15 @@ def distribute_training_data(
 
 
 def distribute_validation_data(
-    engine_group: EngineGroup, data: Any, *, target: Any = None, training_data: DataHandle | None = None
+    engine_group: EngineGroup, data: Any, *, training_data: DataHandle | None = None
 ) -> DataHandle:
     """Send validation data, in equal contiguous parts; there may be fewer samples than ranks.
 
-    The columns of a table are those of `target`, else those of `training_data`, with its order and its classes.
+    The columns of a table are those of `training_data`, with its order and its classes.
     """
     if isinstance(data, Partition):
         return get_data_handle(engine_group, data)
-    selection = (
-        ColumnSelection.from_arguments(target) if training_data is None or target is not None else training_data.columns
-    )
+    selection = ColumnSelection.from_arguments(None) if training_data is None else training_data.columns
     data, selection = _unwrap_data_loader(data, selection)
     if _is_loaded_by_engines(data):
         return _shard_engine_data(engine_group, data, selection)

@@ -4,7 +4,7 @@ One thread for each rank serves requests in order, and refuses the same requests
 
     engines = FakeTransport(2)
     cluster = dtkit.Cluster.from_transport(engines, device="cpu")
-    engines.inject_failure(rank=1, op="advance", error=RuntimeError("no forward here"), at_step=7)
+    engines.inject_failure(rank=1, op="advance", error=RuntimeError("no forward here"), after=2)
     run = cluster.train(...)            # fails as on real engines: rank 1 is the cause, rank 0 its victim
 
 Tests inject failures before they send the calls that should fail, or while these are held. A rank that has already
@@ -58,18 +58,14 @@ class _Fault:
     rank: int
     op: str
     error: BaseException
-    at_step: int | None
     remaining_successes: list[int]  # by rank: calls of the operation that succeed before
     generation: int | None = None
 
     def take_if_due(self, engine: FakeEngine, request: Request) -> bool:
         """Return whether the request fails on this engine."""
-        args = request.args
         if request.op != self.op or self.generation not in (None, engine.generation):
             return False
         if self.op == "handshake" and engine.rank != self.rank:  # there is no group yet
-            return False
-        if self.at_step is not None and not args["step"] <= self.at_step < args["step"] + args["steps"]:
             return False
         self.remaining_successes[engine.rank] -= 1
         if self.remaining_successes[engine.rank] != -1:
@@ -112,18 +108,13 @@ class FakeTransport(FakeResults):
             self._is_open = True
             self._condition.notify_all()
 
-    def inject_failure(
-        self, rank: int, op: str, error: BaseException, *, at_step: int | None = None, after: int = 0
-    ) -> None:
+    def inject_failure(self, rank: int, op: str, error: BaseException, *, after: int = 0) -> None:
         """Make a rank fail in its next call of `op`; the others are its victims, and the group is broken.
 
-        `at_step` selects the dispatch that reaches this step, after the steps before it are done. `after` is how many
-        such calls succeed first.
+        `after` is how many such calls succeed first.
         """
-        if at_step is not None and op != "advance":
-            raise ValueError(f"inject_failure(op={op!r}, at_step={at_step}): only 'advance' has steps; omit at_step")
         with self._condition:
-            self._faults.append(_Fault(rank, op, error, at_step, [after] * len(self._workers)))
+            self._faults.append(_Fault(rank, op, error, [after] * len(self._workers)))
 
     def queue_output(self, rank: int, *items: OutputItem) -> None:
         """Add output to the rank's next dispatch or call: ("text", line) or ("row", {name: number})."""
@@ -261,23 +252,22 @@ def _fail_together(worker: _Worker, request: Request, fault: _Fault) -> Reply[An
     """Return the failure of a rank, or the loss of its peer, with the steps completed until then."""
     engine, partial = worker.engine, None
     if request.op == "advance":
-        steps = 0 if fault.at_step is None else fault.at_step - request.args["step"]
-        partial = worker.operations["advance"](**{**request.args, "steps": steps})
+        partial = worker.operations["advance"](**{**request.args, "steps": 0})
     elif request.op in ("call_function", "run_script"):
         partial = None, engine.take_output()
     error = fault.error if engine.rank == fault.rank else RuntimeError(LOST_PEER_MESSAGE)
-    return dataclasses.replace(_make_failure_reply(engine, error, fault.at_step), value=partial)
+    return dataclasses.replace(_make_failure_reply(engine, error), value=partial)
 
 
 def _make_lost_reply(engine: FakeEngine) -> Reply[Any]:
     return Reply(failure=Failure(engine.rank, "?", "EngineLost", "its process has ended", "", kind="lost"))
 
 
-def _make_failure_reply(engine: FakeEngine, error: BaseException, step: int | None = None) -> Reply[Any]:
+def _make_failure_reply(engine: FakeEngine, error: BaseException) -> Reply[Any]:
     """Return an engine's report on an error. An error that is not a refusal breaks the group."""
     kind = "refused" if isinstance(error, RefusedError) else "error"
     kind = "interrupted" if isinstance(error, KeyboardInterrupt) else kind
     engine.is_broken = engine.is_broken or kind != "refused"
     is_victim = str(error) == LOST_PEER_MESSAGE
     trace = "".join(traceback.format_exception(error))
-    return Reply(failure=Failure(engine.rank, "fake", type(error).__name__, str(error), trace, step, is_victim, kind))
+    return Reply(failure=Failure(engine.rank, "fake", type(error).__name__, str(error), trace, None, is_victim, kind))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 INPUT_VARIABLE = "DTKIT_AGENT_INPUT"
+_MAX_LOG_CHARS = 600
 """Variable that carries an agent's input through a scheduler. Other users can read command lines, but not environments.
 """
 
@@ -107,10 +108,10 @@ def format_call(launcher: Any) -> str:
     return f"{type(launcher).__name__}({', '.join(options)})"
 
 
-def read_log_end(path: Path, max_chars: int = 600) -> str:
+def read_log_end(path: Path) -> str:
     """Return the last lines of output, or a sentence if this host doesn't see the file."""
     try:
         text = path.read_text(errors="replace").strip()
     except OSError:
         return f"No output in {path}: the nodes may not see its folder; choose another one with log_folder="
-    return f"Its output ends: {text[-max_chars:]}" if text else "It printed nothing"
+    return f"Its output ends: {text[-_MAX_LOG_CHARS:]}" if text else "It printed nothing"

@@ -8,7 +8,6 @@ figure is in the saved notebook.
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import anywidget
@@ -21,7 +20,7 @@ from dtkit.dashboard.live.messages import Message
 from dtkit.dashboard.live.placement import make_place_name, place_view
 from dtkit.dashboard.live.widget import STATIC_FOLDER
 from dtkit.dashboard.summary.curves import LOSS, Chart, Curves
-from dtkit.dashboard.throttle import Throttle, start_timer
+from dtkit.dashboard.throttle import Throttle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -149,17 +148,11 @@ class ComparisonWidget(anywidget.AnyWidget):
     place = traitlets.Unicode().tag(sync=True)
     """Name of the view's places in the page."""
 
-    def __init__(
-        self,
-        comparison: ComparisonView,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        call_later: Callable[[float, Callable[[], None]], None] = start_timer,
-    ) -> None:
+    def __init__(self, comparison: ComparisonView) -> None:
         self._message_builder = ComparisonMessageBuilder(comparison)
         # locks: while a message is made and sent
         self._send_lock = threading.Lock()
-        self._throttle = Throttle(self._send_update, timeouts.COMPARISON_INTERVAL_S, clock=clock, call_later=call_later)
+        self._throttle = Throttle(self._send_update, timeouts.COMPARISON_INTERVAL_S)
         opening = self._message_builder.build_snapshot()
         super().__init__(opening={"content": opening.content, "buffers": opening.buffers}, place=make_place_name())
         self.on_msg(lambda *_: self._throttle.trigger())  # a page sent hello

@@ -28,8 +28,8 @@ _KEY_BYTES = 32
 class StoreServer:
     """Serves in daemon threads until the process ends."""
 
-    def __init__(self, address: str, key: bytes | None = None) -> None:
-        self.address, self.key = address, key or secrets.token_bytes(_KEY_BYTES)
+    def __init__(self, address: str) -> None:
+        self.address, self.key = address, secrets.token_bytes(_KEY_BYTES)
         self._values: dict[tuple[int, str], bytes] = {}
         # locks: while a dictionary is read or changed
         self._lock = threading.Lock()

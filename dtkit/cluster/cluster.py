@@ -93,7 +93,7 @@ class Cluster(Engines):
         """Look for the parameters with the best value: each trial on one engine. See :mod:`dtkit.integrations.search`.
 
         objective : function of a trial, which returns a number. As with Optuna, ``trial.suggest_float("lr", 1e-4, 1e-1,
-            log=True)`` chooses a parameter, ``trial.report(value, step)`` reports an intermediate value, and
+            log=True)`` chooses a parameter. ``trial.report(value, step)`` reports an intermediate value, and
             ``trial.should_prune()`` returns whether to end a bad trial early.
         space : choices by name, as in ``{"lr": [0.1, 0.01]}``; ``trial.params`` has the chosen ones. All combinations
             are tried, or `n_trials` of them. Without a space, Optuna chooses.

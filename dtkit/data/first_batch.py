@@ -46,8 +46,8 @@ def check_first_batch(
 ) -> None:
     """Raise FirstBatchError if model and loss refuse the first rows, and the remedy is known.
 
-    No-op where a trial would be long or impossible. Examples are large models and rows, data that engines load, models
-    on other devices or in 16 bits, and training steps that update the model themselves.
+    No-op where a trial would be long or impossible. Examples are large models and rows, data that engines load, and
+    models on other devices or in 16 bits. Another one is a training step that updates the model itself.
     """
     with preserve_generators(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")

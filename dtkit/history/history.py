@@ -1,7 +1,7 @@
 """Append-only table of all ranks' steps.
 
 One writer (the run's driver thread) appends blocks. Any number of readers (figures, the live view, pandas) read rows by
-index, so a view that remembers its last row fetches only new ones. Rows are in numpy chunks of fixed size, so an append
+index. So a view that remembers its last row fetches only new ones. Rows are in numpy chunks of fixed size, so an append
 copies no earlier rows. Totals over the ranks (loss, samples, slowest rank) are computed as rows arrive.
 """
 

@@ -1,6 +1,6 @@
 """Data parallelism: a copy of the model on each rank, with gradients summed over ranks in every step.
 
-For large models, torch's DDP does the work (Li et al., VLDB 2020): it reduces buckets of gradients while backward still
+For large models, torch's DDP does the work (Li et al., VLDB 2020). It reduces buckets of gradients while backward still
 computes the next ones. A small model has only one bucket, and gets one flat buffer instead: see
 :mod:`dtkit.strategies.flat_gradients`. A single rank has nothing to reduce.
 

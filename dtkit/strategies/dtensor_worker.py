@@ -4,7 +4,7 @@ A sharded parameter is a torch DTensor: this rank's part and the mesh of the ran
 clipping and the check for finite gradients work on this rank's parts, with one number summed over all ranks. A part
 that n ranks hold counts for 1/n on each of them.
 
-A fused parameter holds several matrices: a rank with some attention heads has rows of queries, of keys and of values
+A fused parameter holds several matrices. A rank with some attention heads has rows of queries, of keys and of values
 (columns, in transformers' Conv1D). To torch it is a DTensor sharded by rows. The parameter stores the number of its
 blocks (:func:`get_num_fused_blocks`). Loading and saving use it to restore the order of rows.
 

@@ -4,9 +4,9 @@ The driver is an actor. All commands and replies of a run arrive in one inbox. S
 events are handled one after another. Two dispatches are in flight, so that engines never wait for the notebook (one
 when steps are slow, see :mod:`dtkit.training.dispatch`).
 
-Every dispatch contains the step at which the job must be. Engines refuse it if they are at another step, because an
-earlier dispatch ended early, the group was formed again, or a gradient was NaN. The driver then waits for all calls,
-and continues from the engines' step.
+Every dispatch contains the step at which the job must be. Engines refuse it if they are at another step. The reason is
+that an earlier dispatch ended early, the group was formed again, or a gradient was NaN. The driver then waits for all
+calls, and continues from the engines' step.
 
 The states are in :mod:`dtkit.training.states`. Only while nothing is in flight, the driver waits for the next command
 without a limit.

@@ -1,8 +1,8 @@
 """Batches of a worker that come through a loader: directly, one step ahead in a thread, or from worker processes.
 
 :class:`~dtkit.engine.data.batches.ShardedBatches` computes the rows of any step from its number, so a loader may load
-ahead. If a step's rows have changed meanwhile (with the ranks' shares of the batch), the loader drops what it has
-loaded, and loads the new rows.
+ahead. A step's rows change with the ranks' shares of the batch. Then the loader drops what it has loaded, and loads the
+new rows.
 """
 
 from __future__ import annotations

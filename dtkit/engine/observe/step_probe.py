@@ -11,8 +11,8 @@ update, for nonfinite gradients, the worker omits `record_parameter_updates`. Wi
 `record_local_gradients` gets the sums over all micro-batches of the step. With a gradient scaler, gradients are
 unscaled.
 
-Copies are on the CPU, since a GPU may have no room for them: this rank's gradients until the all-reduce, and the
-parameters during the update. Norms are computed in float64, one tensor at a time.
+It copies this rank's gradients until the all-reduce, and the parameters during the update. Copies are on the CPU, since
+a GPU may have no room for them. Norms are computed in float64, one tensor at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torch's profiler around some steps: a trace with dtkit's phases in it, and the times of operators.
 
 The profiler has a clock of its own. One annotation at a known time relates it to the clock of the timeline
-(`time.perf_counter`), so that the notebook can merge the traces of all ranks.
+(`time.perf_counter`). So the notebook can merge the traces of all ranks.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ each process group. All of this exists anyway, so a step takes no longer. The re
 :class:`~dtkit.health.status.EngineStatus` in a small file in the cluster's folder. The notebook compares those of all
 ranks (:mod:`dtkit.health.detector`).
 
-The counts show more than stacks do: a rank that waits in a collective has begun one more than the rank that it waits
+The counts show more than stacks do. A rank that waits in a collective has begun one more than the rank that it waits
 for. This also holds in DDP's backward, which is C++ without Python frames.
 
 While C code holds the GIL, this thread can't run and the file ages. SIGUSR1 then makes faulthandler write all stacks,

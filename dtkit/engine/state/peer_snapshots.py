@@ -1,9 +1,9 @@
 """Snapshots in memory: each rank keeps a copy of its part of a job, and a copy of another rank's part.
 
-After the loss of a rank, its part is still in its peer's memory, and all ranks return to the snapshot's step without a
+After the loss of a rank, its part is still in its peer's memory. All ranks return to the snapshot's step without a
 disk. This is diskless checkpointing with neighbors as mirrors (Plank, Li and Puening, IEEE TPDS 9(10), 1998). If
-possible, peers are on different hosts, so that the loss of one doesn't destroy both copies (as in Gemini, Wang et al.,
-SOSP 2023).
+possible, peers are on different hosts, so that the loss of one doesn't destroy both copies. Gemini does so, too (Wang
+et al., SOSP 2023).
 
 A snapshot is a collective between two steps, and a rank may end during it. Ranks therefore free the previous snapshot
 only after all of them have the new one. Copies are in the memory of the process, those of a GPU's tensors too, and are

@@ -1,7 +1,7 @@
 """Parameters with several names, such as the embedding and the head of a language model, which stages may share.
 
 Each rank that needs such a parameter has a copy. The copies' gradients are summed in each step, so that equal updates
-keep the copies equal (Shoeybi et al., Megatron-LM, 2019, do so with embeddings). Stages of one rank share one copy.
+keep the copies equal. Megatron-LM does so with embeddings (Shoeybi et al., 2019). Stages of one rank share one copy.
 """
 
 from __future__ import annotations

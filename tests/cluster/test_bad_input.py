@@ -48,34 +48,12 @@ class PartlyUsed(nn.Module):
         return out if dist.get_rank() in self.ranks else self.spare(out)
 
 
-class HoldsALock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(4, 3)
-        self.gate = threading.Lock()
-
-    def gated(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        with self.gate:
-            return F.cross_entropy(output, target)
-
-
 def make_batch_norm_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
-def frozen() -> nn.Module:
-    return net().requires_grad_(False)
-
-
-def cut(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, targets = data()
-    return inputs[:rows], targets[:rows]
-
-
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     # name -> (arguments of train, the error, a pattern of its message)
-    "batch_size 0": ({"batch_size": 0}, ValueError, "batch_size=0; it must be at least 1"),
-    "a model that can't be sent": ({"model": HoldsALock()}, dtkit.errors.SerializationError, "gate"),
     "an optimizer of other parameters": (
         {"optimizer": lambda _: torch.optim.SGD(net().parameters(), lr=1)},
         dtkit.errors.EngineError,

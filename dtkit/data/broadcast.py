@@ -119,10 +119,16 @@ def check_model(model: Any) -> None:
 
     if isinstance(model, type) and issubclass(model, torch.nn.Module):
         raise TypeError(f"model is the class {model.__name__}; give an instance: {model.__name__}(...)")
+    if any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__):
+        # with Keras's torch backend it is a torch module, too, but its pickle needs Keras's own registry
+        raise TypeError(
+            f"model is {model.name} of Keras, which only cluster.train takes, as it is. It sends the model with its "
+            "loss and optimizer"
+        )
     if not isinstance(model, torch.nn.Module):
-        is_keras = any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__)
-        remedy = "Give a Keras model to cluster.train as it is" if is_keras else "Build it in the notebook"
-        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module. {remedy}")
+        raise TypeError(
+            f"model is a {type(model).__name__}; it must be a torch.nn.Module. Build it in the notebook"
+        )
     for name, tensor in _list_tensors(model):
         if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from dtkit.engine.data.sources import DatasetSource
 from dtkit.engine.job import Job, _choose_vote_steps
 from dtkit.engine.state.shards import join_state_dict
+from dtkit.strategies.averaging import ParameterAveraging
 from dtkit.strategies.base import make_optimizer
 from dtkit.strategies.data_parallel import DataParallel
 from tests.support.in_process_job import data, make_job, net, sgd
@@ -128,6 +129,15 @@ def test_a_sum_with_its_weight_trains_like_its_mean():
         make_job(model, loss=loss).advance(3)
         trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(trained[0], trained[1], rtol=0, atol=1e-12)
+
+
+def test_an_averaging_forgets_the_weights_of_the_steps_before_it():
+    job = make_job(strategy=ParameterAveraging(every=2))
+    weights = []
+    for _ in range(3):
+        job.advance(1)
+        weights.append([rank.averaging_weight for rank in job._worker._rank_workers])
+    assert weights == [[3, 3], [0, 0], [3, 3]]
 
 
 class Texts(torch.utils.data.Dataset):

@@ -588,6 +588,25 @@ def test_failing_command_ends_the_run_and_is_still_answered(cluster, monkeypatch
         run.wait(10)
 
 
+class RefusingTransport(FakeTransport):
+    """Fake engines that refuse all dispatches."""
+
+    def _answer(self, worker, message, listen, *, is_interrupted):
+        if pickle.loads(message).op == "advance":
+            raise RefusedError("another generation")
+        return super()._answer(worker, message, listen, is_interrupted=is_interrupted)
+
+
+def test_a_dispatch_that_is_refused_three_times_in_a_row_ends_the_run():
+    engines = RefusingTransport(2)
+    with dtkit.Cluster.from_transport(engines, device="cpu") as cluster:
+        run = train(cluster)
+        with pytest.raises(dtkit.errors.EngineError, match="another generation"):
+            run.wait(10)
+        resyncs = [rank for rank, op, _ in engines.served_requests if op == "job_status" and rank == 0]
+        assert len(resyncs) == 3
+
+
 def test_new_learning_rate_is_sent_with_the_next_dispatch(cluster, engines):
     run = train(cluster, steps=100_000)
     until(run, lambda: run.status.step > 3)

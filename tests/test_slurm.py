@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import dtkit
-from dtkit.cluster.launchers.slurm_job import parse_time
+from dtkit.cluster.launchers import slurm_job
+from dtkit.cluster.launchers.slurm_job import SlurmJob, parse_time
 
 DEFAULT_DIRECTIVES = [
     "--job-name=dtkit",
@@ -135,3 +136,18 @@ def test_bad_value_is_refused_before_anything_is_sent(options: dict[str, Any], m
 )
 def test_time_that_slurm_prints_becomes_seconds(text: str, seconds: float | None):
     assert parse_time(text) == seconds
+
+
+def test_a_canceled_job_is_asked_for_its_state_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    queue = ["RUNNING|None|1:00|node1\n"]
+
+    def answer(command: list[str]) -> subprocess.CompletedProcess[str]:
+        if command[0] == "scancel":
+            queue[:] = ["CANCELLED|None|0:00|node1\n"]
+        return subprocess.CompletedProcess(command, 0, queue[0], "")
+
+    monkeypatch.setattr(slurm_job, "call_slurm", answer)
+    job = SlurmJob("7", tmp_path / "log")
+    assert job.get_state().phase == "running"
+    job.cancel()
+    assert job.get_state().phase == "ended"

@@ -347,3 +347,14 @@ def test_compiled_code_that_hangs_is_a_stall(world: World):
     found = detector.check(6.0)
     assert found is not None
     assert (found.kind, found.rank) == ("stuck", 1)
+
+
+def test_a_further_call_does_not_restart_the_clock_of_the_oldest():
+    probed: list[int] = []
+    detector = StallDetector(lambda: probed.append(1) or [], DetectorConfig(min_limit_s=5.0))
+    detector.on_sent(0.0)
+    detector.on_sent(4.0)
+    detector.check(4.9)
+    assert not probed
+    detector.check(5.1)
+    assert probed

@@ -126,9 +126,7 @@ def check_model(model: Any) -> None:
             "loss and optimizer"
         )
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"model is a {type(model).__name__}; it must be a torch.nn.Module. Build it in the notebook"
-        )
+        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module. Build it in the notebook")
     for name, tensor in _list_tensors(model):
         if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(

@@ -289,6 +289,65 @@ def test_what_keras_models_cannot_do_is_refused(cluster2: dtkit.Cluster, options
         train(cluster2, **options)
 
 
+class OwnLoss(keras.losses.Loss):
+    def call(self, target: Any, output: Any) -> Any:
+        return keras.ops.mean(keras.ops.square(target - output), -1)
+
+
+class OwnMetric(keras.metrics.MeanAbsoluteError):
+    pass
+
+
+class OwnOptimizer(keras.optimizers.SGD):
+    pass
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_losses_metrics_and_optimizers_of_a_notebook_travel_by_value(cluster2: dtkit.Cluster, *, compiled: bool):
+    options = {"loss": OwnLoss(), "optimizer": OwnOptimizer(0.01), "metrics": [OwnMetric(name="own")]}
+    model = make_model()
+    if compiled:
+        model.compile(**options)
+    arguments = dict.fromkeys(options) if compiled else options
+    run = train(cluster2, model, validation=make_rows(), epochs=1, **arguments)
+    run.wait(60)
+    expected = train(cluster2, epochs=1, optimizer=keras.optimizers.SGD(0.01), metrics=["mae"], validation=make_rows())
+    expected.wait(60)
+    values, others = (r.history.evaluations[-1].values for r in (run, expected))
+    assert (values["loss"], values["own"]) == pytest.approx((others["loss"], others["mae"]), rel=1e-9)
+    check_equal(run.model, expected.model)
+
+
+def test_options_of_compile_that_would_be_ignored_are_refused(cluster2: dtkit.Cluster):
+    for name, value in (("loss_weights", [2.0]), ("weighted_metrics", ["mae"])):
+        model = make_model()
+        model.compile(loss="mse", optimizer="sgd", **{name: value})
+        with pytest.raises(ValueError, match=rf"net was compiled with {name}=.* which dtkit doesn't support"):
+            train(cluster2, model, loss=None, optimizer=None)
+
+
+def test_own_training_step_is_refused(cluster2: dtkit.Cluster):
+    class Stepping(keras.Sequential):
+        def train_step(self, *_arguments: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(TypeError, match=r"Stepping has its own train_step, which cluster\.train doesn't call"):
+        train(cluster2, Stepping([keras.Input((4,)), keras.layers.Dense(3)]))
+
+
+def test_sample_weights_are_refused(cluster2: dtkit.Cluster):
+    weights = np.ones(ROWS)
+    with pytest.raises(ValueError, match=r"data has 3 arrays, and net takes 1 inputs and a target.*Sample weights"):
+        train(cluster2, rows=(*make_rows(), weights))
+    with pytest.raises(ValueError, match=r"validation has 3 arrays"):
+        train(cluster2, validation=(*make_rows(), weights))
+
+
+def test_lambda_layer_is_refused_with_a_remedy(cluster2: dtkit.Cluster):
+    with pytest.raises(ValueError, match=r"net has a Lambda layer of Python code.*subclass of keras\.Layer"):
+        train(cluster2, make_model(keras.layers.Lambda(lambda x: 2 * x)))
+
+
 def test_class_that_keras_cannot_rebuild_is_refused(cluster2: dtkit.Cluster):
     class Plain(keras.Model):
         def __init__(self) -> None:

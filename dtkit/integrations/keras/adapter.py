@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from dtkit.integrations.keras.compile_checks import check_compile_options
+from dtkit.integrations.keras.compile_checks import check_compile_options, check_training_step
+from dtkit.integrations.keras.compile_options import CompileOptions, SavedObject
 from dtkit.integrations.keras.metrics import KerasMetrics
 from dtkit.integrations.keras.optimizer import KerasOptimizer
-from dtkit.integrations.keras.saved_model import CompileOptions
 from dtkit.integrations.keras.tf_data import is_tf_dataset, read_tf_dataset
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def adapt(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainCo
             f"model is a Keras {type(model).__name__}, which is not a keras.Model; wrap it, as in "
             "keras.Sequential([keras.Input(shape), layer])"
         )
+    check_training_step(model)
     outputs = getattr(model, "outputs", None) or [None]
     if len(outputs) > 1:
         raise ValueError(
@@ -44,8 +45,12 @@ def adapt(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainCo
             raise ValueError(f"{model.name} was not compiled, and {name}= was not given. Give {name}=, or compile it")
     check_compile_options(options)
     module = _find_module_class().of(model, options)
-    metrics = None if not options.metrics else {"keras": KerasMetrics(options.loss, options.metrics)}
+    metrics = (
+        None if not options.metrics else {"keras": KerasMetrics(CompileOptions(options.loss, None, options.metrics))}
+    )
     data, config = _read_tf_data(data, config)
+    for name, rows in (("data", data), ("validation", config.validation)):
+        _check_number_of_inputs(model, rows, name)
     return (
         module,
         data,
@@ -63,6 +68,18 @@ def _check_data(data: Any, name: str) -> None:
     parts = data if isinstance(data, (tuple, list)) else [data]
     if len(parts) == 1 and isinstance(parts[0], np.ndarray):
         raise ValueError(f"{name} is one array; a Keras model needs (inputs..., target). An autoencoder's are (X, X)")
+
+
+def _check_number_of_inputs(model: keras.Model, data: Any, name: str) -> None:
+    """Refuse arrays that the model has no input for: Keras's fit would take the last one as sample weights."""
+    inputs = getattr(model, "inputs", None)
+    if not inputs or not isinstance(data, (tuple, list)) or not all(hasattr(part, "shape") for part in data):
+        return
+    if len(data) != len(inputs) + 1:
+        raise ValueError(
+            f"{name} has {len(data)} arrays, and {model.name} takes {len(inputs)} inputs and a target, that is "
+            f"{len(inputs) + 1}. Sample weights are not supported"
+        )
 
 
 def _read_tf_data(data: Any, config: TrainConfig) -> tuple[Any, TrainConfig]:
@@ -115,7 +132,7 @@ def _find_module_class() -> type[KerasModule]:
 def make_optimizer_factory(optimizer: Any) -> Callable[..., KerasOptimizer]:
     """Return a function from a module to its optimizer. Raises ValueError if Keras doesn't know the optimizer."""
     try:
-        config = keras.optimizers.serialize(keras.optimizers.get(optimizer))
+        saved = SavedObject.save(keras.optimizers.get(optimizer))
     except ValueError as error:
         raise ValueError(
             f"optimizer is {optimizer!r}, which Keras doesn't know as one; give a name such as 'adam', or an "
@@ -123,7 +140,7 @@ def make_optimizer_factory(optimizer: Any) -> Callable[..., KerasOptimizer]:
         ) from error
 
     def make_keras_optimizer(model: KerasModule) -> KerasOptimizer:
-        return KerasOptimizer(model, keras.optimizers.deserialize(config))
+        return KerasOptimizer(model, saved.load())
 
-    make_keras_optimizer.__name__ = str(config["class_name"])
+    make_keras_optimizer.__name__ = str(saved.config["class_name"])
     return make_keras_optimizer

@@ -8,11 +8,30 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
+from dtkit.integrations.keras.compile_options import is_custom
+
 if TYPE_CHECKING:
-    from dtkit.integrations.keras.saved_model import CompileOptions
+    from dtkit.integrations.keras.compile_options import CompileOptions
 
 _CHOSEN_BY_LABELS = ("accuracy", "acc", "crossentropy", "ce")
 """Names of metrics that Keras resolves only when it sees the labels."""
+
+
+def check_training_step(model: keras.Model) -> None:
+    """Raise TypeError for a model with its own training step, which dtkit wouldn't call."""
+    own = [name for name in ("train_step", "test_step") if _is_overridden(model, name)]
+    if own:
+        raise TypeError(
+            f"{type(model).__name__} has its own {own[0]}, which cluster.train doesn't call: it computes the loss and "
+            "updates by itself. Give the loss as loss=, or override compute_loss; for other loops, use cluster.run "
+            "with dtkit.integrations.tensorflow"
+        )
+
+
+def _is_overridden(model: keras.Model, name: str) -> bool:
+    """Return whether the class that defines a method is not Keras's own."""
+    definer = next((kind for kind in type(model).__mro__ if name in vars(kind)), keras.Model)
+    return is_custom(definer)
 
 
 def check_compile_options(options: CompileOptions) -> None:

@@ -10,12 +10,14 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+    from dtkit.integrations.keras.compile_options import CompileOptions
+
 
 class KerasMetrics:
     """All metrics that a model is compiled with, with the methods of a torchmetrics Metric."""
 
-    def __init__(self, loss: Any, metrics: Any) -> None:
-        self._loss, self._metrics = loss, metrics
+    def __init__(self, options: CompileOptions) -> None:
+        self._options = options
         self._model: keras.Model | None = None
         self._sums: list[np.ndarray] | None = None
         self._example: tuple[np.ndarray, np.ndarray] | None = None  # builds the metrics on a rank without batches
@@ -23,7 +25,8 @@ class KerasMetrics:
     def _get_model(self) -> keras.Model:
         if self._model is None:
             self._model = keras.Model()
-            self._model.compile(loss=self._loss, metrics=self._metrics, optimizer=None)
+            options = self._options.copy()  # metrics of a list keep the state of the model that they were compiled with
+            self._model.compile(loss=options.loss, metrics=options.metrics, optimizer=None)
         return self._model
 
     def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
@@ -63,7 +66,7 @@ class KerasMetrics:
 
     def clone(self) -> KerasMetrics:
         """Return new metrics of the same kind."""
-        return KerasMetrics(self._loss, self._metrics)
+        return KerasMetrics(self._options)
 
     def to(self, _device: Any) -> Self:
         """Return these metrics, which stay on the CPU."""

@@ -19,10 +19,12 @@ import keras
 import torch
 
 from dtkit.integrations.keras.rebuild import rebuild
-from dtkit.integrations.keras.saved_model import CompileOptions, SavedModel, copy_weights
+from dtkit.integrations.keras.saved_model import SavedModel, copy_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from dtkit.integrations.keras.compile_options import CompileOptions
 
 _SEED_SUFFIX = "seed_generator_state"
 _MAX_SEED = 2**31 - 1

@@ -8,37 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import keras
 
+from dtkit.integrations.keras.compile_options import is_custom
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-
-@dataclasses.dataclass(frozen=True)
-class CompileOptions:
-    """Loss, optimizer and metrics of a model, in any form that Keras accepts."""
-
-    loss: Any = None
-    optimizer: Any = None
-    metrics: Any = None
-
-    @classmethod
-    def of(cls, model: keras.Model) -> CompileOptions:
-        """Return the options that a model was compiled with; all None if it was not."""
-        if not model.compiled:
-            return cls()
-        with keras.saving.custom_object_scope(dict(find_custom_objects(model))):
-            # unpickles: Keras's own configuration, which holds names and numbers
-            config = keras.saving.deserialize_keras_object(model.get_compile_config())
-        return cls(config["loss"], config["optimizer"], config["metrics"])
-
-    def or_else(self, other: CompileOptions) -> CompileOptions:
-        """Return these options, with those of another where they are None."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return CompileOptions(*(theirs if ours is None else ours for ours, theirs in pairs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +61,11 @@ class SavedModel:
                 model: keras.Model = keras.saving.deserialize_keras_object(copy.deepcopy(dict(self.config)))
             except (TypeError, ValueError) as error:
                 cause = next((line for line in reversed(str(error).splitlines()) if line.strip()), str(error))
+                if "`Lambda` layer" in cause:
+                    raise ValueError(
+                        f"{self.config['config'].get('name', 'the model')} has a Lambda layer of Python code, which "
+                        "Keras rebuilds in no other process. Write a subclass of keras.Layer instead"
+                    ) from None
                 raise ValueError(
                     f"Keras can't rebuild {self.config['class_name']} from its configuration: {cause}. Let __init__ "
                     "take **kwargs and pass them to super().__init__, and give the class get_config()"
@@ -130,10 +112,3 @@ def _iterate_attributes(layer: keras.Layer) -> Iterator[Any]:
             yield from value
         elif isinstance(value, dict):
             yield from value.values()
-
-
-def is_custom(kind: Any) -> bool:
-    """Return whether a class or function is not Keras's own."""
-    module = inspect.getmodule(kind)
-    name = getattr(kind, "__module__", "") if module is None else module.__name__
-    return not (name == "keras" or name.startswith("keras."))

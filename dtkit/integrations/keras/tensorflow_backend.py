@@ -18,7 +18,8 @@ from dtkit.integrations.keras.module import KerasModule, ModelOutput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtkit.integrations.keras.saved_model import CompileOptions, SavedModel
+    from dtkit.integrations.keras.compile_options import CompileOptions
+    from dtkit.integrations.keras.saved_model import SavedModel
 
 
 class TensorFlowKerasModule(KerasModule):

@@ -39,6 +39,7 @@ class SavedModel:
         try:
             # unpickles: nothing, it returns names and numbers
             config = keras.saving.serialize_keras_object(model)
+            config.pop("compile_config", None)  # `CompileOptions` has it, with the classes of a notebook
         except NotImplementedError as error:
             raise ValueError(
                 f"Keras can't save the configuration of {type(model).__name__}, from which engines build it. Give the "

@@ -1,0 +1,83 @@
+"""Keras models equal one worker's `train_on_batch`, with uneven shards and a short last batch, on 1 to 4 engines."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+keras = pytest.importorskip("keras")
+os.environ["KERAS_BACKEND"] = keras.backend.backend()  # another module may have imported Keras before
+if TYPE_CHECKING:
+    import dtkit
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of Keras's own code
+]
+
+ROWS, BATCH, STEPS = 49, 16, 8
+"""Each epoch ends with a batch of one row."""
+BOUNDS = {"float32": 1e-6, "float64": 1e-12 if keras.backend.backend() == "tensorflow" else 1e-6}
+"""Keras's torch backend computes losses in float32, whatever the type of the model."""
+
+
+def make_model() -> Any:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)])
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 3, 4], indirect=True)
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("make_optimizer", [lambda: keras.optimizers.SGD(0.1, momentum=0.9), lambda: "adam"])
+def test_training_equals_one_worker(cluster: dtkit.Cluster, dtype: str, make_optimizer: Any):
+    before = keras.config.floatx()
+    keras.config.set_floatx(dtype)
+    try:
+        generator = np.random.default_rng(0)
+        x, y = (generator.normal(size=(ROWS, width)).astype(dtype) for width in (4, 3))
+        part = cluster.partition((x, y), weights=range(1, cluster.world_size + 1))
+        arguments: dict[str, Any] = {"loss": "mse", "optimizer": make_optimizer()}
+        run = cluster.train(make_model(), part, batch_size=BATCH, steps=STEPS, shuffle=None, **arguments)
+        run.wait(120)
+        table = run.history.to_pandas()
+        assert table.groupby("step")["samples"].sum().tolist() == [16, 16, 16, 1] * 2
+        expected = make_model()
+        expected.compile(loss="mse", optimizer=make_optimizer())
+        for rows in list_step_rows(part, table):
+            expected.train_on_batch(x[rows], y[rows])
+        pairs = zip(run.model.trainable_variables, expected.trainable_variables, strict=True)
+        values = [[keras.ops.convert_to_numpy(variable) for variable in pair] for pair in pairs]
+        assert max(float(np.abs(a - b).max()) for a, b in values) <= BOUNDS[dtype]
+    finally:
+        keras.config.set_floatx(before)
+
+
+def list_step_rows(part: Any, table: Any) -> list[np.ndarray]:
+    """Return the rows of each step: the next ones of each shard, in its order, as many as the rank has trained on."""
+    first = dict.fromkeys(range(part.world_size), 0)
+    steps = []
+    for _, rows in table.groupby("step"):
+        taken = []
+        for rank, count in zip(rows["rank"], rows["samples"], strict=True):
+            start = first[rank] % len(part.indices(rank))
+            taken.append(part.indices(rank)[start : start + int(count)])
+            first[rank] += int(count)
+        steps.append(np.concatenate(taken))
+    return steps
+
+
+def test_this_holds_with_the_tensorflow_backend():
+    if importlib.util.find_spec("tensorflow") is None or keras.backend.backend() == "tensorflow":
+        pytest.skip("TensorFlow is not installed, or this is its run")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout

@@ -38,8 +38,9 @@ def make_model() -> Any:
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("make_optimizer", [lambda: keras.optimizers.SGD(0.1, momentum=0.9), lambda: "adam"])
 def test_training_equals_one_worker(cluster: dtkit.Cluster, dtype: str, make_optimizer: Any):
-    before = keras.config.floatx()
+    before = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)  # Keras keeps the policy of the first layer of a process
     try:
         generator = np.random.default_rng(0)
         x, y = (generator.normal(size=(ROWS, width)).astype(dtype) for width in (4, 3))
@@ -53,11 +54,13 @@ def test_training_equals_one_worker(cluster: dtkit.Cluster, dtype: str, make_opt
         expected.compile(loss="mse", optimizer=make_optimizer())
         for rows in list_step_rows(part, table):
             expected.train_on_batch(x[rows], y[rows])
+        assert {variable.dtype for variable in run.model.trainable_variables} == {dtype}
         pairs = zip(run.model.trainable_variables, expected.trainable_variables, strict=True)
         values = [[keras.ops.convert_to_numpy(variable) for variable in pair] for pair in pairs]
         assert max(float(np.abs(a - b).max()) for a, b in values) <= BOUNDS[dtype]
     finally:
-        keras.config.set_floatx(before)
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
 
 
 def list_step_rows(part: Any, table: Any) -> list[np.ndarray]:

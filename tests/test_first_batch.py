@@ -89,7 +89,7 @@ IMAGES = np.zeros((64, 64), np.float32)
         (CONVOLUTION, (IMAGES, DOUBLES[1]), {}, r"sample has shape \(64,\), and Conv2d expects \(1, 8, 8\)"),
         (net(), (INPUTS, TARGETS.float()), {}, "class labels must be int64"),
         (net(), (INPUTS, TARGETS), {"loss": call_unknown}, "NameError: .*written_in_a_later_cell.*later cell"),
-        (net(), (INPUTS, TARGETS), {"loss": lose_reduction}, r"loss returned a tensor of shape \(2,\).*'mean'"),
+        (net(), (INPUTS, TARGETS), {"loss": lose_reduction}, r"loss returned a tensor of shape \(8,\).*'mean'"),
     ],
     ids=["float64", "dict", "Dataset", "samples", "images", "labels", "name", "loss"],
 )

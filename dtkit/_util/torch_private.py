@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     is_view: Callable[[torch.Tensor], bool]
     count_inplace_writes: Callable[[torch.Tensor], int]
     get_backward_hooks: Callable[[torch.Tensor], Any]
+    get_post_accumulate_hooks: Callable[[torch.Tensor], Any]
     get_module_dict: Callable[[nn.Module], dict[str, nn.Module | None]]
     get_parameter_dict: Callable[[nn.Module], dict[str, nn.Parameter | None]]
     get_buffer_dict: Callable[[nn.Module], dict[str, torch.Tensor | None]]
@@ -191,6 +192,9 @@ PRIVATE_NAMES = {
     "count_inplace_writes": PrivateName("torch", "Tensor._version", _PIPELINES, _NO_PUBLIC, "attribute"),
     "get_backward_hooks": PrivateName(
         "torch", "Tensor._backward_hooks", "Tensors in calls", "hooks make a tensor more than its numbers", "attribute"
+    ),
+    "get_post_accumulate_hooks": PrivateName(
+        "torch", "Tensor._post_accumulate_grad_hooks", "Checks of models", "pickling drops the hooks", "attribute"
     ),
     "get_module_dict": PrivateName("torch.nn", "Module._modules", *_CUT, "attribute"),
     "get_parameter_dict": PrivateName("torch.nn", "Module._parameters", *_CUT, "attribute"),

@@ -117,6 +117,8 @@ def check_model(model: Any) -> None:
     """Raise TypeError or ValueError unless the model is an nn.Module whose numbers exist."""
     import torch
 
+    from dtkit._util.torch_private import get_backward_hooks, get_post_accumulate_hooks
+
     if isinstance(model, type) and issubclass(model, torch.nn.Module):
         raise TypeError(f"model is the class {model.__name__}; give an instance: {model.__name__}(...)")
     if any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__):
@@ -136,6 +138,12 @@ def check_model(model: Any) -> None:
         if tensor.is_meta:
             raise ValueError(
                 f"{name} of the model is on the meta device and has no numbers; build the model on the CPU"
+            )
+        if get_backward_hooks(tensor) or get_post_accumulate_hooks(tensor):
+            raise ValueError(
+                f"{name} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), which "
+                "pickling drops, so the engines would train without it. Do the same in forward or in the optimizer: "
+                "multiply by a mask, or give a learning rate of its own. Or remove the hook"
             )
 
 

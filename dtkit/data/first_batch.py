@@ -21,15 +21,17 @@ from dtkit._util.guard import run_guarded
 from dtkit.data.broadcast import ModelHandle
 from dtkit.data.columns import ColumnSelection, is_sample_list
 from dtkit.data.distribute import DataHandle
+from dtkit.data.loss_check import check_gradients_reach_model, describe_parts
 from dtkit.data.notebook_data import NUM_FIRST_ROWS, copy_first_rows
 from dtkit.data.partition import Partition
 from dtkit.engine.data.random_state import preserve_generators
-from dtkit.engine.data.sources import as_source, map_tensors
+from dtkit.engine.data.sources import ArraySource, as_source, map_tensors
 from dtkit.engine.error_hints import add_hints
 from dtkit.engine.observe.error_report import format_message, format_traceback, list_user_frames
 from dtkit.errors import FirstBatchError
 from dtkit.rpc import pickling
 from dtkit.strategies import loss as loss_module
+from dtkit.strategies.module_modes import enter_training
 
 if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
@@ -37,14 +39,18 @@ if TYPE_CHECKING:
 
 _MAX_COPIED_BYTES = 64 * 2**20
 """Size up to which a model or a Dataset is copied: in about 50 ms."""
+_FEWEST_ROWS = 2  # of large rows, and of a Dataset, whose code may be slow
 _MAX_ELEMENTS = 2**20
 """Numbers in a batch up to which the forward pass is short."""
 
 
 def check_first_batch(
-    engine_group: EngineGroup, model: Any, program: bytes, data: Any, columns: ColumnSelection
-) -> None:
+    engine_group: EngineGroup, model: Any, program: bytes, data: Any, columns: ColumnSelection, *, divides_batch: bool
+) -> str | None:
     """Raise FirstBatchError if model and loss refuse the first rows, and the remedy is known.
+
+    With `divides_batch`, also check whether the loss is a mean over samples. Return a warning if it is not. Raise
+    ValueError for a sum, and for a loss whose gradients don't reach the model.
 
     No-op where a trial would be long or impossible. Examples are large models and rows, data that engines load, and
     models on other devices or in 16 bits. Another one is a training step that updates the model itself.
@@ -53,9 +59,15 @@ def check_first_batch(
         warnings.simplefilter("ignore")
         # silent: what can't be copied or read here, the engines report when they get it
         trial = run_guarded(lambda: _prepare(engine_group, model, program, data, columns), lambda _: None)
-        error = None if trial is None else run_guarded(trial.run, trial.explain)
-    if error is not None:
-        raise error
+        if trial is None:
+            return None
+        outcome = run_guarded(trial.run, trial.explain)
+        if isinstance(outcome, FirstBatchError):
+            raise outcome
+        if outcome is None:
+            return None
+        check_gradients_reach_model(outcome, trial.model)
+        return describe_parts(trial.loss, trial.model, trial.batch) if divides_batch else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +77,16 @@ class _Trial:
     model: torch.nn.Module
     loss: Loss
     batch: Any
+    num_rows: int
 
-    def run(self) -> None:
-        """Compute the loss of the batch."""
-        self.loss(self.model.train(), self.batch)
+    def run(self) -> torch.Tensor:
+        """Return the loss of the batch."""
+        value, _ = self.loss(enter_training(self.model), self.batch)
+        return value
 
     def explain(self, error: Exception) -> FirstBatchError | None:
         """Return the error for the user; None if its remedy is not known."""
-        add_hints(error, [(NUM_FIRST_ROWS, self.batch)], self.model)
+        add_hints(error, [(self.num_rows, self.batch)], self.model)
         frames = traceback.extract_tb(error.__traceback__)
         is_own_check = frames[-1].filename == loss_module.__file__
         if not is_own_check and not getattr(error, "__notes__", ()):
@@ -89,11 +103,19 @@ def _prepare(
     loss = pickling.loads(program).loss_fn
     if loss.is_manual:
         return None
-    batch = _take_first_batch(engine_group, data, columns)
-    if batch is None or _count_elements(batch) > _MAX_ELEMENTS:
+    source = _get_first_rows(engine_group, data, columns)
+    if source is None:
+        return None
+    num_rows = NUM_FIRST_ROWS if isinstance(source, ArraySource) else _FEWEST_ROWS
+    batch = _make_batch(source, num_rows)
+    if _count_elements(batch) > _MAX_ELEMENTS:
+        num_rows = _FEWEST_ROWS
+        batch = _make_batch(source, num_rows)
+    if _count_elements(batch) > _MAX_ELEMENTS:
         return None
     copied = _copy_model(engine_group, model)
-    return None if copied is None else _Trial(copied, dataclasses.replace(loss, check_ignore_index=False), batch)
+    loss = dataclasses.replace(loss, check_ignore_index=False)
+    return None if copied is None else _Trial(copied, loss, batch, min(num_rows, len(source)))
 
 
 def _copy_model(engine_group: EngineGroup, model: Any) -> torch.nn.Module | None:
@@ -119,24 +141,23 @@ def _copy_as_sent(engine_group: EngineGroup, value: Any) -> Any:
     return pickling.unpack_object(packed.header, [bytearray(buffer) for buffer in packed.buffers])
 
 
-def _take_first_batch(engine_group: EngineGroup, data: Any, columns: ColumnSelection) -> Any:
-    """Return a batch of the first rows, as engines make it; None where the notebook has no rows."""
+def _get_first_rows(engine_group: EngineGroup, data: Any, columns: ColumnSelection) -> Any:
+    """Return a source of the first rows, from which engines would make a batch; None where the notebook has no rows."""
     if isinstance(data, Partition):
         rows = data.source.first_rows if isinstance(data.source, DataHandle) else None
-        return None if rows is None else _make_batch(rows, ColumnSelection())
+        return None if rows is None else as_source(rows, ColumnSelection())
     if isinstance(data, type) or not hasattr(data, "__getitem__") or isinstance(data, str):
         return None
     if columns.collate_fn is None and (rows := copy_first_rows(data)) is not None:
-        return _make_batch(rows, columns)
+        return as_source(rows, columns)
     if not hasattr(data, "__len__") or isinstance(data, (tuple, dict)):
         return None
     samples = _copy_as_sent(engine_group, data[:NUM_FIRST_ROWS] if is_sample_list(data) else data)
-    return None if samples is None else _make_batch(samples, columns)
+    return None if samples is None else as_source(samples, columns)
 
 
-def _make_batch(data: Any, columns: ColumnSelection) -> Any:
-    source: Any = as_source(data, columns)
-    return source.take(np.arange(min(NUM_FIRST_ROWS, len(source)), dtype=np.int32))
+def _make_batch(source: Any, num_rows: int) -> Any:
+    return source.take(np.arange(min(num_rows, len(source)), dtype=np.int32))
 
 
 def _count_elements(batch: Any) -> int:

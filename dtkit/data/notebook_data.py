@@ -18,7 +18,7 @@ from dtkit.engine.data.parquet import ParquetFiles, ParquetSource
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NUM_FIRST_ROWS = 2
+NUM_FIRST_ROWS = 8
 """Rows that a trial in the notebook takes."""
 _MAX_LABELS = 2**24  # labels read from a file or an arrow table, only for the figure
 

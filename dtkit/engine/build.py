@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit.engine.checks import check_batch_norm, check_sync_batch_norm
+from dtkit.engine.checks import check_batch_norm, check_embeddings, check_sync_batch_norm
 from dtkit.engine.data.iterable import IterableBatches, StreamSource
 from dtkit.engine.data.loader import LoadedBatches, make_row_batches, make_stream_batches
 from dtkit.engine.data.replica_link import ReplicaBatches, ReplicaLink, share_batch
@@ -24,6 +24,7 @@ from dtkit.engine.reference_job import ReferenceJob
 from dtkit.engine.stream_trial import is_whole_batch
 from dtkit.mesh import Mesh
 from dtkit.strategies.activation_checkpointing import checkpoint_blocks
+from dtkit.strategies.module_modes import enter_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,6 +72,8 @@ def build_job(
     program = _weigh_labels(program, job_model, data, context)
     if not isinstance(data, StreamSource):  # counts and targets of a stream aren't known in advance
         program = _check_rows(data[0], job_model, program, loaded, context)
+    if reference is None:
+        check_embeddings(job_model, context.mesh.num_replicas)
     link = context.replica_link
     seed = plan.seed + context.shards[0]  # ranks of one replica draw the same numbers, as dropout needs
     if reference is not None:
@@ -204,6 +207,6 @@ def _check_rows(
         program = dataclasses.replace(program, loss_fn=program.loss_fn.with_checked_targets(source.labels))
     if context.group is not None:
         assert context.make_sample_batch is not None
-        check_batch_norm(model.train(), program, context.make_sample_batch, batch_source)
+        check_batch_norm(enter_training(model), program, context.make_sample_batch, batch_source)
         check_sync_batch_norm(model, program, batch_source, context.device)
     return program

@@ -12,6 +12,7 @@ from torch import nn
 from dtkit._util.torch_private import BatchNormBase
 from dtkit.engine.data.sources import to_device
 from dtkit.errors import ClusterError
+from dtkit.strategies.module_modes import module_eval_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +49,21 @@ def check_batch_norm(
         )
 
 
+def check_embeddings(model: nn.Module, num_replicas: int) -> None:
+    """Raise ValueError for a trained embedding with `max_norm` that several replicas would change differently."""
+    if num_replicas == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (
+            module.max_norm is not None and module.weight.requires_grad
+        ):
+            raise ValueError(
+                f"{name or 'the model'} has max_norm={module.max_norm}: a forward pass rescales the rows that it "
+                "looks up, and each rank looks up others, so the copies of the model would differ. Leave max_norm "
+                "out and divide in forward, or use strategy=dtkit.Pipeline() or dtkit.TensorParallel()"
+            )
+
+
 def check_sync_batch_norm(
     model: nn.Module, program: TrainingProgram, batch_source: ShardedBatches | IterableBatches, device: torch.device
 ) -> None:
@@ -80,13 +96,10 @@ def _find_modules_with_2d_input(
     handles = [module.register_forward_pre_hook(make_hook(name)) for name, module in modules.items()]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     batch = to_device(batch, device)
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with module_eval_mode(model):
             loss.split_batch(batch)[0].pass_to(model)
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     return flat

@@ -25,6 +25,7 @@ from dtkit._util.torch_private import FakeTensorMode, TorchDispatchMode, get_sto
 from dtkit.planning.cost_model import ActivationPeak
 from dtkit.strategies.base import make_optimizer
 from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
+from dtkit.strategies.module_modes import enter_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -97,7 +98,7 @@ def estimate_peaks(
     loss_fn = dataclasses.replace(loss_fn, check_ignore_index=False)  # this check reads values
     peaks = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-        fake_model = copy_to_meta(model, device).train()
+        fake_model = enter_training(copy_to_meta(model, device))
         for count in row_counts:
             fake_batch = tree_map(lambda leaf, count=count: _resize_leaf(leaf, length, count, device), batch)
             peaks.append(measure_peak(fake_model, loss_fn, fake_batch, count, make_autocast))

@@ -29,6 +29,7 @@ from dtkit.engine.state.capture import capture_model
 from dtkit.engine.step_guard import StepGuard
 from dtkit.engine.step_records import CompletedStep, build_rows
 from dtkit.strategies.base import StepResult
+from dtkit.strategies.module_modes import enter_training
 from dtkit.types import DispatchResult
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ class Job:
         self._num_micro_batches = program.strategy.num_micro_batches
         self._rng = JobRng(seed, context.device)
         with self._rng:
-            self._worker: Worker = program.strategy.setup(model.train(), self.loss_fn, program.optimizer, context)
+            self._worker: Worker = program.strategy.setup(
+                enter_training(model), self.loss_fn, program.optimizer, context
+            )
             self._learning_rates = LearningRates(program, self._worker.optimizer)
             self._callbacks = CallbackList(program.on_engine, self._worker, *self._locate())
         self._step_guard = StepGuard(self._worker.model, self._worker.optimizer, context.device)

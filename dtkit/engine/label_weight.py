@@ -16,6 +16,7 @@ import torch
 from dtkit.engine.data.random_state import preserve_generators, seed_generators
 from dtkit.engine.data.sources import map_tensors
 from dtkit.strategies.loss import DEFAULT_IGNORE_INDEX, LabelWeight, get_labels
+from dtkit.strategies.module_modes import module_eval_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,14 +101,9 @@ class _Trial:
 
     def _compute_loss(self, model: torch.nn.Module, batch: Any) -> float | None:
         """Return the mean loss in evaluation, with fixed random numbers; None for a pair."""
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), preserve_generators():
-                seed_generators(0)
-                value, weight = self._loss(model, batch)
-        finally:
-            model.train(training)
+        with module_eval_mode(model), preserve_generators():
+            seed_generators(0)
+            value, weight = self._loss(model, batch)
         return None if weight is not None else float(value)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from dtkit._util.guard import run_guarded
 from dtkit.engine.data.random_state import preserve_generators, seed_generators
 from dtkit.engine.data.whole_batches import count_common_rows, split_rows
+from dtkit.strategies.module_modes import module_eval_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from dtkit.strategies.loss import Loss
 
@@ -28,17 +29,11 @@ def is_whole_batch(item: Any, model: torch.nn.Module, loss: Loss, collate: Calla
 
 
 def _can_train_on(make_batch: Callable[[], Any], model: torch.nn.Module, loss: Loss) -> bool:
-    training = model.training
-
     def try_loss() -> bool:
-        with torch.no_grad(), preserve_generators():
+        with module_eval_mode(model), preserve_generators():
             seed_generators(0)
             loss(model, make_batch())
         return True
 
-    model.eval()
-    try:
-        # silent: if neither form can be trained on, the first step raises the same error
-        return run_guarded(try_loss, lambda _: False)
-    finally:
-        model.train(training)
+    # silent: if neither form can be trained on, the first step raises the same error
+    return run_guarded(try_loss, lambda _: False)

@@ -16,6 +16,7 @@ from dtkit.engine.data.sources import to_device
 from dtkit.engine.observe.clock import make_clock, take_fast_quartile, time_repeatedly
 from dtkit.strategies.base import make_optimizer
 from dtkit.strategies.meta_copy import count_bytes
+from dtkit.strategies.module_modes import enter_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ class TrialTraining:
         precision: str | None,
     ) -> None:
         self._device, self._loss_fn, self._source = device, loss_fn, source
-        self._model = copy.deepcopy(model).to(device).train()
+        self._model = enter_training(copy.deepcopy(model).to(device))
         self._optimizer = make_optimizer(factory, self._model)
         self._make_autocast = functools.partial(make_autocast, device, precision)
         self._dense_parameters = dry_run.find_dense_gradient_parameters(self._model)

@@ -34,8 +34,9 @@ from dtkit.strategies.base import (
     make_optimizer,
     split_state_dict,
 )
+from dtkit.strategies.module_modes import module_eval_mode
 from dtkit.strategies.options import check_count, check_flag, check_positive, check_rate
-from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker, module_eval_mode
+from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +95,7 @@ class ParameterAveraging(Strategy):
     clip_grad_norm: float | None = None
 
     supports_explain = False  # no gradients are all-reduced
+    divides_batch = False  # each rank trains on its own loss
 
     def __post_init__(self) -> None:
         """Check the options."""

@@ -97,6 +97,8 @@ class Strategy(abc.ABC):
     """Whether a step can be explained."""
     pipeline_schedule: Schedule | None = None
     """The order of each rank's actions, in a pipeline."""
+    divides_batch: bool = True
+    """Whether the losses of parts of a batch make one gradient, so that a loss must be a mean over samples."""
     shards_model: bool = False
     """Whether a rank keeps only a part of the model. `setup` then gets the whole model, to copy that part."""
 

@@ -22,6 +22,7 @@ from dtkit.engine.state.shards import MODEL_PREFIX
 from dtkit.strategies import gradients
 from dtkit.strategies.base import EvalFunction, StepResult, Worker, split_state_dict
 from dtkit.strategies.loss import LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM, Loss
+from dtkit.strategies.module_modes import module_eval_mode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -323,14 +324,3 @@ class ReplicatedWorker(Worker):
     def compute_fingerprint(self) -> Fingerprint | None:
         """Return a checksum of all trainable parameters, which must be equal on all ranks."""
         return {(): compute_checksum(self._parameters)}
-
-
-@contextlib.contextmanager
-def module_eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode without gradients, and back into training mode."""
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train()

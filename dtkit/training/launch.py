@@ -271,7 +271,11 @@ def _partition_data(
         if isinstance(data, Partition):
             distribute.get_data_handle(engine_group, part)
         fit_check.check_fits(engine_group, model, config.optimizer_factory, strategy)
-        check_first_batch(engine_group, model, program, data, columns)
+        num_parts = strategy.build_mesh(engine_group.world_size).num_replicas * strategy.num_micro_batches
+        divides_batch = strategy.divides_batch and num_parts > 1
+        problem = check_first_batch(engine_group, model, program, data, columns, divides_batch=divides_batch)
+        if problem is not None:
+            warnings.warn(problem, stacklevel=find_caller_stacklevel())
 
     def check_stream_fits() -> None:
         check_stream(engine_group, config)

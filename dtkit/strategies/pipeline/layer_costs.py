@@ -21,6 +21,7 @@ from dtkit._util.guard import run_guarded
 from dtkit._util.torch_private import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
 from dtkit.planning.layer_chain import LayerCosts
 from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
+from dtkit.strategies.module_modes import enter_training
 from dtkit.strategies.pipeline.cut import count_parameters, find_layer_chain
 from dtkit.strategies.pipeline.device_copy import copy_tensors_to_device, copy_to_device
 from dtkit.strategies.pipeline.trace_preparation import prepare_for_trace
@@ -63,7 +64,7 @@ class _LayerTimer:
         self._layer_outputs: list[Any] = []
         outside = find_tensors_outside_layers(model)
         originals = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        self._model_view = copy.deepcopy(model, originals | copy_tensors_to_device(outside, device)).train()
+        self._model_view = enter_training(copy.deepcopy(model, originals | copy_tensors_to_device(outside, device)))
         prepare_for_trace(self._model_view)
         self._outside_parameters = [p for p in self._model_view.parameters() if p.requires_grad]
         for (_, layer), (_, view) in zip(self._layers, find_layer_chain(self._model_view), strict=True):
@@ -99,7 +100,7 @@ class _LayerTimer:
             self._first_layer_start = self._synchronized_time()
             self._first_layer_inputs = _find_differentiable((args, kwargs))
         if self._num_calls == len(self._layer_outputs):
-            layer_output, seconds = self._time_layer(copy_to_device(layer, self._device).train(), args, kwargs)
+            layer_output, seconds = self._time_layer(copy_to_device(layer, self._device), args, kwargs)
             self._layer_outputs.append(layer_output)
             self._seconds_by_layer[id(layer)] = self._seconds_by_layer.get(id(layer), 0.0) + seconds
         self._last_layer_outputs, output = _clone_leaves(self._layer_outputs[self._num_calls])
@@ -198,7 +199,7 @@ def _trace_shapes(model: nn.Module, inputs: ModelInputs) -> tuple[set[int], tupl
     before: set[int] = set()
     outputs: list[int] = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng([]):
-        view = copy_to_meta(model, torch.device("cpu")).train()
+        view = enter_training(copy_to_meta(model, torch.device("cpu")))
         prepare_for_trace(view)
         layers = [layer for _, layer in find_layer_chain(view)]
         with _TensorUseMode() as uses:

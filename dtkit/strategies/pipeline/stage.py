@@ -28,10 +28,10 @@ from dtkit._util.torch_private import (
 )
 from dtkit.engine.comm.cancellable_wait import LARGE_MESSAGE_BYTES, CancellableWait
 from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
+from dtkit.strategies.module_modes import module_eval_mode
 from dtkit.strategies.pipeline.p2p import P2PTracer, label_ops
 from dtkit.strategies.pipeline.split_backward import can_split_backward
 from dtkit.strategies.pipeline.value_routing import StageModule, make_sendable
-from dtkit.strategies.replicated import module_eval_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -29,6 +29,7 @@ from dtkit._util.torch_private import (
     tree_flatten,
 )
 from dtkit.strategies.meta_copy import make_empty_like
+from dtkit.strategies.module_modes import enter_training, evaluation_mode
 from dtkit.strategies.pipeline.cut import find_layer_chain
 from dtkit.strategies.pipeline.device_copy import copy_tensors_to_device, copy_to_device
 from dtkit.strategies.pipeline.trace_preparation import prepare_for_trace
@@ -73,11 +74,9 @@ def split_model(model: nn.Module, cut: StageCut, inputs: ModelInputs, device: to
         slices = [StageModule(nn.Sequential(OrderedDict(layers[k] for k in stage))) for stage in cut.stages]
         return [StageModulePair(part, part) for part in slices]
     split_points = [cut.layers[start] for start in cut.stage_starts[1:]]
-    training = _trace_and_split(model.train(), split_points, inputs, device)
-    try:
-        evaluation = _trace_and_split(model.eval(), split_points, inputs, device)
-    finally:
-        model.train()
+    training = _trace_and_split(enter_training(model), split_points, inputs, device)
+    with evaluation_mode(model):
+        evaluation = _trace_and_split(model, split_points, inputs, device)
     return [StageModulePair(*pair) for pair in zip(training, evaluation, strict=True)]
 
 

@@ -21,10 +21,11 @@ from dtkit.errors import format_ranks
 from dtkit.strategies import gradients
 from dtkit.strategies.base import EvalFunction, StepResult, Strategy, Worker, make_optimizer, split_state_dict
 from dtkit.strategies.loss import DEFAULT_IGNORE_INDEX, LOSS_IS_WEIGHTED_SUM, EvalOutput
+from dtkit.strategies.module_modes import module_eval_mode
 from dtkit.strategies.pipeline.stage import StageRunner
 from dtkit.strategies.pipeline.tied_weights import TiedCopies
 from dtkit.strategies.pipeline.trace import to_model_name
-from dtkit.strategies.replicated import LossAccumulator, module_eval_mode
+from dtkit.strategies.replicated import LossAccumulator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -16,6 +16,7 @@ from torch import nn
 from dtkit.engine.data.random_state import GeneratorStates, seed_generators
 from dtkit.engine.state.dtensor_shards import get_local_tensor
 from dtkit.strategies.dtensor_worker import sum_global_squares
+from dtkit.strategies.module_modes import evaluation_mode
 from dtkit.strategies.tensor.layout import gather_full, redistribute_gradient
 
 if TYPE_CHECKING:
@@ -78,17 +79,15 @@ def run_plan_check(
 
     Random numbers that the model or the loss draws are the same in each run.
     """
-    model.eval()
     states = GeneratorStates.capture()
     seed_generators(_CHECK_SEED)
     try:  # cudnn can't run recurrent layers backward in evaluation
-        with torch.backends.cudnn.flags(enabled=False):
+        with evaluation_mode(model), torch.backends.cudnn.flags(enabled=False):
             output = loss_fn.evaluate_batch(model, batch)
             loss = gather_full(output.loss)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     finally:
         states.restore()
-        model.train()
     local_gradients = [
         loss.new_zeros(1) if g is None else get_local_tensor(redistribute_gradient(p, g))
         for p, g in zip(parameters, gradients, strict=True)

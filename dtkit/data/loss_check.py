@@ -1,0 +1,131 @@
+"""Checks of a loss on a few rows: whether ranks can take its parts, and whether its gradients reach the model.
+
+Each rank computes the loss of its part of a batch, and the mean of these losses counts. That equals the loss of the
+whole batch for a mean over samples, but not for a sum, for class weights, or for a loss that compares samples. A loss
+that refers to the notebook's model has a copy of it on the engines, which is never trained.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtkit._util.guard import run_guarded
+from dtkit.engine.data.sources import map_tensors
+from dtkit.strategies.loss import WEIGHTED_LOSS_EXAMPLE
+from dtkit.strategies.module_modes import module_eval_mode
+
+if TYPE_CHECKING:
+    from dtkit.strategies.loss import Loss
+
+_TOLERANCE = 1e-4
+
+
+def check_gradients_reach_model(loss: torch.Tensor, model: torch.nn.Module) -> None:
+    """Raise ValueError if a loss depends on a copy of the model's parameters, which its code has captured."""
+    own = dict(model.named_parameters())
+    own_ids = {id(p) for p in own.values()}
+    for leaf in _find_leaves(loss):
+        if id(leaf) in own_ids:
+            continue
+        name = next((name for name, p in own.items() if p.shape == leaf.shape and torch.equal(p, leaf)), None)
+        if name is not None:
+            raise ValueError(
+                f"the loss uses the notebook's model by its own name ({name}). Engines get a copy of that, which stays "
+                "as it is, so this part of the loss would never train. Use the model that training_step(model, batch) "
+                "gets. If a fixed copy is meant, call requires_grad_(False) on it"
+            )
+
+
+def _find_leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a loss would give gradients to."""
+    leaves, seen, pending = [], set(), [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
+        pending += [function for function, _ in node.next_functions]
+    return leaves
+
+
+def describe_parts(loss: Loss, model: torch.nn.Module, batch: Any) -> str | None:
+    """Return a warning if the loss of a batch is not the mean over its samples; None if it is, or if that is unknown.
+
+    Raises ValueError for a sum over samples. Runs the model in evaluation.
+    """
+    num_rows = _count_rows(batch)
+    if num_rows < 2:
+        return None
+    # silent: the model may need what a part of these rows doesn't have
+    losses = run_guarded(lambda: _compute_parts(loss, model, _vary_target(batch), num_rows), lambda _: None)
+    if losses is None:
+        return None
+    whole, total, mean = losses
+    if not math.isfinite(whole) or not math.isfinite(mean) or _is_close(whole, mean):
+        return None
+    if _is_close(whole, total):
+        raise ValueError(
+            "the loss is a sum over samples: it grows with the batch, and ranks have parts of a batch. Return the mean "
+            "over samples (reduction='mean'), or a pair (sum, number of samples)"
+        )
+    return (
+        f"the loss of {num_rows} rows ({whole:.4g}) is not the mean of the losses of its parts ({mean:.4g}), and each "
+        "rank computes the loss of its own part: training differs from one process. With weights, return a pair "
+        f"(sum, weight): {WEIGHTED_LOSS_EXAMPLE}"
+    )
+
+
+def _compute_parts(
+    loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int
+) -> tuple[float, float, float] | None:
+    """Return the loss of a batch, and the sum and mean of those of two parts; None for pairs and random losses."""
+    cut = max(1, num_rows // 3)
+    with module_eval_mode(model):
+        whole, again = _compute(loss, model, batch), _compute(loss, model, batch)
+        first = _compute(loss, model, _take_rows(batch, slice(0, cut)))
+        last = _compute(loss, model, _take_rows(batch, slice(cut, num_rows)))
+    if whole is None or first is None or last is None or whole != again:
+        return None
+    return whole, first + last, (cut * first + (num_rows - cut) * last) / num_rows
+
+
+def _compute(loss: Loss, model: torch.nn.Module, batch: Any) -> float | None:
+    value, weight = loss(model, batch)
+    return None if weight is not None else float(value)
+
+
+def _count_rows(batch: Any) -> int:
+    """Return the number of rows of a nested batch; 0 if its tensors differ in length."""
+    lengths: set[int] = set()
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        lengths.add(len(tensor) if tensor.dim() else 0)
+        return tensor
+
+    map_tensors(batch, add)
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def _take_rows(batch: Any, rows: slice) -> Any:
+    return map_tensors(batch, lambda tensor: tensor[rows])
+
+
+def _vary_target(batch: Any) -> Any:
+    """Return a batch whose targets have two classes, if all of its rows have the same one: classes may have weights."""
+    target = batch[-1] if isinstance(batch, tuple) and len(batch) > 1 else None
+    if not isinstance(target, torch.Tensor) or target.dim() != 1 or target.dtype != torch.int64:
+        return batch
+    if bool((target != target[0]).any()):
+        return batch
+    varied = target.clone()
+    varied[-1] = 0 if target[0] else 1
+    return (*batch[:-1], varied)
+
+
+def _is_close(a: float, b: float) -> bool:
+    return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b))

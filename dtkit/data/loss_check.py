@@ -7,6 +7,7 @@ that refers to the notebook's model has a copy of it on the engines, which is ne
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ import torch
 
 from dtkit._util.guard import run_guarded
 from dtkit.engine.data.sources import map_tensors
-from dtkit.strategies.loss import WEIGHTED_LOSS_EXAMPLE
+from dtkit.engine.label_weight import find_label_weight
+from dtkit.strategies.loss import WEIGHTED_LOSS_EXAMPLE, get_labels
 from dtkit.strategies.module_modes import module_eval_mode
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def describe_parts(loss: Loss, model: torch.nn.Module, batch: Any) -> str | None
     num_rows = _count_rows(batch)
     if num_rows < 2:
         return None
+    loss = _weigh_labels(loss, model, batch)
     # silent: the model may need what a part of these rows doesn't have
     losses = run_guarded(lambda: _compute_parts(loss, model, _vary_target(batch), num_rows), lambda _: None)
     if losses is None:
@@ -80,9 +83,15 @@ def describe_parts(loss: Loss, model: torch.nn.Module, batch: Any) -> str | None
     )
 
 
-def _compute_parts(
-    loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int
-) -> tuple[float, float, float] | None:
+def _weigh_labels(loss: Loss, model: torch.nn.Module, batch: Any) -> Loss:
+    """Return the loss as engines compute it: with a weight, if it is a mean over labels."""
+    labels = get_labels(batch)
+    all_labels = labels if isinstance(labels, torch.Tensor) and labels.dim() == 1 else None
+    weight = find_label_weight(loss, model, lambda num_rows: _take_rows(batch, slice(0, num_rows)), all_labels)
+    return dataclasses.replace(loss, label_weight=weight)
+
+
+def _compute_parts(loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int) -> tuple[float, float, float] | None:
     """Return the loss of a batch, and the sum and mean of those of two parts; None for pairs and random losses."""
     cut = max(1, num_rows // 3)
     with module_eval_mode(model):

@@ -68,6 +68,7 @@ def average_by_collective(model: nn.Module, batch: Any) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.filterwarnings("ignore:the loss of . rows .* is not the mean")
 @pytest.mark.parametrize(
     ("training_step", "reason"),
     [

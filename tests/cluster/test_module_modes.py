@@ -1,0 +1,91 @@
+"""Modules in evaluation while the rest of the model trains, and embeddings that change their rows in forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtkit
+from tests.support import small
+from tests.support.marks import slow
+from tests.support.oracle import (
+    BOUND,
+    CLASSES,
+    FEATURES,
+    data,
+    get_global_rows,
+    max_difference,
+    momentum,
+    train,
+    train_in_one_process,
+)
+
+pytestmark = pytest.mark.cluster
+STEPS = 8
+
+
+class Blocks(nn.Module):
+    """Chain of blocks with dropout, which a pipeline cuts by a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.5), nn.Tanh()) for _ in range(3)]
+        self.blocks, self.head = nn.ModuleList(blocks).double(), nn.Linear(FEATURES, CLASSES).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make_frozen() -> nn.Module:
+    """Return a model whose dropout the user has switched off."""
+    model = Blocks()
+    for block in model.blocks:
+        block.eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [dtkit.DataParallel(), dtkit.Pipeline(2, 2), slow(dtkit.Sharded()), slow(dtkit.NaiveDataParallel())],
+    ids=str,
+)
+def test_module_in_evaluation_stays_there(cluster2: dtkit.Cluster, strategy: Any):
+    """With validation, after which the model trains again."""
+    options: dict[str, Any] = {"shuffle": "global", "steps": STEPS, "strategy": strategy, "validation": data()}
+    run = train(cluster2, make_frozen(), data(), **options)
+    expected = train_in_one_process(make_frozen(), get_global_rows, steps=STEPS)
+    assert max_difference(run.model.state_dict(), expected) < BOUND
+
+
+@pytest.mark.slow
+def test_model_in_evaluation_as_a_whole_trains_with_dropout(cluster2: dtkit.Cluster):
+    runs = [train(cluster2, model, data(), shuffle="global", steps=2) for model in (Blocks(), Blocks().eval())]
+    assert max_difference(*(run.model.state_dict() for run in runs)) == 0.0
+
+
+class Lookup(nn.Module):
+    """Embedding that rescales the rows that it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(7, 4, max_norm=0.5), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x))
+
+
+@pytest.mark.parametrize("strategy", [dtkit.DataParallel(), slow(dtkit.Sharded())], ids=str)
+def test_embedding_that_copies_would_change_differently_is_refused(cluster2: dtkit.Cluster, strategy: Any):
+    rows = torch.arange(small.ROWS) % 7, small.data()[1]
+    with pytest.raises(dtkit.errors.EngineError, match="table has max_norm=0.5"):
+        small.train(cluster2, Lookup(), rows, strategy=strategy)
+    frozen = Lookup()
+    frozen.table.requires_grad_(False)
+    small.train(cluster2, frozen, rows, strategy=dtkit.DataParallel(), optimizer=momentum, steps=2).wait(60)

@@ -183,3 +183,8 @@ def _is_positive(node: ast.expr) -> bool:
         return False
     number = eval(ast.unparse(node))
     return isinstance(number, int | float) and not isinstance(number, bool) and number > 0
+
+
+def test_cancel_leaves_half_of_its_ten_seconds_to_replace_engines():
+    patience_s = timeouts.CANCEL_INTERRUPT_TIMEOUT_S + timeouts.CANCEL_AGAIN_TIMEOUT_S + timeouts.CANCEL_KILL_TIMEOUT_S
+    assert patience_s <= 5

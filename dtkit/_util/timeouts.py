@@ -111,9 +111,9 @@ SCRIPT_OUTPUT_TIMEOUT_S = 1.0
 """Limit for the last output of a script that has ended."""
 CANCEL_INTERRUPT_TIMEOUT_S = 3.5
 """Limit for a cancelled function to end after an interrupt; longer than a script may take to be killed."""
-CANCEL_AGAIN_TIMEOUT_S = 1.0
+CANCEL_AGAIN_TIMEOUT_S = 0.5
 """The same limit after the second interrupt."""
-CANCEL_KILL_TIMEOUT_S = 1.5
+CANCEL_KILL_TIMEOUT_S = 1.0
 """Limit for the notebook to notice that a cancelled function's engine has ended."""
 STEP_CALLBACKS_TIMEOUT_S = 60.0
 """Limit for callbacks to look at the last steps, after the run has ended."""

@@ -142,8 +142,9 @@ def check_model(model: Any) -> None:
         if get_backward_hooks(tensor) or get_post_accumulate_hooks(tensor):
             raise ValueError(
                 f"{name} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), which "
-                "pickling drops, so the engines would train without it. Do the same in forward or in the optimizer: "
-                "multiply by a mask, or give a learning rate of its own. Or remove the hook"
+                "pickling drops, so the engines would train without it. Remove it, and register it on "
+                "the engines' model, with strategy=dtkit.DataParallel(): optimizer=make_optimizer, a function of "
+                "`model` that registers the hook and returns the optimizer"
             )
 
 

@@ -84,8 +84,20 @@ class Lookup(nn.Module):
 @pytest.mark.parametrize("strategy", [dtkit.DataParallel(), slow(dtkit.Sharded())], ids=str)
 def test_embedding_that_copies_would_change_differently_is_refused(cluster2: dtkit.Cluster, strategy: Any):
     rows = torch.arange(small.ROWS) % 7, small.data()[1]
-    with pytest.raises(dtkit.errors.EngineError, match="table has max_norm=0.5"):
+    with pytest.raises(dtkit.errors.EngineError, match=r"table has max_norm=0\.5"):
         small.train(cluster2, Lookup(), rows, strategy=strategy)
     frozen = Lookup()
     frozen.table.requires_grad_(False)
     small.train(cluster2, frozen, rows, strategy=dtkit.DataParallel(), optimizer=momentum, steps=2).wait(60)
+
+
+def damp_first_gradient(model: nn.Module) -> torch.optim.Optimizer:
+    next(model.parameters()).register_hook(lambda gradient: gradient * 0.1)
+    return momentum(model.parameters())
+
+
+def test_hook_that_the_optimizers_function_registers_acts_on_every_rank(cluster2: dtkit.Cluster):
+    run = train(cluster2, make_frozen(), data(), optimizer=damp_first_gradient, shuffle="global", steps=STEPS)
+    model = make_frozen()
+    next(model.parameters()).register_hook(lambda gradient: gradient * 0.1)
+    assert max_difference(run.model.state_dict(), train_in_one_process(model, get_global_rows, steps=STEPS)) < BOUND

@@ -58,7 +58,8 @@ class DataParallel(Strategy):
         "bf16" or "fp16": forward and backward use torch's autocast; "fp16" also scales the loss. Parameters and
         optimizer keep their type.
     compile
-        Whether to compile the model with ``torch.compile``; the first steps then take much longer.
+        Whether to compile the model with ``torch.compile``; the first steps then take much longer. torch 2.13 compiles
+        models of your own classes only: a bare ``nn.Sequential`` stays as it is.
     compress
         "fp16", "bf16" or "powersgd": send fewer bytes, not exact; see :mod:`dtkit.strategies.compression`.
     bucket_cap_mb

@@ -52,9 +52,9 @@ def test_each_node_has_a_line_and_a_label():
     loss, throughput, *_ = run_figure.draw_run(source).axes
     nodes = [f"node {k}" for k in range(4)]
     assert lines(loss) == [*nodes, "mean"]
-    assert lines(throughput) == [*nodes, "all, per node"]
+    assert lines(throughput) == [*nodes, "with waiting"]
     assert end_labels(loss) == {*nodes, "mean"}
-    assert end_labels(throughput) == {*nodes, "all, per node"}
+    assert end_labels(throughput) == {*nodes, "with waiting"}
     assert throughput.get_ylim()[0] == 0
     steps, values = source.history.loss(2)
     drawn = loss.get_lines()[2]
@@ -69,7 +69,7 @@ def test_many_nodes_are_drawn_as_a_band_with_the_mean(ranks):
     figure = run_figure.draw_run(source)
     loss, throughput = panel(figure, "Loss"), panel(figure, "Throughput")
     assert lines(loss) == ["mean"]
-    assert lines(throughput) == ["all, per node"]
+    assert lines(throughput) == ["with waiting"]
     assert len(loss.collections) == 1
 
 
@@ -86,7 +86,7 @@ def test_stages_without_a_loss_have_no_line_and_samples_count_once():
     loss, throughput, *_ = run_figure.draw_run(source).axes
     assert lines(loss) == ["node 1", "node 3", "mean"]
     assert loss.get_lines()[1].get_color() == style.COLORS[3]  # a node keeps its colour
-    assert lines(throughput) == [*(f"node {k}" for k in range(4)), "all, per replica"]
+    assert lines(throughput) == [*(f"node {k}" for k in range(4)), "with waiting"]
     *nodes, overall = [line.get_ydata() for line in throughput.get_lines()]
     assert all((overall <= 1.001 * own).all() for own in nodes)
     np.testing.assert_allclose(overall, source.history.throughput()[1] / 2, rtol=1e-6)
@@ -119,9 +119,9 @@ def test_events_and_validation_are_marked():
     loss, throughput, *_ = run_figure.draw_run(source).axes
     for ax in (loss, throughput):
         assert [x.get_gid() for x in ax.get_lines() if x.get_gid().startswith("event-")] == ["event-lr"]
-    assert "valid" in lines(loss)
-    assert "valid" in end_labels(loss)
-    assert "valid" not in lines(throughput)
+    assert "validation" in lines(loss)
+    assert "validation" in end_labels(loss)
+    assert "validation" not in lines(throughput)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtkit._util import timeouts
+from dtkit._util import formatting, timeouts
 from dtkit.dashboard import display
 from dtkit.dashboard.live import widget
 from dtkit.dashboard.live.bundle import bundle_modules
@@ -302,13 +302,18 @@ def test_messages_are_json_without_nan():
 def test_tiles_agree_with_the_records():
     source = FakeSource(ranks=4, steps=400)
     source.advance(150)
-    source.advance(20, loss=0.25)
+    source.advance(50, loss=0.25)
     tiles = {tile["label"]: tile for tile in MessageBuilder(source).build_snapshot().content["tiles"]}
     totals = source.history.totals(150)
-    assert tiles["throughput"]["value"] == f"{totals['samples'].sum() / totals['step_s'].sum():,.0f}"
+    throughput = totals["samples"].sum() / totals["step_s"].sum()
+    assert tiles["throughput"]["value"] == f"{throughput:,.0f}"
+    assert (tiles["step time"]["value"], tiles["step time"]["note"]) == (
+        formatting.format_duration(totals["samples"].mean() / throughput),
+        "mean of 50 steps",
+    )
     assert (tiles["mean loss"]["value"], tiles["mean loss"]["note"]) == ("0.250", "spread 0")
     assert not any(tile["alert"] for tile in tiles.values())
-    rows = source.history.rows(120 * 4)
+    rows = source.history.rows(150 * 4)
     waiting = f"{100 * rows['wait_s'].sum() / rows['step_s'].sum():.0f} %"
     assert (tiles["waiting"]["value"], tiles["waiting"]["note"]) == (waiting, "of all nodes' time")
     assert tiles["nodes"] == {"label": "nodes", "value": "4 / 4", "note": "on 1 host", "alert": False}
@@ -335,7 +340,7 @@ def test_node_throughput_excludes_waiting():
     source = FakeSource(ranks=2)
     source.slowness = {1: 2.0}
     source.advance(60)
-    rows = source.history.rows(40 * 2)
+    rows = source.history.rows(10 * 2)
     rates = np.frombuffer(MessageBuilder(source).build_snapshot().buffers[1], "<f4").reshape(2, 3)[:, 1]
     for rank in (0, 1):
         own = rows[rows["rank"] == rank]

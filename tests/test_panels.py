@@ -159,7 +159,7 @@ def test_replaced_and_left_out_nodes_are_sent():
         4,
         4,
     )  # there are lines of four
-    assert change["head"]["overall"] == later["head"]["overall"] == "all, per node"  # was divided by 4, and is by 3
+    assert change["head"]["overall"] == later["head"]["overall"] == "with waiting"  # was divided by 4, and is by 3
     source.advance(40)
     assert "head" not in builder.build_change().content
     assert [bar.rank for bar in select_bars(compute_step_timing(source.history, 4))] == [

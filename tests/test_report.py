@@ -18,7 +18,7 @@ from dtkit.dashboard.svg_chart import MAX_POINTS, Series, choose_ticks, draw_cha
 from dtkit.data.layers import MAX_LAYERS, summarize_model
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.settings import describe_value
-from dtkit.types import Evaluation
+from dtkit.types import Evaluation, StepTimes
 from tests.support.fake_source import FakeSource
 
 
@@ -38,6 +38,29 @@ def test_the_headline_has_the_best_of_each_metric(tmp_path):
     assert ("validation accuracy", "0.800", "highest, at step 20") in cards
     assert "prefers-color-scheme: dark" in page
     assert "<summary>the arithmetic</summary>" in page
+
+
+def read_cards(source: FakeSource, folder) -> dict[str, tuple[str, str]]:
+    page = write(source, folder)
+    cards = re.findall(r'<div class="card"><span>([^<]*)</span><b>([^<]*)</b><span>([^<]*)</span>', page)
+    return {name: (value, note) for name, value, note in cards}
+
+
+def test_the_cost_against_one_process_comes_from_a_verification(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    cards = read_cards(source, tmp_path)
+    assert cards["cost against one process"] == ("—", "not measured; run.verify() does it")
+    source.step_times = StepTimes(17, all_ranks_s=0.008, single_process_s=0.010)
+    cards = read_cards(source, tmp_path)
+    assert cards["speed against one process"] == ("1.25 times", "2 nodes, median of 17 steps of run.verify()")
+    assert cards["cost against one process"] == ("1.60 times", "the node-seconds of a sample")
+
+
+def test_one_process_has_no_cost_against_one_process(tmp_path):
+    source = FakeSource(ranks=1)
+    source.advance(40)
+    assert "cost against one process" not in read_cards(source, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["loss", "val_loss", "error", "rmse", "perplexity", "word error", "kl"])

@@ -255,7 +255,7 @@ def test_a_terminal_shows_one_block_with_the_log_above_it(screen):
     source.advance(1)
     source.event("print", "hello", rank=1)
     source.history.add(Evaluation(2, 100, {"loss": 0.5, "accuracy": 0.75}))
-    source.event("note", "valid loss 0.5, valid accuracy 0.75")
+    source.event("evaluation", "validation loss 0.500, accuracy 0.750")
     progress.update()
     progress.close()
     shown = [line for line in read_screen(screen.getvalue()) if line]
@@ -263,7 +263,7 @@ def test_a_terminal_shows_one_block_with_the_log_above_it(screen):
     assert re.fullmatch(r"running +\S+ +step 2 of 400, epoch 1 of 2, 0 s, 12 s left", shown[1])
     assert shown[3] == "  validation at step 2: loss 0.500, accuracy 0.750"
     assert [line.split()[:2] for line in shown[4:]] == [["node", "0"], ["node", "1"]]
-    assert not any("valid loss" in line for line in shown)  # the line on the last validation is updated instead
+    assert not any("validation loss" in line for line in shown)  # the line on the last validation is updated instead
     assert "\x1b[1;32mrunning" in screen.getvalue()
     assert screen.getvalue().endswith("\x1b[?25h")  # the cursor is back
 

@@ -96,14 +96,25 @@ def _iterate_cards(run: RunView, single_process: History | None) -> Iterator[tup
     if efficiency is not None and efficiency.mfu is not None:
         yield "MFU", formatting.format_percent(efficiency.mfu), efficiency.mfu_note
     yield "duration", formatting.format_duration(run.status.elapsed_s), f"{run.status.step:,} steps"
+    yield from _iterate_cost_cards(run, single_process)
+
+
+def _iterate_cost_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
+    """Return the speed-up over one process and what a sample costs, or how to measure them."""
     if single_process is not None:
-        ratio = _compute_median_throughput(history) / _compute_median_throughput(single_process)
-        note = f"on {formatting.format_count(run.spec.world_size, 'node')}"
-        yield "against one process", f"{ratio:.2f} times", f"the samples/s, {note}"
-        yield (
-            "cost of a sample", formatting.format_percent(run.spec.world_size / ratio),
-            "of one process's node-seconds",
-        )  # fmt: skip
+        ratio = _compute_median_throughput(run.history) / _compute_median_throughput(single_process)
+        source = "median step of both histories"
+    elif run.step_times is not None:
+        ratio = run.step_times.speed_up
+        source = f"median of {run.step_times.num_steps} steps of run.verify()"
+    elif run.spec.world_size > 1:
+        yield "cost against one process", formatting.UNKNOWN, "not measured; run.verify() does it"
+        return
+    else:
+        return
+    nodes = formatting.format_count(run.spec.world_size, "node")
+    yield "speed against one process", f"{ratio:.2f} times", f"{nodes}, {source}"
+    yield "cost against one process", f"{run.spec.world_size / ratio:.2f} times", "the node-seconds of a sample"
 
 
 def _format_charts(run: RunView) -> Iterator[str]:

@@ -38,9 +38,10 @@ def draw_charts(history: History) -> str:
 def _iterate_charts(history: History) -> Iterator[str]:
     loss = [*_make_series(history, LOSS, "mean"), *_make_validation_series(history, "loss", "validation")]
     yield draw_chart("Loss", "", loss, format_y=formatting.format_loss)
+    label = format_overall_label(history.num_ranks, history.ranks_per_replica)
     yield draw_chart(
         "Throughput", "samples/s without waiting", from_zero=True, format_y=formatting.format_rate,
-        series=_make_series(history, THROUGHPUT, format_overall_label(history.num_ranks, history.ranks_per_replica)),
+        series=_make_series(history, THROUGHPUT, label, is_inverted=True),
     )  # fmt: skip
     for name in list_metric_names(history):
         series = _make_validation_series(history, name, name)
@@ -62,10 +63,11 @@ def list_metric_names(history: History) -> list[str]:
     return list(dict.fromkeys(n for e in history.evaluations for n in e.values if n != "loss"))
 
 
-def _make_series(history: History, chart: Chart, overall: str) -> list[Series]:
-    """Return a line for each of a few nodes, and one over all."""
+def _make_series(history: History, chart: Chart, overall: str, *, is_inverted: bool = False) -> list[Series]:
+    """Return a line for each of a few nodes, and one over all; `is_inverted` for the reciprocals of the values."""
     (layout,) = make_chart_layouts([chart], history.num_ranks)
     buckets = downsample(history, chart, history.num_ranks, _BUCKETS)
+    buckets = buckets.invert() if is_inverted else buckets
     lines = []
     if not layout.banded and layout.nodes > 1:
         lines = [

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dtkit.health.stall_report import StallReport
     from dtkit.history.history import History
     from dtkit.history.timeline import Timeline
-    from dtkit.types import NodeInfo, ReplicaCheckResult, RunSpec, Status
+    from dtkit.types import NodeInfo, ReplicaCheckResult, RunSpec, Status, StepTimes
 
 
 @runtime_checkable
@@ -61,6 +61,11 @@ class RunView(Protocol):
     @property
     def consistency(self) -> ReplicaCheckResult | None:
         """The result of the last comparison of parameters over the ranks; None before the first."""
+        ...
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        """Times of steps on all ranks and in one process, from the last verification; None before."""
         ...
 
     @property

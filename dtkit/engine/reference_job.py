@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,19 +49,23 @@ class ReferenceJob(Job):
             self._shard_rngs = [JobRng(seed + shard, context.device) for shard in context.shards]
         self._max_gradients: dict[str, torch.Tensor] = {}
         self._batch_digests: list[str] = []
+        self._comparison_s: list[float] = []  # of each step
 
     def build_reference_report(self) -> ReferenceReport:
         """Return the results that `verify` needs besides the parameters."""
         optimizers = getattr(self._worker.optimizer, "optimizers", (self._worker.optimizer,))
         is_muon = any(type(optimizer).__name__ == "Muon" for optimizer in optimizers)
         dtype = "bfloat16" if is_muon else getattr(self._worker.model, "loss_dtype", None)
-        return ReferenceReport(self._max_gradients, tuple(self._batch_digests), dtype)
+        return ReferenceReport(self._max_gradients, tuple(self._batch_digests), dtype, tuple(self._comparison_s))
 
     def _load_batches(self) -> Sequence[tuple[int, Any]]:
         if self._shard_rngs is None or self._worker.batch_per_shard or self._worker.takes_whole_batch:
             batches = super()._load_batches()
+            begun = time.perf_counter()
             self._batch_digests.append(_digest_batches(batches))
+            self._comparison_s.append(time.perf_counter() - begun)
             return batches
+        self._comparison_s.append(0.0)
         parts = self._part_source.load_batches_by_part(self.step, self._num_micro_batches)
         device = self.context.device
         on_device = [[(count, to_device(batch, device)) for count, batch in part] for part in parts]
@@ -71,12 +76,17 @@ class ReferenceJob(Job):
     ) -> StepResult:
         with _refuse_collectives():
             result = super()._run_worker(batches, counts, probe)
+        begun = time.perf_counter()
+        self._update_max_gradients()
+        self._comparison_s[-1] += time.perf_counter() - begun
+        return result
+
+    def _update_max_gradients(self) -> None:
         for name, p in self._worker.model.named_parameters():
             if p.grad is not None:
                 size = p.grad.to_dense().abs().cpu() if p.grad.is_sparse else p.grad.abs().cpu()
                 previous = self._max_gradients.get(name)
                 self._max_gradients[name] = size if previous is None else torch.maximum(previous, size)
-        return result
 
 
 class _PartBatches(Sequence[tuple[int, Any]]):

@@ -28,3 +28,5 @@ class ReferenceReport:
     """Digest of the samples of each step; none for a reference by parts."""
     update_dtype: str | None = None
     """Dtype that the optimizer computes in, if it isn't the parameters': Muon's is bfloat16."""
+    comparison_s: tuple[float, ...] = ()
+    """Seconds of each step that only the comparison takes: digests of samples, and largest gradients."""

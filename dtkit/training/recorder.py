@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtkit._util import formatting
 from dtkit.history import comm_time
 from dtkit.history.engine_outbox import format_output
 from dtkit.history.scalars import ScalarRecord
@@ -111,9 +112,8 @@ class Recorder:
         """Record an evaluation from the sums of all ranks."""
         evaluation = combine_evaluations(step, parts)
         self._history.add(evaluation)
-        self.add_event(
-            step, "note", ", ".join(f"valid {name} {value:.4g}" for name, value in evaluation.values.items())
-        )
+        values = ", ".join(f"{name} {formatting.format_loss(value)}" for name, value in evaluation.values.items())
+        self.add_event(step, "evaluation", f"validation {values}")
 
     def _split_blocked_time(
         self, rows: Sequence[np.ndarray], advances: Sequence[DispatchResult], ranks: Sequence[int]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.config import RunPlan
     from dtkit.training.verify import Verification
-    from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, RunSpec, Status
+    from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, RunSpec, Status, StepTimes
 
 
 class Run(ShownRun):
@@ -58,6 +58,7 @@ class Run(ShownRun):
         self._waiter = RunWaiter(
             self, driver, lambda: engine_group.call_timeout_s, self._notify, self._step_callbacks.finish
         )
+        self._step_times: StepTimes | None = None
         self.lifecycle = RunLifecycle(engine_group, driver, self._job, self._notify)
         """What the cluster does with the run: not for users."""
 
@@ -111,6 +112,11 @@ class Run(ShownRun):
     def delay_factors(self) -> Mapping[int, float]:
         """Ranks that are slowed on purpose, with the factor."""
         return self._driver.progress.delay_factors
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        """Times of steps on all ranks and in one process, from the last `verify`; None before."""
+        return self._step_times
 
     @property
     def timeline(self) -> Timeline:
@@ -337,6 +343,7 @@ class Run(ShownRun):
         isn't changed. Without a `timeout` in seconds, each call to the engines has the time limit of a collective.
         """
         verification = self._job.verify(steps, timeout)
+        self._step_times = verification.step_times
         print(verification.text())  # noqa: T201 - asked for as a report
         return verification
 

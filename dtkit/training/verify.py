@@ -17,13 +17,17 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
+import statistics
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dtkit._util import formatting
 from dtkit.errors import CollectiveInStepError, EngineError
 from dtkit.rpc.protocol import JobOperations, make_call
 from dtkit.rpc.reference import Reference, ReferenceReport
 from dtkit.training.state_dict import fetch_state_dict, load_payloads
+from dtkit.types import StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -33,12 +37,15 @@ if TYPE_CHECKING:
     from dtkit._util.deadline import Deadline
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.config import JobSpec
+    from dtkit.types import DispatchResult
 
     StateDict = Mapping[str, Any]
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 ZERO_TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
 _HALF_PRECISION_TOLERANCE = 1e-2
+_WARM_UP_STEPS = 3
+_MIN_TIMED_STEPS = 5
 _REPEATED_STEPS = 2  # enough to show whether training is reproducible
 _MAX_NAMES = 2  # modules named in one line
 _ZERO_GRADIENT_FRACTION = {
@@ -68,6 +75,8 @@ class Verification:
     """Largest difference to one process that takes each rank's part of a batch separately, with that rank's random
     numbers. None if it was not computed, or differs too.
     """
+    step_times: StepTimes | None = None
+    """Times of the repeated steps; None of fewer than eight, or without a comparable process."""
 
     def __bool__(self) -> bool:
         return self.verdict == "PASS"
@@ -91,12 +100,20 @@ class Verification:
         if self.zero_gradient:
             lines.append(self._describe_zero_gradients())
         lines += [f"  {module}" for module in self.incomparable_reasons]
+        if self.step_times is not None:
+            lines.append(self._describe_step_times(self.step_times))
         if self.part_difference is not None:
             lines.append(
                 "  one process that takes each rank's part of the batches by itself gets the same parameters: largest "
                 f"difference {self.part_difference:.3g}"
             )
         return "\n".join(lines)
+
+    def _describe_step_times(self, times: StepTimes) -> str:
+        return (
+            f"  median step {formatting.format_duration(times.all_ranks_s)} on {self.world_size} ranks, "
+            f"{formatting.format_duration(times.single_process_s)} in one process: {times.speed_up:.2f} times as fast"
+        )
 
     def _describe_zero_gradients(self) -> str:
         """Return one line: a large model has dozens of such parameters."""
@@ -105,7 +122,10 @@ class Verification:
         names = f"{worst} and {formatting.format_count(others, 'other parameter')}" if others else worst
         count, largest = sum(n for n, _ in self.zero_gradient.values()), self.zero_gradient[worst][1]
         bound = ZERO_TOLERANCE.get(self.dtype, _HALF_PRECISION_TOLERANCE)
-        return f"  {names}: {count} numbers of zero gradient hold rounding alone: {largest:.3g}, bound {bound:g}"
+        return (
+            f"  {formatting.format_count(count, 'number')} without a gradient, in {names}: rounding of {largest:.3g} at "
+            f"most, bound {bound:g}"
+        )
 
     def __repr__(self) -> str:
         return f"Verification({self.verdict}, difference={self.max_difference:.3g}, tolerance={self.tolerance:g})"
@@ -142,6 +162,7 @@ def verify(
             engine_group.world_size,
             report.update_dtype,
         )
+        verification = dataclasses.replace(verification, step_times=replay.get_step_times())
         if verification.is_within_tolerance or equivalence_notes:
             return verification
         return _explain_difference(replay, verification, state, (reference, report))
@@ -155,40 +176,61 @@ class _Replay:
 
     def __init__(self, engine_group: EngineGroup, job_spec: JobSpec, deadline: Deadline) -> None:
         self._engine_group, self._job_spec, self._deadline = engine_group, job_spec, deadline
+        self._all_ranks_s: list[float] = []
+        self._single_process_s: list[float] = []
+
+    def get_step_times(self) -> StepTimes | None:
+        """Return the medians of the first training and the first reference, without the steps that warm up."""
+        times = self._all_ranks_s[_WARM_UP_STEPS:], self._single_process_s[_WARM_UP_STEPS:]
+        num_steps = min(map(len, times))
+        if num_steps < _MIN_TIMED_STEPS:
+            return None
+        all_ranks_s, single_process_s = map(statistics.median, times)
+        return StepTimes(num_steps, all_ranks_s, single_process_s) if min(all_ranks_s, single_process_s) > 0 else None
 
     def train(self, steps: int) -> StateDict:
         """Return the state dict of the model after distributed training."""
-        state, _ = self._train_job(steps, None)
+        state, _, self._all_ranks_s = self._train_job(steps, None)
         return state
 
     def train_reference(self, reference: Reference, steps: int) -> tuple[StateDict, ReferenceReport]:
         """Return the state dict of the model that rank 0 trained alone, and its report."""
-        state, report = self._train_job(steps, reference)
+        state, report, step_times = self._train_job(steps, reference)
         assert report is not None
+        if not self._single_process_s:
+            self._single_process_s = [
+                step_s - extra_s for step_s, extra_s in zip(step_times, report.comparison_s, strict=False)
+            ]
         return state, report
 
-    def _train_job(self, steps: int, reference: Reference | None) -> tuple[StateDict, ReferenceReport | None]:
+    def _train_job(
+        self, steps: int, reference: Reference | None
+    ) -> tuple[StateDict, ReferenceReport | None, list[float]]:
+        """Return the state dict, the report of a reference, and the seconds of each step."""
         engine_group, deadline = self._engine_group, self._deadline
         job, ranks = engine_group.make_key("job"), None if reference is None else [0]
         try:
             self._job_spec.build(
                 engine_group, job, ranks=ranks, reference=reference, timeout=deadline.get_remaining_s()
             )
-            self._advance(job, steps, ranks)
+            step_times = self._advance(job, steps, ranks)
             report = None
             if reference is not None:
                 call = make_call(JobOperations.reference_report, job=job)
                 payloads = engine_group.call_all(call, ranks=ranks, timeout=deadline.get_remaining_s())
                 (report,) = load_payloads(payloads)
-            return fetch_state_dict(engine_group, job, ranks, deadline.get_remaining_s()), report
+            return fetch_state_dict(engine_group, job, ranks, deadline.get_remaining_s()), report, step_times
         finally:
             engine_group.free_later(job)
 
-    def _advance(self, job: str, steps: int, ranks: list[int] | None) -> None:
-        done = 0
+    def _advance(self, job: str, steps: int, ranks: list[int] | None) -> list[float]:
+        """Take the steps, and return the seconds of each, of the slowest rank."""
+        done, step_times = 0, list[float]()
         while done < steps:
             call = make_call(JobOperations.advance, job=job, step=done, steps=steps - done)
-            advance, _ = self._engine_group.call_all(call, ranks=ranks, timeout=self._deadline.get_remaining_s())[0]
+            replies = self._engine_group.call_all(call, ranks=ranks, timeout=self._deadline.get_remaining_s())
+            advance, _ = replies[0]
+            step_times += map(max, zip(*(_list_step_times(result) for result, _ in replies), strict=False))
             if advance.end_reason == "nonfinite":
                 raise ValueError(
                     f"the gradients are not finite at step {advance.step}, so there is nothing to compare after it. "
@@ -197,6 +239,11 @@ class _Replay:
             if advance.end_reason == "exhausted":
                 break
             done = advance.step
+        return step_times
+
+
+def _list_step_times(result: DispatchResult) -> list[float]:
+    return [float(seconds) for seconds in np.asarray(result.rows)["step_s"]]
 
 
 def _describe_collective(error: EngineError) -> str | None:

@@ -196,8 +196,8 @@ def _draw_outlier_lines(ax: Axes, buckets: CurveBuckets, ranks: Sequence[int], l
     draw_end_labels(ax, collect_line_labels(ax))
 
 
-def draw_outliers(ax: Axes, history: History, chart: Chart, max_buckets: int) -> None:
-    """Draw lines of outliers over the band of many nodes."""
+def draw_outliers(ax: Axes, history: History, chart: Chart, max_buckets: int, *, is_inverted: bool = False) -> None:
+    """Draw lines of outliers over the band of many nodes; `is_inverted` for the reciprocals of the chart's values."""
     num_ranks = history.num_ranks
     if num_ranks <= MAX_NODE_LINES:
         return
@@ -206,7 +206,8 @@ def draw_outliers(ax: Axes, history: History, chart: Chart, max_buckets: int) ->
     if ranks:
         curves = Curves((chart,), num_ranks, max_buckets, max_lines=num_ranks)
         curves.update(history)
-        _draw_outlier_lines(ax, curves.get_all(ranks), ranks, metrics.lost_nodes)
+        buckets = curves.get_all(ranks)
+        _draw_outlier_lines(ax, buckets.invert() if is_inverted else buckets, ranks, metrics.lost_nodes)
 
 
 def count_legend_columns(num_entries: int) -> int:

@@ -26,7 +26,14 @@ import numpy as np
 from dtkit._util import formatting, timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.summary.activity import find_activity
-from dtkit.dashboard.summary.curves import CHARTS, MAX_NODE_LINES, Curves, format_overall_label, read_range
+from dtkit.dashboard.summary.curves import (
+    CHARTS,
+    MAX_NODE_LINES,
+    Curves,
+    count_replicas,
+    format_overall_label,
+    read_range,
+)
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.metrics import build_tiles, compute_epoch, compute_run_metrics
 from dtkit.dashboard.summary.node_series import NODE_CHARTS, NodeSeries
@@ -195,6 +202,7 @@ class MessageBuilder:
             },
             "lr": _replace_nonfinite(run.lr),
             "tiles": [dataclasses.asdict(tile) for tile in build_tiles(run, self._metrics)],
+            "throughput": _replace_nonfinite(self._metrics.throughput),
             "error": None if error is None else "\n".join(list_error_lines(error)),
             "notices": [dataclasses.asdict(notice) for notice in collect_notices(run, self._lost_nodes)],
             "nodes_now": {
@@ -232,6 +240,7 @@ class MessageBuilder:
             "strategy": formatting.sanitize_text(spec.strategy, 120),
             "ranks": self._num_ranks,
             "overall": format_overall_label(spec.world_size, self._run.history.ranks_per_replica, self._num_ranks),
+            "replicas": count_replicas(self._num_ranks, self._run.history.ranks_per_replica),
             "batch": spec.batch_size,
             "steps_per_epoch": spec.steps_per_epoch,
             "charts": {layout.name: dataclasses.asdict(layout) for layout in self._curves.chart_layouts},

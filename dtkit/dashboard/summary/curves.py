@@ -39,6 +39,9 @@ class Chart:
 
     The second argument of `from_totals` is :attr:`History.ranks_per_replica`. Without `from_rows` there are no lines of
     nodes; without `from_totals` the rows of any rank hold for all.
+
+    A rate is kept as its reciprocal, seconds per sample: the mean of these over steps is the time of all samples over
+    their number, whereas a mean of rates exceeds what was reached. Views invert it (:meth:`CurveBuckets.invert`).
     """
 
     name: str
@@ -61,11 +64,11 @@ class ChartLayout:
         return self.first + self.nodes
 
 
-def compute_own_throughput(rows: np.ndarray) -> np.ndarray:
-    """Return samples per second of a rank without its waiting time, in which nodes in step differ."""
+def compute_own_sample_s(rows: np.ndarray) -> np.ndarray:
+    """Return seconds per sample of a rank without its waiting time, in which nodes in step differ."""
     busy = rows["step_s"] - rows["wait_s"]
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(np.where(busy > 0, rows["samples"] / busy, np.nan))
+        return np.asarray(np.where((busy > 0) & (rows["samples"] > 0), busy / rows["samples"], np.nan))
 
 
 def find_rows_without_loss(rows: np.ndarray) -> np.ndarray:
@@ -82,23 +85,23 @@ def count_replicas(num_ranks: int, ranks_per_replica: int) -> int:
 
 
 def format_overall_label(num_ranks: int, ranks_per_replica: int, num_initial_ranks: int | None = None) -> str:
-    """Return the label of throughput over all nodes, divided by the replicas: ``all, per node``; ``all`` for one."""
+    """Return the label of throughput with waiting, divided by the replicas: ``with waiting``; ``all`` for one."""
     count = count_replicas(
         num_ranks if num_initial_ranks is None else max(num_ranks, num_initial_ranks), ranks_per_replica
     )
-    if count == 1:
-        return "all"
-    return "all, per node" if ranks_per_replica == 1 else "all, per replica"
+    return "all" if count == 1 else "with waiting"
 
 
-def _compute_mean_throughput(totals: np.ndarray, ranks_per_replica: int) -> np.ndarray:
-    # Division by the replicas gives the scale of the nodes' lines, which are equal to it when no node waits.
+def _compute_mean_sample_s(totals: np.ndarray, ranks_per_replica: int) -> np.ndarray:
+    # Multiplication by the replicas gives the scale of the nodes' lines, which are equal to it when no node waits.
+    replicas = np.maximum(1, totals["ranks"] // ranks_per_replica)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(totals["samples"] / totals["step_s"] / np.maximum(1, totals["ranks"] // ranks_per_replica))
+        seconds = totals["step_s"] / totals["samples"] * replicas
+    return np.asarray(np.where((totals["step_s"] > 0) & (totals["samples"] > 0), seconds, np.nan))
 
 
 LOSS = Chart("loss", lambda rows: rows["loss"], lambda totals, _copies: totals["loss"])
-THROUGHPUT = Chart("throughput", compute_own_throughput, _compute_mean_throughput)
+THROUGHPUT = Chart("throughput", compute_own_sample_s, _compute_mean_sample_s)
 LR = Chart("lr", lambda rows: rows["lr"], None)
 GRAD_NORM = Chart("grad_norm", None, lambda totals, _copies: totals["grad_norm"])
 STEP_TIME = Chart("step_s", None, lambda totals, _copies: totals["step_s"])
@@ -134,6 +137,11 @@ class CurveBuckets:
         """Whether smallest, mean and largest are equal everywhere."""
         low, high = self.values[..., 0], self.values[..., 2]
         return bool(np.array_equal(low, high, equal_nan=True))
+
+    def invert(self) -> CurveBuckets:
+        """Return the buckets of the reciprocals: of rates, from seconds per sample."""
+        with np.errstate(divide="ignore"):
+            return dataclasses.replace(self, values=1 / self.values[..., ::-1])
 
     @property
     def middle_steps(self) -> np.ndarray:

@@ -13,7 +13,7 @@ from dtkit.dashboard.summary.activity import find_activity
 from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall, format_short
-from dtkit.dashboard.summary.timing import StepTiming, compute_step_timing, format_nodes
+from dtkit.dashboard.summary.timing import WINDOW_STEPS, StepTiming, compute_step_timing, format_nodes
 from dtkit.history.workload import Efficiency
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from dtkit.dashboard.summary.lost_nodes import LostNodes
     from dtkit.history.history import History
     from dtkit.types import RunSpec
-
-WINDOW_STEPS = 20
-"""Number of steps over which a rate is taken: enough for a stable number, few enough to show a change."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +70,7 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
         throughput=float(totals["samples"].sum()) / seconds if seconds > 0 else None,
         loss=float(totals["loss"][-1]),
         loss_spread=float(np.ptp(losses)) if len(losses) > 1 else None,
-        step_s=float(np.median(totals["step_s"])),
+        step_s=float(totals["step_s"].mean()),
         by_rank=by_rank,
         timing=timing,
         ranks_without_loss=silent,
@@ -113,7 +110,7 @@ def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
     yield Tile(
         "step time",
         formatting.format_duration(metrics.step_s),
-        f"▲ slowest: {format_nodes(slow.ranks)}" if slow else "median",
+        f"▲ slowest: {format_nodes(slow.ranks)}" if slow else f"mean of {metrics.timing.num_steps} steps",
     )
     yield Tile(
         "waiting",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TextIO
 
 from dtkit._util import formatting, timeouts
 from dtkit.dashboard.summary.metrics import (
-    WINDOW_STEPS,
     RunMetrics,
     compute_efficiency,
     compute_epoch,
@@ -22,6 +21,7 @@ from dtkit.dashboard.summary.metrics import (
 )
 from dtkit.dashboard.summary.notices import NOTICE_GLYPHS, collect_notices
 from dtkit.dashboard.summary.stall import find_stall, format_line
+from dtkit.dashboard.summary.timing import WINDOW_STEPS
 from dtkit.dashboard.summary.verdict import VERDICT_GLYPH, find_shown_verdict
 from dtkit.dashboard.throttle import Throttle, start_timer
 
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_NODES = 16
 """Nodes with a line of their own. One line stands for the others."""
-
-VALIDATION_PREFIX = "valid "
-"""Beginning of the events that log a validation."""
 
 
 def format_run(run: RunView) -> str:
@@ -210,7 +207,7 @@ class TextProgress:
         new = self._run.history.events[self.num_printed_events :]
         self.num_printed_events += len(new)  # not the list's length, which may have grown since
         # The line on the last validation has the same text, and is updated.
-        return [event for event in new if not (event.kind == "note" and event.text.startswith(VALIDATION_PREFIX))]
+        return [event for event in new if event.kind != "evaluation"]
 
 
 def _format_event(event: Event) -> str:

@@ -1,4 +1,4 @@
-"""Samples per second of each node without its waiting time, and of all nodes divided by the number of replicas.
+"""Samples per second of each node without its waiting time, and with it on average: of all nodes, by replica.
 
 Nodes in step take equally long for a step, and differ only in the time without waiting. Nodes that share a replica,
 such as the stages of a pipeline, take the same samples, which count once.
@@ -27,11 +27,11 @@ def draw(ax: Axes, history: History) -> None:
     """Draw the panel."""
     ranks = history.num_ranks
     (layout,) = make_chart_layouts([THROUGHPUT], ranks)
-    buckets = downsample(history, THROUGHPUT, ranks, NUM_BUCKETS)
+    buckets = downsample(history, THROUGHPUT, ranks, NUM_BUCKETS).invert()
     last_ranks = history.totals(history.num_steps - 1)["ranks"]
     num_current = int(last_ranks[-1]) if len(last_ranks) else ranks
     style.draw_lines(ax, buckets, layout, format_overall_label(num_current, history.ranks_per_replica, ranks))
-    style.draw_outliers(ax, history, THROUGHPUT, NUM_BUCKETS)
+    style.draw_outliers(ax, history, THROUGHPUT, NUM_BUCKETS, is_inverted=True)
     style.set_title(ax, "Throughput", style.describe_lines(layout, _describe_unit(ranks, banded=layout.banded)))
     if np.isfinite(buckets.values).any():
         ax.set_ylim(0, 1.08 * float(np.nanmax(buckets.values)))

@@ -7,7 +7,7 @@
 //   chart/tooltip.js  the box at the pointer
 
 import { xAxis } from "./chart/axis.js";
-import { bucketGrain, movingAverage, onlyPositive, valueLimits } from "./chart/grain.js";
+import { bucketGrain, inverted, movingAverage, onlyPositive, valueLimits } from "./chart/grain.js";
 import { drawLabels, drawLine, drawPoints, drawSpots, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
 import { newTooltip, within } from "./chart/tooltip.js";
@@ -24,7 +24,7 @@ const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
  * overall(head, value). Optional: overallName, right(head): room for labels, unit, format(value), fromZero, merged (buckets at most), height, points(store), pointName,
  * shown(store), exact: never smooth, joined: lines without gaps, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line),
- * canLog: the logarithmic scale of all such charts, which leaves out values that are not positive.
+ * inverted: draw the reciprocals of the values, canLog: the logarithmic scale of all such charts, which leaves out values that are not positive.
  */
 export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });
@@ -50,6 +50,7 @@ export function chart(store, name, options, redraw) {
     el.classList.toggle("dtk-wide", flat);
     view.height = frame.height() ?? options.height ?? 200;
     view.grain = options.grain?.(store) ?? bucketGrain(detailInSight(store) ?? store.curves, store.head.columns, view.layout, options.merged);
+    if (options.inverted) view.grain.value = inverted(view.grain.value);
     if (view.isLog) view.grain.value = onlyPositive(view.grain.value);
     if (!flat) drawChart(view, Math.max(240, el.clientWidth || 0));
     setText(note, (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view));
@@ -93,7 +94,8 @@ function drawChart(view, width) {
 /** Return the first and the last step of all charts, so that they have one axis. */
 function wholeRange({ store }) {
   const { curves } = store, first = curves.used ? curves.origin : 1;
-  const last = Math.max(first + 1, curves.origin + curves.used * curves.width - 1);
+  const evaluated = store.evaluations.at(-1)?.step ?? 0; // after as many steps, one more than the last step's number
+  const last = Math.max(first + 1, curves.origin + curves.used * curves.width - 1, evaluated);
   return [first, Math.max(first + 1, Math.min(last, store.status.step || last))];
 }
 
@@ -199,7 +201,7 @@ function spotRows(view, at) {
   const { store: { spot, view: tools }, name, layout, grain } = view;
   if (!layout.banded || !spot?.charts.includes(name) || tools.hidden.has("spots")) return [];
   const bucket = Math.min(spot.used - 1, Math.max(0, Math.floor((grain.step(at) - spot.origin) / spot.width)));
-  return spot.ranks.map((rank, k) => ({ label: nodeName(view.store, rank), value: format(view, spotValue(spot, name, k, bucket)), mark: `dtk-${rank === view.store.selected ? "chosen" : `s${k % 4}`}` }));
+  return spot.ranks.map((rank, k) => ({ label: nodeName(view.store, rank), value: format(view, spotValue(view, k, bucket)), mark: `dtk-${rank === view.store.selected ? "chosen" : `s${k % 4}`}` }));
 }
 function pointRows(view, at) {
   const [first, last] = view.grain.span(at), { options, points } = view;

@@ -18,7 +18,7 @@ export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", sto
  */
 export function newStore() {
   return {
-    seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], error: null, refused: null,
+    seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], throughput: null, error: null, refused: null,
     notices: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], outliers: [], slow: [], slowed: [] },
     detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, spot: null, strip: null, pictures: new Map(), series: new Map(),
     beats: false, lost: false, view: newView(), send: () => {}, redraw: () => {},
@@ -75,7 +75,7 @@ export function apply(store, content, buffers) {
   if (!whole && content.base !== store.seq) return false;
   store.seq = content.seq;
   store.received = Date.now();
-  for (const key of ["status", "lr", "tiles", "error", "notices"]) store[key] = content[key];
+  for (const key of ["status", "lr", "tiles", "throughput", "error", "notices"]) store[key] = content[key];
   if (content.verdict !== undefined) store.verdict = content.verdict;
   applyNow(store, content);
   store.head = content.head ?? store.head; // it changes when nodes are left out

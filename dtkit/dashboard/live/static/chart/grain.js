@@ -56,6 +56,11 @@ export function seriesGrain({ points, lines, values }) {
   return { used: points, lines, wide: 1, find, step, value: (line, at) => values[at * (lines + 1) + 1 + line], span: (at) => [Math.round(step(at)), Math.round(step(at))] };
 }
 
+/** Return the reciprocals of values: samples per second, from seconds per sample. */
+export function inverted(value) {
+  return (line, at, which) => 1 / value(line, at, 2 - which);
+}
+
 /** Leave out what a logarithmic scale can't show. */
 export function onlyPositive(value) {
   return (line, at, which) => { const v = value(line, at, which); return v > 0 ? v : NaN; };

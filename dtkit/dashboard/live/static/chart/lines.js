@@ -84,7 +84,7 @@ export function drawSpots(view, ends) {
     const hue = rank === store.selected ? "chosen" : `s${k % 4}`;
     let d = "", last = NaN, pen = "M";
     for (let b = 0; b < spot.used; b++) {
-      const v = spotValue(spot, name, k, b);
+      const v = spotValue(view, k, b);
       if (!(view.isLog ? v > 0 : Number.isFinite(v))) { pen = "M"; continue; }
       d += `${pen}${x(spot.origin + b * spot.width + (spot.width - 1) / 2).toFixed(1)},${y(v).toFixed(1)}`;
       [pen, last] = ["L", v];
@@ -96,8 +96,9 @@ export function drawSpots(view, ends) {
   }
 }
 /** Return the value of the k-th single line among many nodes. */
-export function spotValue(spot, name, k, bucket) {
-  return spot.data[(bucket * spot.charts.length + spot.charts.indexOf(name)) * spot.ranks.length + k];
+export function spotValue({ store: { spot }, name, options }, k, bucket) {
+  const v = spot.data[(bucket * spot.charts.length + spot.charts.indexOf(name)) * spot.ranks.length + k];
+  return options.inverted ? 1 / v : v;
 }
 
 function pathOf(view, key, layer, cls, rank) {

@@ -9,7 +9,7 @@ const AMPLE = 0.5; // share up to which one line is enough for all nodes
 
 export function memory(store) {
   const rows = h("div", { class: "dtk-memory", role: "list" });
-  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "memory-panel" }, h("h3", {}, "Memory ", h("span", { class: "dtk-note" }, "of each node, and its limit")), rows);
+  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "memory-panel" }, h("h3", {}, "Memory limits"), rows);
   const update = () => {
     const shown = shownMemory(store);
     el.hidden = !shown.length;
@@ -18,7 +18,7 @@ export function memory(store) {
     while (rows.children.length < shown.length) rows.append(memoryRow());
     shown.forEach((item, k) => drawMemory(store, rows.children[k], item));
   };
-  return { el, update, title: "Memory" };
+  return { el, update, title: "Memory limits" };
 }
 
 /** Return {rank, label, used, limit} of every node, or of three among many and the highlighted one. */

@@ -1,6 +1,7 @@
-// Samples per second of each node and of all, divided by the number of replicas; the figure has panels/throughput.py.
+// Samples per second of each node without waiting, and of all with it, by replica; the figure has panels/throughput.py.
 
 import { chart } from "../chart.js";
+import { number } from "../numbers.js";
 
 export function throughputChart(store, _send, redraw) {
   return chart(store, "throughput", {
@@ -8,10 +9,18 @@ export function throughputChart(store, _send, redraw) {
     testid: "throughput-chart",
     fromZero: true,
     merged: 64, // single steps of a few milliseconds show the scheduler's noise (as in throughput.py)
-    note: (head, layout) => (layout.nodes > 1 || layout.banded ? "samples/s per node, without waiting" : "samples/s"),
+    inverted: true, // the store has seconds per sample
+    note: describeRates,
     overall: (head) => head.overall,
     overallName: (head) => head.overall,
     right: (head) => Math.max(72, 16 + 6.9 * head.overall.length),
     unit: "samples/s",
   }, redraw);
+}
+
+/** Say how the nodes' rates add up to the tile's. */
+function describeRates({ replicas, overall }, layout, { store }) {
+  if (layout.nodes < 2 && !layout.banded) return "samples/s";
+  const rate = replicas > 1 ? store.throughput / replicas : NaN;
+  return `samples/s per node, without waiting${rate > 0 ? ` · ${overall} ${replicas} × ${number(rate)}` : ""}`;
 }

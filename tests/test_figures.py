@@ -92,6 +92,22 @@ def test_stages_without_a_loss_have_no_line_and_samples_count_once():
     np.testing.assert_allclose(overall, source.history.throughput()[1] / 2, rtol=1e-6)
 
 
+def test_throughput_of_uneven_steps_is_that_of_their_samples_and_time():
+    """A mean of rates exceeds it: one step in ten takes ten times as long here."""
+    source = FakeSource(ranks=2)
+    for k in range(640):
+        source.slowness = {0: 10.0, 1: 10.0} if k % 10 == 0 else {}
+        source.advance(1)
+    throughput = run_figure.draw_run(source).axes[1]
+    rows, totals = source.history.rows(), source.history.totals()
+    for rank, line in enumerate(throughput.get_lines()[:2]):
+        own = rows[rows["rank"] == rank]
+        expected = own["samples"].sum() / (own["step_s"] - own["wait_s"]).sum()
+        assert 1 / np.mean(1 / line.get_ydata()) == pytest.approx(expected, rel=0.01)
+    overall = 1 / np.mean(1 / throughput.get_lines()[2].get_ydata())
+    assert 2 * overall == pytest.approx(totals["samples"].sum() / totals["step_s"].sum(), rel=0.01)
+
+
 def test_a_single_pipeline_has_a_throughput_line_for_all_nodes():
     source = FakeSource(ranks=2, stages=2)
     source.advance(50)

@@ -550,6 +550,51 @@ def test_loss_has_a_logarithmic_scale(page: Page, tmp_path: Path):
     page.wait_for_function("([line, before]) => line.getAttribute('d') === before", arg=[line.element_handle(), before])
 
 
+def test_an_evaluation_after_the_last_step_is_in_sight(page: Page):
+    """It is made after as many steps, one more than the last step's number."""
+    run = FakeSource(ranks=2)
+    run.advance(100)
+    for step, accuracy in ((50, 0.5), (100, 0.75)):
+        run.history.add(Evaluation(step, 100, {"loss": 1.0, "accuracy": accuracy}))
+    view = StaticView(page, run)
+    expect(view.root.get_by_test_id("metric-chart").locator(".dtk-labels text")).to_have_text("0.750")
+
+
+def test_evaluations_have_a_tab_apart_from_events(page: Page):
+    run = make_source(2)
+    run.history.add(Evaluation(100, 100, {"loss": 1.0}))
+    run.event("evaluation", "validation loss 1.00")
+    run.event("note", "hello")
+    view = StaticView(page, run)
+    expect(view.root.get_by_test_id("log")).to_contain_text("hello")
+    expect(view.root.get_by_test_id("log")).not_to_contain_text("validation")
+    expect(view.root.get_by_test_id("tab-evaluations")).to_have_text("evaluations 1")
+
+
+def test_throughput_of_nodes_adds_up_to_that_of_the_tile(page: Page):
+    run = FakeSource(ranks=4)
+    run.advance(100)
+    view = StaticView(page, run)
+    note = view.root.get_by_test_id("throughput-chart").locator(".dtk-note").text_content() or ""
+    nodes, each = note.split(" with waiting ")[1].split(" × ")
+    total = view.root.get_by_test_id("tiles").locator(".dtk-value").first.text_content() or ""
+    assert int(nodes) * int(each.replace(",", "")) == pytest.approx(int(total.replace(",", "")), abs=2)
+
+
+def test_headings_and_notices_keep_their_place_in_jupyterlab(page: Page):
+    """JupyterLab has margins for headings and lists in outputs."""
+    run = FakeSource(ranks=2)
+    run.advance(60)
+    run.consistency = ReplicaCheckResult(60, (), None)
+    view = StaticView(page, run)
+    rules = ".jp-RenderedHTMLCommon h3:first-child { margin-top: 9px } .jp-RenderedHTMLCommon ul:not(.list-inline) { padding-left: 2em }"
+    page.add_style_tag(content=rules)
+    page.evaluate("() => { document.getElementById('view').className = 'jp-RenderedHTMLCommon'; }")
+    left = view.root.get_by_test_id("notices").evaluate("(el) => getComputedStyle(el).paddingLeft")
+    top = view.root.get_by_test_id("loss-chart").locator("h3").evaluate("(el) => getComputedStyle(el).marginTop")
+    assert (left, top) == ("0px", "0px")
+
+
 def test_each_metric_has_a_chart(page: Page, tmp_path: Path):
     run = make_source(2)
     for step in (50, 100, 150):

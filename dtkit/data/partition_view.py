@@ -31,11 +31,10 @@ def draw_partition(partition: Partition) -> Figure:
     from matplotlib.figure import Figure
 
     columns = 1 if partition.class_counts is None else 2
-    height = min(1.3 + 0.32 * partition.world_size, 7.0)
+    height = min(1.3 + 0.36 * partition.world_size, 7.0)
     figure = Figure(figsize=(4.5 * columns, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, columns, squeeze=False)[0]
-    figure.suptitle(partition.format_headline(), fontsize=10)
     _draw_rows(axes[0], partition)
     if partition.class_counts is not None:
         _draw_classes(axes[1], partition.classes or (), partition.class_counts)
@@ -116,7 +115,7 @@ def _draw_classes(ax: Axes, classes: tuple[Any, ...], class_counts: np.ndarray) 
     ax.yaxis.set_major_locator(_make_integer_locator())
     ax.set_title("balance of classes", fontsize=9)
     if num_classes <= _MAX_SHOWN_CLASSES:
-        ax.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=7, frameon=False)
+        ax.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8, frameon=False, labelspacing=0.15)
 
 
 def _make_integer_locator() -> MaxNLocator:

@@ -22,7 +22,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from dtkit._util import timeouts
+from dtkit._util import formatting, timeouts
 from dtkit._util.installation import PACKAGE_FOLDER
 from dtkit._util.notebook import get_shell
 from dtkit._util.process import ProcessId
@@ -267,7 +267,7 @@ def _format_html(observation: RankObservation) -> str:
     rows = []
     for title, frames in _list_sections(observation):
         rows += [f"<div>{html.escape(title)}</div>"] if title else []
-        rows += [_format_html_frame(frame) for frame in frames]
+        rows += _format_html_frames(frames)
     style = "font-family:monospace;white-space:pre-wrap;margin:2px 0 8px 12px"
     return (
         f"<details open><summary>{html.escape(_format_head(observation))}{location}</summary>"
@@ -275,6 +275,19 @@ def _format_html(observation: RankObservation) -> str:
     )
 
 
+def _format_html_frames(frames: Sequence[Frame]) -> list[str]:
+    """Return the frames as far out as the user's code, or else as dtkit's innermost ones; the others are folded."""
+    last_user = max((k for k, frame in enumerate(frames) if frame.kind == "user"), default=-1)
+    num_shown = last_user + 1 or min(len(frames), _NUM_INNERMOST)
+    rows = [_format_html_frame(frame) for frame in frames]
+    folded = "".join(rows[num_shown:])
+    if not folded:
+        return rows
+    count = formatting.format_count(len(frames) - num_shown, "outer frame")
+    return [*rows[:num_shown], f"<details><summary>{count}</summary>{folded}</details>"]
+
+
+_NUM_INNERMOST = 5
 _STYLES = {
     "user": "font-weight:bold;border-left:3px solid #e69f00;padding-left:6px",
     "dtkit": "border-left:3px solid #0072b2;padding-left:6px;opacity:.75",

@@ -20,7 +20,14 @@ def draw_data_parallel(ranks: int = 2) -> Drawing:
         "An all-reduce sums the gradients, and every rank makes the same update.",
     )
     bottom = top + pitch * ranks - 22
-    for x, text in ((0, "batch"), (124, "each rank's rows"), (272, "replica"), (410, "gradients"), (642, "the update")):
+    for x, text in (
+        (0, "batch"),
+        (124, "each rank's rows"),
+        (272, "replica"),
+        (410, "gradients"),
+        (532, "all-reduce"),
+        (642, "the update"),
+    ):
         canvas.add_text(x, 10, text, bold=True)
     canvas.add_box(532, top, 70, bottom - top, "sum", _MIXED_COLOR)
     for rank in range(ranks):

@@ -217,7 +217,7 @@ def test_bar_keeps_the_focus_during_updates(page: Page):
 @pytest.mark.slow
 def test_arrow_keys_select_a_step_in_all_charts(page: Page):
     view = StaticView(page, make_source(2))
-    page.locator("[data-testid=loss-chart] svg").focus()
+    page.locator("[data-testid=loss-chart] svg.dtk-chart").focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
     for chart in ("loss-chart", "gradient-norm-chart"):
@@ -576,7 +576,7 @@ def test_throughput_of_nodes_adds_up_to_that_of_the_tile(page: Page):
     run.advance(100)
     view = StaticView(page, run)
     note = view.root.get_by_test_id("throughput-chart").locator(".dtk-note").text_content() or ""
-    nodes, each = note.split(" with waiting ")[1].split(" × ")
+    nodes, each = note.split(" with waiting ")[1].split(" \N{MULTIPLICATION SIGN} ")
     total = view.root.get_by_test_id("tiles").locator(".dtk-value").first.text_content() or ""
     assert int(nodes) * int(each.replace(",", "")) == pytest.approx(int(total.replace(",", "")), abs=2)
 
@@ -587,8 +587,8 @@ def test_headings_and_notices_keep_their_place_in_jupyterlab(page: Page):
     run.advance(60)
     run.consistency = ReplicaCheckResult(60, (), None)
     view = StaticView(page, run)
-    rules = ".jp-RenderedHTMLCommon h3:first-child { margin-top: 9px } .jp-RenderedHTMLCommon ul:not(.list-inline) { padding-left: 2em }"
-    page.add_style_tag(content=rules)
+    page.add_style_tag(content=".jp-RenderedHTMLCommon h3:first-child { margin-top: 9px }")
+    page.add_style_tag(content=".jp-RenderedHTMLCommon ul:not(.list-inline) { padding-left: 2em }")
     page.evaluate("() => { document.getElementById('view').className = 'jp-RenderedHTMLCommon'; }")
     left = view.root.get_by_test_id("notices").evaluate("(el) => getComputedStyle(el).paddingLeft")
     top = view.root.get_by_test_id("loss-chart").locator("h3").evaluate("(el) => getComputedStyle(el).marginTop")

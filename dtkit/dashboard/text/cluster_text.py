@@ -11,7 +11,7 @@ from dtkit.dashboard.text.table_page import TablePage
 if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
 
-_HEADER = ["rank", "engine id", "host", "pid", "device", "memory used", "memory free", "threads", "backend"]
+_HEADER = ["rank", "engine id", "host", "pid", "device", "memory free", "threads", "backend"]
 
 
 def make_page(group: EngineGroup, device_note: str) -> TablePage:
@@ -26,8 +26,7 @@ def make_page(group: EngineGroup, device_note: str) -> TablePage:
             node.host,
             str(node.pid),
             node.device,
-            formatting.format_bytes(node.memory_total - node.memory_free),
-            formatting.format_bytes(node.memory_free),
+            f"{formatting.format_bytes(node.memory_free)} of {formatting.format_bytes(node.memory_total)}",
             str(node.threads),
             backend,
         ]

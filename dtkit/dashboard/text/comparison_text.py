@@ -66,9 +66,12 @@ def _find_best_cells(
 
 
 def make_differences_table(labels: Sequence[str], differences: Sequence[tuple[str, ...]]) -> Table:
-    """Return the table of the settings in which the runs differ."""
-    header = ["setting", *labels]
-    return Table(header, differences, set(header))
+    """Return the table of the settings in which the runs differ, turned so that it has few columns."""
+    header, rows = ["setting", *labels], list(differences)
+    if len(differences) < len(labels):
+        header, *rows = zip(header, *differences, strict=True)
+        header = ["run", *header[1:]]
+    return Table(header, rows, set(header))
 
 
 def describe_rows(rows: Sequence[ComparisonRow]) -> str:

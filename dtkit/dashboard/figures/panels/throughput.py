@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from dtkit.history.history import History
 
+MOST_ABOVE_LINES = 1.5
+"""Height of the axis in terms of the highest line: the fastest single steps would make the lines flat."""
 NUM_BUCKETS = 64  # single steps of a few milliseconds show the scheduler's noise
 
 
@@ -34,7 +36,8 @@ def draw(ax: Axes, history: History) -> None:
     style.draw_outliers(ax, history, THROUGHPUT, NUM_BUCKETS, is_inverted=True)
     style.set_title(ax, "Throughput", style.describe_lines(layout, _describe_unit(ranks, banded=layout.banded)))
     if np.isfinite(buckets.values).any():
-        ax.set_ylim(0, 1.08 * float(np.nanmax(buckets.values)))
+        highest, highest_mean = float(np.nanmax(buckets.values)), float(np.nanmax(buckets.values[..., 1]))
+        ax.set_ylim(0, 1.08 * min(highest, MOST_ABOVE_LINES * highest_mean))
         style.draw_end_labels(ax, style.collect_line_labels(ax))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: formatting.format_rate(y) if y else "0"))
     style.mark_events(ax, history.events)

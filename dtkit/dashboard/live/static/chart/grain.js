@@ -80,8 +80,11 @@ export function movingAverage(grain, line, weight) {
 
 const RARE = 0.02, RARE_ROOM = 0.25;
 
-/** Return the limits of the values in sight, with some room. `robust` leaves the rarest values outside. */
-export function valueLimits(grain, { shown, from, to, extra, isLog, robust, fromZero }) {
+/**
+ * Return the limits of the values in sight, with some room. `robust` leaves the rarest values outside, `aboveLines` those
+ * that many times above the highest line.
+ */
+export function valueLimits(grain, { shown, from, to, extra, isLog, robust, fromZero, aboveLines }) {
   let [low, high] = [Infinity, -Infinity];
   const means = [];
   for (let at = 0; at < grain.used; at++) {
@@ -91,9 +94,10 @@ export function valueLimits(grain, { shown, from, to, extra, isLog, robust, from
       if (Number.isNaN(least)) continue;
       low = Math.min(low, least);
       high = Math.max(high, grain.value(line, at, 2));
-      if (robust) means.push(grain.value(line, at, 1));
+      if (robust || aboveLines) means.push(grain.value(line, at, 1));
     }
   }
+  if (aboveLines && means.length) high = Math.min(high, aboveLines * Math.max(...means));
   for (const v of extra) [low, high] = [Math.min(low, v), Math.max(high, v)];
   if (low > high) [low, high] = isLog ? [0.1, 1] : [0, 1];
   if (robust && means.length > 4) [low, high] = commonLimits(means, low, high);

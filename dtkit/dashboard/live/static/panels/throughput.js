@@ -8,6 +8,7 @@ export function throughputChart(store, _send, redraw) {
     title: "Throughput",
     testid: "throughput-chart",
     fromZero: true,
+    aboveLines: 1.5, // the fastest single steps would make the lines flat (as in throughput.py)
     merged: 64, // single steps of a few milliseconds show the scheduler's noise (as in throughput.py)
     inverted: true, // the store has seconds per sample
     note: describeRates,

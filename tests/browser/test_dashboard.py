@@ -568,7 +568,7 @@ def test_evaluations_have_a_tab_apart_from_events(page: Page):
     view = StaticView(page, run)
     expect(view.root.get_by_test_id("log")).to_contain_text("hello")
     expect(view.root.get_by_test_id("log")).not_to_contain_text("validation")
-    expect(view.root.get_by_test_id("tab-evaluations")).to_have_text("evaluations 1")
+    expect(view.root.get_by_test_id("tab-evaluations")).to_have_text("evaluations 2")
 
 
 def test_throughput_of_nodes_adds_up_to_that_of_the_tile(page: Page):

@@ -23,5 +23,5 @@ export function throughputChart(store, _send, redraw) {
 function describeRates({ replicas, overall }, layout, { store }) {
   if (layout.nodes < 2 && !layout.banded) return "samples/s";
   const rate = replicas > 1 ? store.throughput / replicas : NaN;
-  return `samples/s per node, without waiting${rate > 0 ? ` · ${overall} ${replicas} × ${number(rate)}` : ""}`;
+  return rate > 0 ? `samples/s without waiting · ${overall} ${replicas} × ${number(rate)}` : "samples/s without waiting";
 }

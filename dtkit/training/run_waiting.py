@@ -130,9 +130,18 @@ class RunWaiter:
             try:
                 self._show_blocking(at_end)
                 yield
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interrupt:
                 self.pause_or_interrupt()
+                # IPython's protocol: one line instead of the frames in which the cell waited.
+                interrupt._render_traceback_ = self._describe_interrupt  # type: ignore[attr-defined]
                 raise
+
+    def _describe_interrupt(self) -> list[str]:
+        """Return what a cell shows that was interrupted."""
+        progress = self._driver.progress
+        if progress.state is State.PAUSED:
+            return [f"paused at step {progress.step:,}; run.resume() goes on"]
+        return [f"interrupted at step {progress.step:,}; the run is {progress.state.value}"]
 
     def _show_blocking(self, at_end: contextlib.ExitStack) -> None:
         """Show progress as text in a terminal, and a message about the buttons in a notebook."""

@@ -103,9 +103,7 @@ def test_pipeline_stages_show_no_loss_and_no_straggler(page: Page):
     assert losses.locator("path.dtk-line:not([d=''])").count() == 2
     assert losses.locator(".dtk-labels text").all_text_contents() in (["node 1", "mean"], ["mean", "node 1"])
     assert "all" in view.root.get_by_test_id("throughput-chart").locator(".dtk-labels text").all_text_contents()
-    expect(view.root.get_by_test_id("throughput-chart").locator(".dtk-note")).to_have_text(
-        "samples/s without waiting"
-    )
+    expect(view.root.get_by_test_id("throughput-chart").locator(".dtk-note")).to_have_text("samples/s without waiting")
     rows = view.root.get_by_test_id("nodes-table").locator("tbody tr")
     assert [row.locator("td").nth(6).text_content() == "—" for row in rows.all()] == [True, False]
     assert rows.first.locator("td").nth(4).text_content() == "315 MB of 4.63 MB"

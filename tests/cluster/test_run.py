@@ -114,9 +114,11 @@ def test_interrupt_during_wait_pauses_the_run_and_is_raised(cluster2):
             os.kill(os.getpid(), signal.SIGINT)
 
     run.subscribe(interrupt_once)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as interrupt:
         run.wait(60)
     assert run.status.state is State.PAUSED
+    shown = interrupt.value._render_traceback_()  # what IPython shows of the cell
+    assert shown == [f"paused at step {run.status.step:,}; run.resume() goes on"]
     check_usable(cluster2)
 
 

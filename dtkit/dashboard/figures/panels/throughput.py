@@ -34,7 +34,9 @@ def draw(ax: Axes, history: History) -> None:
     num_current = int(last_ranks[-1]) if len(last_ranks) else ranks
     style.draw_lines(ax, buckets, layout, format_overall_label(num_current, history.ranks_per_replica, ranks))
     style.draw_outliers(ax, history, THROUGHPUT, NUM_BUCKETS, is_inverted=True)
-    style.set_title(ax, "Throughput", style.describe_lines(layout, _describe_unit(ranks, banded=layout.banded)))
+    unit = _describe_unit(ranks, banded=layout.banded)
+    # The names of the lines have no room next to the long unit.
+    style.set_title(ax, "Throughput", style.describe_lines(layout, unit) if layout.banded else unit)
     if np.isfinite(buckets.values).any():
         highest, highest_mean = float(np.nanmax(buckets.values)), float(np.nanmax(buckets.values[..., 1]))
         ax.set_ylim(0, 1.08 * min(highest, MOST_ABOVE_LINES * highest_mean))

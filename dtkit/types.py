@@ -217,21 +217,6 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepTimes:
-    """Median seconds of a step: on all ranks, and in one process with the same rows."""
-
-    num_steps: int
-    """Number of steps of which these are the medians."""
-    all_ranks_s: float
-    single_process_s: float
-
-    @property
-    def speed_up(self) -> float:
-        """How many times as fast all ranks are as one process."""
-        return self.single_process_s / self.all_ranks_s
-
-
-@dataclasses.dataclass(frozen=True)
 class Event:
     """A mark on the time axis: a pause, a new learning rate, a lost node, NaN."""
 

@@ -16,9 +16,10 @@ from dtkit.dashboard import report
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower
 from dtkit.dashboard.svg_chart import MAX_POINTS, Series, choose_ticks, draw_chart
 from dtkit.data.layers import MAX_LAYERS, summarize_model
+from dtkit.rpc.reference import StepTimes
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.settings import describe_value
-from dtkit.types import Evaluation, StepTimes
+from dtkit.types import Evaluation
 from tests.support.fake_source import FakeSource
 
 

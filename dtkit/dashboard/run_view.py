@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from dtkit.health.stall_report import StallReport
     from dtkit.history.history import History
     from dtkit.history.timeline import Timeline
-    from dtkit.types import NodeInfo, ReplicaCheckResult, RunSpec, Status, StepTimes
+    from dtkit.rpc.reference import StepTimes
+    from dtkit.types import NodeInfo, ReplicaCheckResult, RunSpec, Status
 
 
 @runtime_checkable

@@ -30,3 +30,18 @@ class ReferenceReport:
     """Dtype that the optimizer computes in, if it isn't the parameters': Muon's is bfloat16."""
     comparison_s: tuple[float, ...] = ()
     """Seconds of each step that only the comparison takes: digests of samples, and largest gradients."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Median seconds of a step: on all ranks, and in one process with the same rows."""
+
+    num_steps: int
+    """Number of steps of which these are the medians."""
+    all_ranks_s: float
+    single_process_s: float
+
+    @property
+    def speed_up(self) -> float:
+        """How many times as fast all ranks are as one process."""
+        return self.single_process_s / self.all_ranks_s

@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from dtkit.planning.memory_report import Memory
     from dtkit.planning.plan import Plan
     from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.rpc.reference import StepTimes
     from dtkit.training.config import RunPlan
     from dtkit.training.verify import Verification
-    from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, RunSpec, Status, StepTimes
+    from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, RunSpec, Status
 
 
 class Run(ShownRun):

@@ -208,6 +208,8 @@ SEARCH_ANSWER_TIMEOUT_S = 60.0
 
 WRITE_POLL_S = 0.02
 """Polling period until all ranks have written their files."""
+REMOTE_WRITE_POLL_S = 0.1
+"""The same where an agent is asked for them."""
 WRITE_STALL_TIMEOUT_S = 120.0
 """Time without growth of the folder after which a rank has ended, or its disk hangs."""
 PREVIOUS_SAVE_TIMEOUT_S = 600.0
@@ -283,6 +285,12 @@ SLURM_COMMAND_TIMEOUT_S = 20.0
 """Limit for one of a scheduler's commands to answer."""
 SLURM_POLL_S = 2.0
 """Period of reading a job's state. Slurm's controller serves all users of the site."""
+TIME_LIMIT_POLL_S = 30.0
+"""Period of asking how long jobs have left."""
+MIN_TIME_LIMIT_POLL_S = 2.0
+"""The same shortly before something is due."""
+TIME_LIMIT_CHECKPOINT_S = 300.0
+"""Time before the end of a job at which a run writes a checkpoint."""
 SLURM_CANCEL_POLL_S = 0.25
 """The same while it is cancelled, which takes a second or two."""
 SLURM_CANCEL_TIMEOUT_S = 45.0

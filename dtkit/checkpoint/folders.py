@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 TOKEN_FILE = "token"  # noqa: S105 - not a secret
 """File of an unfinished checkpoint. By its content, engines recognize the notebook's folder."""
+STAGING_FOLDER = "checkpoints"
+"""Folder in a host's private one, for the files of checkpoints whose folder that host doesn't see."""
 _FOLDER_PATTERN = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _UNFINISHED_PATTERN = re.compile(r"\.saving-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 

@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import files, formatting, timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.checkpoint import folders, index, validation
-from dtkit.errors import CheckpointError
+from dtkit.checkpoint.remote_files import read_remote_report
+from dtkit.errors import CheckpointError, ClusterError
 from dtkit.types import Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from dtkit.checkpoint.remote_files import HostFiles
     from dtkit.history.history import History
 
 _NEVER_DUE = 2**31
@@ -89,6 +91,8 @@ class CheckpointRequest:
     folder: Path | None = None
     token: str = ""
     started_at: float = 0.0
+    is_fetched: bool = False
+    """Whether the notebook fetches files of ranks whose hosts don't see the folder."""
 
     def result(self, step_timeout: float) -> CheckpointResult:
         """Wait until it is written. Raises CheckpointError."""
@@ -115,6 +119,8 @@ class CheckpointManager:
         """What the user asked for, and what the run needs to recover from a lost engine."""
         self.describe: Callable[[], Mapping[str, Any]] = dict
         """Function that returns further fields of checkpoint.json: spec and callbacks, as they are now."""
+        self.host_files: HostFiles | None = None
+        """Access to the files of ranks whose hosts don't see the folder; None if all must see it."""
         self._history, self._on_change = history, on_change
         self._requests: list[CheckpointRequest] = []
         self._last_requests: dict[CheckpointPolicy, tuple[int, float]] = {}  # (step, time)
@@ -168,7 +174,7 @@ class CheckpointManager:
     def begin_next(self, step: int) -> CheckpointRequest | None:
         """Return the request to send now, with its folder; None if the folder can't be created."""
         request = self._requests.pop(0) if self._requests else self._make_scheduled_request(step)
-        request.started_at = time.monotonic()
+        request.started_at, request.is_fetched = time.monotonic(), self.host_files is not None
         try:
             request.folder = folders.begin_checkpoint(request.path)
             request.token = os.urandom(8).hex()
@@ -188,6 +194,7 @@ class CheckpointManager:
     def on_cancel(self, request: CheckpointRequest) -> None:
         """Take back a request, because ranks were at different steps. It will be due again."""
         assert request.folder is not None
+        self._remove_remote_files(request)
         folders.abandon_checkpoint(request.folder)
         request.folder = None
         if request.policy is None:
@@ -241,9 +248,10 @@ class CheckpointManager:
                 result = self._write_checkpoint(request, metadata, values, history)
             except OSError as error:
                 self._fail_request(request, metadata["step"], _format_os_error(request, error))
-            except CheckpointError as error:
+            except (CheckpointError, ClusterError) as error:
                 self._fail_request(request, metadata["step"], str(error))
             else:
+                self._remove_remote_files(request)
                 if request.policy is None or not request.policy.quiet:
                     self._log_result(result)
                 request.future.set_result(result)
@@ -258,7 +266,8 @@ class CheckpointManager:
         assert request.folder is not None
         if errors := [value["error"] for value in values if value["error"]]:
             raise CheckpointError("; ".join(errors))
-        reports = self._wait_for_reports(request.folder, len(values))
+        remote_ranks = {rank for rank, value in enumerate(values) if value["is_remote"]}
+        reports = self._wait_for_reports(request, len(values), remote_ranks)
         if errors := [report["error"] for report in reports if "error" in report]:
             raise CheckpointError("; ".join(errors))
         file_entries = {name: entry for report in reports for name, entry in report["file"].items()}
@@ -281,25 +290,49 @@ class CheckpointManager:
         )
         return CheckpointResult(path, metadata["step"], nbytes, duration_s, max(value["seconds"] for value in values))
 
-    def _wait_for_reports(self, folder: Path, world_size: int) -> list[dict[str, Any]]:
-        """Return the reports of all ranks, once they are written."""
+    def _wait_for_reports(
+        self, request: CheckpointRequest, world_size: int, remote_ranks: set[int]
+    ) -> list[dict[str, Any]]:
+        """Return the reports of all ranks, once they are written and the remote ranks' files were fetched."""
         reports: dict[int, dict[str, Any]] = {}
         size, changed_at = -1, time.monotonic()
+        assert request.folder is not None
         while len(reports) < world_size:
+            new_size = 0
             for rank in set(range(world_size)) - reports.keys():
-                with contextlib.suppress(FileNotFoundError):
-                    text = (folder / folders.get_report_filename(rank)).read_text(encoding="utf-8")
-                    reports[rank] = json.loads(text)
-            if (new_size := _measure_folder(folder)) != size:
+                report, nbytes = self._read_report(request, rank, is_remote=rank in remote_ranks)
+                new_size += nbytes
+                if report is not None:
+                    reports[rank] = report
+            if (new_size := new_size + _measure_folder(request.folder)) != size:
                 size, changed_at = new_size, time.monotonic()
             missing = ", ".join(map(str, sorted(set(range(world_size)) - reports.keys())))
             if time.monotonic() - changed_at > timeouts.WRITE_STALL_TIMEOUT_S:
                 raise CheckpointError(f"rank {missing} has written nothing for {timeouts.WRITE_STALL_TIMEOUT_S:.0f} s")
-            if missing and self._closing.wait(timeouts.WRITE_POLL_S):
+            poll_s = timeouts.REMOTE_WRITE_POLL_S if remote_ranks else timeouts.WRITE_POLL_S
+            if missing and self._closing.wait(poll_s):
                 raise CheckpointError(f"the cluster was closed before rank {missing} had written its part")
         return [reports[rank] for rank in range(world_size)]
 
+    def _read_report(
+        self, request: CheckpointRequest, rank: int, *, is_remote: bool
+    ) -> tuple[dict[str, Any] | None, int]:
+        """Return a rank's report, or None, and the bytes that it has written on a remote host."""
+        assert request.folder is not None
+        if is_remote:
+            assert self.host_files is not None
+            return read_remote_report(self.host_files, rank, request.token, request.folder)
+        with contextlib.suppress(FileNotFoundError):
+            text = (request.folder / folders.get_report_filename(rank)).read_text(encoding="utf-8")
+            return json.loads(text), 0
+        return None, 0
+
+    def _remove_remote_files(self, request: CheckpointRequest) -> None:
+        if self.host_files is not None and request.token:
+            self.host_files.remove(request.token)
+
     def _fail_request(self, request: CheckpointRequest, step: int, reason: str) -> None:
+        self._remove_remote_files(request)
         text = f"the checkpoint of step {step} was not written: {reason}"
         self._add_event(step, "error", f"{text}. Older ones are unchanged")
         request.fail(text)

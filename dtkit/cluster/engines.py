@@ -14,6 +14,7 @@ from dtkit.cluster import cluster_file
 from dtkit.cluster import start as starting
 from dtkit.cluster import transport as transports
 from dtkit.cluster.devices import plan_devices
+from dtkit.cluster.job_end_watcher import JobEndWatcher
 from dtkit.cluster.launch_request import make_config, make_host_config
 from dtkit.cluster.launched_transport import get_runtime_folder
 from dtkit.cluster.launchers.hosts import HostLauncher
@@ -80,6 +81,8 @@ class Engines:
         """The last run that was started, unless it was released."""
         self.earlier_runs = EarlierRuns(lambda: planner.check_idle(self.current_run))
         self._benchmarks: dict[str, Benchmark] = {}
+        self._job_ends = JobEndWatcher(group, lambda: self.current_run)
+        self._job_ends.start()
         atexit.register(self._close_at_exit)
         exit_on_sigterm()
         install_hook()
@@ -183,6 +186,7 @@ class Engines:
         """
         group = self._engine_group
         atexit.unregister(self._close_at_exit)
+        self._job_ends.close()
         if group.is_superseded:
             group.detach()
             return

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from dtkit._util.process import ProcessId
     from dtkit.cluster.cluster_file import ClusterInfo
+    from dtkit.types import JobEnd
 
 
 _NO_ENGINE = -1
@@ -107,6 +108,22 @@ class LaunchedTransport(IpyparallelTransport):
                 "cluster.close() ends its engines. Start another one, and train with resume_from= from the last "
                 "checkpoint"
             )
+
+    @property
+    def has_time_limits(self) -> bool:
+        """Whether a scheduler may end the engines' jobs at a time that is known before."""
+        return self._launcher.has_time_limits
+
+    def list_job_ends(self) -> list[JobEnd]:
+        """Return when jobs of engines end. Raises ClusterError if the scheduler doesn't answer."""
+        return self._launcher.list_job_ends()
+
+    def end_job_early(self, job: str) -> None:
+        """End a job whose engines are prepared for it; the next repair submits a further one."""
+        self._launcher.end_job_early(job)
+
+    def _describe_host(self, rank: int) -> str:
+        return self._launcher.describe_host(self.engine_ids[rank])
 
     def _describe_loss(self) -> str:
         jobs = self._launcher.describe_ended_jobs()

@@ -85,8 +85,15 @@ class IpyparallelTransport:
         return Reply(failure=Failure(rank, "?", name, getattr(result, "evalue", str(result)), trace, kind=kind))
 
     def _make_lost_reply(self, rank: int) -> Reply[Any]:
-        message = f"the engine of rank {rank} is gone: {self._describe_loss()}"
+        host = self._describe_host(rank)
+        where = f" on {host}" if host else ""
+        message = f"the engine of rank {rank}{where} is gone: {self._describe_loss()}"
         return Reply(failure=Failure(rank, "?", "EngineLost", message, "", kind="lost"))
+
+    def _describe_host(self, rank: int) -> str:
+        """Return the name of a rank's host, or "" if it is unknown."""
+        del rank
+        return ""
 
     def _describe_loss(self) -> str:
         """Return why an engine may be gone, with a remedy."""

@@ -288,11 +288,12 @@ class StateOperations(ABC):
 
     @abstractmethod
     def save_checkpoint(
-        self, *, job: str, step: int, folder: str, token: str, from_snapshot: bool = False
+        self, *, job: str, step: int, folder: str, token: str, from_snapshot: bool = False, may_stage: bool = False
     ) -> CheckpointReport:
         """Copy the state of a job, which must be at `step`, and begin to write it.
 
-        With `from_snapshot` the snapshot that was just taken is written, if there is one.
+        With `from_snapshot` the snapshot that was just taken is written, if there is one. With `may_stage`, a rank
+        that doesn't see the folder writes into its host's private one.
         """
 
     @abstractmethod

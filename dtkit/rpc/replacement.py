@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from dtkit.errors import ClusterError, EngineError
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.rpc.payload import Payload
 
 _MAX_ATTEMPTS = 3
 
@@ -21,16 +23,17 @@ def replace_lost_ranks(
     *,
     shrink: bool = False,
     rebuild: Callable[[], None] | None = None,
+    data: Payload | None = None,
 ) -> None:
     """Start new engines at these ranks, with the other engines' data and models. All jobs end.
 
     With `shrink`, the others continue and take over the lost shards; higher ranks move down. `rebuild` then builds the
-    job again. It needs an engine that holds the data, so ClusterError is raised if all engines are new. If more engines
-    are lost on the way, this tries again.
+    job again. It needs an engine that holds the data. If all engines are new, they get `data`; without, ClusterError is
+    raised. If more engines are lost on the way, this tries again.
     """
     for attempt in range(_MAX_ATTEMPTS):
         try:
-            _replace_or_shrink(group, lost_ranks, shrink=shrink)
+            _replace_or_shrink(group, lost_ranks, data, shrink=shrink)
             is_empty = group.membership.clear_if_all_new()
             if rebuild is not None:
                 _check_not_empty(is_empty=is_empty)
@@ -44,7 +47,7 @@ def replace_lost_ranks(
             break
 
 
-def _replace_or_shrink(group: EngineGroup, lost_ranks: Sequence[int], *, shrink: bool) -> None:
+def _replace_or_shrink(group: EngineGroup, lost_ranks: Sequence[int], data: Payload | None, *, shrink: bool) -> None:
     if not lost_ranks:
         group.membership.form_process_group(ranks_changed=True)
         return
@@ -54,12 +57,12 @@ def _replace_or_shrink(group: EngineGroup, lost_ranks: Sequence[int], *, shrink:
     else:
         group.membership.replace_engines(lost_ranks)
         group.fan_out(make_call(GroupOperations.warm_up), ranks=lost_ranks)
-        _initialize_new_engines(group)
+        _initialize_new_engines(group, data)
     group.record_owner()
 
 
-def _initialize_new_engines(group: EngineGroup) -> None:
-    """Copy data and models to the new engines."""
+def _initialize_new_engines(group: EngineGroup, data: Payload | None) -> None:
+    """Copy data and models to the new engines, from an earlier one or, if there is none, from `data`."""
     new_ranks = group.membership.uninitialized_ranks
     old_ranks = [rank for rank in range(group.world_size) if rank not in new_ranks]
     if old_ranks:
@@ -67,6 +70,23 @@ def _initialize_new_engines(group: EngineGroup) -> None:
         group.call_all(make_call(DataOperations.import_data, payload=payload), ranks=sorted(new_ranks))
         payload.discard()
         new_ranks.clear()
+    elif data is not None:
+        _send_data(group, data)
+        new_ranks.clear()
+
+
+def _send_data(group: EngineGroup, data: Payload) -> None:
+    """Send stored data to all engines, once to each host."""
+    hosts = group.membership.hosts
+    if hosts is None or data.inline_buffers is None:
+        group.call_all(make_call(DataOperations.import_data, payload=data))
+        return
+    places = hosts.write_buffers(data.inline_buffers)
+    try:
+        payload = dataclasses.replace(data, inline_buffers=None, host_buffers=places)
+        group.call_all(make_call(DataOperations.import_data, payload=payload))
+    finally:
+        hosts.remove_buffers(places)  # engines have mapped them
 
 
 def _check_not_empty(*, is_empty: bool) -> None:

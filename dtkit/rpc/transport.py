@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    from dtkit.checkpoint.remote_files import HostFiles
     from dtkit.rpc.shared_memory import SharedBuffer
     from dtkit.types import Reply, StoreAddress
 
 
 class Hosts(Protocol):
     """Hosts that share no folder, each with an agent that acts for the notebook."""
+
+    checkpoint_files: HostFiles
+    """Files of checkpoints on the hosts."""
 
     def get_folder(self, rank: int) -> Path:
         """Return the cluster's folder on the host of a rank."""

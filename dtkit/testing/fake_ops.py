@@ -267,10 +267,10 @@ class _Jobs(_Subject, JobOperations):
 
 class _State(_Subject, StateOperations):
     def save_checkpoint(
-        self, *, job: str, step: int, folder: str, token: str, from_snapshot: bool = False
+        self, *, job: str, step: int, folder: str, token: str, from_snapshot: bool = False, may_stage: bool = False
     ) -> CheckpointReport:
         self._engine.get_job(job, step)
-        return {"error": _NO_STATE, "seconds": 0.0, "torch": "none"}
+        return {"error": _NO_STATE, "seconds": 0.0, "torch": "none", "is_remote": False}
 
     def restore_checkpoint(
         self, *, job: str, folder: str, index: Mapping[str, Any], files: Sequence[str], facts: Mapping[str, Any]

@@ -233,6 +233,7 @@ def make_save_call(
         folder=str(checkpoint.folder),
         token=checkpoint.token,
         from_snapshot=from_snapshot,
+        may_stage=checkpoint.is_fetched,
     )
 
 

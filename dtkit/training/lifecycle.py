@@ -19,7 +19,7 @@ from dtkit.checkpoint import folders
 from dtkit.checkpoint.checkpoint import Checkpoint
 from dtkit.errors import RunError
 from dtkit.history import engine_outbox, run_log
-from dtkit.training import persisted_run, recovered_state, recovery
+from dtkit.training import job_end, persisted_run, recovered_state, recovery
 from dtkit.training.callbacks import finish_callbacks
 from dtkit.training.config import SnapshotInterval
 from dtkit.training.states import RETRAIN_HINT
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dtkit.training.driver import Driver
     from dtkit.training.job_client import JobClient
     from dtkit.training.resume import ResumePoint
+    from dtkit.types import JobEnd
 
 
 class RunLifecycle:
@@ -45,6 +46,8 @@ class RunLifecycle:
     ) -> None:
         self._engine_group, self._driver, self._job, self._on_change = engine_group, driver, job, on_change
         self._progress = driver.progress
+        if (hosts := engine_group.transport.hosts) is not None:
+            driver.actions.checkpoint.manager.host_files = hosts.checkpoint_files
         self._repair: Future[None] | None = None
         # locks: while a repair starts, since two threads must not replace the same engines
         self._repair_lock = threading.Lock()
@@ -160,6 +163,10 @@ class RunLifecycle:
         self._progress.restore(step, elapsed_s)
         self._driver.actions.restore(step, last_callback_step, last_evaluation_step)
         self._driver.steps.reset_balancer()
+
+    def prepare_for_end(self, end: JobEnd) -> bool:
+        """Write a checkpoint before the engines' job ends. Return whether a further job can continue from it."""
+        return job_end.prepare(self._engine_group, self._driver, end)
 
     # -- the end ----------------------------------------------------------------------------------------------
 

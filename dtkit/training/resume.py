@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from dtkit.checkpoint import exported_folder, folders
 from dtkit.checkpoint.checkpoint import Checkpoint
 from dtkit.checkpoint.folders import Lineage, get_lineage
 from dtkit.checkpoint.json_values import UnsupportedValueError, decode, encode
+from dtkit.checkpoint.remote_files import placed_on_hosts
+from dtkit.checkpoint.validation import HISTORY_FILE
 from dtkit.data.broadcast import ModelHandle
 from dtkit.errors import CheckpointError
 from dtkit.mesh import Mesh
@@ -65,18 +68,31 @@ class ResumePoint:
 
         Returns the learning rate, and the optimizer's options that differ from the arguments of `train`.
         """
-        head = self.checkpoint.metadata
-        results = engine_group.call_all(
-            make_call(
-                StateOperations.restore_checkpoint,
-                job=job,
-                folder=str(self.checkpoint.path.absolute()),
-                index=head["index"],
-                files=list(head["files"]),
-                facts=head["facts"],
-            )
-        )
+        head, folder = self.checkpoint.metadata, self.checkpoint.path.absolute()
+        with self._make_readable(engine_group, folder) as folders:
+            calls = [
+                make_call(
+                    StateOperations.restore_checkpoint,
+                    job=job,
+                    folder=folders.get(rank, str(folder)),
+                    index=head["index"],
+                    files=list(head["files"]),
+                    facts=head["facts"],
+                )
+                for rank in range(engine_group.world_size)
+            ]
+            results = engine_group.call_all(calls)
         return results[0][1], {name: pair for rank in reversed(results) for name, pair in rank[2].items()}
+
+    def _make_readable(
+        self, engine_group: EngineGroup, folder: Path
+    ) -> contextlib.AbstractContextManager[Mapping[int, str]]:
+        """Return a context with folders by rank, where hosts don't see the notebook's."""
+        hosts = engine_group.transport.hosts
+        if hosts is None:
+            return contextlib.nullcontext({})
+        names = [name for name in self.checkpoint.metadata["files"] if name != HISTORY_FILE]
+        return placed_on_hosts(hosts.checkpoint_files, folder, names, engine_group.world_size)
 
     def restore_callbacks(self, callbacks: Sequence[Any]) -> None:
         """Restore the state of callbacks that have the same class and the same place in the list."""

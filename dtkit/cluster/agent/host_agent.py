@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import resources, timeouts
 from dtkit.cluster import reaper
 from dtkit.cluster.agent import addresses
+from dtkit.cluster.agent.checkpoint_files import CheckpointFiles
 from dtkit.cluster.agent.folder_mirror import FolderMirror
 from dtkit.cluster.agent.protocol import AgentInfo, MirrorReply, MirrorRequest
 from dtkit.cluster.lease import Lease
@@ -44,6 +45,7 @@ class HostAgent:
         self._connection: Mapping[str, Any] = {}
         self._store: StoreServer | None = None
         self._mirror = FolderMirror(folder)
+        self._checkpoint_files = CheckpointFiles(folder)
         self._buffers: dict[str, shared_memory.SharedBuffer] = {}
         self._lease = Lease.start(folder, 0.0, 0.0)
 
@@ -147,6 +149,10 @@ class HostAgent:
         for path in paths:
             if (handle := self._buffers.pop(path, None)) is not None:
                 shared_memory.remove_file(handle)
+
+    def checkpoint_files(self, method: str, **arguments: Any) -> Any:
+        """Call a method of :class:`~dtkit.cluster.agent.checkpoint_files.CheckpointFiles`."""
+        return getattr(self._checkpoint_files, method)(**arguments)
 
     # -- process groups ---------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from dtkit.cluster.config import LaunchConfig
     from dtkit.cluster.launchers.hosts import AgentJob
+    from dtkit.types import JobEnd
 
 _HOSTS_FILE = "hosts.json"
 _WAVE = 32
@@ -253,12 +254,15 @@ class AgentLauncher(Launcher):
         """
         if not lost:
             return False
+        if len(lost) == len(self._agents):
+            self._check_may_continue()
         self._agents = [agent for agent in self._agents if agent not in lost]
         names = tuple(agent.info.host for agent in lost)
         num_engines = sum(self._num_engines.get(name, 0) for name in names)
         chosen_by_user = self._host_launcher.list_hosts(sum(self._num_engines.values())) is not None
         request = self._make_request(num_engines, len(names), names if chosen_by_user else ())
         self._start_and_wait(request, timeouts.NEW_AGENT_TIMEOUT_S)
+        self._remove_ended_jobs()
         if not chosen_by_user:
             for name in names:
                 self._num_engines.pop(name)
@@ -267,6 +271,21 @@ class AgentLauncher(Launcher):
             self._num_engines |= dict(zip(new, shares, strict=True))
         self._write_hosts()
         return True
+
+    def _check_may_continue(self) -> None:
+        """Raise ClusterError if a scheduler has ended all jobs for good. Only a user may submit others."""
+        reasons = [job.explain_end() for job in self._jobs]
+        if reasons and all(reasons):
+            raise ClusterError(
+                f"no host is left: {'; '.join(map(str, reasons))}. Close this cluster, start another one, and go on "
+                "there with cluster.train(..., resume_from=) from the last checkpoint"
+            )
+
+    def _remove_ended_jobs(self) -> None:
+        ended = [job for job in self._jobs if job.get_state().phase == "ended"]
+        self._jobs = [job for job in self._jobs if job not in ended]
+        for job in ended:
+            job.cancel()  # deletes its log
 
     # -- the cluster ------------------------------------------------------------------------------------------
 
@@ -285,7 +304,27 @@ class AgentLauncher(Launcher):
     def describe_ended_jobs(self) -> str:
         """Return the states of jobs and connections that have ended, such as a canceled job."""
         states = [job.get_state() for job in self._jobs]
-        return "; ".join(state.text for state in states if state.phase == "ended")
+        return "; ".join(state.text.partition(". ")[0] for state in states if state.phase == "ended")
+
+    @property
+    def has_time_limits(self) -> bool:
+        """Whether a scheduler may end jobs at a time that is known before."""
+        return self._host_launcher.has_time_limits
+
+    def list_job_ends(self) -> list[JobEnd]:
+        """Return when jobs end that have a time limit."""
+        return [end for job in self._jobs if (end := job.get_end()) is not None]
+
+    def end_job_early(self, job: str) -> None:
+        """End a job, which a further one replaces."""
+        for candidate in self._jobs:
+            if (end := candidate.get_end()) is not None and end.job == job:
+                candidate.end_early()
+
+    def describe_host(self, engine_id: int) -> str:
+        """Return the name of an engine's host; empty if it is unknown."""
+        agent = self._agent_by_engine.get(engine_id)
+        return "" if agent is None else agent.info.host
 
     def remove_ended_engines(self) -> None:
         """Do nothing: agents forget their engines."""

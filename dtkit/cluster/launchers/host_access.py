@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import files, timeouts
 from dtkit.cluster.agent.folder_mirror import list_flags, list_runs
 from dtkit.cluster.agent.protocol import MirrorReply, MirrorRequest
+from dtkit.cluster.launchers.host_checkpoints import HostCheckpoints
 from dtkit.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class HostAccess:
     ) -> None:
         """`get_agent` returns the agent of a rank."""
         self._folder, self._list_agents, self._get_agent = folder, list_agents, get_agent
+        self.checkpoint_files = HostCheckpoints(list_agents, get_agent)
         self._reader = secrets.token_hex(8)
         self._is_closed = threading.Event()
         # locks: while agents answer, which has a timeout

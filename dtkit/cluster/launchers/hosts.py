@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from dtkit.types import JobEnd
+
 AGENT_MODULE = "dtkit.cluster.agent"
 AGENT_FILE_VARIABLE = "DTKIT_AGENT_FILE"
 
@@ -64,6 +66,18 @@ class AgentJob(abc.ABC):
     def cancel(self) -> None:
         """End it with its agents. Idempotent."""
 
+    def get_end(self) -> JobEnd | None:
+        """Return when a scheduler will end it; None without a time limit. Raises ClusterError."""
+        return None
+
+    def explain_end(self) -> str | None:
+        """Return why a scheduler has ended it, if no further job shall take its place; else None."""
+        return None
+
+    def end_early(self) -> None:
+        """End it before its time. A further job takes its place."""
+        self.cancel()
+
     def list_pids(self) -> list[int]:
         """Return the processes of this machine that must live as long as the agents."""
         return []
@@ -78,6 +92,8 @@ class HostLauncher(abc.ABC):
 
     name: ClassVar[str]
     """Name of the class among dtkit's public names."""
+    has_time_limits: ClassVar[bool] = False
+    """Whether a scheduler may end its jobs at a time that is known before."""
 
     @abc.abstractmethod
     def get_controller_address(self) -> str:

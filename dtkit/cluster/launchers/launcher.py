@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from dtkit.cluster.config import LaunchConfig
     from dtkit.cluster.launchers.host_access import HostAccess
+    from dtkit.types import JobEnd
 
 _LOG_LEVEL = 50  # ipyparallel prints when engines end, which dtkit reports itself
 _HUB_RECORD_LIMIT = 256
@@ -143,6 +144,23 @@ class Launcher:
 
     def describe_ended_jobs(self) -> str:
         """Return the states of ended jobs that ran engines; empty if there are none."""
+        return ""
+
+    @property
+    def has_time_limits(self) -> bool:
+        """Whether a scheduler may end jobs at a time that is known before."""
+        return False
+
+    def list_job_ends(self) -> list[JobEnd]:
+        """Return when jobs end that have a time limit."""
+        return []
+
+    def end_job_early(self, job: str) -> None:
+        """End a job, which a further one replaces."""
+
+    def describe_host(self, engine_id: int) -> str:
+        """Return the name of an engine's host; empty if that is this one, or unknown."""
+        del engine_id
         return ""
 
     def remove_ended_engines(self) -> None:

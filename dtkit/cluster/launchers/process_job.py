@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
@@ -27,7 +27,7 @@ class ProcessJob(AgentJob):
         self._popen: subprocess.Popen[bytes] | None = None  # only in the notebook that started it
 
     @classmethod
-    def start(cls, name: str, script: str, folder: Path, inputs: Mapping[str, str]) -> ProcessJob:
+    def start(cls, name: str, script: str, folder: Path, inputs: Mapping[str, str]) -> Self:
         """Run a bash script that starts the agents. `inputs` are environment variables.
 
         The reaper of the cluster with this folder ends it with the cluster.

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtkit._util import formatting
-from dtkit.cluster.launchers.process_job import ProcessJob
 from dtkit.cluster.launchers.script import INPUT_VARIABLE, Script, ScriptLauncher, check_count, format_agent
-from dtkit.cluster.launchers.slurm_job import SlurmJob, call_slurm, submit_job
+from dtkit.cluster.launchers.slurm_job import SlurmJob, SlurmStep, call_slurm, submit_job
 from dtkit.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -59,12 +58,17 @@ class Slurm(ScriptLauncher):
         notebook's Python, which the nodes have to share.
     job_name : by default the cluster's name, by which a further job avoids the nodes that are in use.
     address : of this machine, where the nodes reach it; by default that of the route to the nodes.
+    checkpoint_minutes : minutes before the time limit at which a run writes a checkpoint, into its `checkpoint_dir` or
+        else below "checkpoints". By default 5, or a quarter of a shorter limit.
+    requeue : whether the run then moves to a further job by itself, before the limit. It has the notebook's memory hold
+        the data for a moment. A job that somebody cancels is never submitted again.
 
     A job is submitted if any of partition, account, qos, time, memory and directives is given, also inside a job.
     """
 
     name: ClassVar[str] = "Slurm"
     first_option: ClassVar[str] = "partition"
+    has_time_limits: ClassVar[bool] = True
     other_words: ClassVar[Mapping[str, str]] = _OTHER_WORDS
 
     partition: str | None = None
@@ -81,6 +85,8 @@ class Slurm(ScriptLauncher):
     python: str | None = None
     job_name: str | None = None
     address: str | None = None
+    checkpoint_minutes: float | None = None
+    requeue: bool = False
 
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes)
@@ -89,6 +95,9 @@ class Slurm(ScriptLauncher):
         lines = ("partition", "account", "qos", "log_folder", "python", "job_name", "address")
         self.check_text_options(lines=lines, lists=("setup", "directives"))
         _check_time(self.time)
+        minutes = self.checkpoint_minutes
+        if minutes is not None and (isinstance(minutes, bool) or not isinstance(minutes, int | float) or minutes <= 0):
+            raise ValueError(f"checkpoint_minutes={minutes!r}; it must be a number of minutes above 0, such as 5")
         for directive in self.directives:
             if not directive.startswith("-"):
                 raise ValueError(f"directives: {directive!r} must be an option of sbatch, as in '--constraint=a100'")
@@ -188,13 +197,23 @@ class Slurm(ScriptLauncher):
         """Submit the job, or a further one for engines that are missing."""
         if self._joins_allocation:
             inputs = {INPUT_VARIABLE: request.format_input()}
-            return [ProcessJob.start("srun", self._format_step(), request.folder, inputs)]
+            step = SlurmStep.start("srun", self._format_step(), request.folder, inputs)
+            step.job_id, step.checkpoint_minutes = os.environ["SLURM_JOB_ID"], self.checkpoint_minutes
+            return [step]
         job_name = self.job_name or request.folder.name
         busy_nodes = _list_nodes_of(job_name)
         self._make_log_folder()
         script = self._format_job(request.num_agents, job_name, busy_nodes)
         job_id = submit_job(script, {INPUT_VARIABLE: request.format_input()})
-        return [SlurmJob(job_id, self.log_path(job_id), is_log_temporary=self.log_folder is None)]
+        return [
+            SlurmJob(
+                job_id,
+                self.log_path(job_id),
+                is_log_temporary=self.log_folder is None,
+                checkpoint_minutes=self.checkpoint_minutes,
+                requeue=self.requeue,
+            )
+        ]
 
     def _make_log_folder(self) -> None:
         folder = self.log_path("0").parent
@@ -208,7 +227,7 @@ class Slurm(ScriptLauncher):
 
     def restore_job(self, fields: Mapping[str, Any]) -> AgentJob:
         """Return the job that `AgentJob.to_json` described."""
-        return SlurmJob.from_json(fields) if "job_id" in fields else ProcessJob.from_json(fields)
+        return SlurmJob.from_json(fields) if "job_id" in fields else SlurmStep.from_json(fields)
 
 
 _MAX_TRIED_NODES = 3

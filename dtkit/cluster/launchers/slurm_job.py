@@ -18,15 +18,20 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import timeouts
 from dtkit._util.deadline import wait_until
 from dtkit._util.formatting import sanitize_text
+from dtkit._util.process import ProcessId
 from dtkit.cluster.launchers.hosts import AgentJob, JobState
+from dtkit.cluster.launchers.process_job import ProcessJob
 from dtkit.cluster.launchers.script import read_log_end
 from dtkit.errors import ClusterError
+from dtkit.types import JobEnd
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"}
 _ACTIVE = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
+_MAY_FOLLOW = {"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"}
+"""Ends after which `requeue` submits a further job. A job that somebody canceled is not among them."""
 _HOPELESS = {  # reason -> what to do; Slurm would wait forever
     "BadConstraints": "no node has what it asks for",
     "PartitionConfig": "the partition doesn't give what it asks for",
@@ -44,6 +49,7 @@ class QueueState:
     reason: str = ""
     time_left_s: float | None = None
     """Seconds until the time limit; None without one, and before the job runs."""
+    time_limit_s: float | None = None
     nodes: str = ""
 
     @property
@@ -64,8 +70,18 @@ class QueueState:
 class SlurmJob(AgentJob):
     """A job by its id. `log` has its output, and goes with it if it is `temporary`."""
 
-    def __init__(self, job_id: str, log: Path, *, is_log_temporary: bool = False) -> None:
+    def __init__(
+        self,
+        job_id: str,
+        log: Path,
+        *,
+        is_log_temporary: bool = False,
+        checkpoint_minutes: float | None = None,
+        requeue: bool = False,
+    ) -> None:
         self.job_id, self.log, self._is_log_temporary = job_id, log, is_log_temporary
+        self._checkpoint_minutes, self._requeue = checkpoint_minutes, requeue
+        self._is_ended_early = False
         self._state, self._asked_at = JobState("waiting", f"Slurm job {job_id} is submitted"), -math.inf
 
     def __repr__(self) -> str:
@@ -88,27 +104,46 @@ class SlurmJob(AgentJob):
             return JobState("ended", f"{text}, and would stay so: {advice}")
         if now.is_waiting:
             return JobState("waiting", text)
-        return JobState("running", text) if now.is_running else JobState("ended", f"{text}. {read_log_end(self.log)}")
+        if now.is_running and now.state != "COMPLETING":
+            return JobState("running", text)
+        return JobState("ended", f"{text}. {read_log_end(self.log)}")
+
+    def get_end(self) -> JobEnd | None:
+        """Ask Slurm how long the job may run."""
+        return make_job_end(self.job_id, self.query(), self._checkpoint_minutes, requeue=self._requeue)
+
+    def explain_end(self) -> str | None:
+        """Return Slurm's word for the end; None if a further job shall take this one's place."""
+        now = self.query()
+        if now.is_waiting or (now.is_running and now.state != "COMPLETING"):
+            return None
+        if self._is_ended_early or (self._requeue and now.state in _MAY_FOLLOW):
+            return None
+        return f"Slurm job {self.job_id} is {now}"
+
+    def end_early(self) -> None:
+        """Cancel the job, and let a further one take its place."""
+        self._is_ended_early = True
+        self.cancel()
 
     def to_json(self) -> dict[str, Any]:
         """Return what restores this object."""
-        return {"job_id": self.job_id, "log": str(self.log), "is_log_temporary": self._is_log_temporary}
+        return {
+            "job_id": self.job_id,
+            "log": str(self.log),
+            "is_log_temporary": self._is_log_temporary,
+            "checkpoint_minutes": self._checkpoint_minutes,
+            "requeue": self._requeue,
+        }
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> SlurmJob:
         """Return what `to_json` described."""
-        return cls(fields["job_id"], Path(fields["log"]), is_log_temporary=fields["is_log_temporary"])
+        return cls(**{**fields, "log": Path(fields["log"])})
 
     def query(self) -> QueueState:
         """Ask Slurm for the state. Raises ClusterError if Slurm doesn't answer."""
-        done = call_slurm(["squeue", "--noheader", "--states=all", f"--jobs={self.job_id}", "--format=%T|%r|%L|%N"])
-        if done.returncode and "Invalid job id" not in done.stderr:
-            raise ClusterError(f"squeue doesn't know how job {self.job_id} is: {_format_error(done.stderr)}")
-        first = done.stdout.partition("\n")[0]
-        if not first:
-            return QueueState("UNKNOWN", "Slurm has forgotten it")
-        state, reason, time_left, nodes = first.split("|")
-        return QueueState(state, reason, parse_time(time_left) if state in _ACTIVE else None, nodes)
+        return query_job(self.job_id)
 
     def cancel(self) -> None:
         """End the job, and wait until Slurm has ended its processes. No-op for one that has ended."""
@@ -122,6 +157,55 @@ class SlurmJob(AgentJob):
     def _has_ended(self) -> bool:
         state = self.query()
         return not state.is_waiting and not state.is_running
+
+
+class SlurmStep(ProcessJob):
+    """A step on the nodes of the job in which this notebook runs."""
+
+    job_id = ""
+    checkpoint_minutes: float | None = None
+
+    def get_end(self) -> JobEnd | None:
+        """Ask Slurm how long the notebook's job may run."""
+        return make_job_end(self.job_id, query_job(self.job_id), self.checkpoint_minutes, requeue=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what restores this object."""
+        return {**super().to_json(), "step_of": self.job_id, "checkpoint_minutes": self.checkpoint_minutes}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> SlurmStep:
+        """Return what `to_json` described."""
+        step = cls(ProcessId(*fields["process"]), fields["name"], Path(fields["log"]))
+        step.job_id, step.checkpoint_minutes = fields["step_of"], fields["checkpoint_minutes"]
+        return step
+
+
+def make_job_end(job_id: str, now: QueueState, checkpoint_minutes: float | None, *, requeue: bool) -> JobEnd | None:
+    """Return the end of a running job; None without a time limit.
+
+    By default, a short job has a checkpoint in the last quarter of its time.
+    """
+    if now.time_left_s is None:
+        return None
+    if checkpoint_minutes is not None:
+        before_s = 60 * checkpoint_minutes
+    else:
+        before_s = min(timeouts.TIME_LIMIT_CHECKPOINT_S, (now.time_limit_s or math.inf) / 4)
+    return JobEnd(f"Slurm job {job_id}", now.time_left_s, before_s, is_followed=requeue)
+
+
+def query_job(job_id: str) -> QueueState:
+    """Ask Slurm for the state of a job. Raises ClusterError if Slurm doesn't answer."""
+    done = call_slurm(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T|%r|%L|%l|%N"])
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise ClusterError(f"squeue doesn't know how job {job_id} is: {_format_error(done.stderr)}")
+    first = done.stdout.partition("\n")[0]
+    if not first:
+        return QueueState("UNKNOWN", "Slurm has forgotten it")
+    state, reason, time_left, time_limit, nodes = first.split("|")
+    left_s = parse_time(time_left) if state in _ACTIVE else None
+    return QueueState(state, reason, left_s, parse_time(time_limit), nodes)
 
 
 def submit_job(script: str, environment: Mapping[str, str]) -> str:

@@ -61,14 +61,20 @@ class DataOps(DataOperations):
             self._state.data[key] = source, Shards(rows, sizes)
 
     def export_data(self) -> Payload:
-        """Return all data and models, for a new engine."""
+        """Return all data and models, for a new engine. It may be on a host without a copy of their buffers."""
         state = self._state
-        return state.pack((state.models, state.data, state.streams))
+        models = {key: state.get_model(key) if _is_on_hosts(model) else model for key, model in state.models.items()}
+        return state.pack((models, state.data, state.streams))
 
     def import_data(self, *, payload: Payload) -> None:
         """Store the data that another engine has exported."""
         state = self._state
         state.models, state.data, state.streams = payload.load()
+
+
+def _is_on_hosts(model: torch.nn.Module | Payload) -> bool:
+    """Return whether each of several hosts has a copy of a model's buffers."""
+    return getattr(model, "host_buffers", None) is not None
 
 
 class ModelOps(ModelOperations):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dtkit.checkpoint.folders import STAGING_FOLDER
 from dtkit.rpc.protocol import StateOperations
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class StateOps(StateOperations):
         self._checkpoint_writer: CheckpointWriter | None = None
 
     def save_checkpoint(
-        self, *, job: str, step: int, folder: str, token: str, from_snapshot: bool = False
+        self, *, job: str, step: int, folder: str, token: str, from_snapshot: bool = False, may_stage: bool = False
     ) -> CheckpointReport:
         """Copy the state of a job, which must be at `step`, and begin to write it."""
         from dtkit.engine.state import peer_snapshots
@@ -34,7 +35,8 @@ class StateOps(StateOperations):
         snapshots = state.snapshots.get(job, ()) if from_snapshot else ()
         copy = peer_snapshots.find_own_part(snapshots, step, rank)
         writer = self._checkpoint_writer = self._checkpoint_writer or CheckpointWriter()
-        return state.run_abortable(lambda: writer.start_save(training, folder, token, copy))
+        staging = state.cluster_folder / STAGING_FOLDER if may_stage else None
+        return state.run_abortable(lambda: writer.start_save(training, folder, token, copy, staging=staging))
 
     def restore_checkpoint(
         self, *, job: str, folder: str, index: Mapping[str, Any], files: Sequence[str], facts: Mapping[str, Any]

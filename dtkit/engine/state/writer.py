@@ -45,31 +45,36 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
 
     def start_save(
-        self, job: StatefulJob, folder: str, token: str, state: ShardedState | None = None
+        self,
+        job: StatefulJob,
+        folder: str,
+        token: str,
+        state: ShardedState | None = None,
+        *,
+        staging: Path | None = None,
     ) -> CheckpointReport:
         """Copy a job's state, unless a copy is given, and start to write it. A collective without a copy.
 
+        Where this process doesn't see the folder, it writes into one of its own in `staging`, named by the token.
         An error of the disk or of the state is reported, not raised, since training continues.
         """
         begun = time.perf_counter()
         rank = 0 if job.context.group is None else job.context.group.rank
+        target, folder_error = _choose_folder(Path(folder), token, staging)
         error = (
-            self._wait_for_previous()
-            or _check_same_folder(Path(folder), token)
-            or (_PARTIALLY_UPDATED_MESSAGE if job.partially_updated else None)
+            self._wait_for_previous() or folder_error or (_PARTIALLY_UPDATED_MESSAGE if job.partially_updated else None)
         )
         try:
             state = capture_state(job) if state is None else state
         except UnsupportedValueError as problem:
             error = str(problem)
-        error = error or _reserve_report(Path(folder), rank)
+        error = error or _reserve_report(target, rank)
         if error is None and state is not None:
-            self._thread = threading.Thread(
-                target=_write_files, args=(Path(folder), rank, state), name="dtkit-checkpoint"
-            )
+            self._thread = threading.Thread(target=_write_files, args=(target, rank, state), name="dtkit-checkpoint")
             self._thread.start()
         message = None if error is None else f"rank {rank} on {socket.gethostname()}: {error}"
-        return {"error": message, "seconds": time.perf_counter() - begun, "torch": torch.__version__}
+        seconds, is_remote = time.perf_counter() - begun, target != Path(folder)
+        return {"error": message, "seconds": seconds, "torch": torch.__version__, "is_remote": is_remote}
 
     def _wait_for_previous(self) -> str | None:
         """Wait until the previous save is written. Return why the next one can't start, or None."""
@@ -78,6 +83,19 @@ class CheckpointWriter:
             if self._thread.is_alive():
                 return f"the previous save is still being written after {timeouts.PREVIOUS_SAVE_TIMEOUT_S:.0f} s"
         return None
+
+
+def _choose_folder(folder: Path, token: str, staging: Path | None) -> tuple[Path, str | None]:
+    """Return where to write, and why that is impossible, or None."""
+    error = _check_same_folder(folder, token)
+    if error is None or staging is None:
+        return folder, error
+    own_folder = staging / token
+    try:
+        own_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as problem:
+        return own_folder, problem.strerror or type(problem).__name__
+    return own_folder, None
 
 
 def _check_same_folder(folder: Path, token: str) -> str | None:

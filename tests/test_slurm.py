@@ -13,7 +13,8 @@ import pytest
 
 import dtkit
 from dtkit.cluster.launchers import slurm_job
-from dtkit.cluster.launchers.slurm_job import SlurmJob, parse_time
+from dtkit.cluster.launchers.slurm_job import QueueState, SlurmJob, make_job_end, parse_time
+from dtkit.types import JobEnd
 
 DEFAULT_DIRECTIVES = [
     "--job-name=dtkit",
@@ -151,3 +152,34 @@ def test_a_canceled_job_is_asked_for_its_state_again(tmp_path: Path, monkeypatch
     assert job.get_state().phase == "running"
     job.cancel()
     assert job.get_state().phase == "ended"
+
+
+@pytest.mark.parametrize(
+    ("minutes", "limit_s", "before_s"),
+    [(None, 7200.0, 300.0), (None, 240.0, 60.0), (None, None, 300.0), (2, 60.0, 120)],
+)
+def test_checkpoint_is_due_minutes_before_the_limit_or_in_its_last_quarter(
+    minutes: float | None, limit_s: float | None, before_s: float
+):
+    now = QueueState("RUNNING", time_left_s=250.0, time_limit_s=limit_s)
+    assert make_job_end("7", now, minutes, requeue=True) == JobEnd("Slurm job 7", 250.0, before_s, is_followed=True)
+
+
+def test_job_without_a_time_limit_has_no_end():
+    assert make_job_end("7", QueueState("RUNNING"), 5, requeue=False) is None
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+@pytest.mark.parametrize("state", ["TIMEOUT", "PREEMPTED", "CANCELLED", "RUNNING", "COMPLETING"])
+def test_requeue_follows_limits_and_preemption_but_never_a_cancellation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str, *, requeue: bool
+):
+    monkeypatch.setattr(slurm_job, "query_job", lambda _: QueueState(state))
+    job = SlurmJob.from_json(SlurmJob("7", tmp_path / "log", requeue=requeue).to_json())
+    goes_on = state == "RUNNING" or (requeue and state in ("TIMEOUT", "PREEMPTED"))
+    assert job.explain_end() == (None if goes_on else f"Slurm job 7 is {state}")
+
+
+def test_checkpoint_minutes_must_be_a_number_above_zero():
+    with pytest.raises(ValueError, match=r"checkpoint_minutes=0; it must be a number of minutes above 0"):
+        dtkit.Slurm(checkpoint_minutes=0)

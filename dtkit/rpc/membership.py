@@ -12,11 +12,10 @@ import socket
 import time
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import numpy as np
-
 from dtkit._util import resources
 from dtkit.errors import ClusterError, EngineError, drop_consequential_refusals
 from dtkit.rpc import handshake
+from dtkit.rpc.clocks import ClockComparison
 from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.types import ABORT_FLAG, EngineInventory, Failure, GroupSpec, NodeInfo, Reply
 
@@ -96,8 +95,8 @@ class Membership:
         """Ranks of new engines, which hold no data and no model yet."""
         self.is_single_host = True
         """Whether all engines are on this host, so that they can map its files."""
-        self.clock_offsets: list[float] | None = None
-        """Seconds that each rank's clock is ahead of rank 0's; None on one host, which has one clock."""
+        self.clocks: ClockComparison | None = None
+        """Clocks of all ranks; None on one host, which has one clock."""
         self.engine_sys_path: list[str] = []
         """Folders from which an engine imports."""
         self._caller, self._transport, self._folder = caller, transport, folder
@@ -218,7 +217,7 @@ class Membership:
         with self._caller.lock:
             self.is_formed = self.generation == generation  # another thread may have begun the next one
         self.set_nodes([reply.unwrap() for reply in replies])
-        self.clock_offsets = None if self.is_single_host else self._compare_clocks()
+        self.clocks = None if self.is_single_host else self._compare_clocks()
 
     def ensure_formed(self) -> None:
         """Form the group if an interrupt broke it, or if the last formation failed."""
@@ -264,15 +263,18 @@ class Membership:
             for rank in range(world_size)
         ]
 
-    def _compare_clocks(self) -> list[float]:
-        """Return the lead of each rank's clock over rank 0's, in seconds."""
+    @property
+    def clock_offsets(self) -> Sequence[float] | None:
+        """Seconds that each rank's clock is ahead of rank 0's; None on one host, which has one clock."""
+        return None if self.clocks is None else self.clocks.offsets
+
+    def _compare_clocks(self) -> ClockComparison:
         replies = self._caller.gather_replies(
             self._caller.fan_out(make_call(GroupOperations.read_clock)), self.config.timeout
         )
         if failures := [reply.failure for reply in replies if reply.failure is not None]:
             raise EngineError(drop_consequential_refusals(failures))
-        times = np.array([reply.value for reply in replies])
-        return list(np.median(times - times[0], axis=1).tolist())
+        return ClockComparison.from_readings([reply.unwrap() for reply in replies])
 
     # -- other engines ----------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dtkit._util.process import ProcessId
     from dtkit.history.engine_outbox import EvaluationSums
     from dtkit.planning.memory_report import MemoryUsage
+    from dtkit.rpc.clocks import ClockReading
     from dtkit.rpc.job_plan import JobDefinition, LoadingOptions
     from dtkit.rpc.payload import Payload
     from dtkit.rpc.reference import Reference
@@ -128,8 +129,8 @@ class GroupOperations(ABC):
         """Return the engine's row of the cluster's table."""
 
     @abstractmethod
-    def read_clock(self, *, rounds: int = 9) -> list[float]:
-        """Return the engine's clock at the end of several barriers, which all ranks leave at about the same time."""
+    def read_clock(self, *, rounds: int = 9) -> list[ClockReading]:
+        """Return the engine's clocks before and after several barriers."""
 
     @independent
     @abstractmethod

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class Hosts(Protocol):
     """Hosts that share no folder, each with an agent that acts for the notebook."""
 
-    checkpoint_files: HostFiles
-    """Files of checkpoints on the hosts."""
+    @property
+    def checkpoint_files(self) -> HostFiles:
+        """Files of checkpoints on the hosts."""
 
     def get_folder(self, rank: int) -> Path:
         """Return the cluster's folder on the host of a rank."""

@@ -20,6 +20,7 @@ from dtkit.history.profile import OperatorTime, RankProfile
 from dtkit.history.workload import Workload
 from dtkit.planning.cost_model import AvailableMemory, LinkSpeeds, StepTimings
 from dtkit.planning.memory_report import MemoryUsage
+from dtkit.rpc.clocks import ClockReading
 from dtkit.rpc.handshake import get_handshake
 from dtkit.rpc.measurements import BenchmarkOperations, ProfileOperations
 from dtkit.rpc.protocol import (
@@ -111,8 +112,8 @@ class _Group(_Subject, GroupOperations):
             "threads": 1,
         }
 
-    def read_clock(self, *, rounds: int = 9) -> list[float]:
-        return [0.0] * rounds
+    def read_clock(self, *, rounds: int = 9) -> list[ClockReading]:
+        return [ClockReading(0.0, 0.0, 0.0)] * rounds
 
     def warm_up(self) -> None:
         """Do nothing: there is nothing to load."""

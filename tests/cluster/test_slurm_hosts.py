@@ -92,6 +92,55 @@ def test_canceled_job_is_named_when_its_engines_are_gone(start: Callable[..., dt
             run.wait(60)
 
 
+def train_slowly(cluster: dtkit.Cluster, steps: int, **options: Any) -> dtkit.Run:
+    """Train at such a pace that one process can soon repeat it."""
+    run = train(cluster, steps, start=False, **options)
+    run.inject_delay(0, 50)
+    run.resume()
+    return run
+
+
+def find_event(run: dtkit.Run, text: str) -> str:
+    """Return the text of the run's event that contains a text, or nothing."""
+    return next((event.text for event in run.history.events if text in event.text), "")
+
+
+def test_time_limit_is_told_before_and_the_next_job_goes_on(
+    start: Callable[..., dtkit.Cluster], slurm: Slurm, tmp_path: Path
+):
+    saved = tmp_path / "saved"
+    with start(2, dtkit.Slurm(nodes=2, time=1, checkpoint_minutes=0.8)) as cluster:
+        (job,) = slurm.list_jobs()
+        run = train_slowly(cluster, 1_000_000, checkpoint_dir=saved)
+        wait_until(lambda: find_event(run, "resume_from="), 60)
+        assert f"Slurm job {job} ends in " in find_event(run, "writes a checkpoint before that")
+        assert str(saved) in find_event(run, "resume_from=")
+        with pytest.raises(dtkit.DtkitError, match=rf"no host is left: Slurm job {job} is TIMEOUT.*resume_from="):
+            run.wait(180)
+        assert find_event(run, f"is gone: its process has ended, or was silent for 8 s (Slurm job {job} is TIMEOUT")
+        assert " on host1 " in find_event(run, "node 0 lost")
+        assert slurm.list_jobs() == []
+    (checkpoint,) = dtkit.list_checkpoints(saved)
+    with start(2) as cluster:
+        run = train(cluster, checkpoint.step + 50, resume_from=saved)
+        run.wait(60)
+        assert_exact(run)
+
+
+def test_requeue_moves_the_run_to_a_further_job(start: Callable[..., dtkit.Cluster], slurm: Slurm):
+    with start(2, dtkit.Slurm(nodes=2, time=1, checkpoint_minutes=0.8, requeue=True)) as cluster:
+        (first,) = slurm.list_jobs()
+        run = train_slowly(cluster, 1_000_000)
+        wait_until(lambda: find_event(run, "all go on from step"), 120)
+        (second,) = slurm.list_jobs()
+        assert second != first
+        wait_for_step(run, run.status.step + 50)
+        run.stop()
+        assert find_event(run, f"Slurm job {first} is given back now")
+        assert list_loss_events(run)[-1] == "repair"
+        assert_exact(run)
+
+
 def test_interrupt_while_the_job_waits_cancels_it(start: Callable[..., dtkit.Cluster], slurm: Slurm):
     slurm.call("sbatch", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 600")
     wait_until(lambda: len(slurm.list_jobs()) == 1)

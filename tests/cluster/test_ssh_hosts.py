@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -124,6 +125,32 @@ def test_a_cut_within_the_grace_does_no_harm_and_a_longer_one_ends_the_engines(
         assert_exact(run)
         host.restore()
         wait_until(lambda: list_left(host) == [], NOTICED_S)
+
+
+@pytest.mark.slow
+def test_clocks_of_hosts_are_compared_and_a_slow_link_does_no_harm(
+    start: Callable[..., dtkit.Cluster], network: Network
+):
+    with start(2, ("host1:1", "host2:1")) as cluster:
+        assert_one_timeline(cluster)
+        assert "clock" not in repr(cluster)
+    network["host2"].slow_down(30)
+    with start(2, ("host1:1", "host2:1")) as cluster:
+        assert_one_timeline(cluster)
+        assert re.search(r"Timelines of host2 are exact to \d+ ms only", repr(cluster))
+
+
+def assert_one_timeline(cluster: dtkit.Cluster) -> None:
+    """Check the clocks of two hosts, of which the second one's is 1,000 s ahead, and a training."""
+    clocks = cluster._engine_group.membership.clocks
+    assert clocks is not None
+    assert abs(clocks.offsets[1] - 1000) <= clocks.errors[1] <= 0.5
+    run = train(cluster, 20)
+    run.wait(60)
+    assert_exact(run)
+    spans = run.timeline.spans
+    assert set(spans["rank"].tolist()) == {0, 1}
+    assert spans["end"].max() - spans["begin"].min() < 60
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def write_due_checkpoint(manager: CheckpointManager, step: int) -> CheckpointReq
     for rank in range(2):
         assert writer._reserve_report(request.folder, rank) is None
         writer._write_files(request.folder, rank, make_rank_state(rank))
-    manager.on_result(request, step, [{"error": None, "seconds": 0.0, "torch": "2"}] * 2)
+    manager.on_result(request, step, [{"error": None, "seconds": 0.0, "torch": "2", "is_remote": False}] * 2)
     return request
 
 

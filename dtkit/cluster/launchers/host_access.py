@@ -18,6 +18,7 @@ from dtkit.errors import ClusterError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from dtkit.checkpoint.remote_files import HostFiles
     from dtkit.cluster.launchers.agent_link import AgentLink
     from dtkit.rpc.shared_memory import SharedBuffer
     from dtkit.types import StoreAddress
@@ -31,7 +32,7 @@ class HostAccess:
     ) -> None:
         """`get_agent` returns the agent of a rank."""
         self._folder, self._list_agents, self._get_agent = folder, list_agents, get_agent
-        self.checkpoint_files = HostCheckpoints(list_agents, get_agent)
+        self.checkpoint_files: HostFiles = HostCheckpoints(list_agents, get_agent)
         self._reader = secrets.token_hex(8)
         self._is_closed = threading.Event()
         # locks: while agents answer, which has a timeout

@@ -35,5 +35,7 @@ def make_page(group: EngineGroup, device_note: str) -> TablePage:
     notes = [device_note] if device_note else []
     if interfaces := sorted(group.membership.list_interfaces() - {resources.find_loopback_interface()}):
         notes.append(f"Tensors travel over {', '.join(interfaces)}, and that traffic is not encrypted.")
+    if (clocks := group.membership.clocks) is not None:
+        notes += clocks.describe([node.host for node in group.nodes])
     headline = f"Cluster of {formatting.format_count(group.world_size, 'engine')}, {backend}"
     return TablePage(headline, [Table(_HEADER, rows, {"host", "device", "backend"})], notes)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dtkit._util import timeouts
 from dtkit.engine import memory_limit, node_info, warmup
 from dtkit.engine.ops.admission import check_not_older
+from dtkit.rpc.clocks import ClockReading
 from dtkit.rpc.handshake import get_handshake
 from dtkit.rpc.protocol import GroupOperations
 from dtkit.types import EngineInventory
@@ -116,14 +117,15 @@ class GroupOps(GroupOperations):
             "threads": torch.get_num_threads(),
         }
 
-    def read_clock(self, *, rounds: int = 9) -> list[float]:
-        """Return the engine's clock at the end of several barriers."""
-        times = []
+    def read_clock(self, *, rounds: int = 9) -> list[ClockReading]:
+        """Return the engine's clocks before and after several barriers."""
+        readings = []
         for _ in range(rounds):
+            begin = time.perf_counter()
             # waits: a collective, limited by the process group's timeout
             self._state.get_group().barrier()
-            times.append(time.perf_counter())
-        return times
+            readings.append(ClockReading(begin, time.perf_counter(), time.time()))
+        return readings
 
     def warm_up(self) -> None:
         """Load what the first step needs, then activate the memory limit."""

@@ -15,6 +15,8 @@ COMMAND_S = 60.0
 """Limit for a command on a host."""
 Service = Callable[["Host"], "subprocess.Popen[Any]"]
 """Starts one process on a host."""
+_CLOCK_LEAD_S = 1000
+"""Seconds that each host's monotonic clock leads the previous one's: machines start at different times."""
 _NEW_NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
 _INIT = Path(__file__).with_name("init.py")
 
@@ -24,6 +26,7 @@ class Host:
 
     def __init__(self, name: str, address: str, bridge: str, cable: str, hosts_file: Path) -> None:
         self.name, self.address, self.interface = name, address, bridge
+        self._clock_lead_s = _CLOCK_LEAD_S * int(address.rpartition(".")[2])
         self._services: list[Service] = []
         self._cable, self._hosts_file = cable, hosts_file
         self._unshare: subprocess.Popen[str] | None = None
@@ -44,7 +47,15 @@ class Host:
         """Start the host, connect its cable and start its services."""
         command = [
             *("setpriv", "--pdeathsig=KILL"),  # a killed test run takes its hosts along
-            *("unshare", *_NEW_NAMESPACES, "--mount-proc", "--fork", "--kill-child"),
+            *(
+                "unshare",
+                *_NEW_NAMESPACES,
+                "--time",
+                f"--monotonic={self._clock_lead_s}",
+                "--mount-proc",
+                "--fork",
+                "--kill-child",
+            ),
             *(sys.executable, "-S", "-E", str(_INIT), self.name, str(self._hosts_file)),
         ]
         self._unshare = subprocess.Popen(
@@ -143,7 +154,7 @@ class Host:
         return [process for process in found if process not in children]
 
     def _enter(self) -> tuple[str, ...]:
-        flags = ("--net", "--uts", "--mount", "--ipc", "--pid")
+        flags = ("--net", "--uts", "--mount", "--ipc", "--time", "--pid")
         return ("nsenter", f"--target={self._get_init().pid}", *flags, "--")
 
     def _get_init(self) -> psutil.Process:

@@ -1,0 +1,75 @@
+"""Checkpoints of hosts that don't see the notebook's folder: each host has its own /tmp."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+import dtkit
+from tests.support.hosts.training import assert_exact, assert_nothing_left, train
+from tests.support.recovery import wait_for_step
+from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.support.hosts.network import Network
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+@pytest.fixture
+def cluster(ssh_config: Path, network: Network) -> Iterator[dtkit.Cluster]:
+    """Cluster with one engine on each of two hosts."""
+    hosts = dtkit.SSH(["host1:1", "host2:1"], python=sys.executable, ssh_options=["-F", str(ssh_config)])
+    with dtkit.Cluster(2, launcher=hosts, device="cpu", threads=1) as cluster:
+        yield cluster
+    assert_nothing_left(network)
+
+
+def list_files(network: Network) -> list[str]:
+    """Return the files of checkpoints on the hosts."""
+    command = ("sh", "-c", "find /tmp/dtkit-*/checkpoints -type f 2>/dev/null")
+    return [line for host in network.hosts[:2] for line in host.run(*command, check=False).split()]
+
+
+def test_checkpoints_are_gathered_from_hosts_and_sent_to_them(cluster: dtkit.Cluster, network: Network, tmp_path: Path):
+    saved = tmp_path / "saved"
+    run = train(cluster, 20, strategy=dtkit.Sharded(), checkpoint_every=10, checkpoint_dir=saved)
+    run.wait(60)
+    assert [checkpoint.step for checkpoint in dtkit.list_checkpoints(saved)] == [10, 20]
+    assert all(checkpoint.verify_files() == [] for checkpoint in dtkit.list_checkpoints(saved))
+    assert not [event.text for event in run.history.events if event.kind == "error"]
+    wait_until(lambda: list_files(network) == [])
+    run = train(cluster, 40, strategy=dtkit.Sharded(), resume_from=saved)
+    run.wait(60)
+    assert_exact(run)
+    run.save(network.folder / "shared", timeout=60)  # all hosts see this folder
+    wait_until(lambda: list_files(network) == [])
+
+
+def test_a_full_disk_is_told_with_its_host_and_training_goes_on(
+    cluster: dtkit.Cluster, network: Network, tmp_path: Path
+):
+    run = train(cluster, 3000)
+    wait_for_step(run, 50)
+    saved = run.save(tmp_path / "before")
+    full = network["host2"]
+    full.run("sh", "-c", "cat /dev/zero > /tmp/full", check=False)
+    try:
+        with pytest.raises(dtkit.errors.CheckpointError, match=r"rank 1 on host2: No space left on device"):
+            run.save(tmp_path / "during")
+        run.wait(60)
+        assert_exact(run)
+        with pytest.raises(
+            dtkit.errors.CheckpointError, match=r"could not be sent to all hosts: host2: .*No space left"
+        ):
+            train(cluster, 4000, resume_from=saved.path)
+    finally:
+        full.run("rm", "/tmp/full")
+    run = train(cluster, saved.step + 50, resume_from=saved.path)
+    run.wait(60)
+    assert_exact(run)

@@ -10,7 +10,7 @@ import pytest
 from dtkit._util import timeouts
 from dtkit.cluster.job_end_watcher import JobEndWatcher
 from dtkit.errors import ClusterError
-from dtkit.types import JobEnd
+from dtkit.rpc.job_end import JobEnd
 
 
 @dataclasses.dataclass

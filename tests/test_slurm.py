@@ -14,7 +14,7 @@ import pytest
 import dtkit
 from dtkit.cluster.launchers import slurm_job
 from dtkit.cluster.launchers.slurm_job import QueueState, SlurmJob, make_job_end, parse_time
-from dtkit.types import JobEnd
+from dtkit.rpc.job_end import JobEnd
 
 DEFAULT_DIRECTIVES = [
     "--job-name=dtkit",

@@ -262,6 +262,10 @@ AGENT_EXIT_DELAY_S = 0.2
 """Delay before a stopped agent ends, so that it can send its reply."""
 NEW_AGENT_TIMEOUT_S = 30.0
 """Limit for an agent that replaces a lost one."""
+MENTIONED_CLOCK_LEAD_S = 0.1
+"""Difference of two hosts' times of day from which a cluster mentions it."""
+MENTIONED_CLOCK_ERROR_S = 0.005
+"""Uncertainty of timelines from which a cluster mentions it."""
 MIRROR_PERIOD_S = 0.25
 """Period at which the notebook compares its folder with those of the hosts."""
 JOB_POLL_S = 0.5

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.rpc.job_end import JobEnd
     from dtkit.training.run import Run
-    from dtkit.types import JobEnd
 
 _log = logging.getLogger("dtkit")
 

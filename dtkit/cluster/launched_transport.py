@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from dtkit._util.process import ProcessId
     from dtkit.cluster.cluster_file import ClusterInfo
-    from dtkit.types import JobEnd
+    from dtkit.rpc.job_end import JobEnd
 
 
 _NO_ENGINE = -1

@@ -1,8 +1,8 @@
 """Clocks of several hosts, compared by barriers.
 
 Every rank notes its clock before and after each of several barriers. No rank leaves a barrier before all have entered
-it. So rank r's clock after a barrier is later than rank 0's before it, and the other way round. Each barrier thus bounds
-r's lead from both sides, however slow or asymmetric the network is. The tightest bounds of all barriers remain.
+it. So rank r's clock after a barrier is later than rank 0's before it, and the other way round. Each barrier thus
+bounds r's lead from both sides, however slow or asymmetric the network is. The tightest bounds of all barriers remain.
 """
 
 from __future__ import annotations
@@ -12,15 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dtkit._util import formatting
+from dtkit._util import formatting, timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-WALL_BOUND_S = 0.1
-"""Difference of two hosts' times of day from which a cluster mentions it."""
-ERROR_BOUND_S = 0.005
-"""Uncertainty of timelines from which a cluster mentions it."""
 
 
 class ClockReading(NamedTuple):
@@ -63,12 +58,12 @@ class ClockComparison:
         notes = []
         for host, rank in reversed(ranks.items()):
             lead, error = self.wall_offsets[rank], formatting.format_duration(self.errors[rank])
-            if abs(lead) - self.errors[rank] >= WALL_BOUND_S:
+            if abs(lead) - self.errors[rank] >= timeouts.MENTIONED_CLOCK_LEAD_S:
                 side = "ahead of" if lead > 0 else "behind"
                 notes.append(
                     f"The clock of {host} is {formatting.format_duration(abs(lead))} {side} that of {hosts[0]} (to "
                     f"within {error}): times in logs differ, and timelines are corrected."
                 )
-            elif self.errors[rank] >= ERROR_BOUND_S:
+            elif self.errors[rank] >= timeouts.MENTIONED_CLOCK_ERROR_S:
                 notes.append(f"Timelines of {host} are exact to {error} only: the network is slow.")
         return notes

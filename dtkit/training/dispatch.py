@@ -93,7 +93,7 @@ class StepDispatcher:
         self.explain_next_step = False
         self.explain_reports: list[Any] = []
         """What each rank saw in the last step that was explained."""
-        self.recent_spans: tuple[list[np.ndarray], list[float] | None] = [], None
+        self.recent_spans: tuple[list[np.ndarray], Sequence[float] | None] = [], None
         """What each rank did when in the last steps, and how far each one's clock is ahead."""
         self._engine_group, self._progress, self._calls, self._fail = engine_group, progress, calls, fail
         self._load_balancer: LoadBalancer | None = None

@@ -10,20 +10,17 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtkit._util import files, formatting
+from dtkit._util import formatting
 from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.errors import DtkitError
-from dtkit.rpc import pickling
-from dtkit.rpc.protocol import DataOperations, make_call
+from dtkit.training import recovered_data
 
 if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
-    from dtkit.rpc.payload import Payload
+    from dtkit.rpc.job_end import JobEnd
     from dtkit.training.driver import Driver
-    from dtkit.types import JobEnd
 
 _DEFAULT_FOLDER = "checkpoints"
-_DATA_FILE = "data.pkl"
 
 
 def prepare(engine_group: EngineGroup, driver: Driver, end: JobEnd) -> bool:
@@ -44,7 +41,7 @@ def prepare(engine_group: EngineGroup, driver: Driver, end: JobEnd) -> bool:
             progress.add_event("note", f"to go on in another job: cluster.train(..., resume_from={str(path)!r})")
             return True
         _save(engine_group, driver, driver.snapshot_folder)
-        _store_data(engine_group, driver.snapshot_folder)
+        recovered_data.store(engine_group, driver.snapshot_folder)
     except (DtkitError, OSError, TimeoutError) as error:
         progress.add_event("error", f"the run is not prepared for the end of {end.job}: {error}".partition("\n")[0])
         return False
@@ -63,17 +60,3 @@ def _save(engine_group: EngineGroup, driver: Driver, folder: Path) -> Path:
     request = CheckpointRequest(folder, None)
     driver.submit("save", request)
     return request.result(engine_group.call_timeout_s).path
-
-
-def _store_data(engine_group: EngineGroup, folder: Path) -> None:
-    """Fetch the data from one engine, and store it. It is in the notebook's memory for a moment."""
-    (payload,) = engine_group.call_all(make_call(DataOperations.export_data), ranks=[0])
-    files.replace_file(folder / _DATA_FILE, pickling.dumps(payload))
-
-
-def load_data(folder: Path) -> Payload | None:
-    """Return the data that `prepare` has stored in a run's folder of snapshots, or None."""
-    path = folder / _DATA_FILE
-    # unpickles: written by this notebook; only this user can write to its folder
-    payload: Payload | None = pickling.loads(path.read_bytes()) if path.exists() else None
-    return payload

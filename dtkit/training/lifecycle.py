@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from dtkit.checkpoint.manager import CheckpointResult
     from dtkit.history.engine_outbox import EvaluationSums, UnreadDispatches
     from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.rpc.job_end import JobEnd
     from dtkit.training.driver import Driver
     from dtkit.training.job_client import JobClient
     from dtkit.training.resume import ResumePoint
-    from dtkit.types import JobEnd
 
 
 class RunLifecycle:

@@ -23,7 +23,7 @@ from dtkit.errors import CheckpointError, ClusterError, format_ranks
 from dtkit.history import engine_outbox
 from dtkit.rpc.protocol import JobOperations, StateOperations, make_call
 from dtkit.rpc.replacement import replace_lost_ranks
-from dtkit.training.job_end import load_data
+from dtkit.training import recovered_data
 from dtkit.training.recovered_state import RecoveredState, load_interrupted
 from dtkit.types import ALL_STATE, OPTIMIZER_STATE, PER_RANK_STATE, JobPosition
 
@@ -204,7 +204,7 @@ class Recovery:
         with contextlib.ExitStack() as at_end:
             if state is not None:
                 at_end.enter_context(state.keep_during_recovery(group.folder, job, is_owned=self._is_owned))
-            data = None if positions else load_data(self.snapshot_folder)
+            data = None if positions else recovered_data.load(self.snapshot_folder)
             replace_lost_ranks(group, lost_ranks, shrink=shrink, rebuild=rebuild, data=data)
         step, lr = rebuilt[0]
         furthest = max((position.step for position in positions.values()), default=0)

@@ -128,13 +128,18 @@ def test_a_cut_within_the_grace_does_no_harm_and_a_longer_one_ends_the_engines(
 
 
 @pytest.mark.slow
-def test_clocks_of_hosts_are_compared_and_a_slow_link_does_no_harm(
-    start: Callable[..., dtkit.Cluster], network: Network
-):
+def test_clocks_of_hosts_are_compared_so_that_the_timeline_is_one(start: Callable[..., dtkit.Cluster]):
     with start(2, ("host1:1", "host2:1")) as cluster:
         assert_one_timeline(cluster)
         assert "clock" not in repr(cluster)
-    network["host2"].slow_down(30)
+
+
+@pytest.mark.slow
+def test_a_slow_link_does_no_harm_and_is_told(start: Callable[..., dtkit.Cluster], network: Network):
+    try:
+        network["host2"].slow_down(30)
+    except RuntimeError as error:
+        pytest.skip(f"this kernel can't delay a link: {error}")
     with start(2, ("host1:1", "host2:1")) as cluster:
         assert_one_timeline(cluster)
         assert re.search(r"Timelines of host2 are exact to \d+ ms only", repr(cluster))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from dtkit.cluster.config import LaunchConfig
     from dtkit.cluster.launchers.hosts import AgentJob
-    from dtkit.types import JobEnd
+    from dtkit.rpc.job_end import JobEnd
 
 _HOSTS_FILE = "hosts.json"
 _WAVE = 32

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from dtkit.types import JobEnd
+    from dtkit.rpc.job_end import JobEnd
 
 AGENT_MODULE = "dtkit.cluster.agent"
 AGENT_FILE_VARIABLE = "DTKIT_AGENT_FILE"

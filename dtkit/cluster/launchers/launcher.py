@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dtkit.cluster.config import LaunchConfig
     from dtkit.cluster.launchers.host_access import HostAccess
-    from dtkit.types import JobEnd
+    from dtkit.rpc.job_end import JobEnd
 
 _LOG_LEVEL = 50  # ipyparallel prints when engines end, which dtkit reports itself
 _HUB_RECORD_LIMIT = 256

@@ -23,7 +23,7 @@ from dtkit.cluster.launchers.hosts import AgentJob, JobState
 from dtkit.cluster.launchers.process_job import ProcessJob
 from dtkit.cluster.launchers.script import read_log_end
 from dtkit.errors import ClusterError
-from dtkit.types import JobEnd
+from dtkit.rpc.job_end import JobEnd
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

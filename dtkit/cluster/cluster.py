@@ -277,7 +277,7 @@ class Cluster(Engines):
         seed : seeds the order of rows, and random numbers on the engines.
         start : False leaves the run paused before its first step, for ``run.step()``.
         checkpoint_every, checkpoint_dir, keep_last : write a checkpoint every so many steps and after the last one, and
-            keep the newest few. The notebook and the engines share this folder. A folder without an interval gets only
+            keep the newest few. Files of hosts that don't see this folder are fetched. A folder without an interval gets only
             the last checkpoint. Disk errors don't end training.
         checkpoint_trainable_only : leave frozen parameters out of checkpoints, such as those under an adapter of PEFT.
             On resuming, they come from the model that you pass.

@@ -64,6 +64,7 @@ def test_a_full_disk_is_told_with_its_host_and_training_goes_on(
             run.save(tmp_path / "during")
         run.wait(60)
         assert_exact(run)
+        full.run("sh", "-c", "cat /dev/zero >> /tmp/full", check=False)  # what the failed checkpoint has freed
         with pytest.raises(
             dtkit.errors.CheckpointError, match=r"could not be sent to all hosts: host2: .*No space left"
         ):

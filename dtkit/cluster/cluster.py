@@ -277,8 +277,8 @@ class Cluster(Engines):
         seed : seeds the order of rows, and random numbers on the engines.
         start : False leaves the run paused before its first step, for ``run.step()``.
         checkpoint_every, checkpoint_dir, keep_last : write a checkpoint every so many steps and after the last one, and
-            keep the newest few. Files of hosts that don't see this folder are fetched. A folder without an interval gets only
-            the last checkpoint. Disk errors don't end training.
+            keep the newest few. Files of hosts that lack this folder are fetched. A folder without an interval gets
+            only the last checkpoint. Disk errors don't end training.
         checkpoint_trainable_only : leave frozen parameters out of checkpoints, such as those under an adapter of PEFT.
             On resuming, they come from the model that you pass.
         resume_from : a checkpoint, or a folder of which the newest is taken. `steps` and `epochs` count from the very

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import dtkit
+from dtkit.checkpoint.remote_files import placed_on_hosts
 from tests.support.hosts.training import assert_exact, assert_nothing_left, train
 from tests.support.recovery import wait_for_step
 from tests.support.waiting import wait_until
@@ -65,10 +66,16 @@ def test_a_full_disk_is_told_with_its_host_and_training_goes_on(
         run.wait(60)
         assert_exact(run)
         full.run("sh", "-c", "cat /dev/zero >> /tmp/full", check=False)  # what the failed checkpoint has freed
-        with pytest.raises(
-            dtkit.errors.CheckpointError, match=r"could not be sent to all hosts: host2: .*No space left"
+        files, names = (
+            cluster._engine_group.transport.hosts.checkpoint_files,
+            [path.name for path in saved.path.glob("rank-*")],
+        )
+        message = r"could not be sent to all hosts: host2: .*No space left"
+        with (
+            pytest.raises(dtkit.errors.CheckpointError, match=message),
+            placed_on_hosts(files, saved.path, names, 2),
         ):
-            train(cluster, 4000, resume_from=saved.path)
+            pass
     finally:
         full.run("rm", "/tmp/full")
     run = train(cluster, saved.step + 50, resume_from=saved.path)

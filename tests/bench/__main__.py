@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import dtkit
 from tests.bench import (
     balance,
+    browser,
     bubble,
     cluster,
     dashboard,
@@ -41,6 +42,7 @@ PARTS: dict[str, Callable[[], bool]] = {
     "balance": balance.balance,
     "bubble": bubble.bubble,
     "dashboard": dashboard.dashboard,
+    "browser": browser.browser,
     "phases": overhead.phases,
     "fingerprint": overhead.fingerprint,
     "stream": overhead.stream,

@@ -213,6 +213,14 @@ def test_metrics_and_differing_settings_are_compared():
     assert comparison.to_pandas().loc["Sharded()", "best accuracy"] == pytest.approx(0.75)
 
 
+def test_few_settings_of_many_runs_are_a_narrow_table():
+    runs = [with_metrics(f"DataParallel(bucket_cap_mb={k})", [0.5, 0.9]) for k in range(5)]
+    comparison = dtkit.compare(runs, labels=list("abcde"))
+    tables = comparison._repr_html_().split("<table")
+    assert tables[-1].count("<th") == 2
+    assert tables[-1].index("run") < tables[-1].index("strategy")
+
+
 def test_a_comparison_is_written_as_one_page(tmp_path):
     runs = [with_metrics("DataParallel()", [0.5, 0.9]), with_metrics("Odd('<script>')", [0.6, 0.7])]
     dtkit.compare([*runs, runs[0].history], labels=["a", "b", "c"]).report(tmp_path / "runs.html")

@@ -10,6 +10,7 @@ import pytest
 from dtkit.health.detector import DetectorConfig, StallDetector
 from dtkit.health.diagnosis import Diagnosis, RankObservation, diagnose, find_straggler
 from dtkit.health.frames import Frame
+from dtkit.health.stacks import Stacks
 from dtkit.health.status import EngineStatus
 
 if TYPE_CHECKING:
@@ -358,3 +359,18 @@ def test_a_further_call_does_not_restart_the_clock_of_the_oldest():
     assert not probed
     detector.check(5.1)
     assert probed
+
+
+def test_stacks_show_the_users_frames_and_fold_those_outside():
+    frames = (Frame("torch/x.py", 1, "inner"), Frame("train.py", 2, "mine", "user"), Frame("torch/y.py", 3, "outer"))
+    page = Stacks([RankObservation(0, "host", 1, "running", dumped_stack=frames)])._repr_html_()
+    shown, folded = page.split("1 outer frame")
+    assert shown.index("inner") < shown.index("mine")
+    assert "outer" in folded
+    assert "outer" not in shown
+
+
+def test_stacks_without_a_users_frame_show_the_innermost_ones():
+    frames = tuple(Frame("torch/x.py", k, f"call_{k}") for k in range(30))
+    page = Stacks([RankObservation(0, "host", 1, "running", dumped_stack=frames)])._repr_html_()
+    assert page.index("call_4") < page.index("25 outer frames") < page.index("call_5")

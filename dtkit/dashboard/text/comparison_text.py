@@ -67,10 +67,10 @@ def _find_best_cells(
 
 def make_differences_table(labels: Sequence[str], differences: Sequence[tuple[str, ...]]) -> Table:
     """Return the table of the settings in which the runs differ, turned so that it has few columns."""
-    header, rows = ["setting", *labels], list(differences)
+    header, rows = ["setting", *labels], [list(row) for row in differences]
     if len(differences) < len(labels):
-        header, *rows = zip(header, *differences, strict=True)
-        header = ["run", *header[1:]]
+        names, *rows = [list(column) for column in zip(header, *differences, strict=True)]
+        header = ["run", *names[1:]]
     return Table(header, rows, set(header))
 
 

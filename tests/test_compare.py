@@ -217,7 +217,7 @@ def test_few_settings_of_many_runs_are_a_narrow_table():
     runs = [with_metrics(f"DataParallel(bucket_cap_mb={k})", [0.5, 0.9]) for k in range(5)]
     comparison = dtkit.compare(runs, labels=list("abcde"))
     tables = comparison._repr_html_().split("<table")
-    assert tables[-1].count("<th") == 2
+    assert tables[-1].count("<th ") == 2
     assert tables[-1].index("run") < tables[-1].index("strategy")
 
 

@@ -140,11 +140,11 @@ def test_time_that_slurm_prints_becomes_seconds(text: str, seconds: float | None
 
 
 def test_a_canceled_job_is_asked_for_its_state_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    queue = ["RUNNING|None|1:00|node1\n"]
+    queue = ["RUNNING|None|1:00|2:00|node1\n"]
 
     def answer(command: list[str]) -> subprocess.CompletedProcess[str]:
         if command[0] == "scancel":
-            queue[:] = ["CANCELLED|None|0:00|node1\n"]
+            queue[:] = ["CANCELLED|None|0:00|2:00|node1\n"]
         return subprocess.CompletedProcess(command, 0, queue[0], "")
 
     monkeypatch.setattr(slurm_job, "call_slurm", answer)

@@ -24,7 +24,7 @@ def lost_message(transport: IpyparallelTransport) -> str:
 def make_launched(ended_jobs: str) -> LaunchedTransport:
     transport = LaunchedTransport.__new__(LaunchedTransport)
     IpyparallelTransport.__init__(transport, CLIENT, [7])
-    transport._launcher = SimpleNamespace(describe_ended_jobs=lambda: ended_jobs)
+    transport._launcher = SimpleNamespace(describe_ended_jobs=lambda: ended_jobs, describe_host=lambda engine_id: "")
     return transport
 
 

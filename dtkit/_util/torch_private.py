@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     get_mesh_groups: Callable[[DeviceMesh], dict[str, dist.ProcessGroup]] | None
     engine_app: Any
     KernelNanny: Any
+    get_compile_config: Callable[[Any], Any]
     START_NANNY: str
     POST_P2P: str
     WAIT_P2P: str
@@ -90,7 +91,7 @@ class PrivateName:
     code that sets or replaces an attribute, which is loaded as the last part of the path.
     """
     since: str = "2.11"
-    """The first version of torch (or ipyparallel) with this name that dtkit supports."""
+    """The first version of torch (or ipyparallel, or Keras) with this name that dtkit supports."""
     is_optional: bool = False
     """Whether the name loads as None if the installed version lacks it."""
     requires: tuple[str, ...] = ()
@@ -157,6 +158,7 @@ _NESTED = "Batches with nested tensors", "torch has no public functions for nest
 _SIZES = "Memory estimates without memory", "only fake tensors run a user's forward without allocating"
 _PIPELINES = "Pipeline strategies"
 _FORKS = "Engines on this host"
+_CALLS = "Calls to engines", "a view would make ten objects a call"
 _SPARSE = "Sizes of sparse gradients", "the public methods refuse an uncoalesced tensor"
 _CUT = "Pipeline stages", "hasattr, named_children and named_parameters omit repeated layers and tied weights"
 _CACHES = "Process groups that end", "a cache of DTensor keeps meshes, and so threads and connections, alive"
@@ -376,21 +378,21 @@ PRIVATE_NAMES = {
     "POST_P2P": PrivateName(_SCHEDULES, "_batch_p2p", _PIPELINES, "dtkit replaces it to time messages", "key"),
     "WAIT_P2P": PrivateName(_SCHEDULES, "_wait_batch_p2p", _PIPELINES, "dtkit replaces it to time messages", "key"),
     # -- ipyparallel (9.2 and later), for cluster.transport alone
-    "get_client_engines": PrivateName(
-        "ipyparallel", "Client._engines", "Calls to engines", "a view would make ten objects a call", "attribute", "9.2"
-    ),
-    "get_main_stream": PrivateName(
-        "ipyparallel",
-        "Client._mux_stream",
-        "Calls to engines",
-        "a view would make ten objects a call",
-        "attribute",
-        "9.2",
-    ),
+    "get_client_engines": PrivateName("ipyparallel", "Client._engines", *_CALLS, "attribute", "9.2"),
+    "get_main_stream": PrivateName("ipyparallel", "Client._mux_stream", *_CALLS, "attribute", "9.2"),
     "engine_app": PrivateName("ipyparallel.engine.app", "", _FORKS, "its nanny is replaced there", since="9.2"),
     "START_NANNY": PrivateName(
         "ipyparallel.engine.app", "start_nanny", _FORKS, "dtkit replaces it to fork the nanny", "key", "9.2"
     ),
     "KernelNanny": PrivateName("ipyparallel.engine.nanny", "KernelNanny", _FORKS, "it has no public name", since="9.2"),
+    # -- Keras
+    "get_compile_config": PrivateName(
+        "keras",
+        "Model._compile_config",
+        "Compiled Keras models",
+        "the public form has lost classes",
+        "attribute",
+        "3.15",
+    ),
 }
 """Private names by the name under which dtkit imports them."""

@@ -7,7 +7,7 @@ import re
 import tempfile
 from pathlib import Path
 
-import nbformat.v4
+from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import sync_playwright
 
 from tests.bench.pairs import PAIRS, alternate, ratios, report
@@ -62,7 +62,9 @@ def _measure(lab: Lab, name: str) -> bool:
     """Measure one training, in a notebook of its own."""
     print(name, flush=True)
     sources = (_SETUP.format(name=name), "measure(show=True)", "measure(show=False)", "cluster.close()")
-    lab.open(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources]))
+    cells = [new_code_cell(source) for source in sources]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    lab.open(new_notebook(cells=cells, metadata={"kernelspec": kernel}))
     _run_cell(lab, 0)
     shown, hidden = (functools.partial(_read_rate, lab, index) for index in (1, 2))
     with_dashboard, without = alternate(shown, hidden, PAIRS)

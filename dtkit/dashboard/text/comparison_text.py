@@ -69,8 +69,8 @@ def make_differences_table(labels: Sequence[str], differences: Sequence[tuple[st
     """Return the table of the settings in which the runs differ, turned so that it has few columns."""
     header, rows = ["setting", *labels], [list(row) for row in differences]
     if len(differences) < len(labels):
-        names, *rows = [list(column) for column in zip(header, *differences, strict=True)]
-        header = ["run", *names[1:]]
+        (_, *names), *rows = ([*column] for column in zip(header, *differences, strict=True))
+        header = ["run", *names]
     return Table(header, rows, set(header))
 
 

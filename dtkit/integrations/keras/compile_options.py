@@ -39,7 +39,9 @@ class CompileOptions:
         """
         if not model.compiled:
             return cls()
-        config = model._compile_config.config  # noqa: SLF001 - the public form has lost the classes
+        from dtkit._util.torch_private import get_compile_config
+
+        config = get_compile_config(model).config
         for name, remedy in _UNSUPPORTED.items():
             if config.get(name) is not None:
                 raise ValueError(

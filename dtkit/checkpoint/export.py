@@ -1,7 +1,7 @@
 """Checkpoints in the formats of others: Hugging Face's folder, an adapter of PEFT, torch's distributed checkpoint.
 
-The exporter reads tensors from the files of all ranks one by one, or as many as fit one output file. So no process
-holds the whole model.
+The exporter reads tensors from the files of all ranks one by one, or as many as fit one output file. So no rank holds
+the whole model, and the notebook at most one output file.
 """
 
 from __future__ import annotations

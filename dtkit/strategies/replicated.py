@@ -91,6 +91,7 @@ class ReplicatedWorker(Worker):
         self._loss_fn, self._context = loss_fn, context
         self._group, self._phases = context.group, context.phases
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._frozen_parameters = [p for p in model.parameters() if not p.requires_grad]
         self._has_uniform_parameters = len({(p.dtype, p.device) for p in self._parameters}) == 1
         self._clip_grad_norm, self._autocast_dtype = clip_grad_norm, AUTOCAST_DTYPES.get(precision or "")
         self._grad_scaler = None
@@ -235,10 +236,31 @@ class ReplicatedWorker(Worker):
             # waits: a collective, limited by the process group's timeout
             divisor = 1.0 if total is None else float(total.wait()[0])
             self._report_gradients(probe, loss_accumulator, counts, local, divisor)
+        self._share_frozen_parameters(counts)
         finite, norm = self._clip_and_update()
         if probe is not None and finite:
             probe.record_parameter_updates(float(self.optimizer.param_groups[0]["lr"]))
         return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)
+
+    def _share_frozen_parameters(self, counts: Sequence[int]) -> None:
+        """Give ranks without samples the frozen parameters that the others have, if the user's step wrote to them.
+
+        A momentum teacher is such a parameter: a rank without samples runs no user code, so its copy stays behind.
+        """
+        if not self._frozen_parameters or self._group is None or all(counts):
+            return
+        self._phases.enter("sync")
+        rank, num_samples = self._group.rank, sum(counts[s] for s in self._context.shards)
+        checksums = torch.zeros(2, self._group.world_size, dtype=torch.int64)
+        checksums[:, rank] = torch.tensor([num_samples, compute_checksum(self._frozen_parameters)])
+        self._group.all_reduce(checksums)
+        source = int(checksums[0].argmax())
+        if (checksums[1] == checksums[1, source]).all():
+            return
+        own = self._frozen_parameters if rank == source else None
+        received = self._group.broadcast_tensors(own, source, self._context.device)
+        for p, value in zip(self._frozen_parameters, received, strict=True):
+            p.detach().copy_(value)
 
     def _report_gradients(
         self,

@@ -69,6 +69,32 @@ def test_model_in_evaluation_as_a_whole_trains_with_dropout(cluster2: dtkit.Clus
     assert max_difference(*(run.model.state_dict() for run in runs)) == 0.0
 
 
+class WithTeacher(nn.Module):
+    """Student that also hears a frozen teacher, which follows the student in each forward of a training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = (nn.Linear(FEATURES, CLASSES).double() for _ in range(2))
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            for teacher, student in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                teacher.data.lerp_(student.data, 0.1)
+        return self.student(x) + 0.5 * self.teacher(x)
+
+
+@pytest.mark.parametrize("strategy", [dtkit.DataParallel(), slow(dtkit.NaiveDataParallel())], ids=str)
+def test_frozen_parameters_that_a_step_writes_stay_equal_on_a_rank_without_samples(
+    cluster2: dtkit.Cluster, strategy: Any
+):
+    """Each epoch ends with a batch of one sample, for which one of two ranks has nothing to do."""
+    run = train(cluster2, WithTeacher(), data(), shuffle="global", steps=20, strategy=strategy)
+    expected = train_in_one_process(WithTeacher(), get_global_rows, steps=20)
+    assert max_difference(run.model.state_dict(), expected) < BOUND
+
+
 class Lookup(nn.Module):
     """Embedding that rescales the rows that it looks up."""
 

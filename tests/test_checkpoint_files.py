@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dtkit.checkpoint.folders import STAGING_FOLDER
+from dtkit.checkpoint.folders import STAGING_FOLDER, abandon_checkpoint, begin_checkpoint
 from dtkit.cluster.agent.checkpoint_files import CheckpointFiles
 
 
@@ -35,3 +38,19 @@ def test_a_finished_checkpoint_is_recognized_by_its_metadata(tmp_path: Path):
     assert files.sees(str(tmp_path), "{}")
     assert not files.sees(str(tmp_path), "another")
     assert not files.sees(str(tmp_path / "nowhere"), "{}")
+
+
+def test_a_rank_that_still_writes_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A rank adds its report after the notebook has listed the folder, and before it removes the folder."""
+    folder, rmdir = begin_checkpoint(tmp_path), os.rmdir
+    (folder / "rank-000.safetensors").touch()
+
+    def write_and_remove(*args: Any, **options: Any) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (folder / "report-000.json").touch()
+        rmdir(*args, **options)
+
+    monkeypatch.setattr(os, "rmdir", write_and_remove)
+    abandon_checkpoint(folder)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []

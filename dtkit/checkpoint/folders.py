@@ -109,9 +109,19 @@ def begin_checkpoint(path: Path) -> Path:
 
 
 def abandon_checkpoint(folder: Path) -> None:
-    """Remove a folder that :func:`begin_checkpoint` created."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a folder that :func:`begin_checkpoint` created, although ranks may still be writing into it."""
+    _remove_folder(folder)
     _active_folders.discard(folder)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder under another name, so that nobody can add a file to it meanwhile, or read a part of it."""
+    trash = _make_unfinished_path(folder.parent)
+    try:
+        folder.rename(trash)
+    except OSError:  # another process may have removed it, or the file system may be read-only
+        trash = folder
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def find_unfinished(path: Path) -> list[Path]:
@@ -168,10 +178,7 @@ def prune_checkpoints(path: Path, keep_last: int, lineage: Lineage = ()) -> list
     """
     old = [folder for folder in list_folders(path) if not lineage or _is_in_lineage(folder, lineage)][:-keep_last]
     for folder in old:
-        trash = _make_unfinished_path(path)
-        with contextlib.suppress(FileNotFoundError):  # another run of this lineage may have removed it
-            folder.rename(trash)  # so that a checkpoint is never there in part
-        shutil.rmtree(trash, ignore_errors=True)
+        _remove_folder(folder)
     return old
 
 

@@ -80,9 +80,10 @@ def test_diagnosis_names_a_rank_that_returned_early_from_a_call():
     assert diagnose(waiting) == Diagnosis("returned", 2)
 
 
-def test_rank_that_has_finished_its_dispatch_is_not_blamed():
+@pytest.mark.parametrize("op", ["advance", "evaluate", "take_snapshot", "save_checkpoint"])
+def test_rank_that_has_finished_or_failed_is_not_blamed(op: str):
     done = seen(0, op=None, phase="idle", is_blocked=False, collective_counts={}, stack=())
-    assert diagnose([done, seen(1, **AWAY), seen(2)]) == Diagnosis("away", 1)
+    assert diagnose([done, seen(1, **AWAY | {"op": op}), seen(2, op=op)]) == Diagnosis("away", 1)
 
 
 def test_wait_without_a_trace_in_the_stack_is_found_by_the_collective_count():

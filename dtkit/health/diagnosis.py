@@ -62,6 +62,8 @@ class Diagnosis:
 
 HALTED_STATES = ("stopped", "ended")
 """States of a process that doesn't run."""
+_TRAINING_OPERATIONS = ("advance", "evaluate", "take_snapshot", "save_checkpoint")
+"""Operations of a run that all ranks perform together."""
 CERTAIN_CAUSES = ("stopped", "ended", "silent")
 """Causes that are certain at once."""
 
@@ -94,8 +96,8 @@ def _compare_statuses(statuses: Sequence[EngineStatus]) -> Diagnosis:
 
 def _is_waiting(status: EngineStatus, statuses: Sequence[EngineStatus]) -> bool:
     """Return whether a rank waits for others: in a collective, or after its work."""
-    if status.op is None:  # in training it has ended its dispatch; from a call it may have returned early
-        return any(other.op in ("advance", "evaluate") for other in statuses)
+    if status.op is None:  # in training it has ended or failed; from a call of the user it may have returned early
+        return any(other.op in _TRAINING_OPERATIONS for other in statuses)
     return status.is_blocked or any(_is_ahead(status, other) for other in statuses)
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +13,11 @@ import torch
 import dtkit
 from dtkit.types import State
 from tests.support import small
+from tests.support.keras_models import check_equal, check_with_tensorflow, import_keras
 from tests.support.marks import slow
 from tests.support.waiting import wait_until
 
-os.environ.setdefault("KERAS_BACKEND", "torch")
-keras = pytest.importorskip("keras")
-os.environ["KERAS_BACKEND"] = keras.backend.backend()  # another module may have imported Keras before
+keras = import_keras()
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -61,19 +57,6 @@ def train(cluster: dtkit.Cluster, model: Any = None, rows: Any = None, **options
     return cluster.train(
         make_model() if model is None else model, make_rows() if rows is None else rows, **(defaults | options)
     )
-
-
-def get_weights(model: Any) -> list[np.ndarray]:
-    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.trainable_variables]
-
-
-BOUND = 1e-12 if keras.backend.backend() == "tensorflow" else 1e-6
-"""Keras's torch backend computes losses in float32."""
-
-
-def check_equal(model: Any, expected: Any, bound: float = BOUND) -> None:
-    pairs = zip(get_weights(model), get_weights(expected), strict=True)
-    assert max(float(np.abs(a - b).max()) for a, b in pairs) <= bound
 
 
 def make_scheduled() -> Any:
@@ -128,10 +111,10 @@ def test_training_continues_from_a_checkpoint_with_its_random_numbers(cluster2: 
     train(cluster2, make_random(), optimizer="adam", steps=3, checkpoint_dir=tmp_path, checkpoint_every=3).wait(60)
     resumed = train(cluster2, make_random(), optimizer="adam", steps=6, resume_from=tmp_path)
     resumed.wait(60)
-    weights = get_weights(resumed.model)
+    resumed_model = resumed.model
     whole = train(cluster2, make_random(), optimizer="adam", steps=6)
     whole.wait(60)
-    assert all(np.array_equal(a, b) for a, b in zip(weights, get_weights(whole.model), strict=True))
+    check_equal(resumed_model, whole.model, 0.0)
     mean = keras.ops.convert_to_numpy(whole.model.get_layer(index=1).moving_mean)
     assert np.abs(mean).max() > 0
     assert whole.verify(4).verdict == "NOT COMPARABLE"
@@ -404,9 +387,4 @@ def test_model_without_variables_is_refused(cluster2: dtkit.Cluster):
 
 @pytest.mark.slow
 def test_all_this_holds_with_the_tensorflow_backend():
-    if importlib.util.find_spec("tensorflow") is None or keras.backend.backend() == "tensorflow":
-        pytest.skip("TensorFlow is not installed, or this is its run")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", __file__]
-    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout
+    check_with_tensorflow(__file__, "-m", "not slow")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-os.environ.setdefault("KERAS_BACKEND", "torch")
-keras = pytest.importorskip("keras")
-os.environ["KERAS_BACKEND"] = keras.backend.backend()  # another module may have imported Keras before
+from tests.support.keras_models import check_equal, check_with_tensorflow, get_bound, import_keras
+
+keras = import_keras()
 if TYPE_CHECKING:
     import dtkit
 
@@ -25,8 +21,6 @@ pytestmark = [
 
 ROWS, BATCH, STEPS = 49, 16, 8
 """Each epoch ends with a batch of one row."""
-BOUNDS = {"float32": 1e-6, "float64": 1e-12 if keras.backend.backend() == "tensorflow" else 1e-6}
-"""Keras's torch backend computes losses in float32, whatever the type of the model."""
 
 
 def make_model() -> Any:
@@ -35,7 +29,7 @@ def make_model() -> Any:
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 3, 4], indirect=True)
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("make_optimizer", [lambda: keras.optimizers.SGD(0.1, momentum=0.9), lambda: "adam"])
 def test_training_equals_one_worker(cluster: dtkit.Cluster, dtype: str, make_optimizer: Any):
     before = keras.config.floatx(), keras.config.dtype_policy()
@@ -55,9 +49,7 @@ def test_training_equals_one_worker(cluster: dtkit.Cluster, dtype: str, make_opt
         for rows in list_step_rows(part, table):
             expected.train_on_batch(x[rows], y[rows])
         assert {variable.dtype for variable in run.model.trainable_variables} == {dtype}
-        pairs = zip(run.model.trainable_variables, expected.trainable_variables, strict=True)
-        values = [[keras.ops.convert_to_numpy(variable) for variable in pair] for pair in pairs]
-        assert max(float(np.abs(a - b).max()) for a, b in values) <= BOUNDS[dtype]
+        check_equal(run.model, expected, get_bound(dtype))
     finally:
         keras.config.set_floatx(before[0])
         keras.config.set_dtype_policy(before[1])
@@ -78,9 +70,4 @@ def list_step_rows(part: Any, table: Any) -> list[np.ndarray]:
 
 
 def test_this_holds_with_the_tensorflow_backend():
-    if importlib.util.find_spec("tensorflow") is None or keras.backend.backend() == "tensorflow":
-        pytest.skip("TensorFlow is not installed, or this is its run")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout
+    check_with_tensorflow(__file__)

@@ -186,6 +186,15 @@ def test_rows_of_tf_data_are_all_trained_on(cluster2: dtkit.Cluster, capsys: pyt
         train(cluster2, rows=by_row.repeat())
 
 
+def test_rows_of_tf_data_with_equal_shapes_are_not_taken_for_batches(cluster2: dtkit.Cluster):
+    tf = pytest.importorskip("tensorflow")
+    x = make_rows()[0]
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    run = train(cluster2, model, tf.data.Dataset.from_tensor_slices((x, x)), epochs=1)
+    run.wait(60)
+    assert run.history.column("samples").sum() == ROWS
+
+
 def test_class_of_a_notebook_travels_by_value(cluster2: dtkit.Cluster):
     class Doubling(keras.Model):
         def __init__(self, **options: Any) -> None:

@@ -84,6 +84,35 @@ def train_alone(function: Any, *args: Any) -> Any:
         return pool.submit(function, *args).result(120)
 
 
+def train_on_shards(batch_size: int) -> tuple[list[np.ndarray], list[int]]:
+    """Train on this rank's part of a tf.data.Dataset; return weights and the number of rows of each batch."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import tensorflow as tf
+    import torch.distributed as dist
+
+    from dtkit.integrations.tensorflow import DistributedGradientTape, shard_dataset
+
+    rows = tf.data.Dataset.from_tensor_slices(make_rows())
+    distributed = dist.is_initialized()
+    batches = shard_dataset(rows, batch_size) if distributed else rows.batch(batch_size)
+    weights = tf.Variable(tf.ones((4, 3), tf.float64))
+    counts = []
+    for x, y in batches:
+        with DistributedGradientTape() if distributed else tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(x @ weights - y))
+        options = {"samples": len(x)} if distributed else {}
+        weights.assign_sub(0.1 * tape.gradient(loss, weights, **options))
+        counts.append(len(x))
+    return [weights.numpy()], counts
+
+
+def test_shards_of_tf_data_have_all_rows_and_equally_many_batches(cluster2: dtkit.Cluster):
+    (expected,), _ = train_alone(train_on_shards, 29)
+    results = cluster2.run(train_on_shards, 29)
+    assert [counts for _, counts in results] == [[15, 1], [14, 0]]
+    assert all(np.abs(weights - expected).max() < 1e-12 for (weights,), _ in results)
+
+
 def train_by_fit(count: int) -> tuple[list[np.ndarray], float, float]:
     """Train by `fit` on this rank's half, and return weights, the merged metric, and the last loss."""
     os.environ["KERAS_BACKEND"] = "tensorflow"
@@ -138,6 +167,10 @@ def ask_for_what_is_wrong(case: str) -> None:
         ours.broadcast_variables([variable], root_rank=9)
     elif case == "variables":
         ours.broadcast_variables(variable)
+    elif case == "dataset":
+        ours.shard_dataset([1, 2], 8)
+    elif case == "batch":
+        ours.shard_dataset(tf.data.Dataset.range(9), 1)
     elif case == "metrics":
         ours.merge_metrics([3])  # type: ignore[list-item]
     else:
@@ -153,6 +186,8 @@ def ask_for_what_is_wrong(case: str) -> None:
         ("root", "root_rank=9; the ranks are 0 to 1"),
         ("variables", r"variables must be a list .*\[variable\]"),
         ("metrics", r"metrics must be a list .*\[metric\]"),
+        ("dataset", r"dataset is a list; give a tf\.data\.Dataset of single rows"),
+        ("batch", "batch_size=1 is the number of rows over all 2 ranks"),
         ("0", "samples=0 here, and 0 over all ranks; give each rank's number of rows"),
         ("-1", "samples=-1 here, and -2 over all ranks"),
     ],

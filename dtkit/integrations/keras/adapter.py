@@ -48,7 +48,7 @@ def adapt(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainCo
     metrics = (
         None if not options.metrics else {"keras": KerasMetrics(CompileOptions(options.loss, None, options.metrics))}
     )
-    data, config = _read_tf_data(data, config)
+    data, config = _read_tf_data(data, config, _find_batch_rank(model))
     for name, rows in (("data", data), ("validation", config.validation)):
         _check_number_of_inputs(model, rows, name)
     return (
@@ -82,15 +82,21 @@ def _check_number_of_inputs(model: keras.Model, data: Any, name: str) -> None:
         )
 
 
-def _read_tf_data(data: Any, config: TrainConfig) -> tuple[Any, TrainConfig]:
+def _find_batch_rank(model: keras.Model) -> int | None:
+    """Return the number of dimensions of a batch of the first input; None for a model without a fixed one."""
+    inputs = getattr(model, "inputs", None)
+    return len(inputs[0].shape) if inputs else None
+
+
+def _read_tf_data(data: Any, config: TrainConfig, batch_rank: int | None) -> tuple[Any, TrainConfig]:
     """Return arrays for datasets of tf.data, with their batch size unless the user gave one."""
     if is_tf_dataset(config.validation):
-        config = dataclasses.replace(config, validation=read_tf_dataset(config.validation).arrays)
+        config = dataclasses.replace(config, validation=read_tf_dataset(config.validation, batch_rank).arrays)
     _check_data(config.validation, "validation")
     if not is_tf_dataset(data):
         _check_data(data, "data")
         return data, config
-    rows = read_tf_dataset(data)
+    rows = read_tf_dataset(data, batch_rank)
     _check_data(rows.arrays, "data")
     batch_size = config.batch_size or rows.batch_size
     print(f"tf.data: {len(rows.arrays[0]):,} rows, batch_size={batch_size} over all ranks")  # noqa: T201 - what is taken over is said

@@ -1,7 +1,7 @@
 """Your own TensorFlow loop on dtkit's engines, for functions under ``cluster.run`` and ``cluster.torchrun``.
 
 Gradients, variables and metrics travel over the process group of torch.distributed. `collectives` has these functions;
-`callbacks` has a Keras callback that feeds `dtkit.log`.
+`callbacks` has a Keras callback that feeds `dtkit.log`, and `datasets` divides a `tf.data.Dataset` among the ranks.
 """
 
 from dtkit.integrations.tensorflow.callbacks import LogCallback
@@ -12,6 +12,7 @@ from dtkit.integrations.tensorflow.collectives import (
     broadcast_variables,
     merge_metrics,
 )
+from dtkit.integrations.tensorflow.datasets import shard_dataset
 
 __all__ = [
     "DistributedGradientTape",
@@ -20,4 +21,5 @@ __all__ = [
     "average_gradients",
     "broadcast_variables",
     "merge_metrics",
+    "shard_dataset",
 ]

@@ -68,6 +68,8 @@ def average_gradients(gradients: Sequence[Any], samples: Any = None) -> list[Any
 def _average(weight: Any, *gradients: Any) -> list[np.ndarray]:
     """Return weighted means of arrays, by one all-reduce for each dtype."""
     arrays = [gradient.numpy() for gradient in gradients]
+    if float(weight) == 0:
+        arrays = [np.zeros_like(array) for array in arrays]  # means of no rows are not numbers
     total = torch.tensor([float(weight)], dtype=torch.float64)
     dist.all_reduce(total)
     if not (float(weight) >= 0 and total.item() > 0):

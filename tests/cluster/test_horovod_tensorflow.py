@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from dtkit.errors import EngineError
 from tests.support.small import check_usable
 
 if TYPE_CHECKING:
@@ -204,6 +205,31 @@ def test_errors_are_those_of_horovod(cluster2: dtkit.Cluster):
         assert "process_set_id is 9; the registered ones are 0" in number
         assert "Mismatched shape of allreduce.graph_allreduce" in in_graph
     assert first[0] == second[0]
+
+
+SESSION = """
+import sys
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+hvd.init()
+names = [f"x{k}" for k in range(40)]
+with tf.Graph().as_default():
+    order = names if hvd.rank() == 0 else names[::-1]
+    sums = {name: hvd.allreduce(tf.fill([2], float(names.index(name))), op=hvd.Sum, name=name) for name in order}
+    with tf.compat.v1.Session() as session:
+        results = session.run(sums)
+assert all(results[name].tolist() == [2.0 * k] * 2 for k, name in enumerate(names)), results
+"""
+
+
+def test_operations_of_a_session_are_matched_by_name(cluster2: dtkit.Cluster, tmp_path: Path):
+    script = tmp_path / "session.py"
+    script.write_text("import os\nos.environ['HOROVOD_CHECK'] = '1'\n" + SESSION)
+    assert cluster2.torchrun(script, horovod=True) == [0, 0]
+    script.write_text(SESSION)
+    with pytest.raises(EngineError, match=r"NotImplementedError: a session of TensorFlow 1 .* HOROVOD_CHECK=1"):
+        cluster2.torchrun(script, horovod=True)
 
 
 def warm_up() -> list[float]:

@@ -1,26 +1,55 @@
-"""Arguments that Horovod's scripts for Keras 2 pass, and that Keras 3 no longer accepts."""
+"""Arguments and attributes that Horovod's scripts for Keras 2 use, and that Keras 3 no longer has."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 def accept_dropped_arguments() -> None:
-    """Let `compile` accept `experimental_run_tf_function`, which Horovod's documentation asked for.
+    """Let Keras 3 accept what Horovod's examples and documentation have from Keras 2.
 
-    It switched off a way of running that Keras no longer has. Only a script's own process calls this function.
+    `compile` ignores `experimental_run_tf_function`, which switched off a way of running that Keras no longer has.
+    Optimizers take `lr`, and have an attribute of this name. Only a script's own process calls this function.
     """
-    owner: Any = next(base for base in keras.Model.__mro__ if "compile" in vars(base))  # Keras compares with this class
-    compile_model = owner.compile
-    if compile_model.__name__ == "accept_dropped":
+    _change_options(keras.Model, "compile", _drop_run_tf_function)
+    _change_options(keras.optimizers.Optimizer, "__init__", _rename_lr)
+    if not hasattr(keras.optimizers.Optimizer, "lr"):
+        keras.optimizers.Optimizer.lr = property(_get_rate, _set_rate)
+
+
+def _change_options(kind: Any, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let a method change its keyword arguments before it runs."""
+    owner: Any = next(base for base in kind.__mro__ if name in vars(base))  # Keras compares with this class
+    method = getattr(owner, name)
+    if method.__name__ == "call_changed":
         return
 
-    @functools.wraps(compile_model, assigned=("__doc__",))
-    def accept_dropped(self: Any, *args: Any, **options: Any) -> Any:
-        options.pop("experimental_run_tf_function", None)
-        return compile_model(self, *args, **options)
+    @functools.wraps(method, assigned=("__doc__",))
+    def call_changed(self: Any, *args: Any, **options: Any) -> Any:
+        change(options)
+        return method(self, *args, **options)
 
-    owner.compile = accept_dropped
+    setattr(owner, name, call_changed)
+
+
+def _drop_run_tf_function(options: dict[str, Any]) -> None:
+    options.pop("experimental_run_tf_function", None)
+
+
+def _rename_lr(options: dict[str, Any]) -> None:
+    if "lr" in options:
+        options["learning_rate"] = options.pop("lr")
+
+
+def _get_rate(optimizer: Any) -> Any:
+    return optimizer.learning_rate
+
+
+def _set_rate(optimizer: Any, rate: Any) -> None:
+    optimizer.learning_rate = rate

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 import torch
 
+from dtkit.integrations.horovod.context import is_strict
 from dtkit.integrations.horovod.exceptions import MismatchError, NotInitializedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.integrations.horovod.process_sets import ProcessSet
+
+_SESSION_THREADS = 256
+"""An operation of a session occupies a thread until all ranks run it, so these are the operations in flight."""
+if is_strict():
+    os.environ.setdefault("TF_NUM_INTEROP_THREADS", str(_SESSION_THREADS))  # TensorFlow reads it at the first session
 
 
 def call(function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
@@ -23,7 +30,8 @@ def call(function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[Any]
     dtypes : types of the results.
 
     A graph (`tf.function`, `fit`) calls the function by `tf.py_function`, in the order in which it was traced. XLA
-    can't compile that: use ``compile(jit_compile=False)``.
+    can't compile that: use ``compile(jit_compile=False)``. A session of TensorFlow 1 calls independent functions in any
+    order, which may differ between ranks. So it needs ``HOROVOD_CHECK=1``, which matches operations by name.
     """
 
     def run(*values: Any) -> list[Any]:
@@ -31,9 +39,19 @@ def call(function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[Any]
 
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     if not tf.executing_eagerly():
+        _check_order_of_graph()
         return list(tf.py_function(run, tensors, list(dtypes)))
     with _raising_as_horovod():
         return run(*tensors)
+
+
+def _check_order_of_graph() -> None:
+    """Refuse a graph whose operations have no order. Functions have one."""
+    if not (tf.compat.v1.get_default_graph().building_function or is_strict()):
+        raise NotImplementedError(
+            "a session of TensorFlow 1 runs operations in any order, so ranks could wait for each other. Use "
+            "tf.function or eager mode, or set HOROVOD_CHECK=1 before the script starts"
+        )
 
 
 @contextlib.contextmanager

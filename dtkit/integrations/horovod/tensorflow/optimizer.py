@@ -57,7 +57,7 @@ class _DistributedMixin:
     """Methods that :func:`DistributedOptimizer` adds to the optimizer's class."""
 
     _horovod_reducer: GradientReducer
-    _horovod_accumulator: _Accumulator | None
+    _agg_helper: _Accumulator | None  # its name in Horovod
     _horovod_is_reduced = False
 
     def register_local_var(self, var: Any) -> None:
@@ -75,7 +75,7 @@ class _DistributedMixin:
             gradients = own_tape.gradient(value, list(var_list))
         else:
             gradients = tape.gradient(loss, list(var_list))
-        if self._horovod_accumulator is None:
+        if self._agg_helper is None:
             gradients = self._horovod_reducer.reduce(gradients, var_list)
             self._horovod_is_reduced = True
         return list(zip(gradients, var_list, strict=True))
@@ -94,9 +94,9 @@ class _DistributedMixin:
         if self._horovod_is_reduced:
             self._horovod_is_reduced = False
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
-        if self._horovod_accumulator is None:
+        if self._agg_helper is None:
             return super().apply(self._horovod_reducer.reduce(grads, variables), trainable_variables)  # type: ignore[misc]
-        return self._apply_accumulated(self._horovod_accumulator, grads, variables)
+        return self._apply_accumulated(self._agg_helper, grads, variables)
 
     def _apply_accumulated(self, accumulator: _Accumulator, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         if not self.built:  # type: ignore[has-type]
@@ -153,9 +153,9 @@ def DistributedOptimizer(
     def initialize(self: Any, *args: Any, **config: Any) -> None:
         kind.__init__(self, *args, **config)
         self._horovod_reducer = GradientReducer(options)
-        self._horovod_accumulator = None
+        self._agg_helper = None
         if backward_passes_per_step > 1:
-            self._horovod_accumulator = _Accumulator(backward_passes_per_step, average_aggregated_gradients)
+            self._agg_helper = _Accumulator(backward_passes_per_step, average_aggregated_gradients)
 
     members = {"__init__": initialize, "__module__": kind.__module__, "__doc__": kind.__doc__}
     subclass: Any = type(kind.__name__, (_DistributedMixin, kind), members)

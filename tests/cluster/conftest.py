@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import dtkit
+from tests.support.keras_models import import_keras
 from tests.support.marks import slow
 
 if TYPE_CHECKING:
@@ -60,6 +61,16 @@ def _lend(request: pytest.FixtureRequest, shared: SharedCluster, engines: int) -
     yield shared.get(engines)
     if request.node.stash.get(_FAILED, False):  # a broken cluster must not fail the tests that follow
         shared.close()
+
+
+@pytest.fixture
+def keras_in_float64() -> Iterator[None]:
+    """Let Keras make models in float64."""
+    keras = import_keras()
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx(before)
 
 
 @pytest.fixture

@@ -2,61 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import dtkit
-from dtkit.types import State
-from tests.support import small
-from tests.support.keras_models import check_equal, check_with_tensorflow, import_keras
+from tests.support.keras_models import (
+    ROWS,
+    check_equal,
+    check_with_tensorflow,
+    import_keras,
+    make_model,
+    make_rows,
+    train,
+)
 from tests.support.marks import slow
-from tests.support.waiting import wait_until
 
 keras = import_keras()
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.usefixtures("keras_in_float64"),
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of Keras's own code
 ]
-
-ROWS = 49
-"""Steps of 16 rows end with one of a single row, so that a rank has none."""
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(before)
-
-
-def make_rows() -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(0)
-    return generator.normal(size=(ROWS, 4)), generator.normal(size=(ROWS, 3))
-
-
-def make_model(*extra: Any, name: str = "net") -> Any:
-    keras.utils.set_random_seed(0)
-    first = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2")
-    return keras.Sequential([keras.Input((4,)), first, *extra, keras.layers.Dense(3)], name=name)
-
-
-def train(cluster: dtkit.Cluster, model: Any = None, rows: Any = None, **options: Any) -> dtkit.Run:
-    defaults: dict[str, Any] = {"loss": "mse", "optimizer": "sgd", "batch_size": 16}
-    if "epochs" not in options:
-        defaults["steps"] = 4
-    return cluster.train(
-        make_model() if model is None else model, make_rows() if rows is None else rows, **(defaults | options)
-    )
 
 
 def make_scheduled() -> Any:
@@ -85,15 +54,6 @@ def test_training_equals_fit_of_one_worker(cluster: dtkit.Cluster, make_optimize
     assert run.model.evaluate(*make_rows(), verbose=0)[1] == pytest.approx(error, rel=1e-6)
 
 
-@pytest.mark.slow
-def test_rank_without_rows_and_short_batches_change_nothing(cluster2: dtkit.Cluster):
-    run = train(cluster2, epochs=2, optimizer="adam")
-    run.wait(60)
-    assert 0 in run.history.column("samples")
-    verification = run.verify(8)
-    assert verification.verdict == "PASS", verification.text()
-
-
 def test_compiled_model_needs_no_other_arguments(cluster2: dtkit.Cluster):
     model = make_model()
     model.compile(loss=keras.losses.MeanSquaredError(), optimizer=keras.optimizers.SGD(0.1), metrics=["mae"])
@@ -101,74 +61,6 @@ def test_compiled_model_needs_no_other_arguments(cluster2: dtkit.Cluster):
     run.wait(60)
     assert set(run.history.evaluations[-1].values) == {"loss", "mae"}
     assert run.lr == pytest.approx(0.1)
-
-
-@pytest.mark.slow
-def test_training_continues_from_a_checkpoint_with_its_random_numbers(cluster2: dtkit.Cluster, tmp_path: Path):
-    def make_random() -> Any:
-        return make_model(keras.layers.BatchNormalization(), keras.layers.Dropout(0.3))
-
-    train(cluster2, make_random(), optimizer="adam", steps=3, checkpoint_dir=tmp_path, checkpoint_every=3).wait(60)
-    resumed = train(cluster2, make_random(), optimizer="adam", steps=6, resume_from=tmp_path)
-    resumed.wait(60)
-    resumed_model = resumed.model
-    whole = train(cluster2, make_random(), optimizer="adam", steps=6)
-    whole.wait(60)
-    check_equal(resumed_model, whole.model, 0.0)
-    mean = keras.ops.convert_to_numpy(whole.model.get_layer(index=1).moving_mean)
-    assert np.abs(mean).max() > 0
-    assert whole.verify(4).verdict == "NOT COMPARABLE"
-
-
-@pytest.mark.slow
-def test_killed_engine_changes_nothing(cluster2: dtkit.Cluster):
-    run = train(cluster2, steps=300, optimizer="adam")
-    wait_until(lambda: run.status.step > 5)
-    run.inject_fault("kill", 1)
-    run.wait(90)
-    undisturbed = train(cluster2, steps=300, optimizer="adam")
-    undisturbed.wait(60)
-    check_equal(run.model, undisturbed.model)
-
-
-@pytest.mark.slow
-def test_frozen_engine_is_named_and_replaced(cluster2: dtkit.Cluster):
-    run = train(cluster2, steps=small.LONG, optimizer="adam")
-    wait_until(lambda: run.status.step > 5)
-    frozen = cluster2.nodes[1].pid
-    os.kill(frozen, signal.SIGSTOP)
-    wait_until(lambda: any(event.kind == "stuck" for event in run.history.events), 30)
-    wait_until(lambda: any(event.kind == "repair" for event in run.history.events), 60)
-    step = run.status.step
-    wait_until(lambda: run.status.step > step + 5)
-    run.stop()
-    assert cluster2.nodes[1].pid != frozen
-    undisturbed = train(cluster2, steps=run.status.step, optimizer="adam")
-    undisturbed.wait(120)
-    check_equal(run.model, undisturbed.model)
-
-
-def test_error_of_one_rank_is_named_and_leaves_the_engines_usable(cluster2: dtkit.Cluster):
-    def raise_on_rank_1(target: Any, output: Any) -> Any:
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
-            raise ValueError("planted")
-        return keras.losses.mean_squared_error(target, output)
-
-    with pytest.raises(dtkit.errors.EngineError, match=r"rank 1 .*ValueError: planted"):
-        train(cluster2, loss=raise_on_rank_1).wait(60)
-    small.check_usable(cluster2)
-
-
-def test_run_pauses_steps_and_takes_another_learning_rate(cluster2: dtkit.Cluster):
-    run = train(cluster2, steps=small.LONG)
-    run.pause()
-    step = run.status.step
-    assert run.step(2) == step + 2
-    run.set(lr=0.5)
-    run.step(1)
-    assert run.history.column("lr")[-1] == 0.5
-    run.stop()
-    assert run.status.state is State.STOPPED
 
 
 def test_rows_of_tf_data_are_all_trained_on(cluster2: dtkit.Cluster, capsys: pytest.CaptureFixture[str]):
@@ -240,12 +132,6 @@ def test_frozen_layers_stay_as_they_are(cluster2: dtkit.Cluster):
     frozen, expected = run.model.layers[0].get_weights(), make_model().layers[0].get_weights()
     assert all(np.array_equal(a, b) for a, b in zip(frozen, expected, strict=True))
     assert len(run.model.trainable_variables) == 2
-
-
-def test_parameters_are_averaged(cluster2: dtkit.Cluster):
-    run = train(cluster2, steps=8, strategy=dtkit.ParameterAveraging(every=4), optimizer="adam")
-    run.wait(60)
-    assert run.status.state is State.COMPLETED
 
 
 class Batches(keras.utils.PyDataset):

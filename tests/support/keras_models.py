@@ -6,10 +6,13 @@ import importlib.util
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+
+if TYPE_CHECKING:
+    import dtkit
 
 
 def import_keras() -> Any:
@@ -18,6 +21,31 @@ def import_keras() -> Any:
     keras = pytest.importorskip("keras")
     os.environ["KERAS_BACKEND"] = keras.backend.backend()  # another module may have imported Keras before
     return keras
+
+
+ROWS = 49
+"""Steps of 16 rows end with one of a single row, so that a rank has none."""
+
+
+def make_rows(count: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(count, 4)), generator.normal(size=(count, 3))
+
+
+def make_model(*extra: Any, name: str = "net") -> Any:
+    keras = import_keras()
+    keras.utils.set_random_seed(0)
+    first = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2")
+    return keras.Sequential([keras.Input((4,)), first, *extra, keras.layers.Dense(3)], name=name)
+
+
+def train(cluster: dtkit.Cluster, model: Any = None, rows: Any = None, **options: Any) -> dtkit.Run:
+    defaults: dict[str, Any] = {"loss": "mse", "optimizer": "sgd", "batch_size": 16}
+    if "epochs" not in options:
+        defaults["steps"] = 4
+    return cluster.train(
+        make_model() if model is None else model, make_rows() if rows is None else rows, **(defaults | options)
+    )
 
 
 def get_bound(dtype: str) -> float:

@@ -60,7 +60,7 @@ def train_by_fit(passes: int, *, distributed: bool) -> list[np.ndarray]:
         callbacks = [hvd.callbacks.MetricAverageCallback(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
         x, y = x[hvd.rank() :: 2], y[hvd.rank() :: 2]
         batch_size = 16 // passes
-    model.compile(optimizer, "mse", jit_compile=False)
+    model.compile(optimizer, "mse")  # in a script, without XLA
     model.fit(x, y, batch_size=batch_size, epochs=5, shuffle=False, callbacks=callbacks, verbose=0)
     return [v.numpy() for v in model.trainable_variables]
 
@@ -188,22 +188,24 @@ def ask_for_what_cannot_be() -> list[str]:
         lambda: hvd.alltoall(tf.ones(3), splits=[4, 4]),
         lambda: hvd.size_op(process_set_id=9),
         tf.function(lambda: hvd.allreduce(tf.ones(2 + hvd.rank()))),
+        tf.function(lambda: hvd.allreduce(tf.ones(2)), jit_compile=True),
     ):
         try:
             ask()
-        except (tf.errors.OpError, ValueError) as error:
+        except (tf.errors.OpError, ValueError, NotImplementedError) as error:
             errors.append(f"{type(error).__name__}: {error}")
     return errors
 
 
 def test_errors_are_those_of_horovod(cluster2: dtkit.Cluster):
     first, second = cluster2.torchrun(ask_for_what_cannot_be, horovod=True)
-    for shape, splits, number, in_graph in (first, second):
+    for shape, splits, number, in_graph, compiled in (first, second):
         assert shape.startswith("FailedPreconditionError: ")
         assert "Mismatched shape of allreduce" in shape
         assert splits.startswith("InvalidArgumentError: splits are [4, 4]")
         assert "process_set_id is 9; the registered ones are 0" in number
         assert "Mismatched shape of allreduce.graph_allreduce" in in_graph
+        assert "jit_compile=False" in compiled
     assert first[0] == second[0]
 
 

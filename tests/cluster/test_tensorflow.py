@@ -167,6 +167,8 @@ def ask_for_what_is_wrong(case: str) -> None:
         ours.broadcast_variables([variable], root_rank=9)
     elif case == "variables":
         ours.broadcast_variables(variable)
+    elif case == "xla":
+        tf.function(lambda: ours.average_gradients([tf.ones(2)]), jit_compile=True)()
     elif case == "dataset":
         ours.shard_dataset([1, 2], 8)
     elif case == "batch":
@@ -186,6 +188,7 @@ def ask_for_what_is_wrong(case: str) -> None:
         ("root", "root_rank=9; the ranks are 0 to 1"),
         ("variables", r"variables must be a list .*\[variable\]"),
         ("metrics", r"metrics must be a list .*\[metric\]"),
+        ("xla", r"XLA compiles this graph.*jit_compile=False"),
         ("dataset", r"dataset is a list; give a tf\.data\.Dataset of single rows"),
         ("batch", "batch_size=1 is the number of rows over all 2 ranks"),
         ("0", "samples=0 here, and 0 over all ranks; give each rank's number of rows"),

@@ -15,15 +15,16 @@ def accept_dropped_arguments() -> None:
     """Let Keras 3 accept what Horovod's examples and documentation have from Keras 2.
 
     `compile` ignores `experimental_run_tf_function`, which switched off a way of running that Keras no longer has.
-    Optimizers take `lr`, and have an attribute of this name. Only a script's own process calls this function.
+    Unless the script asks for XLA, `compile` doesn't use it with Horovod's optimizers. Optimizers take `lr`, and have
+    an attribute of this name. Only a script's own process calls this function.
     """
-    _change_options(keras.Model, "compile", _drop_run_tf_function)
+    _change_options(keras.Model, "compile", _change_compile)
     _change_options(keras.optimizers.Optimizer, "__init__", _rename_lr)
     if not hasattr(keras.optimizers.Optimizer, "lr"):
         keras.optimizers.Optimizer.lr = property(_get_rate, _set_rate)
 
 
-def _change_options(kind: Any, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+def _change_options(kind: Any, name: str, change: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
     """Let a method change its keyword arguments before it runs."""
     owner: Any = next(base for base in kind.__mro__ if name in vars(base))  # Keras compares with this class
     method = getattr(owner, name)
@@ -32,17 +33,19 @@ def _change_options(kind: Any, name: str, change: Callable[[dict[str, Any]], Non
 
     @functools.wraps(method, assigned=("__doc__",))
     def call_changed(self: Any, *args: Any, **options: Any) -> Any:
-        change(options)
+        change(args, options)
         return method(self, *args, **options)
 
     setattr(owner, name, call_changed)
 
 
-def _drop_run_tf_function(options: dict[str, Any]) -> None:
+def _change_compile(args: tuple[Any, ...], options: dict[str, Any]) -> None:
     options.pop("experimental_run_tf_function", None)
+    if hasattr(args[0] if args else options.get("optimizer"), "register_local_var"):  # only Horovod's have it
+        options.setdefault("jit_compile", False)
 
 
-def _rename_lr(options: dict[str, Any]) -> None:
+def _rename_lr(_args: tuple[Any, ...], options: dict[str, Any]) -> None:
     if "lr" in options:
         options["learning_rate"] = options.pop("lr")
 

@@ -14,6 +14,8 @@ import tensorflow as tf
 import torch
 import torch.distributed as dist
 
+from dtkit.integrations.xla import refuse_xla
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -58,6 +60,7 @@ def average_gradients(gradients: Sequence[Any], samples: Any = None) -> list[Any
     if tf.executing_eagerly():
         means = [tf.convert_to_tensor(mean) for mean in _average(weight, *dense)]
     else:
+        refuse_xla()
         means = tf.py_function(_average, [weight, *dense], [gradient.dtype for gradient in dense])
         for mean, gradient in zip(means, dense, strict=True):
             mean.set_shape(gradient.shape)

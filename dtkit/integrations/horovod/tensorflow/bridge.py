@@ -12,6 +12,7 @@ import torch
 
 from dtkit.integrations.horovod.context import is_strict
 from dtkit.integrations.horovod.exceptions import MismatchError, NotInitializedError
+from dtkit.integrations.xla import refuse_xla
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,7 @@ def call(function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[Any]
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     if not tf.executing_eagerly():
         _check_order_of_graph()
+        refuse_xla()
         return list(tf.py_function(run, tensors, list(dtypes)))
     with _raising_as_horovod():
         return run(*tensors)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+import dtkit
 from dtkit.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-    import dtkit
     from tests.cluster.conftest import SharedCluster
 
 pytest.importorskip("tensorflow")
@@ -152,6 +154,28 @@ def test_fit_with_a_distributed_optimizer_and_merged_metrics(cluster2: dtkit.Clu
         assert all(np.abs(a - b).max() < 1e-12 for a, b in zip(weights, other, strict=True))
         assert other_metric == pytest.approx(metric, rel=1e-12)
     assert len(task.to_pandas()) == 8  # four batches by rank
+
+
+def read_example(root: Path) -> Any:
+    """Return the function that the guide shows."""
+    guide = (root / "docs/guides/keras.md").read_text()
+    (code,) = re.findall(r"```text\n(def train_own_loop.*?)\n\n\ncluster", guide, re.DOTALL)
+    names: dict[str, Any] = {"dtkit": dtkit, "__name__": "__main__"}  # as in a notebook
+    exec(code, names)
+    return names["train_own_loop"]
+
+
+def test_loop_of_the_guide_runs_on_two_engines(cluster2: dtkit.Cluster, root: Path):
+    generator = np.random.default_rng(0)
+    inputs = generator.normal(size=(129, 8)).astype("float32")
+    labels = inputs[:, :3].argmax(1)
+    cluster2.run(os.environ.update, {"KERAS_BACKEND": "tensorflow"})
+    task = cluster2.submit(read_example(root), inputs, labels, epochs=5)
+    first, second = task.result(120)
+    assert first == second > 0.3
+    logged = task.to_pandas()
+    assert logged["samples"].sum() == 5 * 129
+    assert logged.groupby("rank")["samples"].sum().tolist() == [5 * 65, 5 * 64]
 
 
 def ask_for_what_is_wrong(case: str) -> None:

@@ -101,6 +101,7 @@ def test_error_of_one_rank_is_named_and_leaves_the_engines_usable(cluster2: dtki
 
 def test_run_pauses_steps_and_takes_another_learning_rate(cluster2: dtkit.Cluster):
     run = train(cluster2, steps=small.LONG)
+    wait_until(lambda: run.status.step > 5)
     run.pause()
     step = run.status.step
     assert run.history.to_pandas().groupby("rank")["step"].max().nunique() == 1

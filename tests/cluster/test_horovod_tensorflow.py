@@ -138,7 +138,9 @@ def run_operations() -> dict[str, Any]:
     with tf.GradientTape() as tape:
         gathered = hvd.allgather(rows)
     total, gradient = reduce(tf.ones(3, tf.float64))
-    slices = hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), tf.constant([rank]), tf.constant([2, 2])), op=hvd.Sum)
+    one_row = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([rank]), tf.constant([2, 2]))
+    slices = hvd.allreduce(one_row, op=hvd.Sum)
+    pair = hvd.grouped_allreduce([one_row, tf.ones(2)], op=hvd.Sum)
     exchanged, received = hvd.alltoall(tf.range(3), splits=[1, 2])
     variable = tf.Variable(float(rank))
     hvd.broadcast_variables([variable], root_rank=1)
@@ -148,6 +150,7 @@ def run_operations() -> dict[str, Any]:
         "gathered": gathered.numpy()[:, 0].tolist(),
         "gathered gradient": tape.gradient(gathered, rows).numpy().tolist(),
         "slices": tf.convert_to_tensor(slices).numpy().tolist(),
+        "pair": [tf.convert_to_tensor(value).numpy().tolist() for value in pair],
         "bfloat16": hvd.allreduce(tf.ones(2, tf.bfloat16)).dtype.name,
         "exchanged": exchanged.numpy().tolist(),
         "received": received.numpy().tolist(),
@@ -165,6 +168,7 @@ def test_operations_in_eager_mode_and_graphs(cluster2: dtkit.Cluster):
             "gathered": [1.0, 2.0, 2.0],
             "gathered gradient": [[1.0, 1.0]] * (rank + 1),
             "slices": [[1.0, 1.0]] * 2,
+            "pair": [[[1.0, 1.0]] * 2, [2.0, 2.0]],
             "bfloat16": "bfloat16",
             "exchanged": [[0, 0], [1, 2, 1, 2]][rank],
             "received": [[1, 1], [2, 2]][rank],
@@ -172,6 +176,36 @@ def test_operations_in_eager_mode_and_graphs(cluster2: dtkit.Cluster):
             "scattered": [[2.0, 2.0]],
             "objects": [0, 1],
         }
+
+
+def normalize(*, distributed: bool) -> list[np.ndarray]:
+    """Normalize ten rows and four more, and return the layer's weights and the gradients."""
+    make_model()  # sets the type
+    import keras
+    import tensorflow as tf
+
+    x = make_rows()[0][:14]
+    layer: Any = keras.layers.BatchNormalization()
+    if distributed:
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+        x = x[:10] if hvd.rank() == 0 else x[10:]
+        layer = hvd.SyncBatchNormalization()
+    inputs = tf.constant(x + 1.0)
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        loss = tf.reduce_sum(layer(inputs, training=True) ** 3)
+    gradient = tape.gradient(loss, inputs)
+    if distributed:
+        gradient = hvd.allgather(gradient)
+    return [gradient.numpy(), *layer.get_weights()]
+
+
+def test_batch_norm_uses_the_rows_of_all_ranks(cluster2: dtkit.Cluster):
+    expected = call_alone(normalize, distributed=False)
+    for results in cluster2.torchrun(normalize, horovod=True, distributed=True):
+        assert max(np.abs(a - b).max() for a, b in zip(results, expected, strict=True)) < BOUND
 
 
 def ask_for_what_cannot_be() -> list[str]:

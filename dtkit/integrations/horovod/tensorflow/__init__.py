@@ -33,12 +33,14 @@ from dtkit.integrations.horovod.tensorflow.operations import (
     size_op,
 )
 from dtkit.integrations.horovod.tensorflow.optimizer import DistributedOptimizer
+from dtkit.integrations.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
+    "SyncBatchNormalization",
     "allgather",
     "allgather_object",
     "allreduce",

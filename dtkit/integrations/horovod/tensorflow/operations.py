@@ -96,14 +96,17 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> list[Any]:
-    """Reduce several tensors together, as :func:`allreduce` does each."""
-    if not tensors:
-        return []
+    """Reduce several tensors together, as :func:`allreduce` does each. IndexedSlices are reduced one by one."""
     op = resolve_op(op, average)
-    compressed = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
-    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    results = _reduce([tensor for tensor, _ in compressed], name, op=op, process_set=process_set, **factors)
-    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, compressed, strict=True)]
+    factors: dict[str, Any] = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    options: dict[str, Any] = {"op": op, "process_set": process_set, **factors}
+    results = [allreduce(t, **options) if isinstance(t, tf.IndexedSlices) else None for t in tensors]
+    dense = [k for k, result in enumerate(results) if result is None]
+    compressed = [compression.compress(tf.convert_to_tensor(tensors[k])) for k in dense]
+    reduced = _reduce([tensor for tensor, _ in compressed], name, **options) if dense else []
+    for k, mean, (_, ctx) in zip(dense, reduced, compressed, strict=True):
+        results[k] = compression.decompress(mean, ctx)
+    return results
 
 
 def allgather(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +16,13 @@ from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer, load_digits
 from sklearn.model_selection import cross_val_score
 
+import dtkit
 from dtkit.errors import EngineError
 from dtkit.integrations.sklearn import PCA, GaussianNB, KMeans, LogisticRegression, Ridge, StandardScaler
 from tests.support.estimators import BOUND, check_close, compare_with_sklearn
 from tests.support.marks import slow
 from tests.support.small import check_usable
-
-if TYPE_CHECKING:
-    import dtkit
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -92,3 +96,62 @@ def test_bad_input_raises_and_leaves_the_engines_usable(cluster2: dtkit.Cluster)
     with pytest.raises(ValueError, match="y is part of the partition"):
         Ridge(cluster=cluster2).fit(cluster2.partition((X, y)), y)
     check_usable(cluster2)
+
+
+def plant(what: str, flag: str) -> None:
+    """Let k-means wait at its third iteration, or end the engine of rank 1 there."""
+    import torch.distributed as dist
+
+    from dtkit.integrations.sklearn import kmeans
+
+    move, calls = kmeans._move_centers, []
+
+    def move_centers(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            kmeans._move_centers = move
+            Path(flag).touch()
+            if what == "wait":
+                # sleeps: under test: an iteration that an interrupt must end
+                time.sleep(60)
+            elif dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return move(*args)
+
+    kmeans._move_centers = move_centers
+
+
+@pytest.mark.slow
+def test_an_engine_killed_in_k_means_is_named_and_the_fit_can_be_repeated(tmp_path: Path):
+    X, _ = load_digits(return_X_y=True)
+    with dtkit.Cluster(2, threads=1) as cluster:
+        expected = KMeans(10, init=X[:10], cluster=cluster).fit(X)
+        cluster.run(plant, "kill", str(tmp_path / "flag"))
+        with pytest.raises(EngineError, match=r"rank 1"):
+            KMeans(10, init=X[:10], cluster=cluster).fit(X)
+        cluster.repair()
+        again = KMeans(10, init=X[:10], cluster=cluster).fit(X)
+        np.testing.assert_array_equal(again.cluster_centers_, expected.cluster_centers_)
+        check_usable(cluster)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_iterations_and_leaves_the_engines_usable(tmp_path: Path):
+    X, _ = load_digits(return_X_y=True)
+    flag = tmp_path / "flag"
+
+    def interrupt() -> None:
+        wait_until(flag.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with dtkit.Cluster(2, threads=1) as cluster:
+        cluster.run(plant, "wait", str(flag))
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            KMeans(10, init=X[:10], cluster=cluster).fit(X)
+        thread.join(10)
+        assert time.monotonic() - start < 30
+        KMeans(10, init=X[:10], cluster=cluster).fit(X)
+        check_usable(cluster)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import dtkit
 from dtkit._util import timeouts
+from dtkit.cluster.config import LaunchConfig
+from dtkit.cluster.devices import plan_devices
 from dtkit.cluster.job_end_watcher import JobEndWatcher
+from dtkit.cluster.launched_transport import LaunchedTransport
 from dtkit.errors import ClusterError
 from dtkit.rpc.job_end import JobEnd
 
@@ -77,3 +82,16 @@ def test_a_scheduler_that_does_not_answer_is_asked_later():
     run = PreparedRun()
     assert check(Jobs([], error="squeue did not answer"), run)[1] == timeouts.TIME_LIMIT_POLL_S
     assert run.prepared == []
+
+
+@pytest.mark.parametrize("on_failure", ["shrink", "pause"])
+def test_only_repair_can_move_a_run_to_a_further_job(on_failure: str):
+    hosts: dict[str, Any] = dtkit.Slurm(requeue=True).to_json()
+    transport = LaunchedTransport.__new__(LaunchedTransport)
+    transport.config = LaunchConfig("Slurm", plan_devices(1, "cpu", 1), 60.0, hosts=hosts)
+    watcher = JobEndWatcher(SimpleNamespace(transport=transport), lambda: None)  # type: ignore[arg-type]
+    watcher.check_can_follow("repair")
+    with pytest.raises(ValueError, match=rf"on_failure='{on_failure}' and Slurm\(requeue=True\) exclude each other"):
+        watcher.check_can_follow(on_failure)
+    hosts["requeue"] = False
+    watcher.check_can_follow(on_failure)

@@ -299,6 +299,7 @@ class Cluster(Engines):
         """
         arguments = locals()
         config = TrainConfig(**{field.name: arguments[field.name] for field in dataclasses.fields(TrainConfig)})
+        self._job_ends.check_can_follow(on_failure)
         return launch.train(self._engine_group, self, model, data, config)
 
     def train_xgboost(

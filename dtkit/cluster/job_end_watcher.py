@@ -35,6 +35,15 @@ class JobEndWatcher:
         if isinstance(transport, LaunchedTransport) and transport.has_time_limits:
             threading.Thread(target=self._watch, args=(transport,), name="dtkit-job-ends", daemon=True).start()
 
+    def check_can_follow(self, on_failure: str) -> None:
+        """Raise ValueError if a run could not move to a further job that its launcher would submit."""
+        transport = self._engine_group.transport
+        if on_failure != "repair" and isinstance(transport, LaunchedTransport) and transport.submits_further_jobs:
+            raise ValueError(
+                f"on_failure={on_failure!r} and Slurm(requeue=True) exclude each other: a further job replaces all "
+                "engines, which only on_failure='repair' does. Leave one of them out"
+            )
+
     def close(self) -> None:
         """Stop asking. Does not wait for a checkpoint that is being written."""
         self._is_closed.set()

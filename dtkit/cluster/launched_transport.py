@@ -114,6 +114,11 @@ class LaunchedTransport(IpyparallelTransport):
         """Whether a scheduler may end the engines' jobs at a time that is known before."""
         return self._launcher.has_time_limits
 
+    @property
+    def submits_further_jobs(self) -> bool:
+        """Whether a further job takes the place of one that ends."""
+        return bool((self.config.hosts or {}).get("requeue"))
+
     def list_job_ends(self) -> list[JobEnd]:
         """Return when jobs of engines end. Raises ClusterError if the scheduler doesn't answer."""
         return self._launcher.list_job_ends()

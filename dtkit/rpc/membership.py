@@ -16,6 +16,7 @@ from dtkit._util import resources
 from dtkit.errors import ClusterError, EngineError, drop_consequential_refusals
 from dtkit.rpc import handshake
 from dtkit.rpc.clocks import ClockComparison
+from dtkit.rpc.host_devices import choose_devices
 from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.types import ABORT_FLAG, EngineInventory, Failure, GroupSpec, NodeInfo, Reply
 
@@ -282,8 +283,7 @@ class Membership:
         """Start new engines, without data or models, at these ranks. All jobs end."""
         self.uninitialized_ranks |= set(ranks)
         self._end_processes(ranks)
-        self._transport.replace(ranks)
-        self.handshake(ranks)
+        self._replace(ranks)
         self.form_process_group(ranks_changed=True)
 
     def start_single_engines(self, ranks: Sequence[int], folder: Path) -> None:
@@ -292,8 +292,7 @@ class Membership:
         These groups last until the group of all ranks is formed. They write into `folder`.
         """
         self._end_processes(ranks)
-        self._transport.replace(ranks)
-        self.handshake(ranks)
+        self._replace(ranks)
         calls = []
         for rank in ranks:
             store = folder / f"engine-{rank}-{self._transport.engine_ids[rank]}" / "store"
@@ -305,6 +304,15 @@ class Membership:
         replies = self._caller.gather_replies(self._caller.fan_out(calls, ranks=ranks), self.config.timeout + 5, ranks)
         if failures := [reply.failure for reply in replies if reply.failure is not None]:
             raise EngineError(failures)
+
+    def _replace(self, ranks: Sequence[int]) -> None:
+        self._transport.replace(ranks)
+        self.handshake(ranks)
+        if self.hosts is not None:
+            by_rank = [self._host_by_rank[rank] for rank in self._list_ranks()]
+            num_gpus = {by_rank[rank]: self.hosts.count_gpus(rank) for rank in ranks}
+            devices = choose_devices(self.config.devices, by_rank, num_gpus, ranks, self.config.backend)
+            self.config = dataclasses.replace(self.config, devices=devices)
 
     def drop_engines(self, ranks: Sequence[int]) -> None:
         """Continue without these ranks; higher ranks move down. All jobs end."""

@@ -33,6 +33,9 @@ class Hosts(Protocol):
     def get_interface(self, rank: int) -> str:
         """Return the name of the interface through which the other hosts reach the host of a rank."""
 
+    def count_gpus(self, rank: int) -> int:
+        """Return the number of usable GPUs on the host of a rank."""
+
     def open_store(self, generation: int) -> StoreAddress:
         """Open the store at which a generation of the process group meets, and return its address."""
 

@@ -56,6 +56,10 @@ class HostAccess:
         """Return the interface through which the other hosts reach the host of a rank."""
         return self._get_agent(rank).info.interface
 
+    def count_gpus(self, rank: int) -> int:
+        """Return the number of usable GPUs on the host of a rank."""
+        return self._get_agent(rank).info.gpus
+
     def open_store(self, generation: int) -> StoreAddress:
         """Open the store at which a generation meets, on the host of rank 0."""
         agent = self._get_agent(0)

@@ -61,7 +61,7 @@ class Slurm(ScriptLauncher):
     checkpoint_minutes : minutes before the time limit at which a run writes a checkpoint, into its `checkpoint_dir` or
         else below "checkpoints". By default 5, or a quarter of a shorter limit.
     requeue : whether the run then moves to a further job by itself, before the limit. It has the notebook's memory hold
-        the data for a moment. A job that somebody cancels is never submitted again.
+        the data for a moment, and needs ``on_failure="repair"``. A job that somebody cancels is never submitted again.
 
     A job is submitted if any of partition, account, qos, time, memory and directives is given, also inside a job.
     """

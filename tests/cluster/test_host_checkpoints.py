@@ -55,10 +55,11 @@ def test_checkpoints_are_gathered_from_hosts_and_sent_to_them(cluster: dtkit.Clu
 def test_a_full_disk_is_told_with_its_host_and_training_goes_on(
     cluster: dtkit.Cluster, network: Network, tmp_path: Path
 ):
-    run = train(cluster, 3000)
+    run = train(cluster, 1500)
     wait_for_step(run, 50)
     saved = run.save(tmp_path / "before")
     full = network["host2"]
+    full.run("mount", "-o", "remount,size=16M", "/tmp")  # or it would take half of the memory to fill it
     full.run("sh", "-c", "cat /dev/zero > /tmp/full", check=False)
     try:
         with pytest.raises(dtkit.errors.CheckpointError, match=r"rank 1 on host2: No space left on device"):
@@ -78,6 +79,7 @@ def test_a_full_disk_is_told_with_its_host_and_training_goes_on(
             pass
     finally:
         full.run("rm", "/tmp/full")
+        full.run("mount", "-o", "remount,size=50%", "/tmp")
     run = train(cluster, saved.step + 50, resume_from=saved.path)
     run.wait(60)
     assert_exact(run)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import dtkit
+from tests.support.hosts import scenarios
 from tests.support.hosts.training import assert_exact, assert_nothing_left, train
 from tests.support.recovery import list_loss_events, wait_for_step
 from tests.support.waiting import wait_until
@@ -48,31 +49,21 @@ def start(slurm: Slurm, network: Network, home: Path, runtime: Path) -> Iterator
     assert list(home.rglob("slurm-*.log")) == []
 
 
-def test_training_on_two_nodes_equals_training_in_one_process(start: Callable[..., dtkit.Cluster]):
-    with start() as cluster:
-        assert [node.host for node in cluster.nodes] == ["host1", "host1", "host2", "host2"]
-        run = train(cluster)
-        run.wait(60)
-        assert_exact(run)
-        assert run.verify(5).verdict == "PASS"
-
-
-def test_lost_engine_is_replaced_on_its_node(start: Callable[..., dtkit.Cluster], network: Network):
-    with start() as cluster:
-        run = train(cluster, 3000)
-        wait_for_step(run, 50)
-        network["host2"].run("kill", "-9", str(cluster.nodes[3].pid))
-        run.wait(120)
-        assert [node.host for node in cluster.nodes] == ["host1", "host1", "host2", "host2"]
-        assert list_loss_events(run) == ["lost", "repair"]
-        assert_exact(run)
+def test_training_is_exact_and_survives_a_lost_engine_and_an_interrupt(
+    start: Callable[..., dtkit.Cluster], network: Network
+):
+    with start(3) as cluster:
+        assert [node.host for node in cluster.nodes] == ["host1", "host1", "host2"]
+        scenarios.check_training(cluster, network)
+        scenarios.check_lost_engine(cluster, network)
+        scenarios.check_interrupt(cluster)
 
 
 def test_node_without_power_is_replaced_by_a_further_job(
     start: Callable[..., dtkit.Cluster], slurm: Slurm, network: Network
 ):
     with start(2) as cluster:
-        run = train(cluster, 3000)
+        run = train(cluster, scenarios.LONG)
         wait_for_step(run, 50)
         (first,) = slurm.list_jobs()
         network["host2"].power_off()

@@ -8,12 +8,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import pytest
 
 import dtkit
+from tests.support.hosts import scenarios
 from tests.support.hosts.host import run as run_here
-from tests.support.hosts.training import assert_exact, train
+from tests.support.hosts.processes import list_commands
+from tests.support.hosts.training import assert_exact, assert_nothing_left, train
 from tests.support.recovery import wait_for_step
 from tests.support.waiting import wait_until
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.support.hosts.host import Host
     from tests.support.hosts.network import Network
 
 pytestmark = pytest.mark.cluster
@@ -41,29 +41,10 @@ def start(ssh_config: Path) -> Callable[..., dtkit.Cluster]:
     return start
 
 
-def list_left(host: Host) -> list[str]:
-    """Return what a cluster has left on a host: processes, and files in its temporary folders."""
-    processes = [line for process in host.list_processes() if "python" in (line := get_command(process))]
-    return processes + host.run("sh", "-c", "ls -d /tmp/dtkit-* /dev/shm/dtkit-* 2>/dev/null", check=False).split()
-
-
-def get_command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
-
-
 def test_hosts_train_exactly_lose_an_engine_and_are_left_clean(start: Callable[..., dtkit.Cluster], network: Network):
     with start(3) as cluster:
         assert [node.host for node in cluster.nodes] == ["host1", "host1", "host2"]
-        for host in network.hosts[:2]:  # no port is open to the network but those of the process group
-            listening = [line for line in host.run("ss", "-Hlntp").splitlines() if "python" in line]
-            assert listening
-            assert not [line for line in listening if line.split()[3].startswith(("0.0.0.0:", "[::]:", "*:"))]
-        run = train(cluster, 40)
-        run.wait(60)
-        assert_exact(run)
+        scenarios.check_training(cluster, network)
         killed = cluster.nodes[2]
         network["host2"].run("kill", "-9", str(killed.pid))
         wait_until(lambda: cluster._engine_group.membership.find_lost_ranks() == [2])
@@ -72,34 +53,27 @@ def test_hosts_train_exactly_lose_an_engine_and_are_left_clean(start: Callable[.
         assert cluster.nodes[2].pid != killed.pid
         rows = cluster.partition(np.zeros((1000, 1000)))
         assert sum(rows.sizes) == 1000
-    assert [list_left(host) for host in network.hosts] == [[], [], []]
+    assert_nothing_left(network)
 
 
 @pytest.mark.slow
-def test_a_killed_agent_is_replaced_during_training(start: Callable[..., dtkit.Cluster], network: Network):
-    with start() as cluster:
-        assert [node.host for node in cluster.nodes] == ["host1", "host1"]
+def test_a_killed_agent_is_replaced_and_an_interrupt_pauses(start: Callable[..., dtkit.Cluster], network: Network):
     with start(2, ("host1:1", "host2:1")) as cluster:
-        run = train(cluster, 4000)
-        wait_for_step(run, 50)
-        (agent,) = [a for a in cluster._engine_group.transport._launcher.agents if a.info.host == "host2"]
-        network["host2"].run("kill", "-9", str(agent.info.pid))
-        run.wait(120)
-        assert [node.host for node in cluster.nodes] == ["host1", "host2"]
-        assert_exact(run)
-    assert [list_left(host) for host in network.hosts[:2]] == [[], []]
+        scenarios.check_lost_agent(cluster, network)
+        scenarios.check_interrupt(cluster)
+    assert_nothing_left(network)
 
 
 @pytest.mark.slow
 def test_training_shrinks_when_a_host_loses_its_power(start: Callable[..., dtkit.Cluster], network: Network):
     with start(2, ("host1:1", "host2:1")) as cluster:
-        run = train(cluster, 4000, on_failure="shrink")
+        run = train(cluster, scenarios.LONG, on_failure="shrink")
         wait_for_step(run, 50)
         network["host2"].power_off()
         run.wait(120)
         assert [node.host for node in cluster.nodes] == ["host1"]
         assert_exact(run)
-    assert list_left(network["host1"]) == []
+    assert_nothing_left(network)
 
 
 @pytest.mark.slow
@@ -109,7 +83,7 @@ def test_a_cut_within_the_grace_does_no_harm_and_a_longer_one_ends_the_engines(
     host = network["host2"]
     with start(2, ("host1:1", "host2:1")) as cluster:
         pids = [node.pid for node in cluster.nodes]
-        run = train(cluster, 3000, on_failure="shrink")
+        run = train(cluster, scenarios.LONG, on_failure="shrink")
         wait_for_step(run, 50)
         host.cut()
         wait_until(lambda: run.status.step is not None)
@@ -117,14 +91,14 @@ def test_a_cut_within_the_grace_does_no_harm_and_a_longer_one_ends_the_engines(
         run.wait(120)
         assert [node.pid for node in cluster.nodes] == pids
         assert_exact(run)
-        run = train(cluster, 3000, on_failure="shrink")
+        run = train(cluster, scenarios.LONG, on_failure="shrink")
         wait_for_step(run, 50)
         host.cut()
         run.wait(120)
         assert [node.host for node in cluster.nodes] == ["host1"]
         assert_exact(run)
         host.restore()
-        wait_until(lambda: list_left(host) == [], NOTICED_S)
+        wait_until(lambda: not list_commands(network, [host]), NOTICED_S)
 
 
 @pytest.mark.slow
@@ -187,7 +161,7 @@ sys.stdin.read()
         run.resume()
         run.wait(120)
         assert_exact(run)
-    assert [list_left(host) for host in network.hosts[:2]] == [[], []]
+    assert_nothing_left(network)
 
 
 @pytest.mark.slow
@@ -221,7 +195,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
         options = {"ssh": ["-F", str(config), "-i", str(tmp_path / "other")]}
     with pytest.raises(dtkit.errors.ClusterError, match=message):
         start(len(hosts), hosts, **options)
-    wait_until(lambda: [list_left(host) for host in network.hosts] == [[], [], []], NOTICED_S)
+    assert_nothing_left(network)
 
 
 @pytest.mark.slow

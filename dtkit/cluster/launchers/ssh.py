@@ -33,6 +33,7 @@ _FIRST_PORT, _LAST_PORT = 20000, 32000  # below the range from which systems cho
 _MAX_LOG_BYTES = 2000
 _MAX_SILENT_CHECKS = 4
 _PORT_TAKEN = "remote port forwarding failed"
+_NANNY = "[KernelNanny"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +223,8 @@ def replace_ports(connection: Mapping[str, Any], ports: Mapping[str, int]) -> di
 
 def explain_failure(host: str, output: str) -> str:
     """Return one sentence with a remedy for an error that ssh or the remote shell has printed."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    # A nanny's lines come after the agent's end, and never have its cause.
+    lines = [line.strip() for line in output.splitlines() if line.strip() and _NANNY not in line]
     last = lines[-1] if lines else "it printed nothing"
     for pattern, remedy in _REMEDIES.items():
         if error := next((line for line in lines if pattern.lower() in line.lower()), None):
@@ -245,6 +247,7 @@ _REMEDIES = {
     "command not found": "Name the Python of the hosts, as in SSH(..., python='~/env/bin/python')",
     "no such file or directory": "Name the Python of the hosts, as in SSH(..., python='~/env/bin/python')",
     "no space left": "Free space in the temporary folder of that host",
+    "registration timed out": "That host or this machine may be overloaded; try again, or with a longer timeout=",
 }
 """Remedies by the text that is printed."""
 

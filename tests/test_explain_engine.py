@@ -194,7 +194,7 @@ def test_different_batch_statistics_do_not_count_as_different_parameters():
     first, second = step((8, 12), normed)
     assert first["after"] == second["after"] != first["before"]
     assert first["buffers"] != second["buffers"]
-    assert "Buffers (batch statistics) differ between ranks" in repr(StepExplanation.from_reports([first, second]))
+    assert "Buffers (batch statistics) differ between nodes" in repr(StepExplanation.from_reports([first, second]))
 
 
 def test_a_rank_with_different_parameters_is_detected():

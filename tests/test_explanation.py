@@ -64,14 +64,14 @@ def test_ranks_that_differ_are_named():
     step = StepExplanation.from_reports(stray)
     assert not step.identical
     assert [layer.identical for layer in step.layers] == [True, False]
-    assert "The ranks hold DIFFERENT parameters, in 0.bias." in repr(step)
+    assert "The nodes hold DIFFERENT parameters, in 0.bias." in repr(step)
     assert "DIFFERS" in repr(step)
 
 
 def test_the_loss_without_any_sample_is_nan():
     step = StepExplanation.from_reports([make_report(0, [], None, 1, ("w",))])
     assert math.isnan(step.loss)
-    assert "no rank had a sample in this step" in repr(step)
+    assert "no node had a sample in this step" in repr(step)
 
 
 def test_an_explanation_becomes_a_data_frame():
@@ -117,38 +117,38 @@ def test_max_or_none_ignores_none():
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 TEXT = """\
-Step 7 of Net on 3 ranks, epoch 2: 8 samples
+Step 7 of Net on 3 nodes, epoch 2: 8 samples
 
-1. Each rank takes rows of its own and computes the mean loss over them.
+1. Each node takes rows of its own and computes the mean loss over them.
 
-   rank  samples   loss  weight in the mean  rows
+   node  samples   loss  weight in the mean  rows
       0        3  1.000        3/8 = 0.3750  3, 18, 0
       1        5  2.000        5/8 = 0.6250  4 to 8
       2        0      —                   0  no sample in this step
 
    loss of the step = 3/8 * 1.000 + 5/8 * 2.000 = 1.625
 
-2. Each rank computes the gradient of its own loss. The all-reduce sums these gradients, each times
-   its weight, and leaves the sum on every rank. Norms:
+2. Each node computes the gradient of its own loss. The all-reduce sums these gradients, each times
+   its weight, and leaves the sum on every node. Norms:
 
-   layer                shape      rank 0  rank 1  rank 2  all-reduced  cosine   update  checksum after
+   layer                shape      node 0  node 1  node 2  all-reduced  cosine   update  checksum after
    0.weight             8*4        0.4000  0.5000       —       0.3000    0.50  0.03000  0123456789ab
    0.bias               8*4        0.4000  0.5000       —       0.3000    0.50  0.03000  0123456789ab
    all layers           2 tensors  0.5657  0.7071       —       0.4243    0.50  0.04243  identical
    cosine with the sum               0.50    0.50       —
 
-   The cosine compares a rank's own gradient with the sum: 1 the same direction, 0 at right angles,
-   -1 the opposite direction. Where ranks disagree, parts cancel and the sum is shorter than the
+   The cosine compares a node's own gradient with the sum: 1 the same direction, 0 at right angles,
+   -1 the opposite direction. Where nodes disagree, parts cancel and the sum is shorter than the
    gradients it is made of.
 
-3. Every rank takes the same update (learning rate 0.1). Checksums of all parameters:
+3. Every node takes the same update (learning rate 0.1). Checksums of all parameters:
 
-   rank  before        after
+   node  before        after
       0  aaaaaaaaaaaa  bbbbbbbbbbbb
       1  aaaaaaaaaaaa  bbbbbbbbbbbb
       2  aaaaaaaaaaaa  bbbbbbbbbbbb
 
-   All 3 ranks hold identical parameters, bit by bit."""
+   All 3 nodes hold identical parameters, bit by bit."""
 
 
 def test_the_text_of_a_step_equals_the_expected_text():
@@ -170,14 +170,14 @@ def test_the_text_shows_fractional_weights():
 def test_the_text_shows_a_step_without_an_update():
     text = repr(make_explanation(after=None, lr=None, clip=1.0))
     assert "3. No update: the gradients are not finite." in text
-    assert "Every rank takes" not in text
+    assert "Every node takes" not in text
     assert "Clipping" not in text
 
 
 def test_the_text_of_one_rank_compares_nothing():
     text = repr(make_explanation(RANKS[:1]))
-    assert "on 1 rank, epoch 2: 3 samples" in text
-    assert "One rank: there is nothing to compare." in text
+    assert "on 1 node, epoch 2: 3 samples" in text
+    assert "One node: there is nothing to compare." in text
 
 
 def test_the_text_describes_streams_and_shortens_many_rows():
@@ -188,7 +188,7 @@ def test_the_text_describes_streams_and_shortens_many_rows():
 
 def test_the_text_of_many_ranks_fits_the_page():
     text = repr(make_explanation(many(40)))
-    assert "and 24 more ranks" in text
+    assert "and 24 more nodes" in text
     assert "smallest own  largest own" in text
     assert f" + … + 4/160 {TIMES} 1.975 = " in text
     assert max(map(len, text.splitlines())) < 120
@@ -249,11 +249,11 @@ def test_the_figure_has_rows_losses_and_gradients():
     assert areas == pytest.approx(make_explanation().loss)
     assert losses.get_lines()[0].get_ydata()[0] == pytest.approx(make_explanation().loss)
     bars = {group[0].get_gid(): [bar.get_width() for bar in group] for group in gradients.containers}
-    assert bars == {"rank 0": [0.4, 0.4], "rank 1": [0.5, 0.5], "rank 2": [0, 0], "all-reduced": [0.3, 0.3]}
+    assert bars == {"node 0": [0.4, 0.4], "node 1": [0.5, 0.5], "node 2": [0, 0], "all-reduced": [0.3, 0.3]}
     assert [label.get_text() for label in gradients.get_yticklabels()] == ["0.weight", "0.bias"]
     assert "0123456789ab" in [text.get_text() for text in columns.texts]
     line = figure.get_supxlabel()
-    assert line == "Parameters aaaaaaaaaaaa → bbbbbbbbbbbb. All 3 ranks hold identical parameters, bit by bit."
+    assert line == "Parameters aaaaaaaaaaaa → bbbbbbbbbbbb. All 3 nodes hold identical parameters, bit by bit."
 
 
 def test_the_figure_shows_that_ranks_differ():
@@ -262,8 +262,8 @@ def test_the_figure_shows_that_ranks_differ():
     stray[2]["tensors"][0] |= {"update": 0.04, "checksum": "cccccccccccc"}
     figure = StepExplanation.from_reports(stray).figure()
     marked = [text.get_text() for text in figure.axes[3].texts if text.get_color() == style.COLORS[5]]
-    assert marked == ["ranks differ", "DIFFERS"]
-    assert figure.get_supxlabel() == "The ranks hold DIFFERENT parameters, in 0.weight."
+    assert marked == ["nodes differ", "DIFFERS"]
+    assert figure.get_supxlabel() == "The nodes hold DIFFERENT parameters, in 0.weight."
 
 
 @pytest.mark.parametrize("ranks", [9, 40])

@@ -193,7 +193,7 @@ def test_a_drawing_is_described_and_stays_within_its_frame(name: str):
 
 def test_labels_have_the_page_color_so_that_dark_themes_work():
     svg = DRAWINGS["ring of 4"].to_svg()
-    assert 'fill="currentColor">rank 0' in svg
+    assert 'fill="currentColor">node 0' in svg
     assert "id=" not in svg  # two drawings on a page can't collide
 
 

@@ -57,7 +57,7 @@ def test_the_peak_is_at_least_the_size_of_the_tensors():
 def test_the_table_shows_planned_below_measured_memory():
     found = memory(make_usage(), make_usage(process_growth=120 * MB), plan=planned())
     head, *lines = [re.sub(" +", " ", line) for line in repr(found).splitlines()[1:6]]
-    assert head == "rank peak as sent parameters gradients optimizer activations limit"
+    assert head == "node peak as sent parameters gradients optimizer activations limit"
     assert lines[0] == "0 100 MB 0 B 20 MB 20 MB 40 MB 20 MB 150 MB"
     assert lines[1] == " planned 110 MB 0 B 20 MB 20 MB 40 MB 30 MB 150 MB"
     assert found.peak == 120 * MB
@@ -86,7 +86,7 @@ def test_many_ranks_are_cut_to_those_with_the_most_memory():
     found = memory(*(make_usage(process_growth=(100 + k) * MB) for k in range(40)))
     lines = repr(found).splitlines()
     assert re.match(r"24 +124 MB", lines[2])
-    assert lines[-1] == "and 24 more ranks, which held less"
+    assert lines[-1] == "and 24 more nodes, which held less"
     assert len(found.figure().axes[0].get_yticks()) == 16
 
 

@@ -248,10 +248,10 @@ def test_shards_are_ranges_or_32_bit_integers() -> None:
 def test_a_partition_is_shown_as_text_html_and_png(by: str) -> None:
     labels = np.arange(300) % 3
     part = Partition(300, 40, by=by, labels=labels)
-    assert repr(part).startswith(f"Partition(300 rows on 40 ranks, {by}, sizes=(8, 8")
+    assert repr(part).startswith(f"Partition(300 rows on 40 nodes, {by}, sizes=(8, 8")
     page = part._repr_html_()
     assert ">31</td>" in page
-    assert "and 8 more ranks" in page
+    assert "and 8 more nodes" in page
     assert "class 2" in page
     assert 'src="data:image/png;base64,' in page
     assert part._repr_png_().startswith(b"\x89PNG")

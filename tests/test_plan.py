@@ -269,7 +269,7 @@ def test_a_plan_of_many_ranks_shows_the_tightest_one():
 
 def test_a_plan_shows_the_answer_before_its_parts():
     answer, parts = plan_text._make_page(make_plan()).tables
-    assert answer.header[:6] == ["strategy", "rank", "samples", "needed", "free", "fits"]
+    assert answer.header[:6] == ["strategy", "node", "samples", "needed", "free", "fits"]
     assert parts.header[2:] == [name for _, name in plan_text.MEMORY_PARTS]
 
 
@@ -295,7 +295,7 @@ def test_a_long_list_of_fitting_strategies_is_counted():
     rows = [dataclasses.replace(row, strategy=f"Long{k}({'x' * 40})") for k in range(3) for row in make_plan().rows[:2]]
     tight = [dataclasses.replace(row, free=row.needed - 1) for row in rows[4:]]
     some = dataclasses.replace(make_plan(), rows=tuple(rows[:4] + tight))
-    assert repr(some).splitlines()[0].endswith("on 2 ranks: 2 of 3 strategies fit")
+    assert repr(some).splitlines()[0].endswith("on 2 nodes: 2 of 3 strategies fit")
     one = dataclasses.replace(
         make_plan(), rows=tuple([dataclasses.replace(r, strategy="x" * 61) for r in rows[:2]] + tight)
     )
@@ -349,7 +349,7 @@ def test_a_plan_becomes_a_data_frame():
 
 def test_a_benchmark_is_shown_as_text_html_and_figure():
     found = make_benchmark(3)
-    assert "Benchmark of 3 ranks, gloo: 3 GFLOP/s in float32 together" in repr(found)
+    assert "Benchmark of 3 nodes, gloo: 3 GFLOP/s in float32 together" in repr(found)
     assert "data:image/png" in found._repr_html_()
     latency, width, rate = found.figure().axes
     assert [t.get_text() for t in latency.texts].count("100") == 6
@@ -362,7 +362,7 @@ def test_a_benchmark_of_one_rank_has_no_links():
     alone = make_benchmark(1, all_reduce=())
     assert math.isnan(alone.all_reduce_bytes_s)
     assert "all-reduce" not in repr(alone)
-    assert alone.figure().axes[0].texts[0].get_text() == "one rank has no links"
+    assert alone.figure().axes[0].texts[0].get_text() == "one node has no links"
     assert alone._repr_html_()
 
 

@@ -38,15 +38,15 @@ def test_traces_of_ranks_are_merged_on_one_clock():
     spans = [event for event in events if event["ph"] == "X"]
     assert [event["ts"] for event in spans] == [0.0, 50.0]  # 1500 us, and 7000 - 5400 - 50 us
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert [names[event["pid"]] for event in spans] == ["rank 0, CPU", "rank 1, CPU"]
+    assert [names[event["pid"]] for event in spans] == ["node 0, CPU", "node 1, CPU"]
     assert [event["id"] for event in events if event["ph"] == "s"] == ["0.1", "1.1"]
 
 
 def test_the_table_has_time_by_rank_and_share():
     text = profile_text.format_text(profile())
-    assert text.startswith("Profile of Net: steps 8 to 9 on 2 ranks\n")
+    assert text.startswith("Profile of Net: steps 8 to 9 on 2 nodes\n")
     header, *rows = text.splitlines()[1:4]
-    assert header.split() == ["operator", "calls", "a", "step", "share", "rank", "0", "rank", "1"]
+    assert header.split() == ["operator", "calls", "a", "step", "share", "node", "0", "node", "1"]
     assert rows[0].split() == ["aten::mm", "2", "80", "%", "1.5", "ms", "2.5", "ms"]
     assert [row.name for row in profile().operators] == ["aten::mm", "aten::add"]
     assert list(profile().to_pandas()["rank"]) == [0, 0, 1, 1]

@@ -38,7 +38,7 @@ def test_the_shards_hold_all_rows_except_the_held_out_ones(done: ExecutedNoteboo
 
 
 def test_replicas_are_identical(done: ExecutedNotebook):
-    checksums = re.findall(r"rank \d+\s+([0-9a-f]{8,})", done.text("cluster.broadcast("))
+    checksums = re.findall(r"node \d+\s+([0-9a-f]{8,})", done.text("cluster.broadcast("))
     assert len(checksums) == 2
     assert len(set(checksums)) == 1
 

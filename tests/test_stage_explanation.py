@@ -68,7 +68,7 @@ def test_a_gradient_that_is_not_the_sum_of_its_parts_is_named():
     reports[1]["stages"][1]["gap"] = 0.01
     found = explained(reports)
     assert not found.is_sum_of_micro_batches
-    assert "The gradient is NOT the sum of its micro-batches' parts in stage 1 on rank 1." in repr(found)
+    assert "The gradient is NOT the sum of its micro-batches' parts in stage 1 on node 1." in repr(found)
 
 
 def test_a_transfer_within_one_rank_sends_nothing():
@@ -85,7 +85,7 @@ def test_a_transfer_within_one_rank_sends_nothing():
 def test_text_html_and_data_frame_agree():
     found = explained(make_pipeline_reports())
     text, page = repr(found), found._repr_html_()
-    assert text.startswith("Step 4 of Net in 2 stages on 2 ranks, epoch 2: 8 samples in 2 micro-batches")
+    assert text.startswith("Step 4 of Net in 2 stages on 2 nodes, epoch 2: 8 samples in 2 micro-batches")
     for words in ("What arrived is what was sent, bit by bit: all 4 tensors.", "0.5, 1, 1.5, …", "0.7500"):
         assert words in text
         assert words in page
@@ -147,10 +147,10 @@ def test_all_replicas_are_listed_and_the_first_is_drawn():
     assert found.replicas == ((0, 1), (2, 3))
     assert (found.samples, found.identical) == (16, True)
     arrows = found.figure().axes[0]
-    assert [label.get_text() for label in arrows.get_yticklabels()] == ["stage 0, rank 0", "stage 1, rank 1"]
+    assert [label.get_text() for label in arrows.get_yticklabels()] == ["stage 0, node 0", "stage 1, node 1"]
     assert arrows.get_title(loc="left") == "Transfers between stages: replica 1 of 2"
     text = repr(found)
-    assert text.startswith("Step 4 of Net in 2 stages and 2 replicas on 4 ranks")
+    assert text.startswith("Step 4 of Net in 2 stages and 2 replicas on 4 nodes")
     senders = [line.split()[6] for line in text.splitlines() if "float32" in line]
     assert senders == ["0", "0", "1", "1", "2", "2", "3", "3"]  # though all was sent at the same times
     assert "All replicas have the same stages, bit by bit." in text
@@ -163,7 +163,7 @@ def test_a_replica_without_samples_is_not_drawn():
     found = explained(reports)
     assert found.replicas == ((0, 1), (2, 3))
     arrows = found.figure().axes[0]
-    assert [label.get_text() for label in arrows.get_yticklabels()] == ["stage 0, rank 2", "stage 1, rank 3"]
+    assert [label.get_text() for label in arrows.get_yticklabels()] == ["stage 0, node 2", "stage 1, node 3"]
     assert arrows.get_title(loc="left").endswith("replica 2 of 2")
 
 
@@ -195,7 +195,7 @@ def test_collectives_have_expected_bytes_and_compared_digests():
     assert (found.expected_bytes, found.sent_bytes, found.loss) == (200.0, 300, 1.0)
     assert found.is_agreed
     text = repr(found)
-    assert "Sent by a rank: 300 B counted, 200 B by the textbook's rings. The difference is what\n" in text
+    assert "Sent by a node: 300 B counted, 200 B by the textbook's rings. The difference is what\n" in text
     assert "data:image/png;base64,iVBOR" in found._repr_html_()
     assert len(found.to_pandas()) == 2
 
@@ -205,7 +205,7 @@ def test_different_results_and_misaligned_ranks_are_shown():
     reports[1]["collectives"][0]["digest"] = "y"
     found = ShardedExplanation.from_reports(reports, "Net")  # type: ignore[arg-type]  # made by hand
     assert not found.is_agreed
-    assert "Some results that should be the same on all ranks are NOT." in repr(found)
+    assert "Some results that should be the same on all nodes are NOT." in repr(found)
     reports[1]["collectives"].pop()
     found = ShardedExplanation.from_reports(reports, "Net")  # type: ignore[arg-type]  # made by hand
     assert not found.is_aligned
@@ -236,10 +236,10 @@ def test_ranks_are_compared_within_their_group(samples: list[int], witness: int)
     assert [c.ranks for c in found.collectives] == [(witness, witness + 1), (0, 2)]
     assert found.collectives[1].digests == ("of slice 0", "of slice 0")
     text = " ".join(repr(found).split())
-    assert f"Collectives of rank {witness} by phase:" in text
-    assert "The ranks of each group made the same collectives" in text
+    assert f"Collectives of node {witness} by phase:" in text
+    assert "The nodes of each group made the same collectives" in text
     labels = [label.get_text() for label in found.figure().axes[0].get_yticklabels()]
-    assert labels == [f"forward: all-reduce, ranks {witness}, {witness + 1}", "sync: all-reduce, ranks 0, 2"]
+    assert labels == [f"forward: all-reduce, nodes {witness}, {witness + 1}", "sync: all-reduce, nodes 0, 2"]
 
 
 def test_a_difference_in_a_group_that_is_not_shown_is_found():

@@ -329,7 +329,7 @@ def test_to_pandas_has_a_column_per_name(cluster):
 def test_text_shows_the_latest_value_of_each_name_and_sanitized_lines(cluster):
     call = start(cluster)
     cluster.listen(0, 0, [row(loss=0.5), row(accuracy=1.0), ("text", "\x1b[31mred")])
-    assert repr(call) == "len on 2 ranks: running\n  [0] loss=0.5 accuracy=1\n[0] [31mred"
+    assert repr(call) == "len on 2 nodes: running\n  [0] loss=0.5 accuracy=1\n[0] [31mred"
 
 
 def test_html_escapes_engine_output_and_shows_only_the_last_lines(cluster):
@@ -375,7 +375,7 @@ def test_the_figure_has_axes_per_name_and_a_line_per_rank(cluster):
     cluster.listen(1, 0, [row(loss=4.0)])
     figure = call.figure()
     figure.canvas.draw()
-    assert drawn(figure) == {"loss": {"rank 0": [2, 1], "rank 1": [4]}, "$a": {"rank 0": [3]}}
+    assert drawn(figure) == {"loss": {"node 0": [2, 1], "node 1": [4]}, "$a": {"node 0": [3]}}
 
 
 def test_figure_of_a_call_without_rows_reports_that_nothing_was_logged(cluster):

@@ -160,7 +160,7 @@ def test_a_trace_has_a_row_per_rank_and_an_event_per_span(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = [(e["name"], e["tid"], *e["args"].values()) for e in events if e["ph"] == "M"]
     assert names[0] == ("process_name", 0, "step 0 of a net")
-    assert [name[1:] for name in names if name[0] == "thread_name"] == [(0, "rank 0"), (1, "rank 1")]
+    assert [name[1:] for name in names if name[0] == "thread_name"] == [(0, "node 0"), (1, "node 1")]
     assert [name[1:] for name in names if name[0] == "thread_sort_index"] == [(0, 0), (1, 1)]
     spans = [e for e in events if e["ph"] == "X"]
     assert len(spans) == sum(e["ph"] != "M" for e in events) == 16

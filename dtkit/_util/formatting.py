@@ -109,8 +109,8 @@ def format_count(count: int, noun: str) -> str:
 
 
 def name_nodes(text: str) -> str:
-    """Return a text about ranks with the word node, which pictures and the log next to them use."""
-    return re.sub(r"\brank(s?)\b", r"node\1", text)
+    """Return a text about ranks with the word node, which pictures, their tables and the log use."""
+    return re.sub(r"\b([Rr])ank(s?)\b", lambda found: ("N" if found[1] == "R" else "n") + f"ode{found[2]}", text)
 
 
 def name_nodes_at_start(text: str) -> str:

@@ -126,7 +126,7 @@ _register(
     Partition,
     partition_view.draw_partition,
     format_html=partition_view.format_html,
-    alt="rows and classes of each rank",
+    alt="rows and classes of each node",
 )
 _register(Timeline, _draw_timeline)
 _register(Schedule, _draw_schedule)

@@ -77,14 +77,14 @@ class ModelHandle:
     def _format_summary(self) -> str:
         same = "identical" if self.is_identical else "NOT identical"
         size = f"{self.num_parameters:,} parameters, {formatting.format_bytes(self.nbytes)}"
-        return f"{self.name} on {len(self.checksums)} ranks, {size}, {same}"
+        return f"{self.name} on {formatting.format_count(len(self.checksums), 'node')}, {size}, {same}"
 
     def __repr__(self) -> str:
-        return "\n".join([self._format_summary(), *(f"  rank {r}  {c}" for r, c in enumerate(self.checksums))])
+        return "\n".join([self._format_summary(), *(f"  node {r}  {c}" for r, c in enumerate(self.checksums))])
 
     def _repr_html_(self) -> str:
         rows = [(str(rank), checksum) for rank, checksum in enumerate(self.checksums)]
-        table = Table(("rank", "checksum"), rows, {"checksum"})
+        table = Table(("node", "checksum"), rows, {"checksum"})
         return f"<p>{html.escape(self._format_summary())}</p>{table.to_html()}"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit._util import views
+from dtkit._util import formatting, views
 from dtkit._util.stacklevel import find_caller_stacklevel
 from dtkit.data.sharding import Shard, build_shards, check_labels, to_index
 
@@ -143,7 +143,7 @@ class Partition:
     def format_headline(self) -> str:
         """Return the size and the method in one line."""
         seed = "" if self.seed is None else f", seed={self.seed}"
-        return f"{self.n} rows on {self.world_size} ranks, {self.by}{seed}"
+        return f"{self.n} rows on {formatting.format_count(self.world_size, 'node')}, {self.by}{seed}"
 
     def __repr__(self) -> str:
         sizes = ", ".join(map(str, self.sizes[:_MAX_SHOWN_RANKS]))

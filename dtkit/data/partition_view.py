@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtkit._util import formatting
 from dtkit._util.table import Table
 
 if TYPE_CHECKING:
@@ -44,10 +45,10 @@ def draw_partition(partition: Partition) -> Figure:
 def format_html(partition: Partition) -> str:
     """Return the headline, the note and a table of ranks as HTML."""
     shown_ranks = min(partition.world_size, _MAX_SHOWN_RANKS)
-    header = ["rank", "rows", "share", *(f"class {name}" for name in _get_shown_classes(partition))]
+    header = ["node", "rows", "share", *(f"class {name}" for name in _get_shown_classes(partition))]
     rows = [_format_row(partition, rank) for rank in range(shown_ranks)]
-    more = f"<p>and {partition.world_size - shown_ranks} more ranks</p>" if partition.world_size > shown_ranks else ""
-    note = f"<p>{html.escape(partition.note)}</p>" if partition.note else ""
+    more = f"<p>and {partition.world_size - shown_ranks} more nodes</p>" if partition.world_size > shown_ranks else ""
+    note = f"<p>{html.escape(formatting.name_nodes(partition.note))}</p>" if partition.note else ""
     return f"<p>{html.escape(partition.format_headline())}</p>{note}{Table(header, rows).to_html()}{more}"
 
 
@@ -76,9 +77,9 @@ def _draw_rows(ax: Axes, partition: Partition) -> None:
     )  # fmt: skip
     for edge in range(1, world_size):
         ax.axhline(edge - 0.5, color="white", linewidth=min(3.0, 48 / world_size))
-    ax.set(xlabel="row, in the original order", ylabel="rank")
+    ax.set(xlabel="row, in the original order", ylabel="node")
     ax.yaxis.set_major_locator(_make_integer_locator())
-    ax.set_title("which rows each rank holds (darker: more of them)", fontsize=9)
+    ax.set_title("which rows each node holds (darker: more of them)", fontsize=9)
 
 
 def _choose_bins(n: int, world_size: int) -> int:
@@ -111,7 +112,7 @@ def _draw_classes(ax: Axes, classes: tuple[Any, ...], class_counts: np.ndarray) 
             edgecolor="white", linewidth=0.5, label=str(name),
         )  # fmt: skip
         left += share[:, column]
-    ax.set(xlim=(0, 1), ylim=(world_size - 0.5, -0.5), xlabel="share of the rank's rows")
+    ax.set(xlim=(0, 1), ylim=(world_size - 0.5, -0.5), xlabel="share of the node's rows")
     ax.yaxis.set_major_locator(_make_integer_locator())
     ax.set_title("balance of classes", fontsize=9)
     if num_classes <= _MAX_SHOWN_CLASSES:

@@ -29,7 +29,7 @@ def _make_metadata_events(ranks: Sequence[int], title: str) -> list[dict[str, An
     """Return the names of the process and of its rows, and the order of rows (by name, rank 10 precedes rank 2)."""
     if not ranks:
         return []
-    names = [_make_metadata_event("thread_name", rank, name=f"rank {rank}") for rank in ranks]
+    names = [_make_metadata_event("thread_name", rank, name=f"node {rank}") for rank in ranks]
     order = [_make_metadata_event("thread_sort_index", rank, sort_index=rank) for rank in ranks]
     return [_make_metadata_event("process_name", 0, name=title), *names, *order]
 

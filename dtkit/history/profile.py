@@ -145,7 +145,7 @@ def _move_events(events: Sequence[dict[str, Any]], rank: int, shift_us: float) -
         moved_events.append(copy)
     names = {event.get("pid"): event["args"].get("labels") for event in events if event.get("name") == "process_labels"}
     for process, number in processes.items():
-        label = f"rank {rank}" + (f", {names[process]}" if names.get(process) else "")
+        label = f"node {rank}" + (f", {names[process]}" if names.get(process) else "")
         common = {"ph": "M", "pid": number, "tid": 0}
         moved_events.append({**common, "name": "process_name", "args": {"name": label}})
         moved_events.append({**common, "name": "process_sort_index", "args": {"sort_index": number}})

@@ -16,13 +16,13 @@ def draw_data_parallel(ranks: int = 2) -> Drawing:
     canvas = Canvas(
         760,
         top + pitch * ranks + 4,
-        f"A batch is split over {ranks} ranks. Each rank computes the gradients of its own rows with its own replica. "
-        "An all-reduce sums the gradients, and every rank makes the same update.",
+        f"A batch is split over {ranks} nodes. Each node computes the gradients of its own rows with its own replica. "
+        "An all-reduce sums the gradients, and every node makes the same update.",
     )
     bottom = top + pitch * ranks - 22
     for x, text in (
         (0, "batch"),
-        (124, "each rank's rows"),
+        (124, "each node's rows"),
         (272, "replica"),
         (410, "gradients"),
         (532, "all-reduce"),
@@ -34,7 +34,7 @@ def draw_data_parallel(ranks: int = 2) -> Drawing:
         y, color = top + pitch * rank, COLORS[rank]
         middle = y + 20
         canvas.add_box(0, y, 64, 40, "rows", color)
-        canvas.add_box(124, y, 92, 40, f"rank {rank}", color)
+        canvas.add_box(124, y, 92, 40, f"node {rank}", color)
         canvas.add_box(272, y, 84, 40, "model", _MIXED_COLOR)
         canvas.add_box(410, y, 72, 40, f"g{'₀₁₂₃'[rank]}", color)
         canvas.add_box(642, y, 118, 40, "w - lr · sum", _MIXED_COLOR)
@@ -52,15 +52,15 @@ def draw_ring_all_reduce(ranks: int = 3) -> Drawing:
     canvas = Canvas(
         right + width,
         top + pitch * ranks + 8,
-        f"Ring all-reduce of {ranks} ranks. The gradients are cut into {ranks} parts. In the first half, each part "
+        f"Ring all-reduce of {ranks} nodes. The gradients are cut into {ranks} parts. In the first half, each part "
         "travels around the ring and collects a sum. In the second half, the sums travel around the ring. So each "
-        f"rank sends {ranks - 1} parts twice. The last rank sends to rank 0.",
+        f"node sends {ranks - 1} parts twice. The last node sends to node 0.",
     )
     canvas.add_text(left, 10, "1. send a part, and add", bold=True)
     canvas.add_text(right, 10, "2. send a sum, and keep", bold=True)
     for rank in range(ranks):
         y = top + pitch * rank
-        canvas.add_text(0, y + 20, f"rank {rank}")
+        canvas.add_text(0, y + 20, f"node {rank}")
         for part in range(ranks):
             canvas.add_box(left + part * cell, y, cell - 4, 40, f"part {part}", COLORS[rank])
             if (part - rank) % ranks == 1:  # after the first half, this rank has the whole sum of this part
@@ -74,7 +74,7 @@ def draw_ring_all_reduce(ranks: int = 3) -> Drawing:
     middle = top + (pitch * ranks - pitch + 40) / 2
     canvas.add_arrow((end + 14, middle), (right - 14, middle))
     canvas.add_text(
-        left, top + pitch * ranks - 6, f"messages in each half: {ranks - 1} a rank; the last rank sends to rank 0"
+        left, top + pitch * ranks - 6, f"messages in each half: {ranks - 1} a node; the last node sends to node 0"
     )
     return canvas.finish()
 
@@ -91,14 +91,14 @@ def draw_pipeline(stages: int = 2, micro_batches: int = 4) -> Drawing:
         width,
         top + pitch * stages + 30,
         f"A pipeline of {stages} stages with {micro_batches} micro-batches. Activations travel forward from stage to "
-        "stage, and gradients travel back. Ranks idle at the start, in the middle and at the end: the bubble.",
+        "stage, and gradients travel back. Nodes idle at the start, in the middle and at the end: the bubble.",
     )
     canvas.add_text(0, 10, "stages", bold=True)
     canvas.add_text(left, 10, "forward: activations go down", bold=True)
     canvas.add_text(left + columns * cell + 20, 10, "backward: gradients go up", bold=True)
     for stage in range(stages):
         y, color = top + pitch * stage, COLORS[stage]
-        canvas.add_box(0, y, 160, 40, f"rank {stage}: its layers", color)
+        canvas.add_box(0, y, 160, 40, f"node {stage}: its layers", color)
         if stage < stages - 1:
             canvas.add_arrow((60, y + 42), (60, y + pitch - 2))
             canvas.add_arrow((100, y + pitch - 2), (100, y + 42), is_dashed=True)
@@ -111,7 +111,7 @@ def draw_pipeline(stages: int = 2, micro_batches: int = 4) -> Drawing:
                     canvas.add_box(start + column * cell, y, cell - 4, 40, f"{letter}{batch}", color)
                 else:
                     canvas.add_empty_box(start + column * cell, y, cell - 4, 40)
-    canvas.add_text(left, top + pitch * stages, "dashed boxes: the rank idles (the bubble)")
+    canvas.add_text(left, top + pitch * stages, "dashed boxes: the node idles (the bubble)")
     return canvas.finish()
 
 
@@ -121,8 +121,8 @@ def draw_tensor_parallel() -> Drawing:
     canvas = Canvas(
         830,
         top + 2 * pitch + 4,
-        "Two ranks split a pair of layers. Each rank has the whole input, half of the first layer's outputs and the "
-        "matching half of the second layer's inputs. A sum over both ranks gives the pair's output.",
+        "Two nodes split a pair of layers. Each node has the whole input, half of the first layer's outputs and the "
+        "matching half of the second layer's inputs. A sum over both nodes gives the pair's output.",
     )
     heads = (
         (0, "whole input"),
@@ -155,8 +155,8 @@ def draw_fsdp(ranks: int = 2) -> Drawing:
     canvas = Canvas(
         xs[3] + max(whole, 130),
         top + pitch * ranks,
-        f"Sharded training on {ranks} ranks. Each rank keeps one part of every layer. It gathers the whole layer for "
-        "forward and frees it, and gathers it again for backward. Then each rank keeps the summed gradient of its own "
+        f"Sharded training on {ranks} nodes. Each node keeps one part of every layer. It gathers the whole layer for "
+        "forward and frees it, and gathers it again for backward. Then each node keeps the summed gradient of its own "
         "part.",
     )
     titles = ("at rest", "all-gather", "all-gather", "reduce-scatter")
@@ -167,7 +167,7 @@ def draw_fsdp(ranks: int = 2) -> Drawing:
             canvas.add_text(x, 32, subtitle)
     for rank in range(ranks):
         y = top + pitch * rank
-        canvas.add_text(0, y + 20, f"rank {rank}")
+        canvas.add_text(0, y + 20, f"node {rank}")
         for place, x in enumerate(xs):
             is_gathered = place in (1, 2)
             for shard in range(ranks):

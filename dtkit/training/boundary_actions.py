@@ -19,6 +19,7 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dtkit._util.formatting import name_nodes
 from dtkit.checkpoint.manager import CheckpointManager, CheckpointRequest
 from dtkit.errors import format_ranks
 from dtkit.rpc.protocol import StateOperations, make_call
@@ -179,7 +180,7 @@ class SnapshotAction:
     def _on_result(self, _step: int, values: Sequence[Any]) -> None:
         warning = self.tracker.on_result(values)
         if warning is not None:
-            self._progress.add_event("note", warning)
+            self._progress.add_event("note", name_nodes(warning))
 
     def _on_failure(self, error: EngineError) -> None:
         self._progress.add_event("error", f"the snapshot in memory failed: {error}".partition("\n")[0])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
+from dtkit._util.formatting import name_nodes
 from dtkit._util.guard import run_guarded_in_thread
 from dtkit.checkpoint import folders
 from dtkit.checkpoint.checkpoint import Checkpoint
@@ -72,7 +73,7 @@ class RunLifecycle:
         self._restore_position(resume_point.step, resume_point.last_callback_step, resume_point.last_evaluation_step)
         resume_point.restore_callbacks(plan.options.callbacks)
         mesh = plan.options.strategy.build_mesh(plan.spec.world_size)
-        progress.add_event("note", resume_point.describe(plan.spec, mesh, overridden))
+        progress.add_event("note", name_nodes(resume_point.describe(plan.spec, mesh, overridden)))
 
     # -- for a notebook that takes over -----------------------------------------------------------------------
 

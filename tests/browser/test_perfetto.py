@@ -121,5 +121,5 @@ def test_perfetto_shows_every_span_of_every_rank(browser: Browser, web: Path, tr
     assert query("select max(depth) from slice") == [[0]]  # no span is nested in another one
     assert query("select count(*) from flow") == [[sum(e["ph"] == "s" for e in events)]]
     for rank in (0, 1):
-        page.get_by_text(f"rank {rank}").first.wait_for(timeout=1000 * LOAD_S)
+        page.get_by_text(f"node {rank}").first.wait_for(timeout=1000 * LOAD_S)
     context.close()

@@ -128,7 +128,7 @@ def test_resume_on_another_number_of_engines_equals_an_uninterrupted_run(
     after: str,
 ):
     run = train(cluster4, steps=BREAK + 5, strategy=make_strategies(4)[after], resume_from=saved[before])
-    assert "on 2 ranks" in run.history.events[-3].text
+    assert "on 2 nodes" in run.history.events[-3].text
     second = run.save(tmp_path)
     assert (
         max_difference(

@@ -33,7 +33,7 @@ def test_demo_trains_verifies_and_saves_a_picture(tmp_path: Path):
     done = run_demo(tmp_path, "--engines", "2", "--epochs", "6")
     assert done.returncode == 0, done.stderr
     printed = done.stdout
-    assert re.search(r"^rank +engine id +host +pid", printed, re.MULTILINE)  # the table of nodes
+    assert re.search(r"^node +engine id +host +pid", printed, re.MULTILINE)  # the table of nodes
     # Six epochs of 1500 rows in batches of 64 are 144 steps; the last one is followed by a line per node.
     last = printed[printed.index("completed 100 % step 144 of 144") :]
     for rank in (0, 1):

@@ -139,10 +139,10 @@ def check_replicas(explanation: PipelineExplanation | ShardedExplanation) -> Non
     else:
         assert explanation.is_agreed
         assert {c.ranks for c in explanation.collectives} == {(0, 1), (0, 2), (0, 1, 2, 3)}
-        assert "The ranks of each group made the same collectives" in text
+        assert "The nodes of each group made the same collectives" in text
         labels = [label.get_text() for label in explanation.figure().axes[0].get_yticklabels()]
-        assert labels[0].endswith("ranks 0, 1")
-        assert "ranks 0, 2" in "".join(labels)
+        assert labels[0].endswith("nodes 0, 1")
+        assert "nodes 0, 2" in "".join(labels)
 
 
 # -- memory ---------------------------------------------------------------------------------------------------

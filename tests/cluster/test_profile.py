@@ -38,7 +38,7 @@ def test_a_profile_of_a_paused_run_leaves_the_training_as_it_was(cluster2, tmp_p
     check_trace(json.loads(path.read_text())["traceEvents"], steps=3)
     assert "aten::addmm" in repr(profile)
     assert {row.name for row in profile.operators} >= {"aten::addmm", "aten::mm"}
-    assert "rank 1" in profile._repr_html_()
+    assert "node 1" in profile._repr_html_()
 
 
 def check_trace(events: list[dict[str, Any]], steps: int) -> None:

@@ -278,7 +278,7 @@ def test_stuck_rank_is_reported_within_ten_seconds_by_default(cluster2: dtkit.Cl
     assert run.status.message.startswith("rank 0 keeps the other one waiting")
     flag.unlink()
     wait_until(lambda: run.stall_report is None, timeout=5)  # dispatches return in time again
-    assert any(event.text.startswith("rank 0 goes on after") for event in run.history.events)
+    assert any(event.text.startswith("node 0 goes on after") for event in run.history.events)
     run.stop()
 
 

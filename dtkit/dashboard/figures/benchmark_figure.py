@@ -37,7 +37,7 @@ def _draw_rates(ax: Axes, benchmark: Benchmark) -> None:
     ax.bar(ranks, [flops / 1e9 for flops in benchmark.flops], color=style.COLORS[2], width=0.62)
     style.style_axes(ax, "y", style.TEXT_COLOR)
     style.set_title(ax, "Matrix rate", f"GFLOP/s, {benchmark.dtype}")
-    ax.set_xlabel("rank", fontsize=8)
+    ax.set_xlabel("node", fontsize=8)
     ax.set_xticks(ranks)
 
 
@@ -49,10 +49,10 @@ def _draw_heat_map(ax: Axes, values: list[list[float]], name: str, unit: str, co
     style.style_axes(ax, None, style.TEXT_COLOR)
     style.set_title(ax, name, unit)
     if not finite:
-        ax.text(0.5, 0.5, "one rank has no links", transform=ax.transAxes, ha="center", va="center", fontsize=9)
+        ax.text(0.5, 0.5, "one node has no links", transform=ax.transAxes, ha="center", va="center", fontsize=9)
         return
     ax.imshow(values, cmap=colormap, vmin=0, vmax=1.15 * max(finite), interpolation="nearest")
-    ax.set(xlabel="to rank", ylabel="from rank")
+    ax.set(xlabel="to node", ylabel="from node")
     if len(values) <= _MAX_LABELED_RANKS:
         _write_values(ax, values, max(finite))
 

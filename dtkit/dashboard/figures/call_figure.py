@@ -46,7 +46,7 @@ def _draw_logged_value(ax: Axes, name: str, rows: Sequence[dict[str, Any]], num_
         if values:
             marker = "o" if len(values) < _MIN_LINE_POINTS else ""
             color = style.COLORS[rank % len(style.COLORS)]
-            ax.plot(indices, values, color=color, marker=marker, markersize=4, linewidth=1.3, label=f"rank {rank}")
+            ax.plot(indices, values, color=color, marker=marker, markersize=4, linewidth=1.3, label=f"node {rank}")
     style.style_axes(ax)
     ax.set_title(name, loc="left", fontsize=10, fontweight="bold", color=style.TEXT_COLOR, parse_math=False)
     ax.set_xlabel("row", fontsize=8, color=style.MUTED_COLOR)

@@ -67,7 +67,7 @@ def _draw_rows(ax: Axes, explanation: StepExplanation) -> None:
     """Draw a strip for each rank, with a mark at each row that it took."""
     shown = explanation.ranks[:MAX_RANKS]
     end = max((int(r.rows.max()) + 1 for r in explanation.ranks if r.rows is not None and len(r.rows)), default=1)
-    _style_panel(ax, "Rows of each rank", "row, in the original order")
+    _style_panel(ax, "Rows of each node", "row, in the original order")
     for k, rank in enumerate(shown):
         if rank.samples and rank.rows is not None:
             ax.vlines(
@@ -81,7 +81,7 @@ def _draw_rows(ax: Axes, explanation: StepExplanation) -> None:
             ax.text(end / 2, k, _describe_missing_rows(rank), ha="center", va="center", fontsize=8, color=MUTED_COLOR)
     ax.set(xlim=(-0.5 - 0.01 * end, end - 0.5 + 0.01 * end), ylim=(len(shown) - 0.5, -0.5))
     _label_ranks(ax, shown)
-    for note in describe_remaining(len(explanation.ranks), "rank"):
+    for note in describe_remaining(len(explanation.ranks), "node"):
         ax.set_title(note, loc="right", fontsize=8, color=MUTED_COLOR)
 
 
@@ -100,7 +100,7 @@ def _describe_missing_rows(rank: RankRecord) -> str:
 
 def _draw_losses(ax: Axes, explanation: StepExplanation) -> None:
     """Draw a bar for each rank, as wide as its weight in the mean and as high as its loss."""
-    _style_panel(ax, "Loss of each rank", "weight in the mean: widths add up to 1")
+    _style_panel(ax, "Loss of each node", "weight in the mean: widths add up to 1")
     ax.grid(visible=False)
     left = 0.0
     for rank in explanation.ranks:
@@ -124,7 +124,7 @@ def _label_loss_bar(ax: Axes, explanation: StepExplanation, rank: RankRecord, mi
     if rank.loss is None or rank.share < _MIN_LABEL_WEIGHT:
         return
     loss, share = format_number(rank.loss), data_parallel_text.format_weight(explanation, rank)
-    text = f"rank {rank.rank}: {loss}" if is_upright else f"rank {rank.rank}\n{share} of\n{loss}"
+    text = f"node {rank.rank}: {loss}" if is_upright else f"node {rank.rank}\n{share} of\n{loss}"
     ax.text(
         middle, rank.loss / 2, text, ha="center", va="center", fontsize=7.5 if is_upright else 8, color=TEXT_COLOR,
         rotation=90 if is_upright else 0, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.2},
@@ -137,7 +137,7 @@ def _label_loss_bar(ax: Axes, explanation: StepExplanation, rank: RankRecord, mi
 def _name_bars(explanation: StepExplanation) -> list[str]:
     """Return the names of a layer's bars, from above: the ranks, or one for many ranks, and the sum."""
     ranks = explanation.ranks
-    names = [f"rank {r.rank}" for r in ranks] if len(ranks) <= len(COLORS) else ["smallest to largest of the ranks"]
+    names = [f"node {r.rank}" for r in ranks] if len(ranks) <= len(COLORS) else ["smallest to largest of the nodes"]
     return [*names, _SUM_LABEL]
 
 
@@ -155,7 +155,7 @@ def _draw_gradients(
         else:
             _draw_norm_bars(ax, positions, [layer.local_norm[k] for layer in layers], unit, COLORS[k], name)
     rows = -(-len(bar_names) // _LEGEND_COLUMNS)
-    _style_panel(ax, "Gradient of each layer: on each rank, and all-reduced", "norm of the gradient", pad=8 + 13 * rows)
+    _style_panel(ax, "Gradient of each layer: on each node, and all-reduced", "norm of the gradient", pad=8 + 13 * rows)
     ax.set_ylim(len(layers) - 0.5, -0.5)
     ax.set_yticks(range(len(layers)), [_format_layer_name(layer) for layer in layers])
     for label in ax.get_yticklabels():
@@ -228,7 +228,7 @@ def _write_columns(ax: Axes, explanation: StepExplanation, layers: Sequence[Laye
 def _format_common_value(values: Sequence[float | None]) -> str:
     """Return the number that all ranks should hold."""
     texts = {format_number(value) for value in values}
-    return texts.pop() if len(texts) == 1 else "ranks differ"
+    return texts.pop() if len(texts) == 1 else "nodes differ"
 
 
 def _describe_checksums(explanation: StepExplanation) -> str:
@@ -250,7 +250,7 @@ def _get_rank_color(explanation: StepExplanation, rank: int) -> str:
 
 
 def _label_ranks(ax: Axes, ranks: Sequence[RankRecord]) -> None:
-    ax.set_yticks(range(len(ranks)), [f"rank {rank.rank}" for rank in ranks])
+    ax.set_yticks(range(len(ranks)), [f"node {rank.rank}" for rank in ranks])
     ax.grid(visible=False)
 
 

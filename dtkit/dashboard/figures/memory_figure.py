@@ -37,11 +37,11 @@ def draw_memory(memory: Memory) -> Figure:
     _draw_bars(ax, rows, planned, unit_size)
     _annotate_bars(ax, rows, unit_size, show_limits=shows_limits)
     ax.set_xlim(0, 1.35 * max(longest, *(limits if shows_limits else [1])) / unit_size)
-    ax.set_yticks(range(len(rows)), [f"rank {row.rank}" for row in rows])
+    ax.set_yticks(range(len(rows)), [f"node {row.rank}" for row in rows])
     ax.set_ylim(len(rows) - 0.45, -0.55)
     style.style_axes(ax, "x", style.TEXT_COLOR)
     note = "; hollow: as planned" * any(planned) + "; a black mark: the limit" * shows_limits
-    style.set_title(ax, "Held at most by each rank", unit + note)
+    style.set_title(ax, "Held at most by each node", unit + note)
     style.format_bar_axis(ax, len(MEASURED_PARTS), fontsize=8)
     style.set_figure_title(figure, format_headline(memory))
     return figure

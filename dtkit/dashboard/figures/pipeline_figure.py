@@ -81,7 +81,7 @@ def _draw_arrows(ax: Axes, transfers: Sequence[StageTransfer], stages: Sequence[
             )  # fmt: skip
     ax.set_xlim(-0.8, max(1, len(transfers)) + 0.2)
     ax.set_ylim(len(stages) - 0.6, -0.4)
-    ax.set_yticks(range(len(stages)), [f"stage {stage.stage}, rank {stage.rank}" for stage in stages])
+    ax.set_yticks(range(len(stages)), [f"stage {stage.stage}, node {stage.rank}" for stage in stages])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xticks([])
     ax.set_xlabel("in the order of sending; numbers are micro-batches", fontsize=8, color=MUTED_COLOR)

@@ -60,7 +60,7 @@ def _draw_memory(ax: Axes, rows: Sequence[PlanRow]) -> None:
         _mark_free_memory(ax, row, end, y, unit_size, longest)
     ax.set_xlim(0, 1.35 * longest or 1)
     style.style_axes(ax, "x", style.TEXT_COLOR)
-    style.set_title(ax, "Memory per rank", f"{unit}, of the rank with least to spare; a black mark: free")
+    style.set_title(ax, "Memory per node", f"{unit}, of the node with least to spare; a black mark: free")
     style.format_bar_axis(ax, len(MEMORY_PARTS), fontsize=7)
 
 
@@ -81,7 +81,7 @@ def _draw_time(ax: Axes, rows: Sequence[PlanRow]) -> None:
     computing = [(row.step_s - row.communication_s) / unit_size for row in rows]
     waiting = [row.communication_s / unit_size for row in rows]
     positions = range(len(rows))
-    ax.barh(positions, computing, height=_BAR_HEIGHT, color=style.COLORS[2], label="computing, slowest rank")
+    ax.barh(positions, computing, height=_BAR_HEIGHT, color=style.COLORS[2], label="computing, slowest node")
     ax.barh(
         positions, waiting, left=computing, height=_BAR_HEIGHT, color=style.COLORS[5], label="communication not hidden"
     )

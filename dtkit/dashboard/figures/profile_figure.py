@@ -33,7 +33,7 @@ def draw_profile(profile: Profile) -> Figure:
     for rank in range(ranks):
         places = np.arange(len(rows)) - 0.4 + height * (rank + 0.5)
         color = style.COLORS[rank % len(style.COLORS)]
-        ax.barh(places, seconds[:, rank] / size, height=0.9 * height, color=color, label=f"rank {rank}")
+        ax.barh(places, seconds[:, rank] / size, height=0.9 * height, color=color, label=f"node {rank}")
     ax.set_yticks(range(len(rows)), [shorten_name(clean_name(row.name), 34) for row in rows])
     ax.set_ylim(len(rows) - 0.45, -0.55)
     style.style_axes(ax, "x", style.TEXT_COLOR)

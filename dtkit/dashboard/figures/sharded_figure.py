@@ -55,13 +55,13 @@ def _draw_groups(ax: Axes, groups: Sequence[CollectiveGroup], unit_size: float, 
     ax.set_yticks(range(len(groups)), [_name_group(group, with_ranks=recording_rank is not None) for group in groups])
     ax.set_ylim(len(groups) - 0.4, -0.6)
     ax.set_xlim(0, 1.55 * max((group.expected_bytes for group in groups), default=1) / unit_size or 1)
-    sender = "a rank" if recording_rank is None else f"rank {recording_rank}"
+    sender = "a node" if recording_rank is None else f"node {recording_rank}"
     style.set_title(ax, f"Sent by {sender}, in a ring")
 
 
 def _name_group(group: CollectiveGroup, *, with_ranks: bool) -> str:
     name = f"{group.phase}: {format_collective_name(group.operation)}"
-    return f"{name}, ranks {format_ranks(group.ranks)}" if with_ranks else name
+    return f"{name}, nodes {format_ranks(group.ranks)}" if with_ranks else name
 
 
 def _draw_totals(ax: Axes, explanation: ShardedExplanation, unit_size: float) -> None:

@@ -14,6 +14,7 @@ from dtkit.dashboard.summary.activity import describe_last_repair
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_sentence
 from dtkit.dashboard.summary.timing import format_nodes
+from dtkit.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,9 +69,10 @@ _MAX_INDENT = 8
 
 def list_error_lines(error: BaseException) -> list[str]:
     """Return the first lines of an error. The notebook raises all of it from `wait`."""
+    name_nodes = formatting.name_nodes if isinstance(error, NonFiniteError) else formatting.name_nodes_at_start
     first, *rest = str(error).strip().splitlines() or [""]
-    lines = [f"{type(error).__name__}: {formatting.name_nodes_at_start(first)}".rstrip(": ")]
-    lines += [formatting.name_nodes_at_start(line) for line in rest]
+    lines = [f"{type(error).__name__}: {name_nodes(first)}".rstrip(": ")]
+    lines += [name_nodes(line) for line in rest]
     text = "\n".join(_sanitize_line(line) for line in lines[:_MAX_ERROR_LINES])[:_MAX_ERROR_CHARS]
     return text.splitlines()
 

@@ -238,7 +238,7 @@ def _judge_sliced_model(facts: _Measurements) -> Verdict | None:
     return Verdict(
         "communication",
         f"communication is {formatting.format_percent(share)} of a step, and grows with the batch: slice the model "
-        "over fewer ranks (tp_size) if their memory allows it",
+        "over fewer nodes (tp_size) if their memory allows it",
         share,
         _list_means(facts),
     )

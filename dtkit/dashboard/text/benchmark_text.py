@@ -27,7 +27,7 @@ def format_html(benchmark: Benchmark) -> str:
 
 def format_headline(benchmark: Benchmark) -> str:
     """Return how many ranks were measured, with which backend."""
-    return f"Benchmark of {formatting.format_count(benchmark.world_size, 'rank')}, {benchmark.backend}"
+    return f"Benchmark of {formatting.format_count(benchmark.world_size, 'node')}, {benchmark.backend}"
 
 
 def _make_page(benchmark: Benchmark) -> TablePage:
@@ -44,7 +44,7 @@ def _describe_all_reduce(benchmark: Benchmark) -> str:
     bandwidth = formatting.format_bytes(benchmark.all_reduce_bytes_s)
     overlap = formatting.format_percent(benchmark.overlap)
     return (
-        f"; an all-reduce takes {shortest} at least and moves {bandwidth}/s per rank; {overlap} of it hides behind "
+        f"; an all-reduce takes {shortest} at least and moves {bandwidth}/s per node; {overlap} of it hides behind "
         "computing"
     )
 
@@ -59,7 +59,7 @@ def _make_rank_table(benchmark: Benchmark) -> Table:
         ]
         for rank, flops in enumerate(benchmark.flops)
     ]
-    return Table(["rank", "GFLOP/s", "latency to others", "bandwidth to others"], rows, {"rank"})
+    return Table(["node", "GFLOP/s", "latency to others", "bandwidth to others"], rows, {"node"})
 
 
 def _format_range(values: Sequence[float], format_value: Callable[[float], str]) -> str:

@@ -60,7 +60,7 @@ def format_line(rank: int, line: str) -> str:
 
 def format_headline(call: CallView) -> str:
     """Return a headline such as ``measure on 4 ranks: running``."""
-    ranks = formatting.format_count(call.world_size, "rank")
+    ranks = formatting.format_count(call.world_size, "node")
     return f"{formatting.sanitize_text(call.name, 60)} on {ranks}: {call.state}"
 
 
@@ -81,7 +81,7 @@ def format_html(call: CallView, log_summary: LogSummary | None = None) -> str:
 
 
 def _make_table(log_summary: LogSummary) -> Table:
-    header = ["rank", "rows", *(formatting.sanitize_text(name, 60) for name in log_summary.names)]
+    header = ["node", "rows", *(formatting.sanitize_text(name, 60) for name in log_summary.names)]
     rows = [
         [
             str(rank),

@@ -11,7 +11,7 @@ from dtkit.dashboard.text.table_page import TablePage
 if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
 
-_HEADER = ["rank", "engine id", "host", "pid", "device", "memory free", "threads", "backend"]
+_HEADER = ["node", "engine id", "host", "pid", "device", "memory free", "threads", "backend"]
 
 
 def make_page(group: EngineGroup, device_note: str) -> TablePage:

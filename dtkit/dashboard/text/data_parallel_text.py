@@ -32,8 +32,8 @@ MAX_RANK_COLUMNS = 8
 _MAX_ROW_NUMBERS, _MAX_TERMS = 8, 8
 
 _COSINE_NOTE = (
-    "The cosine compares a rank's own gradient with the sum: 1 the same direction, 0 at right angles, -1 the opposite "
-    "direction. Where ranks disagree, parts cancel and the sum is shorter than the gradients it is made of."
+    "The cosine compares a node's own gradient with the sum: 1 the same direction, 0 at right angles, -1 the opposite "
+    "direction. Where nodes disagree, parts cancel and the sum is shorter than the gradients it is made of."
 )
 
 
@@ -50,7 +50,7 @@ def format_html(explanation: StepExplanation) -> str:
 def format_headline(explanation: StepExplanation) -> str:
     """Return a headline such as ``Step 7 of Net on 3 ranks, epoch 2: 20 samples``."""
     where = f"Step {explanation.step:,} of {formatting.sanitize_text(explanation.model, 60)}"
-    ranks = formatting.format_count(len(explanation.ranks), "rank")
+    ranks = formatting.format_count(len(explanation.ranks), "node")
     return (
         f"{where} on {ranks}, epoch {explanation.epoch + 1:,}: {formatting.format_count(explanation.samples, 'sample')}"
     )
@@ -97,7 +97,7 @@ def describe_loss(explanation: StepExplanation) -> str:
         if rank.loss is not None
     ]
     if not terms:
-        return "no rank had a sample in this step"
+        return "no node had a sample in this step"
     if len(terms) > _MAX_TERMS:
         terms = [*terms[: _MAX_TERMS - 2], "…", terms[-1]]
     return f"loss of the step = {' + '.join(terms)} = {format_number(explanation.loss)}"
@@ -107,12 +107,12 @@ def describe_agreement(explanation: StepExplanation) -> str:
     """Return whether all ranks hold the same parameters, and if not, where they differ."""
     ranks = len(explanation.ranks)
     if ranks == 1:
-        return "One rank: there is nothing to compare."
+        return "One node: there is nothing to compare."
     if explanation.identical:
-        return f"{'Both' if ranks == 2 else f'All {ranks:,}'} ranks hold identical parameters, bit by bit."
+        return f"{'Both' if ranks == 2 else f'All {ranks:,}'} nodes hold identical parameters, bit by bit."
     names = [shorten_name(layer.name) for layer in explanation.layers if not layer.identical]
     where = f", in {', '.join(names[:3])}{' and others' * (len(names) > 3)}" if names else ""
-    return f"The ranks hold DIFFERENT parameters{where}."
+    return f"The nodes hold DIFFERENT parameters{where}."
 
 
 # -- sections --------------------------------------------------------------------------------------------------------
@@ -124,11 +124,11 @@ def _make_sections(explanation: StepExplanation) -> tuple[Section, Section, Sect
 
 def _make_losses_section(explanation: StepExplanation) -> Section:
     body = [_format_loss_row(explanation, rank) for rank in explanation.ranks[:MAX_RANKS]]
-    table = Table(("rank", "samples", "loss", "weight in the mean", "rows"), body, {"rows"})
+    table = Table(("node", "samples", "loss", "weight in the mean", "rows"), body, {"rows"})
     return Section(
-        "Each rank takes rows of its own and computes the mean loss over them.",
+        "Each node takes rows of its own and computes the mean loss over them.",
         table,
-        [*describe_remaining(len(explanation.ranks), "rank"), describe_loss(explanation)],
+        [*describe_remaining(len(explanation.ranks), "node"), describe_loss(explanation)],
     )
 
 
@@ -158,8 +158,8 @@ def _make_gradients_section(explanation: StepExplanation) -> Section:
     head = ("layer", "shape", *rank_columns, "all-reduced", "cosine", "update", "checksum after")
     table = Table(head, [*body, cosines], {"layer", "shape", "checksum after"})
     return Section(
-        "Each rank computes the gradient of its own loss. The all-reduce sums these gradients, each times its weight, "
-        "and leaves the sum on every rank. Norms:",
+        "Each node computes the gradient of its own loss. The all-reduce sums these gradients, each times its weight, "
+        "and leaves the sum on every node. Norms:",
         table,
         [
             _COSINE_NOTE,
@@ -170,7 +170,7 @@ def _make_gradients_section(explanation: StepExplanation) -> Section:
 
 def _name_rank_columns(explanation: StepExplanation) -> list[str]:
     ranks = explanation.ranks
-    return [f"rank {r.rank}" for r in ranks] if len(ranks) <= MAX_RANK_COLUMNS else ["smallest own", "largest own"]
+    return [f"node {r.rank}" for r in ranks] if len(ranks) <= MAX_RANK_COLUMNS else ["smallest own", "largest own"]
 
 
 def _format_rank_cells(
@@ -209,19 +209,19 @@ def _make_update_section(explanation: StepExplanation) -> Section:
         [str(rank.rank), rank.before, formatting.UNKNOWN if rank.after is None else rank.after]
         for rank in explanation.ranks[:MAX_RANKS]
     ]
-    table = Table(("rank", "before", "after"), body, {"before", "after"})
+    table = Table(("node", "before", "after"), body, {"before", "after"})
     notes = [
-        *describe_remaining(len(explanation.ranks), "rank"),
+        *describe_remaining(len(explanation.ranks), "node"),
         describe_agreement(explanation),
         *_describe_buffers(explanation),
     ]
     if not explanation.updated:
         return Section("No update: the gradients are not finite. Checksums of all parameters:", table, notes)
-    title = f"Every rank takes the same update (learning rate {explanation.lr:g}). Checksums of all parameters:"
+    title = f"Every node takes the same update (learning rate {explanation.lr:g}). Checksums of all parameters:"
     return Section(title, table, notes)
 
 
 def _describe_buffers(explanation: StepExplanation) -> list[str]:
     if len({rank.buffers for rank in explanation.ranks}) == 1:
         return []
-    return ["Buffers (batch statistics) differ between ranks: each rank's are of its own samples."]
+    return ["Buffers (batch statistics) differ between nodes: each node's are of its own samples."]

@@ -22,7 +22,7 @@ _ACTIVATIONS_NOTE = (
     "activations: all temporary memory of steps (with buffers of collectives, and what malloc keeps), measured as the "
     "process's growth beyond the tensors that stay"
 )
-_SNAPSHOTS_NOTE = "snapshots on a rank at most, of its part and of a peer's: kept where training leaves the room"
+_SNAPSHOTS_NOTE = "snapshots on a node at most, of its part and of a peer's: kept where training leaves the room"
 
 
 def format_text(memory: Memory) -> str:
@@ -58,7 +58,7 @@ def _format_notes(memory: Memory) -> list[str]:
     return [
         _ACTIVATIONS_NOTE,
         *([f"besides, {formatting.format_bytes(snapshots)} of {_SNAPSHOTS_NOTE}"] if snapshots else []),
-        *(f"{note}, which held less" for note in describe_remaining(len(memory.rows), "rank", _MAX_SHOWN_RANKS)),
+        *(f"{note}, which held less" for note in describe_remaining(len(memory.rows), "node", _MAX_SHOWN_RANKS)),
     ]
 
 
@@ -73,8 +73,8 @@ def _make_table(memory: Memory) -> Table:
         lines.append([*_format_row(f"{row.rank}", measured), *limit])
         if planned is not None:
             lines.append([*_format_row("  planned", planned), *limit])
-    header = ["rank", "peak", *(name for _, name in MEASURED_PARTS), *(["limit"] * has_limits)]
-    return Table(header, lines, {"rank"})
+    header = ["node", "peak", *(name for _, name in MEASURED_PARTS), *(["limit"] * has_limits)]
+    return Table(header, lines, {"node"})
 
 
 def _format_row(name: str, parts: dict[str, Any]) -> list[str]:

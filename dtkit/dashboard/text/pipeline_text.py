@@ -37,7 +37,7 @@ def format_headline(explanation: PipelineExplanation) -> str:
     replicas = f" and {len(explanation.replicas):,} replicas" if len(explanation.replicas) > 1 else ""
     where = f"Step {explanation.step:,} of {formatting.sanitize_text(explanation.model, 60)} in {stages}{replicas}"
     ranks, samples = (
-        formatting.format_count(len(explanation.ranks), "rank"),
+        formatting.format_count(len(explanation.ranks), "node"),
         formatting.format_count(explanation.samples, "sample"),
     )
     micro = formatting.format_count(explanation.micro_batches, "micro-batch").replace("batchs", "batches")
@@ -62,7 +62,7 @@ def describe_integrity(explanation: PipelineExplanation) -> str:
 def describe_gradient_sums(explanation: PipelineExplanation) -> str:
     """Return whether the gradient of each stage is the sum of its micro-batches' parts."""
     wrong = [
-        f"stage {stage.stage} on rank {stage.rank}" for stage in explanation.stages if not stage.is_sum_of_micro_batches
+        f"stage {stage.stage} on node {stage.rank}" for stage in explanation.stages if not stage.is_sum_of_micro_batches
     ]
     if wrong:
         return f"The gradient is NOT the sum of its micro-batches' parts in {', '.join(wrong[:3])}."
@@ -80,15 +80,15 @@ def _make_transfers_section(explanation: PipelineExplanation) -> Section:
     shown = [transfer for _, transfer in sort_by_replica(explanation)[:MAX_TRANSFERS]]
     has_tuples = any(transfer.tensor for transfer in explanation.transfers)
     rows = [_format_transfer_row(transfer, show_tensor_number=has_tuples) for transfer in shown]
-    head = ("", "micro-batch", "what", "stages", "ranks", "shape", "bytes", "norm", "first numbers", "sent", "arrived")
+    head = ("", "micro-batch", "what", "stages", "nodes", "shape", "bytes", "norm", "first numbers", "sent", "arrived")
     down, up = (formatting.format_bytes(explanation.sent_bytes(kind)) for kind in ("activation", "gradient"))
     order = "Replica by replica, in" if len(explanation.replicas) > 1 else "In"
     return Section(
         f"Activations go down through the stages, and their gradients come back up. {order} the order of sending:",
-        Table(head, rows, {"what", "stages", "ranks", "shape", "first numbers", "sent", "arrived"}),
+        Table(head, rows, {"what", "stages", "nodes", "shape", "first numbers", "sent", "arrived"}),
         [
             *describe_remaining(len(explanation.transfers), "tensor", MAX_TRANSFERS),
-            f"{describe_integrity(explanation)} From rank to rank went {down} of activations and {up} of gradients.",
+            f"{describe_integrity(explanation)} From node to node went {down} of activations and {up} of gradients.",
         ],
     )
 
@@ -128,7 +128,7 @@ def _make_gradients_section(explanation: PipelineExplanation) -> Section:
     columns = _select_micro_batches(explanation.micro_batches)
     names = [f"part {k}" if k is not None else "…" for k in columns]
     body = [_format_stage_row(stage, columns) for stage in explanation.stages[:MAX_RANKS]]
-    head = ("stage", "rank", "parameters", *names, "their sum", "differs by")
+    head = ("stage", "node", "parameters", *names, "their sum", "differs by")
     return Section(
         "Each stage sums the gradients of its micro-batches. Norms:",
         Table(head, body),
@@ -173,18 +173,18 @@ def _format_stage_row(stage: StageRecord, micro_batches: Sequence[int | None]) -
 
 def _make_update_section(explanation: PipelineExplanation) -> Section:
     body = [_format_rank_row(rank) for rank in explanation.ranks[:MAX_RANKS]]
-    head = ("rank", "stages", "samples", "loss", "before", "after")
+    head = ("node", "stages", "samples", "loss", "before", "after")
     table = Table(head, body, {"stages", "before", "after"})
     notes = [
-        *describe_remaining(len(explanation.ranks), "rank"),
+        *describe_remaining(len(explanation.ranks), "node"),
         *describe_clipping(explanation.ranks[0].clip, "the norm over all stages", updated=explanation.updated),
         *_describe_replica_equality(explanation),
     ]
     notes.append(f"loss of the step: {format_number(explanation.loss)}, known to the last stage only")
     if not explanation.updated:
-        return Section("No update: the gradients are not finite. Checksums of each rank's parameters:", table, notes)
+        return Section("No update: the gradients are not finite. Checksums of each node's parameters:", table, notes)
     lr = explanation.ranks[0].lr
-    title = f"Each rank updates its own stages (learning rate {lr:g}). Checksums of its parameters:"
+    title = f"Each node updates its own stages (learning rate {lr:g}). Checksums of its parameters:"
     return Section(title, table, notes)
 
 

@@ -40,7 +40,7 @@ def format_html(plan: Plan) -> str:
 def format_headline(plan: Plan) -> str:
     """Return what was planned, and which strategies fit."""
     samples = formatting.format_count(plan.batch_size, "sample")
-    ranks = formatting.format_count(plan.world_size, "rank")
+    ranks = formatting.format_count(plan.world_size, "node")
     fit = _describe_fit(plan.fitting, plan.strategies)
     return f"Plan for {formatting.sanitize_text(plan.model, 60)}: {samples} per update on {ranks}: {fit}"
 
@@ -63,20 +63,20 @@ def _describe_fit(fitting: Sequence[str], strategies: Sequence[str]) -> str:
 def _make_page(plan: Plan) -> TablePage:
     """Make a page of two tables: a single one would be wider than a cell."""
     shows_all_ranks = plan.world_size <= _MAX_SHOWN_RANKS
-    selection = [] if shows_all_ranks else ["of each strategy, the rank with least to spare"]
+    selection = [] if shows_all_ranks else ["of each strategy, the node with least to spare"]
     return TablePage(format_headline(plan), [_make_answer(plan), _make_parts(plan)], [*selection, *plan.notes])
 
 
 def _make_answer(plan: Plan) -> Table:
     """Make the table with what fits, and what a step costs."""
-    header = ["strategy", "rank", "samples", "needed", "free", "fits", "sent/step", "computing", "waiting", "step"]
-    return Table(header, _merge_ranks(plan, _format_answer), {"strategy", "rank"})
+    header = ["strategy", "node", "samples", "needed", "free", "fits", "sent/step", "computing", "waiting", "step"]
+    return Table(header, _merge_ranks(plan, _format_answer), {"strategy", "node"})
 
 
 def _make_parts(plan: Plan) -> Table:
     """Make the table with the parts of the memory that is needed."""
-    header = ["needed by", "rank", *(name for _, name in MEMORY_PARTS)]
-    return Table(header, _merge_ranks(plan, _format_parts), {"needed by", "rank"})
+    header = ["needed by", "node", *(name for _, name in MEMORY_PARTS)]
+    return Table(header, _merge_ranks(plan, _format_parts), {"needed by", "node"})
 
 
 def _merge_ranks(plan: Plan, format_cells: Callable[[PlanRow], list[str]]) -> list[list[str]]:

@@ -32,7 +32,7 @@ def format_headline(profile: Profile) -> str:
     last = profile.first_step + profile.num_steps - 1
     steps = f"step {last:,}" if profile.num_steps == 1 else f"steps {profile.first_step:,} to {last:,}"
     name = formatting.sanitize_text(profile.name, 60)
-    return f"Profile of {name}: {steps} on {formatting.format_count(len(profile.ranks), 'rank')}"
+    return f"Profile of {name}: {steps} on {formatting.format_count(len(profile.ranks), 'node')}"
 
 
 def clean_name(name: str) -> str:
@@ -53,12 +53,12 @@ def make_page(profile: Profile) -> TablePage:
         )
         for row in rows[:MAX_OPERATORS]
     ]
-    header = ("operator", "calls a step", "share", *(f"rank {rank}" for rank in shown_ranks))
+    header = ("operator", "calls a step", "share", *(f"node {rank}" for rank in shown_ranks))
     notes = [
         *describe_remaining(len(rows), "operator", MAX_OPERATORS),
-        *describe_remaining(len(profile.ranks), "rank", _MAX_RANKS),
+        *describe_remaining(len(profile.ranks), "node", _MAX_RANKS),
         (
-            "time of each rank in a step, without operators that it calls; share: of all operators' time; "
+            "time of each node in a step, without operators that it calls; share: of all operators' time; "
             'profile.export_chrome_trace("trace.json.gz") writes the trace for ui.perfetto.dev'
         ),
     ]

@@ -32,7 +32,7 @@ def format_html(explanation: ShardedExplanation) -> str:
 def format_headline(explanation: ShardedExplanation) -> str:
     """Return a headline such as ``Step 7 of Net on 2 ranks, epoch 2: 27 collectives``."""
     model = formatting.sanitize_text(explanation.model, 60)
-    ranks = formatting.format_count(len(explanation.ranks), "rank")
+    ranks = formatting.format_count(len(explanation.ranks), "node")
     count = formatting.format_count(len(explanation.collectives), "collective")
     return f"Step {explanation.step:,} of {model} on {ranks}, epoch {explanation.epoch + 1:,}: {count}"
 
@@ -40,10 +40,10 @@ def format_headline(explanation: ShardedExplanation) -> str:
 def describe_agreement(explanation: ShardedExplanation) -> str:
     """Return whether ranks made the same collectives, and got equal results where they should."""
     if not explanation.is_aligned:
-        return "The ranks did NOT make the same collectives in the same order."
+        return "The nodes did NOT make the same collectives in the same order."
     if not explanation.is_agreed:
-        return "Some results that should be the same on all ranks are NOT."
-    ranks = "All ranks" if is_among_all_ranks(explanation) else "The ranks of each group"
+        return "Some results that should be the same on all nodes are NOT."
+    ranks = "All nodes" if is_among_all_ranks(explanation) else "The nodes of each group"
     return f"{ranks} made the same collectives, and got the same results where they should, bit by bit."
 
 
@@ -56,7 +56,7 @@ def describe_traffic(explanation: ShardedExplanation) -> str:
     """Return the bytes that a rank sent: by the ring algorithms, and as counted."""
     expected, counted = explanation.expected_bytes, explanation.sent_bytes
     text = (
-        f"Sent by a rank: {formatting.format_bytes(counted)} counted, {formatting.format_bytes(expected)} by the "
+        f"Sent by a node: {formatting.format_bytes(counted)} counted, {formatting.format_bytes(expected)} by the "
         "textbook's rings."
     )
     scatters = sum(group.expected_bytes for group in explanation.groups if group.operation == "reduce_scatter")
@@ -72,7 +72,7 @@ def format_collective_name(collective: str) -> str:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return the ranks of a group such as ``0, 2``, or the number of ranks in a large group."""
-    return ", ".join(map(str, ranks)) if len(ranks) <= _MAX_LISTED_RANKS else f"{len(ranks):,} ranks"
+    return ", ".join(map(str, ranks)) if len(ranks) <= _MAX_LISTED_RANKS else f"{len(ranks):,} nodes"
 
 
 # -- sections --------------------------------------------------------------------------------------------------------
@@ -94,12 +94,12 @@ def _make_ranks_section(explanation: ShardedExplanation) -> Section:
         for rank in explanation.ranks[:MAX_RANKS]
     ]
     notes = [
-        *describe_remaining(len(explanation.ranks), "rank"),
+        *describe_remaining(len(explanation.ranks), "node"),
         *_describe_shared_samples(explanation),
         f"loss of the step: {format_number(explanation.loss)}",
     ]
-    header = ("rank", "samples", "loss", "bytes of parameters", "of all")
-    return Section("Each rank holds a part of the parameters.", Table(header, rows), notes)
+    header = ("node", "samples", "loss", "bytes of parameters", "of all")
+    return Section("Each node holds a part of the parameters.", Table(header, rows), notes)
 
 
 def _describe_shared_samples(explanation: ShardedExplanation) -> list[str]:
@@ -107,16 +107,16 @@ def _describe_shared_samples(explanation: ShardedExplanation) -> list[str]:
     if all(rank.reports_samples for rank in explanation.ranks):
         return []
     samples = formatting.format_count(explanation.samples, "sample")
-    return [f"Ranks that share a replica take the same samples: {samples} in all."]
+    return [f"Nodes that share a replica take the same samples: {samples} in all."]
 
 
 def _make_collectives_section(explanation: ShardedExplanation) -> Section:
-    header = ("phase", "collective", "ranks", "count", "bytes", "sent by a rank, in a ring")
+    header = ("phase", "collective", "nodes", "count", "bytes", "sent by a node, in a ring")
     rows = [_format_group_row(group) for group in explanation.groups]
-    which = "Collectives" if is_among_all_ranks(explanation) else f"Collectives of rank {explanation.recording_rank}"
+    which = "Collectives" if is_among_all_ranks(explanation) else f"Collectives of node {explanation.recording_rank}"
     return Section(
-        f"Ranks gather the parameters that they need and sum the gradients while they compute. {which} by phase:",
-        Table(header, rows, {"phase", "collective", "ranks"}),
+        f"Nodes gather the parameters that they need and sum the gradients while they compute. {which} by phase:",
+        Table(header, rows, {"phase", "collective", "nodes"}),
         [describe_traffic(explanation), describe_agreement(explanation)],
     )
 
@@ -138,8 +138,8 @@ def _make_update_section(explanation: ShardedExplanation) -> Section:
         [str(rank.rank), rank.before, formatting.UNKNOWN if rank.after is None else rank.after]
         for rank in ranks[:MAX_RANKS]
     ]
-    table = Table(("rank", "before", "after"), rows, {"before", "after"})
+    table = Table(("node", "before", "after"), rows, {"before", "after"})
     if not explanation.updated:
-        return Section("No update: the gradients are not finite. Checksums of each rank's parts:", table, [])
-    title = f"Each rank updates its own parts (learning rate {ranks[0].lr:g}). Checksums of these:"
-    return Section(title, table, describe_remaining(len(ranks), "rank"))
+        return Section("No update: the gradients are not finite. Checksums of each node's parts:", table, [])
+    title = f"Each node updates its own parts (learning rate {ranks[0].lr:g}). Checksums of these:"
+    return Section(title, table, describe_remaining(len(ranks), "node"))

@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
         # waits: every call to the engines has a timeout, so the run ends by itself
         run.wait()
         evaluation = run.evaluate(held_out)
-        print(f"\naccuracy on {evaluation.samples} held-out rows: {evaluation.values['accuracy']:.1%}\n")
+        print(f"\naccuracy on {evaluation.samples} held-out rows: {100 * evaluation.values['accuracy']:.1f} %\n")
         run.verify()
         run.figure().savefig(options.picture)
         print(f"\nthe figure of the run: {options.picture.resolve()}")

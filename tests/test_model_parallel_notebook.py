@@ -76,7 +76,7 @@ def test_both_timelines_are_drawn(done: ExecutedNotebook):
     for source in ('measure(8, "GPipe")', 'measure(8, "1F1B")'):
         shown = done.outputs(source)[-1].data
         assert "image/png" in shown
-        assert "11.1% by the formula" in shown["text/plain"]
+        assert "11.1 % by the formula" in shown["text/plain"]
 
 
 def test_the_three_strategies_are_compared(done: ExecutedNotebook):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import dtkit
+from dtkit._util import formatting
 from dtkit.dashboard.text import plan_text
 from dtkit.engine import benchmark as measure
 from dtkit.engine import dry_run, memory, memory_limit, trial_training
@@ -248,7 +249,7 @@ def test_a_plan_lists_the_strategies_that_fit():
 
 def test_a_plan_is_shown_as_text_and_html():
     lines = repr(make_plan(free=500 * MB)).splitlines()
-    assert len(lines) == 1 + (1 + 2) + (1 + 2) + 1
+    assert len(lines) == 1 + (1 + 2) + (1 + 2) + 2
     assert len({len(line) for line in lines[1:4]}) == len({len(line) for line in lines[4:7]}) == 1
     assert max(map(len, lines)) <= 110  # it fits a cell
     assert "490 MB" in lines[2]
@@ -279,6 +280,15 @@ def test_a_plan_repeats_no_row_for_equal_ranks():
     answer, parts = plan_text._make_page(dataclasses.replace(plan, rows=tuple(rows))).tables
     assert [row[:2] for row in answer.rows[:2]] == [["DataParallel()", "0, 2"], ["DataParallel()", "1"]]
     assert [row[1] for row in parts.rows] == ["all", "all"]
+
+
+def test_a_plan_repeats_no_row_for_ranks_of_nearly_equal_speed():
+    plan = make_plan()
+    rows = [dataclasses.replace(row, compute_s=row.compute_s * (1 + row.rank / 100)) for row in plan.rows]
+    answer, _ = plan_text._make_page(dataclasses.replace(plan, rows=tuple(rows))).tables
+    assert [row[1] for row in answer.rows] == ["all", "all"]
+    slowest = max(row.compute_s for row in rows if row.strategy == "DataParallel()")
+    assert answer.rows[0][answer.header.index("computing")] == formatting.format_duration(slowest)
 
 
 def test_html_aligns_names_to_the_left_and_keeps_units_with_numbers():

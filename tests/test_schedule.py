@@ -210,7 +210,7 @@ def test_schedule_figures_show_actions_stages_and_a_note():
     assert [label.get_text() for label in ax.get_yticklabels()] == ["node 0", "node 1"]
     assert sorted(t.get_text() for t in ax.texts if t.get_gid() is None) == sorted(["F0", "F1", "B0", "B1"] * 2)
     (note,) = [t.get_text() for t in ax.texts if t.get_gid() == "note"]
-    assert note == "time 9 · bubble 33.3% · the nodes hold 2 and 1 micro-batches at most"
+    assert note == "time 9 · bubble 33.3 % · the nodes hold 2 and 1 micro-batches at most"
     (ax,) = Schedule(V_SHAPED).figure().axes
     assert {t.get_text() for t in ax.texts if t.get_gid() == "stage"} == {"st 0", "st 1", "st 2", "st 3"}
     assert len(Schedule.from_name("1F1B", 4, 8)._repr_png_()) > 1000

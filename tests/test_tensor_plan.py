@@ -282,7 +282,7 @@ def test_plan_counts_local_parameters():
     text = tensor_plan.format_plan(plan)
     assert text.startswith("Sequential in 2 slices\nmodule")
     assert "Linear 4 -> 8" in text
-    assert "62% of the parameters on each rank" in text
+    assert "62 % of the parameters on each rank" in text
 
 
 # -- options of the strategies -------------------------------------------------------------------------------

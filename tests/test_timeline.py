@@ -40,7 +40,7 @@ def test_more_stages_on_a_rank_make_the_bubble_smaller():
     timeline = Timeline(convert_simulation(interleaved.simulate()), schedule=interleaved)
     assert timeline.ideal_bubble_formula == ("(p-1)/(v·m+p-1)", pytest.approx(3 / 19))
     assert timeline.measure_bubble() == pytest.approx(3 / 19)
-    assert "15.8% measured, 15.8% by the formula" in repr(timeline)
+    assert "15.8 % measured, 15.8 % by the formula" in repr(timeline)
 
 
 def late(spans, rank, by):
@@ -84,7 +84,7 @@ def test_a_schedule_without_a_formula_is_simulated():
     schedule = Schedule("F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3")
     timeline = Timeline(convert_simulation(schedule.simulate()), schedule=schedule)
     assert timeline.ideal_bubble_formula == ("equal stages", pytest.approx(1 - 24 / 26))
-    assert "7.7% measured, 7.7% by simulation" in repr(timeline)
+    assert "7.7 % measured, 7.7 % by simulation" in repr(timeline)
     assert [timeline.measure_peak_micro_batches(rank) for rank in (0, 1)] == [2, 2]
 
 
@@ -209,8 +209,8 @@ def test_figure_shows_measured_and_planned_passes():
     assert sorted(numbers) == sorted(f"{kind}{m}" for m in range(4) for kind in "FFBB")
     (note,) = [t.get_text() for t in ax.texts if t.get_gid() == "note"]
     assert note == (
-        "GPipe · bubble: 20.0% of the time as measured, 20.0% by formula, (p-1)/(m+p-1) · planned with these "
-        "durations: 20.0%"
+        "GPipe · bubble: 20.0 % of the time as measured, 20.0 % by formula, (p-1)/(m+p-1) · planned with these "
+        "durations: 20.0 %"
     )
     hollow = [c for c in ax.collections if c.get_gid() == "planned"]
     assert [len(c.get_paths()) for c in hollow] == [8, 8]

@@ -143,7 +143,7 @@ class Partition:
     def format_headline(self) -> str:
         """Return the size and the method in one line."""
         seed = "" if self.seed is None else f", seed={self.seed}"
-        return f"{self.n} rows on {formatting.format_count(self.world_size, 'node')}, {self.by}{seed}"
+        return f"{self.n:,} rows on {formatting.format_count(self.world_size, 'node')}, {self.by}{seed}"
 
     def __repr__(self) -> str:
         sizes = ", ".join(map(str, self.sizes[:_MAX_SHOWN_RANKS]))

@@ -54,7 +54,7 @@ def format_html(partition: Partition) -> str:
 
 def _format_row(partition: Partition, rank: int) -> list[str]:
     size = partition.sizes[rank]
-    cells = [str(rank), str(size), f"{size / partition.n:.1%}"]
+    cells = [str(rank), f"{size:,}", f"{100 * size / partition.n:.1f} %"]
     if partition.class_counts is not None and _get_shown_classes(partition):
         cells += map(str, partition.class_counts[rank].tolist())
     return cells

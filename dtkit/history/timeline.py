@@ -175,7 +175,8 @@ class Timeline:
         if not self.is_pipelined:
             return f"Timeline({steps})"
         source = "the formula" if self.ideal_bubble_source == "formula" else self.ideal_bubble_source
-        bubbles = f"bubble {self.measure_bubble():.1%} measured, {self.get_ideal_bubble():.1%} by {source}"
+        measured, ideal = 100 * self.measure_bubble(), 100 * self.get_ideal_bubble()
+        bubbles = f"bubble {measured:.1f} % measured, {ideal:.1f} % by {source}"
         return f"Timeline({steps}, {bubbles})"
 
 

@@ -61,7 +61,8 @@ class Simulation:
 
     def __repr__(self) -> str:
         peaks = ", ".join(map(str, self.peak_micro_batches))
-        return f"Simulation(time {self.makespan:g}, bubble {self.bubble:.1%}, peak micro-batches by node: {peaks})"
+        bubble = f"bubble {100 * self.bubble:.1f} %"
+        return f"Simulation(time {self.makespan:g}, {bubble}, peak micro-batches by node: {peaks})"
 
 
 def simulate(schedule: ScheduleTable, duration: Callable[[Action], float]) -> Simulation:

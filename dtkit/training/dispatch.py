@@ -180,7 +180,7 @@ class StepDispatcher:
         self.replica_check.on_result(results)
         balancer = self._load_balancer
         if balancer is not None and balancer.on_result([np.asarray(result.rows) for result in results]):
-            shares = ", ".join(f"{share:.0%}" for share in balancer.shares)
+            shares = ", ".join(f"{100 * share:.0f} %" for share in balancer.shares)
             self._progress.add_event("note", f"shares of the batch by node: {shares}")
         spans = [np.asarray(result.spans) for result in results if result.spans is not None]
         self.recent_spans = spans, self._engine_group.membership.clock_offsets

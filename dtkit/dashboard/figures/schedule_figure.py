@@ -36,5 +36,6 @@ def _describe_simulation(simulation: Simulation) -> str:
     held = f"{', '.join(peaks)} and {last_peak}" if peaks else last_peak
     unit = "micro-batches" if schedule.stages == schedule.ranks else "micro-batches of a stage"
     return (
-        f"time {simulation.makespan:g} · bubble {simulation.bubble:.1%}{formula} · the nodes hold {held} {unit} at most"
+        f"time {simulation.makespan:g} · bubble {100 * simulation.bubble:.1f} %{formula} · "
+        f"the nodes hold {held} {unit} at most"
     )

@@ -202,8 +202,8 @@ def _describe_bubble(timeline: Timeline, step: int) -> str:
     formula, ideal = timeline.ideal_bubble_formula
     is_formula = timeline.ideal_bubble_source == "formula"
     source = f"by formula, {formula}" if is_formula else "by simulation with equal stages"
-    note = f"bubble: {timeline.measure_bubble(step):.1%} of the time as measured, {ideal:.1%} {source}"
+    note = f"bubble: {100 * timeline.measure_bubble(step):.1f} % of the time as measured, {100 * ideal:.1f} % {source}"
     if timeline.schedule is None:
         return note
     planned = timeline.simulate_schedule(step).measure_bubble()
-    return f"{timeline.schedule.name} · {note} · planned with these durations: {planned:.1%}"
+    return f"{timeline.schedule.name} · {note} · planned with these durations: {100 * planned:.1f} %"

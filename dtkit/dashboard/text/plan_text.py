@@ -24,6 +24,7 @@ MEMORY_PARTS = (
 """Parts of a rank's memory: the field of a row, and the heading of its column."""
 
 _MAX_SHOWN_RANKS = 8  # on more ranks, each strategy is listed with its tightest rank only
+_NUM_TIMES = 3  # the last columns of an answer
 _MAX_NAMES_CHARS = 60  # characters of strategies' names in a headline
 
 
@@ -63,14 +64,14 @@ def _describe_fit(fitting: Sequence[str], strategies: Sequence[str]) -> str:
 def _make_page(plan: Plan) -> TablePage:
     """Make a page of two tables: a single one would be wider than a cell."""
     shows_all_ranks = plan.world_size <= _MAX_SHOWN_RANKS
-    selection = [] if shows_all_ranks else ["of each strategy, the node with least to spare"]
+    selection = ["times: of the slowest node" if shows_all_ranks else "of each strategy, the node with least to spare"]
     return TablePage(format_headline(plan), [_make_answer(plan), _make_parts(plan)], [*selection, *plan.notes])
 
 
 def _make_answer(plan: Plan) -> Table:
     """Make the table with what fits, and what a step costs."""
     header = ["strategy", "node", "samples", "needed", "free", "fits", "sent/step", "computing", "waiting", "step"]
-    return Table(header, _merge_ranks(plan, _format_answer), {"strategy", "node"})
+    return Table(header, _merge_ranks(plan, _format_answer, _drop_times), {"strategy", "node"})
 
 
 def _make_parts(plan: Plan) -> Table:
@@ -79,19 +80,27 @@ def _make_parts(plan: Plan) -> Table:
     return Table(header, _merge_ranks(plan, _format_parts), {"needed by", "node"})
 
 
-def _merge_ranks(plan: Plan, format_cells: Callable[[PlanRow], list[str]]) -> list[list[str]]:
-    """Return the cells of each strategy and rank, in one row for ranks with the same cells."""
+def _merge_ranks(
+    plan: Plan, format_cells: Callable[[PlanRow], list[str]], get_key: Callable[[list[str]], list[str]] = list
+) -> list[list[str]]:
+    """Return the cells of each strategy and rank, in one row for ranks with the same key: that of the slowest one."""
     if plan.world_size > _MAX_SHOWN_RANKS:
         tightest = [find_tightest_row(plan.get_rows(name)) for name in plan.strategies]
         return [[row.strategy, str(row.rank), *format_cells(row)] for row in tightest]
-    ranks: dict[tuple[str, ...], list[int]] = {}
+    same_rows: dict[tuple[str, ...], list[PlanRow]] = {}
     for row in plan.rows:
-        ranks.setdefault((row.strategy, *format_cells(row)), []).append(row.rank)
+        same_rows.setdefault((row.strategy, *get_key(format_cells(row))), []).append(row)
     merged = []
-    for (strategy, *cells), same in ranks.items():
+    for (strategy, *_), same in same_rows.items():
         is_all = len(same) == plan.world_size > 1
-        merged.append([strategy, "all" if is_all else ", ".join(map(str, same)), *cells])
+        ranks = "all" if is_all else ", ".join(str(row.rank) for row in same)
+        merged.append([strategy, ranks, *format_cells(max(same, key=lambda row: row.compute_s))])
     return merged
+
+
+def _drop_times(cells: list[str]) -> list[str]:
+    """Return the cells of an answer without its times, which differ by some percent between equal ranks."""
+    return cells[:-_NUM_TIMES]
 
 
 def _format_answer(row: PlanRow) -> list[str]:

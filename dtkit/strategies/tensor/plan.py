@@ -82,7 +82,7 @@ def format_plan(plan: TensorPlan) -> str:
     ]
     total, local = sum(r.parameters for r in plan.rows), sum(r.local_parameters for r in plan.rows)
     share = local / total if total else 1.0
-    rows.append(("total", "", "", f"{total:,}", f"{local:,}", f"{share:.0%} of the parameters on each rank"))
+    rows.append(("total", "", "", f"{total:,}", f"{local:,}", f"{100 * share:.0f} % of the parameters on each rank"))
     return "\n".join(
         [f"{plan.model} in {plan.tp_size} slices", *formatting.format_columns([head, *rows], left_aligned=(0, 1, 2, 5))]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,8 +15,11 @@ from dtkit.cluster import cluster_file
 from dtkit.cluster.devices import plan_devices, warn_of_too_many_engines
 from dtkit.errors import ClusterWarning
 from dtkit.rpc.captured import LARGE_BYTES, warn_of_large_functions
+from dtkit.testing.fake_transport import FakeTransport
+from tests.support import small
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 LARGE = np.zeros(LARGE_BYTES + 1, dtype=np.uint8)
@@ -61,3 +65,43 @@ def test_clusters_that_compete_are_warned_of(tmp_path: Path):
 def test_misspelled_argument_names_the_right_one(options: dict[str, int], message: str):
     with pytest.raises(TypeError, match=message):
         dtkit.Cluster(2, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: dtkit.DataParallel(bucket_mb=3),
+            r"^DataParallel\(\) has no argument bucket_mb=; did you mean bucket_cap",
+        ),
+        (lambda: dtkit.Pipeline(stage=2), r"^Pipeline\(\) has no argument stage=; did you mean stages=\?"),
+        (lambda: dtkit.Sharded(precison="bf16"), r"^Sharded\(\) has no argument precison=; did you mean precision=\?"),
+        (
+            lambda: dtkit.EarlyStopping(patients=2),
+            r"^EarlyStopping\(\) has no argument patients=; did you mean patience",
+        ),
+        (lambda: dtkit.attach(nme="a"), r"^attach\(\) has no argument nme=; did you mean name=\?"),
+    ],
+)
+def test_misspelled_option_names_the_right_one(make: Callable[[], object], message: str):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_misspelled_arguments_of_a_run_name_the_right_one():
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
+        with pytest.raises(
+            TypeError, match=r"^Cluster.train\(\) has no argument optimiser=; did you mean optimizer=\?"
+        ):
+            small.train(cluster, optimiser=None)
+        run = small.train(cluster, start=False)
+        with pytest.raises(TypeError, match=r"^Run.set\(\) has no argument learning_rate=; it takes lr, timeout"):
+            run.set(learning_rate=0.1)
+        with pytest.raises(TypeError, match=r"^Run.evaluate\(\) has no argument metric=; did you mean metrics=\?"):
+            run.evaluate(small.data(), metric={})
+        run.stop()
+
+
+def test_constructors_keep_their_signatures_for_tooltips():
+    assert next(iter(inspect.signature(dtkit.DataParallel).parameters)) == "accumulate"
+    assert next(iter(inspect.signature(dtkit.EarlyStopping).parameters)) == "patience"

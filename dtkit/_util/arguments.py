@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 
 
 def suggest_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -29,7 +30,7 @@ def suggest_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            _refuse_unknown(kwargs.keys() - set(names), names, function, args)
+            _refuse_unknown(kwargs.keys() - set(names), names, _describe_call(function, args))
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
             _hide_own_frames(error)
@@ -38,13 +39,17 @@ def suggest_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def _refuse_unknown(
-    unknown: Iterable[str], names: Sequence[str], function: Callable[..., object], args: Sequence[object]
-) -> None:
+def suggest_options(cls: type[_T]) -> type[_T]:
+    """Decorate a dataclass so that the error for an unknown option names the one that was probably meant."""
+    cls.__init__ = suggest_arguments(cls.__init__)  # type: ignore[misc]  # the one that dataclass has made
+    return cls
+
+
+def _refuse_unknown(unknown: Iterable[str], names: Sequence[str], call: str) -> None:
     for name in unknown:
         similar = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {similar[0]}=?" if similar else f"it takes {', '.join(names)}"
-        raise TypeError(f"{_describe_call(function, args)}() has no argument {name}=; {hint}")
+        takes = f"it takes {', '.join(names)}" if names else "it takes none"
+        raise TypeError(f"{call}() has no argument {name}=; {f'did you mean {similar[0]}=?' if similar else takes}")
 
 
 def _hide_own_frames(error: Exception) -> None:
@@ -60,6 +65,8 @@ def _is_own(file: str) -> bool:
 
 
 def _describe_call(function: Callable[..., object], args: Sequence[object]) -> str:
-    """Return a method's name as users write it."""
+    """Return a function's name as users write it."""
+    if "." not in function.__qualname__:
+        return function.__name__
     owner = type(args[0]).__name__ if args else "Cluster"
     return owner if function.__name__ == "__init__" else f"{owner}.{function.__name__}"

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtkit._util.arguments import suggest_arguments
 from dtkit._util.installation import VERSION
 from dtkit.cluster import cluster_file, start
 from dtkit.cluster.cluster import Cluster
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from dtkit.types import EngineInventory
 
 
+@suggest_arguments
 def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
     """Take over a running cluster whose notebook has ended, such as before a restart of the kernel.
 

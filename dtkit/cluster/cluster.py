@@ -189,6 +189,7 @@ class Cluster(Engines):
         equal_shards = distribute.partition_data(group, data, **options)
         return speed.repartition_by_speed(group, equal_shards, model, loss, training_step)
 
+    @suggest_arguments
     def broadcast(self, model: Any) -> broadcast.ModelHandle:
         """Copy a model to every rank, with identical parameters and buffers. Shows a checksum per rank."""
         self._engine_group.check_open()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit._util.arguments import suggest_options
 from dtkit.engine.state.shards import MODEL_PREFIX
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import gradients
@@ -75,6 +76,7 @@ class OuterSGD:
         return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
 
 
+@suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class ParameterAveraging(Strategy):
     """Training of each rank on its own samples, with parameters averaged over ranks after every `every` steps.

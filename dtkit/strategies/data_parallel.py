@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from dtkit._util.arguments import suggest_options
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import compression
 from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from dtkit.strategies.loss import Loss
 
 
+@suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class DataParallel(Strategy):
     """Gradients are all-reduced in every step, weighted by samples, while backward still runs.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit._util.arguments import suggest_options
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
 from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from dtkit.strategies.loss import Loss
 
 
+@suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class NaiveDataParallel(Strategy):
     """All-reduce of gradients after backward, one tensor at a time. For reading; train with `DataParallel`.

@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from dtkit._util.arguments import suggest_options
 from dtkit._util.torch_private import get_fsdp_group, get_fsdp_groups, get_fsdp_state
 from dtkit.engine.data.sources import to_device
 from dtkit.mesh import Mesh
@@ -54,6 +55,7 @@ PADDING_ROWS = 2  # rows of a batch that doesn't count; BatchNorm1d needs two
 _GATHER_ALL_LIMIT = 9  # whole tensors at a time: 3 blocks (two gathered, one gradient) of 3 tensors
 
 
+@suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class Sharded(DTensorStrategy):
     """Parameters, gradients and optimizer state sharded among the ranks, which gather one block at a time.

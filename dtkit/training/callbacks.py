@@ -10,6 +10,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from dtkit._util.arguments import suggest_arguments
 from dtkit._util.guard import return_error, run_guarded_in_thread
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class EarlyStopping:
 
     """
 
+    @suggest_arguments
     def __init__(
         self,
         patience: int = 3,

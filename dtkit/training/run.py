@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.arguments import suggest_arguments
 from dtkit._util.deadline import Deadline
 from dtkit.errors import RunError
 from dtkit.history.history import History
@@ -163,6 +164,7 @@ class Run(ShownRun):
         """Continue. Returns the step from which the run continues."""
         return self._waiter.call("resume", timeout=timeout)
 
+    @suggest_arguments
     def step(self, n: int = 1, *, timeout: float | None = None) -> int:
         """Take `n` steps while paused. Returns the number of steps taken so far. Raises the run's error if it fails."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
@@ -201,6 +203,7 @@ class Run(ShownRun):
             return self._driver.progress.step
         return self._waiter.call("stop", timeout=timeout)
 
+    @suggest_arguments
     def set(self, *, lr: float, timeout: float | None = None) -> int:
         """Set a new learning rate on every rank from the same step on. Returns the first step that uses it.
 
@@ -238,6 +241,7 @@ class Run(ShownRun):
         self._job.kill(rank, timeout)
         return self._driver.progress.step
 
+    @suggest_arguments
     def save(
         self,
         path: str | Path | None = None,
@@ -287,6 +291,7 @@ class Run(ShownRun):
 
     # -- questions to the engines -----------------------------------------------------------------------------
 
+    @suggest_arguments
     def evaluate(
         self,
         data: Any,
@@ -307,6 +312,7 @@ class Run(ShownRun):
         """
         return self._job.measure_memory(plan, timeout)
 
+    @suggest_arguments
     def profile(self, steps: int = 3, *, timeout: float | None = None) -> Profile:
         """Take the next steps with torch's profiler on all ranks. Return the operators, and one trace of all ranks.
 
@@ -337,6 +343,7 @@ class Run(ShownRun):
         """
         return self._job.get_placement(timeout)
 
+    @suggest_arguments
     def verify(self, steps: int = 20, *, timeout: float | None = None) -> Verification:
         """Check that this training equals training in one process. Prints the result, and returns it.
 
@@ -350,6 +357,7 @@ class Run(ShownRun):
 
     # -- going on, and letting go -----------------------------------------------------------------------------
 
+    @suggest_arguments
     def extend(self, *, epochs: int | None = None, steps: int | None = None, timeout: float | None = None) -> None:
         """Train for this many more epochs (or steps), with the current optimizer."""
         deadline = Deadline(timeout, "extend")

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dtkit._util.arguments import suggest_options
 from dtkit.engine.data.sources import map_tensors, to_device
 from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from dtkit.strategies.loss import Loss
 
 
+@suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class Pipeline(Strategy):
     """The model in stages that work at the same time, each on another micro-batch.

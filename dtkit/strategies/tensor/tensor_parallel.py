@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from dtkit._util.arguments import suggest_options
 from dtkit.engine.comm.process_group import is_lost_peer_error
 from dtkit.engine.data.sources import to_device
 from dtkit.engine.state.dtensor_shards import get_local_tensor
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from dtkit.strategies.tensor.plan import Style, TensorPlan
 
 
+@suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class TensorParallel(DTensorStrategy):
     """Layers in `tp_size` slices, one per rank; the ranks of a replica compute on the same samples.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import expect
 
-from tests.browser.test_restart import TRAIN, get_dashboard, wait_for_step
-from tests.support.lab import Lab
+from tests.support.live_run import TRAIN, get_dashboard, wait_for_step
 from tests.support.marks import slow
+
+if TYPE_CHECKING:
+    from tests.support.lab import Lab
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(480)]
 

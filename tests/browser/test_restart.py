@@ -9,22 +9,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import expect
+
+from tests.support.live_run import TRAIN, WAIT_MS, get_dashboard, wait_for_step
 
 if TYPE_CHECKING:
     from tests.support.lab import Lab
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(480)]
 
-TRAIN = """
-import torch, dtkit
-from torch import nn
-
-cluster = dtkit.Cluster(2, threads=1)
-data = torch.randn(640, 8), torch.randint(3, (640,))
-run = cluster.train(nn.Linear(8, 3), data, loss=nn.CrossEntropyLoss(),
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), batch_size=64, steps=1_000_000)
-"""
 ATTACH = """
 import json
 import dtkit
@@ -39,7 +32,6 @@ end = run.stop()
 print(json.dumps([end, run.history.totals()["step"].tolist() == list(range(end))]))
 cluster.close()
 """
-WAIT_MS = 60_000
 
 
 def test_restarted_kernel_shows_and_continues_the_run(lab: Lab, tmp_path: Path):
@@ -84,20 +76,3 @@ def test_restarted_kernel_shows_and_continues_the_run(lab: Lab, tmp_path: Path):
     end, is_complete = json.loads(lab.text(4))
     assert end >= later
     assert is_complete
-
-
-def get_dashboard(lab: Lab, cell: int) -> Locator:
-    """Return the dashboard below a cell."""
-    return lab.cell(cell).get_by_test_id("dtkit-dashboard")
-
-
-def wait_for_step(lab: Lab, cell: int, above: int) -> int:
-    """Wait until the dashboard below a cell shows a later step, and return it."""
-    lab.select(cell)
-    dashboard = get_dashboard(lab, cell)
-    expect(dashboard).to_be_visible(timeout=WAIT_MS)
-    element = dashboard.element_handle()
-    lab.page.wait_for_function(
-        "([element, above]) => Number(element.dataset.step) > above", arg=[element, above], timeout=WAIT_MS
-    )
-    return int(dashboard.get_attribute("data-step") or -1)

@@ -41,7 +41,7 @@ def suggest_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def suggest_options(cls: type[_T]) -> type[_T]:
     """Decorate a dataclass so that the error for an unknown option names the one that was probably meant."""
-    cls.__init__ = suggest_arguments(cls.__init__)  # type: ignore[misc]  # the one that dataclass has made
+    cls.__init__ = suggest_arguments(cls.__init__)  # type: ignore[method-assign]  # the one that dataclass has made
     return cls
 
 

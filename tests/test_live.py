@@ -808,6 +808,26 @@ def test_a_run_that_goes_on_has_a_picture_with_its_time(notebook):
     assert set(handle.updates[-1][0]) == {"image/png", "text/plain"}
 
 
+def test_the_note_on_a_picture_has_the_step_that_it_shows(notebook, monkeypatch: pytest.MonkeyPatch):
+    source = FakeSource()
+    source.advance(5)
+    display.show(source)
+    draw = display.make_static_output
+
+    def draw_slowly(run):
+        output = draw(run)
+        source.advance(7)  # the run goes on while a picture is drawn
+        return output
+
+    monkeypatch.setattr(display, "make_static_output", draw_slowly)
+    display._displays[source]._draw_picture()
+    (_, handle) = notebook[1]
+    [(data, _)] = handle.updates
+    assert "Step 5 of 400 at " in data["text/html"]
+    source.end()
+    assert display.wait_until_replaced(source, timeout=60)
+
+
 def test_an_extended_run_is_drawn_again_at_its_next_end(notebook):
     source = FakeSource()
     display.show(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from dtkit.cluster.launched_transport import LaunchedTransport
 from dtkit.cluster.transport import IpyparallelTransport
 from dtkit.errors import ClusterError
 
-CLIENT: Any = SimpleNamespace(_engines={}, ids=[])
+CLIENT: Any = SimpleNamespace(_engines={}, ids=[], _queue_handlers={"apply_reply": print})
 
 
 def lost_message(transport: IpyparallelTransport) -> str:
@@ -51,3 +52,18 @@ def test_error_of_a_lost_engine_that_the_user_started_promises_no_replacement():
     with pytest.raises(ClusterError) as caught:
         transport.replace([0])
     assert str(caught.value).endswith(remedy)
+
+
+def test_late_replies_of_given_up_engines_print_nothing():
+    handled: list[str] = []
+    client: Any = SimpleNamespace(
+        _engines={},
+        outstanding={"awaited"},
+        _futures={"sent": Future(), "given up": Future()},
+        _queue_handlers={"apply_reply": lambda message: handled.append(message["parent_header"]["msg_id"])},
+    )
+    client._futures["given up"].set_result(None)
+    IpyparallelTransport(client, [7])
+    for msg_id in ("awaited", "sent", "given up", "unknown"):
+        client._queue_handlers["apply_reply"]({"parent_header": {"msg_id": msg_id}})
+    assert handled == ["awaited", "sent"]  # ipyparallel notes that a request is outstanding after it was sent

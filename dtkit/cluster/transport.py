@@ -45,6 +45,7 @@ class IpyparallelTransport:
 
     def __init__(self, client: ipp.Client, engine_ids: list[int]) -> None:
         self._client = client
+        _drop_late_replies(client)
         self.engine_ids = list(engine_ids)
         self._entrypoint = Entrypoint()
 
@@ -175,6 +176,20 @@ class _OutputListener:
                 self._num_handled += 1
                 if data is not None:
                     self._listen(data["first"], data["items"])
+
+
+def _drop_late_replies(client: ipp.Client) -> None:
+    """Drop replies of engines that were given up. For each, ipyparallel prints a line into whatever cell runs."""
+    handlers = client._queue_handlers  # noqa: SLF001 - the client offers no hook
+    handle = handlers["apply_reply"]
+
+    def handle_awaited(message: dict[str, Any]) -> None:
+        msg_id = message["parent_header"].get("msg_id")
+        future = client._futures.get(msg_id)  # noqa: SLF001
+        if msg_id in client.outstanding or (future is not None and not future.done()):
+            handle(message)
+
+    handlers["apply_reply"] = handle_awaited
 
 
 class _LockedView(ipp.DirectView):  # type: ignore[misc]  # ipyparallel has no types

@@ -81,8 +81,9 @@ def _make_static_or_text_output(run: RunView) -> Output:
 
 def _make_meanwhile_output(run: RunView) -> Output:
     """Return the picture of a run that goes on, below a note with its time."""
+    sentence = _describe_picture(run)  # drawing takes seconds on a busy machine, and the run goes on
     data, metadata = _make_static_or_text_output(run)
-    sentence, text = _describe_picture(run), data["text/plain"]
+    text = data["text/plain"]
     if "image/png" not in data:
         return _make_text_output(sentence, text)
     width = metadata["image/png"]["width"]

@@ -160,9 +160,9 @@ class Run(ShownRun):
         """
         return self._waiter.call("pause", timeout=timeout)
 
-    def resume(self, timeout: float | None = None) -> int:
-        """Continue. Returns the step from which the run continues."""
-        return self._waiter.call("resume", timeout=timeout)
+    def resume(self, timeout: float | None = None) -> None:
+        """Continue."""
+        self._waiter.call("resume", timeout=timeout)
 
     @suggest_arguments
     def step(self, n: int = 1, *, timeout: float | None = None) -> int:

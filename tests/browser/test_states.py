@@ -46,8 +46,11 @@ def test_recovery_is_shown_with_seconds_and_nothing_stale(page: Page):
 
 def test_stuck_node_is_in_the_head(page: Page):
     run = make_run()
-    run.stick(1)
     view = StaticView(page, run)
+    run.stick(1)
+    view.update()
+    expect(view.root.get_by_test_id("verdict")).to_have_text("→ no verdict at the moment")
+    expect(view.root.get_by_test_id("verdict")).to_have_css("list-style-type", "none")  # there is nothing to unfold
     expect(view.root.locator(".dtk-chip")).to_have_text(re.compile(r"^⊘ stuck: node 1 in forward, 1\d s$"))
     expect(view.root.locator(".dtk-ends")).not_to_contain_text("left")
 

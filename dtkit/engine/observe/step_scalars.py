@@ -7,8 +7,7 @@ a pair (sum, weight).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,31 +16,31 @@ from dtkit.history.history import ROW_DTYPE
 from dtkit.history.scalars import SYSTEM_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from dtkit.types import Scalars
 
 
-@dataclasses.dataclass
-class _Sum:
-    total: Any = 0.0
-    weight: Any = 0.0
+class _Entry(NamedTuple):
+    """A logged value: `value` times `factor` is added to the sum of its name, and `weight` to the sum's weight."""
 
-    def add(self, total: Any, weight: Any) -> None:
-        self.total, self.weight = self.total + total, self.weight + weight
+    name: str
+    value: Any
+    factor: int
+    weight: Any
 
 
 class StepScalars:
     """Numbers that one rank's steps have logged since the dispatch began."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[int, dict[str, _Sum]]] = []
-        self._sums: dict[str, _Sum] = {}
+        self._steps: list[tuple[int, list[_Entry]]] = []
+        self._entries: list[_Entry] = []
         self._unweighted: list[tuple[str, Any]] = []
 
     def begin_step(self) -> None:
         """Forget the numbers of an unfinished step."""
-        self._sums, self._unweighted = {}, []
+        self._entries, self._unweighted = [], []
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
@@ -66,36 +65,58 @@ class StepScalars:
                 raise ValueError(f"dtkit.log of {name!r}: names that begin with {SYSTEM_PREFIX!r} are dtkit's own")
             if isinstance(value, tuple):
                 total, weight = value
-                self._sums.setdefault(name, _Sum()).add(_detach(total), _detach(weight))
+                self._entries.append(_Entry(name, _detach(total), 1, _detach(weight)))
             else:
                 self._unweighted.append((name, _detach(value)))
 
     def weigh(self, samples: int) -> None:
         """Weight the values that were logged since the last call by this number of samples."""
         for name, value in self._unweighted:
-            self._sums.setdefault(name, _Sum()).add(value * samples, samples)
+            self._entries.append(_Entry(name, value, samples, samples))
         self._unweighted.clear()
 
     def end_step(self, step: int, samples: int) -> None:
         """End a step. Values logged after its last micro-batch count by the `samples` of the whole step."""
         self.weigh(samples)
-        if self._sums:
-            self._steps.append((step, self._sums))
-        self._sums = {}
+        if self._entries:
+            self._steps.append((step, self._entries))
+        self._entries = []
 
     def take(self) -> Scalars:
-        """Return {name: [(step, sum, weight)]} of the completed steps, and forget them."""
+        """Return {name: [(step, sum, weight)]} of the completed steps, and forget them.
+
+        Numbers are added up here and not in the steps: an operation on a tensor takes some microseconds.
+        """
         steps, self._steps = self._steps, []
+        numbers = _read_numbers(value for _, entries in steps for entry in entries for value in (entry[1], entry[3]))
         scalars: dict[str, list[tuple[int, float, float]]] = {}
-        for step, sums in steps:
-            for name, each in sums.items():
-                scalars.setdefault(name, []).append((step, float(each.total), float(each.weight)))
+        for step, entries in steps:
+            sums: dict[str, tuple[float, float]] = {}
+            for name, _, factor, _ in entries:
+                total, weight = sums.get(name, (0.0, 0.0))
+                sums[name] = total + next(numbers) * factor, weight + next(numbers)
+            for name, (total, weight) in sums.items():
+                scalars.setdefault(name, []).append((step, total, weight))
         return scalars
+
+
+def _read_numbers(values: Iterable[Any]) -> Iterator[float]:
+    """Return numbers and tensors as numbers, with one copy from each device."""
+    listed = list(values)
+    places: dict[torch.device, list[int]] = {}
+    for place, value in enumerate(listed):
+        if isinstance(value, torch.Tensor):
+            places.setdefault(value.device, []).append(place)
+    for tensors in places.values():
+        read = torch.stack([listed[place].reshape(()) for place in tensors]).tolist()
+        for place, number in zip(tensors, read, strict=True):
+            listed[place] = number
+    return iter(listed)
 
 
 def _detach(value: Any) -> Any:
     """Return a number without its graph; a tensor as a copy that later operations don't change."""
-    return value.detach().double().clone() if isinstance(value, torch.Tensor) else float(value)
+    return value.detach().to(torch.float64, copy=True) if isinstance(value, torch.Tensor) else float(value)
 
 
 _active: StepScalars | None = None

@@ -1,13 +1,17 @@
 // The verdict in one line, and its arithmetic on demand; summary/verdict.py has the text.
 
-import { h, setText } from "../elements.js";
+import { h, setAttr, setText } from "../elements.js";
 
 export function verdict(store) {
   const line = h("summary", { "data-testid": "verdict" }), arithmetic = h("div", { class: "dtk-arithmetic" });
   const el = h("details", { class: "dtk-verdict" }, line, arithmetic);
   const update = () => {
     el.hidden = !store.verdict && !line.textContent;
-    if (!store.verdict) return setText(line, line.textContent && "→ no verdict at the moment");
+    setAttr(el, "class", `dtk-verdict${store.verdict ? "" : " dtk-none"}`);
+    if (!store.verdict) {
+      el.open = false;
+      return setText(line, line.textContent && "→ no verdict at the moment");
+    }
     setText(line, `→ ${store.verdict.text}`);
     setText(arithmetic, store.verdict.arithmetic.join("\n"));
   };

@@ -41,7 +41,7 @@ class ProfiledRun(Protocol):
         """Take `n` steps while paused."""
         ...
 
-    def resume(self, timeout: float | None = None) -> int:
+    def resume(self, timeout: float | None = None) -> None:
         """Continue."""
         ...
 

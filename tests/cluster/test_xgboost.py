@@ -98,7 +98,9 @@ def test_training_goes_on_after_the_loss_of_an_engine(tmp_path: Path):
         assert time.monotonic() - start < 60
         assert found.restarts == 1
         assert found.num_rounds == 8
-        assert len(found.history["train"]["calls"]) < 8  # stored rounds are not trained again
+        for name in ("mlogloss", "calls"):  # each round once, also those before the loss
+            assert len(found.history["train"][name]) == 8
+        assert found.history["train"]["calls"][-1] < 8  # stored rounds are not trained again
         assert np.abs(found.predict(X) - undisturbed.predict(X)).max() < 1e-5
         check_usable(cluster)
 
@@ -143,6 +145,7 @@ def test_interrupt_keeps_the_model(cluster2: dtkit.Cluster, tmp_path: Path):
     assert result is not None
     assert not result.is_complete
     assert 1 <= result.num_rounds < 1000
+    assert len(result.history["train"]["one"]) == result.num_rounds
     check_usable(cluster2)
 
 

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dtkit.errors import EngineError
-from dtkit.integrations.xgboost.training import _Training
+from dtkit.integrations.xgboost.stored import pack_stored, read_stored
+from dtkit.integrations.xgboost.training import _Training, get_last_result
 from dtkit.types import Failure
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+METRICS = {"train": {"rmse": [0.5]}}
 LOSS = EngineError([Failure(1, "?", "EngineLost", "its process has ended", "", kind="lost")])
 
 
@@ -40,9 +42,9 @@ def make_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: list[
         if len(training.attempts) <= len(stored):
             model = stored[len(training.attempts) - 1]
             if model is not None:
-                training._path.write_bytes(model)
+                training._path.write_bytes(pack_stored(METRICS, model))
             raise LOSS
-        return [{"model": b"20", "history": {}}]
+        return [{"model": b"20", "history": METRICS}]
 
     monkeypatch.setattr(training, "_train_once", train_once)
     return training
@@ -64,3 +66,22 @@ def test_a_restart_trains_only_the_remaining_rounds(
     assert training.attempts == attempts
     assert (len(training.repairs), result.restarts) == (len(stored), len(stored))
     assert not training._path.exists()
+    num_stored = sum(model is not None for model in stored)
+    assert result.history == {"train": {"rmse": [0.5] * (num_stored + 1)}}  # of each attempt's stored rounds, once
+
+
+def test_the_last_stored_model_is_kept_when_the_training_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    training = make_training(tmp_path, monkeypatch, [b"2", b"4", b"6", b"7"])
+    with pytest.raises(EngineError):
+        training.run(20, None, SimpleNamespace(Booster=Booster))
+    result = get_last_result()
+    assert result is not None
+    assert (result.num_rounds, result.restarts, result.is_complete) == (7, 3, False)
+    assert result.history == {"train": {"rmse": [0.5] * 4}}
+
+
+def test_a_stored_model_may_have_any_bytes(tmp_path: Path):
+    path = tmp_path / "model"
+    assert read_stored(path) is None
+    path.write_bytes(pack_stored(METRICS, b"a\n\nb\x00"))
+    assert read_stored(path) == (METRICS, b"a\n\nb\x00")

@@ -22,7 +22,7 @@ class BoostingResult:
     restarts: int = 0
     """Number of times that training was restarted after the loss of an engine."""
     is_complete: bool = True
-    """False after an interrupt."""
+    """False after an interrupt or an error."""
 
     @property
     def num_rounds(self) -> int:
@@ -75,7 +75,7 @@ class BoostingResult:
             for name, values in metrics.items()
             if values
         )
-        state = "" if self.is_complete else ", interrupted"
+        state = "" if self.is_complete else ", incomplete"
         best = "" if self.best_iteration is None else f", best round {self.best_iteration}"
         restarts = f", {self.restarts} restarts" if self.restarts else ""
         return f"BoostingResult({self.num_rounds} rounds{best}{restarts}{state}: {last})"

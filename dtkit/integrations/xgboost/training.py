@@ -10,6 +10,7 @@ from dtkit.data.partition import Partition
 from dtkit.errors import EngineError
 from dtkit.integrations.xgboost.checks import check_arguments, check_options
 from dtkit.integrations.xgboost.result import BoostingResult
+from dtkit.integrations.xgboost.stored import read_stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ _last_result: list[BoostingResult] = []
 
 
 def get_last_result() -> BoostingResult | None:
-    """Return the result of the last training, which may have been interrupted; None before the first."""
+    """Return the result of the last training, which may be incomplete; None before the first."""
     return _last_result[0] if _last_result else None
 
 
@@ -99,13 +100,14 @@ class _Training:
                 try:
                     results = self._train_once(num_rounds - done, start)
                 except EngineError as error:
-                    start = self._read_model() or start
+                    start = self._take_stored() or start
                     if restarts == _MAX_RESTARTS or not any(failure.is_engine_gone for failure in error.failures):
+                        self._keep_incomplete(xgboost, start, restarts)
                         raise
                     restarts += 1
                     self._cluster.repair()
                 except KeyboardInterrupt:
-                    self._keep_interrupted(xgboost, self._read_model() or start, restarts)
+                    self._keep_incomplete(xgboost, self._take_stored() or start, restarts)
                     raise
                 else:
                     break
@@ -126,17 +128,21 @@ class _Training:
         with _run_tracker(self._cluster.world_size) as addresses:
             return list(self._cluster.run(train_on_rank, order, addresses, start))
 
-    def _read_model(self) -> bytes | None:
-        with contextlib.suppress(FileNotFoundError):
-            return self._path.read_bytes()
-        return None
+    def _take_stored(self) -> bytes | None:
+        """Return the model of the last stored round, if any, and keep the metrics up to there."""
+        stored = read_stored(self._path)
+        if stored is None:
+            return None
+        self._path.unlink()  # else the next attempt's metrics might be counted twice
+        self._extend_history(stored[0])
+        return stored[1]
 
-    def _keep_interrupted(self, xgboost: Any, model: bytes | None, restarts: int) -> None:
+    def _keep_incomplete(self, xgboost: Any, model: bytes | None, restarts: int) -> None:
         if model is not None:
             result = BoostingResult(_load(xgboost, model), self._history, restarts, is_complete=False)
             _last_result[:] = [result]
-            print(  # noqa: T201 - the cell shows no result after an interrupt
-                f"interrupted after {result.num_rounds} rounds; "
+            print(  # noqa: T201 - the cell shows no result after an interrupt or an error
+                f"ended after {result.num_rounds} rounds; "
                 "dtkit.integrations.xgboost.get_last_result() has the model, and xgb_model= goes on with it"
             )
 

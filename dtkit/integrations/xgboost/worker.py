@@ -15,6 +15,7 @@ from dtkit._util.files import replace_file
 from dtkit.engine.observe.call_output import log
 from dtkit.integrations.shards import read_shard
 from dtkit.integrations.xgboost.checks import TRAIN
+from dtkit.integrations.xgboost.stored import pack_stored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +39,7 @@ class BoostingOrder:
     options: dict[str, Any]
     """Further arguments of ``xgboost.train``."""
     model_path: str
-    """File into which rank 0 writes the model after a round."""
+    """File into which rank 0 writes metrics and model after a round."""
 
 
 def train_on_rank(order: BoostingOrder, tracker: dict[str, Any], start: bytes | None) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def _make_matrix(key: str) -> xgboost.DMatrix:
 
 
 class RoundLogger(xgboost.callback.TrainingCallback):  # type: ignore[misc, unused-ignore]  # no types where it is not installed
-    """Shows each round in the notebook, and stores the model in case an engine is lost.
+    """Shows each round in the notebook, and stores metrics and model in case an engine is lost.
 
     Storing takes at most a twentieth of the time: a model grows with each round.
     """
@@ -138,11 +139,11 @@ class RoundLogger(xgboost.callback.TrainingCallback):  # type: ignore[misc, unus
             round_s=seconds,
         )
         if self._path is not None and time.perf_counter() >= self._store_at:
-            self._store(self._path, model)
+            self._store(self._path, model, evals_log)
         return False
 
-    def _store(self, path: Path, model: Any) -> None:
+    def _store(self, path: Path, model: Any, evals_log: dict[str, Any]) -> None:
         start = time.perf_counter()
-        replace_file(path, bytes(model.save_raw("ubj")))
+        replace_file(path, pack_stored(evals_log, bytes(model.save_raw("ubj"))))
         end = time.perf_counter()
         self._store_at = end + _STORE_RATIO * (end - start)

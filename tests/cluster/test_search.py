@@ -12,7 +12,7 @@ import pytest
 
 import dtkit
 from dtkit.errors import ItemError
-from dtkit.integrations.search import driver
+from dtkit.integrations.search import driver, get_last_result
 from tests.support import small
 
 pytestmark = pytest.mark.cluster
@@ -125,6 +125,24 @@ def test_a_trial_on_a_lost_engine_is_repeated_with_its_parameters(tmp_path: Path
 def spin(trial: Any) -> float:
     while True:
         pass
+
+
+def return_or_spin(trial: Any) -> float:
+    while trial.params["x"] == 2:
+        pass
+    return float(trial.params["x"])
+
+
+@pytest.mark.slow
+def test_trials_of_a_search_that_was_ended_are_kept(cluster2: dtkit.Cluster, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(TimeoutError):
+        cluster2.search(return_or_spin, {"x": [0, 1, 2]}, timeout=5.0)
+    result = get_last_result()
+    assert result is not None
+    assert [trial.state for trial in result.trials] == ["complete", "complete", "failed"]
+    assert (result.best_params, result.best_value) == ({"x": 0}, 0.0)
+    assert "get_last_result() has the trials" in capsys.readouterr().out
+    small.check_usable(cluster2)
 
 
 def test_a_search_that_takes_too_long_is_ended(cluster2: dtkit.Cluster):

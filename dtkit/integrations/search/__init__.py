@@ -4,8 +4,8 @@
 `channel` connects a trial on an engine with its trial in the notebook.
 """
 
-from dtkit.integrations.search.result import SearchResult
+from dtkit.integrations.search.result import SearchResult, get_last_result
 from dtkit.integrations.search.trial import Trial, TrialPruned
 from dtkit.integrations.search.trial_record import TrialRecord
 
-__all__ = ["SearchResult", "Trial", "TrialPruned", "TrialRecord"]
+__all__ = ["SearchResult", "Trial", "TrialPruned", "TrialRecord", "get_last_result"]

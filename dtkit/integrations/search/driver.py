@@ -17,7 +17,7 @@ from dtkit.dashboard.text.progress import show_progress
 from dtkit.dashboard.throttle import Throttle
 from dtkit.errors import ItemError
 from dtkit.integrations.search.channel import NotebookEnd, TrialStart
-from dtkit.integrations.search.result import SearchResult
+from dtkit.integrations.search.result import SearchResult, set_last_result
 from dtkit.integrations.search.studies import GridStudy, OptunaStudy
 from dtkit.integrations.search.trial import run_trial
 from dtkit.integrations.search.trial_record import TrialRecord
@@ -65,6 +65,7 @@ def search(
     chosen, num_trials = _choose_study(space, study, direction, n_trials, seed)
     name = str(getattr(objective, "__name__", type(objective).__name__))
     result = SearchResult(name, chosen.direction, getattr(chosen, "study", None))
+    set_last_result(result)
     with tempfile.TemporaryDirectory(prefix="search-", dir=engine_group.folder) as folder:
         trials = _Trials(chosen, num_trials, result, folder, on_error)
         function_call = run_trial, (objective, *args), dict(kwargs or {})
@@ -72,6 +73,11 @@ def search(
         with call_display.display_until_done(scheduler), _show_live(result, trials):
             try:
                 scheduler.run(timeout, timeouts.SEARCH_POLL_S)
+            except (KeyboardInterrupt, TimeoutError):
+                print(  # noqa: T201 - the cell shows no result after an interrupt
+                    f"ended after {result.describe()}; dtkit.integrations.search.get_last_result() has the trials"
+                )
+                raise
             finally:
                 trials.fail_running()
     errors = [trial.error for trial in result.trials if trial.error is not None]

@@ -134,3 +134,16 @@ def _format_trial(trial: TrialRecord, names: list[str]) -> list[str]:
 
 def _format_param(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else formatting.sanitize_text(str(value), 30)
+
+
+_last_result: list[SearchResult] = []
+
+
+def get_last_result() -> SearchResult | None:
+    """Return the result of the last search, which may have been ended early; None before the first."""
+    return _last_result[0] if _last_result else None
+
+
+def set_last_result(result: SearchResult) -> None:
+    """Keep the result of a search that begins."""
+    _last_result[:] = [result]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import joblib
 import numpy as np
 import pytest
+import scipy.sparse
 from sklearn.datasets import load_digits
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.model_selection import GridSearchCV
@@ -61,6 +62,36 @@ def test_large_arrays_lie_in_shared_memory_once(cluster2: dtkit.Cluster):
     assert [result[1:3] for result in results] == [(large.sum(), False)] * 8
     assert {result[0] for result in results} == {node.pid for node in cluster2.nodes}
     assert not any(path.name in {p.name for p in placed} for path in os.scandir("/dev/shm"))
+
+
+@pytest.mark.slow
+def test_an_array_that_was_changed_between_two_calls_is_placed_again(cluster2: dtkit.Cluster):
+    large = np.ones((512, 1024))
+    before = {path.name for path in os.scandir("/dev/shm")}
+    with cluster2.joblib():
+        for factor in (1.0, 1.0, 3.0):
+            large *= factor
+            results = joblib.Parallel()(joblib.delayed(describe_array)(large) for _ in range(4))
+            assert [result[1] for result in results] == [factor * 512 * 1024] * 4
+        placed = [path for path in os.scandir("/dev/shm") if path.name not in before]
+        assert sum(path.stat().st_size >= large.nbytes for path in placed) == 2
+    assert not any(path.stat().st_size >= large.nbytes for path in os.scandir("/dev/shm") if path.name not in before)
+
+
+def sum_table(table: Any) -> float:
+    return float(np.asarray(table.sum()).sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["frame", "sparse"])
+def test_tables_and_sparse_matrices_lie_in_shared_memory_once(cluster2: dtkit.Cluster, kind: str):
+    values = np.ones((512, 1024))
+    table = pytest.importorskip("pandas").DataFrame(values) if kind == "frame" else scipy.sparse.csr_array(values)
+    before = {path.name for path in os.scandir("/dev/shm")}
+    with cluster2.joblib():
+        assert joblib.Parallel()(joblib.delayed(sum_table)(table) for _ in range(8)) == [values.sum()] * 8
+        placed = [path for path in os.scandir("/dev/shm") if path.name not in before]
+        assert sum(path.stat().st_size >= values.nbytes for path in placed) == 1
 
 
 def list_loaded(names: list[str]) -> list[str]:

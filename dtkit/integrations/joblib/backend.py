@@ -46,6 +46,10 @@ class EnginesBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[mi
         self.parallel = parallel
         return self.effective_n_jobs(n_jobs)
 
+    def start_call(self) -> None:
+        """Begin a call, before its first task."""
+        self._tasks.begin_call()
+
     def submit(self, func: Any, callback: Callable[[Future[Any]], object] | None = None) -> Future[Any]:
         """Queue a batch of calls."""
         future = self._tasks.submit(func)

@@ -44,6 +44,10 @@ class TaskQueue:
         self.num_done: collections.Counter[int] = collections.Counter()
         """Tasks that each rank has computed."""
 
+    def begin_call(self) -> None:
+        """Note that another parallel call begins, before its first task."""
+        self._share.begin_call()
+
     def submit(self, batch: Any) -> Future[Any]:
         """Queue one of joblib's batches of calls; return the future of its results."""
         shared = copy.copy(batch)

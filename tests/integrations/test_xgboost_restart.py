@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from dtkit.errors import EngineError
@@ -85,3 +86,27 @@ def test_a_stored_model_may_have_any_bytes(tmp_path: Path):
     assert read_stored(path) is None
     path.write_bytes(pack_stored(METRICS, b"a\n\nb\x00"))
     assert read_stored(path) == (METRICS, b"a\n\nb\x00")
+
+
+def test_each_stored_round_has_its_metrics(tmp_path: Path):
+    xgboost = pytest.importorskip("xgboost")
+    from dtkit.integrations.xgboost.worker import RoundLogger
+
+    path, rows = tmp_path / "model", np.random.default_rng(0).normal(size=(50, 3))
+    matrix = xgboost.DMatrix(rows, rows[:, 0])
+    metrics: dict[str, Any] = {}
+    xgboost.train(
+        {"nthread": 1},
+        matrix,
+        3,
+        evals=[(matrix, "train")],
+        evals_result=metrics,
+        verbose_eval=False,
+        callbacks=[RoundLogger(str(path), 50)],
+        custom_metric=lambda *_: [("one", 1.0), ("two", np.float32(2))],
+    )
+    stored = read_stored(path)
+    assert stored is not None
+    count = xgboost.Booster(model_file=bytearray(stored[1])).num_boosted_rounds()
+    assert 1 <= count <= 3
+    assert stored[0] == {"train": {name: values[:count] for name, values in metrics["train"].items()}}

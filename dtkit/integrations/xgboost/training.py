@@ -92,6 +92,7 @@ class _Training:
 
     def run(self, num_rounds: int, start: bytes | None, xgboost: Any) -> BoostingResult:
         """Train until all rounds are complete."""
+        given = start
         first = 0 if start is None else _load(xgboost, start).num_boosted_rounds()
         restarts = 0
         try:
@@ -102,12 +103,13 @@ class _Training:
                 except EngineError as error:
                     start = self._take_stored() or start
                     if restarts == _MAX_RESTARTS or not any(failure.is_engine_gone for failure in error.failures):
-                        self._keep_incomplete(xgboost, start, restarts)
+                        self._keep_incomplete(xgboost, None if start is given else start, restarts)
                         raise
                     restarts += 1
                     self._cluster.repair()
                 except KeyboardInterrupt:
-                    self._keep_incomplete(xgboost, self._take_stored() or start, restarts)
+                    start = self._take_stored() or start
+                    self._keep_incomplete(xgboost, None if start is given else start, restarts)
                     raise
                 else:
                     break
@@ -138,6 +140,7 @@ class _Training:
         return stored[1]
 
     def _keep_incomplete(self, xgboost: Any, model: bytes | None, restarts: int) -> None:
+        """Keep the model, unless no round was stored."""
         if model is not None:
             result = BoostingResult(_load(xgboost, model), self._history, restarts, is_complete=False)
             _last_result[:] = [result]

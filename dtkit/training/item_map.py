@@ -49,12 +49,11 @@ def map_items(
     return source.results
 
 
-def check_function(function: Any, on_error: str) -> None:
+def check_function(function: Any, on_error: str, example: str = "cluster.map(function, items)") -> None:
     """Raise TypeError or ValueError for invalid arguments."""
     if not callable(function):
         raise TypeError(
-            f"the function is a {type(function).__name__}, which can't be called; give a function of an item, as in "
-            "cluster.map(function, items)"
+            f"the function is a {type(function).__name__}, which can't be called; give a function, as in {example}"
         )
     if on_error not in ("raise", "return"):
         raise ValueError(f"on_error={on_error!r}; it must be 'raise' or 'return'")

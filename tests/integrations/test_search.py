@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
 from dtkit.integrations.search.channel import EngineEnd, NotebookEnd, TrialStart
-from dtkit.integrations.search.driver import _choose_study
+from dtkit.integrations.search.driver import _choose_study, search
 from dtkit.integrations.search.result import SearchResult
 from dtkit.integrations.search.studies import GridStudy, GridTrial, OptunaStudy
 from dtkit.integrations.search.trial import Trial, TrialPruned, run_trial
@@ -64,6 +65,12 @@ def test_a_space_without_choices_is_refused(space: Any):
 def test_wrong_arguments_are_refused(arguments: Any, message: str):
     with pytest.raises((TypeError, ValueError), match=message):
         _choose_study(*arguments)
+
+
+def test_an_objective_that_cannot_be_called_is_refused():
+    group: Any = SimpleNamespace(check_open=bool)
+    with pytest.raises(TypeError, match=r"the function is a int, which can't be called; .* cluster\.search\(objective"):
+        search(group, 3, SPACE, bool)  # type: ignore[arg-type]
 
 
 def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):

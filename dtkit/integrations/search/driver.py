@@ -60,7 +60,7 @@ def search(
     timeout : seconds for all trials; then the engines are interrupted, and TimeoutError is raised.
     """
     engine_group.check_open()
-    check_function(objective, on_error)
+    check_function(objective, on_error, "cluster.search(objective, n_trials=20)")
     check_arguments(args, kwargs, timeout)
     chosen, num_trials = _choose_study(space, study, direction, n_trials, seed)
     name = str(getattr(objective, "__name__", type(objective).__name__))

@@ -17,6 +17,7 @@ from dtkit.data.partition import Partition
 from dtkit.errors import RunError
 from dtkit.planning.batch_search import find_largest_batch
 from dtkit.planning.cost_model import Benchmark
+from dtkit.planning.host_traffic import describe_host_traffic
 from dtkit.planning.plan import Plan, PlanRow, build_rows
 from dtkit.planning.profiler import ModelProfiler, PlanRequest, get_model_name
 from dtkit.rpc.measurements import BenchmarkOperations
@@ -105,6 +106,7 @@ def make_plan(
         profiler = ModelProfiler(engine_group, model, request, progress.update)
         rows = []
         searches: dict[str, Callable[[], int]] = {}
+        ring_bytes: dict[str, list[float]] = {}
         for strategy in strategies:
             profiles = profiler.profile_ranks(getattr(strategy, "precision", None), benchmark)
             if strategy.pipeline_schedule is not None:
@@ -113,19 +115,28 @@ def make_plan(
             if strategy.shards_model:  # engines map the model as sent, and keep only their shards
                 profiles = [dataclasses.replace(profile, sent_model=0) for profile in profiles]
             costs = [strategy.estimate_cost(profile, benchmark) for profile in profiles]
+            if _is_one_ring(strategy, engine_group.world_size):
+                ring_bytes[repr(strategy)] = [cost.sent_bytes for cost in costs]
             rows += build_rows(repr(strategy), profiles, costs, profiler.memory_budgets)
             searches[repr(strategy)] = functools.partial(
                 find_largest_batch, strategy, profiles, request.batch_size, benchmark, profiler.memory_budgets
             )
+    traffic = describe_host_traffic(ring_bytes, [node.host for node in engine_group.nodes])
     return Plan(
         model=get_model_name(model),
         batch_size=int(request.batch_size),
         world_size=engine_group.world_size,
         rows=tuple(rows),
         benchmark=benchmark,
-        notes=tuple(dict.fromkeys([*profiler.notes, *_list_unknowns(rows), NOT_COUNTED_NOTE])),
+        notes=tuple(dict.fromkeys([*profiler.notes, *traffic, *_list_unknowns(rows), NOT_COUNTED_NOTE])),
         find_largest_batch=lambda name: searches[name](),
     )
+
+
+def _is_one_ring(strategy: Strategy, world_size: int) -> bool:
+    """Return whether all ranks take part in each collective."""
+    is_divided = getattr(strategy, "replicas", 1) > 1  # shards of a model that has several copies
+    return strategy.build_mesh(world_size).num_replicas == world_size and not is_divided
 
 
 def _list_unknowns(rows: Sequence[PlanRow]) -> list[str]:

@@ -21,6 +21,7 @@ NOTEBOOKS = {  # name -> (least number of links, of guesses)
     "04_schedules": (8, 13),
     "05_failures": (8, 9),
     "06_beyond_pytorch": (6, 4),
+    "07_many_hosts": (7, 6),
 }
 
 

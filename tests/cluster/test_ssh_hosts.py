@@ -15,7 +15,7 @@ from tests.support.hosts import scenarios
 from tests.support.hosts.host import run as run_here
 from tests.support.hosts.processes import list_commands
 from tests.support.hosts.training import assert_exact, assert_nothing_left, train
-from tests.support.recovery import wait_for_step
+from tests.support.recovery import list_loss_events, wait_for_step
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -106,6 +106,18 @@ def test_clocks_of_hosts_are_compared_so_that_the_timeline_is_one(start: Callabl
     with start(2, ("host1:1", "host2:1")) as cluster:
         assert_one_timeline(cluster)
         assert "clock" not in repr(cluster)
+
+
+@pytest.mark.slow
+def test_a_link_of_two_megabits_a_second_does_no_harm(start: Callable[..., dtkit.Cluster], network: Network):
+    with start(2, ("host1:1", "host2:1")) as cluster:
+        run = train(cluster, scenarios.LONG)
+        wait_for_step(run, 50)
+        network["host2"].throttle(2)
+        wait_for_step(run, 150)
+        run.stop()
+        assert list_loss_events(run) == []
+        assert_exact(run)
 
 
 @pytest.mark.slow

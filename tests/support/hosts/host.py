@@ -112,6 +112,11 @@ class Host:
         """Delay all that is sent to the host."""
         run("tc", "qdisc", "replace", "dev", self._cable, "root", "netem", "delay", f"{delay_ms}ms")
 
+    def throttle(self, mbit_per_s: int) -> None:
+        """Limit the speed of all that is sent to the host."""
+        limits = ("rate", f"{mbit_per_s}mbit", "burst", "32kb", "latency", "400ms")
+        run("tc", "qdisc", "replace", "dev", self._cable, "root", "tbf", *limits)
+
     def _connect_cable(self) -> None:
         pid = str(self._get_init().pid)
         run("ip", "link", "add", self._cable, "type", "veth", "peer", "name", self.interface, "netns", pid)

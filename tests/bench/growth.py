@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 
 import numpy as np
@@ -14,11 +15,13 @@ from tests.bench.pairs import PAIRS, Sample, report
 from tests.support.fake_source import FakeSource
 
 STEPS, RANKS, DISPATCH = 1_000_000, 2, 1000
+NODES, NODE_STEPS = (2, 16, 64, 256), 1000
 MAX_MEMORY_MB, MAX_OPENING_S = 300, 1.0
 
 
 def growth() -> bool:
-    """Measure a history of a million tiny steps of two ranks, and the first message of its dashboard."""
+    """Measure a million tiny steps of two ranks, the first message of their dashboard, and that of more nodes."""
+    measure_nodes()
     return measure_memory() & measure_opening()
 
 
@@ -56,3 +59,19 @@ def measure_opening() -> bool:
         MessageBuilder(source).build_snapshot()
         seconds.append(time.thread_time() - start)
     return report(f"processor time to open a run of {STEPS:,} steps", Sample(seconds), unit="s", most=MAX_OPENING_S)
+
+
+def measure_nodes() -> None:
+    """Print the processor time and size of the first message of a dashboard, by number of nodes."""
+    for ranks in NODES:
+        source = FakeSource(ranks=ranks, steps=NODE_STEPS)
+        source.advance(NODE_STEPS)
+        seconds, size = [], 0
+        for _ in range(PAIRS):
+            start = time.thread_time()
+            message = MessageBuilder(source).build_snapshot()
+            seconds.append(time.thread_time() - start)
+            size = len(json.dumps(message.content)) + sum(map(len, message.buffers))
+        low, middle, high = np.percentile(seconds, [25, 50, 75])
+        text = f"{1000 * middle:.1f} ({1000 * low:.1f} to {1000 * high:.1f}) ms, {size / 1000:.0f} kB"
+        print(f"  first message of {NODE_STEPS:,} steps on {ranks} nodes: {text}")

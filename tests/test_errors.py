@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from dtkit._util.notebook import name_code
 from dtkit.errors import EngineError
 from dtkit.types import Failure
 
@@ -138,3 +139,8 @@ def test_long_messages_are_cut_to_fifteen_lines_with_their_end():
         assert max(map(len, lines)) < 550
         assert any("lines left out ...]" in line for line in lines)
     assert "the remedy" in str(EngineError(failures[:1]))
+
+
+def test_cell_of_an_earlier_kernel_is_named_as_one():
+    assert name_code("/tmp/ipykernel_13781/4289646896.py") == "Cell of an earlier kernel"
+    assert name_code("/home/me/train.py") == "File /home/me/train.py"

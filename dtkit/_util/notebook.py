@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from types import TracebackType
@@ -48,11 +49,17 @@ class UpdatableDisplay:
             self._handle.update(data, raw=True)
 
 
+_CELL_FILE = re.compile(r"[/\\]ipykernel_\d+[/\\]\d+\.py$")
+"""Name that ipykernel gives to the code of a cell. Only the kernel that ran the cell has its text and number."""
+
+
 def name_code(file: str) -> str:
     """Return IPython's name of a file of code: "Cell In[3]" for a cell, else "File" and the path."""
     shell = get_shell()
     name = None if shell is None else shell.compile.format_code_name(file)
-    return " ".join(name) if name else f"File {file}"
+    if name:
+        return " ".join(name)
+    return "Cell of an earlier kernel" if _CELL_FILE.search(file) else f"File {file}"
 
 
 def render_traceback(error: BaseException, *, is_hidden: Callable[[str], bool]) -> list[str]:

@@ -1,7 +1,7 @@
 """Boundaries that catch errors of any kind. `dtkit/engine/server.py` has the only other one, for an engine's replies.
 
 Two kinds of code may raise anything. An error of a user's function becomes a run's exception, a call's result, or an
-error with a remedy. An error of a view (a panel, a button, a subscriber) is shown in its place or logged, and never
+error with a remedy. An error of a view (a panel, a button, a subscriber) is shown in its place or logged. It never
 affects the training. Both must be reported, so every function here takes a function that does so.
 
 The report is called inside the `except`, and no variable here keeps the error. Such a variable would form a cycle:

@@ -87,8 +87,8 @@ class PrivateName:
     """What doesn't work without it, as the subject of a sentence in the plural."""
     why: str
     kind: str = "object"
-    """"object"; "method" or "attribute" for a class member, which is loaded as a function of an instance; or "key" for
-    code that sets or replaces an attribute, which is loaded as the last part of the path.
+    """"object"; "method" or "attribute" for a class member, which is loaded as a function of an instance; or "key". A
+    key is for code that sets or replaces an attribute. It is loaded as the last part of the path.
     """
     since: str = "2.11"
     """The first version of torch (or ipyparallel, or Keras) with this name that dtkit supports."""

@@ -4,8 +4,8 @@ A checkpoint is a folder ``step-00000100`` with
 
 - ``rank-000.safetensors`` and so on: each rank's tensors under the model's names;
 - ``history.jsonl``: the history of the run;
-- ``checkpoint.json``: the arguments and position of the run, plain values of optimizer and scheduler, the index of
-  tensors, and digests of all files.
+- ``checkpoint.json``: the run's arguments and position, plain values of optimizer and scheduler, the index of tensors,
+  and all files' digests.
 
 It is written under another name, with ``checkpoint.json`` last, and renamed once all of it is on disk. A folder of that
 name is therefore complete. The next save removes unfinished folders. Reading never executes content of files:

@@ -1,7 +1,7 @@
 """Weights from folders of other software: of Hugging Face, an adapter of PEFT, torch's distributed checkpoint.
 
-:mod:`dtkit.checkpoint.export` writes such folders. They hold a model and no more, so a training that begins from one
-has a new optimizer and counts its steps from 0.
+:mod:`dtkit.checkpoint.export` writes such folders. They hold only a model, so a training that begins from one has a new
+optimizer and counts from step 0.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Cluster(Engines):
     timeout : seconds that starting the engines and forming the group may take.
     step_timeout : seconds that a collective may wait. By default 30 minutes for the first step of a job, then the
         longer of 60 seconds and 20 median steps.
-    lease : seconds that engines live without a notebook, such as during a kernel restart; by default 60, or 30 minutes
+    lease : seconds that engines live without a notebook, such as during a kernel restart. By default 60, or 30 minutes
         with a job in memory.
     interface : network interface of the collectives; by default loopback, which other hosts can't reach. Engines on
         several hosts need another one. Tensor traffic is not encrypted.
@@ -168,8 +168,8 @@ class Cluster(Engines):
             function that returns one of these on the engine. Engines read files themselves: memory-mapped arrays,
             ``.npy`` paths (``("X.npy", "y.npy")``), and parquet files or a folder of them, by row group.
         by : "contiguous", "strided", "stratified" (each class spread evenly over the ranks), or "speed". With "speed",
-            every rank takes some steps of `model`, and gets rows in proportion to its speed, and so a part of each
-            batch.
+            every rank takes some steps of `model`. It gets rows, and so a part of each batch, in proportion to its
+            speed.
         weights : share of each rank; by default equal shards, whose sizes differ by at most one.
         labels : one per row, for "stratified" and the picture; by default the target, if its values are classes.
         seed : permutes the rows before they are partitioned; None keeps their order.
@@ -286,7 +286,7 @@ class Cluster(Engines):
             start. Training continues from exactly that state, even with other engines or another strategy. From a model
             that ``run.save(format=...)`` or ``save_pretrained`` wrote, training takes the weights, and begins at step 0
             with a new optimizer.
-        on_failure : when an engine is lost, "repair" replaces it with the state of a survivor; the fourth loss in a row
+        on_failure : when an engine is lost, "repair" replaces it with the state of a survivor. The fourth loss in a row
             at one step fails the run. "shrink": the others take over its shard (in this epoch, ``shuffle="shard"`` then
             repeats some rows and skips others). "pause": wait for ``run.resume()``, which repairs.
         snapshot_every : steps between snapshots, for strategies in which only one rank holds some part of the model.

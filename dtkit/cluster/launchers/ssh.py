@@ -1,8 +1,8 @@
 """Hosts by SSH. One connection per host forwards the controller's ports and runs the agent.
 
-The controller listens only on loopback, and so do the forwarded ports on each host, so no port is open to a network.
-The keys travel on the standard input of ssh. When the connection ends, the agent's output is closed and the agent ends;
-see :mod:`dtkit.cluster.agent.hangup`.
+The controller and the forwarded ports on each host listen only on loopback, so no port is open to a network. The keys
+travel on the standard input of ssh. When the connection ends, the agent's output is closed and the agent ends; see
+:mod:`dtkit.cluster.agent.hangup`.
 """
 
 from __future__ import annotations

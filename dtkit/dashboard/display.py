@@ -1,4 +1,4 @@
-"""The display of a run as the last line of a cell: a live view, and a picture for readers of the saved notebook.
+"""The display of a run as the last line of a cell: a live view, and a picture for the saved notebook.
 
 The live view works as long as the kernel, also after the run's end (:mod:`dtkit.dashboard.live.placement`). The picture
 next to it is drawn when the run ends, and now and then before, on a view's thread. So the notebook may be saved at any

@@ -1,7 +1,7 @@
 """The figure of an explained data-parallel step: rows and losses by rank above, gradients by layer below.
 
-The panel of losses shows the mean as areas: each bar is as wide as the rank's weight and as high as its loss. The line
-of the step's loss bounds the same area. The panel of gradients has a group of bars for each layer. They are each rank's
+The panel of losses shows the mean as areas: a bar's width is the rank's weight, its height the rank's loss. The line of
+the step's loss bounds the same area. The panel of gradients has a group of bars for each layer. They are each rank's
 own gradient and, in black, the sum after the all-reduce.
 """
 

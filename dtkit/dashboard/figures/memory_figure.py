@@ -25,7 +25,7 @@ _MAX_LIMIT_RATIO = 4.0  # a limit further off than this many bars would make the
 
 
 def draw_memory(memory: Memory) -> Figure:
-    """Draw a bar for each rank in the colors of a plan, with its plan behind it and a mark at its limit."""
+    """Draw a bar for each rank in a plan's colors, with its plan behind it and a mark at its limit."""
     rows = select_rows(memory)
     planned = [convert_plan_row(row) for row in rows]
     longest = max([row.total for row in rows] + [parts["peak"] for parts in planned if parts])

@@ -1,15 +1,15 @@
 """Messages to the page of a run: one snapshot, then changes, numbered so that they apply in order.
 
-Every message has a ``seq``. A *change* applies only to the state that its ``base`` numbers. A page that finds a gap,
-because it was opened late or its module was still loading, sends hello and gets a *snapshot*. Any page may apply a
-snapshot at any time. All pages of one model get every message, so they stay in step.
+Every message has a ``seq``. A *change* applies only to the state that its ``base`` numbers. A page may find a gap,
+because it was opened late or its module was still loading. It then sends hello and gets a *snapshot*. Any page may
+apply a snapshot at any time. All pages of one model get every message, so they stay in step.
 
 A change has at most ``MAX_CHANGE_BYTES`` of curves and ``MAX_CHANGE_EVENTS`` lines of the log. The rest follows with
 the next change (:attr:`MessageBuilder.has_pending`), oldest first, so nothing is lost.
 
-A message is JSON and five little-endian buffers. Four are float32: the buckets of the curves; loss, throughput and
-memory by rank; seconds of each phase by bar; lines of single nodes. The fifth is uint16: the boxes of the timeline. A
-buffer without changes is empty. Numbers that people read are formatted here.
+A message is JSON and five little-endian buffers. Four are float32: curves' buckets; loss, throughput and memory by
+rank; seconds of each phase by bar; lines of single nodes. The fifth is uint16: the boxes of the timeline. A buffer
+without changes is empty. Numbers that people read are formatted here.
 
 The selected node is kept here, so that all pages agree on it.
 """
@@ -349,8 +349,7 @@ def choose_evenly(indices: Sequence[int], most: int) -> Sequence[int]:
 def _pack_boxes(step_strip: StepStrip, boxes: np.ndarray) -> np.ndarray:
     """Return five uint16 for each box of a timeline.
 
-    They are the rank's position, begin and end in 1/60,000 of the step, the kind plus 16 times (micro-batch + 1), and
-    the stage + 1.
+    They are the rank's position, begin and end in 1/60,000 of the step, kind + 16 * (micro-batch + 1), and stage + 1.
     """
     packed = np.zeros((len(boxes), 5), "u2")
     packed[:, 0] = np.searchsorted(step_strip.ranks, boxes["rank"])

@@ -1,9 +1,9 @@
 """Where a live view appears in a notebook, so that the saved file always shows a picture.
 
 A saved widget view without its kernel reads "Error displaying widget: model not found". So no cell holds a widget view.
-Its output has two parts. The first is an empty place, into which the widget's module puts the view as soon as the front
-end has the model (``static/mount.js``). The second is a picture with text, refreshed through its display handle. The
-module hides the picture while the view exists. Without the kernel or without anywidget, the picture remains.
+Its output has two parts. The first is an empty place. The widget's module puts the view there as soon as the front end
+has the model (``static/mount.js``). The second is a picture with text, refreshed through its display handle. The module
+hides the picture while the view exists. Without the kernel or without anywidget, the picture remains.
 
 VS Code and Colab load a widget's module only for a widget view. There the view is the output, and the final picture
 replaces it.

@@ -40,8 +40,8 @@ class Chart:
     The second argument of `from_totals` is :attr:`History.ranks_per_replica`. Without `from_rows` there are no lines of
     nodes; without `from_totals` the rows of any rank hold for all.
 
-    A rate is kept as its reciprocal, seconds per sample: the mean of these over steps is the time of all samples over
-    their number, whereas a mean of rates exceeds what was reached. Views invert it (:meth:`CurveBuckets.invert`).
+    A rate is kept as its reciprocal, seconds per sample. The mean of these over steps is the time of all samples over
+    their number; a mean of rates would exceed it. Views invert it (:meth:`CurveBuckets.invert`).
     """
 
     name: str
@@ -254,7 +254,7 @@ class Curves:
         half, last = self._max_buckets // 2, max(0, self._num_buckets - 1) // 2
         count = self._count[0::2] + self._count[1::2]
         exact = self._sum[0::2] + self._sum[1::2]
-        # A page knows means and not counts, so the mean of a pair is the mean of two means, here and on the page.
+        # A page knows means but not counts: here as there, the mean of a pair is the mean of two means.
         # It differs from the exact mean where a NaN left a bucket short, and in the last bucket, which is sent again.
         means = [self._sum[k::2] / np.maximum(self._count[k::2], 1) for k in (0, 1)]
         both = (self._count[0::2] > 0) & (self._count[1::2] > 0)

@@ -34,6 +34,6 @@ def update_lost_nodes(lost_nodes: LostNodes, events: Iterable[Event]) -> LostNod
 
 
 def count_initial_nodes(run: RunView) -> int:
-    """Return the number of nodes at the start of a run, which is larger than its world size if nodes were left out."""
+    """Return the number of nodes at a run's start, which exceeds its world size if nodes were left out."""
     first = run.history.rows(0, min(_FIRST_ROWS, len(run.history)))["rank"]
     return max(run.spec.world_size, int(first.max(initial=-1)) + 1)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class RunMetrics:
     """Throughput in samples per second, times in seconds; None before the first step.
 
-    `by_rank` has a row per rank and the columns loss, throughput while it does not wait for others, memory in
-    bytes; NaN where unknown.
+    `by_rank` has a row per rank and the columns loss, throughput while it does not wait for others, memory in bytes.
+    Unknown values are NaN.
     """
 
     throughput: float | None

@@ -1,7 +1,7 @@
 """Outliers among many nodes: lost nodes, stragglers, and nodes far from the median.
 
-Distance is measured in robust standard deviations: 1.4826 times the median absolute deviation (Rousseeuw and Croux,
-JASA 1993), which a few outliers don't change.
+Distance is measured in robust standard deviations, which a few outliers don't change. One is 1.4826 times the median
+absolute deviation (Rousseeuw and Croux, JASA 1993).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ for the slowest one, so communication begins at the same position in the bars of
 
 Stragglers are found from computing time, which is all but waiting and communication. A rank is named only if two
 independent clocks agree: it computes longer than the fast ranks, and another rank waits. A rank's computing time is the
-fast quartile of its recent steps, because steps that the scheduler disturbed don't show the machine's speed. Ranks that
-are similarly slow are named together, because a speed-up of one of them would not help.
+fast quartile of its recent steps. Steps that the scheduler disturbed don't show the machine's speed. Ranks that are
+similarly slow are named together, because a speed-up of one of them would not help.
 
 On a busy machine times are heavy-tailed, and ranks are slow for a hundred steps at a time. So "longer" has three
 conditions: by the factor ``MIN_SLOWDOWN``; by ``MIN_EXTRA_S``; and in enough single steps for a sign test. By chance,

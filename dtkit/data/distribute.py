@@ -4,9 +4,9 @@ Arrays, tables and Datasets are copied once into shared memory, which every engi
 (:mod:`dtkit.rpc.shared_memory`). On several hosts they are sent to rank 0 and broadcast from there. The shared file is
 unlinked once every engine has mapped it, so the system frees it with the last engine.
 
-Data in files stays there. The notebook sends only paths of memory-mapped arrays, parquet files and Datasets on disk,
-and each engine reads the rows that it needs. A function is called on each engine instead. It may return a stream
-without length, which can be trained on but not divided into shards (:class:`StreamHandle`).
+Data in files stays there. For memory-mapped arrays, parquet files and Datasets on disk, the notebook sends only paths.
+Each engine reads the rows that it needs. A function is called on each engine instead. It may return a stream without
+length, which can be trained on but not divided into shards (:class:`StreamHandle`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Model and loss are copied as the engines would get them. So the trial changes nothing in the notebook: no parameter, no
 buffer, no variable of a function, and no random number. It refuses only errors whose remedy is known. Any other error
-may come from the trial itself, such as a collective without engines, and is left to the engines' first step.
+may come from the trial itself, such as a collective without engines. It is left to the engines' first step.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _prepare(
 
 
 def _copy_model(engine_group: EngineGroup, model: Any) -> torch.nn.Module | None:
-    """Return a copy of the model as the engines get it; None if it is large, compiled, in 16 bits or on a device."""
+    """Return a copy of the model as engines get it; None for a large, compiled or 16-bit model, or on a device."""
     if isinstance(model, ModelHandle):
         copied = model.build_model() if model.nbytes <= _MAX_COPIED_BYTES else None
     else:

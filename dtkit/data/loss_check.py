@@ -1,7 +1,7 @@
 """Checks of a loss on a few rows: whether ranks can take its parts, and whether its gradients reach the model.
 
-Each rank computes the loss of its part of a batch, and the mean of these losses counts. That equals the loss of the
-whole batch for a mean over samples, but not for a sum, for class weights, or for a loss that compares samples. A loss
+Each rank computes the loss of its part of a batch, and the mean of these losses counts. For a mean over samples, that
+equals the loss of the whole batch. It doesn't for a sum, for class weights, or for a loss that compares samples. A loss
 that refers to the notebook's model has a copy of it on the engines, which is never trained.
 """
 
@@ -56,7 +56,7 @@ def _find_leaves(loss: torch.Tensor) -> list[torch.Tensor]:
 
 
 def describe_parts(loss: Loss, model: torch.nn.Module, batch: Any) -> str | None:
-    """Return a warning if the loss of a batch is not the mean over its samples; None if it is, or if that is unknown.
+    """Return a warning if the loss of a batch is not the mean over its samples; else, or if unknown, None.
 
     Raises ValueError for a sum over samples. Runs the model in evaluation.
     """

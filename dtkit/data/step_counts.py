@@ -1,9 +1,9 @@
 """Number of samples that each shard gives to each step: index arithmetic, without torch.
 
 All counts follow from one total order. Row j of a shard with s rows has the key (j + 1/2) / s. This is the time in the
-epoch, from 0 to 1, at which an evenly read shard reaches the middle of that row. A step takes the next `batch_size`
-rows in the order of keys; ties go by shard. So each step is full, each shard gives in proportion to its size, all
-shards end together, and each step can be computed alone. Comparisons are exact, in integers.
+epoch, from 0 to 1, at which an evenly read shard reaches that row's middle. A step takes the next `batch_size` rows in
+the order of keys; ties go by shard. So each step is full and can be computed alone. Each shard gives in proportion to
+its size, and all shards end together. Comparisons are exact, in integers.
 """
 
 from __future__ import annotations

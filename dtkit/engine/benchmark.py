@@ -1,8 +1,8 @@
 """Measurements on the engines: their speed, the links between them, and a user's model.
 
-:func:`measure_links` is a short collective: matrix products, all-reduces of growing size, messages between each pair of
-ranks, and an all-reduce during matrix products. To measure step times, all ranks train at the same time without
-synchronization, since processes that share cores and memory slow each other down.
+:func:`measure_links` is a short collective. It measures matrix products, all-reduces of growing size, messages between
+each pair of ranks, and an all-reduce during matrix products. To measure step times, all ranks train at the same time
+without synchronization: processes that share cores and memory slow each other down.
 """
 
 from __future__ import annotations

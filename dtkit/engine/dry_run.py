@@ -1,9 +1,9 @@
 """A training step without memory: its allocations, by the shapes of its tensors.
 
-torch's fake tensors have shape, dtype and device, but no memory. A step runs on them with the user's code, and a
-tracker records when an operation creates a storage and when it is freed. So activations are counted, not estimated,
-also for a model larger than the machine. (torch's MemTracker works alike.) The tracker also works on real tensors, for
-models whose code reads values.
+torch's fake tensors have shape, dtype and device, but no memory. A step runs on them with the user's code. A tracker
+records when an operation creates a storage and when it is freed. So activations are counted, not estimated, also for a
+model larger than the machine. (torch's MemTracker works alike.) The tracker also works on real tensors, for models
+whose code reads values.
 
 A gradient counts as freed when it is complete: DDP copies it into a bucket, and buckets count as gradients. Allocations
 of a backend within one operation are invisible.

@@ -137,7 +137,7 @@ class Job:
 
         The dispatch ends early, at the same step on all ranks, if steps have become slow or `should_end_early` returns
         True on some rank. Each vote starts a step before its result is used. The first result is awaited before the
-        first step, so that a dispatch that waited in the queue can end without any step.
+        first step, so that a dispatch that was queued can end without a step.
         """
         self._reset_results()
         vote_steps, begun = _choose_vote_steps(num_steps), time.perf_counter()

@@ -1,6 +1,6 @@
 """Detection of losses that are means over labels (tokens) instead of samples.
 
-If some labels are ignored, ranks have unequal numbers of labels, and the mean of the ranks' means is not the batch's
+If some labels are ignored, ranks have unequal numbers of labels. The mean of the ranks' means is then not the batch's
 mean. Hugging Face's Trainer had this bug (transformers issues 34242 and 37474). If dtkit can detect which labels a loss
 counts, it weights each rank's mean by their number.
 """
@@ -32,7 +32,7 @@ _PLAIN_LOSS_TYPES = ("ForMaskedLM", "ForTokenClassification")
 def find_label_weight(
     loss: Loss, model: torch.nn.Module, make_sample_batch: Callable[[int], Any], all_labels: torch.Tensor | None
 ) -> LabelWeight | None:
-    """Return the weight of a loss that is a mean over labels; None if it is a mean over samples, or if that is unknown.
+    """Return the weight of a loss that is a mean over labels; None for a mean over samples, or if unknown.
 
     `all_labels` are those of the whole data, if they are known.
     """

@@ -20,7 +20,7 @@ _PARQUET_SUFFIXES = (".parquet", ".pq")
 def describe_files(data: Any, columns: ColumnSelection) -> Any:
     """Return `data` with paths and mapped arrays replaced by descriptions that an engine opens.
 
-    A path is that of a ``.npy`` file, a parquet file or a folder of parquet files; several parquet paths are one table.
+    A path is that of a ``.npy`` file, a parquet file or a folder of parquet files. Several parquet paths are one table.
     Raises FileNotFoundError, and ValueError or TypeError for unsuitable content.
     """
     if _is_path(data):

@@ -1,7 +1,7 @@
 """Seeds of samples, for Datasets that draw random numbers (augmentation, masking).
 
-The numbers that a sample draws from torch's, numpy's and Python's generators follow from the run's seed, the step and
-the sample's row. So they are the same on any number of ranks and worker processes, and after a resumed run.
+A sample draws numbers from torch's, numpy's and Python's generators. They follow from the run's seed, the step and the
+sample's row. So they are the same on any number of ranks and worker processes, and after a resumed run.
 """
 
 from __future__ import annotations

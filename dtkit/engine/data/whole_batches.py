@@ -10,7 +10,7 @@ import torch
 
 
 def count_common_rows(item: Any) -> int | None:
-    """Return the number of rows that all tensors of an item have; None if they differ, or if some value has no rows."""
+    """Return the number of rows of all tensors of an item; None if they differ, or if a value has none."""
     lengths = {len(value) if _has_rows(value) else None for value in _list_values(item)}
     return lengths.pop() if len(lengths) == 1 else None
 

@@ -30,7 +30,7 @@ class WorkerContext:
     mesh: Mesh = dataclasses.field(default_factory=lambda: Mesh({"dp": 1}))
     """Arrangement of the ranks."""
     make_sample_batch: Callable[[int], Any] | None = None
-    """Function from a number of rows to a batch that is the same on all ranks, to run a model before it is placed."""
+    """Function from a number of rows to a batch that all ranks have, to run a model before it is placed."""
     max_local_samples: int = 0
     """Largest number of samples in this worker's part of a batch."""
     replica_link: ReplicaLink | None = None

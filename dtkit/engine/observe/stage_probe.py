@@ -1,8 +1,8 @@
 """One rank's record of one explained step of a pipeline: the tensors that its stages send and receive.
 
-While a schedule runs, the probe wraps methods of torch's stages: those that return sends and receives, and those that
-use received tensors. It records a tensor when it is sent, and when the receiver uses it. The notebook compares
-the digests of both. Neighboring stages on the same rank pass tensors without messages, which the probe records too.
+While a schedule runs, the probe wraps methods of torch's stages: those that return transfers, and those that use
+received tensors. It records a tensor when it is sent, and when the receiver uses it. The notebook compares the digests
+of both. Neighboring stages on the same rank pass tensors without messages, which the probe records too.
 
 In backward, the probe takes each micro-batch's gradients separately, and then adds them as backward would. It also sums
 them in float64, to compare the sum with the gradient that the update uses.

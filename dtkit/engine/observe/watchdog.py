@@ -1,7 +1,7 @@
 """A thread on each engine that writes the engine's status twice a second.
 
-It reads the current call, the job's step and phase, the serving thread's stack, and torch's counts of collectives in
-each process group. All of this exists anyway, so a step takes no longer. The result is an
+It reads the current call, the job's step and phase, the serving thread's stack, and torch's collective counts by
+process group. All of this exists anyway, so a step takes no longer. The result is an
 :class:`~dtkit.health.status.EngineStatus` in a small file in the cluster's folder. The notebook compares those of all
 ranks (:mod:`dtkit.health.detector`).
 

@@ -1,4 +1,4 @@
-"""A rank's part of a job's state in one block of memory, in the safetensors format, so that it can be sent at once.
+"""A rank's part of a job's state in one block of memory, in the safetensors format, to be sent at once.
 
 ``safetensors.torch.save`` returns such a block too, but it copies all tensors twice, and allocates memory without a
 check. Here each tensor is copied once, from any device and with any strides, into a block of known size. The format has

@@ -4,9 +4,9 @@
 that it holds. The parts of all survivors may overlap, or have gaps where a lost rank held the only copy.
 
 One survivor for each part of the model exports all of its state. Survivors at the same step export the state that
-belongs only to them (random state, batch statistics; between two averagings also parameters and optimizer). Each
-continues with its own state, and a new rank continues with their mean. A survivor at another step exports its
-optimizer, but only if each rank has its own; its parameters and batch statistics belong to the other step.
+belongs only to them: random state and batch statistics. Between two averagings, they also export parameters and
+optimizer. Each continues with its own state, and a new rank continues with their mean. A survivor at another step
+exports its optimizer, but only if each rank has its own. Its parameters and batch statistics belong to the other step.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 :class:`~dtkit.engine.state.capture.StateCapture` saves the state that it is shown.
 :class:`~dtkit.engine.state.restore.StateRestore` fills it in. With the same layout (kind of strategy and mesh) each
-rank gets back its own values. With another layout it gets a substitute: a mean over the saved ranks, its share of their
+rank gets back its own values. With another layout it gets a substitute: a mean over saved ranks, its share of their
 sum, or a new random state.
 """
 

@@ -138,8 +138,8 @@ class StageRank(RankPart):
 class PipelineExplanation(Explanation):
     """One pipeline step in detail. Print it, call :meth:`figure`, or read the numbers.
 
-    ``transfers`` has a record for each sent tensor, in the order of sending; ``stages`` one for each stage of each
-    replica; ``ranks`` one for each rank. All are dataclasses: ``pandas.DataFrame(explanation.transfers)`` works.
+    ``transfers`` has a record for each sent tensor, in the order of sending. ``stages`` has one for each stage of each
+    replica, and ``ranks`` one for each rank. All are dataclasses: ``pandas.DataFrame(explanation.transfers)`` works.
     """
 
     ranks: tuple[StageRank, ...]

@@ -57,9 +57,9 @@ def split_blocked_time(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (waiting, transfer) in seconds, each of shape (ranks, steps).
 
-    `blocked` has an array (steps, collectives, 3) for each rank: begin and end on the rank's clock, and a number of the
-    group of ranks. It is NaN where a step had fewer collectives. `clock_offsets` has the lead of each rank's clock (0
-    by default).
+    `blocked` has an array (steps, collectives, 3) for each rank: begin and end on the rank's clock, and the group's
+    number. It is NaN where a step had fewer collectives. `clock_offsets` has the lead of each rank's clock (0 by
+    default).
     """
     width = max(spans.shape[1] for spans in blocked)
     begin, end, groups = np.moveaxis(np.stack([_pad_collectives(spans, width) for spans in blocked]), -1, 0)

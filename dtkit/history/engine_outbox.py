@@ -1,7 +1,7 @@
 """Dispatch results, kept on disk until the notebook acknowledges them, so that they survive the engine.
 
-An engine writes the result of a dispatch into the run's folder (see :mod:`dtkit.history.run_log`) before it replies,
-one small file for each dispatch. The next dispatch names the step up to which the notebook has read; earlier files are
+An engine writes the result of a dispatch into the run's folder (see :mod:`dtkit.history.run_log`) before it replies.
+Each dispatch has one small file. The next dispatch names the step up to which the notebook has read; earlier files are
 removed. A notebook that takes over the cluster reads the remaining files, even those of an engine that died with the
 older notebook. Results of evaluations between dispatches are kept in the same way, until a later dispatch is read.
 

@@ -1,9 +1,9 @@
 """Timelines: spans of all ranks in the last steps of a run, on one clock, and the bubble of a pipeline.
 
-The *bubble* is the idle share of the ranks' time between the begin of the first micro-batch and the end of the last
-one. For p ranks and m micro-batches of equal cost it is (p - 1) / (m + p - 1) (Huang et al., NeurIPS 2019). With v
-stages on each rank it is (p - 1) / (v m + p - 1) (Narayanan et al., SC 2021). Where no formula is known, the schedule
-is simulated with a backward that takes twice as long as forward.
+The *bubble* is the ranks' idle share of the time from the first micro-batch's begin to the last one's end. For p ranks
+and m micro-batches of equal cost it is (p - 1) / (m + p - 1) (Huang et al., NeurIPS 2019). With v stages on each rank
+it is (p - 1) / (v m + p - 1) (Narayanan et al., SC 2021). Where no formula is known, the schedule is simulated with a
+backward that takes twice as long as forward.
 
 Between its passes a rank sends, receives, or waits for another stage (:mod:`dtkit.history.comm_time`).
 

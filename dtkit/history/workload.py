@@ -30,7 +30,7 @@ PEAK_FLOPS = {
 
 
 def find_peak_flops(device_name: str) -> float | None:
-    """Return the peak of a GPU by its name, such as "NVIDIA H200"; None for a device that is not in the table."""
+    """Return the peak of a GPU by its name, such as "NVIDIA H200"; None for a device outside the table."""
     words = device_name.replace("-", " ").split()
     for name, peak in PEAK_FLOPS.items():
         if all(word in words for word in name.split()):

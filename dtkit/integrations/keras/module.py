@@ -1,7 +1,7 @@
 """A Keras model as a torch module: its trainable variables are parameters, the others are buffers.
 
-So everything that trains torch modules works on it: summing gradients over ranks, checkpoints (with the variables'
-Keras names), replacing a lost engine. The module computes the loss itself, as models of Hugging Face do.
+So everything that trains torch modules works on it: sums of gradients, checkpoints (with the variables' Keras names),
+replacing a lost engine. The module computes the loss itself, as models of Hugging Face do.
 
 Random layers of Keras have seeds of their own. Each step sets these from torch's generator, which differs by rank and
 is part of checkpoints.

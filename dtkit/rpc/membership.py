@@ -1,7 +1,7 @@
 """The ranks of an engine group: their engines, their owner, and the process group that they form.
 
-After a failure the process group is formed again. Each formation is a new *generation* with a store of its own, so that
-no late message of a broken group can join it.
+After a failure the process group is formed again. Each formation is a new *generation* with its own store, so that no
+late message of a broken group joins it.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Membership:
         """Return the engines to another notebook, in a group of the generation that it knows.
 
         Engines refuse if a third notebook has taken them over meanwhile. If the group can't be formed, DtkitError is
-        raised and the engines stay, because no call of the other notebook could reach them.
+        raised. The engines stay, because no call of the other notebook could reach them.
         """
         inherited, latest = self._inherited_generation, self.generation
         present = self._list_present_ranks()

@@ -260,7 +260,7 @@ class JobOperations(ABC):
     ) -> EvaluationSums:
         """Evaluate a job on the rank's shard of `data`.
 
-        With a `step` the job must be at that step, and the result is stored for a notebook that takes over the run.
+        With a `step` the job must be at that step. The result is stored for a notebook that takes over the run.
         """
 
     @abstractmethod

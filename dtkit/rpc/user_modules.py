@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def find_user_modules(engine_sys_path: Sequence[str]) -> list[types.ModuleType]:
     """Return the imported modules that an engine with this sys.path can't import in their current form.
 
-    These are Python files below the current folder, which the user may edit while engines live, and files in folders
-    that the engine doesn't search. They never include dtkit, the standard library and installed packages, nor
-    `__main__`, which cloudpickle sends by value anyway.
+    These are Python files below the current folder, which the user may edit while engines live. Files in folders that
+    the engine doesn't search are also among them. They never include dtkit, the standard library and installed
+    packages, nor `__main__`, which cloudpickle sends by value anyway.
     """
     current_folder = _make_path_prefix(str(Path.cwd()))
     searched_folders = {_resolve_path(entry) for entry in engine_sys_path if entry}

@@ -6,7 +6,7 @@ fill gaps. `F2` is the forward pass of micro-batch 2 through the rank's stage. I
 comes first: `5F2`. A point is an idle cell.
 
 Idle cells are only for readers. A rank runs its row in order, and each action as soon as its inputs have arrived, so
-points don't delay anything. Sends and receives follow from the actions: F needs the output of the previous stage, B and
+points don't delay anything. Sends and receives follow from the actions. F needs the output of the previous stage, B and
 I the gradient of the next stage.
 
 A schedule is checked when it is built (:mod:`dtkit.schedules.validation`), so every existing schedule can run.

@@ -6,8 +6,8 @@ computes the next ones. A small model has only one bucket, and gets one flat buf
 
 dtkit replaces DDP's hook for three reasons. Gradients are summed, not averaged: ranks scale their losses by samples
 (see :mod:`dtkit.strategies.replicated`). The hook can compress them. And the launch of the last bucket marks the end of
-computation. DDP wraps the model together with its loss, so that a user's training step gets the model itself, with all
-of its attributes.
+computation. DDP wraps the model together with its loss, so that a user's training step gets the model with all its
+attributes.
 
 A rank without samples runs no user code: an empty forward gives NaN, and a missing backward breaks DDP's reducer. All
 ranks know all counts, so in such a step all of them bypass DDP and sum their gradients explicitly.

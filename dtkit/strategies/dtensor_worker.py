@@ -9,9 +9,9 @@ A fused parameter holds several matrices. A rank with some attention heads has r
 blocks (:func:`get_num_fused_blocks`). Loading and saving use it to restore the order of rows.
 
 DTensors and the hooks of modules keep the process group that they were made with. For a new process group the worker
-shards another copy without values, and moves its shards and the optimizer's state there without copying. It does so at
-the next use of the job, since other ranks may not have the job yet when the group is formed. For meshes with equal
-ranks and names, torch would reuse the old process group. So names of meshes include the generation.
+shards another copy without values. Its shards and the optimizer's state move there without copying. It does so at the
+job's next use, since other ranks may lack the job when the group is formed. For meshes with equal ranks and names,
+torch would reuse the old process group. So names of meshes include the generation.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ sums the gradients of that optimizer's parameters over the ranks before it updat
 process, if each loss is a mean over samples.
 
 Ranks must call the same optimizers in the same order. Every call checks this by one small all-reduce. A rank without
-samples runs no user code; the all-reduce gives it the next optimizer, and it takes part with gradients of zero.
+samples runs no user code. The all-reduce gives it the next optimizer, and it takes part with zero gradients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Training and evaluation mode of a model's modules.
 
-A module that the user has put into evaluation, such as a frozen backbone with dropout or batch statistics, stays there
-while the rest of the model trains. A model that is in evaluation as a whole, as ``from_pretrained`` returns it, trains
-in training mode.
+The user may have put a module into evaluation, such as a frozen backbone with dropout or batch statistics. It stays
+there while the rest of the model trains. A model that is in evaluation as a whole, as ``from_pretrained`` returns it,
+trains in training mode.
 """
 
 from __future__ import annotations

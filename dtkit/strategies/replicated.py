@@ -2,7 +2,7 @@
 
 Results are exact. Rank i has n_i of the B samples of a step. The gradient of the mean loss is the *sum* of (n_i / B)
 grad_i over ranks. So each rank scales its loss before backward. A loss that returns (sum, weight) is differentiated as
-it is; ranks add up the weights and divide the gradients by the total. Both ways are linear, so they hold for
+it is. Ranks add up the weights and divide the gradients by the total. Both ways are linear, so they hold for
 micro-batches as well.
 """
 

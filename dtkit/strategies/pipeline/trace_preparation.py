@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def prepare_for_trace(model: nn.Module) -> None:
     """Change a copy of a user's model.
 
-    A model of Hugging Face returns no cache of keys and values. A module whose forward is
-    decorated with `torch.no_grad` detaches its output instead: the exporter's form of that context can't be cut
-    (rotary embeddings have it).
+    A model of Hugging Face returns no cache of keys and values. A module whose forward is decorated with
+    `torch.no_grad` detaches its output instead. The exporter's form of that context can't be cut (rotary embeddings
+    have it).
     """
     disable_kv_cache(model)
     for module in model.modules():

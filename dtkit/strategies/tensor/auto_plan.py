@@ -1,8 +1,8 @@
 """Plans for tensor parallelism, found in common structures of models.
 
 The plan that a model of Hugging Face has in ``config.base_model_tp_plan`` goes first. The structures are pairs of
-Linear layers and attention: nn.MultiheadAttention, or modules with queries, keys and values in separate layers or in
-one. One layer is sharded by heads only if a trial of the module's forward succeeds.
+Linear layers and attention. Attention is nn.MultiheadAttention, or modules with queries, keys and values in separate
+layers or in one. One layer is sharded by heads only if a trial of the module's forward succeeds.
 """
 
 from __future__ import annotations

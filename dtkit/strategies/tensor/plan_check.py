@@ -1,6 +1,6 @@
 """Check that a sharded model computes the same as the whole one.
 
-Some wrong plans raise no error: a layer with parameters between a colwise and a rowwise one gets only a part of its
+Some wrong plans raise no error. A layer with parameters between a colwise and a rowwise one gets only a part of its
 gradient. So two rows go forward and backward through the whole and the sharded model before the first step. Output,
 loss and the norm of every gradient must agree.
 """

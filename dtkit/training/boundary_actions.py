@@ -295,8 +295,8 @@ class BoundaryActions:
     def save_if_due(self, step: int, flush_lr: Callable[[], None]) -> None:
         """Take a snapshot and write a checkpoint if they are due.
 
-        A checkpoint that the user requested goes first, with a copy of its own, so that its caller gets any error of
-        the state. `flush_lr` sends a learning rate that was set before.
+        A checkpoint that the user requested goes first and copies the state itself, so that its caller gets any error.
+        `flush_lr` sends a learning rate that was set before.
         """
         is_checkpoint_due = self.checkpoint.is_due(step)
         if is_checkpoint_due:

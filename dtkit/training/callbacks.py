@@ -155,7 +155,7 @@ def describe_callback_error(error: BaseException) -> str:
 
 
 class CallbackRunner:
-    """Calls the callbacks of one run at the end of an epoch, before the next one begins, on a thread of their own.
+    """Calls the callbacks of one run at an epoch's end, before the next one, on a thread of their own.
 
     They may use any method of the run, since the run's own thread continues to read commands.
     """

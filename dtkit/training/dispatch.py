@@ -3,7 +3,7 @@
 A *dispatch* is one call that takes several steps. It should last a second. This is long enough that the work between
 two dispatches costs only about one percent. It is short enough that a new learning rate takes effect soon, and views
 are up to date. (A pause does not wait for the end of a dispatch.) The number of steps starts at one, since the first
-steps compile and warm up, and grows at most fourfold at a time.
+steps compile and warm up. It grows at most fourfold at a time.
 """
 
 from __future__ import annotations

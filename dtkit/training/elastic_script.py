@@ -3,7 +3,7 @@
 The script's processes read their ranks from a :class:`~dtkit.rpc.script_ranks.ScriptFolder`, which this module changes
 when an engine is lost. Either another engine, waiting or new, takes the lost one's place, or the script continues with
 fewer ranks. The other engines are busy with the script, so a new engine joins the cluster's process group only after
-the script has ended. Engines that are still missing are replaced then, too.
+it. Engines that are still missing are replaced then, too.
 """
 
 from __future__ import annotations

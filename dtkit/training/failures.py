@@ -1,4 +1,4 @@
-"""Reaction of a run to a failed call: it continues after an interrupt or a lost engine, and ends after a user's error.
+"""Reaction of a run to a failed call: continue after an interrupt or a lost engine, end after a user's error.
 
 ====================================  ============================================================================
 failure                               what follows

@@ -56,8 +56,8 @@ class LearningRateUpdater:
     def on_cancel(self, change: LearningRateChange | None, sent_step: int, current_step: int) -> None:
         """Note that the dispatch from `sent_step` on was cancelled: send its change again.
 
-        It is not sent again if ranks are beyond that step, which they reached with the change, or if a newer change was
-        requested.
+        It is not sent again if ranks are beyond that step, which they reached with the change. Nor is it if a newer
+        change was requested.
         """
         if change is None or current_step > sent_step:
             self.on_result(change, sent_step)

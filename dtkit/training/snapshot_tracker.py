@@ -28,7 +28,7 @@ class SnapshotTracker:
 
     Snapshots are for strategies in which only one rank holds some part of the model: see
     :mod:`dtkit.engine.state.peer_snapshots`. Training waits for them. So by default, the interval grows until the wait
-    is a hundredth of the time, up to the interval of snapshots on disk (:mod:`dtkit.checkpoint.manager`).
+    is a hundredth of the time. Its limit is the interval of snapshots on disk (:mod:`dtkit.checkpoint.manager`).
     """
 
     def __init__(self, interval: SnapshotInterval | None = None) -> None:

@@ -1,15 +1,15 @@
 """The check that distributed training equals training in one process, by repeating it both ways.
 
-Two jobs start the training again: one on all ranks, and a reference on rank 0 alone with the rows of every shard. Both
-see the same rows in the same steps. Their parameters are then compared.
+Two jobs start the training again: one on all ranks, and a reference on rank 0 with every shard's rows. Both see the
+same rows in the same steps. Their parameters are then compared.
 
-Some trainings differ by nature. Each rank may draw its own random numbers, and a loss or a normalization may depend on
-the samples that share a batch. If parameters differ, further references show whether that is the reason (see
+Some trainings differ by nature. Each rank may draw its own random numbers. A loss or a normalization may depend on the
+samples that share a batch. If parameters differ, further references show whether that is the reason (see
 :func:`_find_reasons`). The result is then "NOT COMPARABLE" instead of "FAIL".
 
-Numbers with a true gradient of zero (the key bias of attention, a bias before BatchNorm) change only by rounding, which
-Adam-like optimizers amplify. They are identified number by number, since the key bias is a third of one parameter. They
-are listed separately, and have a wider bound.
+Numbers with a true gradient of zero change only by rounding, which Adam-like optimizers amplify. Examples are the key
+bias of attention and a bias before BatchNorm. They are identified number by number, since the key bias is a third of
+one parameter. They are listed separately, and have a wider bound.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ ABORT_FLAG = ".off"
 """Suffix of a file next to a group's store. If the file exists, a rank could not join, and no rank waits for it."""
 
 ALL_STATE, PER_RANK_STATE, OPTIMIZER_STATE = "all", "per_rank", "optimizers"
-"""Parts of a job's state that a rank exports: all of it, the part that differs between ranks, or the optimizers in that
-part.
+"""Parts of a job's state that a rank exports: all, the part that differs between ranks, or that part's optimizers.
 """
 
 Fingerprint = Mapping[tuple[int, ...], int]
@@ -371,8 +370,8 @@ class DispatchResult:
     end_reason: str = "done"
     """Reason why the dispatch ended.
 
-    It is "done", "time" (all ranks agreed that the steps had become slow), "nonfinite", or "exhausted" (a stream of
-    unknown length has ended on all ranks).
+    It is "done", "time" (all ranks agreed that steps had become slow), "nonfinite", or "exhausted". Exhausted: a stream
+    of unknown length has ended on all ranks.
     """
     loss: float | None = None
     """With "nonfinite", this rank's loss in the step that was not taken."""
@@ -381,7 +380,7 @@ class DispatchResult:
     blocked_spans: object = None
     """Spans in which this rank was blocked, of shape (steps, collectives, 3).
 
-    A span is its begin and end in seconds on the rank's clock, and a number for the group of ranks; NaN for none.
+    A span is its begin and end in seconds on the rank's clock, and the group's number; NaN for none.
     """
     messages: object = None
     """Messages with other stages, of dtype :data:`~dtkit.history.comm_time.MESSAGE_DTYPE`; None if there were none."""

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     get_parameter_dict: Callable[[nn.Module], dict[str, nn.Parameter | None]]
     get_buffer_dict: Callable[[nn.Module], dict[str, torch.Tensor | None]]
     apply_style: Callable[..., nn.Module]
+    call_uncompiled: Callable[..., Any]
+    COMPILED_CALL: str
     set_group_timeout: Callable[..., None] | None
     abort_groups: Callable[[], None]
     resolve_group: Callable[[str], dist.ProcessGroup]
@@ -162,6 +164,7 @@ _CALLS = "Calls to engines", "a view would make ten objects a call"
 _SPARSE = "Sizes of sparse gradients", "the public methods refuse an uncoalesced tensor"
 _CUT = "Pipeline stages", "hasattr, named_children and named_parameters omit repeated layers and tied weights"
 _CACHES = "Process groups that end", "a cache of DTensor keeps meshes, and so threads and connections, alive"
+_COMPILED_MODELS = "Compiled models", "Module.compile() skips the classes of torch.nn"
 _CPU_ATTENTION = "Sharded attention on CPUs", "torch registers its sharding for GPUs only"
 
 PRIVATE_NAMES = {
@@ -369,12 +372,10 @@ PRIVATE_NAMES = {
         ),
     ),
     "step_micro_batches": PrivateName(
-        _SCHEDULES,
-        "_PipelineSchedule._step_microbatches",
-        _PIPELINES,
-        "the public `step` would split the micro-batches",
-        "method",
+        _SCHEDULES, "_PipelineSchedule._step_microbatches", _PIPELINES, "the public `step` would split batches", "method"
     ),
+    "COMPILED_CALL": PrivateName("torch.nn", "Module._compiled_call_impl", *_COMPILED_MODELS, "key"),
+    "call_uncompiled": PrivateName("torch.nn", "Module._call_impl", *_COMPILED_MODELS, "method"),
     "POST_P2P": PrivateName(_SCHEDULES, "_batch_p2p", _PIPELINES, "dtkit replaces it to time messages", "key"),
     "WAIT_P2P": PrivateName(_SCHEDULES, "_wait_batch_p2p", _PIPELINES, "dtkit replaces it to time messages", "key"),
     # -- ipyparallel (9.2 and later), for cluster.transport alone
@@ -387,12 +388,7 @@ PRIVATE_NAMES = {
     "KernelNanny": PrivateName("ipyparallel.engine.nanny", "KernelNanny", _FORKS, "it has no public name", since="9.2"),
     # -- Keras
     "get_compile_config": PrivateName(
-        "keras",
-        "Model._compile_config",
-        "Compiled Keras models",
-        "the public form has lost classes",
-        "attribute",
-        "3.15",
+        "keras", "Model._compile_config", "Compiled Keras models", "the public form has lost classes", "attribute", "3.15"
     ),
 }
 """Private names by the name under which dtkit imports them."""

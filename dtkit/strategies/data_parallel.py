@@ -28,6 +28,7 @@ from dtkit._util.arguments import suggest_options
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import compression
 from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
+from dtkit.strategies.compiled_model import CompiledModel
 from dtkit.strategies.flat_gradients import FlatGradients, fits_flat_buffer
 from dtkit.strategies.manual_optimization import ManualWorker
 from dtkit.strategies.options import check_choice, check_count, check_flag, check_positive
@@ -60,8 +61,7 @@ class DataParallel(Strategy):
         "bf16" or "fp16": forward and backward use torch's autocast; "fp16" also scales the loss. Parameters and
         optimizer keep their type.
     compile
-        Whether to compile the model with ``torch.compile``; the first steps then take much longer. torch 2.13 compiles
-        models of your own classes only: a bare ``nn.Sequential`` stays as it is.
+        Whether to compile calls of the model with ``torch.compile``; the first steps then take much longer.
     compress
         "fp16", "bf16" or "powersgd": send fewer bytes, not exact; see :mod:`dtkit.strategies.compression`.
     bucket_cap_mb
@@ -149,7 +149,7 @@ class DataParallel(Strategy):
         if self.sync_batch_norm and context.group is not None and context.device.type == "cuda":
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         if self.compile:
-            model.compile()
+            loss_fn = CompiledModel(model).check_steps(loss_fn)
         if loss_fn.is_manual:
             return ManualWorker(model, loss_fn, optimizer, context, clip_grad_norm=self.clip_grad_norm)
         return _DataParallelWorker(self, model, loss_fn, make_optimizer(optimizer, model), context)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dtkit.dashboard.figures.run_figure import draw_run
+from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.verdict import MIN_STEPS, find_shown_verdict, find_verdict
 from dtkit.dashboard.text.run_text import format_run
 from dtkit.history.history import ROW_DTYPE, History
@@ -134,6 +135,15 @@ def test_text_and_picture_have_the_verdict():
     assert "→ without the straggler (node 1) 1.8 times as fast" in format_run(source)
     texts = [text.get_text() for text in draw_run(source).texts]
     assert any(text.startswith("→ without the straggler (node 1)") for text in texts)
+
+
+def test_a_page_takes_its_verdict_back_with_the_message_of_an_error():
+    source = FakeSource(ranks=2)
+    source.advance(100)
+    builder = MessageBuilder(source)
+    assert builder.build_snapshot().content["verdict"] is not None
+    source.exception = ValueError("bad rows")  # the last change of a run that failed
+    assert builder.build_change().content["verdict"] is None
 
 
 def test_a_stuck_or_failed_run_has_no_verdict_in_views():

@@ -221,7 +221,9 @@ class MessageBuilder:
     def _build_verdict(self, *, changed_only: bool) -> dict[str, Any]:
         """Return the verdict on the last seconds; empty if the page already has it."""
         now, before = self._clock(), self._verdict
-        if now >= self._verdict_due_at:
+        if self._run.exception is not None or self._lost_nodes or self._run.stall_report is not None:
+            self._verdict, self._verdict_due_at = None, now  # no later change may come to take it back
+        elif now >= self._verdict_due_at:
             self._verdict, self._verdict_due_at = find_shown_verdict(self._run), now + timeouts.VERDICT_INTERVAL_S
         verdict = self._verdict
         if changed_only and verdict == before:

@@ -54,18 +54,24 @@ class BoostingResult:
 
     def figure(self) -> Figure:
         """Return a figure with one axes for each metric and a line for each data set."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        from dtkit.dashboard.figures import style
+        from dtkit.dashboard.figures.render import create_figure
 
         names = list(dict.fromkeys(name for metrics in self.history.values() for name in metrics))
-        figure = Figure(figsize=(4.5 * max(1, len(names)), 3), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = create_figure(5.5 * max(1, len(names)), 3.4)
         for ax, name in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
-            for data, metrics in self.history.items():
-                ax.plot(metrics.get(name, []), label=data)
-            ax.set(xlabel="round", ylabel=name)
-            ax.grid(alpha=0.3)
-            ax.legend(frameon=False)
+            style.style_axes(ax)
+            style.set_title(ax, name, "after each round")
+            for k, (data, metrics) in enumerate(self.history.items()):
+                values, color = metrics.get(name, []), style.COLORS[k % len(style.COLORS)]
+                # Wider behind: lines of equal values are both seen.
+                ax.plot(values, label=data, color=color, linewidth=max(1.2, 2.8 - 1.4 * k))
+            if self.best_iteration is not None:
+                ax.axvline(
+                    self.best_iteration, color=style.MUTED_COLOR, linewidth=0.8, linestyle=":", label="best round"
+                )
+            ax.set_xlabel("round", fontsize=8)
+            ax.legend(frameon=False, fontsize=8)
         return figure
 
     def __repr__(self) -> str:

@@ -45,8 +45,8 @@ def sync(path: Path) -> None:
 class AppendOnlyFile:
     """A private file that grows by whole records, as far as the disk has room.
 
-    It replaces a file at `path` once its first record is complete. From then on it is known by its descriptor, so that
-    a later file at the same path is not touched.
+    It replaces a file at `path` once its first record is complete. From then on its descriptor identifies it, so that a
+    later file at the same path is not touched.
     """
 
     def __init__(self, path: Path) -> None:

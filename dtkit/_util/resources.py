@@ -1,7 +1,7 @@
 """Cores, memory and GPUs of this machine, and how many engines fit. Reads files, without torch.
 
-In a container, /proc shows the host's cores and memory. Control groups have the container's limits: version 2 keeps
-`cpu.max` and `memory.max` in one tree, version 1 has a tree for each. Limits of parent groups apply too, so every level
+In a container, /proc shows the host's cores and memory. Control groups have the container's limits. Version 2 keeps
+`cpu.max` and `memory.max` in one tree; version 1 has a tree for each. Limits of parent groups apply too, so every level
 up to the root is read. A group's usage includes the file cache, which the kernel releases on demand, so inactive file
 pages count as free.
 

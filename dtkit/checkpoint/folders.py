@@ -115,7 +115,7 @@ def abandon_checkpoint(folder: Path) -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove a folder under another name, so that nobody can add a file to it meanwhile, or read a part of it."""
+    """Remove a folder under another name, so that meanwhile nobody can add a file to it or read a part."""
     trash = _make_unfinished_path(folder.parent)
     try:
         folder.rename(trash)

@@ -27,7 +27,7 @@ _DTYPE_BYTES = {
 def intersect(
     begin: Sequence[int], size: Sequence[int], offset: Sequence[int], shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the intersection of a piece at `begin` and a part at `offset`, as slices of both; None if it is empty."""
+    """Return the intersection of a piece at `begin` and a part at `offset`, as slices of both; None if empty."""
     piece_slices, part_slices = [], []
     for b, n, o, m in zip(begin, size, offset, shape, strict=True):
         first, last = max(b, o), min(b + n, o + m)
@@ -47,7 +47,7 @@ def build_index(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return {tensor: dtype, shape, pieces} from the reports of all ranks.
 
     A piece is [file number, begin in the tensor, shape]. A fourth entry is where the piece begins in the file's tensor
-    of that name, unless it is 0 in each dimension.
+    of that name, unless it is 0 everywhere.
     """
     index: dict[str, Any] = {}
     for number, report in enumerate(reports):

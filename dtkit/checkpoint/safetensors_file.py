@@ -2,7 +2,7 @@
 
 A file has eight bytes (length of the header), the header (JSON: name -> dtype, shape, byte offsets) and the bytes; see
 https://github.com/huggingface/safetensors. The library reads the files. This module writes them, so that the digest
-needs no second pass, nothing is copied, and disk errors are raised as OSError.
+needs no second pass. Nothing is copied, and disk errors are raised as OSError.
 """
 
 from __future__ import annotations

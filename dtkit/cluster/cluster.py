@@ -132,8 +132,8 @@ class Cluster(Engines):
             function, which is called with the other arguments. It makes its own process group.
         horovod : whether ``import horovod.torch as hvd`` finds :mod:`dtkit.integrations.horovod.torch` in the script.
         on_failure : what to do when an engine is lost, for scripts with ``hvd.elastic.run``. "repair" starts another
-            one from the last commit of the others, or goes on without it if none can be started. "shrink" goes on at
-            once with fewer ranks. By default "shrink" with `min_np`, else "repair".
+            one from the others' last commit, or goes on without it if none can be started. "shrink" goes on at once
+            with fewer ranks. By default "shrink" with `min_np`, else "repair".
         min_np, max_np : as for horovodrun, the fewest ranks to go on with (1), and the most to start with. Engines
             beyond `max_np` wait to replace a lost one.
 
@@ -250,11 +250,11 @@ class Cluster(Engines):
             a list of optimizers, each for parameters of its own.
         batch_size : samples per update, over all ranks; by default that of a DataLoader.
         loss : ``loss(output, target)``, the mean over samples, or a pair (sum, weight). Leave it out for a model that
-            returns its own loss, as Hugging Face's do; its batches are dicts of forward's arguments.
+            returns its own loss, as Hugging Face's do. Its batches are dicts of forward's arguments.
         epochs, steps : length of the training; give one. A stream needs `steps`, and may end earlier.
         strategy : how to parallelize; :class:`DataParallel` by default.
         shuffle : "shard": each rank its own rows, in its own order. "global": the rows of a step don't depend on the
-            number of ranks, so training is the same up to rounding. None: rows of a partition in their order.
+            number of ranks. So training is the same up to rounding. None: rows of a partition in their order.
         training_step : ``step(model, batch)`` instead of `loss`, for batches of any form; it returns what `loss` may.
             With several losses and optimizers, ``step(model, batch, optimizers)`` calls ``backward`` and ``step``
             itself.
@@ -348,8 +348,8 @@ class Cluster(Engines):
 
         A step on tensors without memory gives the sizes of activations and optimizer state. If the model's code needs
         numbers, the engines take real steps on a few rows instead. If the training surely fits, all ranks take some
-        real steps of a copy, which gives the time and the memory overhead. Memory excludes the data, and what torch
-        loads at the first step.
+        real steps of a copy. They give the time and the memory overhead. Memory excludes the data, and what torch loads
+        at the first step.
 
         `sample` is a batch or a few rows, as in ``(X[:8], y[:8])``, or a :class:`Partition`. `strategies` are those to
         compare, by default one of each kind. The other arguments, and the errors, are those of :meth:`train`. The

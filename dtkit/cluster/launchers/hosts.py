@@ -1,7 +1,7 @@
 """Interface of launchers for several hosts. A launcher starts one agent on each host, and knows the jobs that run them.
 
 An agent is ``PYTHON -m dtkit.cluster.agent``. It reads one line of JSON from its standard input, or from the file that
-the environment variable ``DTKIT_AGENT_FILE`` names. The line holds the cluster's keys, so it must never be part of a
+the environment variable ``DTKIT_AGENT_FILE`` names. The line holds the cluster's keys. It must never be part of a
 command line, which other users can read. The agent starts and ends the engines of its host
 (:mod:`dtkit.cluster.agent`).
 

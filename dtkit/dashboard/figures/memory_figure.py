@@ -1,4 +1,4 @@
-"""The figure of memory by rank: a bar for the measured memory, and a hollow bar behind it for the planned one."""
+"""The figure of memory by rank: a bar for the measured memory, and a hollow one behind it for the plan."""
 
 from __future__ import annotations
 

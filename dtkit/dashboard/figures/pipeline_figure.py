@@ -57,7 +57,7 @@ def draw_pipeline_step(explanation: PipelineExplanation) -> Figure:
 
 
 def _draw_arrows(ax: Axes, transfers: Sequence[StageTransfer], stages: Sequence[StageRecord], title: str) -> None:
-    """Draw a line for each stage, and an arrow for each transfer from left to right in the order of sending."""
+    """Draw a line for each stage, and an arrow for each transfer, left to right in the order of sending."""
     _style_panel(ax, title, None)
     lanes = {stage.stage: k for k, stage in enumerate(stages)}
     for lane in lanes.values():

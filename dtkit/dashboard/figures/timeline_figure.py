@@ -1,4 +1,4 @@
-"""The figure of a timeline: a strip for each rank, with boxes named as in a schedule and idle time left white.
+"""The figure of a timeline: a strip for each rank, with boxes named as in a schedule and white idle time.
 
 For a pipeline, hollow boxes behind the measured ones show the plan: the schedule simulated with the measured durations.
 A late box has its hollow box to the left.

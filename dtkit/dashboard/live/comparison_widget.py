@@ -1,8 +1,8 @@
 """The live view of a comparison: one chart with a shared axis, and a table that is its legend.
 
-All runs are drawn in buckets of the same width, so that a point of the axis means the same in each. Each message has
-the whole view: a kilobyte for each run, twice a second at most. The view stays after the runs' end; the
-figure is in the saved notebook.
+All runs have buckets of the same width, so that a point of the axis means the same in each. Each message has the whole
+view: a kilobyte for each run, twice a second at most. The view stays after the runs' end; the figure is in the saved
+notebook.
 """
 
 from __future__ import annotations

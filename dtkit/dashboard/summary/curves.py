@@ -2,14 +2,14 @@
 
 The step axis is divided into buckets of `width` steps. A bucket holds the smallest, the mean and the largest value of
 each line of each chart. When the steps exceed the buckets, neighboring buckets are merged and the width doubles. So
-100,000 steps cost as much as 500, a spike of one step never disappears, and the mean is a readable line.
+100,000 steps cost as much as 500. A spike of one step never disappears, and the mean is a readable line.
 
 Up to ``MAX_NODE_LINES`` ranks have a line each. More ranks share one line, the band over all nodes. The last line of a
 chart is the value over all ranks. Charts of values that are equal on all ranks (learning rate, gradient norm) have that
 line only. The lines of all charts are columns of one table (:class:`ChartLayout`).
 
-Merging needs the buckets only. A page with a copy merges its own buckets when it gets a new width, and receives only
-the changed buckets (:meth:`Curves.take_changes`).
+Merging needs the buckets only. A page with a copy merges its own buckets when it gets a new width. It receives only the
+changed buckets (:meth:`Curves.take_changes`).
 """
 
 from __future__ import annotations

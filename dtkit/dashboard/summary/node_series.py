@@ -1,7 +1,7 @@
 """Lines of single nodes among many: of the outliers, and of the selected node.
 
-Above ``MAX_NODE_LINES`` nodes a chart has a band. Coarse curves of all nodes are kept here, so that a page can show the
-past of any node at once. Only chosen nodes are sent: whole lines when the choice changes, and otherwise the changes.
+Above ``MAX_NODE_LINES`` nodes a chart has a band. Coarse curves of all nodes are kept here. So a page can show the past
+of any node at once. Only chosen nodes are sent: whole lines when the choice changes, and otherwise the changes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The time of a step: each rank's mean step by phase, and the stragglers.
 
 Phases are in the order of a step: data, forward, backward, waiting for others, communication, update. A fast rank waits
-for the slowest one, so communication begins at the same position in the bars of all ranks. Time that no phase covers is
+for the slowest one. So communication begins at the same position in the bars of all ranks. Time that no phase covers is
 "other".
 
 Stragglers are found from computing time, which is all but waiting and communication. A rank is named only if two
-independent clocks agree: it computes longer than the fast ranks, and another rank waits. A rank's computing time is the
+independent clocks agree. It computes longer than the fast ranks, and another rank waits. A rank's computing time is the
 fast quartile of its recent steps. Steps that the scheduler disturbed don't show the machine's speed. Ranks that are
 similarly slow are named together, because a speed-up of one of them would not help.
 

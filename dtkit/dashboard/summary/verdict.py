@@ -1,6 +1,6 @@
 """The verdict: one line about a run's bottleneck and its remedy, from the measured phases.
 
-Each cause has its own arithmetic, which predicts the time of a step, or the samples per second, without that cause. The
+Each cause has its own arithmetic. It predicts the time of a step, or the samples per second, without that cause. The
 verdict names the cause with the largest predicted gain, if that exceeds ``MIN_GAIN``. All ranks take a step together,
 so a step lasts as long as the slowest rank computes, and then communicates.
 

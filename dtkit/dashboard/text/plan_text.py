@@ -83,7 +83,7 @@ def _make_parts(plan: Plan) -> Table:
 def _merge_ranks(
     plan: Plan, format_cells: Callable[[PlanRow], list[str]], get_key: Callable[[list[str]], list[str]] = list
 ) -> list[list[str]]:
-    """Return the cells of each strategy and rank, in one row for ranks with the same key: that of the slowest one."""
+    """Return the cells of each strategy and rank; ranks with the same key share the row of the slowest one."""
     if plan.world_size > _MAX_SHOWN_RANKS:
         tightest = [find_tightest_row(plan.get_rows(name)) for name in plan.strategies]
         return [[row.strategy, str(row.rank), *format_cells(row)] for row in tightest]

@@ -1,4 +1,4 @@
-"""The live block of a run in a terminal, by rich: a bar, colored lines below it, and the log scrolling above."""
+"""The live block of a run in a terminal, by rich: a bar, colored lines below it, and the scrolling log."""
 
 from __future__ import annotations
 

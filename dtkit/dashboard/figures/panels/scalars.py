@@ -1,4 +1,4 @@
-"""A panel for each number that the user logged in a training: a line for each node, and the mean over all."""
+"""A panel for each number that the user logged in a training: each node's line, and the mean over all."""
 
 from __future__ import annotations
 

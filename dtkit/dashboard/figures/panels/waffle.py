@@ -1,4 +1,4 @@
-"""A square for each of many nodes: dark where it is fast, with a sign where it is slow or lost."""
+"""A square for each of many nodes: dark if fast, with a sign if slow or lost."""
 
 from __future__ import annotations
 

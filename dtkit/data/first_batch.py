@@ -1,8 +1,8 @@
 """A trial of the first rows in the notebook, which finds wrong shapes and types before anything is sent.
 
-Model and loss are copied as the engines would get them. So the trial changes nothing in the notebook: no parameter, no
-buffer, no variable of a function, and no random number. It refuses only errors whose remedy is known. Any other error
-may come from the trial itself, such as a collective without engines. It is left to the engines' first step.
+Model and loss are copied as the engines would get them. So the trial changes nothing in the notebook: no parameter,
+buffer, variable of a function, or random number. It refuses only errors whose remedy is known. Any other error may come
+from the trial itself, such as a collective without engines. It is left to the engines' first step.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _take_rows(batch: Any, rows: slice) -> Any:
 
 
 def _vary_target(batch: Any) -> Any:
-    """Return a batch whose targets have two classes, if all of its rows have the same one: classes may have weights."""
+    """Return a batch whose targets have two classes if its rows have only one: classes may have weights."""
     target = batch[-1] if isinstance(batch, tuple) and len(batch) > 1 else None
     if not isinstance(target, torch.Tensor) or target.dim() != 1 or target.dtype != torch.int64:
         return batch

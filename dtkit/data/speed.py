@@ -1,7 +1,7 @@
 """Speed of each rank with a user's own model, for ``partition(by="speed")``.
 
-All ranks run forward and backward on rows of the data at the same time, because they share cores, memory and links. A
-rank's speed is its rows per second.
+All ranks run forward and backward on rows at the same time, because they share cores, memory and links. A rank's speed
+is its rows per second.
 """
 
 from __future__ import annotations

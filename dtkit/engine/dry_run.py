@@ -8,7 +8,7 @@ whose code reads values.
 A gradient counts as freed when it is complete: DDP copies it into a bucket, and buckets count as gradients. Allocations
 of a backend within one operation are invisible.
 
-The optimizer runs on the meta device, since it reads the number of its step, which a fake tensor doesn't have.
+The optimizer runs on the meta device. It reads the number of its step, which a fake tensor doesn't have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Handling of SIGINT on an engine: it ends the work of a request, but never the reply.
 
 The notebook interrupts all ranks if one is stuck. A rank that has already finished or failed is about to reply, and has
-nothing to interrupt. But ipykernel lets SIGINT raise from a message's arrival until its reply is sent, and swallows
+nothing to interrupt. But ipykernel lets SIGINT raise from a message's arrival until its reply is sent. It swallows
 KeyboardInterrupt in its own code. Then the notebook would wait for a reply that never comes. So this module replaces
 ipykernel's handling.
 """

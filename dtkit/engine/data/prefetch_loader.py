@@ -1,8 +1,8 @@
 """Loading of batches when they are needed, or one step ahead in a thread.
 
 A thread saves time if rows are read from a disk or go to a GPU. Gathering and pinning then overlap with the step. If
-the cores are busy, gathering rows of an array in a thread costs more than it saves. User code never runs in the thread,
-because it may draw random numbers, and all threads of a process share torch's generators.
+the cores are busy, gathering rows of an array in a thread costs more than it saves. User code never runs in the thread:
+it may draw random numbers, and all threads of a process share torch's generators.
 """
 
 from __future__ import annotations

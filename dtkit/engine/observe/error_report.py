@@ -46,7 +46,7 @@ def list_user_frames(error: BaseException) -> tuple[tuple[str, int, str, str], .
 
 
 def _shorten_middle(text: str, max_chars: int) -> str:
-    """Return a text without its middle if it is too long: a message may contain a large tensor on every rank."""
+    """Return a text without its middle if it is too long: every rank's message may contain a large tensor."""
     if len(text) <= max_chars:
         return text
     end = max_chars // 4

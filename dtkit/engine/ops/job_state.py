@@ -50,7 +50,7 @@ class StateOps(StateOperations):
         return result
 
     def take_snapshot(self, *, job: str, step: int) -> SnapshotReport:
-        """Copy the state of a job, which must be at `step`, into the memory of this rank and of a peer."""
+        """Copy the state of a job, which must be at `step`, into this rank's and a peer's memory."""
         from dtkit.engine.state import peer_snapshots
 
         state = self._state

@@ -26,7 +26,7 @@ def build_trace(spans: np.ndarray, ranks_per_pipeline: int, title: str) -> dict[
 
 
 def _make_metadata_events(ranks: Sequence[int], title: str) -> list[dict[str, Any]]:
-    """Return the names of the process and of its rows, and the order of rows (by name, rank 10 precedes rank 2)."""
+    """Return the names of the process and its rows, and the order of rows (by name, rank 10 precedes rank 2)."""
     if not ranks:
         return []
     names = [_make_metadata_event("thread_name", rank, name=f"node {rank}") for rank in ranks]

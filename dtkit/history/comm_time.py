@@ -5,8 +5,8 @@ wait_i = max_j begin_j - begin_i, and the rest is transfer. Ranks begin the same
 collective of a group of ranks in a step is therefore the k-th one on each of them.
 
 A *message* between stages goes forward (an activation) or backward (a gradient). Each of its two ranks marks when it
-posts its part, and when it is blocked until that part is complete. A blocked rank waits until the other rank has
-posted; the rest is transfer. If a message was sent before its receiver posted, no rank waits.
+posts its part, and when it is blocked until that is complete. A blocked rank waits until the other rank has posted; the
+rest is transfer. If a message was sent before its receiver posted, no rank waits.
 
 This needs the marks of all ranks, so the notebook computes it, on one clock.
 """

@@ -1,6 +1,6 @@
 """Numbers that a training passed to `dtkit.log`, by name, rank and step.
 
-They are few and arrive in any order, so each name has a table of its own next to the history's rows.
+They are few and arrive in any order. So each name has a table of its own next to the history's rows.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _scope(store: Any, generation: int) -> Any:
 def _find_generation(store: Any, rank: int) -> int:
     """Return the number of the group that the ranks form next, and note that this rank has arrived.
 
-    A group has ended if this rank was in it, either in this process or in an earlier one that was killed.
+    A group has ended if this rank was in it, in this process or in an earlier one that was killed.
     """
     current = int(store.compare_set(_GENERATION, "", "0"))
     if store.check([f"{_GENERATION}/{current}/{rank}"]):

@@ -12,7 +12,7 @@ def shard_dataset(dataset: Any, batch_size: int) -> Any:
     """Return this rank's batches of a `tf.data.Dataset` of single rows. No row is lost.
 
     Each step takes `batch_size` rows over all ranks, so all ranks have equally many batches. A rank's last batch may
-    have fewer rows than another's, or none: give their number to the gradient tape as ``samples=``. Transform rows
+    have fewer rows than another's, or none. Give their number to the gradient tape as ``samples=``. Transform rows
     after this function, so that each rank transforms only its own ones.
     """
     if not isinstance(dataset, tf.data.Dataset):

@@ -70,7 +70,7 @@ def _raising_as_horovod() -> Iterator[None]:
 
 
 def make_name(kind: str, name: str | None) -> str | None:
-    """Return a name for an operation of a graph that has none, since a graph may run its operations in any order."""
+    """Return a name for an unnamed operation of a graph, since a graph may run its operations in any order."""
     if name is not None or tf.executing_eagerly():
         return name
     return str(tf.compat.v1.get_default_graph().unique_name(f"graph_{kind}"))

@@ -74,7 +74,7 @@ class GradientReducer:
         return results
 
     def _scale(self, gradient: Any) -> Any:
-        """Divide a local gradient by the number of ranks, so that its weight is that of its part of an average."""
+        """Divide a local gradient by the number of ranks, so that its weight is that of an average's part."""
         if gradient is None or not self._options.scale_local_gradients:
             return gradient
         size = read_size(self._options.process_set, gradient.dtype)

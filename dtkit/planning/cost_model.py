@@ -127,7 +127,7 @@ class ModelProfile:
     rows: int
     """This rank's samples of a global batch."""
     sent_model: int
-    """The model as it was sent, kept for the next run and for `verify`; 0 if it is in other memory."""
+    """The model as it was sent, kept for the next run and `verify`; 0 if it is in other memory."""
     parameters: int
     """Parameters and buffers of the copy that trains."""
     gradients: int

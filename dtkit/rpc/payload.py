@@ -1,4 +1,4 @@
-"""A packed object on its way to an engine or back: in shared memory if both are on one host, else inline."""
+"""A packed object on its way to an engine or back: in shared memory on one host, else inline."""
 
 from __future__ import annotations
 

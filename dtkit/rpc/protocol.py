@@ -308,7 +308,7 @@ class StateOperations(ABC):
 
     @abstractmethod
     def take_snapshot(self, *, job: str, step: int) -> SnapshotReport:
-        """Copy the state of a job, which must be at `step`, into the memory of this rank and of a peer."""
+        """Copy the state of a job, which must be at `step`, into this rank's and a peer's memory."""
 
     @independent
     @abstractmethod

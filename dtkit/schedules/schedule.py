@@ -5,7 +5,7 @@ al., ICLR 2024). The previous stage waits for the gradient of the stage's input 
 fill gaps. `F2` is the forward pass of micro-batch 2 through the rank's stage. If ranks have several stages, the stage
 comes first: `5F2`. A point is an idle cell.
 
-Idle cells are only for readers. A rank runs its row in order, and each action as soon as its inputs have arrived, so
+Idle cells are only for readers. A rank runs its row in order. Each action runs as soon as its inputs have arrived, so
 points don't delay anything. Sends and receives follow from the actions. F needs the output of the previous stage, B and
 I the gradient of the next stage.
 

@@ -1,6 +1,6 @@
 """One rank's shards of a model's parameters: the base of tensor parallel and sharded training.
 
-A sharded parameter is a torch DTensor: this rank's part and the mesh of the ranks that have the other parts. Norm,
+A sharded parameter is a torch DTensor: this rank's part, and the mesh of ranks that have the other parts. Norm,
 clipping and the check for finite gradients work on this rank's parts, with one number summed over all ranks. A part
 that n ranks hold counts for 1/n on each of them.
 

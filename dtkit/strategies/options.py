@@ -44,7 +44,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_names(name: str, value: Any) -> tuple[str, ...] | None:
-    """Return a list or tuple of names as a tuple, or None; refuse a single string, which is a list of letters."""
+    """Return a list or tuple of names as a tuple, or None; refuse a single string (a list of letters)."""
     if value is None:
         return None
     if isinstance(value, str):

@@ -9,12 +9,12 @@ are summed over replicas (HSDP).
 Blocks are the layers of every ``nn.Sequential`` and ``nn.ModuleList``; the rest of the model is one more block.
 Parameters without a dimension can't be sharded: all ranks hold them.
 
-Training is as exact as data parallelism: ranks scale their losses by samples, and FSDP2 sums gradients instead of
-averaging them. Gathering is a collective, so a rank without samples runs two rows whose loss doesn't count, and
-restores the batch statistics afterwards.
+Training is as exact as data parallelism. Ranks scale their losses by samples, and FSDP2 sums gradients instead of
+averaging them. Gathering is a collective, so a rank without samples runs two rows whose loss doesn't count. It restores
+the batch statistics afterwards.
 
 All ranks must run the same blocks in the same order. So a model that skips blocks depending on its data can't be
-sharded. A rank with an unused parameter would reduce fewer elements than its peers, which aborts a gloo process; dtkit
+sharded. A rank with an unused parameter would reduce fewer elements than its peers, which aborts a gloo process. dtkit
 checks this first.
 """
 

@@ -3,8 +3,8 @@
 torch's pipelining does the work. See Huang et al., NeurIPS 2019 (GPipe), Narayanan et al., SOSP 2019 (1F1B) and SC 2021
 (interleaved), and Qi et al., ICLR 2024 (zero bubble).
 
-*Shapes are fixed.* torch's receive buffers have the shape of the first micro-batch, and a larger message would abort
-the process. So every step has the same number of micro-batches of one size. Copies of the first row pad a smaller
+*Shapes are fixed.* torch's receive buffers have the shape of the first micro-batch. A larger message would abort the
+process. So every step has the same number of micro-batches of one size. Copies of the first row pad a smaller
 micro-batch, and the loss excludes them. That is exact if each row's output depends only on that row. Batch
 normalization mixes rows, so its statistics include the copies; micro-batches without samples leave them unchanged.
 Forward passes before the first step determine the shapes between stages.

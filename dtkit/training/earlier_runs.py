@@ -1,6 +1,6 @@
 """Runs before the current one. Engines keep their inputs, so that `verify` can still repeat these runs.
 
-They keep data and model as they were sent, without trained weights and optimizer, and only as far as memory allows.
+They keep data and model as they were sent, without trained weights and optimizer, as far as memory allows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Scheduling of items on single engines, as these become free.
 
 An engine computes one item at a time. If an engine is lost, another one computes its item again; if none is left, lost
-ones are replaced first. A failed call breaks the process group on its engine, which then gets no further item until the
-group is formed again. That happens when no usable engine is left, or at the end.
+ones are replaced first. A failed call breaks the process group on its engine. It gets no further item until the group
+is formed again. That happens when no usable engine is left, or at the end.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Shares of the batch for ranks of unequal speed, computed from the times of their steps.
 
 A rank's computing time (data, forward, backward) is modeled as a straight line over its number of samples. The slope is
-estimated from two different numbers of samples; until there is a second one, it is time over samples. The shares let
+estimated from two different numbers of samples. Until there is a second one, it is time over samples. The shares let
 all ranks arrive at the all-reduce together. Waiting and communication times are excluded, since they depend on other
 ranks.
 
-A rank's time is the lower quartile over some steps, because a busy machine delays single steps but never speeds one up.
-Shares change only if this reduces the slowest rank's time by enough. If the fixed part of a step dominates, no change
-of shares helps.
+A rank's time is the lower quartile over some steps: a busy machine delays single steps but never speeds one up. Shares
+change only if this reduces the slowest rank's time by enough. If the fixed part of a step dominates, no change of
+shares helps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Origin of gradients that are not finite, as far as the reports of all ranks show it.
 
 After summing over the ranks, gradients are not finite on any rank. A loss that is not finite identifies the rank with
-its samples. In a pipeline, only the last stage has a loss, so the first stage with a non-finite output is the origin.
+its samples. In a pipeline, only the last stage has a loss. So the first stage with a non-finite output is the origin.
 If all outputs and losses are finite, the origin is the last stage with non-finite gradients: backward starts at the
 last.
 """

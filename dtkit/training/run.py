@@ -156,7 +156,7 @@ class Run(ShownRun):
         """Let all ranks finish the same step, and pause. Returns the number of steps taken so far.
 
         Raises TimeoutError, which names the rank that is stuck, if that takes longer than `timeout` seconds. Without a
-        `timeout`, it waits as long as a collective may take, but only ten seconds for a rank that is stuck.
+        `timeout`, it waits as long as a collective may take, but only ten seconds for a stuck rank.
         """
         return self._waiter.call("pause", timeout=timeout)
 

@@ -183,7 +183,7 @@ class RunWaiter:
     def call(self, command: str, value: object = None, timeout: float | None = None) -> int:
         """Submit a command; return the step at which it took effect.
 
-        Without a `timeout`, it waits as long as a collective may take, but only some seconds for a rank that is stuck.
+        Without a `timeout`, it waits as long as a collective may take, but only some seconds for a stuck rank.
         """
         started_at = time.monotonic()
         limit = self._call_timeout_s() if timeout is None else timeout

@@ -288,6 +288,6 @@ def _load_on_engines(engine_group: EngineGroup, data: Any, columns: ColumnSelect
     if len(set(lengths)) > 1:
         raise ValueError(
             f"the function loaded {lengths} rows on ranks 0 to {len(lengths) - 1}; it must load the same rows "
-            "in the same order on all of them, because ranks select rows by number. Seed its random choices"
+            "in the same order on all of them. Ranks select rows by number. Seed its random choices"
         )
     return DataHandle(engine_group, key, lengths[0], columns)

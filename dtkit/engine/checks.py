@@ -59,7 +59,7 @@ def check_embeddings(model: nn.Module, num_replicas: int) -> None:
         ):
             raise ValueError(
                 f"{name or 'the model'} has max_norm={module.max_norm}: a forward pass rescales the rows that it "
-                "looks up, and each rank looks up others, so the copies of the model would differ. Leave max_norm "
+                "looks up. Each rank looks up others, so the copies of the model would differ. Leave max_norm "
                 "out and divide in forward, or use strategy=dtkit.Pipeline() or dtkit.TensorParallel()"
             )
 

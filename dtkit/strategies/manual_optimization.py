@@ -135,7 +135,7 @@ class ManualWorker(ReplicatedWorker):
             raise ValueError(
                 f"the training steps of different ranks are at {' and '.join(names)}{ended} at the same time, so their "
                 "updates would differ. Decide what to update by numbers that are equal on all ranks, such as a count "
-                "of steps, and not by this rank's losses"
+                "of steps, not by a rank's losses"
             )
         return int(chosen[0])
 

@@ -90,7 +90,7 @@ class ManualWorker(ReplicatedWorker):
                 self._follow_other_ranks()
         except _NonFiniteError:
             return self._make_step_result(losses, counts, finite=False, norm=math.nan)
-        self._share_frozen_parameters(counts)
+        self._share_written_tensors(counts)
         self.optimizer.step()
         for p, gradient in self._last_gradients.items():
             p.grad = gradient

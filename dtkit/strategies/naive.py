@@ -70,7 +70,7 @@ class _NaiveWorker(ReplicatedWorker):
                 self._phases.enter("sync")
                 self._group.all_reduce(p.grad)  # 2. the same sum on every rank
         self._divide_by_weight(total)
-        self._share_frozen_parameters(counts)
+        self._share_written_tensors(counts)
         finite, norm = self._clip_and_update()  # 3. the same update, so that 4. all copies stay equal
 
         return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)

@@ -19,7 +19,7 @@ from dtkit._util.torch_private import foreach_norm
 from dtkit.engine.observe.step_scalars import weigh_scalars
 from dtkit.engine.state.checksum import compute_checksum
 from dtkit.engine.state.shards import MODEL_PREFIX
-from dtkit.strategies import gradients
+from dtkit.strategies import gradients, written_tensors
 from dtkit.strategies.base import EvalFunction, StepResult, Worker, split_state_dict
 from dtkit.strategies.loss import LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM, Loss
 from dtkit.strategies.module_modes import module_eval_mode
@@ -236,31 +236,15 @@ class ReplicatedWorker(Worker):
             # waits: a collective, limited by the process group's timeout
             divisor = 1.0 if total is None else float(total.wait()[0])
             self._report_gradients(probe, loss_accumulator, counts, local, divisor)
-        self._share_frozen_parameters(counts)
+        self._share_written_tensors(counts)
         finite, norm = self._clip_and_update()
         if probe is not None and finite:
             probe.record_parameter_updates(float(self.optimizer.param_groups[0]["lr"]))
         return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)
 
-    def _share_frozen_parameters(self, counts: Sequence[int]) -> None:
-        """Give ranks without samples the frozen parameters that the others have, if the user's step wrote to them.
-
-        A momentum teacher is such a parameter: a rank without samples runs no user code, so its copy stays behind.
-        """
-        if not self._frozen_parameters or self._group is None or all(counts):
-            return
-        self._phases.enter("sync")
-        rank, num_samples = self._group.rank, sum(counts[s] for s in self._context.shards)
-        checksums = torch.zeros(2, self._group.world_size, dtype=torch.int64)
-        checksums[:, rank] = torch.tensor([num_samples, compute_checksum(self._frozen_parameters)])
-        self._group.all_reduce(checksums)
-        source = int(checksums[0].argmax())
-        if (checksums[1] == checksums[1, source]).all():
-            return
-        own = self._frozen_parameters if rank == source else None
-        received = self._group.broadcast_tensors(own, source, self._context.device)
-        for p, value in zip(self._frozen_parameters, received, strict=True):
-            p.detach().copy_(value)
+    def _share_written_tensors(self, counts: Sequence[int]) -> None:
+        """Give ranks without samples the frozen parameters and counters that the user's step wrote to on the others."""
+        written_tensors.share(self._frozen_parameters, self._model, counts, self._context, self._group)
 
     def _report_gradients(
         self,

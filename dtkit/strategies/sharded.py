@@ -36,6 +36,7 @@ from dtkit._util.torch_private import get_fsdp_group, get_fsdp_groups, get_fsdp_
 from dtkit.engine.data.sources import to_device
 from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
+from dtkit.strategies import written_tensors
 from dtkit.strategies.dtensor_worker import DTensorStrategy, DTensorWorker, build_device_meshes
 from dtkit.strategies.options import check_choice
 from dtkit.strategies.replicated import AUTOCAST_DTYPES, LossAccumulator
@@ -202,6 +203,7 @@ class _FSDPWorker(DTensorWorker):
         total = self._start_weight_reduce(loss_accumulator)
         self._all_reduce_unsharded()
         self._divide_by_weight(total)
+        written_tensors.share((), self._model, counts, self._context, self._group)
         finite, norm = self._clip_and_update()
         return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)
 

@@ -95,6 +95,32 @@ def test_frozen_parameters_that_a_step_writes_stay_equal_on_a_rank_without_sampl
     assert max_difference(run.model.state_dict(), expected) < BOUND
 
 
+class Counter(nn.Module):
+    """Linear layer whose weight changes with the number of its forwards in training, which a buffer counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(FEATURES, CLASSES).double()
+        self.register_buffer("forwards", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.forwards += 1
+        return self.linear(x) * (1 + 0.1 * self.forwards)
+
+
+@pytest.mark.parametrize(
+    "strategy", [dtkit.DataParallel(), slow(dtkit.NaiveDataParallel()), slow(dtkit.Sharded())], ids=str
+)
+def test_buffer_that_counts_stays_equal_on_a_rank_without_samples(cluster2: dtkit.Cluster, strategy: Any):
+    """Each epoch ends with a batch of one sample, for which one of two ranks has nothing to do."""
+    run = train(cluster2, Counter(), data(), shuffle="global", steps=20, strategy=strategy)
+    expected = train_in_one_process(Counter(), get_global_rows, steps=20)
+    assert expected["forwards"] == 20
+    assert max_difference(run.model.state_dict(), expected) < BOUND
+
+
 class Lookup(nn.Module):
     """Embedding that rescales the rows that it looks up."""
 

@@ -143,6 +143,7 @@ class ManualWorker(ReplicatedWorker):
         """Sum the gradients of one optimizer's parameters over ranks, and update them."""
         optimizer, parameters = self._optimizers[index], self._parameters_of[index]
         local = [p.grad for p in parameters]
+        self._check_gradients_arrived(local, index)
         reduced = self._reduce(parameters, local)
         self._phases.enter("update")
         norm = _compute_norm(reduced)
@@ -167,6 +168,16 @@ class ManualWorker(ReplicatedWorker):
             return [None if g is None else g.clone() for g in dense]
         shares = [None if g is None else g * self._share for g in dense]
         return gradients.all_reduce_flat(parameters, shares, self._all_reduce_flat)
+
+    def _check_gradients_arrived(self, local: Sequence[torch.Tensor | None], index: int) -> None:
+        """Raise ValueError if no gradient has reached an optimizer's parameters on a rank with samples."""
+        if self._share and all(g is None for g in local):
+            raise ValueError(
+                f"optimizers[{index}].step() found no gradient at any of its parameters. Either the training step "
+                "called no backward() before it, or it uses networks of the notebook by their own names: those are "
+                "other copies, which don't train. Use the networks of the model that the step gets: "
+                "def training_step(model, batch, optimizers): ... model.generator(...)"
+            )
 
     def _check_finite(self, reduced: Sequence[torch.Tensor | None], norm: float, index: int) -> None:
         """Raise if a gradient is not finite. Before the first update of a step, the step then ends without any."""

@@ -90,6 +90,68 @@ def test_lost_engine_is_replaced_during_a_gan_training(cluster2: dtkit.Cluster):
         assert (parameters[name] - p).abs().max() < 1e-12, name
 
 
+@pytest.mark.slow
+def test_learning_rate_set_in_a_pause_reaches_both_optimizers(cluster2: dtkit.Cluster):
+    """It is the first optimizer's, and the second one's changes in proportion."""
+    run = train(cluster2, batch_size=ROWS, steps=8, start=False)
+    run.step(3)
+    run.set(lr=0.02)
+    run.resume()
+    run.wait(60)
+    expected = Gan()
+    optimizers = make_optimizers(expected)
+    for step in range(8):
+        if step == 3:
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] *= 2
+        train_gan(expected, make_points(), optimizers)
+    check_equal(run, expected)
+    assert run.history.column("lr")[::2].tolist() == [0.01] * 3 + [0.02] * 5
+
+
+@pytest.mark.slow
+def test_gan_paused_while_it_runs_ends_as_without_a_pause(cluster2: dtkit.Cluster):
+    run = train(cluster2, steps=300)
+    wait_until(lambda: run.status.step > 5)
+    run.pause()
+    wait_until(lambda: run.status.state is State.PAUSED)
+    assert run.status.step < 300
+    run.resume()
+    run.wait(60)
+    parameters = {name: p.clone() for name, p in run.model.named_parameters()}
+    whole = train(cluster2, steps=300)
+    whole.wait(60)
+    for name, p in whole.model.named_parameters():
+        assert torch.equal(parameters[name], p), name
+
+
+@pytest.mark.slow
+def test_dashboard_of_a_gan_has_its_curves_and_rates(cluster2: dtkit.Cluster, tmp_path: Path):
+    run = train(cluster2, steps=6)
+    run.wait(60)
+    lines = [line for axes in run.figure().axes for line in axes.lines]
+    (fake,) = (line for line in lines if line.get_gid() == "scalar fake")
+    assert len(fake.get_xdata()) == 6
+    run.report(tmp_path / "report.html")
+    assert "fake" in (tmp_path / "report.html").read_text()
+    assert (run.history.column("lr") == 0.01).all()  # of the first optimizer
+
+
+@pytest.mark.slow
+def test_step_with_networks_of_the_notebook_is_refused(cluster2: dtkit.Cluster):
+    gan = Gan()
+
+    def step(model: Any, batch: Any, optimizers: Any) -> Any:
+        return train_gan(gan, batch, optimizers)
+
+    run = train(cluster2, step, steps=4)
+    with pytest.raises(
+        dtkit.errors.EngineError, match=r"found no gradient at any of its parameters.*by their own names"
+    ):
+        run.wait(60)
+    small.check_usable(cluster2)
+
+
 def test_ranks_that_update_different_optimizers_raise(cluster2: dtkit.Cluster):
     def step(model: Any, batch: Any, optimizers: Any) -> Any:
         loss = judge(model.discriminator(model.generator(batch[1])), 1.0)

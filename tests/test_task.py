@@ -230,6 +230,30 @@ def test_cancel_succeeds_where_a_model_is_lost_with_the_engines(
     assert "len was cancelled: no engine is left that holds the model" in capsys.readouterr().out
 
 
+def test_cancel_returns_although_replacing_engines_takes_longer(
+    cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Replacing goes on, and its end is not waited for."""
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    def repair() -> None:
+        assert may_end.wait(30)
+        has_ended.set()
+
+    for name in ("CANCEL_INTERRUPT_TIMEOUT_S", "CANCEL_AGAIN_TIMEOUT_S"):
+        monkeypatch.setattr(timeouts, name, 0.01)
+    monkeypatch.setattr(timeouts, "CANCEL_TIMEOUT_S", 0.1)
+    cluster.transport = types.SimpleNamespace(
+        kill=lambda ranks: [cluster.answer(rank, failure=broke(rank, "lost", "gone")) for rank in ranks]
+    )
+    call = task.submit(cluster, len, (), {}, repair)
+    call.cancel()
+    assert not has_ended.is_set()
+    assert "len was cancelled; its engines are still being replaced. cluster.repair() waits" in capsys.readouterr().out
+    may_end.set()
+    assert has_ended.wait(30)
+
+
 def test_the_thread_ends_with_the_call(cluster):
     call = start(cluster)
     thread = next(t for t in threading.enumerate() if t.name == "dtkit-len")

@@ -194,3 +194,4 @@ def _is_positive(node: ast.expr) -> bool:
 def test_cancel_leaves_half_of_its_ten_seconds_to_replace_engines():
     patience_s = timeouts.CANCEL_INTERRUPT_TIMEOUT_S + timeouts.CANCEL_AGAIN_TIMEOUT_S + timeouts.CANCEL_KILL_TIMEOUT_S
     assert patience_s <= 5
+    assert timeouts.CANCEL_TIMEOUT_S < 10

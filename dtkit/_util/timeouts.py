@@ -113,6 +113,8 @@ CANCEL_INTERRUPT_TIMEOUT_S = 3.5
 """Limit for a cancelled function to end after an interrupt; longer than a script may take to be killed."""
 CANCEL_AGAIN_TIMEOUT_S = 0.5
 """The same limit after the second interrupt."""
+CANCEL_TIMEOUT_S = 9.5
+"""Limit for `cancel()` as a whole, which promises ten seconds; replacing engines may go on afterwards."""
 CANCEL_KILL_TIMEOUT_S = 1.0
 """Limit for the notebook to notice that a cancelled function's engine has ended."""
 STEP_CALLBACKS_TIMEOUT_S = 60.0

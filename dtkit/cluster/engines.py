@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import threading
 from typing import TYPE_CHECKING, Any, Self
 
 from dtkit._util import formatting, timeouts
@@ -81,6 +82,8 @@ class Engines:
         """The last run that was started, unless it was released."""
         self.earlier_runs = EarlierRuns(lambda: planner.check_idle(self.current_run))
         self._benchmarks: dict[str, Benchmark] = {}
+        # locks: while engines are replaced; every step of that has a timeout
+        self._repair_lock = threading.RLock()
         self._job_ends = JobEndWatcher(group, lambda: self.current_run)
         self._job_ends.start()
         atexit.register(self._close_at_exit)
@@ -169,6 +172,10 @@ class Engines:
 
         A running run does this by itself. A paused one continues from the step of the survivors or of a snapshot.
         """
+        with self._repair_lock:
+            return self._repair()
+
+    def _repair(self) -> list[int]:
         group = self._engine_group
         group.check_open()
         group.check_owned()

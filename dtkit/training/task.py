@@ -196,25 +196,35 @@ class Task:
     def cancel(self) -> None:
         """End the function on all engines, within ten seconds even if it ignores interrupts.
 
-        It is interrupted, and ends with KeyboardInterrupt. An engine that ignores two interrupts is ended and replaced.
+        It is interrupted, and ends with KeyboardInterrupt. An engine that ignores two interrupts is ended and replaced;
+        if that takes longer, it goes on after this method has returned.
         """
+        deadline = time.monotonic() + timeouts.CANCEL_TIMEOUT_S
         for patience_s in (timeouts.CANCEL_INTERRUPT_TIMEOUT_S, timeouts.CANCEL_AGAIN_TIMEOUT_S):
             self._interrupt()
             if self._wait(patience_s):
                 return
         if stuck := self._list_running_ranks():
-            self.engine_group.transport.kill(stuck)
-            self._wait(timeouts.CANCEL_KILL_TIMEOUT_S)
-            self._replace_ended_engines()
+            replacing = threading.Thread(
+                target=self._end_and_replace, args=(stuck,), name="dtkit-replacing", daemon=True
+            )
+            replacing.start()
+            replacing.join(max(0.0, deadline - time.monotonic()))
+            if replacing.is_alive():
+                print(  # noqa: T201 - cancel() itself has succeeded
+                    f"{self.name} was cancelled; its engines are still being replaced. cluster.repair() waits for that"
+                )
 
-    def _replace_ended_engines(self) -> None:
-        """Start engines in place of those that were ended. What a training lost by that is said, not raised."""
+    def _end_and_replace(self, stuck: Sequence[int]) -> None:
+        """End engines, and start others in their place. What a training lost by that is said, not raised."""
+        self.engine_group.transport.kill(stuck)
+        self._wait(timeouts.CANCEL_KILL_TIMEOUT_S)
         if self._repair is None:
             return
         try:
             self._repair()
         except DtkitError as error:
-            print(f"{self.name} was cancelled: {error}")  # noqa: T201 - cancel() itself has succeeded
+            print(f"{self.name} was cancelled: {error}")  # noqa: T201 - as above
 
     def _interrupt(self) -> None:
         """Interrupt the engines that still run the function."""

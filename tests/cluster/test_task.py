@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import dtkit
 from tests.support.small import check_usable
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -193,6 +195,40 @@ def test_cancel_replaces_an_engine_that_ignores_interrupts():
             task.result(10)
         check_usable(cluster)
         assert not set(before) & {node.pid for node in cluster.nodes}
+
+
+@pytest.mark.slow
+def test_cancel_returns_in_ten_seconds_and_repair_waits_for_the_replacement(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """New engines come only after `cancel` has returned, as on a machine that starts them slowly."""
+
+    def ignore_interrupts() -> None:
+        print("running")
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                while True:
+                    pass
+
+    with dtkit.Cluster(2, threads=1) as cluster:
+        membership, may_start = cluster._engine_group.membership, threading.Event()
+        replace_engines = membership.replace_engines
+
+        def replace_late(ranks: Any) -> None:
+            assert may_start.wait(60)
+            replace_engines(ranks)
+
+        monkeypatch.setattr(membership, "replace_engines", replace_late)
+        task = cluster.submit(ignore_interrupts)
+        wait_until(lambda: len(task.output) == 2)
+        begun = time.monotonic()
+        task.cancel()
+        assert time.monotonic() - begun < 10
+        assert task.cancelled()
+        assert "its engines are still being replaced" in capsys.readouterr().out
+        may_start.set()
+        cluster.repair()
+        check_usable(cluster)
 
 
 def test_call_cancelled_before_it_runs_leaves_the_cluster_usable():

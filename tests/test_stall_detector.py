@@ -9,7 +9,7 @@ import pytest
 
 from dtkit.health.detector import DetectorConfig, StallDetector
 from dtkit.health.diagnosis import Diagnosis, RankObservation, diagnose, find_straggler
-from dtkit.health.frames import Frame
+from dtkit.health.frames import MAX_FRAMES, Frame, is_compiling, make_stack
 from dtkit.health.stacks import Stacks
 from dtkit.health.status import EngineStatus
 
@@ -340,6 +340,20 @@ def test_compilation_is_no_stall_and_is_reported_once(world: World, everywhere: 
     found = detector.check(43.0)
     assert found is not None
     assert (found.kind, found.reason) == ("recovered", "the model was compiled in 40 s or so")
+
+
+def test_compiler_is_found_in_a_stack_that_is_cut_within_it():
+    """Its own calls nest deeply; none of the frames that are left is the user's."""
+    library = [("/usr/lib/site-packages/torch/_inductor/codegen/cpp.py", 1, "codegen_node")]
+    compiler = [("/usr/lib/site-packages/torch/_inductor/compile_fx.py", 9, "codegen_and_compile")]
+    assert is_compiling(make_stack(library * 20 + compiler + library * (MAX_FRAMES - 21)))
+    assert not make_stack(library * 20 + compiler + library * 20)  # the frames of the kernel that every call has
+
+
+def test_compiler_is_found_by_names_without_the_folder_of_installed_packages():
+    """The notebook shortens the names of files in an engine's status."""
+    assert is_compiling([Frame("torch/_inductor/compile_fx.py", 9, "codegen_and_compile")])
+    assert not is_compiling([Frame("torch/_inductor/output_code.py", 9, "__call__")])
 
 
 def test_compiled_code_that_hangs_is_a_stall(world: World):

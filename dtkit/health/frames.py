@@ -13,8 +13,8 @@ from dtkit._util.installation import PACKAGE_FOLDER
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAX_FRAMES = 60
-"""Number of innermost frames that are kept. Recursion would fill the status file."""
+MAX_FRAMES = 120
+"""Number of innermost frames that are kept, for a compiler's 70 too. Recursion would fill the status file."""
 
 _DTKIT_FOLDER = str(PACKAGE_FOLDER)
 ENTRY_FILES = tuple(
@@ -57,9 +57,14 @@ def classify_file(file: str) -> str:
 
 
 def trim_outer_frames(frames: Sequence[Frame]) -> CallStack:
-    """Return the frames without the outer ones that every call has: the kernel's, and those of dtkit's entry files."""
+    """Return the frames without the outer ones that every call has: the kernel's, and those of dtkit's entry files.
+
+    A stack that was cut at `MAX_FRAMES` lacks them already; its outer frames may all be a library's, of a deep call.
+    """
     count = len(frames)
-    while count and (frames[count - 1].kind == "library" or frames[count - 1].file.startswith(ENTRY_FILES)):
+    while 0 < count < MAX_FRAMES and (
+        frames[count - 1].kind == "library" or frames[count - 1].file.startswith(ENTRY_FILES)
+    ):
         count -= 1
     return tuple(frames[:count])
 
@@ -72,9 +77,9 @@ _COMPILER_FUNCTIONS = {
 
 
 def is_compiling(stack: Sequence[Frame]) -> bool:
-    """Return whether torch.compile is at work."""
+    """Return whether torch.compile is at work. Names of files may lack the folder of installed packages."""
     return any(
-        frame.file.endswith(file) and frame.function.startswith(names)
+        f"/{frame.file}".endswith(file) and frame.function.startswith(names)
         for frame in stack
         for file, names in _COMPILER_FUNCTIONS.items()
     )

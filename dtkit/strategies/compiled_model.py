@@ -1,7 +1,7 @@
 """Compile the calls of a model, of any class.
 
-``model.compile()`` compiles nothing for classes of ``torch.nn``: torch 2.13 traces no frame of its own files, and a bare
-``nn.Sequential`` has no other frames. A call through a function of dtkit is traced, with everything it calls.
+``model.compile()`` compiles nothing for classes of ``torch.nn``. torch 2.13 traces no frame of its own files, and a
+bare ``nn.Sequential`` has no other frames. A call through a function of dtkit is traced, with everything it calls.
 """
 
 from __future__ import annotations

@@ -173,3 +173,44 @@ def test_format_that_does_not_fit_is_refused(cluster2: dtkit.Cluster, tmp_path: 
         run.save(tmp_path / "model", format=format)
     with pytest.raises(ValueError, match=f"format='{format}' needs a folder"):
         run.save(format=format)
+
+
+MEGABYTE = 2**20
+
+
+def reset_peak() -> int:
+    """Return this process's memory in bytes, from which its peak begins again."""
+    import gc
+    import resource
+
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123 - a file of the kernel
+        file.write("5")
+    with open("/proc/self/statm") as file:  # noqa: PTH123 - as above
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def read_peak() -> int:
+    with open("/proc/self/status") as file:  # noqa: PTH123 - as above
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["hf", "dcp"])
+@pytest.mark.parametrize("strategy", [dtkit.Sharded(), dtkit.TensorParallel(2), dtkit.Pipeline(2, 2)], ids=str)
+def test_no_rank_holds_the_whole_model_for_an_export(
+    cluster2: dtkit.Cluster,
+    tmp_path: Path,
+    strategy: Any,
+    format: str,  # noqa: A002
+):
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    model = make_llama(**sizes)
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert num_bytes > 100 * MEGABYTE
+    run = train(cluster2, model, make_samples(16, "llama"), strategy=strategy)
+    run.save(tmp_path / "first", format=format)  # loads libraries
+    before = cluster2.run(reset_peak)
+    run.save(tmp_path / "model", format=format)
+    peaks = [peak - rest for peak, rest in zip(cluster2.run(read_peak), before, strict=True)]
+    assert max(peaks) < 0.8 * num_bytes, [peak // MEGABYTE for peak in peaks]

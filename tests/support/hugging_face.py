@@ -19,9 +19,10 @@ VOCABULARY, LENGTH, CLASSES = 64, 10, 2
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
-def make_llama() -> Any:
+def make_llama(**sizes: int) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(**_SIZES, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=64)
+    defaults = {**_SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = LlamaConfig(**(defaults | sizes))
     return LlamaForCausalLM(config).double()
 
 

@@ -372,7 +372,7 @@ PRIVATE_NAMES = {
         ),
     ),
     "step_micro_batches": PrivateName(
-        _SCHEDULES, "_PipelineSchedule._step_microbatches", _PIPELINES, "the public `step` would split batches", "method"
+        _SCHEDULES, "_PipelineSchedule._step_microbatches", _PIPELINES, "the public `step` splits batches", "method"
     ),
     "COMPILED_CALL": PrivateName("torch.nn", "Module._compiled_call_impl", *_COMPILED_MODELS, "key"),
     "call_uncompiled": PrivateName("torch.nn", "Module._call_impl", *_COMPILED_MODELS, "method"),
@@ -388,7 +388,7 @@ PRIVATE_NAMES = {
     "KernelNanny": PrivateName("ipyparallel.engine.nanny", "KernelNanny", _FORKS, "it has no public name", since="9.2"),
     # -- Keras
     "get_compile_config": PrivateName(
-        "keras", "Model._compile_config", "Compiled Keras models", "the public form has lost classes", "attribute", "3.15"
+        "keras", "Model._compile_config", "Compiled Keras models", "the public form lacks classes", "attribute", "3.15"
     ),
 }
 """Private names by the name under which dtkit imports them."""

@@ -1,7 +1,7 @@
 """The session of an engine process: it admits requests, and looks up their operations.
 
-Requests come through :mod:`dtkit.engine.server`. Before any collective, the session
-refuses requests of another owner, for another generation of the process group, or for another step than the job's.
+Requests come through :mod:`dtkit.engine.server`. Before any collective, the session refuses requests of another owner,
+for another generation of the process group, or for another step than the job's.
 """
 
 from __future__ import annotations

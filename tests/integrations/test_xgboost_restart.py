@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -60,12 +61,19 @@ def make_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: list[
     ],
 )
 def test_a_restart_trains_only_the_remaining_rounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes | None, stored: list[bytes | None], attempts: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    start: bytes | None,
+    stored: list[bytes | None],
+    attempts: Any,
 ):
     training = make_training(tmp_path, monkeypatch, stored)
     result = training.run(20, start, SimpleNamespace(Booster=Booster))
     assert training.attempts == attempts
     assert (len(training.repairs), result.restarts) == (len(stored), len(stored))
+    lines = [f"rank 1 was lost; .* goes on after {int(model or 0)} rounds" for _, model in attempts[1:]]
+    assert re.search(".*\n.*".join(lines), capsys.readouterr().out)
     assert not training._path.exists()
     num_stored = sum(model is not None for model in stored)
     assert result.history == {"train": {"rmse": [0.5] * (num_stored + 1)}}  # of each attempt's stored rounds, once

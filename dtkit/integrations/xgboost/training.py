@@ -106,6 +106,7 @@ class _Training:
                         self._keep_incomplete(xgboost, None if start is given else start, restarts)
                         raise
                     restarts += 1
+                    _print_loss(error, 0 if start is None else _load(xgboost, start).num_boosted_rounds())
                     self._cluster.repair()
                 except KeyboardInterrupt:
                     start = self._take_stored() or start
@@ -153,6 +154,14 @@ class _Training:
         for data, metrics in history.items():
             for name, values in metrics.items():
                 self._history.setdefault(data, {}).setdefault(name, []).extend(values)
+
+
+def _print_loss(error: EngineError, num_rounds: int) -> None:
+    """Say in the cell which engine was lost. Errors of other ranks are consequences."""
+    ranks = ", ".join(str(failure.rank) for failure in error.failures if failure.is_engine_gone)
+    print(  # noqa: T201 - the training goes on, so nothing is raised
+        f"the engine of rank {ranks} was lost; another one starts, and the training goes on after {num_rounds} rounds"
+    )
 
 
 def _load(xgboost: Any, model: bytes) -> Any:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LANGUAGES = {"python", "bash"}  # only python is executed
+LANGUAGES = {"python", "bash", "text"}  # only python is executed; text is code that needs TensorFlow
 GUIDES = [
     "README.md",
     *(

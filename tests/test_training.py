@@ -277,7 +277,7 @@ def test_a_broadcast_model_is_shown_as_identical_replicas(cluster):
     model = net()
     copies = cluster.broadcast(model)
     assert copies.is_identical
-    assert repr(copies).startswith("Sequential on 2 ranks, 67 parameters, ")
+    assert repr(copies).startswith("Sequential on 2 nodes, 67 parameters, ")
     assert "identical" in copies._repr_html_()
 
 

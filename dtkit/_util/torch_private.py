@@ -160,6 +160,7 @@ _NESTED = "Batches with nested tensors", "torch has no public functions for nest
 _SIZES = "Memory estimates without memory", "only fake tensors run a user's forward without allocating"
 _PIPELINES = "Pipeline strategies"
 _FORKS = "Engines on this host"
+_REPLIES = "Calls to engines", "the client prints a line for each late reply, into whatever cell runs"
 _CALLS = "Calls to engines", "a view would make ten objects a call"
 _SPARSE = "Sizes of sparse gradients", "the public methods refuse an uncoalesced tensor"
 _CUT = "Pipeline stages", "hasattr, named_children and named_parameters omit repeated layers and tied weights"
@@ -380,6 +381,8 @@ PRIVATE_NAMES = {
     "WAIT_P2P": PrivateName(_SCHEDULES, "_wait_batch_p2p", _PIPELINES, "dtkit replaces it to time messages", "key"),
     # -- ipyparallel (9.2 and later), for cluster.transport alone
     "get_client_engines": PrivateName("ipyparallel", "Client._engines", *_CALLS, "attribute", "9.2"),
+    "get_client_futures": PrivateName("ipyparallel", "Client._futures", *_REPLIES, "attribute", "9.2"),
+    "get_client_handlers": PrivateName("ipyparallel", "Client._queue_handlers", *_REPLIES, "attribute", "9.2"),
     "get_main_stream": PrivateName("ipyparallel", "Client._mux_stream", *_CALLS, "attribute", "9.2"),
     "engine_app": PrivateName("ipyparallel.engine.app", "", _FORKS, "its nanny is replaced there", since="9.2"),
     "START_NANNY": PrivateName(

@@ -13,7 +13,12 @@ import ipyparallel as ipp
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.deadline import wait_until
-from dtkit._util.torch_private import get_client_engines, get_main_stream
+from dtkit._util.torch_private import (
+    get_client_engines,
+    get_client_futures,
+    get_client_handlers,
+    get_main_stream,
+)
 from dtkit.engine.entrypoint import MIMETYPE, Entrypoint
 from dtkit.errors import ClusterError
 from dtkit.types import Failure, Reply
@@ -180,12 +185,12 @@ class _OutputListener:
 
 def _drop_late_replies(client: ipp.Client) -> None:
     """Drop replies of engines that were given up. For each, ipyparallel prints a line into whatever cell runs."""
-    handlers = client._queue_handlers  # noqa: SLF001 - the client offers no hook
+    handlers = get_client_handlers(client)
     handle = handlers["apply_reply"]
 
     def handle_awaited(message: dict[str, Any]) -> None:
         msg_id = message["parent_header"].get("msg_id")
-        future = client._futures.get(msg_id)  # noqa: SLF001
+        future = get_client_futures(client).get(msg_id)
         if msg_id in client.outstanding or (future is not None and not future.done()):
             handle(message)
 

@@ -476,27 +476,27 @@ def test_resume_reports_changes_that_make_steps_differ(
     assert get_resume_text(cluster2, sharded_checkpoint, **{"shuffle": "shard"} | options) == text
 
 
-OTHER_ROWS = "each rank has other rows now, so the rows of a step differ from here on"
+OTHER_ROWS = "each node has other rows now, so the rows of a step differ from here on"
 OTHER_NUMBERS = "replicas that there were not draw random numbers of their own (dropout)"
 
 
 def test_resume_reports_what_another_number_of_engines_changes(
     cluster2: dtkit.Cluster, cluster4: dtkit.Cluster, saved: dict[str, Path], sharded_checkpoint: Path, tmp_path: Path
 ):
-    more = "made by DataParallel() on 2 ranks, now DataParallel() on 4 ranks: the state is the same"
+    more = "made by DataParallel() on 2 nodes, now DataParallel() on 4 nodes: the state is the same"
     assert get_resume_text(cluster4, sharded_checkpoint, shuffle="shard") == f"{more}; {OTHER_ROWS}; {OTHER_NUMBERS}"
     assert get_resume_text(cluster4, saved["data"]) == f"{more}; {OTHER_NUMBERS}"
     both = get_resume_text(cluster4, sharded_checkpoint)
     assert both == f"{more}; rows come in another order (shuffle='global' was 'shard'); {OTHER_NUMBERS}"
     path = train(cluster4, steps=BREAK, shuffle="shard").save(tmp_path).path
-    fewer = "made by DataParallel() on 4 ranks, now DataParallel() on 2 ranks: the state is the same"
+    fewer = "made by DataParallel() on 4 nodes, now DataParallel() on 2 nodes: the state is the same"
     assert get_resume_text(cluster2, path, shuffle="shard") == f"{fewer}; {OTHER_ROWS}"
 
 
 def test_resume_with_more_replicas_keeps_rows_and_changes_random_numbers(cluster2: dtkit.Cluster, tmp_path: Path):
     path = train(cluster2, steps=BREAK, strategy=make_strategies(2)["pipeline"], shuffle="shard").save(tmp_path).path
     change = (
-        "made by Pipeline(stages=2, micro_batches=3) on 2 ranks, now DataParallel() on 2 ranks: the state is the same"
+        "made by Pipeline(stages=2, micro_batches=3) on 2 nodes, now DataParallel() on 2 nodes: the state is the same"
     )
     assert get_resume_text(cluster2, path, shuffle="shard") == f"{change}; {OTHER_NUMBERS}"
     resumed = weights(train(cluster2, shuffle="shard", resume_from=path))

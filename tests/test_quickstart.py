@@ -23,9 +23,9 @@ def done(root: Path) -> ExecutedNotebook:
     return execute_and_watch(root / NOTEBOOK)
 
 
-def test_the_cluster_is_shown_as_a_table_of_two_ranks(done: ExecutedNotebook):
+def test_the_cluster_is_shown_as_a_table_of_two_nodes(done: ExecutedNotebook):
     *_, head, first, second = done.text("cluster = dtkit.Cluster(2").splitlines()
-    assert head.split()[:3] == ["rank", "engine", "id"]
+    assert head.split()[:3] == ["node", "engine", "id"]
     assert (first.split()[0], second.split()[0]) == ("0", "1")
     assert "<table>" in done.outputs("cluster = dtkit.Cluster(2")[-1].data["text/html"]
 

@@ -99,7 +99,7 @@ def test_links_point_to_existing_files(root: Path, page: str):
 
 @pytest.mark.notebook
 def test_the_readme_example_runs_as_described(done: NotebookNode):
-    assert len(set(re.findall(r"rank \d+\s+([0-9a-f]{8,})", get_cell_output(done, "cluster.broadcast(")))) == 1
+    assert len(set(re.findall(r"node \d+\s+([0-9a-f]{8,})", get_cell_output(done, "cluster.broadcast(")))) == 1
     (kept,) = [cell for cell in done.cells if cell.source.startswith("run = cluster.train(")]
     place, picture = kept.outputs
     assert "dtkit-live" in place.data["text/html"]

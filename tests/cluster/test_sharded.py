@@ -97,14 +97,21 @@ class BatchNormNet(nn.Module):
 
 
 def test_rank_without_samples_does_not_change_batch_statistics(cluster: dtkit.Cluster):
-    def count_batches() -> int:
-        return int(get_worker()._model.norm.num_batches_tracked)
+    def get_statistics() -> tuple[torch.Tensor, int]:
+        norm = get_worker()._model.norm
+        return norm.running_mean.clone(), int(norm.num_batches_tracked)
 
     with pytest.warns(UserWarning, match="normalizes with the statistics"):
-        run = train(cluster, make_net(BatchNormNet), strategy=Sharded(), shuffle="global", steps=12)
+        run = train(cluster, make_net(BatchNormNet), strategy=Sharded(), shuffle="global", steps=12, start=False)
+    statistics = []
+    for _ in range(12):
+        run.step()
+        statistics.append(cluster.run(get_statistics))
     samples = run.history.column("samples").reshape(12, cluster.world_size)
     assert samples.min() == 0
-    assert cluster.run(count_batches) == (samples > 0).sum(0).tolist()
+    for step, rank in zip(*(samples == 0).nonzero(), strict=True):
+        assert torch.equal(statistics[step][rank][0], statistics[step - 1][rank][0])
+    assert [count for _, count in statistics[-1]] == [12] * cluster.world_size  # as in one process
 
 
 def test_bf16_precision_keeps_float32_parameters(cluster: dtkit.Cluster, strategy: Sharded):

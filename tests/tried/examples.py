@@ -105,6 +105,10 @@ def run(cluster: dtkit.Cluster, folder: Path, script: Script) -> str:
 def write_page(clone: Path) -> bool:
     """Write the page; return whether all is well."""
     lines = [
+        "---",
+        "orphan: true",
+        "---",
+        "",
         "# Scripts of pytorch/examples",
         "",
         *_INTRODUCTION.splitlines(),

@@ -173,15 +173,16 @@ def test_lost_engine_ends_the_call_and_interrupts_the_others():
     assert caught.value.failures[1].kind == "interrupted"  # rank 0, which would have looped forever
 
 
+def ignore_interrupts() -> None:
+    print("running")
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                pass
+
+
 @pytest.mark.slow
 def test_cancel_replaces_an_engine_that_ignores_interrupts():
-    def ignore_interrupts() -> None:
-        print("running")
-        while True:
-            with contextlib.suppress(KeyboardInterrupt):
-                while True:
-                    pass
-
     with dtkit.Cluster(2, threads=1) as cluster:
         before = [node.pid for node in cluster.nodes]
         task, running = cluster.submit(ignore_interrupts), threading.Event()
@@ -202,14 +203,6 @@ def test_cancel_returns_in_ten_seconds_and_repair_waits_for_the_replacement(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """New engines come only after `cancel` has returned, as on a machine that starts them slowly."""
-
-    def ignore_interrupts() -> None:
-        print("running")
-        while True:
-            with contextlib.suppress(KeyboardInterrupt):
-                while True:
-                    pass
-
     with dtkit.Cluster(2, threads=1) as cluster:
         membership, may_start = cluster._engine_group.membership, threading.Event()
         replace_engines = membership.replace_engines

@@ -62,6 +62,7 @@ test-all: lint chromium  ## every test, also those that `make test` leaves out (
 	$(PYTEST) -m '$(ENGINE_TESTS)'
 	$(BIN)/python -m tests.tried
 	$(BIN)/python -m tests.tried.vision
+	$(BIN)/python -m tests.tried.examples $(CLONES)
 
 faults: venv  ## break each part of a training in each way, and print what came of it (half an hour or so)
 	$(BIN)/python -m tests.faults

@@ -7,9 +7,11 @@ same batches. Each script runs by ``cluster.torchrun``, and its ranks must end w
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.metadata
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +31,23 @@ PAGE = Path(__file__).parents[2] / "docs" / "tried.md"
 FOLDER = Path(__file__).parent
 SHUFFLING = "lightning"
 """Library that shuffles the rows in its own way, also of a DataLoader that doesn't."""
-DIVIDING_BY_MORE = "trainer"
-"""Library whose loss of GPT2 is smaller by 1/16 here: it also counts the first label of each row, which has no loss."""
+DIVIDING_BY_MORE = "trainer_language_model"
+"""Script whose loss of GPT2 is smaller by 1/16 here: it also counts the first label of each row, which has no loss."""
 TRAININGS = {
     "regression": "A linear regression",
     "conv_net": "A convolutional net",
     "language_model": "A small GPT2 of transformers",
+    "text_classification": "A small BERT of transformers, as by run_glue.py",
     "gan": "A GAN, with two optimizers",
 }
+ARGUMENTS = {
+    "trainer_text_classification": [
+        *("--output_dir=out", "--do_train", "--do_eval", "--use_cpu", "--per_device_train_batch_size=4"),
+        *("--num_train_epochs=2", "--learning_rate=1e-3", "--save_strategy=no", "--report_to=none"),
+        *("--disable_tqdm=True", "--train_sampling_strategy=sequential"),
+    ]
+}
+"""Arguments of scripts that take some."""
 LIBRARIES = {
     "accelerate": "Accelerate",
     "ddp": "DistributedDataParallel",
@@ -104,7 +115,7 @@ def compare_with_plain_loop(cluster: dtkit.Cluster, make: Callable[[], Any], sam
 
 def run_script(cluster: dtkit.Cluster, path: Path) -> tuple[str, float | None]:
     """Return (whether a script's ranks end with equal parameters, their sum)."""
-    task = submit_script(cluster._engine_group, str(path), (), {})
+    task = submit_script(cluster._engine_group, str(path), tuple(ARGUMENTS.get(path.stem, ())), {})
     try:
         task.wait(180)
     except dtkit.DtkitError as error:
@@ -119,7 +130,6 @@ def compare_scripts(cluster: dtkit.Cluster, training: str) -> Iterator[str]:
     """Yield a row for each script of a training: how it ran, and the same with dtkit."""
     same = FOLDER / "with_dtkit" / f"{training}.py"
     expected = runpy.run_path(str(same), {"cluster": cluster})["checksum"]
-    title = TRAININGS[training]
     for path in sorted((FOLDER / "scripts").glob(f"*_{training}.py")):
         library = path.stem.removesuffix(f"_{training}")
         outcome, checksum = run_script(cluster, path)
@@ -127,10 +137,20 @@ def compare_scripts(cluster: dtkit.Cluster, training: str) -> Iterator[str]:
         result = "same" if difference < CHECKSUM_BOUND else f"**other, {difference:.1e}**"
         if library == SHUFFLING:
             result = "rows in another order"
-        if library == DIVIDING_BY_MORE and checksum is not None:
+        if path.stem == DIVIDING_BY_MORE and checksum is not None:
             result = "a smaller loss: the Trainer also counts labels that have none"
-        lines = count_lines(path), count_lines(same)
-        yield f"| {title} | {LIBRARIES[library]} | {outcome} | {lines[0]} | {lines[1]} | {result} |"
+        yield format_row(path, library, outcome, (count_lines(path), count_lines(same)), result)
+
+
+def format_row(path: Path, library: str, outcome: str, lines: tuple[int, int], result: str) -> str:
+    """Return a script's row of the table."""
+    arguments = "".join(f', "{each}"' for each in ARGUMENTS.get(path.stem, ()))
+    title = TRAININGS[path.stem.removeprefix(f"{library}_")]
+    command = f'`cluster.torchrun("{path.name}"{arguments})`'
+    more = "" if lines[1] <= lines[0] else "**"
+    return (
+        f"| {title} | {LIBRARIES[library]} | {command} | {outcome} | {lines[0]} | {more}{lines[1]}{more} | {result} |"
+    )
 
 
 def count_lines(path: Path) -> int:
@@ -148,7 +168,7 @@ def _drop_docstrings(tree: ast.Module) -> ast.Module:
 
 def write_page(cluster: dtkit.Cluster) -> bool:
     """Write the page; return whether all is well."""
-    names = [type(strategy).__name__ for strategy in STRATEGIES]
+    names = [f"`{strategy!r}`" for strategy in STRATEGIES]
     lines = ["# Models and scripts that were tried", "", *_INTRODUCTION.splitlines(), ""]
     lines += [f"| model | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     for name, make, samples in list_models():
@@ -158,8 +178,8 @@ def write_page(cluster: dtkit.Cluster) -> bool:
         "",
         *_SCRIPTS.splitlines(),
         "",
-        "| training | library | its script ran | lines | with dtkit | parameters |",
-        "|---|---|---|---|---|---|",
+        "| training | library | command | its script ran | lines | with dtkit | parameters |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [row for training in TRAININGS for row in compare_scripts(cluster, training)]
     versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES)
@@ -170,9 +190,9 @@ def write_page(cluster: dtkit.Cluster) -> bool:
 
 _INTRODUCTION = """\
 `make test-all` writes this page. Each model comes from a small config with random weights, in float64, and was trained
-without a change: `cluster.train(model, samples, optimizer=..., batch_size=7, strategy=...)` on two engines. A cell has
-the largest difference of any parameter from a plain loop of PyTorch in one process, after four steps on the same
-batches. Samples have different lengths, and their padding has labels of -100."""
+without a change, by `cluster.train(model, samples, optimizer=make_sgd, batch_size=7, steps=4, shuffle=None,
+strategy=...)` on two engines. A cell has the largest difference of any parameter from a plain loop of PyTorch in one
+process, after four steps on the same batches. Samples have different lengths, and their padding has labels of -100."""
 
 
 _SCRIPTS = """\
@@ -183,5 +203,5 @@ Accelerate's `accelerate launch`; in a notebook `cluster = dtkit.Cluster(2)` tak
 
 
 if __name__ == "__main__":
-    with dtkit.Cluster(2, threads=1) as started:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), dtkit.Cluster(2, threads=1) as started:
         sys.exit(not write_page(started))

@@ -25,7 +25,7 @@ import torch
 from dtkit._util.arguments import suggest_options
 from dtkit.engine.state.shards import MODEL_PREFIX
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
-from dtkit.strategies import gradients
+from dtkit.strategies import gradients, written_tensors
 from dtkit.strategies.base import (
     ALWAYS_SHOWN,
     EvalFunction,
@@ -154,6 +154,8 @@ class _AveragingWorker(ReplicatedWorker):
         super().__init__(model, loss_fn, optimizer, context, clip_grad_norm=strategy.clip_grad_norm)
         self._average_every, self._steps_since_average = strategy.every, 0
         self._averaging_weight = 0.0  # this rank's weight in the next mean
+        self.num_forwards = 0
+        """Number of steps with samples since the last averaging."""
         self._nonfinite_since_average = False  # whether a gradient was not finite
         self._nonfinite_loss: torch.Tensor | None = None  # the loss of that step
         self._fingerprint_requested = False  # from the next averaging
@@ -186,6 +188,7 @@ class _AveragingWorker(ReplicatedWorker):
         if healthy and batches:
             self._clip_and_update()
         self._averaging_weight += float(loss_accumulator.loss_weight)
+        self.num_forwards += bool(batches)
         self._steps_since_average += 1
         self.step_result = self._make_step_result(loss_accumulator, counts, finite=True, norm=norm)
         if averaging:
@@ -220,6 +223,7 @@ class _AveragingWorker(ReplicatedWorker):
                 mean.div_(flat[0])
             else:  # without any samples, parameters stay
                 mean = self.flat_parameters
+            written_tensors.equalize_counters(self._model, self.num_forwards, self._context, self._group)
         self._phases.enter("update")
         self.load_flat_mean(mean)
         if self._fingerprint_requested:
@@ -234,7 +238,7 @@ class _AveragingWorker(ReplicatedWorker):
             means = self._outer_optimizer.step(means)
         for p, mean in zip(self._parameters, means, strict=True):
             p.copy_(mean)
-        self._averaging_weight = 0.0
+        self._averaging_weight, self.num_forwards = 0.0, 0
 
     def visit_state(self, visitor: StateVisitor) -> None:
         """Visit a replica's state, the progress to the next averaging, and the outer optimizer's state."""
@@ -344,6 +348,9 @@ class _SimulatedAveragingWorker(Worker):
         self._steps_since_average += 1
         if self._steps_since_average % self._average_every == 0:
             mean = self._compute_mean_parameters()
+            most = max(self._rank_workers, key=lambda rank: rank.num_forwards)
+            for rank in self._rank_workers:
+                written_tensors.copy_counters(most.model, rank.model)
             for rank in self._rank_workers:
                 rank.load_flat_mean(mean)
         weight = sum(float(o.loss_weight) for o in results)

@@ -186,7 +186,7 @@ class _DataParallelWorker(ReplicatedWorker):
         super().__init__(
             model, loss_fn, optimizer, context, clip_grad_norm=strategy.clip_grad_norm, precision=strategy.precision
         )
-        self._strategy = strategy
+        self._strategy, self._num_micro_batches = strategy, strategy.accumulate
         self._prepare_sync()
 
     def _prepare_sync(self) -> None:
@@ -243,8 +243,23 @@ class _DataParallelWorker(ReplicatedWorker):
         some_rank_is_empty = self._group is not None and not all(counts)
         if some_rank_is_empty or probe is not None:
             return self._explain_step(batches, counts, probe)
-        num_samples = sum(counts)
-        loss_accumulator, total = LossAccumulator(num_samples), None
+        loss_accumulator = LossAccumulator(sum(counts))
+        if len(batches) == 1 == self._num_micro_batches:
+            total = self._run_micro_batches(batches, loss_accumulator)
+        else:
+            with self._share_written_tensors(counts):
+                total = self._run_micro_batches(batches, loss_accumulator)
+        self._check_all_parameters_used()
+        self._reduce_flat_gradients()
+        self._divide_by_weight(total)
+        finite, norm = self._clip_and_update()
+        return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)
+
+    def _run_micro_batches(
+        self, batches: Sequence[tuple[int, Any]], loss_accumulator: LossAccumulator
+    ) -> torch.futures.Future[list[torch.Tensor]] | None:
+        """Run forward and backward. Return the future of the total weight, which ranks sum before the last backward."""
+        total = None
         for k, (count, batch) in enumerate(batches, 1):
             last = k == len(batches)
             with contextlib.nullcontext() if last else self._no_sync():
@@ -254,12 +269,9 @@ class _DataParallelWorker(ReplicatedWorker):
                 if last:
                     total = self._start_weight_reduce(loss_accumulator)
                 self._phases.enter("backward")
-                self._run_backward(value, 1.0 if weight is not None else count / num_samples)
-        self._check_all_parameters_used()
-        self._reduce_flat_gradients()
-        self._divide_by_weight(total)
-        finite, norm = self._clip_and_update()
-        return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)
+                factor = 1.0 if weight is not None else count / loss_accumulator.global_samples
+                self._run_backward(value, factor)
+        return total
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._ddp is None else self._ddp.no_sync()

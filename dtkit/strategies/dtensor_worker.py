@@ -109,7 +109,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
     ) -> None:
         """Shard a copy of the whole `model`; `optimizer` is a function from the shards to an optimizer."""
         assert context.group is not None
-        self._strategy, self._context = strategy, context
+        self._strategy, self._context, self._num_micro_batches = strategy, context, strategy.accumulate
         self._meta_model, self._has_stale_group = copy_to_meta(model), False
         sharded = copy.deepcopy(self._meta_model)
         self._shard_model(sharded, context.group)

@@ -84,13 +84,13 @@ class ManualWorker(ReplicatedWorker):
         self._last_gradients.clear()
         losses = LossAccumulator(sum(counts))
         try:
-            for count, batch in batches:  # at most one
-                self._run_user_step(losses, count, batch)
-            if not batches:
-                self._follow_other_ranks()
+            with self._share_written_tensors(counts):
+                for count, batch in batches:  # at most one
+                    self._run_user_step(losses, count, batch)
+                if not batches:
+                    self._follow_other_ranks()
         except _NonFiniteError:
             return self._make_step_result(losses, counts, finite=False, norm=math.nan)
-        self._share_written_tensors(counts)
         self.optimizer.step()
         for p, gradient in self._last_gradients.items():
             p.grad = gradient

@@ -60,9 +60,10 @@ class _NaiveWorker(ReplicatedWorker):
             return self._explain_step(batches, counts, probe)
         loss_accumulator = LossAccumulator(sum(counts))
 
-        gradients = self._compute_local_gradients(
-            batches, loss_accumulator
-        )  # 1. this rank's gradients, scaled to its share
+        with self._share_written_tensors(counts):
+            gradients = self._compute_local_gradients(
+                batches, loss_accumulator
+            )  # 1. this rank's gradients, scaled to its share
         total = self._start_weight_reduce(loss_accumulator)
         for p, gradient in zip(self._parameters, gradients, strict=True):
             p.grad = torch.zeros_like(p) if gradient is None else gradient
@@ -70,7 +71,6 @@ class _NaiveWorker(ReplicatedWorker):
                 self._phases.enter("sync")
                 self._group.all_reduce(p.grad)  # 2. the same sum on every rank
         self._divide_by_weight(total)
-        self._share_written_tensors(counts)
         finite, norm = self._clip_and_update()  # 3. the same update, so that 4. all copies stay equal
 
         return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)

@@ -27,6 +27,8 @@ from dtkit.strategies.module_modes import module_eval_mode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torch.distributed import ProcessGroup
+
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
@@ -40,7 +42,7 @@ class LossAccumulator:
     """Sum of the losses and weights of one rank's micro-batches in one step."""
 
     def __init__(self, samples: int) -> None:
-        self._global_samples = samples
+        self.global_samples = samples
         self._parts: list[tuple[torch.Tensor, int]] = []  # (mean or sum, samples) of each micro-batch
         self.loss_weight: torch.Tensor | float = 0.0
         """Weight of the loss in the global mean; 0 without samples."""
@@ -50,7 +52,7 @@ class LossAccumulator:
     def add(self, loss: torch.Tensor, loss_weight: torch.Tensor | None, count: int) -> torch.Tensor:
         """Add a micro-batch's loss, and return its part of the global mean (or sum), to differentiate."""
         self.record(loss, loss_weight, count)
-        return loss if loss_weight is not None else loss * (count / self._global_samples)
+        return loss if loss_weight is not None else loss * (count / self.global_samples)
 
     def record(self, loss: torch.Tensor, loss_weight: torch.Tensor | None, count: int) -> None:
         """Add a micro-batch's loss."""
@@ -75,6 +77,8 @@ class ReplicatedWorker(Worker):
     """One rank's copy of the model, with its optimizer. Subclasses synchronize the copies."""
 
     _optimizer_differs_by_rank = False
+    _num_micro_batches = 1
+    """Largest number of forward passes of a rank in one step."""
 
     def __init__(
         self,
@@ -228,7 +232,8 @@ class ReplicatedWorker(Worker):
     ) -> StepResult:
         """Take a step with one explicit sum of gradients, for a probe or if a rank has no samples."""
         loss_accumulator = LossAccumulator(sum(counts))
-        local = self._compute_local_gradients(batches, loss_accumulator)
+        with self._share_written_tensors(counts):
+            local = self._compute_local_gradients(batches, loss_accumulator)
         total = self._start_weight_reduce(loss_accumulator)
         self._sum_gradients(local)
         self._divide_by_weight(total)
@@ -236,15 +241,22 @@ class ReplicatedWorker(Worker):
             # waits: a collective, limited by the process group's timeout
             divisor = 1.0 if total is None else float(total.wait()[0])
             self._report_gradients(probe, loss_accumulator, counts, local, divisor)
-        self._share_written_tensors(counts)
         finite, norm = self._clip_and_update()
         if probe is not None and finite:
             probe.record_parameter_updates(float(self.optimizer.param_groups[0]["lr"]))
         return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)
 
-    def _share_written_tensors(self, counts: Sequence[int]) -> None:
-        """Give ranks without samples the frozen parameters and counters that the user's step wrote to on the others."""
-        written_tensors.share(self._frozen_parameters, self._model, counts, self._context, self._group)
+    def _share_written_tensors(
+        self, counts: Sequence[int], process_group: ProcessGroup | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context for user code, after which all ranks have the frozen parameters and counters that it wrote.
+
+        `process_group` has the ranks with the same part of the model; without, all ranks have the same part.
+        """
+        forwards = [min(count, self._num_micro_batches) for count in counts]
+        return written_tensors.share(
+            self._frozen_parameters, self._model, forwards, self._context, self._group, process_group
+        )
 
     def _report_gradients(
         self,

@@ -36,11 +36,11 @@ from dtkit._util.torch_private import get_fsdp_group, get_fsdp_groups, get_fsdp_
 from dtkit.engine.data.sources import to_device
 from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
-from dtkit.strategies import written_tensors
 from dtkit.strategies.dtensor_worker import DTensorStrategy, DTensorWorker, build_device_meshes
 from dtkit.strategies.options import check_choice
 from dtkit.strategies.replicated import AUTOCAST_DTYPES, LossAccumulator
 from dtkit.strategies.tensor.collective_marks import rank_span
+from dtkit.strategies.written_tensors import preserve_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -194,16 +194,16 @@ class _FSDPWorker(DTensorWorker):
         """Run forward and backward with all-gathers and reduce-scatters, and update this rank's shards."""
         self._zero_grad()
         loss_accumulator = LossAccumulator(sum(counts))
-        for k in range(min(self._strategy.accumulate, max(counts))):
-            if k < len(batches):
-                self._run_micro_batch(loss_accumulator, *batches[k])
-            else:
-                self._run_padding_batch()
+        with self._share_written_tensors(counts):
+            for k in range(min(self._strategy.accumulate, max(counts))):
+                if k < len(batches):
+                    self._run_micro_batch(loss_accumulator, *batches[k])
+                else:
+                    self._run_padding_batch()
         self._check_all_parameters_used()
         total = self._start_weight_reduce(loss_accumulator)
         self._all_reduce_unsharded()
         self._divide_by_weight(total)
-        written_tensors.share((), self._model, counts, self._context, self._group)
         finite, norm = self._clip_and_update()
         return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)
 
@@ -216,13 +216,11 @@ class _FSDPWorker(DTensorWorker):
     def _run_padding_batch(self) -> None:
         """Take part in the collectives without a sample."""
         batch = self._make_padding_batch()
-        buffers = [(b, b.clone()) for b in self._model.buffers()]
-        self._phases.enter("forward")
-        loss, _ = self._compute_loss(self._model, batch)
-        self._phases.enter("backward")
-        (loss * 0).backward()  # type: ignore[no-untyped-call]
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        with preserve_buffers(self._model):
+            self._phases.enter("forward")
+            loss, _ = self._compute_loss(self._model, batch)
+            self._phases.enter("backward")
+            (loss * 0).backward()  # type: ignore[no-untyped-call]
 
     def _make_padding_batch(self) -> Any:
         """Return a batch whose loss doesn't count."""

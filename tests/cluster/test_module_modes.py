@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,6 +22,9 @@ from tests.support.oracle import (
     train,
     train_in_one_process,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.cluster
 STEPS = 8
@@ -110,15 +113,77 @@ class Counter(nn.Module):
         return self.linear(x) * (1 + 0.1 * self.forwards)
 
 
-@pytest.mark.parametrize(
-    "strategy", [dtkit.DataParallel(), slow(dtkit.NaiveDataParallel()), slow(dtkit.Sharded())], ids=str
-)
-def test_buffer_that_counts_stays_equal_on_a_rank_without_samples(cluster2: dtkit.Cluster, strategy: Any):
+class Cooling(nn.Module):
+    """Linear layer divided by a temperature, which each forward in training replaces by a lower one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(FEATURES, CLASSES).double()
+        self.register_buffer("temperature", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.temperature = self.temperature * 0.97
+        return self.linear(x) / self.temperature
+
+
+REPLICAS = [dtkit.DataParallel(), slow(dtkit.NaiveDataParallel()), slow(dtkit.Sharded())]
+
+
+@pytest.mark.parametrize("make", [Counter, Cooling])
+@pytest.mark.parametrize("strategy", REPLICAS, ids=str)
+def test_buffer_that_counts_stays_equal_on_a_rank_without_samples(
+    cluster2: dtkit.Cluster, strategy: Any, make: Callable[[], nn.Module]
+):
     """Each epoch ends with a batch of one sample, for which one of two ranks has nothing to do."""
-    run = train(cluster2, Counter(), data(), shuffle="global", steps=20, strategy=strategy)
-    expected = train_in_one_process(Counter(), get_global_rows, steps=20)
-    assert expected["forwards"] == 20
+    check_counts(cluster2, make, strategy)
+
+
+def check_counts(cluster: dtkit.Cluster, make: Callable[[], nn.Module], strategy: Any) -> None:
+    run = train(cluster, make(), data(), shuffle="global", steps=20, strategy=strategy)
+    expected = train_in_one_process(make(), get_global_rows, steps=20)
+    assert float(expected.get("forwards", 20)) == 20
     assert max_difference(run.model.state_dict(), expected) < BOUND
+
+
+def make_chain_with_a_counter() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, FEATURES).double(), nn.Tanh(), Counter())
+
+
+def make_chain_with_a_temperature() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, FEATURES).double(), nn.Tanh(), Cooling())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [4], indirect=True)
+@pytest.mark.parametrize("make", [make_chain_with_a_counter, make_chain_with_a_temperature])
+@pytest.mark.parametrize(
+    "strategy",
+    [dtkit.Pipeline(2, 1, "GPipe", replicas=2), dtkit.TensorParallel(2, plan={"0": "gathered"}, replicas=2)],
+    ids=str,
+)
+def test_buffer_that_counts_stays_equal_in_a_replica_without_samples(
+    cluster: dtkit.Cluster, strategy: Any, make: Callable[[], nn.Module]
+):
+    check_counts(cluster, make, strategy)
+
+
+@pytest.mark.parametrize("strategy", [dtkit.DataParallel(accumulate=3), slow(dtkit.Sharded(accumulate=3))], ids=str)
+def test_temperature_stays_equal_on_a_rank_with_fewer_micro_batches(cluster2: dtkit.Cluster, strategy: Any):
+    """Of five samples, one rank has three micro-batches, and the other two."""
+    run = train(cluster2, Cooling(), data(), shuffle="global", batch_size=5, steps=8, strategy=strategy)
+    assert float(run.model.temperature) == pytest.approx(0.97 ** (3 * 8), abs=1e-12)
+
+
+@pytest.mark.parametrize("make", [Counter, WithTeacher])
+def test_averaging_makes_counters_equal_again(cluster2: dtkit.Cluster, make: Callable[[], nn.Module]):
+    """One of two ranks has no sample in each sixth step."""
+    run = train(cluster2, make(), data(), shuffle="global", steps=20, strategy=dtkit.ParameterAveraging(every=4))
+    verification = run.verify(20)
+    assert verification.verdict == "PASS", verification.text()
 
 
 class Lookup(nn.Module):

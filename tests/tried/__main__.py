@@ -45,6 +45,7 @@ ARGUMENTS = {
         *("--output_dir=out", "--do_train", "--do_eval", "--use_cpu", "--per_device_train_batch_size=4"),
         *("--num_train_epochs=2", "--learning_rate=1e-3", "--save_strategy=no", "--report_to=none"),
         *("--disable_tqdm=True", "--train_sampling_strategy=sequential"),
+        "--average_tokens_across_devices=False",
     ]
 }
 """Arguments of scripts that take some."""
@@ -183,7 +184,7 @@ def write_page(cluster: dtkit.Cluster) -> bool:
     ]
     lines += [row for training in TRAININGS for row in compare_scripts(cluster, training)]
     versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES)
-    lines += ["", f"With {versions}.", ""]
+    lines += ["", *_TRAINER.splitlines(), "", f"With {versions}.", ""]
     PAGE.write_text("\n".join(lines))
     return "**" not in "".join(lines)
 
@@ -200,6 +201,11 @@ Scripts of other libraries by `cluster.torchrun`, on two ranks (`tests/tried/scr
 with `cluster.train` (`tests/tried/with_dtkit`): the lines of each, model and data included, formatted alike, and
 whether the trained parameters are the same. A script also needs the command `torchrun --nproc-per-node 2 SCRIPT`, or
 Accelerate's `accelerate launch`; in a notebook `cluster = dtkit.Cluster(2)` takes its place, once."""
+
+
+_TRAINER = """\
+Without `--average_tokens_across_devices=False`, this Trainer multiplies the loss of a classifier by the number of
+ranks: it takes the loss for a sum over all ranks' labels, and BERT's is the mean over its own."""
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
@@ -32,6 +31,7 @@ from dtkit.strategies.module_modes import module_eval_mode
 from dtkit.strategies.pipeline.p2p import P2PTracer, label_ops
 from dtkit.strategies.pipeline.split_backward import can_split_backward
 from dtkit.strategies.pipeline.value_routing import StageModule, make_sendable
+from dtkit.strategies.written_tensors import preserve_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -102,18 +102,6 @@ def _run_trial(stage_module: StageModule, inputs: Sequence[torch.Tensor]) -> tup
         outputs = make_sendable(stage_module(*copies), copies)
     stage_module.mutated_inputs |= frozenset(k for k, t in enumerate(copies) if count_inplace_writes(t))
     return outputs
-
-
-@contextlib.contextmanager
-def preserve_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore batch statistics and other buffers after a forward pass.
-
-    Writes to `data`, which autograd doesn't track, since later backward passes may hold the buffers.
-    """
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    yield
-    for buffer, value in before:
-        buffer.data.copy_(value)
 
 
 # -- running stages ------------------------------------------------------------------------------------------

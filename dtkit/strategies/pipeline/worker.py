@@ -18,7 +18,7 @@ from dtkit.engine.observe.stage_probe import PipelineProbe
 from dtkit.engine.state.checksum import compute_checksum
 from dtkit.engine.state.shards import MODEL_PREFIX
 from dtkit.errors import format_ranks
-from dtkit.strategies import gradients
+from dtkit.strategies import gradients, written_tensors
 from dtkit.strategies.base import EvalFunction, StepResult, Strategy, Worker, make_optimizer, split_state_dict
 from dtkit.strategies.loss import DEFAULT_IGNORE_INDEX, LOSS_IS_WEIGHTED_SUM, EvalOutput
 from dtkit.strategies.module_modes import module_eval_mode
@@ -146,12 +146,9 @@ class PipelineWorker(Worker):
         for p in self._parameters:
             p.grad = None  # faster than filling with zeros
         self._loss_accumulator = LossAccumulator(sum(counts))
-        if batches:  # a replica without samples runs nothing
-            padded = self._pad_micro_batches(batches)
-            self._phases.enter(BETWEEN_PHASES)
-            with contextlib.nullcontext() if probe is None else probe.observe_stages(self._stages.torch_stages):
-                inputs, targets = [x for x, _, _ in padded], [(target, count) for _, target, count in padded]
-                self._stages.run_schedule(inputs, targets, [k for k, (_, _, count) in enumerate(padded) if not count])
+        with self._share_written_tensors(counts):
+            if batches:  # a replica without samples runs nothing
+                self._run_stages(batches, probe)
         if probe is not None:
             probe.compare_gradient_sums()
         self._phases.enter("sync")
@@ -178,6 +175,22 @@ class PipelineWorker(Worker):
             norm,
             () if finite else self._stages.find_nonfinite(),
         )
+
+    def _run_stages(self, batches: Sequence[tuple[int, Any]], probe: PipelineProbe | None) -> None:
+        """Run forward and backward of all micro-batches."""
+        padded = self._pad_micro_batches(batches)
+        self._phases.enter(BETWEEN_PHASES)
+        with contextlib.nullcontext() if probe is None else probe.observe_stages(self._stages.torch_stages):
+            inputs, targets = [x for x, _, _ in padded], [(target, count) for _, target, count in padded]
+            self._stages.run_schedule(inputs, targets, [k for k, (_, _, count) in enumerate(padded) if not count])
+
+    def _share_written_tensors(self, counts: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+        """Return a context for user code, after which all replicas have the counters that it wrote."""
+        if self._context.mesh.axes["dp"] == 1:
+            return contextlib.nullcontext()
+        forwards = [min(count, self._strategy.num_micro_batches) for count in counts]
+        dp_group = self._device_mesh.get_group("dp")
+        return written_tensors.share((), self.model, forwards, self._context, self._group, dp_group)
 
     def make_step_probe(self, **position: int) -> StepProbe:
         """Return a probe of this rank's stages."""

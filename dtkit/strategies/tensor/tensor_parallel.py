@@ -225,7 +225,7 @@ class _TensorParallelWorker(DTensorWorker):
         """Run forward and backward with this replica's ranks, sum over replicas, and update the slices."""
         self._zero_grad()
         loss_accumulator = LossAccumulator(sum(counts))
-        with mark_collectives(self._phases, self._tp_ranks):
+        with self._share_written_tensors(counts, self._dp_group), mark_collectives(self._phases, self._tp_ranks):
             local_gradients = self._compute_local_gradients(batches, loss_accumulator)
         total = self._start_weight_reduce(loss_accumulator)
         self._sum_gradients(local_gradients)

@@ -24,6 +24,7 @@ from dtkit.engine.observe.clock import Clock
 from dtkit.engine.observe.phase_timer import build_blocked_times, build_messages, build_spans
 from dtkit.engine.observe.step_scalars import StepScalars
 from dtkit.engine.observe.system_monitor import MONITOR
+from dtkit.engine.observe.training_position import POSITION
 from dtkit.engine.rng import JobRng
 from dtkit.engine.state.capture import capture_model
 from dtkit.engine.step_guard import StepGuard
@@ -235,6 +236,7 @@ class Job:
         if self._sent_bytes is None:  # otherwise the last step has counted them
             self._sent_bytes = self._count_sent_bytes()
         sent_bytes, lr = self._sent_bytes, self.lr
+        POSITION.step, POSITION.steps_per_epoch = self.step, self._batch_source.steps_per_epoch
         self.context.phases.enter("data")
         counts = self._batch_source.count_samples(self.step)
         if not any(counts):  # a stream has ended, on all ranks at this step

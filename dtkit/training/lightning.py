@@ -8,9 +8,11 @@ counts as a Lightning module.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from dtkit.engine.observe.call_output import log
+from dtkit.engine.observe.training_position import POSITION
 from dtkit.history.history import ROW_DTYPE
 
 if TYPE_CHECKING:
@@ -19,6 +21,15 @@ if TYPE_CHECKING:
     from dtkit.training.config import TrainConfig
 
 _SCHEDULER_ATTRIBUTE = "dtkit_scheduler"
+_UPDATING_HOOKS = (
+    *("backward", "on_before_backward", "on_after_backward", "on_before_zero_grad", "optimizer_zero_grad"),
+    *("on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping", "lr_scheduler_step"),
+)
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_OTHER_HOOKS = (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end"),
+    *("on_train_epoch_end", "on_train_end", "on_fit_end"),
+)
 
 
 def is_lightning_module(model: Any) -> bool:
@@ -35,13 +46,15 @@ def read_lightning(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Tra
     if not is_lightning_module(model):
         return data, config
     changes: dict[str, Any] = {}
+    _check_hooks(model, data)
+    for method, arguments in (("prepare_data", ()), ("setup", ("fit",)), ("configure_model", ())):
+        if _has_own(model, method):
+            getattr(model, method)(*arguments)
     if config.loss is None and config.training_step is None:
         changes["training_step"] = call_training_step if model.automatic_optimization else call_manual_step
     if config.optimizer is None and not model.automatic_optimization:
         configure_optimizers(model)  # engines call it again
         changes["optimizer"] = configure_optimizers
-    elif config.optimizer is None:
-        changes |= _read_optimizers(model, config)
     if hasattr(data, "train_dataloader"):
         data.prepare_data()
         data.setup("fit")
@@ -50,6 +63,10 @@ def read_lightning(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Tra
             validation = _take_one(data.val_dataloader(), "val_dataloader")
         changes["validation"] = validation
         data = _take_one(data.train_dataloader(), "train_dataloader")
+    if config.optimizer is None and model.automatic_optimization:
+        changes |= _read_optimizers(
+            model, config, has_validation=changes.get("validation", config.validation) is not None
+        )
     return data, dataclasses.replace(config, **changes)
 
 
@@ -61,6 +78,26 @@ def _has_own(data: Any, method: str) -> bool:
     )
 
 
+def _check_hooks(model: Any, data: Any) -> None:
+    """Raise ValueError for hooks of a Lightning module that would change the training. Warn of the others."""
+    refused = [name for name in (*_UPDATING_HOOKS, *_TRANSFER_HOOKS) if _has_own(model, name)]
+    refused += [name for name in _TRANSFER_HOOKS if hasattr(data, name) and _has_own(data, name)]
+    if refused:
+        raise ValueError(
+            f"{type(model).__name__} has {', '.join(refused)}, which only Lightning's Trainer calls: without, it would "
+            "train differently. Do the same in training_step or the Dataset, or run a script with the Trainer by "
+            "cluster.torchrun"
+        )
+    ignored = [name for name in _OTHER_HOOKS if _has_own(model, name)]
+    if ignored:
+        warnings.warn(
+            f"dtkit doesn't call {', '.join(ignored)} of {type(model).__name__}: only Lightning's Trainer does. If the "
+            "training depends on them, use callbacks= or on_engine=",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
 def _take_one(loaders: Any, method: str) -> Any:
     loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
     if len(loaders) != 1:
@@ -68,13 +105,37 @@ def _take_one(loaders: Any, method: str) -> Any:
     return loaders[0]
 
 
-def _read_optimizers(model: Any, config: TrainConfig) -> dict[str, Any]:
+def _read_optimizers(model: Any, config: TrainConfig, *, has_validation: bool) -> dict[str, Any]:
     """Return the arguments that correspond to the result of ``configure_optimizers``. Engines call it again."""
-    _, scheduler, interval = _parse_optimizers(model.configure_optimizers())
+    returned = model.configure_optimizers()
+    _, scheduler, interval = _parse_optimizers(returned)
+    if config.lr_scheduler is None:
+        _check_scheduler(returned, has_validation=has_validation)
     changes: dict[str, Any] = {"optimizer": configure_optimizer}
     if scheduler is not None and config.lr_scheduler is None:
         changes |= {"lr_scheduler": get_scheduler, "lr_scheduler_every": interval}
     return changes
+
+
+def _check_scheduler(returned: Any, *, has_validation: bool) -> None:
+    """Raise ValueError for options of a schedule that dtkit would not follow."""
+    options = next(iter(_split_optimizers(returned)[1]), None)
+    if not isinstance(options, dict):
+        return
+    frequency, monitor = options.get("frequency", 1), options.get("monitor") or "val_loss"
+    if frequency != 1:
+        raise ValueError(
+            f"configure_optimizers returns a schedule with frequency={frequency}; it must be 1. Let the schedule "
+            "itself wait, as StepLR(optimizer, step_size) does"
+        )
+    if type(options["scheduler"]).__name__ != "ReduceLROnPlateau":
+        return
+    if "loss" not in monitor or ("val" in monitor) != has_validation:
+        given = "validation" if has_validation else "training"
+        raise ValueError(
+            f"configure_optimizers returns a schedule with monitor={monitor!r}; here it would get each epoch's {given} "
+            f"loss. Say so: monitor={'val_loss' if has_validation else 'train_loss'!r}"
+        )
 
 
 def _parse_optimizers(returned: Any) -> tuple[Any, Any, str]:
@@ -119,7 +180,8 @@ def get_scheduler(optimizer: Any) -> Any:
 def call_training_step(model: Any, batch: Any) -> Any:
     """Return the loss of a module's own training step. Values that it logs become columns of the history."""
     _replace_log(model)
-    result = model.training_step(batch, 0)
+    _attach_position(model)
+    result = model.training_step(batch, POSITION.batch_index)
     return result["loss"] if isinstance(result, dict) else result
 
 
@@ -127,6 +189,36 @@ def _replace_log(model: Any) -> None:
     """Let a module log to the history."""
     if "log" not in vars(model):
         vars(model)["log"], vars(model)["log_dict"] = _log_one, _log_many
+
+
+class _Position:
+    """What a module reads of its trainer in `current_epoch` and `global_step`."""
+
+    def __init__(self, *, counts_updates: bool) -> None:
+        self._counts_updates = counts_updates
+
+    @property
+    def current_epoch(self) -> int:
+        return POSITION.epoch
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "global_step" and vars(self).get("_counts_updates"):
+            return POSITION.step
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"the module asks its trainer for {name}, and dtkit trains without Lightning's Trainer. Run a script with "
+            "the Trainer by cluster.torchrun"
+        )
+
+
+def _attach_position(model: Any) -> None:
+    """Let a module and those within it know epoch and step: without a trainer, Lightning says 0."""
+    if vars(model).get("_trainer", model) is None:
+        position = _Position(counts_updates=model.automatic_optimization)  # otherwise each optimizer counts
+        for module in model.modules():
+            if "_trainer" in vars(module):
+                vars(module)["_trainer"] = position
 
 
 # -- manual optimization, on the engines -----------------------------------------------------------------------
@@ -146,6 +238,7 @@ def configure_optimizers(model: Any) -> list[Any]:
 def call_manual_step(model: Any, batch: Any, optimizers: Sequence[Any]) -> Any:
     """Run the training step of a module with manual optimization. Its loss is the last one that it differentiated."""
     _replace_log(model)
+    _attach_position(model)
     losses: list[Any] = []
 
     def manual_backward(loss: Any, *args: Any, **options: Any) -> None:
@@ -156,7 +249,7 @@ def call_manual_step(model: Any, batch: Any, optimizers: Sequence[Any]) -> Any:
     vars(model)["manual_backward"] = manual_backward
     vars(model)["toggle_optimizer"], vars(model)["untoggle_optimizer"] = _make_toggles(optimizers)
     try:
-        model.training_step(batch, 0)
+        model.training_step(batch, POSITION.batch_index)
     finally:
         for name in ("optimizers", "manual_backward", "toggle_optimizer", "untoggle_optimizer"):
             del vars(model)[name]

@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import dtkit
 from tests.support import small
 from tests.support.gan import Gan, judge, make_optimizers, make_points, train_gan
 
 if TYPE_CHECKING:
-    import dtkit
+    from pathlib import Path
 
 lightning = pytest.importorskip("pytorch_lightning")
 pytestmark = pytest.mark.cluster
@@ -138,3 +139,103 @@ class ManualWithSchedule(ManualGan):
 def test_optimizers_that_nothing_would_step_are_refused(cluster2: dtkit.Cluster, model: Any, message: str):
     with pytest.raises(ValueError, match=message):
         cluster2.train(model(), Data(), epochs=1)
+
+
+class Annealed(Module):
+    """Module whose loss depends on epoch, step and batch index, also in a module within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Module()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log_dict({"at_epoch": float(self.inner.current_epoch), "at_step": float(self.global_step)})
+        self.log("at_batch", float(batch_idx))
+        x, y = batch
+        return F.cross_entropy(self.layers(x), y) * (1 + self.current_epoch)
+
+
+def test_step_knows_its_epoch_step_and_batch(cluster2: dtkit.Cluster, tmp_path: Path):
+    """Without a trainer, Lightning says 0 for epoch and step."""
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "checkpoint_every": 6}
+    cluster2.train(Annealed(), Data(), steps=6, **options).wait(60)
+    run = cluster2.train(Annealed(), Data(), steps=8, resume_from=tmp_path)
+    run.wait(60)
+    columns = [run.history.scalar(name)[1].tolist() for name in ("at_epoch", "at_step", "at_batch")]
+    assert columns == [[0] * 4 + [1] * 4, list(range(8)), [0, 1, 2, 3] * 2]
+    assert run.verify(6).verdict == "PASS"
+
+
+class Asking(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) / self.trainer.num_training_batches
+
+
+def test_question_that_only_a_trainer_can_answer_raises(cluster2: dtkit.Cluster):
+    with pytest.raises(dtkit.errors.DtkitError, match="asks its trainer for num_training_batches"):
+        cluster2.train(Asking(), Data(), epochs=1).wait(60)
+
+
+class Clipping(Module):
+    def configure_gradient_clipping(self, *_args: Any, **_options: Any) -> None:
+        """Clip in a way of its own."""
+
+
+class Averaging(Module):
+    def on_train_batch_end(self, *_args: Any) -> None:
+        """Do something after each batch."""
+
+
+class Prepared(Module):
+    """Module that makes its layers when the training begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Identity()
+
+    def configure_model(self) -> None:
+        self.layers = nn.Linear(4, 3)
+
+
+class Augmented(Data):
+    def on_after_batch_transfer(self, batch: Any, _dataloader_idx: int) -> Any:
+        return batch
+
+
+class EverySecond(Module):
+    def configure_optimizers(self) -> dict[str, Any]:
+        configured = super().configure_optimizers()
+        configured["lr_scheduler"]["frequency"] = 2
+        return configured
+
+
+class OnPlateau(Module):
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max")
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_accuracy"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        (Clipping, Data, "Clipping has configure_gradient_clipping, which only Lightning's Trainer calls"),
+        (Module, Augmented, "Module has on_after_batch_transfer"),
+        (EverySecond, Data, "frequency=2; it must be 1"),
+        (OnPlateau, Data, "monitor='val_accuracy'; here it would get each epoch's validation loss"),
+    ],
+)
+def test_what_only_a_trainer_would_do_is_refused(cluster2: dtkit.Cluster, model: Any, data: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        cluster2.train(model(), data(), epochs=1)
+
+
+def test_hook_that_is_not_called_gives_a_warning(cluster2: dtkit.Cluster):
+    with pytest.warns(UserWarning, match="dtkit doesn't call on_train_batch_end of Averaging"):
+        cluster2.train(Averaging(), Data(), epochs=1).wait(60)
+
+
+def test_layers_are_made_when_the_training_begins(cluster2: dtkit.Cluster):
+    run = cluster2.train(Prepared(), Data(), epochs=1)
+    run.wait(60)
+    assert isinstance(run.model.layers, nn.Linear)

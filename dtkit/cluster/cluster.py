@@ -311,6 +311,7 @@ class Cluster(Engines):
         *,
         evals: Mapping[str, Any] | None = None,
         early_stopping_rounds: int | None = None,
+        on_failure: Literal["repair", "shrink"] = "repair",
         **options: Any,
     ) -> Any:
         """Train boosted trees with XGBoost's own collectives, each engine on its shard, and wait for the model.
@@ -319,17 +320,18 @@ class Cluster(Engines):
         data : ``(X, y)`` or ``(X, y, weights)``, or a partition of them.
         evals : validation data by name.
         early_stopping_rounds : rounds without improvement of the last metric of the last of `evals`.
+        on_failure : when an engine is lost, training continues from the last stored round, three times at most.
+            "repair" replaces the engine. "shrink" divides its rows among the others. While these hold a paused or
+            finished run, "shrink" replaces the engine, too.
         options : further arguments of ``xgboost.train``, such as `xgb_model`, a model to continue.
 
-        Returns a :class:`~dtkit.integrations.xgboost.BoostingResult`. The cell shows each round by node. If an engine
-        is lost, it is replaced and training continues from the last round, three times at most. Raises EngineError for
-        errors on the engines, and RunError during a run.
+        Returns a :class:`~dtkit.integrations.xgboost.BoostingResult`. The cell shows each round by node. Raises
+        EngineError for errors on the engines, and RunError during a run.
         """
         planner.check_idle(self.current_run, _NEEDS_ENGINES)
         boosting = importlib.import_module("dtkit.integrations.xgboost.training")  # integrations import the cluster
-        return boosting.train(
-            self._engine_group, self, params, data, num_boost_round, evals, early_stopping_rounds, options
-        )
+        recovery = boosting.Recovery(self._engine_group, self, on_failure)
+        return boosting.train(recovery, params, data, num_boost_round, evals, early_stopping_rounds, options)
 
     @suggest_arguments
     def plan(

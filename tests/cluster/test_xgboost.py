@@ -105,6 +105,21 @@ def test_training_goes_on_after_the_loss_of_an_engine(tmp_path: Path):
         check_usable(cluster)
 
 
+@pytest.mark.slow
+def test_others_take_over_the_rows_of_a_lost_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    X, y = load_digits(return_X_y=True)
+    with dtkit.Cluster(3, threads=1) as cluster:
+        part = cluster.partition((X, y), seed=0)
+        undisturbed = cluster.train_xgboost(PARAMS, part, 8)
+        metric = make_killing_metric(tmp_path / "flag")
+        found = cluster.train_xgboost(PARAMS, part, 8, custom_metric=metric, on_failure="shrink")
+        assert "the engine of rank 1 was lost; the others take over its rows" in capsys.readouterr().out
+        assert (found.restarts, found.num_rounds, cluster.world_size) == (1, 8, 2)
+        # 64 features of 17 values have the same bins on any ranks
+        assert np.abs(found.predict(X) - undisturbed.predict(X)).max() < 1e-5
+        check_usable(cluster)
+
+
 def make_killing_metric(flag: Path) -> Any:
     calls: list[int] = []
 
@@ -154,6 +169,7 @@ def test_interrupt_keeps_the_model(cluster2: dtkit.Cluster, tmp_path: Path):
     [
         ({"num_boost_round": 0}, "num_boost_round=0; it must be a number of rounds, at least 1"),
         ({"early_stopping_rounds": 3}, "early_stopping_rounds needs evals"),
+        ({"on_failure": "pause"}, r"on_failure='pause'; it must be 'repair' .* or 'shrink'"),
         ({"num_rounds": 3}, r"no argument num_rounds=; did you mean num_boost_round=\?"),
     ],
 )

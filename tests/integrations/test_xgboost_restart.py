@@ -11,7 +11,7 @@ import pytest
 
 from dtkit.errors import EngineError
 from dtkit.integrations.xgboost.stored import pack_stored, read_stored
-from dtkit.integrations.xgboost.training import _Training, get_last_result
+from dtkit.integrations.xgboost.training import Recovery, _Training, get_last_result
 from dtkit.types import Failure
 
 if TYPE_CHECKING:
@@ -33,10 +33,13 @@ class Booster:
 
 def make_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: list[bytes | None]) -> Any:
     """Return a training of which each attempt but the last loses an engine, after it has stored such a model."""
-    group: Any = SimpleNamespace(folder=tmp_path, make_key=lambda kind: kind)
+    group: Any = SimpleNamespace(folder=tmp_path, make_key=lambda kind: kind, world_size=2)
+    group.membership = SimpleNamespace(find_lost_ranks=lambda: [1])
     rows = SimpleNamespace(source=SimpleNamespace(engine_group=group))
-    cluster = SimpleNamespace(partition=lambda _: rows, repair=lambda: training.repairs.append(1))
-    training: Any = _Training(group, cluster, {}, [], {}, None, {})
+    cluster = SimpleNamespace(
+        partition=lambda _: rows, repair=lambda: training.repairs.append(1), current_run=None, world_size=2
+    )
+    training: Any = _Training(Recovery(group, cluster, "repair"), {}, [], {}, None, {})
     training.repairs, training.attempts = [], []
 
     def train_once(num_rounds: int, start: bytes | None) -> list[dict[str, Any]]:
@@ -118,3 +121,32 @@ def test_each_stored_round_has_its_metrics(tmp_path: Path):
     count = xgboost.Booster(model_file=bytearray(stored[1])).num_boosted_rounds()
     assert 1 <= count <= 3
     assert stored[0] == {"train": {name: values[:count] for name, values in metrics["train"].items()}}
+
+
+def test_a_restarted_training_stops_early_where_an_undisturbed_one_does(tmp_path: Path):
+    """The best round comes before the restart: rounds after it are worse than that one, and better than the others."""
+    xgboost = pytest.importorskip("xgboost")
+    from dtkit.integrations.xgboost.worker import EarlyStopping
+
+    losses = [9.0, 1.0, 5.0, 4.0, 3.0, 2.0, 6.0]
+    rows = np.random.default_rng(0).normal(size=(50, 3))
+    matrix = xgboost.DMatrix(rows, rows[:, 0])
+
+    def train(first: int, start: Any) -> Any:
+        remaining = iter(losses[first:])
+        return xgboost.train(
+            {"nthread": 1},
+            matrix,
+            len(losses) - first,
+            evals=[(matrix, "train")],
+            verbose_eval=False,
+            xgb_model=start,
+            callbacks=[EarlyStopping(4, None, {"train": {"rmse": [0.0] * first, "planned": losses[:first]}})],
+            custom_metric=lambda *_: ("planned", next(remaining)),
+        )
+
+    undisturbed = train(0, None)
+    partial = xgboost.train({"nthread": 1}, matrix, 3)
+    restarted = train(3, partial)
+    assert undisturbed.num_boosted_rounds() == restarted.num_boosted_rounds() == 6
+    assert undisturbed.attr("best_iteration") == restarted.attr("best_iteration") == "1"

@@ -28,8 +28,8 @@ class TensorFlowKerasModule(KerasModule):
     def __init__(self, saved: SavedModel, options: CompileOptions) -> None:
         super().__init__(saved, options)
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
-        self._step = tf.function(self._compute_step, reduce_retracing=True)
-        self._evaluate = tf.function(self._compute_output, reduce_retracing=True)
+        self._step = tf.function(self._compute_step, reduce_retracing=True, autograph=False)
+        self._evaluate = tf.function(self._compute_output, reduce_retracing=True, autograph=False)
 
     def _make_parameter(self, variable: Any) -> torch.nn.Parameter:
         return torch.nn.Parameter(_to_torch(variable))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
 from dtkit.data.partition import Partition
-from dtkit.errors import EngineError
+from dtkit.errors import EngineError, format_ranks
 from dtkit.integrations.xgboost.checks import check_arguments, check_options
 from dtkit.integrations.xgboost.result import BoostingResult
 from dtkit.integrations.xgboost.stored import read_stored
+from dtkit.rpc.replacement import replace_lost_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
     from dtkit.rpc.engine_group import EngineGroup
 
+FAILURE_MODES = ("repair", "shrink")
 _MAX_RESTARTS = 3
 _LOOPBACK = "127.0.0.1"
 _last_result: list[BoostingResult] = []
@@ -28,9 +31,40 @@ def get_last_result() -> BoostingResult | None:
     return _last_result[0] if _last_result else None
 
 
+@dataclasses.dataclass(frozen=True)
+class Recovery:
+    """The engines of a training, and how it continues without one of them."""
+
+    engine_group: EngineGroup
+    cluster: Any
+    on_failure: str
+
+    def __post_init__(self) -> None:
+        if self.on_failure not in FAILURE_MODES:
+            raise ValueError(
+                f"on_failure={self.on_failure!r}; it must be 'repair' (replace a lost engine) or 'shrink' (go on "
+                "without it)"
+            )
+
+    def recover(self, error: EngineError, num_rounds: int) -> None:
+        """Say in the cell which engine was lost. Replace it, or divide its rows among the others."""
+        group, run = self.engine_group, self.cluster.current_run
+        lost = group.membership.find_lost_ranks()
+        holds_run = run is not None and not run.is_released
+        shrinks = self.on_failure == "shrink" and not holds_run and len(lost) < group.world_size
+        gone = [failure.rank for failure in error.failures if failure.is_engine_gone]  # other errors are consequences
+        remedy = "the others take over its rows" if shrinks else "another one starts"
+        print(  # noqa: T201 - the training goes on, so nothing is raised
+            f"the engine of {format_ranks(gone)} was lost; {remedy}, and the training goes on after {num_rounds} rounds"
+        )
+        if shrinks:
+            replace_lost_ranks(group, lost, shrink=True)
+        else:
+            self.cluster.repair()
+
+
 def train(
-    engine_group: EngineGroup,
-    cluster: Any,
+    recovery: Recovery,
     params: Mapping[str, Any],
     data: Any,
     num_boost_round: int,
@@ -42,10 +76,10 @@ def train(
     xgboost = _import_xgboost()
     check_arguments(params, num_boost_round, evals, early_stopping_rounds)
     check_options(options, xgboost)
-    if not engine_group.membership.is_single_host:
+    if not recovery.engine_group.membership.is_single_host:
         raise NotImplementedError("train_xgboost needs engines on one host: XGBoost's connections are not encrypted")
     start = options.pop("xgb_model", None)
-    training = _Training(engine_group, cluster, params, data, evals or {}, early_stopping_rounds, options)
+    training = _Training(recovery, params, data, evals or {}, early_stopping_rounds, options)
     return training.run(num_boost_round, None if start is None else bytes(_get_booster(start).save_raw("ubj")), xgboost)
 
 
@@ -69,19 +103,19 @@ class _Training:
 
     def __init__(
         self,
-        engine_group: EngineGroup,
-        cluster: Any,
+        recovery: Recovery,
         params: Mapping[str, Any],
         data: Any,
         evals: Mapping[str, Any],
         early_stopping_rounds: int | None,
         options: dict[str, Any],
     ) -> None:
-        self._group, self._cluster, self._params = engine_group, cluster, dict(params)
+        self._group, self._cluster, self._params = recovery.engine_group, recovery.cluster, dict(params)
+        self._recovery = recovery
         self._options, self._stop_rounds = options, early_stopping_rounds
         self._train = self._place(data)
         self._evals = {name: self._place(rows) for name, rows in evals.items()}
-        self._path: Path = engine_group.folder / f"{engine_group.make_key('xgboost')}.ubj"
+        self._path: Path = self._group.folder / f"{self._group.make_key('xgboost')}.ubj"
         self._history: dict[str, dict[str, list[float]]] = {}
 
     def _place(self, data: Any) -> Partition:
@@ -106,8 +140,7 @@ class _Training:
                         self._keep_incomplete(xgboost, None if start is given else start, restarts)
                         raise
                     restarts += 1
-                    _print_loss(error, 0 if start is None else _load(xgboost, start).num_boosted_rounds())
-                    self._cluster.repair()
+                    self._recovery.recover(error, 0 if start is None else _load(xgboost, start).num_boosted_rounds())
                 except KeyboardInterrupt:
                     start = self._take_stored() or start
                     self._keep_incomplete(xgboost, None if start is given else start, restarts)
@@ -126,7 +159,14 @@ class _Training:
 
         keys = {name: placed.source.key for name, placed in self._evals.items()}
         order = BoostingOrder(
-            self._params, num_rounds, self._train.source.key, keys, self._stop_rounds, self._options, str(self._path)
+            self._params,
+            num_rounds,
+            self._train.source.key,
+            keys,
+            self._stop_rounds,
+            self._history,
+            self._options,
+            str(self._path),
         )
         with _run_tracker(self._cluster.world_size) as addresses:
             return list(self._cluster.run(train_on_rank, order, addresses, start))
@@ -154,14 +194,6 @@ class _Training:
         for data, metrics in history.items():
             for name, values in metrics.items():
                 self._history.setdefault(data, {}).setdefault(name, []).extend(values)
-
-
-def _print_loss(error: EngineError, num_rounds: int) -> None:
-    """Say in the cell which engine was lost. Errors of other ranks are consequences."""
-    ranks = ", ".join(str(failure.rank) for failure in error.failures if failure.is_engine_gone)
-    print(  # noqa: T201 - the training goes on, so nothing is raised
-        f"the engine of rank {ranks} was lost; another one starts, and the training goes on after {num_rounds} rounds"
-    )
 
 
 def _load(xgboost: Any, model: bytes) -> Any:

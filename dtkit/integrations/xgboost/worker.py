@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dtkit.engine.data.batches import Shards
+    from dtkit.integrations.xgboost.stored import Metrics
 
 _STORE_RATIO = 19
 """Ratio of the time between two stored models to the time that storing takes."""
@@ -36,6 +37,8 @@ class BoostingOrder:
     train_key: str
     eval_keys: dict[str, str]
     early_stopping_rounds: int | None
+    earlier: Metrics
+    """Metrics of the rounds before a restart."""
     options: dict[str, Any]
     """Further arguments of ``xgboost.train``."""
     model_path: str
@@ -57,14 +60,38 @@ def train_on_rank(order: BoostingOrder, tracker: dict[str, Any], start: bytes | 
             order.num_rounds,
             evals=[(matrix, name) for name, matrix in matrices.items()],
             evals_result=history,
-            early_stopping_rounds=order.early_stopping_rounds,
             verbose_eval=False,
             xgb_model=None if start is None else bytearray(start),
-            callbacks=[RoundLogger(order.model_path if rank == 0 else None, matrices[TRAIN].num_row())],
+            callbacks=[RoundLogger(order.model_path if rank == 0 else None, matrices[TRAIN].num_row()), *_stop(order)],
             **order.options,
         )
     model = bytes(booster.save_raw("ubj")) if rank == 0 else b""
     return {"model": model, "history": history, "best": booster.attr("best_iteration")}
+
+
+def _stop(order: BoostingOrder) -> list[EarlyStopping]:
+    if order.early_stopping_rounds is None:
+        return []
+    return [EarlyStopping(order.early_stopping_rounds, order.options.get("maximize"), order.earlier)]
+
+
+class EarlyStopping(xgboost.callback.EarlyStopping):  # type: ignore[misc, unused-ignore]  # as RoundLogger
+    """XGBoost's early stopping, which also counts the rounds before a restart."""
+
+    def __init__(self, rounds: int, maximize: bool | None, earlier: Metrics) -> None:  # noqa: FBT001 - XGBoost's option
+        super().__init__(rounds=rounds, maximize=maximize)
+        self._earlier = earlier
+
+    def before_training(self, model: Any) -> Any:
+        """Repeat the decisions of the earlier rounds, which are the model's last ones."""
+        model = super().before_training(model)
+        count = max((len(values) for metrics in self._earlier.values() for values in metrics.values()), default=0)
+        self.starting_round -= count
+        for k in range(count):
+            logged = {data: {name: [v[k]] for name, v in metrics.items()} for data, metrics in self._earlier.items()}
+            self.after_iteration(model, k, logged)
+        self.starting_round += count
+        return model
 
 
 _known_matrices: weakref.WeakKeyDictionary[Shards, tuple[int, xgboost.DMatrix]] = weakref.WeakKeyDictionary()
@@ -122,7 +149,12 @@ class RoundLogger(xgboost.callback.TrainingCallback):  # type: ignore[misc, unus
         super().__init__()
         self._path = None if model_path is None else Path(model_path)
         self._num_rows, self._began = num_rows, time.perf_counter()
-        self._store_at = 0.0
+        self._store_at, self._first_round = 0.0, 0
+
+    def before_training(self, model: Any) -> Any:
+        """Count on from the rounds that the model has."""
+        self._first_round = model.num_boosted_rounds()
+        return model
 
     def after_iteration(self, model: Any, epoch: int, evals_log: dict[str, Any]) -> bool:
         """Log a round, and never stop."""
@@ -133,7 +165,7 @@ class RoundLogger(xgboost.callback.TrainingCallback):  # type: ignore[misc, unus
             for name, values in logged.items()
         }
         log(
-            round=epoch,
+            round=self._first_round + epoch,
             samples=self._num_rows,
             **{name: float(value) for name, value in metrics.items()},
             round_s=seconds,

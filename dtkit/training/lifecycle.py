@@ -129,7 +129,9 @@ class RunLifecycle:
     def _continue_from(self, step: int, source: str) -> None:
         history = self._progress.history
         last_evaluation = max((evaluation.step for evaluation in history.evaluations), default=0)
-        elapsed_s = float(history.totals()["step_s"].sum())
+        folder = self._engine_group.folder / run_log.RUNS_FOLDER / self._progress.plan.job
+        num_steps, elapsed_s = run_log.read_elapsed(folder)
+        elapsed_s += float(history.totals(num_steps)["step_s"].sum())  # of the steps that engines took alone
         self._restore_position(step, step, last_evaluation, elapsed_s=elapsed_s)
         last_kind = next((e.kind for e in reversed(history.events) if e.kind in ("lost", "repair")), "repair")
         kind = "note" if last_kind == "repair" else "repair"  # the other notebook died before it could log the repair

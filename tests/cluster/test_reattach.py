@@ -243,6 +243,21 @@ def execute_line(process: subprocess.Popen[str], line: str) -> str:
 
 
 @pytest.mark.slow
+def test_attached_run_keeps_its_elapsed_time():
+    """It also counts the time between the steps, which the engines don't know."""
+    with notebook(LISTENING) as process:
+        execute_line(process, "run.pause()")
+        found = execute_line(process, "raise ValueError(run.status.elapsed_s)")
+        elapsed_s = float(found.removeprefix("ValueError "))
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        with dtkit.attach() as cluster:
+            assert cluster.current_run is not None
+            assert cluster.current_run.status.elapsed_s == pytest.approx(elapsed_s)
+            assert elapsed_s > cluster.current_run.history.totals()["step_s"].sum()
+
+
+@pytest.mark.slow
 def test_superseded_notebook_cannot_change_the_persisted_run(tmp_path: Path):
     """The older notebook continues without knowing; only the newer one may write the run's record."""
     with notebook(LISTENING) as process:

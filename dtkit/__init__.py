@@ -105,7 +105,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"dtkit.{name}")
     if name not in _HOMES:
-        raise AttributeError(f"module 'dtkit' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise _make_attribute_error(name)
     try:
         module = importlib.import_module(f"dtkit.{_HOMES[name]}")
     except ModuleNotFoundError as error:
@@ -114,6 +114,14 @@ def __getattr__(name: str) -> Any:
         raise
     value = globals()[name] = getattr(module, name)
     return value
+
+
+def _make_attribute_error(name: str) -> AttributeError:
+    import difflib
+
+    similar = difflib.get_close_matches(name, __all__, n=1)
+    hint = f"did you mean dtkit.{similar[0]}?" if similar else f"it has {', '.join(__all__)}"
+    return AttributeError(f"module 'dtkit' has no attribute {name!r}; {hint}")
 
 
 def __dir__() -> list[str]:

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 class DtkitError(Exception):
     """Root of all errors that dtkit defines."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython and terminals show: without dtkit's own frames."""
+        return render_traceback(self, is_hidden=_is_own_frame)
+
 
 class ClusterError(DtkitError):
     """Engines could not be started, reached or formed into a process group."""
@@ -96,10 +100,6 @@ class UserCodeError(DtkitError):
     def full(self) -> str:
         """Message with the whole traceback."""
         raise NotImplementedError
-
-    def _render_traceback_(self) -> list[str]:
-        """Return what IPython and terminals show: without dtkit's own frames."""
-        return render_traceback(self, is_hidden=_is_own_frame)
 
 
 class FirstBatchError(UserCodeError):

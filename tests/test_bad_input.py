@@ -54,6 +54,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unequal lengths": ({"rows": (data()[0], data()[1][:60])}, ValueError, "64, 60 rows .* same length"),
     "text instead of numbers": ({"rows": (data()[0], np.array(["a"] * 64))}, TypeError, "numbers only. Encode it"),
     "a dict of numbers as data": ({"rows": {"x": 1}}, TypeError, r"data\['x'\] is a int; each part must be a numpy"),
+    "a model as data": (
+        {"rows": torch.nn.Sequential(torch.nn.Linear(1, 1))},
+        TypeError,
+        r"data is a model, Sequential; cluster.broadcast\(model\) places",
+    ),
     "a set as data": ({"rows": {1}}, TypeError, "data is a set; it must be a tuple of arrays as in .*, a dict"),
     "batch_size 0": ({"batch_size": 0}, ValueError, "batch_size=0; it must be at least 1"),
     "batch_size over the data": ({"batch_size": 65}, ValueError, "batch_size=65 is more than the 64 samples"),

@@ -21,7 +21,7 @@ LABELS = torch.zeros(5, dtype=torch.int64)
 
 def fail(model: nn.Module, inputs: Any, target: Any, loss: Callable[..., Any] = nn.functional.cross_entropy) -> str:
     """Return the message of the error that a step with this batch raises."""
-    with pytest.raises((RuntimeError, IndexError, NameError)) as caught:
+    with pytest.raises((RuntimeError, IndexError, NameError, AssertionError)) as caught:
         loss(model(inputs), target)
     add_hints(caught.value, [(5, (inputs, target))], model)
     return format_message(caught.value)
@@ -29,6 +29,10 @@ def fail(model: nn.Module, inputs: Any, target: Any, loss: Callable[..., Any] = 
 
 def use_unknown_name(output: Any, target: Any) -> Any:
     return unknown_loss(output, target)  # noqa: F821 - the error that is tested
+
+
+def use_cuda(output: Any, target: Any) -> Any:
+    raise AssertionError("Torch not compiled with CUDA enabled")
 
 
 CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
@@ -49,6 +53,7 @@ CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
         (nn.Linear(64, 10), ROWS, LABELS.int(), None, r"targets are int32, and class labels must be int64"),
         (nn.Linear(64, 10), ROWS, LABELS + 10, None, r"lie between 10 and 10; labels must be 0 to the number"),
         (nn.Linear(64, 10), ROWS, LABELS, use_unknown_name, r"'unknown_loss' is not defined on the engines"),
+        (nn.Linear(64, 10), ROWS, LABELS, use_cuda, r"moves model and batches .* leave \.to\('cuda'\) and .* out"),
     ],
 )
 def test_error_names_the_remedy(model: nn.Module, inputs: Any, target: Any, loss: Any, expected: str):

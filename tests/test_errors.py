@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+import dtkit
 from dtkit._util.notebook import name_code
 from dtkit.errors import EngineError
 from dtkit.types import Failure
@@ -86,6 +89,71 @@ def test_notebook_names_cells_and_hides_frames_of_dtkit():
     assert "Cell In[1], line 2, in step\n    raise ValueError('broken')" in done.stdout
     assert "drop_consequential_refusals(Failures())" in done.stdout
     assert "dtkit/errors.py" not in done.stdout
+
+
+OTHERS = """
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance(colors="NoColor")
+shell.run_cell('''
+import threading
+import torch
+import dtkit
+from dtkit.testing.fake_transport import FakeTransport
+
+lock = threading.Lock()
+
+def loss(output, target):
+    with lock:
+        return output.sum()
+
+cluster = dtkit.Cluster.from_transport(FakeTransport(1), device="cpu")
+data = torch.zeros(8, 4), torch.zeros(8)
+options = dict(optimizer=torch.optim.SGD, batch_size=4, steps=2)
+''')
+for cell in (
+    "cluster.train(torch.nn.Linear(4, 1), data, loss=loss, **options)",
+    "run = cluster.train(torch.nn.Linear(4, 1), data, loss=torch.nn.MSELoss(), start=False, **options); run.wait()",
+    "cluster.close()",
+    "cluster.broadcast(torch.nn.Linear(1, 1))",
+):
+    print("CELL", cell)
+    shell.run_cell(cell)
+"""
+
+
+def test_notebook_shows_the_users_line_of_every_error_of_dtkit_in_few_lines():
+    done = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, timeout=60, check=True)
+    _, pickled, paused, _, closed = done.stdout.split("CELL ")
+    for text, message in (
+        (pickled, "SerializationError: train.loss_fn.loss_fn (global variable 'lock'): cannot pickle"),
+        (paused, "PausedError: the run is paused at step 0"),
+        (closed, "ClusterClosedError: this cluster was closed"),
+    ):
+        assert message in text
+        assert "dtkit/" not in text
+        assert len(text.splitlines()) <= 15
+
+
+def test_cause_in_the_users_code_stays_in_the_traceback():
+    code = """
+import dtkit
+
+try:
+    {}["absent"]
+except KeyError as error:
+    raise dtkit.errors.RunError("broken") from error
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "KeyError: 'absent'" in done.stderr
+    assert "dtkit.errors.RunError: broken" in done.stderr
+
+
+def test_misspelled_name_of_dtkit_names_the_right_one():
+    with pytest.raises(AttributeError, match=r"'DataParalel'; did you mean dtkit\.DataParallel\?"):
+        dtkit.DataParalel  # noqa: B018 - the access raises
+    with pytest.raises(AttributeError, match="'zzz'; it has Batch, "):
+        dtkit.zzz  # noqa: B018 - the access raises
 
 
 MISSPELLED = """

@@ -46,6 +46,17 @@ def test_each_metric_has_a_panel():
     assert not [ax for ax in figure.axes if ax._left_title.get_text() in ("loss", "broken")]
 
 
+@pytest.mark.parametrize("width", [6, 9])
+def test_a_long_headline_stays_within_its_figure(width):
+    figure = render.create_figure(width, 3)
+    style.set_figure_title(
+        figure, "Memory after 10 steps of Sequential with Pipeline(stages=2, balance_by='parameters')" * 2
+    )
+    figure.canvas.draw()
+    assert figure.get_suptitle().count("\n") >= 1
+    assert figure._suptitle.get_window_extent().x1 <= width * figure.dpi
+
+
 def test_each_node_has_a_line_and_a_label():
     source = FakeSource(ranks=4)
     source.advance(50)

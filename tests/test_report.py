@@ -16,10 +16,11 @@ from dtkit.dashboard import report
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower
 from dtkit.dashboard.svg_chart import MAX_POINTS, Series, choose_ticks, draw_chart
 from dtkit.data.layers import MAX_LAYERS, summarize_model
+from dtkit.errors import EngineError
 from dtkit.rpc.reference import StepTimes
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.settings import describe_value
-from dtkit.types import Evaluation
+from dtkit.types import Evaluation, Failure
 from tests.support.fake_source import FakeSource
 
 
@@ -39,6 +40,20 @@ def test_the_headline_has_the_best_of_each_metric(tmp_path):
     assert ("validation accuracy", "0.800", "highest, at step 20") in cards
     assert "prefers-color-scheme: dark" in page
     assert "<summary>the arithmetic</summary>" in page
+
+
+def test_the_error_of_a_failed_run_keeps_its_lines_and_says_node(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    frames = (("train.py", 12, "loss", "raise ValueError('no')"),)
+    source.exception = EngineError([Failure(1, "host0", "ValueError", "no", "Traceback", step=40, user_frames=frames)])
+    page = write(source, tmp_path)
+    assert "white-space: pre-wrap" in page
+    (error,) = re.findall(r'<p class="error">(.*?)</p>', page, re.DOTALL)
+    assert error.splitlines()[:2] == [
+        "EngineError: node 1 on host0, step 40: ValueError: no",
+        "  File train.py, line 12, in loss",
+    ]
 
 
 def read_cards(source: FakeSource, folder) -> dict[str, tuple[str, str]]:

@@ -54,6 +54,15 @@ def test_a_history_is_read_as_it_was_written(tmp_path: Path):
     assert (found.events, found.evaluations) == (history.events, history.evaluations)
 
 
+def test_elapsed_time_is_read_as_it_was_written(tmp_path: Path):
+    written(tmp_path / "run")
+    assert run_log.read_elapsed(tmp_path / "run") == (0, 0.0)
+    run_log.RunLog(tmp_path / "run").write_elapsed(7, 26.5)
+    assert run_log.read_elapsed(tmp_path / "run") == (7, 26.5)
+    (tmp_path / "run" / "elapsed.json").write_text('{"steps": 3')
+    assert run_log.read_elapsed(tmp_path / "run") == (0, 0.0)
+
+
 def test_records_that_were_cut_off_are_left_out(tmp_path: Path):
     folder = tmp_path / "run"
     history = written(folder)

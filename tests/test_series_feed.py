@@ -53,6 +53,16 @@ def test_only_what_grew_is_sent_again():
     assert len(unpack(feed.build_message())) == 2
 
 
+def test_last_message_is_not_delayed_by_a_slow_reading():
+    history = make_history()
+    times = iter([0, 50, *range(51, 100)])
+    feed = SeriesFeed(history, clock=times.__next__)
+    feed.build_message()
+    history.add(ScalarRecord(0, {"kl": [(41, 1.0, 1.0)]}))
+    assert feed.build_message() is None
+    assert list(unpack(feed.build_message(is_last=True))) == ["kl"]
+
+
 def test_long_series_are_thinned_and_keep_their_range():
     history = make_history(ranks=1, steps=5000)
     rows = unpack(SeriesFeed(history).build_message())["kl"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import traceback
@@ -9,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def get_shell() -> Any:
@@ -63,13 +64,30 @@ def name_code(file: str) -> str:
 
 
 def render_traceback(error: BaseException, *, is_hidden: Callable[[str], bool]) -> list[str]:
-    """Return an error's traceback as IPython shows it, without frames of hidden files."""
+    """Return an error's traceback as IPython shows it, without frames and causes that come from hidden files."""
     shell = get_shell()
     kept = _drop_frames(error.__traceback__, is_hidden)
-    if shell is None:
-        return traceback.format_exception(type(error), error, kept)
-    lines: list[str] = shell.InteractiveTB.structured_traceback(type(error), error, kept, tb_offset=1)
+    with _without_hidden_cause(error, is_hidden):
+        if shell is None:
+            return traceback.format_exception(type(error), error, kept)
+        lines: list[str] = shell.InteractiveTB.structured_traceback(type(error), error, kept, tb_offset=1)
     return lines
+
+
+@contextlib.contextmanager
+def _without_hidden_cause(error: BaseException, is_hidden: Callable[[str], bool]) -> Iterator[None]:
+    """Take an error's cause away for a moment if a hidden file caught it: the error's message says what matters."""
+    cause = error.__cause__ or error.__context__
+    frames = None if cause is None else cause.__traceback__
+    if cause is None or (frames is not None and not is_hidden(frames.tb_frame.f_code.co_filename)):
+        yield
+        return
+    kept = error.__cause__, error.__context__, error.__suppress_context__
+    error.__cause__ = error.__context__ = None
+    try:
+        yield
+    finally:
+        error.__cause__, error.__context__, error.__suppress_context__ = kept
 
 
 def _drop_frames(frames: TracebackType | None, is_hidden: Callable[[str], bool]) -> TracebackType | None:

@@ -308,6 +308,8 @@ LIVE_INTERVAL_S = 0.25
 """Period of updating a live display: smooth, at less than one percent of a core."""
 LIVE_HEARTBEAT_S = 2.0
 """Period of the signs of life to a live display. The page misses them after five seconds (store.js)."""
+ELAPSED_INTERVAL_S = 1.0
+"""Interval between two writes of a run's elapsed time, which a notebook that takes it over reads."""
 COMPARISON_INTERVAL_S = 0.5
 """Period of updating a comparison, which reads several runs."""
 TIMELINE_INTERVAL_S = 1.0

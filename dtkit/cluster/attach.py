@@ -48,7 +48,7 @@ def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
     -------
     Cluster
         Its ``current_run`` is the run that was in progress, with its whole history. It is paused where the engines
-        are; ``current_run.resume()`` continues it.
+        are, and ``current_run.resume()`` continues it. If it had ended or failed, it is in that state.
 
     Raises
     ------

@@ -36,7 +36,9 @@ th, td {{ padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); vertica
 .card {{ background: var(--card); border-radius: 8px; padding: 10px 14px; }}
 .card b {{ font-size: 21px; display: block; }}
 .card span {{ color: var(--muted); font-size: 12.5px; display: block; }}
-.verdict {{ border-left: 3px solid var(--accent); padding: 4px 12px; }} .error {{ color: #c43c1e; font-weight: 600; }}
+.verdict {{ border-left: 3px solid var(--accent); padding: 4px 12px; }}
+.error {{ color: light-dark(#b84a00, #ff8548); font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap;
+  max-width: none; border-left: 3px solid; padding: 4px 12px; }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 22px 28px; }}
 figure {{ margin: 0; }} details {{ margin: 8px 0; }} summary {{ cursor: pointer; color: var(--accent); }}
 details img {{ max-width: 100%; height: auto; border-radius: 6px; }}

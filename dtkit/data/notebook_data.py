@@ -52,6 +52,10 @@ def inspect_data(data: Any, column_selection: ColumnSelection, *, for_evaluation
         raise TypeError(f"data is a {type(data).__module__}.{type(data).__name__}; give data.to_pandas()")
     if (parts := _as_tuple_of_arrays(data, column_selection)) is not None:
         return _inspect_plain_arrays(parts, column_selection, for_evaluation=for_evaluation)
+    if hasattr(data, "named_parameters"):  # nn.Sequential has rows, too: its layers
+        raise TypeError(
+            f"data is a model, {type(data).__name__}; cluster.broadcast(model) places a model on the engines"
+        )
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, bytes)):
         return _inspect_samples(data, column_selection)
     raise TypeError(

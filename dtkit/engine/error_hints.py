@@ -31,6 +31,7 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
     target = get_labels(batch)
     inputs = batch[:-1] if isinstance(batch, tuple) and len(batch) > 1 else batch
     hints = (
+        _explain_device(message),
         _explain_dtype(message, inputs, model),
         _explain_convolution(message, inputs, model),
         _explain_features(message, inputs),
@@ -52,6 +53,15 @@ def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _get_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _explain_device(message: str) -> str | None:
+    if not re.search(r"not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|same device", message):
+        return None
+    return (
+        "dtkit moves model and batches to the rank's device, so leave .to('cuda') and .cuda() out. For a tensor of "
+        "your own, use the device of the output, as in weights.to(output.device)"
+    )
 
 
 def _explain_dtype(message: str, inputs: Any, model: torch.nn.Module) -> str | None:

@@ -43,7 +43,7 @@ def handle_request(
         # broad: the error becomes a Failure in the engine's reply
         except BaseException as error:  # noqa: BLE001 - reported to the notebook with its traceback
             state.sigint_handler.work_done = True
-            reply = Reply(session.collect_partial_result(request), session.build_failure(error, request))
+            reply = session.make_error_reply(error, request)
             if state.group is not None and _may_keep_peers_waiting(error, request):
                 state.group.abort()
     return pickle.dumps(reply, protocol=5)

@@ -22,7 +22,7 @@ from dtkit.engine.ops.state import EngineState
 from dtkit.engine.script_process import ScriptError
 from dtkit.errors import RefusedError
 from dtkit.rpc.protocol import OPERATIONS, bind_operations
-from dtkit.types import Failure
+from dtkit.types import Failure, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,15 @@ class Session:
             check_admission(request, state.owner, generation, is_broken=is_broken)
             return self.operations[request.op](**request.args)
 
-    def collect_partial_result(self, request: Request) -> Any:
+    def make_error_reply(self, error: BaseException, request: Request) -> Reply[Any]:
+        """Return what was completed before an error, and the report on it, which the next notebook may need too."""
+        value, failure = self._collect_partial_result(request), self._build_failure(error, request)
+        name = str(request.args.get("job"))
+        if request.op == "advance" and name in self.state.jobs and failure.kind == "error":
+            self.state.get_outbox(name).store_failure(failure)
+        return Reply(value, failure)
+
+    def _collect_partial_result(self, request: Request) -> Any:
         """Return the completed part of a failed dispatch or call. Its last output often shows the cause."""
         state = self.state
         items = [] if state.call_output is None else state.call_output.items
@@ -67,7 +75,7 @@ class Session:
             return result, items
         return (None, items) if request.op in ("call_function", "run_script") else None
 
-    def build_failure(self, error: BaseException, request: Request) -> Failure:
+    def _build_failure(self, error: BaseException, request: Request) -> Failure:
         """Return the report on an error that ended a request."""
         from dtkit.engine.comm.process_group import is_lost_peer_error
 

@@ -3,7 +3,8 @@
 An engine writes the result of a dispatch into the run's folder (see :mod:`dtkit.history.run_log`) before it replies.
 Each dispatch has one small file. The next dispatch names the step up to which the notebook has read; earlier files are
 removed. A notebook that takes over the cluster reads the remaining files, even those of an engine that died with the
-older notebook. Results of evaluations between dispatches are kept in the same way, until a later dispatch is read.
+older notebook. Results of evaluations between dispatches, and errors, are kept in the same way, until a later dispatch
+is read.
 
 A file is a line of JSON and up to three arrays as bytes; for an evaluation, the line alone. Readers skip files that are
 cut off or malformed. If the disk is full, the next dispatch writes the missing files.
@@ -24,10 +25,10 @@ from dtkit._util import files
 from dtkit.history.comm_time import MESSAGE_DTYPE
 from dtkit.history.history import ROW_DTYPE
 from dtkit.history.run_log import RUNS_FOLDER
-from dtkit.types import DispatchResult
+from dtkit.types import DispatchResult, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 UnreadDispatches = list[tuple[DispatchResult, list[Any]]]
@@ -55,6 +56,11 @@ class ResultOutbox:
     def store_evaluation(self, step: int, sums: EvaluationSums) -> None:
         """Store this rank's part of the evaluation after `step` steps."""
         self._store(f"{_get_evaluation_prefix(self._rank)}{step}", step + 1, json.dumps(sums).encode() + b"\n")
+
+    def store_failure(self, failure: Failure) -> None:
+        """Store why a dispatch failed. It is discarded once the run has gone on."""
+        data = json.dumps(dataclasses.asdict(failure)).encode() + b"\n"
+        self._store(f"{_FAILURE_PREFIX}{self._rank}", (failure.step or 0) + 1, data)
 
     def _store(self, name: str, end_step: int, data: bytes) -> None:
         if os.access(self._folder, os.W_OK):  # without the folder, no notebook can take over this run
@@ -88,6 +94,10 @@ class _OutboxFile:
         with contextlib.suppress(OSError):
             files.replace_file(self.path, self.unwritten)
             self.unwritten = None
+
+
+_FAILURE_PREFIX = "unread-failure-"
+"""Beginning of the names of files with failures; the rank follows."""
 
 
 def format_output(kind: str, item: Any) -> str:
@@ -144,6 +154,17 @@ def _read_evaluation(path: Path) -> EvaluationSums | None:
         return (int(samples), checked_sums) if end else None
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
+
+
+def read_failures(folder: Path, job: str, ranks: Iterable[int], step: int) -> list[Failure]:
+    """Return why ranks failed in the step that follows `step` steps, by rank. Malformed files are left out."""
+    failures = []
+    for rank in ranks:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            fields = json.loads((folder / RUNS_FOLDER / job / f"{_FAILURE_PREFIX}{rank}").read_bytes())
+            failure = Failure(**{**fields, "user_frames": tuple(map(tuple, fields["user_frames"]))})
+            failures += [failure] if (failure.step or 0) >= step else []
+    return failures
 
 
 def remove_all(folder: Path, job: str) -> None:

@@ -89,6 +89,9 @@ class HistoryLog(Protocol):
     def append_event(self, item: Event | Evaluation | ScalarRecord) -> None:
         """Append an event, an evaluation, or numbers of the user's own."""
 
+    def write_elapsed(self, num_steps: int, elapsed_s: float) -> None:
+        """Store how long the run was RUNNING for the first `num_steps` of its history."""
+
     def close(self) -> None:
         """Stop writing."""
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 RUNS_FOLDER = "runs"
 """Name of the folder of runs in a cluster's folder."""
 _ROWS_FILE, _EVENTS_FILE, _RUN_FILE, _LABEL_FILE = "rows.bin", "notes.jsonl", "order.pkl", "run.json"
+_ELAPSED_FILE = "elapsed.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,11 @@ class RunLog:
         """Append an event, an evaluation, or numbers of the user's own."""
         self._events.append(encode_line(item).encode())
 
+    def write_elapsed(self, num_steps: int, elapsed_s: float) -> None:
+        """Store how long the run was RUNNING for the first `num_steps` of its history. A full disk raises no error."""
+        with contextlib.suppress(OSError):
+            files.replace_file(self.folder / _ELAPSED_FILE, json.dumps({"steps": num_steps, "elapsed_s": elapsed_s}))
+
     def close(self) -> None:
         """Stop writing. Idempotent."""
         self._rows.close()
@@ -104,6 +110,15 @@ def read_run_pickle(folder: Path) -> bytes | None:
     """Return the pickled request; None if there is none."""
     path = folder / _RUN_FILE
     return path.read_bytes() if path.exists() else None
+
+
+def read_elapsed(folder: Path) -> tuple[int, float]:
+    """Return what `write_elapsed` stored; zeros if it is unknown."""
+    try:
+        fields = json.loads((folder / _ELAPSED_FILE).read_text(encoding="utf-8"))
+        return int(fields["steps"]), float(fields["elapsed_s"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0, 0.0
 
 
 def read_labels(cluster_folder: Path) -> list[RunLabel]:

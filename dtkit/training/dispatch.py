@@ -162,6 +162,7 @@ class StepDispatcher:
         progress.recorder.record_steps(values)
         first = results[0]
         num_taken, progress.step, progress.lr = first.step - step, first.step, first.lr
+        progress.persist_elapsed()
         if num_taken:
             self._on_steps_taken(num_taken, results)
         if dispatch.explain:

@@ -8,8 +8,7 @@ Every dispatch contains the step at which the job must be. Engines refuse it if 
 that an earlier dispatch ended early, the group was formed again, or a gradient was NaN. The driver then waits for all
 calls, and continues from the engines' step.
 
-The states are in :mod:`dtkit.training.states`. Only while nothing is in flight, the driver waits for the next command
-without a limit.
+The states are in :mod:`dtkit.training.states`. The driver waits without a limit only while nothing is in flight.
 """
 
 from __future__ import annotations
@@ -100,13 +99,14 @@ class Driver:
 
     # -- from other threads -----------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin to take commands, also again after the end. The run is then paused."""
+    def start(self, state: State = State.PAUSED) -> None:
+        """Begin to take commands, also again after the end; or be in the end state that another notebook left."""
         self.progress.begin()
         self.actions.callbacks.runner.reset()
-        self._enter(State.PAUSED)
-        self._thread = threading.Thread(target=self._run, name=f"dtkit-{self.progress.plan.job}", daemon=True)
-        self._thread.start()
+        self._enter(state)
+        if not state.has_ended:
+            self._thread = threading.Thread(target=self._run, name=f"dtkit-{self.progress.plan.job}", daemon=True)
+            self._thread.start()
 
     def join(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the end of the run and of its views. Return whether they have ended."""
@@ -383,6 +383,7 @@ class Driver:
     def _enter(self, state: State) -> None:
         with self.progress.changed:
             self._set_state(state)
+        self.progress.persist_elapsed()
         self._on_change()
 
     def _set_state(self, state: State) -> None:

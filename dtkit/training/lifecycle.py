@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
-from dtkit._util.formatting import name_nodes
+from dtkit._util.formatting import name_nodes, name_nodes_at_start
 from dtkit._util.guard import run_guarded_in_thread
 from dtkit.checkpoint import folders
 from dtkit.checkpoint.checkpoint import Checkpoint
-from dtkit.errors import RunError
+from dtkit.errors import EngineError, RunError
 from dtkit.history import engine_outbox, run_log
 from dtkit.training import job_end, persisted_run, recovered_state, recovery
 from dtkit.training.callbacks import finish_callbacks
@@ -99,7 +99,7 @@ class RunLifecycle:
             self._progress.add_event("note", text)
 
     def reattach(self) -> None:
-        """Restore a run of another notebook, with its history. It is then paused at the engines' step."""
+        """Restore a run of another notebook, with its history. It is then paused at the engines' step, or has ended."""
         group, progress, plan = self._engine_group, self._progress, self._progress.plan
         folder = group.folder / run_log.RUNS_FOLDER / plan.job
         history = progress.history
@@ -107,7 +107,9 @@ class RunLifecycle:
         run_log.RunLog(folder).start_recording(history)
         lost_ranks = group.membership.find_lost_ranks()
         positions = recovery.query_positions(group, plan.job, lost_ranks)
-        self._read_unread(min((position.step for position in positions.values()), default=0))
+        common_step = min((position.step for position in positions.values()), default=0)
+        self._read_unread(common_step)
+        failures = engine_outbox.read_failures(group.folder, plan.job, range(group.world_size), common_step)
         if lost_ranks or len(positions) < group.world_size or recovery.is_out_of_sync(positions):
             result = self._driver.failures.recover(lost_ranks)
             step, progress.lr, source = result.step, result.lr, f" ({result.source})" if result.source else ""
@@ -116,6 +118,8 @@ class RunLifecycle:
             # A recovery may have restored this state before its notebook died.
             if (state := recovered_state.load_interrupted(group.folder, plan.job)) is not None:
                 state.discard(group.folder, plan.job)
+        if any(not failure.victim for failure in failures):
+            progress.exception = EngineError(failures)
         self._continue_from(step, source)
 
     def _read_unread(self, common_step: int) -> None:
@@ -129,12 +133,27 @@ class RunLifecycle:
     def _continue_from(self, step: int, source: str) -> None:
         history = self._progress.history
         last_evaluation = max((evaluation.step for evaluation in history.evaluations), default=0)
-        elapsed_s = float(history.totals()["step_s"].sum())
+        folder = self._engine_group.folder / run_log.RUNS_FOLDER / self._progress.plan.job
+        num_steps, elapsed_s = run_log.read_elapsed(folder)
+        elapsed_s += float(history.totals(num_steps)["step_s"].sum())  # of the steps that engines took alone
         self._restore_position(step, step, last_evaluation, elapsed_s=elapsed_s)
         last_kind = next((e.kind for e in reversed(history.events) if e.kind in ("lost", "repair")), "repair")
         kind = "note" if last_kind == "repair" else "repair"  # the other notebook died before it could log the repair
         self._progress.add_event(kind, f"taken over at step {step}{source}")
-        self._driver.start()
+        self._driver.start(self._find_end() or State.PAUSED)
+
+    def _find_end(self) -> State | None:
+        """Return how the other notebook's run ended; None if it didn't. An error may have come after that notebook."""
+        progress = self._progress
+        if progress.exception is not None:
+            if not any(event.kind == "error" and event.step == progress.step for event in progress.history.events):
+                progress.add_event("error", name_nodes_at_start(str(progress.exception)))
+            return State.FAILED
+        commands = [
+            event.kind for event in progress.history.events if event.kind in ("start", "resume", "stop", "done")
+        ]
+        is_over = {"stop": True, "done": progress.step >= progress.plan.spec.steps}.get((commands or [""])[-1], False)
+        return None if not is_over else State.STOPPED if commands[-1] == "stop" else State.COMPLETED
 
     def replay_unread(
         self,

@@ -52,6 +52,7 @@ class RunProgress:
         self.changed = threading.Condition()  # guards `state`, and whether the driver still reads its inbox
         self._accumulated_s = 0.0
         self._running_since: float | None = None
+        self._persisted_at = -math.inf
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -82,6 +83,14 @@ class RunProgress:
         """Seconds spent RUNNING."""
         since = self._running_since
         return self._accumulated_s + (0.0 if since is None else time.monotonic() - since)
+
+    def persist_elapsed(self) -> None:
+        """Store the elapsed time for a notebook that takes the run over: at most once a second while RUNNING."""
+        now, log = time.monotonic(), self.history.run_log
+        is_due = self.state is not State.RUNNING or now >= self._persisted_at + timeouts.ELAPSED_INTERVAL_S
+        if log is not None and is_due:
+            self._persisted_at = now
+            log.write_elapsed(self.history.num_steps, self.elapsed_s)
 
     @property
     def is_pausing(self) -> bool:

@@ -66,7 +66,10 @@ class RunWaiter:
         self._finish()
 
     async def wait_async(self) -> None:
-        """Wait as `wait` does, but leave the kernel free, so that buttons work. Cancelling it pauses the run."""
+        """Wait as `wait` does, but leave the kernel free, so that buttons work. Cancelling it pauses the run.
+
+        ipykernel turns an interrupt of the cell into a cancellation.
+        """
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -80,14 +83,22 @@ class RunWaiter:
                 with contextlib.suppress(TimeoutError):  # a change may come without a notification
                     # waits: inside asyncio.wait_for, with a timeout
                     await asyncio.wait_for(changed.wait(), timeouts.STATE_POLL_S)
-        except asyncio.CancelledError:
-            with contextlib.suppress(RunError):
-                self._driver.submit("pause")
+        except asyncio.CancelledError as cancelled:
+            await self._pause_after_cancellation()
+            cancelled._render_traceback_ = self._describe_interrupt  # type: ignore[attr-defined]
             raise
         finally:
             unsubscribe()
             self._set_message("")
         await loop.run_in_executor(None, self._finish)
+
+    async def _pause_after_cancellation(self) -> None:
+        """Pause at a step boundary. A second cancellation before that interrupts the engines."""
+        with contextlib.suppress(RunError, TimeoutError):
+            try:
+                await _await_within_limit(self._driver.submit("pause"))
+            except asyncio.CancelledError:
+                await _await_within_limit(self._driver.submit("interrupt"))
 
     def _is_over(self) -> bool:
         """Return whether the run has ended, or needs its caller."""
@@ -213,6 +224,11 @@ class RunWaiter:
             f"{command!r} has not taken effect after {waited_s:.0f} s: {reason.rstrip('.')}. It takes effect at the "
             "next step boundary; cluster.interrupt() ends what the engines are doing, cluster.stacks() shows it"
         )
+
+
+async def _await_within_limit(answer: Future[int]) -> None:
+    # waits: inside asyncio.wait_for, with a timeout
+    await asyncio.wait_for(asyncio.wrap_future(answer), timeouts.INTERRUPTED_CELL_TIMEOUT_S)
 
 
 def _wait_within_limit(answer: Future[int]) -> None:

@@ -12,7 +12,8 @@ The table is :data:`STATE_TABLE`; drawn::
     PENDING, PAUSED, RUNNING --error--> FAILED
 
 Closing the cluster stops a run that has not ended; an error in the driver makes it FAILED. The answer to a command is
-the step at which it took effect. No command is accepted after the end.
+the step at which it took effect. No command is accepted after the end. A run that ended in another notebook goes from
+PENDING to its end.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _ACTIVE_COMMANDS = frozenset(
 _ENDS = frozenset({State.STOPPED, State.FAILED})
 
 STATE_TABLE: Mapping[State, StateRule] = {
-    State.PENDING: StateRule(_ACTIVE_COMMANDS | {"step"}, _ENDS | {State.PAUSED}),
+    State.PENDING: StateRule(_ACTIVE_COMMANDS | {"step"}, _ENDS | {State.PAUSED, State.COMPLETED}),
     State.PAUSED: StateRule(_ACTIVE_COMMANDS | {"step"}, _ENDS | {State.RUNNING}),
     State.RUNNING: StateRule(_ACTIVE_COMMANDS, _ENDS | {State.PAUSED, State.COMPLETED}),
     State.COMPLETED: StateRule(frozenset(), frozenset({State.PAUSED, State.FAILED})),

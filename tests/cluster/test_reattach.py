@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -240,6 +241,89 @@ def execute_line(process: subprocess.Popen[str], line: str) -> str:
     process.stdin.write(line + "\n")
     process.stdin.flush()
     return next(line for line in process.stdout if line.startswith("> ")).removeprefix("> ")
+
+
+@pytest.mark.slow
+def test_attached_run_keeps_its_elapsed_time():
+    """It also counts the time between the steps, which the engines don't know."""
+    with notebook(LISTENING) as process:
+        execute_line(process, "run.pause()")
+        found = execute_line(process, "raise ValueError(run.status.elapsed_s)")
+        elapsed_s = float(found.removeprefix("ValueError "))
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        with dtkit.attach() as cluster:
+            assert cluster.current_run is not None
+            assert cluster.current_run.status.elapsed_s == pytest.approx(elapsed_s)
+            assert elapsed_s > cluster.current_run.history.totals()["step_s"].sum()
+
+
+FAILING = LISTENING.replace("loss=oracle.mean_loss", "loss=fail_on_request").replace(
+    'if __name__ == "__main__":',
+    """
+import os
+
+def fail_on_request(output, target):
+    if os.path.exists(os.environ["DTKIT_TEST_FAIL"]) and oracle.torch.distributed.get_rank() == 1:
+        raise ValueError("on request")
+    return oracle.mean_loss(output, target)
+
+if __name__ == "__main__":""",
+)
+
+
+@pytest.fixture
+def request_failure(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """File whose existence lets the loss of FAILING raise."""
+    path = tmp_path_factory.mktemp("failure") / "requested"
+    monkeypatch.setenv("DTKIT_TEST_FAIL", str(path))
+    return path
+
+
+@pytest.mark.parametrize("sees_it", [True, False], ids=["before the restart", "after the restart"])
+@pytest.mark.slow
+def test_attached_run_has_failed_if_user_code_raised(request_failure: Path, *, sees_it: bool):
+    with notebook(FAILING) as process:
+        if sees_it:
+            request_failure.touch()
+            assert execute_line(process, "run.wait(60)").startswith("EngineError rank 1 on ")
+        else:
+            process.send_signal(signal.SIGSTOP)
+            request_failure.touch()
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        if not sees_it:  # the engines have up to two dispatches of a second
+            wait_until(lambda: all(is_idle(folder, rank) for folder in get_folders() for rank in (0, 1)))
+        with dtkit.attach() as cluster:
+            run = cluster.current_run
+            assert run is not None
+            assert run.status.state is dtkit.types.State.FAILED
+            assert isinstance(run.exception, dtkit.errors.EngineError)
+            assert str(run.exception).splitlines()[0].endswith(f"step {run.status.step}: ValueError: on request")
+            assert [event.kind for event in run.history.events].count("error") == 1
+            with pytest.raises(dtkit.errors.EngineError, match="on request"):
+                run.wait()
+            check_usable(cluster)
+
+
+def get_folders() -> list[Path]:
+    return list(Path(os.environ["JUPYTER_RUNTIME_DIR"]).glob("dtkit-*"))
+
+
+@pytest.mark.slow
+def test_attached_run_that_was_stopped_is_stopped_and_can_be_extended():
+    with notebook(LISTENING) as process:
+        assert execute_line(process, "run.stop()") == "done\n"
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        with dtkit.attach() as cluster:
+            run = cluster.current_run
+            assert run is not None
+            assert run.status.state is dtkit.types.State.STOPPED
+            end = run.status.step + 5
+            run.extend(steps=5)
+            run.wait(60)
+            assert (run.status.state, run.status.step) == (dtkit.types.State.COMPLETED, end)
 
 
 @pytest.mark.slow

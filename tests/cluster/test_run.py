@@ -135,21 +135,26 @@ def test_await_does_not_block_the_loop_and_ends_with_the_run(cluster2):
     assert run.status.state is State.STOPPED
 
 
-def test_canceling_an_await_pauses_the_run(cluster2):
+def test_canceling_an_await_pauses_the_run_and_shows_one_line(cluster2):
+    """ipykernel cancels a cell that awaits when the kernel is interrupted."""
     run = train(cluster2, steps=LONG)
 
-    async def wait_for_run() -> None:
-        await run
+    async def wait_for_run() -> tuple[State, list[str]]:
+        try:
+            await run
+        except asyncio.CancelledError as cancelled:
+            return run.status.state, cancelled._render_traceback_()
+        raise AssertionError("the run has ended")
 
-    async def main() -> None:
+    async def main() -> tuple[State, list[str]]:
         waiting = asyncio.ensure_future(wait_for_run())
         await asyncio.sleep(0)
         waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        return await waiting
 
-    asyncio.run(main())
-    wait_until_run(run, lambda: run.status.state is State.PAUSED)
+    state, lines = asyncio.run(main())
+    assert state is State.PAUSED
+    assert lines == [f"paused at step {run.status.step:,}; run.resume() goes on"]
 
 
 def test_validation_data_is_evaluated_after_each_epoch(cluster2):

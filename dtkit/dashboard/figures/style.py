@@ -48,7 +48,7 @@ _NARROW_WIDTH_IN = 7.5  # below this width a legend has several rows
 _MAX_LEGEND_ROW_ENTRIES = 10
 _MIN_LABEL_GAP = 0.062  # of the axes' height; closer labels would overlap
 _MAX_MARKED_EVENTS = 20
-_TITLE_WRAP_CHARS = 120
+_TITLE_CHARS_PER_INCH = 10  # of a bold headline
 _SMALL_TEXT: dict[str, Any] = {"fontsize": 8, "color": MUTED_COLOR}
 
 
@@ -79,7 +79,7 @@ def set_title(ax: Axes, name: str, note: str = "") -> None:
 
 def set_figure_title(figure: Figure, text: str) -> None:
     """Set a headline of any length above a figure."""
-    text = textwrap.fill(text, _TITLE_WRAP_CHARS)
+    text = textwrap.fill(text, int(_TITLE_CHARS_PER_INCH * figure.get_figwidth()))
     figure.suptitle(text, x=0.012, ha="left", fontsize=11.5, fontweight="bold", color=TEXT_COLOR, parse_math=False)
 
 

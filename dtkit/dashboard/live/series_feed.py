@@ -48,10 +48,10 @@ class SeriesFeed:
         self._sent_counts.clear()
         self._next_at = float("-inf")
 
-    def build_message(self) -> Message | None:
-        """Return the curves that grew; None if there are none, or reading them took long just now."""
+    def build_message(self, *, is_last: bool = False) -> Message | None:
+        """Return the curves that grew; None if there are none, or if reading took long just now, before the last."""
         started_at = self._clock()
-        if started_at < self._next_at:
+        if started_at < self._next_at and not is_last:
             return None
         entries: list[dict[str, Any]] = []
         parts: list[np.ndarray] = []

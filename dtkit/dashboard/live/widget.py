@@ -152,7 +152,7 @@ class Dashboard(anywidget.AnyWidget):
 
     def _send_series(self) -> None:
         """Send numbers of the user's own and of the machines, in a share of the time."""
-        message = self._series_feed.build_message()
+        message = self._series_feed.build_message(is_last=self._run.status.state.has_ended)
         with self._send_lock:
             if self.comm is not None and message is not None:
                 self._send_message(message)

@@ -110,7 +110,7 @@ def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
     yield Tile(
         "step time",
         formatting.format_duration(metrics.step_s),
-        f"▲ slowest: {format_nodes(slow.ranks)}" if slow else f"mean of {metrics.timing.num_steps} steps",
+        f"▲ slowest: {format_nodes(slow.ranks)}" if slow else _describe_window(metrics),
     )
     yield Tile(
         "waiting",
@@ -137,6 +137,11 @@ def _build_efficiency_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]
         yield Tile("tokens/s", formatting.format_rate(efficiency.tokens_per_s), "all nodes")
     if efficiency.mfu is not None:
         yield Tile("MFU", formatting.format_percent(efficiency.mfu), "of the devices' peak")
+
+
+def _describe_window(metrics: RunMetrics) -> str:
+    steps = metrics.timing.num_steps
+    return f"mean of {formatting.format_count(steps, 'step')}" if steps else "no step yet"
 
 
 def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
     from dtkit.explain.pipeline import PipelineExplanation, StageRank, StageRecord, StageTransfer
 
+_DIGEST_CHARS = 8  # enough to tell digests apart
 MAX_TRANSFERS = 40
 """Transfers with a line of their own."""
-MAX_MICRO_BATCHES = 8
+MAX_MICRO_BATCHES = 6
 """Micro-batches with a column of their own. Of more, the first ones and the last one are shown."""
 
 
@@ -110,13 +111,13 @@ def _format_transfer_row(transfer: StageTransfer, *, show_tensor_number: bool) -
         f"{format_shape(transfer.shape)} {transfer.dtype}",
         f"{transfer.nbytes:,}",
         format_number(transfer.norm),
-        ", ".join(f"{value:.3g}" for value in transfer.first_values) + ", …",
-        transfer.sent_digest,
+        ", ".join(f"{value:.3g}" for value in transfer.first_values[:2]) + ", …",
+        transfer.sent_digest[:_DIGEST_CHARS],
         "nothing"
         if transfer.received_digest is None
         else "the same"
         if transfer.is_intact
-        else f"DIFFERS: {transfer.received_digest}",
+        else f"DIFFERS: {transfer.received_digest[:_DIGEST_CHARS]}",
     ]
 
 

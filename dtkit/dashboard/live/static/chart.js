@@ -81,7 +81,7 @@ function drawChart(view, width) {
     y: (v) => TOP + (size(high) - size(v)) / (size(high) - size(low)) * plot.height,
     stepAt: (x) => Math.min(end, Math.max(first, axis.step(from + (x - LEFT) / plot.width * long))),
   };
-  for (const [key, value] of Object.entries({ x: LEFT - 2, y: TOP - 2, width: plot.width + 4, height: plot.height + 4 })) setAttr(view.clipped, key, value);
+  for (const [key, value] of Object.entries({ x: LEFT - 5, y: TOP - 5, width: plot.width + 10, height: plot.height + 10 })) setAttr(view.clipped, key, value);
   drawGrid(view, width);
   drawMarks(view);
   const ends = [];

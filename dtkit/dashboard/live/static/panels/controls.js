@@ -57,7 +57,7 @@ export function controls(store, send, redraw) {
     if (active?.disabled && el.contains(active)) buttons.find((b) => !b.el.disabled && !b.el.hidden)?.el.focus();
     rate.update();
     faults.update();
-    setText(effect, store.effect.text && `✓ ${store.effect.text}`);
+    setText(effect, store.effect.text && status.state !== "failed" ? `✓ ${store.effect.text}` : "");
     setText(refusal, rate.complaint() ?? store.refused?.text ?? "");
   };
   return { el, update };

@@ -5,9 +5,8 @@
 
 import { h, setAttr, setText } from "../elements.js";
 import { bytes, number } from "../numbers.js";
+import { newPrefix } from "../textures.js";
 import { CONDITION_GLYPH, CONDITION_WORDS, condition, pick } from "../picking.js";
-
-let grids = 0;
 
 export function waffle(store, _send, redraw) {
   const note = h("span", { class: "dtk-note", "aria-live": "polite" });
@@ -15,7 +14,7 @@ export function waffle(store, _send, redraw) {
   const key = h("p", { class: "dtk-note" }, "samples/s without waiting, next to the median: ",
     h("span", { class: "dtk-scale", "aria-hidden": "true" }), " half to all of it · ▲ keeps the others waiting · ▼ slowed on purpose · ⊘ stuck · ✕ lost");
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "waffle-panel" }, h("h3", {}, "Nodes at a glance ", note), grid, key);
-  const view = { store, grid, cells: [], at: 0, focused: false, pointed: null, name: `dtkw${++grids}`, redraw };
+  const view = { store, grid, cells: [], at: 0, focused: false, pointed: null, name: newPrefix(), redraw };
   listenToCells(view);
   const update = () => {
     el.hidden = store.head.ranks <= 8;

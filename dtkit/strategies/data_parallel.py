@@ -268,7 +268,7 @@ class _DataParallelWorker(ReplicatedWorker):
         if self._flat_gradients is not None and self._group is not None:
             buffer = self._flat_gradients.collect()
             self._phases.enter("sync")
-            self._group.all_reduce(buffer)
+            self._group.all_reduce_small(buffer)
 
     def _compute_grad_norm(self) -> float:
         flat = self._flat_gradients

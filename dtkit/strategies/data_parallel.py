@@ -257,8 +257,8 @@ class _DataParallelWorker(ReplicatedWorker):
 
     def _run_micro_batches(
         self, batches: Sequence[tuple[int, Any]], loss_accumulator: LossAccumulator
-    ) -> torch.futures.Future[list[torch.Tensor]] | None:
-        """Run forward and backward. Return the future of the total weight, which ranks sum before the last backward."""
+    ) -> Callable[[], torch.Tensor] | None:
+        """Run forward and backward. Return a function that waits for the total weight, summed before the last backward."""
         total = None
         for k, (count, batch) in enumerate(batches, 1):
             last = k == len(batches)
@@ -280,7 +280,7 @@ class _DataParallelWorker(ReplicatedWorker):
         if self._flat_gradients is not None and self._group is not None:
             buffer = self._flat_gradients.collect()
             self._phases.enter("sync")
-            self._group.all_reduce(buffer)
+            self._group.all_reduce_small(buffer)
 
     def _compute_grad_norm(self) -> float:
         flat = self._flat_gradients

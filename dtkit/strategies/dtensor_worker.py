@@ -197,9 +197,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         assert self._group is not None
         return not self._group.all_reduce_any(not all(bool(g.isfinite().all()) for g in self._list_local_gradients()))
 
-    def _start_weight_reduce(
-        self, loss_accumulator: LossAccumulator
-    ) -> torch.futures.Future[list[torch.Tensor]] | None:
+    def _start_weight_reduce(self, loss_accumulator: LossAccumulator) -> Callable[[], torch.Tensor] | None:
         """Start the sum of weights; of ranks with the same samples, one reports theirs."""
         if self._reports_samples:
             return super()._start_weight_reduce(loss_accumulator)

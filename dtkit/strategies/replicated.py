@@ -25,7 +25,7 @@ from dtkit.strategies.loss import LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM, Loss
 from dtkit.strategies.module_modes import module_eval_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -135,29 +135,20 @@ class ReplicatedWorker(Worker):
             self._backward_seed = (factor, scaled.dtype, scaled.device), torch.full_like(scaled.detach(), factor)
         scaled.backward(self._backward_seed[1])  # type: ignore[no-untyped-call]
 
-    def _start_weight_reduce(
-        self, loss_accumulator: LossAccumulator
-    ) -> torch.futures.Future[list[torch.Tensor]] | None:
-        """Start to sum the weights of all ranks, if losses are pairs. The future gets the total."""
+    def _start_weight_reduce(self, loss_accumulator: LossAccumulator) -> Callable[[], torch.Tensor] | None:
+        """Start to sum the weights of all ranks, if losses are pairs. Return a function that waits for the total."""
         if self._loss_form is None:
             self._phases.enter("sync")
             self._loss_form = gradients.agree_on_loss_form(loss_accumulator.loss_form, self._group)
         if self._loss_form == LOSS_IS_MEAN:
             return None
         total = torch.as_tensor(loss_accumulator.loss_weight, dtype=torch.float64).to(self._context.device, copy=True)
-        if self._group is None:
-            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-            done.set_result([total])
-            return done
-        return self._group.start_all_reduce(total)
+        return (lambda: total) if self._group is None else self._group.start_all_reduce_small(total)
 
-    def _divide_by_weight(self, total_weight_future: torch.futures.Future[list[torch.Tensor]] | None) -> None:
+    def _divide_by_weight(self, wait_for_total: Callable[[], torch.Tensor] | None) -> None:
         """Divide the gradients of a sum by its weight."""
-        if total_weight_future is not None:
-            # waits: a collective, limited by the process group's timeout
-            gradients.scale_(
-                self._list_local_gradients(), gradients.compute_weight_factor(total_weight_future.wait()[0])
-            )
+        if wait_for_total is not None:
+            gradients.scale_(self._list_local_gradients(), gradients.compute_weight_factor(wait_for_total()))
 
     def _list_local_gradients(self) -> list[torch.Tensor]:
         """Return this rank's parts of the gradients."""
@@ -173,7 +164,7 @@ class ReplicatedWorker(Worker):
     def _all_reduce_flat(self, flat: torch.Tensor) -> None:
         if self._group is not None:
             self._phases.enter("sync")
-            self._group.all_reduce(flat)
+            self._group.all_reduce_small(flat)
 
     def _compute_local_gradients(
         self, batches: Sequence[tuple[int, Any]], loss_accumulator: LossAccumulator
@@ -234,12 +225,11 @@ class ReplicatedWorker(Worker):
         loss_accumulator = LossAccumulator(sum(counts))
         with self._share_written_tensors(counts):
             local = self._compute_local_gradients(batches, loss_accumulator)
-        total = self._start_weight_reduce(loss_accumulator)
+        wait_for_total = self._start_weight_reduce(loss_accumulator)
         self._sum_gradients(local)
-        self._divide_by_weight(total)
+        self._divide_by_weight(wait_for_total)
         if probe is not None:
-            # waits: a collective, limited by the process group's timeout
-            divisor = 1.0 if total is None else float(total.wait()[0])
+            divisor = 1.0 if wait_for_total is None else float(wait_for_total())
             self._report_gradients(probe, loss_accumulator, counts, local, divisor)
         finite, norm = self._clip_and_update()
         if probe is not None and finite:

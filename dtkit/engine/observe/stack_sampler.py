@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dtkit.health.frames import Frame
 
 _DISTRIBUTED_PATH = "/torch/distributed/"
+_HOST_LINK = str(PACKAGE_FOLDER / "engine/comm/host_link.py")
 _VOTE_WAIT_FUNCTION = str(PACKAGE_FOLDER / "engine/comm/process_group.py"), "wait_for_result"
 """File and name of the function in which a rank waits for `Group.start_all_reduce_any`."""
 _COMPUTING_PATHS = ("/torch/distributed/tensor/", "/torch/distributed/pipelining/")
@@ -77,7 +78,7 @@ def is_in_collective(stack: Sequence[Frame]) -> bool:
     if inner is None:
         return False
     is_torch_collective = _DISTRIBUTED_PATH in inner.file and not any(part in inner.file for part in _COMPUTING_PATHS)
-    return is_torch_collective or (inner.file, inner.function) == _VOTE_WAIT_FUNCTION
+    return is_torch_collective or inner.file == _HOST_LINK or (inner.file, inner.function) == _VOTE_WAIT_FUNCTION
 
 
 def is_in_p2p(stack: Sequence[Frame]) -> bool:

@@ -1,0 +1,144 @@
+"""Sums over the ranks of one host: equal bits on all ranks, in any number of chunks, and ends of broken connections."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from dtkit._util.resources import find_loopback_interface
+from dtkit.engine.comm import host_link
+from dtkit.engine.comm.host_link import CHUNK_BYTES, MAX_SENT_BYTES, HostLink
+from dtkit.engine.comm.process_group import is_lost_peer_error
+from dtkit.types import GroupSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+
+@contextlib.contextmanager
+def linked(num_ranks: int, timeout_s: float = 30.0) -> Iterator[list[HostLink]]:
+    """Yield the links of all ranks, in one process."""
+    connections: list[dict[int, socket.socket]] = [{} for _ in range(num_ranks)]
+    for a, b in itertools.combinations(range(num_ranks), 2):
+        connections[a][b], connections[b][a] = socket.socketpair()
+    links = [HostLink(rank, own, timeout_s) for rank, own in enumerate(connections)]
+    try:
+        yield links
+    finally:
+        for link in links:
+            link.close()
+
+
+def on_all(links: Sequence[HostLink], work: Callable[[int, HostLink], Any]) -> list[Any]:
+    """Return the results of `work(rank, link)` in one thread for each rank; an error counts as a result."""
+    results: list[Any] = [None] * len(links)
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank, links[rank])
+        except RuntimeError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(links))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_all_ranks_get_the_same_sum_in_the_order_of_ranks(num_ranks: int, dtype: torch.dtype):
+    tensors = [torch.randn(9, 5, generator=torch.Generator().manual_seed(k)).mul(100).to(dtype) for k in range(4)]
+    expected = tensors[0] + tensors[1]
+    for tensor in tensors[2:num_ranks]:
+        expected += tensor
+
+    def add(rank: int, link: HostLink) -> torch.Tensor:
+        own = tensors[rank].clone()
+        link.all_reduce(own)
+        return own
+
+    with linked(num_ranks) as links:
+        for result in on_all(links, add):
+            assert torch.equal(result, expected)
+        assert {link.sent_bytes for link in links} == {(num_ranks - 1) * expected.nbytes}
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 1, MAX_SENT_BYTES // 4])
+def test_sums_of_any_size_end(size: int):
+    """Both ranks send before they receive, so a chunk must fit into the sockets."""
+
+    def add(rank: int, link: HostLink) -> torch.Tensor:
+        own = torch.full((size,), rank + 1.0)
+        assert link.can_sum(own)
+        link.all_reduce(own)
+        return own
+
+    with linked(2) as links:
+        assert all(torch.equal(result, torch.full((size,), 3.0)) for result in on_all(links, add))
+        assert not links[0].can_sum(torch.zeros(MAX_SENT_BYTES // 4 + 1))
+
+
+def test_a_started_sum_is_finished_before_a_later_one():
+    def add(rank: int, link: HostLink) -> list[float]:
+        wait_for_first, wait_for_second = (link.start_all_reduce(torch.tensor(rank + k)) for k in (1.0, 10.0))
+        third = torch.tensor([rank + 100.0])
+        link.all_reduce(third)
+        return [float(wait_for_second()), float(wait_for_first()), float(third)]
+
+    with linked(2) as links:
+        assert on_all(links, add) == [[21.0, 3.0, 201.0]] * 2
+
+
+def test_a_rank_that_ends_or_aborts_ends_the_wait_of_the_others():
+    def add(rank: int, link: HostLink) -> None:
+        if rank == 1:
+            link.shut_down()
+        link.all_reduce(torch.zeros(3))
+
+    with linked(3) as links:
+        errors = on_all(links, add)
+    assert all(is_lost_peer_error(error) for error in errors)
+
+
+def test_a_rank_that_does_not_answer_in_time_is_an_error_of_a_lost_peer():
+    with linked(2) as links:
+        links[0].set_timeout(0.01)
+        with pytest.raises(RuntimeError, match="timed out waiting 10ms") as raised:
+            links[0].all_reduce(torch.zeros(3))
+        assert is_lost_peer_error(raised.value)
+        with pytest.raises(RuntimeError, match="Connection closed"):  # never the rest of an earlier message
+            links[1].all_reduce(torch.zeros(5))
+
+
+def test_ranks_of_one_host_connect_by_files_that_vanish(tmp_path: Path):
+    folder = tmp_path / ("long" * 30)  # longer than the path of a socket may be
+    folder.mkdir()
+    arrived = threading.Barrier(3)
+
+    def join(rank: int, _: HostLink) -> torch.Tensor:
+        spec = GroupSpec(rank, 3, 0, "gloo", "cpu", str(folder / "store-0"), find_loopback_interface(), 1, 30.0)
+        link = host_link.connect(spec, lambda: arrived.wait(30) and None)
+        assert link is not None
+        own = torch.tensor([float(rank)])
+        link.all_reduce(own)
+        link.close()
+        return own
+
+    with linked(3) as links:
+        assert [float(total) for total in on_all(links, join)] == [3.0, 3.0, 3.0]
+    assert list(folder.iterdir()) == []
+
+
+def test_ranks_on_another_interface_have_no_link(tmp_path: Path):
+    spec = GroupSpec(0, 2, 0, "gloo", "cpu", str(tmp_path / "store-0"), "other0", 1, 30.0)
+    assert host_link.connect(spec, pytest.fail) is None

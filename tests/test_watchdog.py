@@ -371,6 +371,10 @@ def test_no_signal_is_sent_where_it_would_kill_the_process(
         assert stacks.request_stack_dump(tmp_path, one) == one
 
 
+def test_a_dump_without_text_has_no_stacks():
+    assert stacks.parse_dump("") == {}
+
+
 def test_a_stack_dump_is_parsed_by_thread():
     text = (
         'Thread 0x00007f01 (most recent call first):\n  File "/a/b.py", line 3 in wait\n\n'

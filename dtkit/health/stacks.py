@@ -128,7 +128,7 @@ def request_stack_dump(
 def parse_dump(text: str) -> dict[int, CallStack]:
     """Return the stacks in faulthandler's text by thread id."""
     heads = list(_THREAD_PATTERN.finditer(text))
-    ends = [head.start() for head in heads[1:]] + [len(text)]
+    ends = [*(head.start() for head in heads[1:]), len(text)][: len(heads)]
     return {int(head[1], 16): _parse_frames(text[head.end() : end]) for head, end in zip(heads, ends, strict=True)}
 
 

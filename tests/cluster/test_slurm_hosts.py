@@ -214,6 +214,6 @@ def test_preempted_job_is_named_and_its_checkpoint_goes_on_in_another(
 def test_address_that_the_nodes_do_not_reach_is_told_soon(start: Callable[..., dtkit.Cluster]):
     with (
         ends_soon(),
-        pytest.raises(dtkit.errors.ClusterError, match=r"host1 can't reach .* 127\.0\.0\.1, port \d+: .*address="),
+        pytest.raises(dtkit.errors.ClusterError, match=r"host\d can't reach .* 127\.0\.0\.1, port \d+: .*address="),
     ):
         start(2, dtkit.Slurm(nodes=2, address="127.0.0.1"))

@@ -30,8 +30,9 @@ NOTICED_S = 30.0
 
 
 @pytest.fixture
-def start(ssh_config: Path) -> Callable[..., dtkit.Cluster]:
-    """Start a cluster on hosts of the network."""
+def start(ssh_config: Path, runtime: Path) -> Callable[..., dtkit.Cluster]:
+    """Start a cluster on hosts of the network, among no others of this user."""
+    del runtime
 
     def start(n: int = 2, hosts: tuple[str, ...] = ("host1:2", "host2:2"), **options: Any) -> dtkit.Cluster:
         python = options.pop("python", sys.executable)
@@ -61,7 +62,7 @@ def test_hosts_that_are_cut_off_or_lose_their_power_are_left_out(start: Callable
     cut, dark = network["host2"], network["host3"]
     with start(3, ("host1:1", "host2:1", "host3:1")) as cluster:
         pids = [node.pid for node in cluster.nodes]
-        run = train(cluster, scenarios.LONG, on_failure="shrink")
+        run = train(cluster, 1_000_000, on_failure="shrink")
         wait_for_step(run, 50)
         cut.cut()
         step = run.status.step
@@ -73,8 +74,8 @@ def test_hosts_that_are_cut_off_or_lose_their_power_are_left_out(start: Callable
         cut.restore()
         wait_until(lambda: not list_commands(network, [cut]), NOTICED_S)  # its engine has ended by itself
         dark.power_off()
-        run.wait(120)
-        assert [node.host for node in cluster.nodes] == ["host1"]
+        wait_until(lambda: [node.host for node in cluster.nodes] == ["host1"], NOTICED_S)
+        run.stop()
         assert re.search(r"node 1 lost at step \d+: .* on host3 is gone", list_texts(run, "lost")[-1])
         assert_exact(run)
     assert_nothing_left(network)

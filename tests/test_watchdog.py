@@ -26,6 +26,7 @@ from dtkit.engine.observe.watchdog import Watchdog
 from dtkit.health import frames, stacks
 from dtkit.health.diagnosis import RankObservation
 from dtkit.health.frames import Frame
+from dtkit.health.stack_dump import get_process_state
 from dtkit.health.status import EngineStatus, get_dump_path, get_status_path, remove_status_files
 from dtkit.types import GroupSpec, NodeInfo, Request
 from tests.support.waiting import wait_until
@@ -346,17 +347,17 @@ def test_status_files_of_other_processes_and_damaged_ones_are_ignored(
 
 def test_a_reused_process_id_is_reported_as_ended():
     created = psutil.Process().create_time()
-    assert stacks.get_process_state(os.getpid(), created) in ("running", "sleeping")
-    assert stacks.get_process_state(os.getpid(), created - 60) == "ended"
-    assert stacks.get_process_state(2**22 + 1, created) == "ended"
+    assert get_process_state(os.getpid(), created) in ("running", "sleeping")
+    assert get_process_state(os.getpid(), created - 60) == "ended"
+    assert get_process_state(2**22 + 1, created) == "ended"
 
 
 def test_a_process_dumps_its_stack_on_request(watchdog: Watchdog, node: NodeInfo, tmp_path: Path):
     wait_until(get_status_path(tmp_path, 1).exists)
     found = stacks.observe_rank(tmp_path, node)
-    stack = stacks.request_stack_dump(tmp_path, found)
+    stack = stacks.request_stack_dump(tmp_path, found).dumped_stack
     assert any(frame.function == "test_a_process_dumps_its_stack_on_request" for frame in stack)
-    again = stacks.request_stack_dump(tmp_path, found)
+    again = stacks.request_stack_dump(tmp_path, found).dumped_stack
     assert [frame.function for frame in again] == [frame.function for frame in stack]
 
 
@@ -367,7 +368,11 @@ def test_no_signal_is_sent_where_it_would_kill_the_process(
     found = watchdog.sample(spec)
     for process, dumps in (("sleeping", False), ("stopped", True), ("ended", True), ("unknown", True)):
         one = RankObservation(1, "here", found.pid, process, 0.1, dataclasses.replace(found, can_dump_stacks=dumps))
-        assert stacks.request_stack_dump(tmp_path, one) == ()
+        assert stacks.request_stack_dump(tmp_path, one) == one
+
+
+def test_a_dump_without_text_has_no_stacks():
+    assert stacks.parse_dump("") == {}
 
 
 def test_a_stack_dump_is_parsed_by_thread():

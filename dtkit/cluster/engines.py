@@ -151,7 +151,8 @@ class Engines:
         This takes half a second on average, and neither waits for calls nor disturbs training.
         """
         self._engine_group.check_open()
-        return stacks.collect_stacks(self.folder, self.nodes)
+        hosts = self._engine_group.transport.hosts
+        return stacks.collect_stacks(self.folder, self.nodes, None if hosts is None else hosts.inspect_process)
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Interrupt what engines are doing, as the notebook's interrupt button does. Does not wait."""

@@ -61,7 +61,7 @@ class LaunchedTransport(IpyparallelTransport):
         folder = _make_cluster_folder()
         lease = Lease.start(folder, config.lease_s, config.job_lease_s)
         transport = cls(config, folder, _get_launcher_class(config)(config, folder), lease)
-        transport._launcher.on_wait = on_wait
+        transport._launcher.on_wait = transport._launcher.on_queue = on_wait
         try:
             transport._launcher.start_controller()
             transport._report_members()
@@ -71,6 +71,8 @@ class LaunchedTransport(IpyparallelTransport):
         except BaseException:
             transport.close()
             raise
+        transport._launcher.on_wait = bool
+        transport._launcher.on_queue = transport._tell_queue
         transport.engine_ids, transport.spare_ids = ids[:n], ids[n:]
         transport._preload(transport.spare_ids)
         return transport
@@ -84,11 +86,15 @@ class LaunchedTransport(IpyparallelTransport):
         lease = Lease.take_over(info.folder, config.lease_s, config.job_lease_s, info.reaper)
         transport = cls(config, info.folder, launcher, lease)
         IpyparallelTransport.__init__(transport, client, list(info.engine_ids))
+        transport._launcher.on_queue = transport._tell_queue
         transport.spare_ids = list(info.spare_ids)
         transport._connect_hosts(len(info.engine_ids))
         if transport.hosts is not None:
             transport.hosts.exchange()  # results that the other notebook hasn't read
         return transport
+
+    def _tell_queue(self, text: str) -> None:
+        self.on_queue(text)  # which may have changed since the launcher got this method
 
     def _connect_hosts(self, num_engines: int) -> None:
         self.config = self._launcher.connect_hosts(self._client, num_engines)

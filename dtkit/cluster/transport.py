@@ -47,6 +47,7 @@ class IpyparallelTransport:
     """Transport over a connected client, which leaves the engines running when it is closed."""
 
     hosts: Hosts | None = None
+    on_queue: Callable[[str], object] = bool
 
     def __init__(self, client: ipp.Client, engine_ids: list[int]) -> None:
         self._client = client

@@ -2,10 +2,8 @@
 
 An engine's main thread is not involved. Its watchdog writes its stack twice a second (see
 :mod:`dtkit.engine.observe.watchdog`). The notebook waits for a status that is newer than the request. If a watchdog
-is silent, the notebook sends SIGUSR1, and faulthandler writes all stacks from C. This needs no interpreter, and the
-frames are stable because no Python runs. A stopped process gets no signal, since it would reply later.
-
-The notebook signals only a process on this host that has a handler. Its start time must be the one in its status.
+is silent, the process is signaled to write all stacks (:mod:`dtkit.health.stack_dump`), by the notebook on its own host
+and by the agent on another one.
 """
 
 from __future__ import annotations
@@ -14,28 +12,29 @@ import contextlib
 import dataclasses
 import html
 import linecache
-import os
 import re
-import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.installation import PACKAGE_FOLDER
 from dtkit._util.notebook import get_shell
-from dtkit._util.process import ProcessId
 from dtkit.health.diagnosis import HALTED_STATES, RankObservation
 from dtkit.health.frames import MAX_FRAMES, CallStack, Frame, find_user_frame, make_stack
-from dtkit.health.status import IDLE, EngineStatus, get_dump_path, get_status_path
+from dtkit.health.stack_dump import dump_stacks, get_process_state
+from dtkit.health.status import IDLE, EngineStatus, get_status_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from dtkit.types import NodeInfo
 
+InspectProcess = Callable[[int, int, float], tuple[str, str]]
+"""Function of rank, pid and start time that returns a process's state and the text of its stacks, from its host."""
 _THREAD_PATTERN = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)
 _FRAME_PATTERN = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _ESCAPE_PATTERN = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
@@ -47,9 +46,11 @@ _INSTALL_FOLDER_PATTERN = re.compile(
 class StatusProbe:
     """Callable that observes each rank, and signals silent ones from time to time."""
 
-    def __init__(self, folder: Path, get_nodes: Callable[[], Sequence[NodeInfo]]) -> None:
-        """Observe the ranks that `get_nodes` returns: a repair changes them."""
-        self._folder, self._get_nodes = folder, get_nodes
+    def __init__(
+        self, folder: Path, get_nodes: Callable[[], Sequence[NodeInfo]], inspect: InspectProcess | None = None
+    ) -> None:
+        """Observe the ranks that `get_nodes` returns: a repair changes them. `inspect` asks other hosts."""
+        self._folder, self._get_nodes, self._inspect = folder, get_nodes, inspect
         self._signaled_at: dict[int, float] = {}
         # by rank: (time of the silent watchdog's last status, stack)
         self._dumps: dict[int, tuple[float, CallStack]] = {}
@@ -67,9 +68,10 @@ class StatusProbe:
         now = time.monotonic()
         if now - self._signaled_at.get(node.rank, -timeouts.STACK_DUMP_INTERVAL_S) >= timeouts.STACK_DUMP_INTERVAL_S:
             self._signaled_at[node.rank] = now
-            self._dumps[node.rank] = status.observed_at, request_stack_dump(self._folder, observation)
+            dumped = request_stack_dump(self._folder, observation, self._inspect).dumped_stack
+            self._dumps[node.rank] = status.observed_at, dumped
         observed_at, stack = self._dumps[node.rank]
-        return add_dump(observation, stack if observed_at == status.observed_at else ())
+        return dataclasses.replace(observation, dumped_stack=stack if observed_at == status.observed_at else ())
 
 
 def _format_files(observation: RankObservation) -> RankObservation:
@@ -103,41 +105,30 @@ def read_status(folder: Path, node: NodeInfo) -> EngineStatus | None:
     return status if status.pid == node.pid else None
 
 
-def get_process_state(pid: int, start_time: float) -> str:
-    """Return a process's state on this host; "ended" also if another process has its pid."""
-    import psutil
+def request_stack_dump(
+    folder: Path, observation: RankObservation, inspect: InspectProcess | None = None
+) -> RankObservation:
+    """Return the observation with the stack that its process writes upon a signal, if it can write one.
 
-    try:
-        process = ProcessId(pid, start_time).find()
-        if process is None:
-            return "ended"
-        status = str(process.status())
-    except psutil.NoSuchProcess:
-        return "ended"
-    except psutil.Error:  # no permission
-        return "unknown"
-    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return "stopped"
-    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-        return "ended"
-    return "running" if status == psutil.STATUS_RUNNING else "sleeping"
-
-
-def request_stack_dump(folder: Path, observation: RankObservation) -> tuple[Frame, ...]:
-    """Signal a process on this host to write its stacks. Return the serving thread's stack; empty if that fails."""
-    status, path = observation.status, get_dump_path(folder, observation.rank)
-    if status is None or not status.can_dump_stacks or observation.process_state not in ("running", "sleeping"):
-        return ()
-    try:
-        return parse_dump(_signal_and_read(path, observation.pid)).get(status.thread_id, ())
-    except OSError:  # the process has just ended, or the folder is gone
-        return ()
+    `inspect` asks another host for its process.
+    """
+    status = observation.status
+    if status is None or not status.can_dump_stacks:
+        return observation
+    if observation.process_state != "unknown":
+        text = dump_stacks(folder, observation.rank, observation.pid, observation.process_state)
+    elif inspect is not None:
+        state, text = inspect(observation.rank, observation.pid, status.process_start_time)
+        observation = dataclasses.replace(observation, process_state=state)
+    else:
+        return observation
+    return dataclasses.replace(observation, dumped_stack=parse_dump(text).get(status.thread_id, ()))
 
 
 def parse_dump(text: str) -> dict[int, CallStack]:
     """Return the stacks in faulthandler's text by thread id."""
     heads = list(_THREAD_PATTERN.finditer(text))
-    ends = [head.start() for head in heads[1:]] + [len(text)]
+    ends = [*(head.start() for head in heads[1:]), len(text)][: len(heads)]
     return {int(head[1], 16): _parse_frames(text[head.end() : end]) for head, end in zip(heads, ends, strict=True)}
 
 
@@ -155,28 +146,11 @@ def _unescape(name: str) -> str:
     return _ESCAPE_PATTERN.sub(lambda match: chr(int(match[1][1:], 16)), name) if "\\" in name else name
 
 
-def _signal_and_read(path: Path, pid: int) -> str:
-    """Signal a process, which `observe_rank` has just identified, and return the text that it appends to the file."""
-    begin = path.stat().st_size
-    os.kill(pid, signal.SIGUSR1)
-    pause, deadline, size = threading.Event(), time.monotonic() + timeouts.STACK_DUMP_TIMEOUT_S, begin
-    while time.monotonic() < deadline:
-        pause.wait(timeouts.STACK_DUMP_POLL_S)
-        before, size = size, path.stat().st_size
-        if begin < size == before:
-            break
-    with path.open("rb") as file:
-        file.seek(begin)
-        return file.read().decode(errors="replace")
+def collect_stacks(folder: Path, nodes: Sequence[NodeInfo], inspect: InspectProcess | None = None) -> Stacks:
+    """Return the current stacks of all ranks, usually within half a second. Engines are not disturbed.
 
-
-def add_dump(observation: RankObservation, frames: tuple[Frame, ...]) -> RankObservation:
-    """Return the observation with a stack that the process wrote upon a signal."""
-    return dataclasses.replace(observation, dumped_stack=frames)
-
-
-def collect_stacks(folder: Path, nodes: Sequence[NodeInfo]) -> Stacks:
-    """Return the current stacks of all ranks, usually within half a second. Engines are not disturbed."""
+    `inspect` asks another host for its process.
+    """
     requested_at, deadline = time.time(), time.monotonic() + timeouts.FRESH_STATUS_TIMEOUT_S
     pause = threading.Event()
     observations = [observe_rank(folder, node) for node in nodes]
@@ -187,10 +161,7 @@ def collect_stacks(folder: Path, nodes: Sequence[NodeInfo]) -> Stacks:
             for obs, node in zip(observations, nodes, strict=True)
         ]
     return Stacks(
-        [
-            obs if _is_final(obs, requested_at) else add_dump(obs, request_stack_dump(folder, obs))
-            for obs in observations
-        ]
+        [obs if _is_final(obs, requested_at) else request_stack_dump(folder, obs, inspect) for obs in observations]
     )
 
 

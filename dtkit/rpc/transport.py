@@ -48,6 +48,9 @@ class Hosts(Protocol):
     def end_processes(self, pids: Mapping[int, int]) -> None:
         """End the engines with these pids by rank. Works for stopped engines too."""
 
+    def inspect_process(self, rank: int, pid: int, start_time: float) -> tuple[str, str]:
+        """Return the state of an engine's process and the text of its stacks, which is empty if it can't write them."""
+
     def exchange(self) -> None:
         """Synchronize the notebook's folder with those of the hosts now."""
 
@@ -57,6 +60,8 @@ class Transport(Protocol):
 
     hosts: Hosts | None
     """Access to hosts that don't share the notebook's folder."""
+    on_queue: Callable[[str], object]
+    """Called with the state of a job again and again, while `replace` waits in a scheduler's queue."""
 
     @property
     def engine_ids(self) -> Sequence[int]:

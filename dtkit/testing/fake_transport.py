@@ -82,6 +82,7 @@ class FakeTransport(FakeResults):
     """
 
     hosts: Hosts | None = None
+    on_queue: Callable[[str], object] = bool
 
     def __init__(self, world_size: int = 2, *, step_s: float = 0.05) -> None:
         super().__init__(world_size, step_s)

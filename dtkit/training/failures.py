@@ -60,6 +60,7 @@ class FailureHandler:
         self._rewind, self._fail, self._on_change = rewind, fail, on_change
         self._last_loss_step = -1  # the step of the last loss of engines
         self._loss_count = 0  # losses in a row at that step
+        self._queue_text = ""  # the last state of a job in a scheduler's queue
 
     def handle(self, call: PendingCall[Any], replies: Sequence[Reply[Any]], failures: Sequence[Failure]) -> None:
         """Continue after the failures of a call, or end the run."""
@@ -156,12 +157,20 @@ class FailureHandler:
 
     def recover(self, lost_ranks: Sequence[int]) -> RecoveryResult:
         """Rebuild the job on all ranks, and adapt the plan to the remaining ranks."""
-        progress = self._progress
+        progress, transport = self._progress, self._engine_group.transport
+        transport.on_queue = self._note_queue
         result = Recovery(self._engine_group, progress.plan, self._snapshot_folder)(lost_ranks)
         progress.plan = progress.plan.adapt_to(self._engine_group.world_size)
         progress.history.ranks_per_replica = progress.plan.options.ranks_per_replica
         progress.delay_factors = {}  # the new jobs run at full speed
         return result
+
+    def _note_queue(self, text: str) -> None:
+        """Note each state of a job for which the repair waits."""
+        if text != self._queue_text:
+            self._queue_text = text
+            self._progress.add_event("note", f"the repair waits: {text}")
+            self._on_change()
 
     def record_repair(self, lost_ranks: Sequence[int], old_world_size: int, result: RecoveryResult) -> None:
         """Note a repair after the run's end. The job may now be at an earlier step."""

@@ -104,7 +104,9 @@ class PendingCalls:
     ) -> None:
         self.pending: collections.deque[PendingCall[Any]] = collections.deque()
         self.interruption = Interruption()
-        self.stall_detector = StallDetector(StatusProbe(engine_group.folder, lambda: engine_group.nodes))
+        hosts = engine_group.transport.hosts
+        inspect = None if hosts is None else hosts.inspect_process
+        self.stall_detector = StallDetector(StatusProbe(engine_group.folder, lambda: engine_group.nodes, inspect))
         self._engine_group, self._progress = engine_group, progress
         self._on_answered, self._on_change = on_answered, on_change
 

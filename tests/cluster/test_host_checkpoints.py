@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
-@pytest.fixture
-def cluster(ssh_config: Path, network: Network) -> Iterator[dtkit.Cluster]:
+@pytest.fixture(scope="module")
+def cluster(session_ssh_config: Path, session_network: Network) -> Iterator[dtkit.Cluster]:
     """Cluster with one engine on each of two hosts."""
-    hosts = dtkit.SSH(["host1:1", "host2:1"], python=sys.executable, ssh_options=["-F", str(ssh_config)])
+    hosts = dtkit.SSH(["host1:1", "host2:1"], python=sys.executable, ssh_options=["-F", str(session_ssh_config)])
     with dtkit.Cluster(2, launcher=hosts, device="cpu", threads=1) as cluster:
         yield cluster
-    assert_nothing_left(network)
+    assert_nothing_left(session_network)
 
 
 def list_files(network: Network) -> list[str]:

@@ -7,13 +7,18 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import dtkit
+from tests.support import oracle
 from tests.support.hosts import scenarios
-from tests.support.hosts.training import assert_exact, assert_nothing_left, train
+from tests.support.hosts.slurm import URGENT
+from tests.support.hosts.training import assert_exact, assert_nothing_left, descend, train
 from tests.support.recovery import list_loss_events, wait_for_step
-from tests.support.waiting import wait_until
+from tests.support.waiting import ends_soon, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,38 +54,59 @@ def start(slurm: Slurm, network: Network, home: Path, runtime: Path) -> Iterator
     assert list(home.rglob("slurm-*.log")) == []
 
 
-def test_training_is_exact_and_survives_a_lost_engine_and_an_interrupt(
-    start: Callable[..., dtkit.Cluster], network: Network
+def make_wide_model() -> nn.Module:
+    """Return a model of 1.1 MB, which travels in buffers of its own."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(oracle.FEATURES, 360), nn.Tanh(), nn.Linear(360, 360), nn.Linear(360, 3)).double()
+
+
+def test_training_is_exact_and_survives_lost_engines_and_nodes_until_the_job_is_canceled(
+    start: Callable[..., dtkit.Cluster], slurm: Slurm, network: Network
 ):
     with start(3) as cluster:
         assert [node.host for node in cluster.nodes] == ["host1", "host1", "host2"]
         scenarios.check_training(cluster, network)
         scenarios.check_lost_engine(cluster, network)
         scenarios.check_interrupt(cluster)
-
-
-def test_node_without_power_is_replaced_by_a_further_job(
-    start: Callable[..., dtkit.Cluster], slurm: Slurm, network: Network
-):
-    with start(2) as cluster:
-        run = train(cluster, scenarios.LONG)
-        wait_for_step(run, 50)
-        (first,) = slurm.list_jobs()
-        network["host2"].power_off()
-        run.wait(150)
-        assert [node.host for node in cluster.nodes] == ["host1", "host3"]
-        assert len(set(slurm.list_jobs()) - {first}) == 1
-        assert_exact(run)
-
-
-def test_canceled_job_is_named_when_its_engines_are_gone(start: Callable[..., dtkit.Cluster], slurm: Slurm):
-    with start(2) as cluster:
+        check_node_without_power(cluster, slurm, network)
         run = train(cluster, 100_000, on_failure="pause")
         wait_for_step(run, 50)
-        (job,) = slurm.list_jobs()
-        slurm.call("scancel", job)
-        with pytest.raises(dtkit.DtkitError, match=rf"Slurm job {job} is CANCELLED"):
+        jobs = slurm.list_jobs()
+        slurm.call("scancel", *jobs)
+        with pytest.raises(dtkit.DtkitError, match=rf"Slurm job ({'|'.join(jobs)}) is CANCELLED"):
             run.wait(60)
+
+
+def check_node_without_power(cluster: dtkit.Cluster, slurm: Slurm, network: Network) -> None:
+    """Turn a node off while no other one is free: the run waits for a further job, which gets all data and models."""
+    (first,) = slurm.list_jobs()
+    others = slurm.call("sbatch", "--parsable", "--nodelist=host3", "--exclusive", *SLEEP).strip()
+    large = cluster.partition((np.ones((1_000_000, 2)), np.zeros((1_000_000, 1))))  # 24 MB, which the new host needs
+    run = train(cluster, 300, model=make_wide_model())
+    run.inject_delay(0, 10)
+    wait_for_step(run, 20)
+    network["host2"].power_off()
+    wait_until(lambda: find_event(run, "the repair waits: Slurm job "))
+    (further,) = set(slurm.list_jobs()) - {first, others}
+    assert f"Slurm job {further} is PENDING (" in find_event(run, "the repair waits: ")
+    slurm.call("scancel", others)
+    run.wait(150)
+    assert [node.host for node in cluster.nodes] == ["host1", "host1", "host3"]
+    assert_exact(run, make_wide_model())
+    model = nn.Linear(2, 1, bias=False).double()
+    run = cluster.train(model, large, loss=nn.MSELoss(), optimizer=descend, batch_size=999_999, steps=1)
+    run.wait(60)
+    before = model.weight.detach()
+    assert torch.allclose(run.model.weight, before - 0.01 * 2 * before.sum(), rtol=0, atol=1e-12)
+    assert set(cluster.map(get_sum, range(3), args=[np.ones(3_000_000)])) == {3e6}
+
+
+def get_sum(item: int, array: Any) -> float:
+    del item
+    return float(array.sum())
+
+
+SLEEP = ("--output=/dev/null", "--wrap", "sleep 600")
 
 
 def train_slowly(cluster: dtkit.Cluster, steps: int, **options: Any) -> dtkit.Run:
@@ -100,10 +126,11 @@ def test_time_limit_is_told_before_and_the_next_job_goes_on(
     start: Callable[..., dtkit.Cluster], slurm: Slurm, tmp_path: Path
 ):
     saved = tmp_path / "saved"
-    with start(2, dtkit.Slurm(nodes=2, time=1, checkpoint_minutes=0.8)) as cluster:
+    with start(2, dtkit.Slurm(nodes=2, time=1, checkpoint_minutes=0.9)) as cluster:
         (job,) = slurm.list_jobs()
         run = train_slowly(cluster, 1_000_000, checkpoint_dir=saved)
         wait_until(lambda: find_event(run, "resume_from="), 60)
+        slurm.end_time_now(job)
         assert f"Slurm job {job} ends in " in find_event(run, "writes a checkpoint before that")
         assert str(saved) in find_event(run, "resume_from=")
         with pytest.raises(dtkit.DtkitError, match=rf"no host is left: Slurm job {job} is TIMEOUT.*resume_from="):
@@ -119,7 +146,7 @@ def test_time_limit_is_told_before_and_the_next_job_goes_on(
 
 
 def test_requeue_moves_the_run_to_a_further_job(start: Callable[..., dtkit.Cluster], slurm: Slurm):
-    with start(2, dtkit.Slurm(nodes=2, time=1, checkpoint_minutes=0.8, requeue=True)) as cluster:
+    with start(2, dtkit.Slurm(nodes=2, time=1, checkpoint_minutes=0.9, requeue=True)) as cluster:
         (first,) = slurm.list_jobs()
         run = train_slowly(cluster, 1_000_000)
         wait_until(lambda: find_event(run, "all go on from step"), 120)
@@ -133,7 +160,7 @@ def test_requeue_moves_the_run_to_a_further_job(start: Callable[..., dtkit.Clust
 
 
 def test_interrupt_while_the_job_waits_cancels_it(start: Callable[..., dtkit.Cluster], slurm: Slurm):
-    slurm.call("sbatch", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 600")
+    slurm.call("sbatch", "--nodes=3", "--exclusive", *SLEEP)
     wait_until(lambda: len(slurm.list_jobs()) == 1)
     done = threading.Event()
 
@@ -154,7 +181,7 @@ def test_interrupt_while_the_job_waits_cancels_it(start: Callable[..., dtkit.Clu
 def test_notebook_inside_an_allocation_uses_its_nodes(
     start: Callable[..., dtkit.Cluster], slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ):
-    job = slurm.call("sbatch", "--parsable", "--nodes=2", "--output=/dev/null", "--wrap", "sleep 600").strip()
+    job = slurm.call("sbatch", "--parsable", "--nodes=2", *SLEEP).strip()
     wait_until(lambda: slurm.call("squeue", "--noheader", f"--jobs={job}", "--format=%T").strip() == "RUNNING")
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
@@ -163,3 +190,30 @@ def test_notebook_inside_an_allocation_uses_its_nodes(
         assert cluster.run(os.getpid)
         assert slurm.list_jobs() == [job]
     slurm.call("scancel", job)
+
+
+def test_preempted_job_is_named_and_its_checkpoint_goes_on_in_another(
+    start: Callable[..., dtkit.Cluster], slurm: Slurm, tmp_path: Path
+):
+    saved = tmp_path / "saved"
+    with start(2) as cluster:
+        (job,) = slurm.list_jobs()
+        run = train_slowly(cluster, 100_000, checkpoint_dir=saved, checkpoint_every=10)
+        wait_for_step(run, 25)
+        urgent = slurm.call("sbatch", "--parsable", f"--partition={URGENT}", "--nodes=3", "--exclusive", *SLEEP)
+        with pytest.raises(dtkit.DtkitError, match=rf"Slurm job {job} is PREEMPTED.*resume_from="):
+            run.wait(60)
+    slurm.call("scancel", urgent.strip())
+    last = max(checkpoint.step for checkpoint in dtkit.list_checkpoints(saved))
+    with start(2) as cluster:
+        run = train(cluster, last + 50, resume_from=saved)
+        run.wait(60)
+        assert_exact(run)
+
+
+def test_address_that_the_nodes_do_not_reach_is_told_soon(start: Callable[..., dtkit.Cluster]):
+    with (
+        ends_soon(),
+        pytest.raises(dtkit.errors.ClusterError, match=r"host\d can't reach .* 127\.0\.0\.1, port \d+: .*address="),
+    ):
+        start(2, dtkit.Slurm(nodes=2, address="127.0.0.1"))

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
 from dtkit.cluster.agent import hangup, host_agent
 from dtkit.cluster.engine_arguments import make_engine_arguments
-from dtkit.cluster.launchers.hosts import AGENT_FILE_VARIABLE
+from dtkit.cluster.launchers.hosts import AGENT_FILE_VARIABLE, REFUSAL
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def main() -> None:
@@ -19,10 +24,23 @@ def main() -> None:
     path = os.environ.get(AGENT_FILE_VARIABLE)
     fields = json.loads(sys.stdin.readline() if path is None else Path(path).read_text())
     agent = host_agent.start_agent(host=fields["host"], cluster=fields["cluster"])
+    check_controller(agent, fields["connection"])
     hangup.exit_on_hangup()
     os.environ.update(agent.make_variables(fields["connection"]))
     sys.argv[1:] = make_engine_arguments(timeouts.CONTROLLER_SILENT_S, timeouts.HEARTBEAT_PERIOD_S)
     runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
+
+
+def check_controller(agent: host_agent.HostAgent, connection: Mapping[str, Any]) -> None:
+    """End this process with one line if the notebook's controller can't be reached from here."""
+    address, port = connection["interface"].rpartition("/")[2], connection["registration"]
+    reason = agent.try_to_reach(address, port)
+    if reason is not None:
+        agent.stop()
+        sys.exit(
+            f"{REFUSAL}{socket.gethostname()} can't reach the notebook's machine at {address}, port {port}: {reason}. "
+            "Name an address that this host reaches with address=, or open the network between the two"
+        )
 
 
 if __name__ == "__main__":

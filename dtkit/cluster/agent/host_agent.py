@@ -28,6 +28,7 @@ from dtkit.cluster.agent.folder_mirror import FolderMirror
 from dtkit.cluster.agent.protocol import AgentInfo, MirrorReply, MirrorRequest
 from dtkit.cluster.lease import Lease
 from dtkit.engine.comm.store_server import StoreServer
+from dtkit.health.stack_dump import dump_stacks, get_process_state
 from dtkit.rpc import shared_memory
 from dtkit.rpc.handshake import get_handshake
 from dtkit.types import StoreAddress
@@ -129,6 +130,12 @@ class HostAgent:
         for engine in self._engines:
             if engine.pid in pids and engine.poll() is None:
                 engine.kill()
+
+    def inspect_process(self, rank: int, pid: int, start_time: float) -> tuple[str, str]:
+        """Return the state of a process, and its stacks if it is an engine of this agent that can write them."""
+        state = get_process_state(pid, start_time)
+        is_engine = any(engine.pid == pid for engine in self._engines)
+        return state, dump_stacks(self._folder, rank, pid, state) if is_engine else ""
 
     def read_logs(self, max_bytes: int = 500) -> str:
         """Return the end of the newest engine log that has any text."""

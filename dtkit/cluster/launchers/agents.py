@@ -103,12 +103,12 @@ class AgentLauncher(Launcher):
             if ended := [state.text for state in states if state.phase == "ended"]:
                 raise ClusterError(f"{formatting.format_count(len(ended), 'host')} can't be used. {'; '.join(ended)}")
             waiting = [state.text for state in states if state.phase == "waiting"]
-            self.on_wait("; ".join(waiting or [state.text for state in states]))
+            texts = "; ".join(waiting or [state.text for state in states])
+            came = len(set(self._client.ids) - known)
+            (self.on_queue if waiting else self.on_wait)(f"{came} of {expected} hosts are here; {texts}")
             if waiting:
                 ends_at = time.monotonic() + timeout
             elif time.monotonic() > ends_at:
-                came = len(set(self._client.ids) - known)
-                texts = "; ".join(state.text for state in states)
                 raise ClusterError(
                     f"{came} of {expected} agents came within {timeout:g} s; give them longer with timeout=. {texts}"
                 )

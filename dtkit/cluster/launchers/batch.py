@@ -23,6 +23,7 @@ from dtkit.cluster.launchers.script import (
     Script,
     check_count,
     check_line,
+    find_refusal,
     format_agent,
     format_call,
 )
@@ -177,6 +178,8 @@ class BatchJob(AgentJob):
 
     def get_state(self) -> JobState:
         """Ask the scheduler, which forgets jobs that have ended."""
+        if (refusal := find_refusal(Path(self._log))) is not None:
+            return JobState("ended", f"{self._system} job {self._job_id}: {refusal}")
         done = _call([word.format(self._job_id) for word in _STATUS_COMMANDS[self._system]])
         phase = read_phase(self._system, self._job_id, done.stdout)
         log = "" if phase != "ended" else f"; see its output in {self._log}"

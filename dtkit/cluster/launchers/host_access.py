@@ -91,6 +91,14 @@ class HostAccess:
         for rank, pid in pids.items():
             self._get_agent(rank).send("kill_engines", pids=[pid])
 
+    def inspect_process(self, rank: int, pid: int, start_time: float) -> tuple[str, str]:
+        """Ask the host of a rank for its process and its stacks."""
+        try:
+            state, text = self._get_agent(rank).call("inspect_process", rank=rank, pid=pid, start_time=start_time)
+        except ClusterError:  # the host is lost
+            return "unknown", ""
+        return state, text
+
     def exchange(self) -> None:
         """Synchronize the folders now. A host that doesn't answer is skipped; losses are noticed elsewhere."""
         with self._mirror_lock:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 AGENT_MODULE = "dtkit.cluster.agent"
 AGENT_FILE_VARIABLE = "DTKIT_AGENT_FILE"
+REFUSAL = "dtkit agent: "
+"""Begins the line that an agent prints if it can't start."""
 
 
 @dataclasses.dataclass(frozen=True)

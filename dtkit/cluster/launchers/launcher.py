@@ -31,9 +31,11 @@ class Launcher:
     controller_ip = ""  # ipyparallel's own choice
     on_wait: Callable[[str], object]
     """Called with a text on what the launcher waits for."""
+    on_queue: Callable[[str], object]
+    """Called with the state of jobs that wait in a scheduler's queue."""
 
     def __init__(self, config: LaunchConfig, folder: Path) -> None:
-        self.on_wait = bool
+        self.on_wait = self.on_queue = bool
         self._config, self._folder = config, folder
         self._engine_set_ids: list[str] = []
         self._controller: ProcessId | None = None

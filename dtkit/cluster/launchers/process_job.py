@@ -13,7 +13,7 @@ import psutil
 from dtkit._util import timeouts
 from dtkit._util.process import ProcessId
 from dtkit.cluster.launchers.hosts import AgentJob, JobState
-from dtkit.cluster.launchers.script import read_log_end
+from dtkit.cluster.launchers.script import find_refusal, read_log_end
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +50,8 @@ class ProcessJob(AgentJob):
     def get_state(self) -> JobState:
         """Return whether the process runs, or the end of its output."""
         code = None if self._popen is None else self._popen.poll()  # also reaps it
+        if (refusal := find_refusal(self._log)) is not None:
+            return JobState("ended", f"{self._name} can't start all agents. {refusal}")
         if self._process.is_alive:
             return JobState("running", f"{self._name} runs with pid {self._process.pid}")
         ending = "" if code is None else f" with exit code {code}"

@@ -8,7 +8,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from dtkit.cluster.launchers.hosts import AGENT_MODULE, HostLauncher
+from dtkit.cluster.launchers.hosts import AGENT_MODULE, REFUSAL, HostLauncher
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -106,6 +106,15 @@ def format_call(launcher: Any) -> str:
         if getattr(launcher, field.name) != field.default
     ]
     return f"{type(launcher).__name__}({', '.join(options)})"
+
+
+def find_refusal(path: Path) -> str | None:
+    """Return why an agent could not start, from the output of a job that still runs others."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((line.partition(REFUSAL)[2] for line in lines if REFUSAL in line), None)
 
 
 def read_log_end(path: Path) -> str:

@@ -21,7 +21,7 @@ from dtkit._util.formatting import sanitize_text
 from dtkit._util.process import ProcessId
 from dtkit.cluster.launchers.hosts import AgentJob, JobState
 from dtkit.cluster.launchers.process_job import ProcessJob
-from dtkit.cluster.launchers.script import read_log_end
+from dtkit.cluster.launchers.script import find_refusal, read_log_end
 from dtkit.errors import ClusterError
 from dtkit.rpc.job_end import JobEnd
 
@@ -104,6 +104,8 @@ class SlurmJob(AgentJob):
             return JobState("ended", f"{text}, and would stay so: {advice}")
         if now.is_waiting:
             return JobState("waiting", text)
+        if (refusal := find_refusal(self.log)) is not None:
+            return JobState("ended", f"{text}. {refusal}")
         if now.is_running and now.state != "COMPLETING":
             return JobState("running", text)
         return JobState("ended", f"{text}. {read_log_end(self.log)}")

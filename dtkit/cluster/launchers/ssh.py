@@ -21,7 +21,7 @@ import psutil
 
 from dtkit._util import timeouts
 from dtkit._util.process import ProcessId
-from dtkit.cluster.launchers.hosts import AGENT_MODULE, AgentJob, AgentRequest, HostLauncher, JobState
+from dtkit.cluster.launchers.hosts import AGENT_MODULE, REFUSAL, AgentJob, AgentRequest, HostLauncher, JobState
 from dtkit.cluster.reaper import MARKER_VARIABLE
 from dtkit.errors import ClusterError
 
@@ -121,6 +121,7 @@ class SSH(HostLauncher):
             "ServerAliveInterval": round(timeouts.SSH_ALIVE_INTERVAL_S),
             "ServerAliveCountMax": _MAX_SILENT_CHECKS,  # together as long as the controller waits for heartbeats
             "ControlPath": "none",  # the forwarded ports end with this process
+            "LogLevel": "INFO",  # with less, ssh ends without a reason when its server is silent
         }
         command = ["ssh", "-T", *map(os.path.expanduser, self.ssh_options)]
         command += [f"-o{name}={value}" for name, value in options.items()]
@@ -226,6 +227,8 @@ def explain_failure(host: str, output: str) -> str:
     # A nanny's lines come after the agent's end, and never have its cause.
     lines = [line.strip() for line in output.splitlines() if line.strip() and _NANNY not in line]
     last = lines[-1] if lines else "it printed nothing"
+    if refusal := next((line.partition(REFUSAL)[2] for line in lines if REFUSAL in line), None):
+        return f"{host}: {refusal}"
     for pattern, remedy in _REMEDIES.items():
         if error := next((line for line in lines if pattern.lower() in line.lower()), None):
             return f"{host}: {error}. {remedy.format(host=host)}"

@@ -24,8 +24,8 @@ _INIT = Path(__file__).with_name("init.py")
 class Host:
     """A host that can lose its power or its cable."""
 
-    def __init__(self, name: str, address: str, bridge: str, cable: str, hosts_file: Path) -> None:
-        self.name, self.address, self.interface = name, address, bridge
+    def __init__(self, name: str, address: str, address6: str, bridge: str, cable: str, hosts_file: Path) -> None:
+        self.name, self.address, self.address6, self.interface = name, address, address6, bridge
         self._clock_lead_s = _CLOCK_LEAD_S * int(address.rpartition(".")[2])
         self._services: list[Service] = []
         self._cable, self._hosts_file = cable, hosts_file
@@ -126,8 +126,17 @@ class Host:
         number = int(self.address.rpartition(".")[2])
         # A host keeps its hardware address, or others would send to the former one for a while.
         run(*inside, "link", "set", self.interface, "address", f"02:00:00:00:00:{number:02x}")
-        run(*inside, "address", "add", f"{self.address}/24", "dev", self.interface)
+        add_address(f"{self.address}/24", self.interface, *inside[:-1])
+        add_address(f"{self.address6}/64", self.interface, *inside[:-1])
         run(*inside, "link", "set", self.interface, "up")
+
+    def use_only_ipv6(self) -> None:
+        """Remove the IPv4 address, until the host is started again."""
+        self.run("ip", "address", "delete", f"{self.address}/24", "dev", self.interface)
+
+    def use_ipv4_too(self) -> None:
+        """Add the IPv4 address again."""
+        add_address(f"{self.address}/24", self.interface, *self._enter())
 
     # -- processes --------------------------------------------------------------------------------------------
 
@@ -165,6 +174,12 @@ class Host:
     def _get_init(self) -> psutil.Process:
         assert self._init is not None, f"{self.name} is off"
         return self._init
+
+
+def add_address(address: str, interface: str, *prefix: str) -> None:
+    """Give an interface an address with the length of its network. `prefix` is a command that enters a host."""
+    checks = ["nodad"] if ":" in address else []  # an address that waits for its check can't be used
+    run(*prefix, "ip", "address", "add", address, "dev", interface, *checks)
 
 
 def run(*command: str) -> str:

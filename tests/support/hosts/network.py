@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.hosts.host import Host, run
+from tests.support.hosts.host import Host, add_address, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ PROGRAMS = ("ip", "mount", "nsenter", "setpriv", "unshare")
 class Network:
     """Hosts, and the bridge that connects them with this machine."""
 
-    def __init__(self, bridge: str, subnet: str, folder: Path, num_hosts: int) -> None:
+    def __init__(self, bridge: str, subnet: str, subnet6: str, folder: Path, num_hosts: int) -> None:
         self.interface = bridge
         """Name of the network interface, the same on this machine and on each host."""
         self.address = f"{subnet}.254"
@@ -33,7 +33,8 @@ class Network:
         """Folder that all hosts see."""
         hosts_file = folder / "etc-hosts"
         self.hosts = [
-            Host(f"host{k}", f"{subnet}.{k}", bridge, f"{bridge}h{k}", hosts_file) for k in range(1, num_hosts + 1)
+            Host(f"host{k}", f"{subnet}.{k}", f"{subnet6}::{k}", bridge, f"{bridge}h{k}", hosts_file)
+            for k in range(1, num_hosts + 1)
         ]
         names = [("127.0.0.1", "localhost"), (self.address, socket.gethostname())]
         names += [(host.address, host.name) for host in self.hosts]
@@ -67,9 +68,12 @@ def make_network(num_hosts: int) -> Iterator[Network]:
     """Start hosts, and end them with all their processes."""
     require(*PROGRAMS)
     pid = os.getpid()
-    bridge, subnet = f"dtk{pid}", f"10.{150 + pid % 50}.{pid // 50 % 250}"
-    with tempfile.TemporaryDirectory(prefix=".dtkit-hosts-", dir=Path.home()) as folder, _make_bridge(bridge, subnet):
-        network = Network(bridge, subnet, Path(folder), num_hosts)
+    bridge, subnet, subnet6 = f"dtk{pid}", f"10.{150 + pid % 50}.{pid // 50 % 250}", f"fd64:{pid % 0x10000:x}"
+    with (
+        tempfile.TemporaryDirectory(prefix=".dtkit-hosts-", dir=Path.home()) as folder,
+        _make_bridge(bridge, f"{subnet}.254/24", f"{subnet6}::fe/64"),
+    ):
+        network = Network(bridge, subnet, subnet6, Path(folder), num_hosts)
         try:
             for host in network.hosts:
                 host.power_on()
@@ -80,13 +84,14 @@ def make_network(num_hosts: int) -> Iterator[Network]:
 
 
 @contextlib.contextmanager
-def _make_bridge(bridge: str, subnet: str) -> Iterator[None]:
+def _make_bridge(bridge: str, *addresses: str) -> Iterator[None]:
     try:
         run("ip", "link", "add", bridge, "type", "bridge")
     except RuntimeError as error:
         pytest.skip(f"this system refuses a network bridge: {error}")
     try:
-        run("ip", "address", "add", f"{subnet}.254/24", "dev", bridge)
+        for address in addresses:
+            add_address(address, bridge)
         run("ip", "link", "set", bridge, "up")
         yield
     finally:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import subprocess
+import time
 from typing import TYPE_CHECKING, Any
 
 from tests.support.hosts.host import COMMAND_S
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 PROGRAMS = ("munged", "sbatch", "scontrol", "slurmctld", "slurmd", "squeue")
 GPUS_PER_HOST = 2
 PARTITION = "train"
+URGENT = "urgent"
+"""Partition whose jobs end those of the other one."""
 
 
 class Slurm:
@@ -37,12 +40,17 @@ class Slurm:
             command, env=self.environment, capture_output=True, text=True, check=False, timeout=COMMAND_S
         )
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {done.returncode}, {done.stdout}{done.stderr}")
+            log = (self.folder / "slurmctld.log").read_text()[-2000:]
+            raise RuntimeError(f"{' '.join(command)}: {done.returncode}, {done.stdout}{done.stderr}; slurmctld:\n{log}")
         return done.stdout
 
     def list_jobs(self) -> list[str]:
         """Return the ids of jobs that wait, run or end."""
         return self.call("squeue", "--noheader", "--format=%i").split()
+
+    def end_time_now(self, job: str) -> None:
+        """Let the time limit of a job be over. Slurm looks for such jobs each 30 s."""
+        self.call("scontrol", "update", f"JobId={job}", f"EndTime={time.strftime('%Y-%m-%dT%H:%M:%S')}")
 
     def wait_until_idle(self) -> None:
         """Wait until all hosts can take jobs."""
@@ -108,9 +116,12 @@ GresTypes=gpu
 ReturnToService=2
 SlurmdTimeout=10
 KillWait=3
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1,sched_min_interval=0
 {nodes}
-PartitionName={PARTITION} Nodes=ALL Default=YES MaxTime=1:00:00 State=UP
+PartitionName={PARTITION} Nodes=ALL Default=YES MaxTime=1:00:00 State=UP PriorityTier=1
+PartitionName={URGENT} Nodes=ALL MaxTime=1:00:00 State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 

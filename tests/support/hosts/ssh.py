@@ -27,7 +27,7 @@ def start_ssh(network: Network) -> Path:
     (folder / "sshd_config").write_text(_format_server_config(folder))
     (folder / "config").write_text(_format_client_config(network, folder))
     public_key = (folder / "host_key.pub").read_text()
-    known = [f"{host.name},{host.address} {public_key}" for host in network.hosts]
+    known = [f"{host.name},{host.address},{host.address6} {public_key}" for host in network.hosts]
     (folder / "known_hosts").write_text("".join(known))
 
     def start_server(host: Host) -> subprocess.Popen[Any]:
@@ -62,6 +62,7 @@ SetEnv PYTHONPATH="{os.environ.get("PYTHONPATH", "")}"
 
 def _format_client_config(network: Network, folder: Path) -> str:
     addresses = "".join(f"Host {host.name}\n  HostName {host.address}\n" for host in network.hosts)
+    addresses += "".join(f"Host {host.name}-by-ipv6\n  HostName {host.address6}\n" for host in network.hosts)
     return f"""\
 {addresses}Host *
   User root

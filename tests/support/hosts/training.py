@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 import dtkit
 from tests.support import oracle
@@ -24,7 +25,9 @@ def descend(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-def train(cluster: dtkit.Cluster, steps: int = oracle.STEPS, **options: Any) -> dtkit.Run:
+def train(
+    cluster: dtkit.Cluster, steps: int = oracle.STEPS, model: nn.Module | None = None, **options: Any
+) -> dtkit.Run:
     """Start a training of which no step depends on the number of ranks."""
     arguments = {
         "loss": oracle.mean_loss,
@@ -34,7 +37,7 @@ def train(cluster: dtkit.Cluster, steps: int = oracle.STEPS, **options: Any) -> 
         "shuffle": "global",
         "steps": steps,
     }
-    return cluster.train(oracle.mlp(), cluster.partition(oracle.data()), **arguments | options)
+    return cluster.train(model or oracle.mlp(), cluster.partition(oracle.data()), **arguments | options)
 
 
 def make_mpi(network: Network, ssh_config: Path, hosts: tuple[str, ...], **options: str) -> dtkit.MPI:
@@ -45,9 +48,11 @@ def make_mpi(network: Network, ssh_config: Path, hosts: tuple[str, ...], **optio
     return dtkit.MPI(hosts=hosts, arguments=arguments, address=network.address, **options)
 
 
-def assert_exact(run: dtkit.Run) -> None:
+def assert_exact(run: dtkit.Run, model: nn.Module | None = None) -> None:
     """Check a run that has ended: as many steps in one process lead to the same weights."""
-    alone = oracle.train_in_one_process(oracle.mlp(), oracle.get_global_rows, optimizer=descend, steps=run.status.step)
+    alone = oracle.train_in_one_process(
+        model or oracle.mlp(), oracle.get_global_rows, optimizer=descend, steps=run.status.step
+    )
     assert oracle.max_difference(run.model.state_dict(), alone) <= oracle.BOUND
 
 

@@ -1,0 +1,165 @@
+"""What one cluster on hosts does: every test leaves it whole, so that it starts once."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import dtkit
+from tests.support import oracle
+from tests.support.hosts import scenarios
+from tests.support.hosts.training import assert_exact, assert_nothing_left, train
+from tests.support.recovery import list_loss_events, wait_for_step
+from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.support.hosts.network import Network
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def started(session_network: Network, session_ssh_config: Path) -> Iterator[dtkit.Cluster]:
+    """Cluster with one engine on each of two hosts."""
+    options = ["-F", str(session_ssh_config)]
+    launcher = dtkit.SSH(["host1:1", "host2:1"], python=sys.executable, ssh_options=options)
+    with dtkit.Cluster(2, launcher=launcher, device="cpu", threads=1) as cluster:
+        yield cluster
+    assert_nothing_left(session_network)
+
+
+@pytest.fixture
+def cluster(started: dtkit.Cluster, network: Network) -> dtkit.Cluster:
+    """The cluster. The network is repaired after the test."""
+    return started
+
+
+def test_clocks_of_hosts_are_compared_so_that_the_timeline_is_one(cluster: dtkit.Cluster):
+    assert_one_timeline(cluster)
+    assert "clock" not in repr(cluster)
+
+
+def assert_one_timeline(cluster: dtkit.Cluster) -> None:
+    """Check the clocks of two hosts, of which the second one's is 1,000 s ahead, and a training."""
+    clocks = cluster._engine_group.membership.clocks
+    assert clocks is not None
+    assert abs(clocks.offsets[1] - 1000) <= clocks.errors[1] <= 0.5
+    run = train(cluster, 20)
+    run.wait(60)
+    assert_exact(run)
+    spans = run.timeline.spans
+    assert set(spans["rank"].tolist()) == {0, 1}
+    assert spans["end"].max() - spans["begin"].min() < 60
+
+
+def test_a_link_of_two_megabits_a_second_does_no_harm(cluster: dtkit.Cluster, network: Network):
+    run = train(cluster, scenarios.LONG)
+    wait_for_step(run, 50)
+    network["host2"].throttle(2)
+    wait_for_step(run, 150)
+    run.stop()
+    assert list_loss_events(run) == []
+    assert_exact(run)
+
+
+def test_an_interrupt_pauses_and_a_killed_agent_is_replaced(cluster: dtkit.Cluster, network: Network):
+    scenarios.check_interrupt(cluster)
+    scenarios.check_lost_agent(cluster, network)
+
+
+def hang_on_rank_1(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    rank = torch.distributed.get_rank()
+    while rank == 1:
+        pass
+    return oracle.mean_loss(output, target)
+
+
+def hold_the_interpreter(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Let rank 1 wait in C code, in which no other thread of its process can run."""
+    import ctypes
+
+    if torch.distributed.get_rank() == 1:
+        ctypes.PyDLL(None).sleep(12)
+    return oracle.mean_loss(output, target)
+
+
+@pytest.mark.parametrize(("loss", "how"), [(hang_on_rank_1, "forward"), (hold_the_interpreter, "stack is current")])
+def test_stacks_of_a_stuck_engine_on_another_host_name_its_line(cluster: dtkit.Cluster, loss: Any, how: str):
+    run = train(cluster, 100, loss=loss)
+    try:
+        report = wait_until(lambda: run.stall_report)
+        assert (report.rank, report.host) == (1, "host2")
+        assert loss.__name__ in str(report)
+        text = repr(cluster.stacks())
+        assert re.search(rf"rank 1, host2, .*{how}", text)
+        assert loss.__name__ in text.partition("rank 1")[2]
+    finally:
+        cluster.interrupt()
+        run.stop(timeout=60)
+
+
+def name_host(item: int) -> tuple[int, str]:
+    import socket
+
+    return item, socket.gethostname()
+
+
+def parabola(trial: Any) -> float:
+    return (trial.params["x"] - 2) ** 2
+
+
+def kill_once(item: int, name: str) -> int:
+    """Kill the engine of item 2 the first time; all hosts see the file."""
+    import os
+    import pathlib
+    import signal
+
+    if item == 2 and not pathlib.Path(name).exists():
+        pathlib.Path(name).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+def test_map_and_search_use_all_hosts_and_replace_a_killed_engine(cluster: dtkit.Cluster, network: Network):
+    assert {name for _, name in cluster.map(name_host, range(8))} == {"host1", "host2"}
+    assert cluster.search(parabola, {"x": [0, 1, 2, 3]}).best_params == {"x": 2}
+    assert cluster.map(kill_once, range(6), args=[str(network.folder / "killed")]) == list(range(6))
+    assert [node.host for node in cluster.nodes] == ["host1", "host2"]
+
+
+def test_boosted_trees_are_refused_on_several_hosts(cluster: dtkit.Cluster):
+    pytest.importorskip("xgboost")
+    data = np.zeros((10, 2)), np.zeros(10)
+    with pytest.raises(NotImplementedError, match="needs engines on one host: XGBoost's connections are not encrypted"):
+        cluster.train_xgboost({"objective": "reg:squarederror"}, data)
+
+
+def test_a_host_without_room_for_data_is_named(cluster: dtkit.Cluster, network: Network):
+    for folder in ("/dev/shm", "/tmp"):
+        network["host1"].run("mount", "-o", "remount,size=1M", folder)
+    try:
+        with pytest.raises(dtkit.errors.ClusterError, match=r"host1: OSError: .*no room for 24 MB of data"):
+            cluster.partition(np.zeros(2_000_000))
+    finally:
+        for folder in ("/dev/shm", "/tmp"):
+            network["host1"].run("mount", "-o", "remount,size=50%", folder)
+    assert cluster.run(lambda: 1) == [1, 1]
+
+
+def test_a_slow_link_does_no_harm_and_is_told(network: Network, ssh_config: Path):
+    try:
+        network["host2"].slow_down(30)
+    except RuntimeError as error:
+        pytest.skip(f"this kernel can't delay a link: {error}")
+    launcher = dtkit.SSH(["host1:1", "host2:1"], python=sys.executable, ssh_options=["-F", str(ssh_config)])
+    with dtkit.Cluster(2, launcher=launcher, device="cpu", threads=1) as cluster:
+        assert_one_timeline(cluster)
+        assert re.search(r"Timelines of host2 are exact to \d+ ms only", repr(cluster))

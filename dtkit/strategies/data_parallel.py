@@ -258,7 +258,7 @@ class _DataParallelWorker(ReplicatedWorker):
     def _run_micro_batches(
         self, batches: Sequence[tuple[int, Any]], loss_accumulator: LossAccumulator
     ) -> Callable[[], torch.Tensor] | None:
-        """Run forward and backward. Return a function that waits for the total weight, summed before the last backward."""
+        """Run forward and backward. Return a function that waits for the weight of all losses."""
         total = None
         for k, (count, batch) in enumerate(batches, 1):
             last = k == len(batches)

@@ -116,6 +116,9 @@ class CallbackList:
         for callback in self._callbacks:
             callback.start(self._make_context(0))
 
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
     def _refresh_if_stale(self) -> None:
         """Look up the parameters again. A collective with a new process group."""
         if self._callbacks and self.is_stale:

@@ -18,6 +18,7 @@ from dtkit.engine import checks, error_hints, node_info
 from dtkit.engine.callbacks import CallbackList
 from dtkit.engine.data.sources import to_device
 from dtkit.engine.evaluation import check_metrics, evaluate_batches
+from dtkit.engine.frozen_parameters import FrozenParameters
 from dtkit.engine.lr_schedule import LearningRates
 from dtkit.engine.observe.call_output import ignore_logged, redirect_log
 from dtkit.engine.observe.clock import Clock
@@ -82,6 +83,7 @@ class Job:
             )
             self._learning_rates = LearningRates(program, self._worker.optimizer)
             self._callbacks = CallbackList(program.on_engine, self._worker, *self._locate())
+        self._frozen_parameters = FrozenParameters(self._worker.model)
         self._step_guard = StepGuard(self._worker.model, self._worker.optimizer, context.device)
         self.partially_updated = False
         """Whether an update began and did not end, so that the parameters are of no step."""
@@ -156,6 +158,7 @@ class Job:
                 if not self._take_step(explain=explain):
                     is_ending()
                     return
+            self._check_frozen_parameters()
         self._end_reason = "done"
 
     def _reset_results(self) -> None:
@@ -254,9 +257,15 @@ class Job:
             result, self.step + 1, self._batch_source.steps_per_epoch, self.context.group
         )
         self._callbacks.after_step(self.step + 1)
+        if self._callbacks:
+            self._check_frozen_parameters()
         if probe is not None:
             self.step_report = probe.build_report()
         return self._complete_step(result)
+
+    def _check_frozen_parameters(self) -> None:
+        if not self.loss_fn.is_manual:  # those sum what the optimizers have
+            self._frozen_parameters.check(self._worker.model)
 
     def _run_worker(
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None

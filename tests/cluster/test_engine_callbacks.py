@@ -108,6 +108,41 @@ def test_own_callback_changes_the_optimizer_and_keeps_its_state_through_a_repair
         assert run.history.scalar("counted")[1].tolist() == list(range(1, 9))
 
 
+class Unfreeze(dtkit.EngineCallback):
+    def after_step(self, context: Any) -> None:
+        if context.step == 3:
+            context.model.requires_grad_(True)
+
+
+def optimize_all(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def unfreeze_in_step(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    model.requires_grad_(True)
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("data", {"on_engine": [Unfreeze()]}),
+        ("data", {"loss": None, "training_step": unfreeze_in_step}),
+        slow("sharded", {"on_engine": [Unfreeze()]}),
+        slow("pipeline", {"on_engine": [Unfreeze()]}),
+        slow("tensor", {"on_engine": [Unfreeze()]}),
+    ],
+)
+def test_parameter_that_is_unfrozen_later_is_refused(cluster2: dtkit.Cluster, strategy: str, options: dict[str, Any]):
+    """Ranks would train it on their own samples alone."""
+    model = small.net()
+    model[0].requires_grad_(False)
+    run = small.train(cluster2, model, optimizer=optimize_all, strategy=STRATEGIES[strategy], steps=8, **options)
+    with pytest.raises(dtkit.errors.EngineError, match=r"0\.weight and 1 more was frozen when the training began"):
+        run.wait(60)
+    small.check_usable(cluster2)
+
+
 class Failing(dtkit.EngineCallback):
     def after_step(self, context: Any) -> None:
         if context.step == 2 and context.rank == 1:

@@ -221,7 +221,16 @@ def test_what_would_update_by_itself_is_refused(cluster2: dtkit.Cluster):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": dtkit.Sharded()}, "needs whole gradients on each rank"),
+        *[
+            ({"strategy": strategy}, "needs whole gradients on each rank")
+            for strategy in (
+                dtkit.Sharded(),
+                dtkit.Pipeline(2, 2),
+                dtkit.TensorParallel(2),
+                dtkit.NaiveDataParallel(),
+                dtkit.ParameterAveraging(),
+            )
+        ],
         ({"strategy": dtkit.DataParallel(accumulate=2)}, "call backward\\(\\) several times"),
         ({"strategy": dtkit.DataParallel(precision="bf16")}, "use torch.autocast"),
         ({"validation": make_points()}, "would update the model on validation data"),

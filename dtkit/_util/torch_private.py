@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     engine_app: Any
     KernelNanny: Any
     get_compile_config: Callable[[Any], Any]
+    keras_masking: Any
     START_NANNY: str
     POST_P2P: str
     WAIT_P2P: str
@@ -393,5 +394,6 @@ PRIVATE_NAMES = {
     "get_compile_config": PrivateName(
         "keras", "Model._compile_config", "Compiled Keras models", "the public form lacks classes", "attribute", "3.15"
     ),
+    "keras_masking": PrivateName("keras.src.backend.common.masking", "", "Masks", "no public name", since="3.10"),
 }
 """Private names by the name under which dtkit imports them."""

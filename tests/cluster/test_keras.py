@@ -78,6 +78,22 @@ def test_rows_of_tf_data_are_all_trained_on(cluster2: dtkit.Cluster, capsys: pyt
         train(cluster2, rows=by_row.repeat())
 
 
+@pytest.mark.parametrize("whole_batches", [False, True])
+def test_rows_of_a_generator_are_those_of_arrays(cluster2: dtkit.Cluster, *, whole_batches: bool):
+    def generate() -> Any:
+        x, y = make_rows(48)
+        if whole_batches:
+            return ((x[k : k + 8], y[k : k + 8]) for k in range(0, 48, 8))  # each engine takes every other one
+        return zip(x, y, strict=True)
+
+    run = train(cluster2, rows=generate, steps=3)
+    run.wait(60)
+    expected = make_model()
+    expected.compile(loss="mse", optimizer="sgd")
+    expected.fit(*make_rows(48), batch_size=16, shuffle=False, verbose=0)
+    check_equal(run.model, expected)
+
+
 def test_rows_of_tf_data_with_equal_shapes_are_not_taken_for_batches(cluster2: dtkit.Cluster):
     tf = pytest.importorskip("tensorflow")
     x = make_rows()[0]
@@ -124,6 +140,57 @@ def test_several_inputs_and_sparse_gradients(cluster2: dtkit.Cluster):
     check_equal(run.model, expected)
 
 
+def make_padded() -> tuple[np.ndarray, np.ndarray]:
+    """Return texts of seven words, 0 after the last one, and a class for each word. Shards have unequally many."""
+    generator = np.random.default_rng(2)
+    words, lengths = generator.integers(1, 9, size=(ROWS, 7)), np.sort(generator.integers(1, 8, size=ROWS))
+    words[np.arange(7) >= lengths[:, None]] = 0
+    return words, np.where(words > 0, generator.integers(1, 4, size=words.shape), 0)
+
+
+def make_tagger(*, masks: bool) -> Any:
+    keras.utils.set_random_seed(0)
+    embedding = keras.layers.Embedding(9, 4, mask_zero=masks, embeddings_initializer=keras.initializers.RandomNormal(3))
+    return keras.Sequential([keras.Input((7,), dtype="int32"), embedding, keras.layers.Dense(4)])
+
+
+@pytest.mark.parametrize("masks", [True, False], ids=["mask of the model", "ignored class"])
+def test_masked_targets_count_for_nothing(cluster2: dtkit.Cluster, *, masks: bool):
+    options: dict[str, Any] = {} if masks else {"ignore_class": 0}
+
+    def make_options() -> dict[str, Any]:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+        return {"loss": loss, "optimizer": keras.optimizers.SGD(0.5), "metrics": ["accuracy"]}
+
+    rows = make_padded()
+    run = train(cluster2, make_tagger(masks=masks), rows, batch_size=ROWS, shuffle=None, **make_options())
+    run.wait(60)
+    expected = make_tagger(masks=masks)
+    expected.compile(**make_options())
+    history = expected.fit(*rows, batch_size=ROWS, epochs=4, verbose=0)
+    check_equal(run.model, expected)
+    assert run.history.loss()[1] == pytest.approx(history.history["loss"], rel=1e-6)
+    found = run.evaluate(rows).values
+    loss, accuracy = expected.evaluate(*rows, batch_size=ROWS, verbose=0)
+    assert (found["loss"], found["accuracy"]) == pytest.approx((loss, accuracy), rel=1e-6)
+
+
+def test_loss_and_metrics_of_the_only_output_may_have_its_name(cluster2: dtkit.Cluster):
+    runs = []
+    for loss, metrics in (({"out": "mse"}, {"out": ["mae"]}), ("mse", ["mae"])):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        model = keras.Model(inputs, keras.layers.Dense(3, name="out")(inputs))
+        run = train(cluster2, model, loss=loss, metrics=metrics, validation=make_rows(), epochs=1)
+        run.wait(60)
+        runs.append(run)
+    assert runs[0].history.evaluations[-1].values == runs[1].history.evaluations[-1].values
+    with pytest.raises(ValueError, match="loss names the output 'x'; the model has out"):
+        train(cluster2, model, loss={"x": "mse"})
+    with pytest.raises(ValueError, match="loss has 2 parts; dtkit trains Keras models with one output"):
+        train(cluster2, model, loss=["mse", "mae"])
+
+
 def test_frozen_layers_stay_as_they_are(cluster2: dtkit.Cluster):
     model = make_model()
     model.layers[0].trainable = False
@@ -151,6 +218,7 @@ class Batches(keras.utils.PyDataset):
         ({"loss": None}, "net was not compiled, and loss= was not given"),
         ({"optimizer": None}, "net was not compiled, and optimizer= was not given"),
         ({"loss": "crossentropie"}, "loss has 'crossentropie', which Keras doesn't know; give a name"),
+        ({"loss": keras.losses.MeanSquaredError("sum")}, "loss has the reduction 'sum'.*must be a mean"),
         ({"loss": torch.nn.MSELoss()}, r"loss has MSELoss\(\), which is not one of Keras"),
         ({"metrics": ["acuracy"]}, "metrics has 'acuracy', which Keras doesn't know"),
         ({"metrics": [3]}, "metrics has 3, which is not one of Keras"),

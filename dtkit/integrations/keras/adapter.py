@@ -39,7 +39,7 @@ def adapt(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainCo
             "loss of your own take them apart"
         )
     arguments = CompileOptions(config.loss, config.optimizer, config.metrics)
-    options = arguments.or_else(CompileOptions.of(model))
+    options = arguments.or_else(CompileOptions.of(model)).for_only_output(model)
     for name, value in (("loss", options.loss), ("optimizer", options.optimizer)):
         if value is None:
             raise ValueError(f"{model.name} was not compiled, and {name}= was not given. Give {name}=, or compile it")

@@ -13,6 +13,7 @@ from dtkit.integrations.keras.compile_options import is_custom
 if TYPE_CHECKING:
     from dtkit.integrations.keras.compile_options import CompileOptions
 
+_MEAN = "sum_over_batch_size"  # as Keras calls it
 _CHOSEN_BY_LABELS = ("accuracy", "acc", "crossentropy", "ce")
 """Names of metrics that Keras resolves only when it sees the labels."""
 
@@ -38,6 +39,11 @@ def check_compile_options(options: CompileOptions) -> None:
     """Raise TypeError or ValueError for losses and metrics that Keras doesn't know."""
     for loss in _flatten(options.loss):
         _check("loss", loss, keras.losses.get)
+        if (reduction := getattr(loss, "reduction", _MEAN)) in (None, "none", "sum"):
+            raise ValueError(
+                f"loss has the reduction {reduction!r}; ranks have parts of a batch, so it must be a mean: leave "
+                "reduction out"
+            )
     for metric in _flatten(options.metrics):
         if metric not in _CHOSEN_BY_LABELS:
             _check("metrics", metric, keras.metrics.get)

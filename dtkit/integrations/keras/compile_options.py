@@ -14,7 +14,7 @@ import cloudpickle
 import keras
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 _UNSUPPORTED = {
     "loss_weights": "Scale the loss in a function of your own",
@@ -53,6 +53,15 @@ class CompileOptions:
         """Return these options, with those of another where they are None."""
         pairs = zip(self._list_values(), other._list_values(), strict=True)
         return CompileOptions(*(theirs if ours is None else ours for ours, theirs in pairs))
+
+    def for_only_output(self, model: keras.Model) -> CompileOptions:
+        """Return the options with the loss and metrics of the only output, instead of lists or dicts by output.
+
+        Raises ValueError for several losses, and for the names of other outputs.
+        """
+        names = getattr(model, "output_names", None)
+        loss = _take_only("loss", self.loss, (list, tuple, dict), names)
+        return CompileOptions(loss, self.optimizer, _take_only("metrics", self.metrics, (dict,), names))
 
     def copy(self) -> CompileOptions:
         """Return options with new objects. Raises ValueError if Keras can't make one from its configuration."""
@@ -96,6 +105,17 @@ class SavedObject:
                     f"{str(error).strip().splitlines()[-1]}. Give the class get_config(), which returns the arguments "
                     "of __init__, and let __init__ take **kwargs"
                 ) from None
+
+
+def _take_only(name: str, value: Any, kinds: tuple[type, ...], outputs: Sequence[str] | None) -> Any:
+    """Return the only part of a container of these kinds; anything else as it is."""
+    if not isinstance(value, kinds):
+        return value
+    if len(value) != 1:
+        raise ValueError(f"{name} has {len(value)} parts; dtkit trains Keras models with one output, so give one")
+    if isinstance(value, dict) and outputs and next(iter(value)) not in outputs:
+        raise ValueError(f"{name} names the output {next(iter(value))!r}; the model has {', '.join(outputs)}")
+    return next(iter(value.values())) if isinstance(value, dict) else value[0]
 
 
 def _load_options(*packed: Any) -> CompileOptions:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 import keras
 import numpy as np
 
+from dtkit._util.torch_private import keras_masking
+
 if TYPE_CHECKING:
     import torch
 
@@ -34,6 +36,8 @@ class KerasMetrics:
         values = [np.asarray(tensor.detach().cpu()) for tensor in (target, output)]
         self._example = self._example or (values[0][:1], values[1][:1])
         y, y_pred = (keras.ops.convert_to_tensor(value) for value in values)
+        if (mask := keras_masking.get_keras_mask(output)) is not None:
+            keras_masking.set_keras_mask(y_pred, keras.ops.convert_to_tensor(np.asarray(mask)))
         self._get_model().compute_metrics(None, y, y_pred, None)
         self._sums = [np.array(keras.ops.convert_to_numpy(variable)) for variable in self._list_variables()]
 

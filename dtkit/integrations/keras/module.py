@@ -18,6 +18,7 @@ import cloudpickle
 import keras
 import torch
 
+from dtkit.integrations.keras.masked_loss import TargetCounter
 from dtkit.integrations.keras.rebuild import rebuild
 from dtkit.integrations.keras.saved_model import SavedModel, copy_weights
 
@@ -35,7 +36,8 @@ _NUMBER = re.compile(r"_\d+$")
 class ModelOutput:
     """Output of a model with its loss."""
 
-    loss: torch.Tensor | None
+    loss: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+    """Mean over samples; or (sum, number of targets) for a mean that leaves out some."""
     logits: torch.Tensor
 
 
@@ -49,7 +51,8 @@ class KerasModule(torch.nn.Module):
         super().__init__()
         self.saved, self.options = saved, options
         model = saved.load()
-        model.compile(loss=options.loss, metrics=None, optimizer=None)
+        self.counter = TargetCounter()
+        model.compile(loss=self.counter.watch(options.loss), metrics=None, optimizer=None)
         object.__setattr__(self, "keras_model", model)  # not a submodule: its parameters would be listed twice
         self.keras_model: keras.Model
         self.trainable = list(model.trainable_variables)
@@ -124,6 +127,11 @@ class KerasModule(torch.nn.Module):
         function, arguments = self.__reduce__()
         copied: Self = function(*arguments)
         return copied
+
+
+def weigh(loss: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss as in :class:`ModelOutput`; `count` is the number of targets in its mean, None for all."""
+    return loss if count is None else (loss * count.to(loss.dtype), count.double())
 
 
 def _make_names(paths: Sequence[str]) -> list[str]:

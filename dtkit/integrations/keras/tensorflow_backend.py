@@ -12,8 +12,8 @@ import keras
 import tensorflow as tf
 import torch
 
-from dtkit._util.torch_private import count_inplace_writes
-from dtkit.integrations.keras.module import KerasModule, ModelOutput
+from dtkit._util.torch_private import count_inplace_writes, keras_masking
+from dtkit.integrations.keras.module import KerasModule, ModelOutput, weigh
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,31 +66,43 @@ class TensorFlowKerasModule(KerasModule):
         """See :class:`KerasModule`."""
         self.push()
         if labels is not None and torch.is_grad_enabled():
-            loss, logits = _Step.apply(self, (*inputs, labels), *self.parameters())  # type: ignore[no-untyped-call]
-            return ModelOutput(loss, logits)
+            loss, logits, *count = _Step.apply(self, (*inputs, labels), *self.parameters())  # type: ignore[no-untyped-call]
+            return ModelOutput(weigh(loss, *(count or [None])), logits)
         x, y = _to_inputs(inputs), None if labels is None else _to_tensorflow(labels)
-        value, output = self._evaluate(x, y, training=self.training)
-        return ModelOutput(None if labels is None else _to_torch(value), _to_torch(output))
+        value, output, mask, count = self._evaluate(x, y, training=self.training)
+        logits = _to_torch(output)
+        if mask is not None:
+            keras_masking.set_keras_mask(logits, _to_torch(mask))  # for metrics
+        loss = None if labels is None else weigh(_to_torch(value), None if count is None else _to_torch(count))
+        return ModelOutput(loss, logits)
 
-    def _compute_output(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any]:
+    def _compute_output(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any, Any, Any]:
+        """Return loss, output, its mask, and the number of targets in the loss; the last two may be None."""
         output = self.keras_model(x, training=training)
+        mask = keras_masking.get_keras_mask(output)
         if y is None:
-            return tf.zeros(()), output
-        return self.keras_model.compute_loss(x=x, y=y, y_pred=output, training=training), output
+            return tf.zeros(()), output, mask, None
+        loss = self.keras_model.compute_loss(x=x, y=y, y_pred=output, training=training)
+        return loss, output, mask, self.counter.count(output)
 
-    def _compute_step(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any, list[Any]]:
+    def _compute_step(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any, Any, list[Any]]:
         with tf.GradientTape() as tape:
-            loss, output = self._compute_output(x, y, training=training)
+            loss, output, _, count = self._compute_output(x, y, training=training)
         gradients = tape.gradient(loss, [variable.value for variable in self.trainable])
-        return loss, output, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+        dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+        return loss, output, count, dense
 
-    def run_step(self, batch: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
-        """Return loss, output and gradients. In training, also copy the variables that the step changes."""
+    def run_step(self, batch: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Return (loss, output and the number of targets, if known), and gradients.
+
+        In training, also copy the variables that the step changes.
+        """
         x, y = _to_inputs(batch[:-1]), _to_tensorflow(batch[-1])
-        loss, output, gradients = self._step(x, y, training=self.training)
+        loss, output, count, gradients = self._step(x, y, training=self.training)
         if self.training and self.others:
             self.pull(self.others)
-        return _to_torch(loss), _to_torch(output), [None if g is None else _to_torch(g) for g in gradients]
+        values = [_to_torch(value) for value in (loss, output, count) if value is not None]
+        return values, [None if g is None else _to_torch(g) for g in gradients]
 
     def apply_gradients(self, optimizer: keras.optimizers.Optimizer) -> None:
         """See :class:`KerasModule`."""
@@ -110,11 +122,11 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, module: TensorFlowKerasModule, batch: Sequence[torch.Tensor], *_parameters: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (loss, output)."""
-        loss, output, ctx.gradients = module.run_step(batch)
-        ctx.mark_non_differentiable(output)
-        return loss, output
+    ) -> tuple[torch.Tensor, ...]:
+        """Return (loss, output), and the number of targets in the loss, if known."""
+        (loss, *others), ctx.gradients = module.run_step(batch)
+        ctx.mark_non_differentiable(*others)
+        return loss, *others
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.integrations.keras.module import KerasModule, ModelOutput
+from dtkit.integrations.keras.module import KerasModule, ModelOutput, weigh
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,8 +32,10 @@ class TorchKerasModule(KerasModule):
         model = self.keras_model
         x = inputs[0] if len(inputs) == 1 else list(inputs)
         logits = model(x, training=self.training)
-        loss = None if labels is None else model.compute_loss(x=x, y=labels, y_pred=logits, training=self.training)
-        return ModelOutput(loss, logits)
+        if labels is None:
+            return ModelOutput(None, logits)
+        loss = model.compute_loss(x=x, y=labels, y_pred=logits, training=self.training)
+        return ModelOutput(weigh(loss, self.counter.count(logits)), logits)
 
     def apply_gradients(self, optimizer: keras.optimizers.Optimizer) -> None:
         """See :class:`KerasModule`."""

@@ -3,12 +3,17 @@
 import io
 
 import numpy as np
+import pytest
 from matplotlib.colors import to_rgb
 from PIL import Image
 
+import dtkit
 from dtkit.dashboard.figures.neutral import NEUTRAL_COLOR
 from dtkit.dashboard.figures.render import create_figure, render_notebook_png
 from dtkit.dashboard.figures.run_figure import draw_run
+from dtkit.data.partition import Partition
+from dtkit.schedules.schedule import Schedule
+from tests.support.comparison_sources import make_source
 from tests.support.fake_source import FakeSource
 
 
@@ -39,6 +44,17 @@ def test_picture_of_a_run_has_no_background_and_no_black_text():
     assert (opaque.max(1) < 60).mean() < 0.02  # but for text on boxes of its own
     titles = [text for ax in figure.axes for text in (ax.title, ax._left_title, ax.xaxis.label) if text.get_text()]
     assert {text.get_color() for text in titles} == {NEUTRAL_COLOR}
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [Schedule.from_name("1F1B", 2, 4), Partition(9, 2), dtkit.compare([make_source(), make_source()])],
+    ids=["schedule", "partition", "comparison"],
+)
+def test_pictures_of_results_let_the_theme_through(shown):
+    with Image.open(io.BytesIO(shown._repr_png_())) as image:
+        alpha = np.asarray(image.convert("RGBA"))[..., 3]
+    assert (alpha < 10).mean() > 0.2
 
 
 def test_text_on_a_box_keeps_its_color():

@@ -52,6 +52,11 @@ def format_duration(seconds: float | None) -> str:
     return _format_long_duration(round(seconds))
 
 
+def shorten_tick(text: str) -> str:
+    """Return the label of an axis without trailing zeros: ``8 s`` for ``8.00 s``, ``0.2`` for ``0.200``."""
+    return re.sub(r"\.(\d*?)0+(?=\D*$)", lambda match: f".{match[1]}" if match[1] else "", text)
+
+
 def format_clock(seconds: float) -> str:
     """Return an elapsed time in whole seconds: ``7 s``, ``2 min 5 s``, ``1 h 3 min``."""
     return _format_long_duration(max(0, int(seconds)))

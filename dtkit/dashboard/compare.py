@@ -116,9 +116,9 @@ class Comparison:
         display(self.make_mime_bundle(), raw=True)  # type: ignore[no-untyped-call]
 
     def _repr_png_(self) -> bytes:
-        from dtkit.dashboard.figures.render import render_png
+        from dtkit.dashboard.figures.render import render_notebook_png
 
-        return render_png(self.figure())
+        return render_notebook_png(self.figure())
 
     def _repr_html_(self) -> str:
         from dtkit.dashboard.figures.render import format_img_tag

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtkit._util import formatting
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -146,12 +148,12 @@ def _draw_axes(
     for tick in choose_ticks(frame.y_low, frame.y_high):
         y = frame.place_y(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        text = html.escape(format_y(tick))
+        text = html.escape(formatting.shorten_tick(format_y(tick)))
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     ticks = [tick for tick in choose_ticks(frame.x_low, frame.x_high) if frame.place_x(tick) < right - 40]
     for tick in ticks:
-        text = html.escape(format_x(tick))
+        text = html.escape(formatting.shorten_tick(format_x(tick)))
         parts.append(f'<text x="{frame.place_x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
     parts.append(f'<text x="{right}" y="{bottom + 15}" text-anchor="end">{html.escape(x_name)}</text>')
     return parts

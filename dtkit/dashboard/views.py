@@ -53,9 +53,9 @@ def _register(
         return f"<div>{text}{format_img_tag(draw(shown), alt)}</div>"
 
     def render_png(shown: _Shown) -> bytes:
-        from dtkit.dashboard.figures.render import render_png as render
+        from dtkit.dashboard.figures.render import render_notebook_png
 
-        return render(draw(shown))
+        return render_notebook_png(draw(shown))
 
     views.register(shown_class, views.View(format_text, format_page, draw, render_png))
 

@@ -132,7 +132,9 @@ def _format_time_panel(ax: Axes, run_buckets: Sequence[CurveBuckets]) -> None:
     style.set_title(ax, "Loss against time", "of steps, without the time between dispatches")
     ax.set_xlabel("time", fontsize=8, color=style.MUTED_COLOR)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: formatting.format_duration(x) if x else "0"))
+    ax.xaxis.set_major_formatter(
+        FuncFormatter(lambda x, _: formatting.shorten_tick(formatting.format_duration(x)) if x else "0")
+    )
     if not any(len(part.values) for part in run_buckets):
         style.show_placeholder(ax)
 

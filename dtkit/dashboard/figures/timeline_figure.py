@@ -119,7 +119,8 @@ def _name_boxes(
             left + width / 2,
             span["rank"] - 0.1 * show_stage,
             f"{ACTION_KINDS[phase]}{key[1]}",
-            fontsize=7,
+            fontsize=7.5,
+            fontweight="bold",
             **text_style,
         )
         if show_stage:

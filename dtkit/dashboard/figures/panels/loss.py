@@ -43,6 +43,6 @@ def _draw_validation(ax: Axes, history: History) -> None:
     ax.plot(
         *zip(*points, strict=True), "D-" if has_line else "D", color=style.TEXT_COLOR, linewidth=0.8,
         markerfacecolor="white", markersize=4 if has_line else 5,
-        markevery=((len(points) - 1) % marker_step, marker_step), gid="validation",
+        markevery=((len(points) - 1) % marker_step, marker_step), gid="validation", clip_on=False,
     )  # fmt: skip
     style.draw_end_labels(ax, [*style.collect_line_labels(ax), ("validation", points[-1][1], style.TEXT_COLOR)])

@@ -35,7 +35,7 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     marker_step = -(-len(points) // _MAX_MARKERS)
     ax.plot(
         steps, values, "D-", color=style.TEXT_COLOR, linewidth=1.2, markerfacecolor="white", markersize=4,
-        markevery=((len(points) - 1) % marker_step, marker_step), gid=f"metric {name}",
+        markevery=((len(points) - 1) % marker_step, marker_step), gid=f"metric {name}", clip_on=False,
     )  # fmt: skip
     style.style_axes(ax)
     style.format_step_axis(ax)

@@ -67,6 +67,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
+_MADE_BY_DTKIT = {"dtkit.Checkpoint", "dtkit.History", "dtkit.Partition", "dtkit.Run"}
 _PARAMETER = re.compile(r"(?P<names>[*\w]+(, [*\w]+)*) : (?P<text>.*)")
 
 
@@ -85,6 +86,13 @@ def make_parameter_lists(_app: Any, _kind: str, _name: str, _object: Any, _optio
         else:
             lines += ["", line] if is_list and line else [line]
         is_list = match is not None or (is_list and line.startswith("    "))
+
+
+def hide_constructor(
+    _app: Any, kind: str, name: str, _object: Any, _options: Any, _signature: str, returned: str
+) -> tuple[str, str] | None:
+    """Leave out the constructors of classes that dtkit makes itself, such as a run."""
+    return ("", returned) if kind == "class" and name in _MADE_BY_DTKIT else None
 
 
 def adapt_links(_app: Any, document: str, content: list[str]) -> None:
@@ -114,6 +122,7 @@ def setup(app: Any) -> None:
     """Connect this file's functions to Sphinx. Formulas become MathML, which needs no script from another host."""
     app.add_html_math_renderer("mathml", (_write_inline_math, None), (_write_block_math, None))
     app.connect("autodoc-process-docstring", make_parameter_lists)
+    app.connect("autodoc-process-signature", hide_constructor)
     app.connect("source-read", adapt_links)
 
 

@@ -73,6 +73,15 @@ def test_the_cost_against_one_process_comes_from_a_verification(tmp_path):
     assert cards["cost against one process"] == ("1.60 times", "the node-seconds of a sample")
 
 
+def test_times_that_no_number_of_nodes_explains_are_not_a_speed(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    source.step_times = StepTimes(17, all_ranks_s=0.002, single_process_s=0.009)
+    cards = read_cards(source, tmp_path)
+    assert "speed against one process" not in cards
+    assert cards["cost against one process"] == ("—", "other programs used the processors of run.verify()")
+
+
 def test_one_process_has_no_cost_against_one_process(tmp_path):
     source = FakeSource(ranks=1)
     source.advance(40)

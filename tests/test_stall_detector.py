@@ -198,7 +198,7 @@ def test_stall_report_of_a_stopped_rank_has_its_own_remedy(world: World):
     detector.on_sent(0.0)
     found = detector.check(6.0)
     assert found is not None
-    assert "is stopped (SIGSTOP) in a collective of step 12" in found.reason
+    assert "is stopped (SIGSTOP) and was last seen in a collective of step 12" in found.reason
     assert found.remedy == "`kill -CONT 101` on here lets it go on"
 
 

@@ -108,6 +108,9 @@ def _iterate_cost_cards(run: RunView, single_process: History | None) -> Iterato
         ratio = _compute_median_throughput(run.history) / _compute_median_throughput(single_process)
         source = "median step of both histories"
     elif run.step_times is not None:
+        if not run.step_times.are_comparable(run.spec.world_size):
+            yield "cost against one process", formatting.UNKNOWN, "other programs used the processors of run.verify()"
+            return
         ratio = run.step_times.speed_up
         source = f"median of {run.step_times.num_steps} steps of run.verify()"
     elif run.spec.world_size > 1:

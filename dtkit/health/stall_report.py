@@ -52,10 +52,13 @@ _PHASE_NAMES = {IDLE: "no call", "call": "the call", "collective": "a collective
 _KEEPS_WAITING_TEXT = "rank {rank} keeps {others} waiting: it "
 _TEXT_BY_CAUSE = {  # cause -> (reason, remedy)
     "stopped": (
-        "rank {rank} is stopped (SIGSTOP) in {place}, and the others wait for it",
+        "rank {rank} is stopped (SIGSTOP) and was last seen in {place}; the others wait for it",
         "`kill -CONT {pid}` on {host} lets it go on",
     ),
-    "ended": ("the process of rank {rank} ({pid} on {host}) has ended in {place}", _SHOW_STACKS_HINT),
+    "ended": (
+        "the process of rank {rank} ({pid} on {host}) has ended, and was last seen in {place}",
+        _SHOW_STACKS_HINT,
+    ),
     "silent": (
         "rank {rank} has not reported for {seconds:.0f} s, last in {place}: C code holds its interpreter (the GIL)",
         _INTERRUPT_HINT,

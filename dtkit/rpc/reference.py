@@ -45,3 +45,7 @@ class StepTimes:
     def speed_up(self) -> float:
         """How many times as fast all ranks are as one process."""
         return self.single_process_s / self.all_ranks_s
+
+    def are_comparable(self, world_size: int) -> bool:
+        """Return whether the two agree: beyond the number of ranks, other programs have slowed down one of them."""
+        return self.speed_up <= world_size

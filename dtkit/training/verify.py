@@ -103,10 +103,13 @@ class Verification:
         return "\n".join(lines)
 
     def _describe_step_times(self, times: StepTimes) -> str:
-        return (
+        both = (
             f"  median step {formatting.format_duration(times.all_ranks_s)} on {self.world_size} ranks, "
-            f"{formatting.format_duration(times.single_process_s)} in one process: {times.speed_up:.2f} times as fast"
+            f"{formatting.format_duration(times.single_process_s)} in one process: "
         )
+        if times.are_comparable(self.world_size):
+            return f"{both}{times.speed_up:.2f} times as fast"
+        return f"{both}not comparable, because other programs used the processors"
 
     def _describe_zero_gradients(self) -> str:
         """Return one line: a large model has dozens of such parameters."""

@@ -56,7 +56,7 @@ _TEXT_BY_CAUSE = {  # cause -> (reason, remedy)
         "`kill -CONT {pid}` on {host} lets it go on",
     ),
     "ended": (
-        "the process of rank {rank} ({pid} on {host}) has ended, and was last seen in {place}",
+        "the process of rank {rank} ({pid} on {host}) has ended; it was last in {place}",
         _SHOW_STACKS_HINT,
     ),
     "silent": (

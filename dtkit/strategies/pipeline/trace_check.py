@@ -87,7 +87,9 @@ def _list_numbers(model: nn.Module) -> dict[str, float]:
 
 def _list_custom_functions(output: Any) -> list[str]:
     """Return the names of Python functions among those that a backward pass of this output would call."""
-    waiting = [t.grad_fn for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    waiting: list[Any] = [
+        t.grad_fn for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None
+    ]
     seen, names = set(waiting), []
     while waiting:
         node = waiting.pop()

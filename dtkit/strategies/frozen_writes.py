@@ -34,8 +34,8 @@ def refuse_frozen_writes(model: nn.Module) -> Iterator[None]:
         if compute_checksum(gathered) != checksum:
             name = type(module).__name__.removeprefix("FSDP")
             raise ValueError(
-                f"the forward of {name} writes to frozen parameters, as for a momentum teacher: Sharded would lose that. "
-                "Use strategy=dtkit.DataParallel()"
+                f"the forward of {name} writes to frozen parameters, as for a momentum teacher, and Sharded would "
+                "lose that. Use strategy=dtkit.DataParallel()"
             )
 
     modules = [

@@ -379,6 +379,34 @@ def test_ranks_share_a_stream_and_end_together(world_size: int, ahead: bool):  #
     assert all([c for c, _ in one] == counts for one in found)
 
 
+class Shuffled(IterableDataset[Any]):
+    """Dataset that shuffles itself, with random numbers of a kind that a seed covers."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.tensor([k]), 0) for k in self.draw())
+
+
+SHUFFLES: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.randperm(70).tolist(),
+    "numpy": lambda: np.random.permutation(70).tolist(),  # noqa: NPY002 - as users do
+    "python": lambda: random.sample(range(70), 70),
+}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("kind", SHUFFLES)
+def test_ranks_divide_a_stream_that_shuffles_itself(kind: str, ahead: bool):  # noqa: FBT001 - a parameter of the test
+    source = StreamSource(Shuffled(SHUFFLES[kind]))
+    stream = IterableBatches(source, plan(), WORLD, [0, 1], None, prefetch=ahead)
+    rows = [n for step in range(5) for batch in numbers(stream.load_batches(step)) for n in batch]
+    stream.close()
+    assert sorted(rows) == list(range(70))
+    assert rows != list(range(70))
+
+
 def test_a_rank_whose_part_ended_continues_without_samples():
     found = drain(parts(10, 21), 2, batch_size=8)
     assert [counts for counts, _ in found[0]] == [(4, 4), (4, 4), (2, 4), (0, 4), (0, 4), (0, 1)]

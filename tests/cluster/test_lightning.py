@@ -146,7 +146,7 @@ class Annealed(Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Module()
+        self.inner = Module().requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.log_dict({"at_epoch": float(self.inner.current_epoch), "at_step": float(self.global_step)})

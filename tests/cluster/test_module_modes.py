@@ -99,6 +99,27 @@ def test_frozen_parameters_that_a_step_writes_stay_equal_on_a_rank_without_sampl
     assert max_difference(run.model.state_dict(), expected) < BOUND
 
 
+def test_sharded_refuses_frozen_parameters_that_a_step_writes(cluster2: dtkit.Cluster):
+    """FSDP writes to a gathered copy, which it frees."""
+    run = train(cluster2, WithTeacher(), data(), strategy=dtkit.Sharded(), start=False)
+    run.resume()
+    with pytest.raises(dtkit.errors.EngineError, match="the forward of WithTeacher writes to frozen parameters"):
+        run.wait(60)
+    small.check_usable(cluster2)
+
+
+@pytest.mark.parametrize("strategy", [dtkit.Sharded(), slow(dtkit.DataParallel()), slow(dtkit.Pipeline(2, 2))], ids=str)
+def test_frozen_parameters_stay_as_they_are_on_a_rank_without_samples(cluster2: dtkit.Cluster, strategy: Any):
+    def make() -> nn.Module:
+        model = make_frozen()
+        model.blocks.requires_grad_(False)
+        return model
+
+    run = train(cluster2, make(), data(), shuffle="global", steps=STEPS, strategy=strategy)
+    expected = train_in_one_process(make(), get_global_rows, steps=STEPS)
+    assert max_difference(run.model.state_dict(), expected) < BOUND
+
+
 class Counter(nn.Module):
     """Linear layer whose weight changes with the number of its forwards in training, which a buffer counts."""
 

@@ -6,7 +6,8 @@ gives exact weights. A rank whose part has ended takes part without samples. Whe
 at the same step on every rank.
 
 Each engine calls the function that returns the stream. A function of ``rank`` and ``world_size`` returns that rank's
-part. Of any other stream, rank r takes the items r, r + N, r + 2N and so on, and skips the others.
+part. Of any other stream, rank r takes the items r, r + N, r + 2N and so on, and skips the others. Random numbers in it
+begin with the same seed on all ranks, so a stream that shuffles itself has the same order everywhere.
 
 A stream only goes forward. A rebuilt job iterates from the start, and skips the samples of steps that it doesn't take.
 Samples of a step are kept until a later step is requested, so that a failed step can be repeated.
@@ -50,13 +51,16 @@ class StreamSource:
             return iter(split_dataset_by_node(iterable, rank, world_size))
         return itertools.islice(iter(iterable), rank, None, world_size)
 
+    @property
+    def makes_parts(self) -> bool:
+        """Whether the user's function makes each rank's part."""
+        return _is_factory(self._data_or_factory) and accepts_rank(self._data_or_factory)
+
     def _make_iterable(self, rank: int, world_size: int) -> tuple[Any, bool]:
         """Return (iterable, whether it has the parts of all ranks)."""
-        if not _is_factory(self._data_or_factory):
-            return self._data_or_factory, True
-        if accepts_rank(self._data_or_factory):
+        if self.makes_parts:
             return self._data_or_factory(rank=rank, world_size=world_size), False
-        return self._data_or_factory(), True
+        return self._data_or_factory() if _is_factory(self._data_or_factory) else self._data_or_factory, True
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Return a batch of samples."""
@@ -103,7 +107,8 @@ class IterableBatches:
         from dtkit.engine.data.shard_iterator import ShardIterator, WorkerShardIterator
 
         open_samples = functools.partial(self._source.iterate_samples, shard, self._num_shards)
-        shard_seed = derive_seed(seed, shard)
+        # A stream with the parts of all ranks must be the same on all of them, although it shuffles at random.
+        shard_seed = derive_seed(seed, shard if self._source.makes_parts else 0)
         if not prefetch:
             return ShardIterator(open_samples, shard, shard_seed)
         return WorkerShardIterator(open_samples, shard, shard_seed, max(1, self._batch_size // self._num_shards))

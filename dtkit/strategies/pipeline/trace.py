@@ -32,6 +32,7 @@ from dtkit.strategies.meta_copy import make_empty_like
 from dtkit.strategies.module_modes import enter_training, evaluation_mode
 from dtkit.strategies.pipeline.cut import find_layer_chain
 from dtkit.strategies.pipeline.device_copy import copy_tensors_to_device, copy_to_device
+from dtkit.strategies.pipeline.trace_check import run_checked
 from dtkit.strategies.pipeline.trace_preparation import prepare_for_trace
 from dtkit.strategies.pipeline.value_routing import StageModule, build_routings
 
@@ -99,7 +100,8 @@ def _trace_and_split(
         for module in (view, marked):
             prepare_for_trace(module)
         with fake, torch.random.fork_rng([]):
-            output_spec = tree_flatten(like.pass_to(view))[1]
+            output = run_checked(view, like.pass_to) if model.training else like.pass_to(view)
+            output_spec = tree_flatten(output)[1]
         return pipelining.pipeline(marked, like.args, like.kwargs, split_spec=starts), output_spec  # changes the model
 
     pipe, output_spec = run_guarded(trace, refuse)

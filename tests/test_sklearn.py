@@ -88,6 +88,11 @@ def test_repeated_starts_depend_on_the_random_state_only():
         (lambda X: KMeans(8, init="best").fit(X), r"init='best'; it must be 'k-means\+\+', 'random' or an array"),
         (lambda X: KMeans(3, init=np.zeros((2, 2))).fit(X), r"init has shape \(2, 2\); it must be .* \(3, 2\)"),
         (lambda X: PCA(3).fit(X), r"n_components=3 must be an integer between 0 and .*=2"),
+        (lambda X: KMeans(2, init=np.full((2, 2), np.nan)).fit(X), "init contains NaN or infinity"),
+        (lambda X: KMeans(2, n_init=0).fit(X), "The 'n_init' parameter of KMeans must be .* Got 0 instead"),
+        (lambda X: KMeans(0).fit(X), "The 'n_clusters' parameter of KMeans must be an int in the range"),
+        (lambda X: Ridge("much").fit(X, X[:, 0]), "The 'alpha' parameter of Ridge must be"),
+        (lambda X: GaussianNB(var_smoothing=-1).fit(X, X[:, 0] > 0.5), "The 'var_smoothing' parameter of GaussianNB"),
         (lambda X: LogisticRegression(C=0).fit(X, X[:, 0] > 0.5), r"C=0 and tol=0.0001 must be positive"),
     ],
 )

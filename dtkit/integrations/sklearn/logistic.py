@@ -48,6 +48,7 @@ class LogisticRegression(ClassifierMixin, sklearn.linear_model.LogisticRegressio
         """Fit to arrays, or to a partition of ``(X, y)``."""
         if not self.C > 0 or not self.tol > 0:
             raise ValueError(f"C={self.C} and tol={self.tol} must be positive")
+        self._check_parameters()
         options = {"C": self.C, "tol": self.tol, "fit_intercept": self.fit_intercept, "max_iter": self.max_iter}
         result = self._fit_classes(_fit, X, y, **options)
         weights = result["weights"]

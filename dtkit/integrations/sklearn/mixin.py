@@ -54,6 +54,10 @@ class ShardedMixin:
         self.n_features_in_ = int(results[0]["n_features"])
         return results
 
+    def _check_parameters(self) -> None:
+        """Raise scikit-learn's InvalidParameterError, a ValueError, for options that it doesn't take."""
+        self._validate_params()  # type: ignore[attr-defined]  # the other base class has it
+
     def __sklearn_tags__(self) -> Any:
         """Return the tags of the estimator: dense, finite numbers, which become float64."""
         tags = super().__sklearn_tags__()  # type: ignore[misc]  # the other base class has it

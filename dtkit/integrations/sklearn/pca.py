@@ -29,6 +29,7 @@ class PCA(ShardedMixin, sklearn.decomposition.PCA):  # type: ignore[misc]  # as 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Fit to an array or a partition."""
         del y
+        self._check_parameters()
         result = self._fit_shards(_fit, self._check(X, ensure_min_samples=2))[0]
         _, values, directions = np.linalg.svd(result["factor"], full_matrices=False)
         count = result["count"]

@@ -38,6 +38,7 @@ class StandardScaler(ShardedMixin, sklearn.preprocessing.StandardScaler):  # typ
     def partial_fit(self, X: Any, y: Any = None) -> Self:
         """Add rows."""
         del y
+        self._check_parameters()
         is_first = not hasattr(self, "_moments")
         moments = self._fit_shards(_fit, self._check(X, reset=is_first))[0]["moments"]
         self._moments: Moments = moments if is_first else self._moments.merge(moments)

@@ -140,6 +140,19 @@ def test_several_inputs_and_sparse_gradients(cluster2: dtkit.Cluster):
     check_equal(run.model, expected)
 
 
+def test_adapted_normalization_travels(cluster2: dtkit.Cluster):
+    x, y = make_rows()
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Normalization(), keras.layers.Dense(3)])
+    model.layers[0].adapt(3.0 + 2.0 * x)
+    run = train(cluster2, model, batch_size=ROWS)
+    run.wait(60)
+    model.compile(loss="mse", optimizer="sgd")
+    model.fit(x, y, batch_size=ROWS, epochs=4, verbose=0)
+    check_equal(run.model, model)
+    np.testing.assert_allclose(run.model.predict(x, verbose=0), model.predict(x, verbose=0), atol=1e-6)
+
+
 def make_padded() -> tuple[np.ndarray, np.ndarray]:
     """Return texts of seven words, 0 after the last one, and a class for each word. Shards have unequally many."""
     generator = np.random.default_rng(2)

@@ -44,6 +44,7 @@ class ModelOutput:
 class KerasModule(torch.nn.Module):
     """A copy of a Keras model, as a torch module. Subclasses compute with one backend."""
 
+    weighs_labels = True  # `ModelOutput.loss` has a weight where it is needed
     loss_dtype: str | None = None
     """Type that the backend computes losses in; None for that of the parameters."""
 

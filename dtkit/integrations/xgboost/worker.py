@@ -88,7 +88,9 @@ class EarlyStopping(xgboost.callback.EarlyStopping):  # type: ignore[misc, unuse
         count = max((len(values) for metrics in self._earlier.values() for values in metrics.values()), default=0)
         self.starting_round -= count
         for k in range(count):
-            logged = {data: {name: [v[k]] for name, v in metrics.items()} for data, metrics in self._earlier.items()}
+            logged: Any = {
+                data: {name: [values[k]] for name, values in metrics.items()} for data, metrics in self._earlier.items()
+            }
             self.after_iteration(model, k, logged)
         self.starting_round += count
         return model

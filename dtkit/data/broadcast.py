@@ -189,6 +189,8 @@ def find_batch_norms(model: torch.nn.Module) -> list[str]:
     """Return the names of modules that normalize with statistics of the batch."""
     from dtkit._util.torch_private import BatchNormBase
 
+    if hasattr(model, "batch_norm_names"):  # its layers are of another framework
+        return list(model.batch_norm_names)
     return [
         f"{name or 'the model'} ({type(m).__name__})"
         for name, m in model.named_modules()

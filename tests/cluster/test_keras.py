@@ -153,6 +153,11 @@ def test_adapted_normalization_travels(cluster2: dtkit.Cluster):
     np.testing.assert_allclose(run.model.predict(x, verbose=0), model.predict(x, verbose=0), atol=1e-6)
 
 
+def test_batch_normalization_is_warned_of(cluster2: dtkit.Cluster):
+    with pytest.warns(UserWarning, match="^batch_norm.* normalizes with the statistics of a batch, and each rank has"):
+        train(cluster2, make_model(keras.layers.BatchNormalization(name="batch_norm"))).wait(60)
+
+
 def make_padded() -> tuple[np.ndarray, np.ndarray]:
     """Return texts of seven words, 0 after the last one, and a class for each word. Shards have unequally many."""
     generator = np.random.default_rng(2)

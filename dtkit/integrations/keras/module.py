@@ -20,7 +20,7 @@ import torch
 
 from dtkit.integrations.keras.masked_loss import TargetCounter
 from dtkit.integrations.keras.rebuild import rebuild
-from dtkit.integrations.keras.saved_model import SavedModel, copy_weights
+from dtkit.integrations.keras.saved_model import SavedModel, copy_weights, iterate_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,6 +94,12 @@ class KerasModule(torch.nn.Module):
 
     def push(self) -> None:
         """Copy the values of parameters and buffers into the Keras model."""
+
+    @property
+    def batch_norm_names(self) -> list[str]:
+        """Names of the layers that normalize with the statistics of a batch."""
+        kind = keras.layers.BatchNormalization
+        return [layer.name for layer in iterate_layers(self.keras_model) if isinstance(layer, kind) and layer.trainable]
 
     @property
     def model_name(self) -> str:

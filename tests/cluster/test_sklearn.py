@@ -97,6 +97,17 @@ def test_bad_input_raises_and_leaves_the_engines_usable(cluster2: dtkit.Cluster)
         GaussianNB(cluster=cluster2).fit(cluster2.partition((features, np.arange(9) / 2)))
     with pytest.raises(EngineError, match=r"y has shape \(\d, 2\); it must be one label for each row"):
         GaussianNB(cluster=cluster2).fit(cluster2.partition((features, np.ones((9, 2), dtype=int))))
+    part = cluster2.partition((features,))
+    scaler = StandardScaler(cluster=cluster2).fit(part)
+    with pytest.raises(ValueError, match="the new rows have 3 features, and the earlier ones 2"):
+        scaler.partial_fit(cluster2.partition((np.ones((9, 3)),)))
+    for use in (
+        scaler.transform,
+        KMeans(1, cluster=cluster2).fit(part).predict,
+        PCA(cluster=cluster2).fit(part).transform,
+    ):
+        with pytest.raises(TypeError, match="the rows of a partition are on engines; give the arrays"):
+            use(part)
     with pytest.raises(EngineError, match=r"the partition has 1 arrays; give features and targets"):
         Ridge(cluster=cluster2).fit(cluster2.partition((X[:5],)))
     with pytest.raises(ValueError, match=r"name them, as in PCA\(cluster=cluster\)"):

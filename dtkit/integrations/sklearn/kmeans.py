@@ -97,7 +97,7 @@ class KMeans(
 
     def _check_rows(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
-        rows: np.ndarray = self._check(X, reset=False)
+        rows: np.ndarray = self._check(np.asarray(X) if isinstance(X, Partition) else X, reset=False)
         return rows
 
     def _sample_rows(self, partition: Partition) -> np.ndarray:
@@ -107,7 +107,7 @@ class KMeans(
     def _choose_starts(self, rows: np.ndarray) -> np.ndarray:
         """Return centers of shape (starts, clusters, features)."""
         random = check_random_state(self.random_state)
-        if not isinstance(self.init, str):
+        if not isinstance(self.init, str) and not callable(self.init):
             centers = np.asarray(self.init, dtype=np.float64)
             if centers.shape != (self.n_clusters, rows.shape[1]):
                 raise ValueError(

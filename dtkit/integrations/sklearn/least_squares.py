@@ -74,6 +74,8 @@ class Ridge(_LeastSquares, sklearn.linear_model.Ridge):  # type: ignore[misc]  #
         reduced = self._reduce(X, y)
         left, right = _split(reduced)
         rotation, values, directions = np.linalg.svd(left, full_matrices=False)
+        if np.size(self.alpha) not in (1, right.shape[1]):
+            raise ValueError(f"alpha has {np.size(self.alpha)} values for {right.shape[1]} targets; give one for each")
         penalties = np.broadcast_to(np.asarray(self.alpha, dtype=np.float64), right.shape[1])
         denominators = values[:, None] ** 2 + penalties
         with np.errstate(divide="ignore", invalid="ignore"):

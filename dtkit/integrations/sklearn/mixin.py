@@ -26,7 +26,7 @@ class ShardedMixin:
         X : array of (rows, features), or a partition of ``(X,)`` or ``(X, y)``.
         y : array of targets; None for a partition, and for estimators without targets.
         """
-        if self.cluster is not None and not hasattr(self.cluster, "partition"):
+        if self.cluster is not None and not hasattr(self.cluster, "torchrun"):
             raise TypeError(
                 f"cluster={self.cluster!r}; it must be a dtkit.Cluster, as in {type(self).__name__}(cluster=cluster), "
                 "or None to fit in this process"

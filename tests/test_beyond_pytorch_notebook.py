@@ -42,5 +42,6 @@ def test_the_notebook_leaves_nothing_behind(done: ExecutedNotebook, root: Path):
     assert not list((root / "notebooks").glob("horovod_*"))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is not None, reason="Binder has no TensorFlow")
 def test_the_notebook_fits_in_the_memory_of_binder(done: ExecutedNotebook):
     check_memory(done)

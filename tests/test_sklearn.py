@@ -88,7 +88,15 @@ def test_repeated_starts_depend_on_the_random_state_only():
         (lambda X: KMeans(8, init="best").fit(X), r"init='best'; it must be 'k-means\+\+', 'random' or an array"),
         (lambda X: KMeans(3, init=np.zeros((2, 2))).fit(X), r"init has shape \(2, 2\); it must be .* \(3, 2\)"),
         (lambda X: PCA(3).fit(X), r"n_components=3 must be an integer between 0 and .*=2"),
-        (lambda X: LogisticRegression(C=0).fit(X, X[:, 0] > 0.5), r"C=0 and tol=0.0001 must be positive"),
+        (lambda X: KMeans(2, init=np.full((2, 2), np.nan)).fit(X), "init contains NaN or infinity"),
+        (lambda X: KMeans(2, n_init=0).fit(X), "The 'n_init' parameter of KMeans must be .* Got 0 instead"),
+        (lambda X: KMeans(0).fit(X), "The 'n_clusters' parameter of KMeans must be an int in the range"),
+        (lambda X: Ridge("much").fit(X, X[:, 0]), "The 'alpha' parameter of Ridge must be"),
+        (lambda X: GaussianNB(var_smoothing=-1).fit(X, X[:, 0] > 0.5), "The 'var_smoothing' parameter of GaussianNB"),
+        (lambda X: Ridge([1.0, 2.0]).fit(X, X[:, 0]), "alpha has 2 values for 1 targets; give one for each"),
+        (lambda X: PCA("mle").fit(X), "n_components='mle' must be an integer between 0 and"),
+        (lambda X: KMeans(2, init=len).fit(X), "init=.*; it must be 'k-means"),
+        (lambda X: LogisticRegression(C=0).fit(X, X[:, 0] > 0.5), "The 'C' parameter of LogisticRegression must be"),
     ],
 )
 def test_bad_options_are_refused(fit: Any, message: str):
@@ -128,5 +136,6 @@ def test_scikit_learns_own_checks(estimator: Any, check: Any):
 
 
 def test_cluster_of_another_kind_is_refused():
-    with pytest.raises(TypeError, match=r"cluster=3; it must be a dtkit\.Cluster"):
-        Ridge(cluster=3).fit(np.eye(3), np.ones(3))
+    for cluster in (3, "c"):
+        with pytest.raises(TypeError, match=r"cluster=.*; it must be a dtkit\.Cluster"):
+            Ridge(cluster=cluster).fit(np.eye(3), np.ones(3))

@@ -189,6 +189,9 @@ def find_batch_norms(model: torch.nn.Module) -> list[str]:
     """Return the names of modules that normalize with statistics of the batch."""
     from dtkit._util.torch_private import BatchNormBase
 
+    names = getattr(model, "batch_norm_names", None)  # of a model whose layers are those of another framework
+    if names is not None:
+        return list(names)
     return [
         f"{name or 'the model'} ({type(m).__name__})"
         for name, m in model.named_modules()

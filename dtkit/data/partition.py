@@ -98,6 +98,10 @@ class Partition:
             )
         return np.asarray(self._shards[rank], dtype=np.int64)
 
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        """Raise TypeError: the rows are on engines."""
+        raise TypeError("the rows of a partition are on engines; give the arrays that it was made of")
+
     def flatten_indices(self) -> np.ndarray:
         """Return the rows of all ranks (int32), those of rank 0 first, for sending."""
         return np.concatenate([np.asarray(shard, dtype=np.int32) for shard in self._shards])

@@ -34,10 +34,11 @@ def find_label_weight(
 ) -> LabelWeight | None:
     """Return the weight of a loss that is a mean over labels; None for a mean over samples, or if unknown.
 
-    `all_labels` are those of the whole data, if they are known.
+    `all_labels` are those of the whole data, if they are known. A Keras model returns the weight with the loss itself.
     """
     ignore_index = getattr(loss.loss_fn, "ignore_index", DEFAULT_IGNORE_INDEX)
-    if all_labels is not None and not bool((all_labels == ignore_index).any()):
+    has_none_to_ignore = all_labels is not None and not bool((all_labels == ignore_index).any())
+    if has_none_to_ignore or getattr(model, "weighs_labels", False):
         return None
     batch = make_sample_batch(2)
     labels = get_labels(batch)

@@ -140,6 +140,24 @@ def test_several_inputs_and_sparse_gradients(cluster2: dtkit.Cluster):
     check_equal(run.model, expected)
 
 
+def test_adapted_normalization_travels(cluster2: dtkit.Cluster):
+    x, y = make_rows()
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Normalization(), keras.layers.Dense(3)])
+    model.layers[0].adapt(3.0 + 2.0 * x)
+    run = train(cluster2, model, batch_size=ROWS)
+    run.wait(60)
+    model.compile(loss="mse", optimizer="sgd")
+    model.fit(x, y, batch_size=ROWS, epochs=4, verbose=0)
+    check_equal(run.model, model)
+    np.testing.assert_allclose(run.model.predict(x, verbose=0), model.predict(x, verbose=0), atol=1e-6)
+
+
+def test_batch_normalization_is_warned_of(cluster2: dtkit.Cluster):
+    with pytest.warns(UserWarning, match="^batch_norm.* normalizes with the statistics of a batch, and each rank has"):
+        train(cluster2, make_model(keras.layers.BatchNormalization(name="batch_norm"))).wait(60)
+
+
 def make_padded() -> tuple[np.ndarray, np.ndarray]:
     """Return texts of seven words, 0 after the last one, and a class for each word. Shards have unequally many."""
     generator = np.random.default_rng(2)
@@ -150,7 +168,9 @@ def make_padded() -> tuple[np.ndarray, np.ndarray]:
 
 def make_tagger(*, masks: bool) -> Any:
     keras.utils.set_random_seed(0)
-    embedding = keras.layers.Embedding(9, 4, mask_zero=masks, embeddings_initializer=keras.initializers.RandomNormal(3))
+    embedding = keras.layers.Embedding(
+        9, 4, mask_zero=masks, embeddings_initializer=keras.initializers.RandomNormal(stddev=1.0)
+    )
     return keras.Sequential([keras.Input((7,), dtype="int32"), embedding, keras.layers.Dense(4)])
 
 
@@ -160,7 +180,7 @@ def test_masked_targets_count_for_nothing(cluster2: dtkit.Cluster, *, masks: boo
 
     def make_options() -> dict[str, Any]:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
-        return {"loss": loss, "optimizer": keras.optimizers.SGD(0.5), "metrics": ["accuracy"]}
+        return {"loss": loss, "optimizer": keras.optimizers.SGD(0.1), "metrics": ["accuracy"]}
 
     rows = make_padded()
     run = train(cluster2, make_tagger(masks=masks), rows, batch_size=ROWS, shuffle=None, **make_options())

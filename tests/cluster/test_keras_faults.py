@@ -44,6 +44,7 @@ def test_rank_without_rows_and_short_batches_change_nothing(cluster2: dtkit.Clus
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*normalizes with the statistics of a batch")
 def test_training_continues_from_a_checkpoint_with_its_random_numbers(cluster2: dtkit.Cluster, tmp_path: Path):
     def make_random() -> Any:
         return make_model(keras.layers.BatchNormalization(), keras.layers.Dropout(0.3))

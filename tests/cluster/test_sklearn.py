@@ -89,6 +89,25 @@ def test_bad_input_raises_and_leaves_the_engines_usable(cluster2: dtkit.Cluster)
         KMeans(cluster=cluster2).fit(X)
     with pytest.raises(EngineError, match=r"X has shape \(\d+, 8, 8\); it must be \(rows, features\)"):
         PCA(cluster=cluster2).fit(cluster2.partition((X.reshape(-1, 8, 8),)))
+    features, targets = np.ones((9, 2)), np.array([0.5, 1.0, np.nan] * 3)
+    for estimator in (Ridge(cluster=cluster2), LogisticRegression(cluster=cluster2)):
+        with pytest.raises(EngineError, match="y contains NaN or infinity; remove these rows"):
+            estimator.fit(cluster2.partition((features, targets)))
+    with pytest.raises(ValueError, match="Unknown label type: continuous"):
+        GaussianNB(cluster=cluster2).fit(cluster2.partition((features, np.arange(9) / 2)))
+    with pytest.raises(EngineError, match=r"y has shape \(\d, 2\); it must be one label for each row"):
+        GaussianNB(cluster=cluster2).fit(cluster2.partition((features, np.ones((9, 2), dtype=int))))
+    part = cluster2.partition((features,))
+    scaler = StandardScaler(cluster=cluster2).fit(part)
+    with pytest.raises(ValueError, match="the new rows have 3 features, and the earlier ones 2"):
+        scaler.partial_fit(cluster2.partition((np.ones((9, 3)),)))
+    for use in (
+        scaler.transform,
+        KMeans(1, cluster=cluster2).fit(part).predict,
+        PCA(cluster=cluster2).fit(part).transform,
+    ):
+        with pytest.raises(TypeError, match="the rows of a partition are on engines; give the arrays"):
+            use(part)
     with pytest.raises(EngineError, match=r"the partition has 1 arrays; give features and targets"):
         Ridge(cluster=cluster2).fit(cluster2.partition((X[:5],)))
     with pytest.raises(ValueError, match=r"name them, as in PCA\(cluster=cluster\)"):

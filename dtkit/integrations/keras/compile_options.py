@@ -107,7 +107,7 @@ class SavedObject:
                 ) from None
 
 
-def _take_only(name: str, value: Any, kinds: tuple[type, ...], outputs: Sequence[str] | None) -> Any:
+def _take_only(name: str, value: Any, kinds: tuple[Any, ...], outputs: Sequence[str] | None) -> Any:
     """Return the only part of a container of these kinds; anything else as it is."""
     if not isinstance(value, kinds):
         return value

@@ -20,7 +20,7 @@ import torch
 
 from dtkit.integrations.keras.masked_loss import TargetCounter
 from dtkit.integrations.keras.rebuild import rebuild
-from dtkit.integrations.keras.saved_model import SavedModel, copy_weights
+from dtkit.integrations.keras.saved_model import SavedModel, copy_weights, iterate_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +44,7 @@ class ModelOutput:
 class KerasModule(torch.nn.Module):
     """A copy of a Keras model, as a torch module. Subclasses compute with one backend."""
 
+    weighs_labels = True  # `ModelOutput.loss` has a weight where it is needed
     loss_dtype: str | None = None
     """Type that the backend computes losses in; None for that of the parameters."""
 
@@ -93,6 +94,12 @@ class KerasModule(torch.nn.Module):
 
     def push(self) -> None:
         """Copy the values of parameters and buffers into the Keras model."""
+
+    @property
+    def batch_norm_names(self) -> list[str]:
+        """Names of the layers that normalize with the statistics of a batch."""
+        kind = keras.layers.BatchNormalization
+        return [layer.name for layer in iterate_layers(self.keras_model) if isinstance(layer, kind) and layer.trainable]
 
     @property
     def model_name(self) -> str:

@@ -84,6 +84,15 @@ def copy_weights(source: keras.Model, target: keras.Model) -> None:
         )
     for variable, copied in zip(variables, copies, strict=True):
         copied.assign(variable.value)
+    finalize(target)
+
+
+def finalize(model: keras.Model) -> bool:
+    """Let layers such as Normalization copy the values of their variables again. Return whether there are any."""
+    keeping_copies = [layer for layer in iterate_layers(model) if hasattr(layer, "finalize_state")]
+    for layer in keeping_copies:
+        layer.finalize_state()
+    return bool(keeping_copies)
 
 
 def list_variables(model: keras.Model) -> list[Any]:
@@ -93,15 +102,20 @@ def list_variables(model: keras.Model) -> list[Any]:
 
 def find_custom_objects(model: keras.Model) -> Iterator[tuple[str, Any]]:
     """Yield (name, class) of the layers with a custom class."""
+    for layer in iterate_layers(model):
+        if is_custom(type(layer)):
+            yield type(layer).__name__, type(layer)
+
+
+def iterate_layers(model: keras.Model) -> Iterator[keras.Layer]:
+    """Yield a model and all of its layers, at any depth, once each."""
     pending, seen = [model], set()
     while pending:
         layer = pending.pop()
-        if id(layer) in seen:
-            continue
-        seen.add(id(layer))
-        if is_custom(type(layer)):
-            yield type(layer).__name__, type(layer)
-        pending += [value for value in _iterate_attributes(layer) if isinstance(value, keras.Layer)]
+        if id(layer) not in seen:
+            seen.add(id(layer))
+            yield layer
+            pending += [value for value in _iterate_attributes(layer) if isinstance(value, keras.Layer)]
 
 
 def _iterate_attributes(layer: keras.Layer) -> Iterator[Any]:

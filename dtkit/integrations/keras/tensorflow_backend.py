@@ -14,6 +14,7 @@ import torch
 
 from dtkit._util.torch_private import count_inplace_writes, keras_masking
 from dtkit.integrations.keras.module import KerasModule, ModelOutput, weigh
+from dtkit.integrations.keras.saved_model import finalize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +29,9 @@ class TensorFlowKerasModule(KerasModule):
     def __init__(self, saved: SavedModel, options: CompileOptions) -> None:
         super().__init__(saved, options)
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
+        self._make_graphs()
+
+    def _make_graphs(self) -> None:
         self._step = tf.function(self._compute_step, reduce_retracing=True, autograph=False)
         self._evaluate = tf.function(self._compute_output, reduce_retracing=True, autograph=False)
 
@@ -39,11 +43,15 @@ class TensorFlowKerasModule(KerasModule):
 
     def push(self) -> None:
         """Copy changed parameters and buffers into TensorFlow's variables."""
+        has_new_buffers = False
         for k, (tensor, variable) in enumerate(self._pair_variables()):
             known = self._pushed.get(k)
             if known is None or known[0] is not tensor or known[1] != count_inplace_writes(tensor):
                 variable.assign(_to_tensorflow(tensor))
                 self._pushed[k] = tensor, count_inplace_writes(tensor)
+                has_new_buffers |= k >= len(self.trainable)
+        if has_new_buffers and finalize(self.keras_model):
+            self._make_graphs()  # they hold the layers' copies as constants
 
     def load_values(self) -> None:
         """See :class:`KerasModule`."""

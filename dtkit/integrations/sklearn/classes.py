@@ -24,6 +24,7 @@ class ClassifierMixin(ShardedMixin):
         if isinstance(X, Partition):
             parts = self._fit_shards(_list_classes, X, y)
             self.classes_ = np.unique(np.concatenate([part["classes"] for part in parts]))
+            check_classification_targets(self.classes_)
             classes, targets = self.classes_, None
         else:
             require_targets(self, y)
@@ -45,4 +46,6 @@ def _list_classes(ranks: Ranks, columns: Sequence[np.ndarray], rows: np.ndarray)
     del ranks, rows
     if len(columns) != 2:
         raise ValueError(f"the partition has {len(columns)} arrays; give features and labels, as in partition((X, y))")
+    if columns[1].ndim != 1:
+        raise ValueError(f"y has shape {columns[1].shape}; it must be one label for each row, as in y.ravel()")
     return {"n_features": columns[0].shape[1], "classes": np.unique(columns[1])}

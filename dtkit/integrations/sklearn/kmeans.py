@@ -56,6 +56,7 @@ class KMeans(
     def fit(self, X: Any, y: Any = None) -> Self:
         """Fit to an array or a partition. `labels_` are in the order of the rows."""
         del y
+        self._check_parameters()
         X = self._check(X)
         candidates = self._sample_rows(X) if isinstance(X, Partition) else X
         if len(candidates) < self.n_clusters:
@@ -90,9 +91,13 @@ class KMeans(
         X = self._check_rows(X)
         return -_sum_squares(X, _assign(X, self.cluster_centers_), self.cluster_centers_)
 
+    def _check_parameters(self) -> None:
+        options = {"n_init": self.n_init, "max_iter": self.max_iter, "tol": self.tol}
+        _Options(self.n_clusters, random_state=self.random_state, **options)._check_parameters()  # noqa: SLF001 - of this module
+
     def _check_rows(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
-        rows: np.ndarray = self._check(X, reset=False)
+        rows: np.ndarray = self._check(np.asarray(X) if isinstance(X, Partition) else X, reset=False)
         return rows
 
     def _sample_rows(self, partition: Partition) -> np.ndarray:
@@ -102,13 +107,15 @@ class KMeans(
     def _choose_starts(self, rows: np.ndarray) -> np.ndarray:
         """Return centers of shape (starts, clusters, features)."""
         random = check_random_state(self.random_state)
-        if not isinstance(self.init, str):
+        if not isinstance(self.init, str) and not callable(self.init):
             centers = np.asarray(self.init, dtype=np.float64)
             if centers.shape != (self.n_clusters, rows.shape[1]):
                 raise ValueError(
                     f"init has shape {centers.shape}; it must be (n_clusters, n_features) = "
                     f"{(self.n_clusters, rows.shape[1])}"
                 )
+            if not np.isfinite(centers).all():
+                raise ValueError("init contains NaN or infinity; give finite centers")
             return centers[None]
         num_starts = (10 if self.init == "random" else 1) if self.n_init == "auto" else int(self.n_init)
         if self.init == "random":
@@ -118,6 +125,13 @@ class KMeans(
             raise ValueError(f"init={self.init!r}; it must be 'k-means++', 'random' or an array of centers")
         draw = sklearn.cluster.kmeans_plusplus
         return np.stack([draw(rows, self.n_clusters, random_state=random)[0] for _ in range(num_starts)])
+
+
+class _Options(ShardedMixin, sklearn.cluster.KMeans):  # type: ignore[misc]  # as above
+    """Scikit-learn's own KMeans, which knows what its options may be."""
+
+
+_Options.__name__ = "KMeans"  # in errors
 
 
 def _sample(ranks: Ranks, columns: Sequence[np.ndarray], rows: np.ndarray, *, fraction: float) -> dict[str, Any]:

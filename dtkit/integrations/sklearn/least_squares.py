@@ -48,6 +48,7 @@ class LinearRegression(_LeastSquares, sklearn.linear_model.LinearRegression):  #
 
     def fit(self, X: np.ndarray | Partition, y: Any = None) -> Self:
         """Fit to arrays, or to a partition of ``(X, y)``."""
+        self._check_parameters()
         reduced = self._reduce(X, y)
         left, right = _split(reduced)
         coefficients, _, self.rank_, self.singular_ = scipy.linalg.lstsq(left, right)
@@ -67,11 +68,14 @@ class Ridge(_LeastSquares, sklearn.linear_model.Ridge):  # type: ignore[misc]  #
 
     def fit(self, X: np.ndarray | Partition, y: Any = None) -> Self:
         """Fit to arrays, or to a partition of ``(X, y)``."""
+        self._check_parameters()
         if np.min(self.alpha) < 0:
             raise ValueError(f"alpha == {self.alpha}, must be >= 0")
         reduced = self._reduce(X, y)
         left, right = _split(reduced)
         rotation, values, directions = np.linalg.svd(left, full_matrices=False)
+        if np.size(self.alpha) not in (1, right.shape[1]):
+            raise ValueError(f"alpha has {np.size(self.alpha)} values for {right.shape[1]} targets; give one for each")
         penalties = np.broadcast_to(np.asarray(self.alpha, dtype=np.float64), right.shape[1])
         denominators = values[:, None] ** 2 + penalties
         with np.errstate(divide="ignore", invalid="ignore"):

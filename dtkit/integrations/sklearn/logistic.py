@@ -46,8 +46,9 @@ class LogisticRegression(ClassifierMixin, sklearn.linear_model.LogisticRegressio
 
     def fit(self, X: np.ndarray | Partition, y: Any = None) -> Self:
         """Fit to arrays, or to a partition of ``(X, y)``."""
-        if not self.C > 0 or not self.tol > 0:
-            raise ValueError(f"C={self.C} and tol={self.tol} must be positive")
+        self._check_parameters()
+        if not self.tol > 0:
+            raise ValueError(f"tol={self.tol}; it must be positive")
         options = {"C": self.C, "tol": self.tol, "fit_intercept": self.fit_intercept, "max_iter": self.max_iter}
         result = self._fit_classes(_fit, X, y, **options)
         weights = result["weights"]

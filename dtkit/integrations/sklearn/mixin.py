@@ -26,7 +26,7 @@ class ShardedMixin:
         X : array of (rows, features), or a partition of ``(X,)`` or ``(X, y)``.
         y : array of targets; None for a partition, and for estimators without targets.
         """
-        if self.cluster is not None and not hasattr(self.cluster, "partition"):
+        if self.cluster is not None and not hasattr(self.cluster, "torchrun"):
             raise TypeError(
                 f"cluster={self.cluster!r}; it must be a dtkit.Cluster, as in {type(self).__name__}(cluster=cluster), "
                 "or None to fit in this process"
@@ -53,6 +53,10 @@ class ShardedMixin:
         results = list(self.cluster.run(fit_shard, partition.source.key, fit, options))
         self.n_features_in_ = int(results[0]["n_features"])
         return results
+
+    def _check_parameters(self) -> None:
+        """Raise scikit-learn's InvalidParameterError, a ValueError, for options that it doesn't take."""
+        self._validate_params()  # type: ignore[attr-defined]  # the other base class has it
 
     def __sklearn_tags__(self) -> Any:
         """Return the tags of the estimator: dense, finite numbers, which become float64."""

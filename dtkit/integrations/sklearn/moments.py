@@ -30,6 +30,8 @@ class Moments:
 
         Chan, Golub, LeVeque: Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
         """
+        if len(other.mean) != len(self.mean):
+            raise ValueError(f"the new rows have {len(other.mean)} features, and the earlier ones {len(self.mean)}")
         count = self.count + other.count
         shift = other.mean - self.mean
         deviations = self.deviations + other.deviations + shift**2 * (self.count * other.count / count)

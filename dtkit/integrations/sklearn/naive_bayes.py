@@ -26,6 +26,7 @@ class GaussianNB(ClassifierMixin, sklearn.naive_bayes.GaussianNB):  # type: igno
 
     def fit(self, X: np.ndarray | Partition, y: Any = None) -> Self:
         """Fit to arrays, or to a partition of ``(X, y)``."""
+        self._check_parameters()
         result = self._fit_classes(_fit, X, y)
         counts = result["counts"]
         self.epsilon_ = self.var_smoothing * result["moments"].variance.max()

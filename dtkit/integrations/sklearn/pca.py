@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -29,6 +30,7 @@ class PCA(ShardedMixin, sklearn.decomposition.PCA):  # type: ignore[misc]  # as 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Fit to an array or a partition."""
         del y
+        self._check_parameters()
         result = self._fit_shards(_fit, self._check(X, ensure_min_samples=2))[0]
         _, values, directions = np.linalg.svd(result["factor"], full_matrices=False)
         count = result["count"]
@@ -55,7 +57,7 @@ class PCA(ShardedMixin, sklearn.decomposition.PCA):  # type: ignore[misc]  # as 
         if isinstance(wanted, float) and 0 < wanted < 1:
             shares = np.cumsum(variances) / variances.sum()
             return int(np.searchsorted(shares, wanted, side="right") + 1)
-        if wanted != int(wanted) or not 0 <= wanted <= most:
+        if not isinstance(wanted, numbers.Integral) or not 0 <= wanted <= most:
             raise ValueError(
                 f"n_components={wanted!r} must be an integer between 0 and min(n_samples, n_features)={most}, or a "
                 "share of the variance between 0 and 1"

@@ -88,9 +88,11 @@ def fit_shard(key: str, fit: Callable[..., Any], options: dict[str, Any]) -> Any
 
 
 def check_columns(columns: Sequence[np.ndarray]) -> None:
-    """Raise ValueError unless the first column is a matrix of finite numbers."""
+    """Raise ValueError unless the first column is a matrix, and all numbers are finite."""
     features = columns[0]
     if features.ndim != 2:
         raise ValueError(f"X has shape {features.shape}; it must be (rows, features), as in X.reshape(len(X), -1)")
-    if not np.isfinite(features).all():
-        raise ValueError("X contains NaN or infinity; remove these rows, or fill them with sklearn.impute")
+    for name, column in zip("Xy", columns, strict=False):
+        if column.dtype.kind == "f" and not np.isfinite(column).all():
+            fill = ", or fill them with sklearn.impute" if name == "X" else ""
+            raise ValueError(f"{name} contains NaN or infinity; remove these rows{fill}")

@@ -8,6 +8,7 @@ import numpy as np
 import sklearn.preprocessing
 from sklearn.utils.validation import check_is_fitted
 
+from dtkit.data.partition import Partition
 from dtkit.integrations.sklearn.mixin import ShardedMixin
 from dtkit.integrations.sklearn.moments import Moments, compute_moments
 
@@ -38,6 +39,7 @@ class StandardScaler(ShardedMixin, sklearn.preprocessing.StandardScaler):  # typ
     def partial_fit(self, X: Any, y: Any = None) -> Self:
         """Add rows."""
         del y
+        self._check_parameters()
         is_first = not hasattr(self, "_moments")
         moments = self._fit_shards(_fit, self._check(X, reset=is_first))[0]["moments"]
         self._moments: Moments = moments if is_first else self._moments.merge(moments)
@@ -50,7 +52,8 @@ class StandardScaler(ShardedMixin, sklearn.preprocessing.StandardScaler):  # typ
     def transform(self, X: Any, copy: bool | None = None) -> Any:  # noqa: FBT001 - scikit-learn's signature
         """Return the rows with mean 0 and variance 1 in each feature. NaN is refused."""
         check_is_fitted(self)
-        return super().transform(self._check(X, reset=False), copy)
+        rows = np.asarray(X) if isinstance(X, Partition) else X
+        return super().transform(self._check(rows, reset=False), copy)
 
 
 def _compute_scale(moments: Moments) -> np.ndarray:

@@ -89,7 +89,7 @@ class EarlyStopping(xgboost.callback.EarlyStopping):  # type: ignore[misc, unuse
         self.starting_round -= count
         for k in range(count):
             logged: Any = {
-                data: {name: [v[k]] for name, v in metrics.items()} for data, metrics in self._earlier.items()
+                data: {name: [values[k]] for name, values in metrics.items()} for data, metrics in self._earlier.items()
             }
             self.after_iteration(model, k, logged)
         self.starting_round += count

@@ -169,7 +169,10 @@ def broadcast(
 
         def differentiate(gradient: Any) -> Any:
             average = allreduce(gradient, op=Average, process_set=process_set)
-            return average if get_context().rank == root_rank else tf.zeros_like(average)
+            if get_context().rank == root_rank:
+                return average
+            with tf.control_dependencies([average]):  # a session leaves out what its result doesn't need
+                return tf.zeros_like(average)
 
         return result, differentiate
 

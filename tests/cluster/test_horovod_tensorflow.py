@@ -253,13 +253,20 @@ names = [f"x{k}" for k in range(40)]
 with tf.Graph().as_default():
     order = names if hvd.rank() == 0 else names[::-1]
     sums = {name: hvd.allreduce(tf.fill([2], float(names.index(name))), op=hvd.Sum, name=name) for name in order}
+    variable = tf.compat.v1.Variable([float(hvd.rank())])
+    broadcasted = hvd.broadcast_([variable], 1)
+    source = tf.constant([1.0])
+    gradient = tf.gradients(hvd.broadcast(source, 0), source)[0]
     with tf.compat.v1.Session() as session:
         results = session.run(sums)
+        session.run(tf.compat.v1.global_variables_initializer())
+        assert session.run(broadcasted)[0] == session.run(variable) == 1.0
+        assert session.run(gradient) == (1.0 if hvd.rank() == 0 else 0.0)
 assert all(results[name].tolist() == [2.0 * k] * 2 for k, name in enumerate(names)), results
 """
 
 
-def test_operations_of_a_session_are_matched_by_name(cluster2: dtkit.Cluster, tmp_path: Path):
+def test_operations_of_a_session_are_matched_by_name_and_run_on_all_ranks(cluster2: dtkit.Cluster, tmp_path: Path):
     script = tmp_path / "session.py"
     script.write_text("import os\nos.environ['HOROVOD_CHECK'] = '1'\n" + SESSION)
     assert cluster2.torchrun(script, horovod=True) == [0, 0]

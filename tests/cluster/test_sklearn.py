@@ -89,7 +89,7 @@ def test_bad_input_raises_and_leaves_the_engines_usable(cluster2: dtkit.Cluster)
         KMeans(cluster=cluster2).fit(X)
     with pytest.raises(EngineError, match=r"X has shape \(\d+, 8, 8\); it must be \(rows, features\)"):
         PCA(cluster=cluster2).fit(cluster2.partition((X.reshape(-1, 8, 8),)))
-    features, targets = np.ones((9, 2)), np.array([0.5, 1.0, np.nan] * 3)
+    features, targets = np.random.default_rng(0).normal(size=(9, 2)), np.array([0.5, 1.0, np.nan] * 3)
     for estimator in (Ridge(cluster=cluster2), LogisticRegression(cluster=cluster2)):
         with pytest.raises(EngineError, match="y contains NaN or infinity; remove these rows"):
             estimator.fit(cluster2.partition((features, targets)))

@@ -57,7 +57,7 @@ class PCA(ShardedMixin, sklearn.decomposition.PCA):  # type: ignore[misc]  # as 
         if isinstance(wanted, float) and 0 < wanted < 1:
             shares = np.cumsum(variances) / variances.sum()
             return int(np.searchsorted(shares, wanted, side="right") + 1)
-        if not isinstance(wanted, numbers.Integral) or not 0 <= wanted <= most:
+        if not isinstance(wanted, numbers.Integral) or not 0 <= int(wanted) <= most:
             raise ValueError(
                 f"n_components={wanted!r} must be an integer between 0 and min(n_samples, n_features)={most}, or a "
                 "share of the variance between 0 and 1"

@@ -47,9 +47,14 @@ def call(function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[Any]
         return run(*tensors)
 
 
+def is_session_graph() -> bool:
+    """Return whether operations are now added to a graph that a session of TensorFlow 1 runs."""
+    return not (tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function)
+
+
 def _check_order_of_graph() -> None:
     """Refuse a graph whose operations have no order. Functions have one."""
-    if not (tf.compat.v1.get_default_graph().building_function or is_strict()):
+    if is_session_graph() and not is_strict():
         raise NotImplementedError(
             "a session of TensorFlow 1 runs operations in any order, so ranks could wait for each other. Use "
             "tf.function or eager mode, or set HOROVOD_CHECK=1 before the script starts"

@@ -16,7 +16,7 @@ from dtkit.integrations.horovod import torch as torch_interface
 from dtkit.integrations.horovod.context import get_context
 from dtkit.integrations.horovod.process_sets import ProcessSet, global_process_set
 from dtkit.integrations.horovod.reductions import Average, Sum, resolve_op
-from dtkit.integrations.horovod.tensorflow.bridge import call, make_name, read_number, read_size
+from dtkit.integrations.horovod.tensorflow.bridge import call, is_session_graph, make_name, read_number, read_size
 from dtkit.integrations.horovod.tensorflow.compression import Compression
 
 if TYPE_CHECKING:
@@ -182,11 +182,12 @@ def broadcast(
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Overwrite variables with those of rank `root_rank`, and return them."""
+    """Overwrite variables with those of rank `root_rank`, and return them. A session must run what is returned."""
+    assigned = []
     for k, variable in enumerate(variables):
         own_name = None if name is None else f"{name}.{k}"
-        variable.assign(broadcast(variable, root_rank, own_name, process_set=process_set))
-    return list(variables)
+        assigned.append(variable.assign(broadcast(variable, root_rank, own_name, process_set=process_set)))
+    return assigned if is_session_graph() else list(variables)
 
 
 def alltoall(

@@ -154,6 +154,12 @@ def test_default_labels_are_what_differs_between_runs(runs, labels):
     assert list(dtkit.compare(runs()).labels) == labels
 
 
+def test_strategies_are_named_once_in_a_comparison():
+    text = repr(dtkit.compare([make_source(), make_source("ParameterAveraging(every=8)", every=8)], labels=["a", "b"]))
+    assert text.count("ParameterAveraging(every=8)") == 1
+    assert text.splitlines()[0].split()[:2] == ["run", "nodes"]
+
+
 def test_labels_may_be_given():
     assert list(dtkit.compare([make_source(), make_source()], labels=["a", "b"]).labels) == ["a", "b"]
 

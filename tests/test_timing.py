@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.dashboard.summary.timing import (
     PHASES,
     WINDOW_STEPS,
@@ -26,6 +27,18 @@ def source(ranks=4, slow=None, steps=100, seed=0):
 
 def taken_apart(ranks=4, slow=None, steps=100, seed=0):
     return compute_step_timing(source(ranks, slow, steps, seed).history, ranks)
+
+
+def test_step_time_and_throughput_are_those_of_the_bars():
+    """Where nodes are slow in turn, the mean of the slowest node's steps exceeds the time that passed."""
+    history = History()
+    rows = np.zeros(80, ROW_DTYPE)
+    rows["step"], rows["rank"], rows["samples"] = np.repeat(np.arange(40), 2), np.tile([0, 1], 40), 32
+    rows["step_s"] = np.where((rows["step"] + rows["rank"]) % 2, 0.03, 0.01)
+    history.append(rows)
+    metrics = compute_run_metrics(history, 2)
+    assert metrics.step_s == pytest.approx(0.02)
+    assert metrics.throughput == pytest.approx(64 / 0.02)
 
 
 def test_phase_means_of_the_last_steps_sum_to_the_step_time():

@@ -35,7 +35,7 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
         _explain_dtype(message, inputs, model),
         _explain_convolution(message, inputs, model),
         _explain_features(message, inputs),
-        _explain_target(message, target),
+        _explain_target(message, target, model),
     )
     for hint in filter(None, hints):
         error.add_note(hint)
@@ -111,10 +111,13 @@ def _explain_features(message: str, inputs: Any) -> str | None:
     sample = _get_sample_shape(inputs)
     if shapes is None or sample is None:
         return None
-    return f"A sample has shape {sample}. A layer expects {shapes[2]} values in its last dimension, and got {shapes[1]}"
+    return (
+        f"A sample has shape {sample}. A layer expects {shapes[2]} values in its last dimension, and got {shapes[1]}; "
+        f"make that layer nn.Linear({shapes[1]}, ...), or reshape the data"
+    )
 
 
-def _explain_target(message: str, target: Any) -> str | None:
+def _explain_target(message: str, target: Any, model: torch.nn.Module) -> str | None:
     targets = next(_iterate_tensors(target), None)
     if targets is None:
         return None
@@ -125,7 +128,12 @@ def _explain_target(message: str, target: Any) -> str | None:
         return f"The targets are {name}, and this loss expects floats; convert them, as in y.astype('float32')"
     if re.search(r"Target -?\d+ is out of bounds", message):
         low, high = int(targets.min()), int(targets.max())
-        return f"The targets of this batch lie between {low} and {high}; labels must be 0 to the number of classes - 1"
+        sizes = [m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear)]
+        outputs = f", and the model's last layer has {sizes[-1]} outputs" if sizes else ""
+        return (
+            f"The targets of this batch lie between {low} and {high}{outputs}; labels must be 0 to the number of "
+            "classes - 1"
+        )
     return None
 
 

@@ -252,17 +252,29 @@ def test_tools_fit_every_width(page: Page, look: Look, tmp_path: Path):
     view.screenshot(Path(os.environ.get("DTKIT_SCREENSHOTS", tmp_path)) / f"tools-{look.theme}-{look.width}.png")
 
 
-def test_logged_numbers_and_the_machines_use_have_charts(page: Page):
+def show_numbers(page: Page, samples: slice) -> StaticView:
+    """Return the view of a run with numbers of the user's own, and these of 60 samples of the machines' use."""
     run = FakeSource(ranks=2)
     run.advance(60)
     for rank in range(2):
         rows = [(step, float(step), 1.0) for step in range(1, 60)]
-        numbers = {"kl": rows, "system/CPU (cores)": rows[::10], "system/network (MB/s)": rows[::10]}
+        numbers = {"kl": rows, "system/CPU (cores)": rows[samples], "system/network (MB/s)": rows[samples]}
         run.history.add(ScalarRecord(rank, numbers))
     view = StaticView(page, run)
     message = SeriesFeed(run.history).build_message()
     assert message
     view.page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(message))
+    return view
+
+
+def test_one_sample_of_the_machines_use_takes_a_line(page: Page):
+    chart = show_numbers(page, slice(1)).root.get_by_test_id("system-chart").first
+    expect(chart.locator("h3")).to_contain_text("CPU mean 1.00 cores")
+    expect(chart.locator("svg.dtk-chart")).to_be_hidden()
+
+
+def test_logged_numbers_and_the_machines_use_have_charts(page: Page):
+    view = show_numbers(page, slice(None, None, 10))
     own = view.root.get_by_test_id("scalars-chart")
     expect(own).to_have_count(1)
     expect(own.locator("h3")).to_contain_text("kl mean 59.0")

@@ -149,5 +149,8 @@ def test_charts_side_by_side_begin_at_one_height(page: Page, width: int):
     assert boxes[0]
     assert boxes[1]
     assert boxes[0]["x"] == boxes[1]["x"] or boxes[0]["y"] == boxes[1]["y"]
+    note = view.root.get_by_test_id("throughput-chart").locator("h3 .dtk-note")
+    expect(note).to_contain_text(re.compile(r"· with waiting 3 . \d+$"))
+    assert note.evaluate("(note) => note.parentElement.scrollWidth <= note.parentElement.clientWidth")
     tools = view.root.get_by_test_id("toolbar").locator(".dtk-toolset > *:visible")
     assert len({round(box["y"] + box["height"] / 2) for tool in tools.all() if (box := tool.bounding_box())}) == 1

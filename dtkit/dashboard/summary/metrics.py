@@ -65,12 +65,14 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
     by_rank[rank, 2] = rows["memory_bytes"]
     last = rows[rows["step"] == totals["step"][-1]]
     losses = last["loss"][np.isfinite(last["loss"])]
-    seconds = float(totals["step_s"].sum())
+    # A node's steps follow each other, so their mean is that of the clock. Slowest steps of different nodes overlap.
+    means = _divide_or_nan(np.bincount(rank, rows["step_s"], num_ranks), np.bincount(rank, minlength=num_ranks))
+    step_s = float(np.nanmax(means))
     return RunMetrics(
-        throughput=float(totals["samples"].sum()) / seconds if seconds > 0 else None,
+        throughput=float(totals["samples"].mean()) / step_s if step_s > 0 else None,
         loss=float(totals["loss"][-1]),
         loss_spread=float(np.ptp(losses)) if len(losses) > 1 else None,
-        step_s=float(totals["step_s"].mean()),
+        step_s=step_s,
         by_rank=by_rank,
         timing=timing,
         ranks_without_loss=silent,

@@ -27,22 +27,19 @@ _BYTE_COLUMNS = ("sent per node", "per step")
 def make_table(rows: Sequence[ComparisonRow]) -> Table:
     """Return the table. It has only columns in which runs differ, or that every comparison needs; the best is bold.
 
-    There are no bytes where all runs sent the same, and no strategies where the labels are the strategies.
+    There are no bytes where all runs sent the same. Strategies that differ are in :func:`make_differences_table`.
     """
-    has_strategies = any(row.strategy != row.label for row in rows)
-    text_columns = ("run", "strategy") if has_strategies else ("run",)
     hidden = () if differ_in_bytes(rows) else _BYTE_COLUMNS
     metrics = list(dict.fromkeys(name for row in rows for name in row.best))
     numbers = [name for name in NUMBER_COLUMNS if name not in hidden]
     split = numbers.index("final loss") + 1
-    header = [*text_columns, *numbers[:split], *(f"best {name}" for name in metrics), *numbers[split:]]
+    header = ["run", *numbers[:split], *(f"best {name}" for name in metrics), *numbers[split:]]
     lines = []
     for row in rows:
-        strategy = [row.strategy or formatting.UNKNOWN] if has_strategies else []
         cells = [cell for name, cell in zip(NUMBER_COLUMNS, format_numbers(row), strict=True) if name not in hidden]
         best = [formatting.format_loss(row.best.get(name)) for name in metrics]
-        lines.append([row.label, *strategy, *cells[:split], *best, *cells[split:]])
-    return Table(header, lines, text_columns, _find_best_cells(rows, header, metrics))
+        lines.append([row.label, *cells[:split], *best, *cells[split:]])
+    return Table(header, lines, {"run"}, _find_best_cells(rows, header, metrics))
 
 
 def _find_best_cells(

@@ -93,9 +93,10 @@ function drawChart(view, width) {
 }
 /** Return the first and the last step of all charts, so that they have one axis. */
 function wholeRange({ store }) {
-  const { curves } = store, first = curves.used ? curves.origin : 1;
-  const evaluated = store.evaluations.at(-1)?.step ?? 0; // after as many steps, one more than the last step's number
-  const last = Math.max(first + 1, curves.origin + curves.used * curves.width - 1, evaluated);
+  const { curves } = store, first = curves.used ? curves.origin : 1, end = curves.origin + curves.used * curves.width - 1;
+  // An evaluation has the number of steps before it. While a run is fast, its curves follow some messages later.
+  const evaluated = Math.min(store.evaluations.at(-1)?.step ?? 0, LIVE.includes(store.status?.state) ? end + 1 : Infinity);
+  const last = Math.max(first + 1, end, evaluated);
   return [first, Math.max(first + 1, Math.min(last, store.status.step || last))];
 }
 

@@ -28,6 +28,7 @@ function seriesChart(store, name, { height, testid }, redraw) {
   return chart(store, name, {
     title, unit, testid, height,
     fromZero: system, exact: system, joined: true,
+    isFlat: () => system && of().points < 2, // the first seconds have one sample
     note: () => note(of()),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => seriesGrain(of()),

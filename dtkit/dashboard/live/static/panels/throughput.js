@@ -3,6 +3,8 @@
 import { chart } from "../chart.js";
 import { number } from "../numbers.js";
 
+const NARROW = 320;
+
 export function throughputChart(store, _send, redraw) {
   return chart(store, "throughput", {
     title: "Throughput",
@@ -19,9 +21,9 @@ export function throughputChart(store, _send, redraw) {
   }, redraw);
 }
 
-/** Say how the nodes' rates add up to the tile's. */
-function describeRates({ replicas, overall }, layout, { store }) {
+/** Say how the nodes' rates add up to the tile's, in short where the panel is narrow. */
+function describeRates({ replicas, overall }, layout, { store, frame }) {
   if (layout.nodes < 2 && !layout.banded) return "samples/s";
-  const rate = replicas > 1 ? store.throughput / replicas : NaN;
-  return rate > 0 ? `samples/s without waiting · ${overall} ${replicas} × ${number(rate)}` : "samples/s without waiting";
+  const rate = replicas > 1 ? store.throughput / replicas : NaN, unit = rate > 0 && frame?.width < NARROW ? "samples/s" : "samples/s without waiting";
+  return rate > 0 ? `${unit} · ${overall} ${replicas} × ${number(rate)}` : unit;
 }

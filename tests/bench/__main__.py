@@ -17,6 +17,7 @@ from tests.bench import (
     growth,
     keras,
     link,
+    losses,
     overhead,
     recovery,
     saving,
@@ -62,6 +63,7 @@ PARTS: dict[str, Callable[[], bool]] = {
     "saving": saving.saving,
     "recovery": recovery.recovery,
     "detection": recovery.detection,
+    "losses": losses.losses,
 }
 
 

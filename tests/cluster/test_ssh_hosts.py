@@ -76,7 +76,7 @@ def test_hosts_that_are_cut_off_or_lose_their_power_are_left_out(start: Callable
         dark.power_off()
         wait_until(lambda: [node.host for node in cluster.nodes] == ["host1"], NOTICED_S)
         run.stop()
-        assert re.search(r"node 1 lost at step \d+: .* on host3 is gone", list_texts(run, "lost")[-1])
+        assert re.search(r"node 1 lost at step \d+: .*engine.* on host3 is gone", list_texts(run, "lost")[-1])
         assert_exact(run)
     assert_nothing_left(network)
 

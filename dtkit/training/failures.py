@@ -136,7 +136,7 @@ class FailureHandler:
         progress, nodes = self._progress, self._engine_group.nodes
         messages = {failure.rank: failure.message.partition(". ")[0] for failure in failures}
         for rank in lost_ranks:
-            reason = messages.get(rank, f"its engine on {nodes[rank].host} is gone")
+            reason = messages.get(rank, f"its engine on {nodes[rank].host} does not answer")
             progress.add_event("lost", f"node {rank} lost at step {progress.step}: {name_nodes(reason)}", rank)
 
     def repair(self, reason: str = "") -> None:

@@ -62,6 +62,7 @@ PARTS: dict[str, Callable[[], bool]] = {
     "trackers": trackers.trackers,
     "saving": saving.saving,
     "recovery": recovery.recovery,
+    "recovery-sizes": recovery.recovery_by_size,
     "detection": recovery.detection,
     "losses": losses.losses,
 }

@@ -183,3 +183,13 @@ def test_requeue_follows_limits_and_preemption_but_never_a_cancellation(
 def test_checkpoint_minutes_must_be_a_number_above_zero():
     with pytest.raises(ValueError, match=r"checkpoint_minutes=0; it must be a number of minutes above 0"):
         dtkit.Slurm(checkpoint_minutes=0)
+
+
+def test_job_whose_agent_refuses_has_ended_though_others_of_it_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    log = tmp_path / "log"
+    monkeypatch.setattr(slurm_job, "query_job", lambda _: QueueState("RUNNING"))
+    log.write_text("module loaded\n")
+    assert SlurmJob("7", log).get_state().phase == "running"
+    log.write_text("module loaded\nnode1: dtkit agent: node1 can't reach 10.0.0.1\nmore\n")
+    state = SlurmJob("7", log).get_state()
+    assert (state.phase, state.text) == ("ended", "Slurm job 7 is RUNNING. node1 can't reach 10.0.0.1")

@@ -118,3 +118,8 @@ def test_a_failure_is_one_sentence_with_a_remedy(output: str, remedy: str):
 def test_the_cause_is_named_and_not_the_nanny_that_ends_after_it():
     nanny = "2026-11-24 15:19:15.956 [KernelNanny.1] Pipe closed, parent 111 has status: None"
     assert "the agent ended: ValueError: why" in explain_failure("a", f"ValueError: why\n{nanny}\n")
+
+
+def test_an_agent_that_reaches_no_notebook_says_so_itself():
+    output = "dtkit agent: a can't reach the notebook: Connection refused. Name another address\n"
+    assert explain_failure("a", output) == "a: a can't reach the notebook: Connection refused. Name another address"

@@ -119,10 +119,7 @@ class FailureHandler:
         """Replace the lost engines or continue without them; or pause until the user requests that."""
         progress = self._progress
         progress.lost_ranks = lost_ranks
-        for failure in failures:
-            if failure.rank in lost_ranks:
-                reason = name_nodes(failure.message.partition(". ")[0])
-                progress.add_event("lost", f"node {failure.rank} lost at step {progress.step}: {reason}", failure.rank)
+        self._note_losses(lost_ranks, failures)
         self._loss_count = self._loss_count + 1 if progress.step == self._last_loss_step else 1
         self._last_loss_step = progress.step
         if progress.plan.options.on_failure == "pause":
@@ -133,6 +130,14 @@ class FailureHandler:
             self._fail(EngineError(failures))
         else:
             self.repair()
+
+    def _note_losses(self, lost_ranks: Sequence[int], failures: Sequence[Failure] = ()) -> None:
+        """Note each lost engine with its host. One without a failure was already gone when another rank had failed."""
+        progress, nodes = self._progress, self._engine_group.nodes
+        messages = {failure.rank: failure.message.partition(". ")[0] for failure in failures}
+        for rank in lost_ranks:
+            reason = messages.get(rank, f"its engine on {nodes[rank].host} does not answer")
+            progress.add_event("lost", f"node {rank} lost at step {progress.step}: {name_nodes(reason)}", rank)
 
     def repair(self, reason: str = "") -> None:
         """Bring all ranks to one step, with lost ones replaced or dropped. If that is impossible, end the run.
@@ -201,6 +206,7 @@ class FailureHandler:
         positions = recovery.query_positions(self._engine_group, progress.plan.job)
         progress.lost_ranks = [rank for rank in range(self._engine_group.world_size) if rank not in positions]
         if progress.lost_ranks or recovery.is_out_of_sync(positions):
+            self._note_losses(progress.lost_ranks)
             self.repair(recovery.explain_out_of_sync(positions))
             return None
         progress.step = next(iter(positions.values())).step

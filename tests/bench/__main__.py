@@ -17,6 +17,7 @@ from tests.bench import (
     growth,
     keras,
     link,
+    losses,
     overhead,
     recovery,
     saving,
@@ -61,7 +62,9 @@ PARTS: dict[str, Callable[[], bool]] = {
     "trackers": trackers.trackers,
     "saving": saving.saving,
     "recovery": recovery.recovery,
+    "recovery-sizes": recovery.recovery_by_size,
     "detection": recovery.detection,
+    "losses": losses.losses,
 }
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dtkit.types import Event
 
 KILLS, FAULTS = 7, 20
+SIZES = (2, 4, 8)
 COLD_S, SPARE_S = 8.0, 2.0
 KILLED_S, STUCK_S = 1.0, 10.0
 _LIMIT_S = 120.0
@@ -37,6 +38,17 @@ def recovery() -> bool:
         print(f"  with {spares} spare:", *(f"{value:.2f}" for value in seconds))
         met &= report(f"kill to next step, 4 engines, spares={spares}", Sample(seconds), unit="s", most=most)
     return met
+
+
+def recovery_by_size() -> bool:
+    """Measure from SIGKILL to the next step, with a new engine, on 2, 4 and 8 engines."""
+    for n in SIZES:
+        with dtkit.Cluster(n, threads=1) as cluster:
+            run = _start(cluster)
+            sample = Sample([_recover(cluster, run, k % n) for k in range(KILLS)])
+            run.stop()
+        print(f"  {n} engines, seconds: {sample}", flush=True)
+    return True
 
 
 def detection() -> bool:

@@ -70,13 +70,15 @@ def test_hosts_that_are_cut_off_or_lose_their_power_are_left_out(start: Callable
         wait_for_step(run, step + 100)
         assert [node.pid for node in cluster.nodes] == pids  # a cut within the grace does no harm
         cut.cut()
-        wait_until(lambda: [node.host for node in cluster.nodes] == ["host1", "host3"], NOTICED_S)
+        wait_until(lambda: list_loss_events(run) == ["lost", "repair"], NOTICED_S)
+        assert [node.host for node in cluster.nodes] == ["host1", "host3"]
         cut.restore()
         wait_until(lambda: not list_commands(network, [cut]), NOTICED_S)  # its engine has ended by itself
         dark.power_off()
-        wait_until(lambda: [node.host for node in cluster.nodes] == ["host1"], NOTICED_S)
+        wait_until(lambda: list_loss_events(run) == ["lost", "repair", "lost", "repair"], NOTICED_S)
+        assert [node.host for node in cluster.nodes] == ["host1"]
         run.stop()
-        assert re.search(r"node 1 lost at step \d+: .* on host3 is gone", list_texts(run, "lost")[-1])
+        assert re.search(r"node 1 lost at step \d+: .*engine.* on host3 ", list_texts(run, "lost")[-1])
         assert_exact(run)
     assert_nothing_left(network)
 

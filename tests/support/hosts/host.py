@@ -63,6 +63,7 @@ class Host:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # a signal to the tests' process group would end it
         )
         assert self._unshare.stdout is not None
         ready = self._unshare.stdout.readline()
@@ -149,7 +150,7 @@ class Host:
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
         """Start a command on the host; it ends with the host at the latest."""
-        return subprocess.Popen([*self._enter(), *command], stdin=subprocess.DEVNULL, **options)
+        return subprocess.Popen([*self._enter(), *command], stdin=subprocess.DEVNULL, start_new_session=True, **options)
 
     def list_processes(self) -> list[psutil.Process]:
         """Return the processes on the host, without its first one; pids are those of this machine."""

@@ -154,7 +154,11 @@ def start_slurm(network: Network) -> Iterator[Slurm]:
 def _run_daemon(command: list[str], log: Path) -> Iterator[None]:
     with log.open("w") as file:
         process = subprocess.Popen(
-            ["setpriv", "--pdeathsig=KILL", *command], stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            ["setpriv", "--pdeathsig=KILL", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,  # a signal to the tests' process group would end it
         )
     try:
         yield

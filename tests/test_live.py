@@ -20,10 +20,11 @@ from dtkit._util import formatting, timeouts
 from dtkit.dashboard import display
 from dtkit.dashboard.live import widget
 from dtkit.dashboard.live.bundle import bundle_modules
-from dtkit.dashboard.live.messages import MAX_CHANGE_EVENTS, MAX_LOG_LINES, MessageBuilder
+from dtkit.dashboard.live.messages import MAX_CHANGE_EVENTS, MAX_LOG_LINES, MAX_MARKS, MessageBuilder
 from dtkit.dashboard.run_view import RunView
 from dtkit.dashboard.summary import stall
 from dtkit.dashboard.summary.curves import CHARTS, LOSS, MAX_BUCKETS, Curves, downsample
+from dtkit.dashboard.summary.notices import MARKED_EVENTS
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.dashboard.throttle import Throttle
 from dtkit.history.history import History
@@ -139,6 +140,12 @@ def test_late_rows_go_to_the_bucket_of_their_step():
 # -- messages -----------------------------------------------------------------------------------------------
 
 
+def keep_log(events):
+    """Return the lines that a page keeps, as latest() in store.js does."""
+    marked = [event for event in events[:-MAX_LOG_LINES] if event["kind"] in MARKED_EVENTS]
+    return [*marked[-MAX_MARKS:], *events[-MAX_LOG_LINES:]]
+
+
 class Page:
     """The page state that messages build up: the Python mirror of apply() in store.js."""
 
@@ -158,7 +165,7 @@ class Page:
             self.values = np.zeros((0, self.columns, 3), "f4")
             self.evaluations = list(content["evaluations"])
         else:
-            self.log = (self.log + content.get("events", []))[-MAX_LOG_LINES:]
+            self.log = keep_log(self.log + content.get("events", []))
             self.evaluations += content.get("evaluations", [])
         self.status, self.tiles, self.notices = content["status"], content["tiles"], content["notices"]
         while self.width < part["width"]:
@@ -269,6 +276,22 @@ def test_a_flood_of_prints_keeps_only_the_last_log_lines():
         assert len(events) <= MAX_CHANGE_EVENTS
         texts += [e["text"] for e in events]
     assert texts == [str(k) for k in range(10_000 - MAX_LOG_LINES, 10_000)]
+
+
+@pytest.mark.parametrize("kind", ["evaluation", "print"])
+def test_many_evaluations_and_prints_push_no_pause_out_of_the_log(kind):
+    source = FakeSource()
+    builder = MessageBuilder(source)
+    page = Page(builder.build_snapshot())
+    for name in ("pause", "lost", "repair"):
+        source.event(name, name)
+    for k in range(2 * MAX_LOG_LINES):
+        source.event(kind, str(k))
+    while builder.has_pending:
+        page.apply(builder.build_change())
+    for log in (page.log, Page(builder.build_snapshot()).log):
+        assert [event["kind"] for event in log[:3]] == ["pause", "lost", "repair"]
+        assert len(log) == 3 + (0 if kind == "evaluation" else MAX_LOG_LINES)
 
 
 def test_a_snapshot_of_a_long_run_stays_small():

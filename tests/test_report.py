@@ -56,6 +56,20 @@ def test_the_error_of_a_failed_run_keeps_its_lines_and_says_node(tmp_path):
     ]
 
 
+def test_evaluations_have_a_table_of_their_own(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    source.event("pause", "paused at step 40")
+    for step in range(1, 41):
+        source.history.add(Evaluation(step, 100, {"loss": step / 100}))
+        source.event("evaluation", f"validation loss {step / 100}")
+    page = write(source, tmp_path)
+    assert "<h2>Evaluations</h2><details><summary>40 rows</summary>" in page
+    (events,) = re.findall(r"<h2>Events</h2>(.*?)<h2>", page, re.DOTALL)
+    assert "paused at step 40" in events
+    assert "validation loss" not in events
+
+
 def read_cards(source: FakeSource, folder) -> dict[str, tuple[str, str]]:
     page = write(source, folder)
     cards = re.findall(r'<div class="card"><span>([^<]*)</span><b>([^<]*)</b><span>([^<]*)</span>', page)

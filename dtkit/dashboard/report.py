@@ -54,6 +54,7 @@ def write_report(run: RunView, path: str | Path, *, single_process: History | No
         *_format_nodes(run),
         *_format_schedule(run),
         *_format_events(run),
+        *_format_evaluations(run),
         *_format_versions(),
     ]
     Path(path).write_text(format_page(run.spec.name, parts), encoding="utf-8")
@@ -228,7 +229,7 @@ def _format_schedule(run: RunView) -> Iterator[str]:
 
 
 def _format_events(run: RunView) -> Iterator[str]:
-    events = run.history.events
+    events = [event for event in run.history.events if event.kind != "evaluation"]
     shown = _keep_ends(events, _MAX_EVENTS)
     rows = [
         (
@@ -243,6 +244,17 @@ def _format_events(run: RunView) -> Iterator[str]:
     hidden = f"{len(events):,} events in all; the first and the last {_MAX_EVENTS // 2} are shown."
     table = Table(("time", "step", "kind", "node", "text"), rows, {"time", "kind", "text"})
     yield format_long_table("Events", table, [hidden] if len(shown) < len(events) else [])
+
+
+def _format_evaluations(run: RunView) -> Iterator[str]:
+    evaluations = run.history.evaluations
+    if not evaluations:
+        return
+    shown, names = _keep_ends(evaluations, _MAX_EVENTS), ["loss", *list_metric_names(run.history)]
+    rows = [(f"{e.step:,}", *(formatting.format_loss(e.values.get(name)) for name in names)) for e in shown]
+    hidden = f"{len(evaluations):,} evaluations in all; the first and the last {_MAX_EVENTS // 2} are shown."
+    table = Table(("step", *(formatting.sanitize_text(name, 40) for name in names)), rows)
+    yield format_long_table("Evaluations", table, [hidden] if len(shown) < len(evaluations) else [])
 
 
 def _keep_ends(items: list[_Item], max_items: int) -> list[_Item]:

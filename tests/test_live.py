@@ -31,6 +31,7 @@ from dtkit.history.history import History
 from dtkit.types import Evaluation, ReplicaCheckResult, State, StepRecord
 from tests.support.fake_source import FakeSource
 from tests.support.timers import Timers
+from tests.support.node import find_node
 
 STATIC = Path(widget.STATIC_FOLDER)
 
@@ -334,13 +335,22 @@ def test_tiles_agree_with_the_records():
         formatting.format_duration(totals["samples"].mean() / throughput),
         "mean of 50 steps",
     )
-    assert (tiles["mean loss"]["value"], tiles["mean loss"]["note"]) == ("0.250", "spread 0")
+    assert (tiles["mean loss"]["value"], tiles["mean loss"]["note"]) == ("0.250", "50 steps, spread 0")
     assert not any(tile["alert"] for tile in tiles.values())
     rows = source.history.rows(150 * 4)
     waiting = f"{100 * rows['wait_s'].sum() / rows['step_s'].sum():.0f} %"
     assert (tiles["waiting"]["value"], tiles["waiting"]["note"]) == (waiting, "of all nodes' time")
     assert tiles["nodes"] == {"label": "nodes", "value": "4 / 4", "note": "on 1 host", "alert": False}
     assert list(tiles) == ["throughput", "mean loss", "step time", "waiting", "nodes"]
+
+
+def test_the_loss_tile_is_a_mean_by_samples_over_the_steps_it_names():
+    source = FakeSource(ranks=1)
+    source.advance(48, loss=0.5)
+    source.history.append([StepRecord(49, 0, 1, 2, 8.0, 2, 0.1, 0, 0, 0, 0, 0.1, 1)])  # the rest of an epoch
+    tiles = {tile["label"]: tile for tile in MessageBuilder(source).build_snapshot().content["tiles"]}
+    mean = (48 * 64 * 0.5 + 2 * 8.0) / (48 * 64 + 2)
+    assert (tiles["mean loss"]["value"], tiles["mean loss"]["note"]) == (formatting.format_loss(mean), "49 steps")
 
 
 def test_the_live_time_panel_has_the_bars_of_the_figure():
@@ -461,14 +471,6 @@ def test_values_equal_on_all_ranks_have_one_line():
     assert (part.get_all().values[:, 10] == np.float32(0.1)).all()
 
 
-def node():
-    """A node.js: the one that comes with Playwright, or the system's."""
-    playwright = pytest.importorskip("playwright")
-    own = Path(playwright.__file__).parent / "driver" / "node"
-    found = str(own) if own.exists() else shutil.which("node")
-    return found or pytest.skip("no node.js")
-
-
 def test_the_page_merges_changes_like_the_notebook(tmp_path):
     """The page's own store, fed with the messages of a run, ends with what a snapshot holds."""
     source = FakeSource(ranks=4, steps=5000)
@@ -505,7 +507,9 @@ def test_the_page_merges_changes_like_the_notebook(tmp_path):
         console.log(JSON.stringify({ all, gap, early: plain(early), late: plain(late) }));
         """)
     )
-    done = subprocess.run([node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [find_node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["all"]
@@ -523,7 +527,9 @@ def test_the_bundle_is_one_valid_module(tmp_path, name):
     (tmp_path / "all.mjs").write_text(code, encoding="utf-8")
     run = 'import start from "./all.mjs"; console.log(Object.keys(start()).sort().join());'
     (tmp_path / "run.mjs").write_text(run, encoding="utf-8")
-    done = subprocess.run([node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [find_node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.stdout.strip(), done.stderr) == ("initialize,render", "")
     assert not re.search(r"^import ", code, re.MULTILINE)
     assert re.findall(r"^export .*", code, re.MULTILINE) == ["export default () => {"]

@@ -134,7 +134,7 @@ def test_saved_histories_are_compared(tmp_path):
     back = dtkit.History.from_jsonl(tmp_path / "run.jsonl")
     before, after = dtkit.compare([source, back]).rows
     assert (after.steps, after.sent_bytes, after.loss) == (before.steps, before.sent_bytes, before.loss)
-    assert dtkit.compare([back]).rows[0].label == "run 1"
+    assert dtkit.compare([back]).rows[0].label == "history"
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,20 @@ def test_saved_histories_are_compared(tmp_path):
         (lambda: [make_source(name="One"), make_source(name="Other")], ["One", "Other"]),
         (
             lambda: [make_source("A()"), make_source("A()", name="X"), make_source("B()")],
-            ["ConvNet A()", "X A()", "ConvNet B()"],
+            ["ConvNet A()", "X", "ConvNet B()"],
         ),
-        (lambda: [make_source("A()"), make_source("A()")], ["run 1: A()", "run 2: A()"]),
-        (lambda: [make_source("A()"), make_source("B()").history], ["run 1: A()", "run 2"]),
+        (
+            lambda: [
+                make_source("A()"),
+                make_source("A()", name="X"),
+                make_source("A()"),
+                make_source("A()", name="Y"),
+            ],
+            ["ConvNet (1)", "X", "ConvNet (2)", "Y"],
+        ),
+        (lambda: [make_source("A()"), make_source("A()")], ["ConvNet (1)", "ConvNet (2)"]),
+        (lambda: [make_source("A()"), make_source("B()").history], ["ConvNet", "history"]),
+        (lambda: [make_source("B()").history] * 2, ["history (1)", "history (2)"]),
     ],
 )
 def test_default_labels_are_what_differs_between_runs(runs, labels):

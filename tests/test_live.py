@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -30,8 +29,8 @@ from dtkit.dashboard.throttle import Throttle
 from dtkit.history.history import History
 from dtkit.types import Evaluation, ReplicaCheckResult, State, StepRecord
 from tests.support.fake_source import FakeSource
-from tests.support.timers import Timers
 from tests.support.node import find_node
+from tests.support.timers import Timers
 
 STATIC = Path(widget.STATIC_FOLDER)
 

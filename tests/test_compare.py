@@ -205,6 +205,19 @@ def with_metrics(strategy: str, accuracies, **options):
     return source
 
 
+def test_the_table_names_training_and_validation_and_explains_only_its_columns():
+    equal_bytes = [with_metrics("DataParallel()", [0.5, 0.9]), with_metrics("Sharded()", [0.6, 0.7])]
+    page = dtkit.compare(equal_bytes)._repr_html_()
+    assert re.findall(r"<th[^>]*>([^<]*loss)</th>", page) == ["final training loss", "best validation loss"]
+    (note,) = re.findall("<small>(.*?)</small>", page)
+    assert "best validation: the best of all evaluations" in note
+    assert "bytes" not in note
+    without = dtkit.compare([make_source("A()"), make_source("B()", every=8)])._repr_html_()
+    (note,) = re.findall("<small>(.*?)</small>", without)
+    assert "bytes: sent by one node" in note
+    assert "validation" not in note
+
+
 def test_metrics_and_differing_settings_are_compared():
     one = with_metrics("DataParallel()", [0.5, 0.9, 0.8])
     other = with_metrics("Sharded()", [0.6, 0.7, 0.75])

@@ -17,10 +17,10 @@ from dtkit._util.notebook import in_notebook
 from dtkit.dashboard.summary.comparison import make_row
 from dtkit.dashboard.summary.spec_differences import list_differences
 from dtkit.dashboard.text.comparison_text import (
-    TABLE_NOTE,
     describe_rows,
     make_differences_table,
     make_table,
+    make_table_note,
 )
 from dtkit.history.history import History
 
@@ -127,7 +127,7 @@ class Comparison:
         image = format_img_tag(self.figure(), describe_rows(rows))
         differences = self.differences
         settings = make_differences_table(self.labels, differences).to_html() if differences else ""
-        return f"{image}{make_table(rows).to_html()}<small>{TABLE_NOTE}</small>{settings}"
+        return f"{image}{make_table(rows).to_html()}<small>{make_table_note(rows)}</small>{settings}"
 
 
 def compare(runs: Iterable[Comparable | History], labels: Sequence[str] | None = None) -> Comparison:

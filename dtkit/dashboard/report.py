@@ -22,7 +22,7 @@ from dtkit.dashboard.report_charts import draw_charts, list_metric_names
 from dtkit.dashboard.report_page import escape, format_cards, format_long_table, format_page, format_table
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower, make_row
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_run_metrics
-from dtkit.dashboard.summary.notices import list_error_lines
+from dtkit.dashboard.summary.notices import ALERT_KINDS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.step_strip import make_step_strip
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
@@ -73,6 +73,9 @@ def _format_head(run: RunView, single_process: History | None) -> Iterator[str]:
     if run.exception is not None:
         lines = "\n".join(map(html.escape, list_error_lines(run.exception)))
         yield f'<p class="error">{lines}</p>'
+    for notice in collect_notices(run):
+        if notice.kind in ALERT_KINDS:
+            yield f'<p class="error">{escape(notice.text)}</p>'
     yield format_cards(_iterate_cards(run, single_process))
     verdict = find_shown_verdict(run)
     if verdict is not None:

@@ -78,4 +78,4 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
 def _make_metric_series(label: str, history: History, name: str, color: int) -> Series:
     points = [(e.step, e.values[name]) for e in history.evaluations if e.values.get(name) is not None]
     steps, values = np.array(points, float).reshape(-1, 2).T
-    return Series(label, steps, values, color, is_marked=True)
+    return Series(label, steps, values, color, exact=True)

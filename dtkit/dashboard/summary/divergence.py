@@ -74,4 +74,4 @@ def _describe(start: float, present: float, lr: float, num_first: int, num_last:
 
 def _select_known(totals: np.ndarray) -> np.ndarray:
     """Return the steps that have a loss."""
-    return totals[totals["weight"] != 0]
+    return np.asarray(totals[totals["weight"] != 0])

@@ -176,7 +176,8 @@ def _format_failures(failures: Sequence[Failure]) -> str:
     for (step, error_type, message), group in groups.items():
         position = f", step {step}" if step is not None else ""
         hosts = ", ".join(dict.fromkeys(f.host for f in group))
-        lines.append(f"{format_ranks([f.rank for f in group])} on {hosts}{position}: {error_type}: {message}")
+        problem = message if group[0].kind == "nonfinite" else f"{error_type}: {message}"  # no exception was raised
+        lines.append(f"{format_ranks([f.rank for f in group])} on {hosts}{position}: {problem}")
     position_lines = _format_user_frames(causes[0].user_frames)
     if victims:
         position_lines.append(

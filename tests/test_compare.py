@@ -134,7 +134,7 @@ def test_saved_histories_are_compared(tmp_path):
     back = dtkit.History.from_jsonl(tmp_path / "run.jsonl")
     before, after = dtkit.compare([source, back]).rows
     assert (after.steps, after.sent_bytes, after.loss) == (before.steps, before.sent_bytes, before.loss)
-    assert dtkit.compare([back]).rows[0].label == "run 1"
+    assert dtkit.compare([back]).rows[0].label == "history"
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,20 @@ def test_saved_histories_are_compared(tmp_path):
         (lambda: [make_source(name="One"), make_source(name="Other")], ["One", "Other"]),
         (
             lambda: [make_source("A()"), make_source("A()", name="X"), make_source("B()")],
-            ["ConvNet A()", "X A()", "ConvNet B()"],
+            ["ConvNet A()", "X", "ConvNet B()"],
         ),
-        (lambda: [make_source("A()"), make_source("A()")], ["run 1: A()", "run 2: A()"]),
-        (lambda: [make_source("A()"), make_source("B()").history], ["run 1: A()", "run 2"]),
+        (
+            lambda: [
+                make_source("A()"),
+                make_source("A()", name="X"),
+                make_source("A()"),
+                make_source("A()", name="Y"),
+            ],
+            ["ConvNet (1)", "X", "ConvNet (2)", "Y"],
+        ),
+        (lambda: [make_source("A()"), make_source("A()")], ["ConvNet (1)", "ConvNet (2)"]),
+        (lambda: [make_source("A()"), make_source("B()").history], ["ConvNet", "history"]),
+        (lambda: [make_source("B()").history] * 2, ["history (1)", "history (2)"]),
     ],
 )
 def test_default_labels_are_what_differs_between_runs(runs, labels):
@@ -199,6 +209,19 @@ def with_metrics(strategy: str, accuracies, **options):
     for k, accuracy in enumerate(accuracies):
         source.history.add(Evaluation(20 * (k + 1), 100, {"loss": 1 - accuracy, "accuracy": accuracy}))
     return source
+
+
+def test_the_table_names_training_and_validation_and_explains_only_its_columns():
+    equal_bytes = [with_metrics("DataParallel()", [0.5, 0.9]), with_metrics("Sharded()", [0.6, 0.7])]
+    page = dtkit.compare(equal_bytes)._repr_html_()
+    assert re.findall(r"<th[^>]*>([^<]*loss)</th>", page) == ["final training loss", "best validation loss"]
+    (note,) = re.findall("<small>(.*?)</small>", page)
+    assert "best validation: the best of all evaluations" in note
+    assert "bytes" not in note
+    without = dtkit.compare([make_source("A()"), make_source("B()", every=8)])._repr_html_()
+    (note,) = re.findall("<small>(.*?)</small>", without)
+    assert "bytes: sent by one node" in note
+    assert "validation" not in note
 
 
 def test_metrics_and_differing_settings_are_compared():

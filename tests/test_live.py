@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -20,15 +19,17 @@ from dtkit._util import formatting, timeouts
 from dtkit.dashboard import display
 from dtkit.dashboard.live import widget
 from dtkit.dashboard.live.bundle import bundle_modules
-from dtkit.dashboard.live.messages import MAX_CHANGE_EVENTS, MAX_LOG_LINES, MessageBuilder
+from dtkit.dashboard.live.messages import MAX_CHANGE_EVENTS, MAX_LOG_LINES, MAX_MARKS, MessageBuilder
 from dtkit.dashboard.run_view import RunView
 from dtkit.dashboard.summary import stall
 from dtkit.dashboard.summary.curves import CHARTS, LOSS, MAX_BUCKETS, Curves, downsample
+from dtkit.dashboard.summary.notices import MARKED_EVENTS
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.dashboard.throttle import Throttle
 from dtkit.history.history import History
 from dtkit.types import Evaluation, ReplicaCheckResult, State, StepRecord
 from tests.support.fake_source import FakeSource
+from tests.support.node import find_node
 from tests.support.timers import Timers
 
 STATIC = Path(widget.STATIC_FOLDER)
@@ -139,6 +140,12 @@ def test_late_rows_go_to_the_bucket_of_their_step():
 # -- messages -----------------------------------------------------------------------------------------------
 
 
+def keep_log(events):
+    """Return the lines that a page keeps, as latest() in store.js does."""
+    marked = [event for event in events[:-MAX_LOG_LINES] if event["kind"] in MARKED_EVENTS]
+    return [*marked[-MAX_MARKS:], *events[-MAX_LOG_LINES:]]
+
+
 class Page:
     """The page state that messages build up: the Python mirror of apply() in store.js."""
 
@@ -158,7 +165,7 @@ class Page:
             self.values = np.zeros((0, self.columns, 3), "f4")
             self.evaluations = list(content["evaluations"])
         else:
-            self.log = (self.log + content.get("events", []))[-MAX_LOG_LINES:]
+            self.log = keep_log(self.log + content.get("events", []))
             self.evaluations += content.get("evaluations", [])
         self.status, self.tiles, self.notices = content["status"], content["tiles"], content["notices"]
         while self.width < part["width"]:
@@ -271,6 +278,22 @@ def test_a_flood_of_prints_keeps_only_the_last_log_lines():
     assert texts == [str(k) for k in range(10_000 - MAX_LOG_LINES, 10_000)]
 
 
+@pytest.mark.parametrize("kind", ["evaluation", "print"])
+def test_many_evaluations_and_prints_push_no_pause_out_of_the_log(kind):
+    source = FakeSource()
+    builder = MessageBuilder(source)
+    page = Page(builder.build_snapshot())
+    for name in ("pause", "lost", "repair"):
+        source.event(name, name)
+    for k in range(2 * MAX_LOG_LINES):
+        source.event(kind, str(k))
+    while builder.has_pending:
+        page.apply(builder.build_change())
+    for log in (page.log, Page(builder.build_snapshot()).log):
+        assert [event["kind"] for event in log[:3]] == ["pause", "lost", "repair"]
+        assert len(log) == 3 + (0 if kind == "evaluation" else MAX_LOG_LINES)
+
+
 def test_a_snapshot_of_a_long_run_stays_small():
     source = FakeSource(ranks=4, steps=100_000)
     source.advance(100_000)
@@ -311,13 +334,22 @@ def test_tiles_agree_with_the_records():
         formatting.format_duration(totals["samples"].mean() / throughput),
         "mean of 50 steps",
     )
-    assert (tiles["mean loss"]["value"], tiles["mean loss"]["note"]) == ("0.250", "spread 0")
+    assert (tiles["mean loss"]["value"], tiles["mean loss"]["note"]) == ("0.250", "50 steps, spread 0")
     assert not any(tile["alert"] for tile in tiles.values())
     rows = source.history.rows(150 * 4)
     waiting = f"{100 * rows['wait_s'].sum() / rows['step_s'].sum():.0f} %"
     assert (tiles["waiting"]["value"], tiles["waiting"]["note"]) == (waiting, "of all nodes' time")
     assert tiles["nodes"] == {"label": "nodes", "value": "4 / 4", "note": "on 1 host", "alert": False}
     assert list(tiles) == ["throughput", "mean loss", "step time", "waiting", "nodes"]
+
+
+def test_the_loss_tile_is_a_mean_by_samples_over_the_steps_it_names():
+    source = FakeSource(ranks=1)
+    source.advance(48, loss=0.5)
+    source.history.append([StepRecord(49, 0, 1, 2, 8.0, 2, 0.1, 0, 0, 0, 0, 0.1, 1)])  # the rest of an epoch
+    tiles = {tile["label"]: tile for tile in MessageBuilder(source).build_snapshot().content["tiles"]}
+    mean = (48 * 64 * 0.5 + 2 * 8.0) / (48 * 64 + 2)
+    assert (tiles["mean loss"]["value"], tiles["mean loss"]["note"]) == (formatting.format_loss(mean), "49 steps")
 
 
 def test_the_live_time_panel_has_the_bars_of_the_figure():
@@ -438,14 +470,6 @@ def test_values_equal_on_all_ranks_have_one_line():
     assert (part.get_all().values[:, 10] == np.float32(0.1)).all()
 
 
-def node():
-    """A node.js: the one that comes with Playwright, or the system's."""
-    playwright = pytest.importorskip("playwright")
-    own = Path(playwright.__file__).parent / "driver" / "node"
-    found = str(own) if own.exists() else shutil.which("node")
-    return found or pytest.skip("no node.js")
-
-
 def test_the_page_merges_changes_like_the_notebook(tmp_path):
     """The page's own store, fed with the messages of a run, ends with what a snapshot holds."""
     source = FakeSource(ranks=4, steps=5000)
@@ -482,7 +506,9 @@ def test_the_page_merges_changes_like_the_notebook(tmp_path):
         console.log(JSON.stringify({ all, gap, early: plain(early), late: plain(late) }));
         """)
     )
-    done = subprocess.run([node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [find_node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["all"]
@@ -500,7 +526,9 @@ def test_the_bundle_is_one_valid_module(tmp_path, name):
     (tmp_path / "all.mjs").write_text(code, encoding="utf-8")
     run = 'import start from "./all.mjs"; console.log(Object.keys(start()).sort().join());'
     (tmp_path / "run.mjs").write_text(run, encoding="utf-8")
-    done = subprocess.run([node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [find_node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.stdout.strip(), done.stderr) == ("initialize,render", "")
     assert not re.search(r"^import ", code, re.MULTILINE)
     assert re.findall(r"^export .*", code, re.MULTILINE) == ["export default () => {"]

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from dtkit.dashboard.summary.notices import list_error_lines
+from dtkit.errors import NonFiniteError
 from dtkit.training.nonfinite import build_nonfinite_failures
 from dtkit.types import DispatchResult, NonFiniteLocations
 
@@ -64,3 +66,10 @@ def test_nonfinite_gradients_are_attributed_to_the_last_affected_stage(last: int
     messages = build_failure_messages(*ranks)
     assert list(messages) == [rank]
     assert f"those of this rank's stage {last}" in messages[rank]
+
+
+def test_a_view_shows_the_whole_remedy_and_names_the_error_once():
+    advances = [DispatchResult(None, 5, 0.1, "nonfinite", math.nan, ())] * 4
+    (line,) = list_error_lines(NonFiniteError(build_nonfinite_failures(5, advances, NODES)))
+    assert line.startswith("NonFiniteError: nodes 0, 1, 2 and 3 on host0, host1, host2, host3, step 5: the gradients")
+    assert line.endswith("run.resume() takes the same step again, run.stop() ends the run")

@@ -220,6 +220,7 @@ def test_a_partition_has_the_rows_of_partition_rows() -> None:
     assert part.labels is None
     assert part.class_counts is None
     assert part.classes is None
+    assert part.format_headline() == "1,797 rows on 4 nodes, shuffled (seed=3), then contiguous"
     for rank, rows in enumerate(partition_rows(1797, 4, seed=3, weights=[1, 2, 3, 4])):
         assert np.array_equal(part.indices(rank), rows)
         assert part.sizes[rank] == len(rows)

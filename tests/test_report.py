@@ -56,6 +56,20 @@ def test_the_error_of_a_failed_run_keeps_its_lines_and_says_node(tmp_path):
     ]
 
 
+def test_evaluations_have_a_table_of_their_own(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    source.event("pause", "paused at step 40")
+    for step in range(1, 41):
+        source.history.add(Evaluation(step, 100, {"loss": step / 100}))
+        source.event("evaluation", f"validation loss {step / 100}")
+    page = write(source, tmp_path)
+    assert "<h2>Evaluations</h2><details><summary>40 rows</summary>" in page
+    (events,) = re.findall(r"<h2>Events</h2>(.*?)<h2>", page, re.DOTALL)
+    assert "paused at step 40" in events
+    assert "validation loss" not in events
+
+
 def read_cards(source: FakeSource, folder) -> dict[str, tuple[str, str]]:
     page = write(source, folder)
     cards = re.findall(r'<div class="card"><span>([^<]*)</span><b>([^<]*)</b><span>([^<]*)</span>', page)
@@ -203,6 +217,47 @@ def test_a_long_series_is_drawn_from_few_points_without_gaps():
     page = chart(Series("all", steps, values, None))
     assert 50 < page.count('<g class="strip">') <= MAX_POINTS
     assert "nan" not in page
+
+
+def read_heights(page: str) -> tuple[list[float], list[float]]:
+    """Return the heights of the points of the line and of the band, in pixels from the top."""
+    (line,) = re.findall(r'<polyline class="series [^"]*" points="([^"]*)"', page)
+    (band,) = re.findall(r'<polygon class="band [^"]*" opacity="[^"]*" points="([^"]*)"', page) or [""]
+    return [[float(point.partition(",")[2]) for point in points.split()] for points in (line, band)]
+
+
+def test_merged_steps_have_a_band_to_their_extremes_and_a_note():
+    steps, values = np.arange(1000.0), np.ones(1000)
+    values[700] = 9.0  # a spike of one step
+    page = chart(Series("norm", steps, values, 0))
+    line, band = read_heights(page)
+    assert min(band) < min(line) - 100
+    assert "<small>note, mean and range of 8 steps</small>" in page
+    assert "norm: 2 (1 to 9)</title>" in page
+    few = chart(Series("norm", steps[:MAX_POINTS], values[:MAX_POINTS], 0))
+    assert "polygon" not in few
+    assert "<small>note</small>" in few
+
+
+def test_evaluations_are_never_averaged():
+    steps = np.arange(400.0)
+    values = np.where(steps == 201, 0.957, 0.9 + 0.001 * (steps % 7))
+    page = chart(Series("accuracy", steps, values, 0, exact=True))
+    shown = {float(text) for text in re.findall(r"accuracy: ([0-9.]+)</title>", page)}
+    assert shown <= set(np.round(values, 3))
+    assert 0.957 in shown
+    assert page.count('<g class="strip">') <= MAX_POINTS
+    assert "polygon" not in page
+
+
+def test_the_charts_of_a_report_have_the_extremes_of_its_steps(tmp_path):
+    source = FakeSource(ranks=1, steps=2000)
+    source.advance(1, loss=2.3)
+    source.advance(999, loss=0.5)
+    page = write(source, tmp_path)
+    (chart_of_loss,) = re.findall(r"<h3>Loss .*?</figure>", page, re.DOTALL)
+    assert "mean and range of 8 steps" in chart_of_loss
+    assert "(0.500 to 2.30)</title>" in chart_of_loss
 
 
 def test_nothing_to_draw_is_no_chart():

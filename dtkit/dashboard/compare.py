@@ -17,10 +17,10 @@ from dtkit._util.notebook import in_notebook
 from dtkit.dashboard.summary.comparison import make_row
 from dtkit.dashboard.summary.spec_differences import list_differences
 from dtkit.dashboard.text.comparison_text import (
-    TABLE_NOTE,
     describe_rows,
     make_differences_table,
     make_table,
+    make_table_note,
 )
 from dtkit.history.history import History
 
@@ -127,14 +127,15 @@ class Comparison:
         image = format_img_tag(self.figure(), describe_rows(rows))
         differences = self.differences
         settings = make_differences_table(self.labels, differences).to_html() if differences else ""
-        return f"{image}{make_table(rows).to_html()}<small>{TABLE_NOTE}</small>{settings}"
+        return f"{image}{make_table(rows).to_html()}<small>{make_table_note(rows)}</small>{settings}"
 
 
 def compare(runs: Iterable[Comparable | History], labels: Sequence[str] | None = None) -> Comparison:
     """Compare several runs: loss against steps and against the bytes that each rank sent.
 
     `runs` are runs, also while they train, or histories (``dtkit.History.from_jsonl(path)``). `labels` name them in the
-    figure. Without labels, runs are named by strategy, or by name where strategies are equal.
+    figure. Without labels, a run has its name, and its strategy where runs of that name differ in it. Runs of one name
+    are named by strategy, and equal ones are numbered.
 
     Raises TypeError for anything else, and ValueError for an empty list or for labels that don't fit.
     """
@@ -179,16 +180,28 @@ def _check_labels(labels: Sequence[str], count: int) -> list[str]:
 
 
 def _make_labels(runs: Sequence[Comparable | History]) -> list[str]:
-    """Return the first of name, strategy, and both that differs between all runs; else numbers."""
+    """Return each run's name, with its strategy where runs of that name differ in it, and a number where all is equal.
+
+    Runs that all have the same name are named by strategy only, if they differ in it.
+    """
     specs = [None if isinstance(run, History) else run.spec for run in runs]
-    for choice in (
-        [spec.name if spec else "" for spec in specs],
-        [spec.strategy if spec else "" for spec in specs],
-        [f"{spec.name} {spec.strategy}" if spec else "" for spec in specs],
-    ):
-        if all(choice) and len(set(choice)) == len(choice):
-            return [_shorten(label) for label in choice]
-    return [f"run {k}: {_shorten(spec.strategy)}" if spec else f"run {k}" for k, spec in enumerate(specs, 1)]
+    names = [spec.name if spec else "history" for spec in specs]
+    strategies = [spec.strategy if spec else "" for spec in specs]
+    if len(set(names)) == 1 < len(set(strategies)):
+        labels = strategies
+    else:
+        labels = [
+            f"{name} {own}" if len({s for n, s in zip(names, strategies, strict=True) if n == name}) > 1 else name
+            for name, own in zip(names, strategies, strict=True)
+        ]
+    return _number_equal_ones([_shorten(label) for label in labels])
+
+
+def _number_equal_ones(labels: Sequence[str]) -> list[str]:
+    return [
+        f"{label} ({labels[: k + 1].count(label)})" if labels.count(label) > 1 else label
+        for k, label in enumerate(labels)
+    ]
 
 
 def _shorten(text: str) -> str:

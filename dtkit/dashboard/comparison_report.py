@@ -12,7 +12,7 @@ from dtkit._util import formatting
 from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.report_page import escape, format_page, format_table
 from dtkit.dashboard.svg_chart import Series, draw_chart
-from dtkit.dashboard.text.comparison_text import TABLE_NOTE, make_differences_table, make_table
+from dtkit.dashboard.text.comparison_text import make_differences_table, make_table, make_table_note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def write_comparison_report(comparison: ComparisonData, path: str | Path) -> Non
 def _format_parts(comparison: ComparisonData, title: str) -> Iterator[str]:
     yield f'<h1>{escape(title)}</h1><p class="lead">Written {time.strftime("%Y-%m-%d %H:%M")}.</p>'
     yield format_table(make_table(comparison.rows))
-    yield f"<p><small>{escape(TABLE_NOTE)}. Bold: the best.</small></p>"
+    yield f"<p><small>{escape(make_table_note(comparison.rows))}. Bold: the best.</small></p>"
     if comparison.differences:
         yield "<h2>Settings that differ</h2>"
         yield format_table(make_differences_table(comparison.labels, comparison.differences))
@@ -78,4 +78,4 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
 def _make_metric_series(label: str, history: History, name: str, color: int) -> Series:
     points = [(e.step, e.values[name]) for e in history.evaluations if e.values.get(name) is not None]
     steps, values = np.array(points, float).reshape(-1, 2).T
-    return Series(label, steps, values, color, is_marked=True)
+    return Series(label, steps, values, color, exact=True)

@@ -22,7 +22,7 @@ from dtkit.dashboard.report_charts import draw_charts, list_metric_names
 from dtkit.dashboard.report_page import escape, format_cards, format_long_table, format_page, format_table
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower, make_row
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_run_metrics
-from dtkit.dashboard.summary.notices import list_error_lines
+from dtkit.dashboard.summary.notices import ALERT_KINDS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.step_strip import make_step_strip
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
@@ -54,6 +54,7 @@ def write_report(run: RunView, path: str | Path, *, single_process: History | No
         *_format_nodes(run),
         *_format_schedule(run),
         *_format_events(run),
+        *_format_evaluations(run),
         *_format_versions(),
     ]
     Path(path).write_text(format_page(run.spec.name, parts), encoding="utf-8")
@@ -72,6 +73,9 @@ def _format_head(run: RunView, single_process: History | None) -> Iterator[str]:
     if run.exception is not None:
         lines = "\n".join(map(html.escape, list_error_lines(run.exception)))
         yield f'<p class="error">{lines}</p>'
+    for notice in collect_notices(run):
+        if notice.kind in ALERT_KINDS:
+            yield f'<p class="error">{escape(notice.text)}</p>'
     yield format_cards(_iterate_cards(run, single_process))
     verdict = find_shown_verdict(run)
     if verdict is not None:
@@ -231,7 +235,7 @@ def _format_schedule(run: RunView) -> Iterator[str]:
 
 
 def _format_events(run: RunView) -> Iterator[str]:
-    events = run.history.events
+    events = [event for event in run.history.events if event.kind != "evaluation"]
     shown = _keep_ends(events, _MAX_EVENTS)
     rows = [
         (
@@ -246,6 +250,17 @@ def _format_events(run: RunView) -> Iterator[str]:
     hidden = f"{len(events):,} events in all; the first and the last {_MAX_EVENTS // 2} are shown."
     table = Table(("time", "step", "kind", "node", "text"), rows, {"time", "kind", "text"})
     yield format_long_table("Events", table, [hidden] if len(shown) < len(events) else [])
+
+
+def _format_evaluations(run: RunView) -> Iterator[str]:
+    evaluations = run.history.evaluations
+    if not evaluations:
+        return
+    shown, names = _keep_ends(evaluations, _MAX_EVENTS), ["loss", *list_metric_names(run.history)]
+    rows = [(f"{e.step:,}", *(formatting.format_loss(e.values.get(name)) for name in names)) for e in shown]
+    hidden = f"{len(evaluations):,} evaluations in all; the first and the last {_MAX_EVENTS // 2} are shown."
+    table = Table(("step", *(formatting.sanitize_text(name, 40) for name in names)), rows)
+    yield format_long_table("Evaluations", table, [hidden] if len(shown) < len(evaluations) else [])
 
 
 def _keep_ends(items: list[_Item], max_items: int) -> list[_Item]:

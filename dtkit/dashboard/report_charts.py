@@ -22,11 +22,10 @@ from dtkit.dashboard.svg_chart import MAX_POINTS, Series, draw_chart
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dtkit.dashboard.summary.curves import Chart
+    from dtkit.dashboard.summary.curves import Chart, CurveBuckets
     from dtkit.history.history import History
 
-_BUCKETS = 64  # a power of two, below MAX_POINTS
-assert _BUCKETS <= MAX_POINTS
+_BUCKETS = MAX_POINTS  # a power of two
 
 
 def draw_charts(history: History) -> str:
@@ -70,12 +69,13 @@ def _make_series(history: History, chart: Chart, overall: str, *, is_inverted: b
     buckets = buckets.invert() if is_inverted else buckets
     lines = []
     if not layout.banded and layout.nodes > 1:
-        lines = [
-            Series(f"node {k}", buckets.middle_steps, buckets.values[:, k, 1], k)
-            for k in range(min(layout.nodes, MAX_NODE_LINES))
-        ]
-    color = None if lines else 0
-    return [*lines, Series(overall, buckets.middle_steps, buckets.values[:, -1, 1], color)]
+        lines = [_make_line(f"node {k}", buckets, k, k) for k in range(min(layout.nodes, MAX_NODE_LINES))]
+    return [*lines, _make_line(overall, buckets, -1, None if lines else 0)]
+
+
+def _make_line(label: str, buckets: CurveBuckets, column: int, color: int | None) -> Series:
+    low, mean, high = buckets.values[:, column].T
+    return Series(label, buckets.middle_steps, mean, color, low=low, high=high, merged=buckets.width)
 
 
 def _make_validation_series(history: History, name: str, label: str) -> list[Series]:
@@ -83,7 +83,7 @@ def _make_validation_series(history: History, name: str, label: str) -> list[Ser
     if not points:
         return []
     steps, values = np.array(points, float).T
-    return [Series(label, steps, values, 5, is_marked=len(points) <= 40)]
+    return [Series(label, steps, values, 5, exact=True)]
 
 
 def _make_scalar_series(history: History, name: str) -> list[Series]:

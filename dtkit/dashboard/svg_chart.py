@@ -18,8 +18,9 @@ from dtkit._util import formatting
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-MAX_POINTS = 120
-"""Points of a series, and strips with a tooltip. More series values are averaged."""
+MAX_POINTS = 128
+"""Points of a series, and strips with a tooltip. More values are merged to means with a band."""
+_MAX_DOTS = 40
 
 _WIDTH, _HEIGHT = 560, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 34
@@ -30,6 +31,8 @@ svg.chart { width: 100%; height: auto; display: block; font: 11px system-ui, san
 .chart text { fill: var(--muted); } .chart .grid { stroke: var(--line); } .chart .axis { stroke: var(--muted); }
 .chart .series { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
 .chart .all { stroke: var(--ink); stroke-dasharray: 5 3; stroke-width: 1.9; }
+.chart .dot.all { stroke-dasharray: none; } .chart .band.all { fill: var(--ink); }
+.chart .band { stroke: none; }
 .chart .dot { fill: var(--page); stroke-width: 1.4; } .chart .strip line { stroke: var(--muted); opacity: 0; }
 .chart .strip:hover line { opacity: 1; } .chart .strip rect { fill: transparent; }
 .legend { font-size: 12px; color: var(--muted); margin: 2px 0 0; padding: 0; list-style: none; }
@@ -46,13 +49,20 @@ COLORS = {
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A line. Its `color` is a number, or None for the dashed line over all; `is_marked` draws its points."""
+    """A line, and a band from `low` to `high` where each value is the mean of `merged` steps.
+
+    Its `color` is a number, or None for the dashed line over all. Values that are `exact`, such as evaluations, are
+    never averaged, and have dots where they are few.
+    """
 
     label: str
     x: np.ndarray
     y: np.ndarray
     color: int | None
-    is_marked: bool = False
+    exact: bool = False
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+    merged: int = 1
 
     @property
     def css_class(self) -> str:
@@ -63,7 +73,7 @@ class Series:
 def make_color_css(scheme: str) -> str:
     """Return the rules that give series their colors, on a "light" or a "dark" page."""
     return " ".join(
-        f".chart .s{k} {{ stroke: {color}; }} .chart .dot.all {{ stroke-dasharray: none; }}"
+        f".chart .s{k} {{ stroke: {color}; }} .chart .band.s{k} {{ fill: {color}; }}"
         for k, color in enumerate(COLORS[scheme])
     )
 
@@ -85,24 +95,49 @@ def draw_chart(
         return ""
     frame = _Frame.around(drawn, from_zero=from_zero)
     parts = [*_draw_axes(frame, format_x, format_y, x_name)]
+    parts += [_draw_band(frame, line, 0.36 / (len(drawn) + 1)) for line in drawn]
     parts += [_draw_series(frame, line) for line in drawn]
     parts += _draw_strips(frame, drawn, format_x, format_y, x_name)
     label = html.escape(f"{title}: {'; '.join(f'{line.label} {format_y(float(line.y[-1]))}' for line in drawn)}")
+    note = ", ".join(filter(None, [note, _describe_merged(drawn)]))
     heading = f"<h3>{html.escape(title)} <small>{html.escape(note)}</small></h3>"
     svg = f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     return f"<figure>{heading}{svg}{_draw_legend(drawn)}</figure>"
 
 
+def _describe_merged(series: Sequence[Series]) -> str:
+    most = max(line.merged for line in series)
+    return f"mean and range of {most:,} steps" if most > 1 else ""
+
+
 def _thin_out(series: Series) -> Series:
-    """Return the series without what can't be drawn, and at most ``MAX_POINTS`` means of neighbors."""
+    """Return the series without what can't be drawn, and at most ``MAX_POINTS`` points."""
     known = np.isfinite(series.x) & np.isfinite(series.y)
-    x, y = np.asarray(series.x[known], float), np.asarray(series.y[known], float)
+    x, y, low, high = (
+        None if values is None else np.asarray(values[known], float)
+        for values in (series.x, series.y, series.low, series.high)
+    )
+    assert x is not None
+    assert y is not None
+    if series.exact:
+        kept = _choose_extremes(y)
+        return dataclasses.replace(series, x=x[kept], y=y[kept])
     width = -(-len(x) // MAX_POINTS)
     if width > 1:
         first = np.arange(0, len(x), width)
         count = np.diff(np.append(first, len(x)))
+        low, high = np.minimum.reduceat(y, first), np.maximum.reduceat(y, first)
         x, y = np.add.reduceat(x, first) / count, np.add.reduceat(y, first) / count
-    return dataclasses.replace(series, x=x, y=y)
+    return dataclasses.replace(series, x=x, y=y, low=low, high=high, merged=series.merged * width)
+
+
+def _choose_extremes(values: np.ndarray) -> np.ndarray:
+    """Return the indices of all values; of many, those of the ends, and of the extremes of equal parts."""
+    if len(values) <= MAX_POINTS:
+        return np.arange(len(values))
+    parts = np.array_split(np.arange(len(values)), MAX_POINTS // 2 - 1)
+    extremes = [part[k] for part in parts for k in (np.argmin(values[part]), np.argmax(values[part]))]
+    return np.unique([0, *extremes, len(values) - 1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +151,9 @@ class _Frame:
 
     @classmethod
     def around(cls, series: Sequence[Series], *, from_zero: bool) -> _Frame:
-        x, y = (np.concatenate([getattr(line, axis) for line in series]) for axis in ("x", "y"))
-        low, high = float(y.min()), float(y.max())
+        x = np.concatenate([line.x for line in series])
+        low = min(float((line.y if line.low is None else line.low).min()) for line in series)
+        high = max(float((line.y if line.high is None else line.high).max()) for line in series)
         low = min(0.0, low) if from_zero else low
         margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
         return cls(float(x.min()), float(x.max()), low if from_zero else low - margin, high + margin)
@@ -159,11 +195,20 @@ def _draw_axes(
     return parts
 
 
+def _draw_band(frame: _Frame, series: Series, opacity: float) -> str:
+    """Draw the range of the merged values; overlapping bands share the opacity of one."""
+    if series.merged == 1 or series.low is None or series.high is None:
+        return ""
+    edges = [*zip(series.x, series.high, strict=True), *zip(series.x[::-1], series.low[::-1], strict=True)]
+    points = " ".join(f"{frame.place_x(x):.1f},{frame.place_y(y):.1f}" for x, y in edges)
+    return f'<polygon class="band {series.css_class}" opacity="{opacity:.2f}" points="{points}"/>'
+
+
 def _draw_series(frame: _Frame, series: Series) -> str:
     places = [(frame.place_x(x), frame.place_y(y)) for x, y in zip(series.x, series.y, strict=True)]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     line = f'<polyline class="series {series.css_class}" points="{points}"/>'
-    if not series.is_marked and len(places) > 1:
+    if len(places) > (_MAX_DOTS if series.exact else 1):
         return line
     return line + "".join(
         f'<circle class="dot {series.css_class}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places
@@ -184,7 +229,7 @@ def _draw_strips(
     parts = []
     for k, x in enumerate(positions):
         lines = [f"{x_name} {format_x(float(x))}"]
-        lines += [f"{line.label}: {format_y(_read_at(line, float(x)))}" for line in series]
+        lines += [f"{line.label}: {_read_at(line, float(x), format_y)}" for line in series]
         parts.append(
             f'<g class="strip"><rect x="{edges[k]:.1f}" y="{_TOP}" width="{max(0.5, edges[k + 1] - edges[k]):.1f}" '
             f'height="{_HEIGHT - _TOP - _BOTTOM}"/><line x1="{middles[k]:.1f}" x2="{middles[k]:.1f}" y1="{_TOP}" '
@@ -193,9 +238,13 @@ def _draw_strips(
     return parts
 
 
-def _read_at(series: Series, x: float) -> float:
-    """Return the value at the point next to `x`."""
-    return float(series.y[int(np.argmin(np.abs(series.x - x)))])
+def _read_at(series: Series, x: float, format_y: Callable[[float], str]) -> str:
+    """Return the value at the point next to `x`, with its range."""
+    k = int(np.argmin(np.abs(series.x - x)))
+    value = format_y(float(series.y[k]))
+    if series.merged == 1 or series.low is None or series.high is None:
+        return value
+    return f"{value} ({format_y(float(series.low[k]))} to {format_y(float(series.high[k]))})"
 
 
 def _draw_legend(series: Sequence[Series]) -> str:

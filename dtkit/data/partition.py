@@ -145,9 +145,9 @@ class Partition:
         return views.draw(self)
 
     def format_headline(self) -> str:
-        """Return the size and the method in one line."""
-        seed = "" if self.seed is None else f", seed={self.seed}"
-        return f"{self.n:,} rows on {formatting.format_count(self.world_size, 'node')}, {self.by}{seed}"
+        """Return the size and the method in one line. With a seed, rows are shuffled before they are divided."""
+        method = self.by if self.seed is None else f"shuffled (seed={self.seed}), then {self.by}"
+        return f"{self.n:,} rows on {formatting.format_count(self.world_size, 'node')}, {method}"
 
     def __repr__(self) -> str:
         sizes = ", ".join(map(str, self.sizes[:_MAX_SHOWN_RANKS]))

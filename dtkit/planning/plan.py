@@ -47,6 +47,11 @@ class PlanRow:
     """Time of computation on the slowest rank, and of communication."""
 
     @property
+    def is_traffic_counted(self) -> bool:
+        """Whether bytes and time of communication are known; else `step_s` is a lower bound."""
+        return not math.isnan(self.sent_bytes)
+
+    @property
     def fits(self) -> bool:
         """Whether the memory suffices."""
         return self.needed <= self.free

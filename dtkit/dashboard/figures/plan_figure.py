@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
-from dtkit.dashboard.text.plan_text import MEMORY_PARTS, find_tightest_row, format_headline
+from dtkit.dashboard.text.plan_text import MEMORY_PARTS, find_tightest_row, format_headline, format_step_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,8 +59,8 @@ def _draw_memory(ax: Axes, rows: Sequence[PlanRow]) -> None:
         _mark_free_memory(ax, row, end, y, unit_size, longest)
     ax.set_xlim(0, 1.35 * longest or 1)
     style.style_axes(ax, "x", style.TEXT_COLOR)
-    style.set_title(ax, "Memory per node", f"{unit}, of the node with least to spare; a black mark: free")
-    style.format_bar_axis(ax, len(MEMORY_PARTS), fontsize=7)
+    style.set_title(ax, "Memory per node", "of the node with least to spare; a black mark: free")
+    style.format_bar_axis(ax, len(MEMORY_PARTS), fontsize=7, unit=unit)
 
 
 def _mark_free_memory(ax: Axes, row: PlanRow, end: float, y: int, unit_size: float, longest: float) -> None:
@@ -86,10 +85,10 @@ def _draw_time(ax: Axes, rows: Sequence[PlanRow]) -> None:
         positions, waiting, left=computing, height=_BAR_HEIGHT, color=style.COLORS[5], label="communication not hidden"
     )
     for y, row in enumerate(rows):
-        is_counted = not math.isnan(row.sent_bytes)
-        traffic = f"{formatting.format_bytes(row.sent_bytes)} sent" if is_counted else "what is sent not counted"
-        style.write_beside(ax, f"{formatting.format_duration(row.step_s)}, {traffic}", row.step_s / unit_size, y)
+        sent = f"{formatting.format_bytes(row.sent_bytes)} sent"
+        traffic = sent if row.is_traffic_counted else "what is sent not counted"
+        style.write_beside(ax, f"{format_step_time(row)}, {traffic}", row.step_s / unit_size, y)
     ax.set_xlim(0, 1.7 * longest / unit_size or 1)
     style.style_axes(ax, "x", style.TEXT_COLOR)
-    style.set_title(ax, "Time per step", unit)
-    style.format_bar_axis(ax, 1, fontsize=7)
+    style.set_title(ax, "Time per step")
+    style.format_bar_axis(ax, 1, fontsize=7, unit=unit)

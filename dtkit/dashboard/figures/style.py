@@ -94,9 +94,9 @@ def write_beside(ax: Axes, text: str, x: float, y: float, **text_style: Any) -> 
     ax.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", **(defaults | text_style))
 
 
-def format_bar_axis(ax: Axes, legend_columns: int, fontsize: float) -> None:
-    """Format the x axis of horizontal bars: plain numbers, and a legend below it."""
-    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+def format_bar_axis(ax: Axes, legend_columns: int, fontsize: float, unit: str = "") -> None:
+    """Format the x axis of horizontal bars: numbers with their unit, and a legend below it."""
+    ax.xaxis.set_major_formatter(StrMethodFormatter(f"{{x:,g}} {unit}".rstrip()))
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.11), ncols=legend_columns, fontsize=fontsize, frameon=False)
 
 

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 MAX_CHANGE_BYTES = 4200
 MAX_CHANGE_EVENTS = 12
 MAX_LOG_LINES = 200
-"""Lines of the log that a page keeps."""
+"""Lines of the log that a page keeps, besides the marked events."""
 MAX_SNAPSHOT_EVALUATIONS = 500
 """Evaluations of a snapshot; of more, an even choice."""
 MAX_MARKS = 60
@@ -82,7 +82,8 @@ class MessageBuilder:
             1, MAX_CHANGE_BYTES // (12 * self._curves.num_columns)
         )  # a bucket: three float32 a column
         self._node_series = NodeSeries(self._num_ranks) if self._num_ranks > MAX_NODE_LINES else None
-        self._seq = self._num_events_sent = self._num_evaluations_sent = self._num_events_read = 0
+        self._seq = self._num_evaluations_sent = self._num_events_read = 0
+        self._unsent_events: list[Event] = []
         self._packed_state: tuple[int, int | None] = (
             -1,
             None,
@@ -113,18 +114,19 @@ class MessageBuilder:
     def has_pending(self) -> bool:
         """Whether the last change left data for the next one."""
         is_strip_late = self._has_strip and self._strip_step != self._run.status.step
-        return is_strip_late or self._curves.has_changes or self._num_events_sent < len(self._run.history.events)
+        has_unread_events = self._num_events_read < len(self._run.history.events)
+        return is_strip_late or self._curves.has_changes or has_unread_events or bool(self._unsent_events)
 
     def build_snapshot(self) -> Message:
         """Return everything that a page needs, downsampled."""
         history = self._run.history
         self._read_history()
-        self._num_evaluations_sent, self._num_events_sent = len(history.evaluations), len(history.events)
-        events = history.events[: self._num_events_sent]
+        self._num_evaluations_sent, self._unsent_events = len(history.evaluations), []
+        events = history.events[: self._num_events_read]
         content = self._build_current_state("snapshot") | {
             "head": self._build_header(),
             "nodes": self._build_nodes(),
-            "events": [_build_log_line(event) for event in events[-MAX_LOG_LINES:]],
+            "events": [_build_log_line(event) for event in select_log_events(events)],
             "marks": [_build_log_line(event) for event in events if event.kind in MARKED_EVENTS][-MAX_MARKS:],
             "evaluations": self._build_evaluations(
                 choose_evenly(range(self._num_evaluations_sent), MAX_SNAPSHOT_EVALUATIONS)
@@ -142,12 +144,10 @@ class MessageBuilder:
             content["nodes"] = self._build_nodes()
         if self._sent_world_size != self._run.spec.world_size:
             content["head"] = self._build_header()
-        if self._num_events_sent < len(history.events):
-            # If many lines were printed, send only as many as a page keeps.
-            self._num_events_sent = max(self._num_events_sent, len(history.events) - MAX_LOG_LINES)
-            new_events = history.events[self._num_events_sent : self._num_events_sent + MAX_CHANGE_EVENTS]
-            self._num_events_sent += len(new_events)
-            content["events"] = [_build_log_line(event) for event in new_events]
+        if self._unsent_events:
+            unsent = select_log_events(self._unsent_events)
+            self._unsent_events = unsent[MAX_CHANGE_EVENTS:]
+            content["events"] = [_build_log_line(event) for event in unsent[:MAX_CHANGE_EVENTS]]
         if self._num_evaluations_sent < len(history.evaluations):
             first = self._num_evaluations_sent
             self._num_evaluations_sent = min(len(history.evaluations), first + MAX_LOG_LINES)
@@ -173,6 +173,7 @@ class MessageBuilder:
             self._node_series.update(history)
         events = history.events[self._num_events_read :]
         self._num_events_read += len(events)
+        self._unsent_events += events
         self._lost_nodes = update_lost_nodes(self._lost_nodes, events)
 
     def _build_current_state(self, kind: str) -> dict[str, Any]:
@@ -339,6 +340,16 @@ class MessageBuilder:
             "straggler": None if timing.straggler is None else timing.straggler.text,
         }
         return np.array([bar.seconds for bar in bars])
+
+
+def select_log_events(events: Sequence[Event]) -> list[Event]:
+    """Return the events of a page's log: the last ones, and the last marked ones, which many prints don't push out.
+
+    Evaluations are not among them, since a page has a table of these.
+    """
+    lines = [event for event in events if event.kind != "evaluation"]
+    marked = [event for event in lines[:-MAX_LOG_LINES] if event.kind in MARKED_EVENTS]
+    return [*marked[-MAX_MARKS:], *lines[-MAX_LOG_LINES:]]
 
 
 def choose_evenly(indices: Sequence[int], most: int) -> Sequence[int]:

@@ -49,7 +49,7 @@ def make_row(label: str, history: History, strategy: str) -> ComparisonRow:
         strategy=strategy,
         nodes=num_ranks,
         steps=len(totals),
-        loss=_compute_final_loss(totals[-FINAL_LOSS_STEPS:]),
+        loss=compute_mean_loss(totals[-FINAL_LOSS_STEPS:]),
         sent_bytes=sent_bytes,
         bytes_per_step=sent_bytes / len(totals) if len(totals) else math.nan,
         samples_per_s=float(totals["samples"].sum()) / seconds if seconds > 0 else math.nan,
@@ -68,9 +68,10 @@ def differ_in_bytes(rows: Sequence[ComparisonRow]) -> bool:
     return bool(known) and max(known) > _SAME_BYTES_RATIO * min(known)
 
 
-def _compute_final_loss(totals: np.ndarray) -> float:
-    weight = float(totals["weight"].sum())
-    return float((totals["loss"] * totals["weight"]).sum() / weight) if weight else math.nan
+def compute_mean_loss(totals: np.ndarray) -> float:
+    """Return the mean loss of some steps by weight; NaN without one."""
+    known = totals[totals["weight"] != 0]  # the others have no samples, or no stage with a loss
+    return float((known["loss"] * known["weight"]).sum() / known["weight"].sum()) if len(known) else math.nan
 
 
 _LOWER_WORDS = ("loss", "error", "perplexity", "mse", "mae", "rmse", "distance", "divergence", "kl")

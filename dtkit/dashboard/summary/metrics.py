@@ -10,6 +10,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.activity import find_activity
+from dtkit.dashboard.summary.comparison import compute_mean_loss
 from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall, format_short
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RunMetrics:
-    """Throughput in samples per second, times in seconds; None before the first step.
+    """Means over the last ``WINDOW_STEPS`` steps; None before the first one. Samples per second, and seconds.
 
     `by_rank` has a row per rank and the columns loss, throughput while it does not wait for others, memory in bytes.
     Unknown values are NaN.
@@ -35,6 +36,7 @@ class RunMetrics:
 
     throughput: float | None
     loss: float | None
+    """Mean by weight, like the gradients: a short batch at the end of an epoch counts less."""
     loss_spread: float | None
     step_s: float | None
     by_rank: np.ndarray
@@ -70,7 +72,7 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
     step_s = float(np.nanmax(means))
     return RunMetrics(
         throughput=float(totals["samples"].mean()) / step_s if step_s > 0 else None,
-        loss=float(totals["loss"][-1]),
+        loss=compute_mean_loss(totals),
         loss_spread=float(np.ptp(losses)) if len(losses) > 1 else None,
         step_s=step_s,
         by_rank=by_rank,
@@ -163,6 +165,11 @@ def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:
 
 
 def _describe_loss(run: RunView, metrics: RunMetrics) -> str:
+    window = min(WINDOW_STEPS, run.history.num_steps)
+    return ", ".join(filter(None, [f"{window} steps" if window > 1 else "", _describe_latest_loss(run, metrics)]))
+
+
+def _describe_latest_loss(run: RunView, metrics: RunMetrics) -> str:
     evaluations = run.history.evaluations
     if evaluations:
         name, value = next(iter(evaluations[-1].values.items()), ("", None))

@@ -1,4 +1,4 @@
-"""Notices in words: lost and stuck nodes, disagreeing ranks, and delays set on purpose.
+"""Notices in words: lost and stuck nodes, disagreeing ranks, a diverged loss, and delays set on purpose.
 
 A view chooses glyph and color by the kind of a notice. The text alone has all information.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.activity import describe_last_repair
+from dtkit.dashboard.summary.divergence import find_divergence
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_sentence
 from dtkit.dashboard.summary.timing import format_nodes
@@ -27,6 +28,7 @@ NOTICE_GLYPHS = {
     "lost": "✕",
     "stuck": STUCK_GLYPH,
     "differs": "✕",
+    "diverged": "✕",
     "identical": "✓",
     "fewer": "○",
     "slowed": "▼",
@@ -34,7 +36,7 @@ NOTICE_GLYPHS = {
 }
 """Kinds of notices, the most urgent first, with the glyph of each."""
 
-ALERT_KINDS = ("lost", "stuck", "differs")
+ALERT_KINDS = ("lost", "stuck", "differs", "diverged")
 """Kinds of notices that are alerts."""
 
 MARKED_EVENTS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "lost", "repair", "save"})
@@ -57,13 +59,14 @@ def collect_notices(run: RunView, lost_nodes: LostNodes | None = None) -> list[N
         *_make_lost_notice(lost_nodes, ranks),
         *_make_stuck_notice(run),
         *_make_consistency_notice(run.consistency, ranks),
+        *_make_divergence_notice(run),
         *([] if lost_nodes else _make_left_out_notice(run)),
         *_make_delay_notices(run),
         *_make_repair_notice(run),
     ]
 
 
-_MAX_ERROR_LINES, _MAX_ERROR_CHARS = 12, 1500
+_MAX_ERROR_LINES, _MAX_ERROR_CHARS = 12, 1500  # of an error, which has its remedy at the end
 _MAX_INDENT = 8
 
 
@@ -80,7 +83,7 @@ def list_error_lines(error: BaseException) -> list[str]:
 def _sanitize_line(line: str) -> str:
     """Return a line that is safe to show, indented as before."""
     indent = min(len(line) - len(line.lstrip(" ")), _MAX_INDENT)
-    return f"{' ' * indent}{formatting.sanitize_text(line)}"
+    return f"{' ' * indent}{formatting.sanitize_text(line, _MAX_ERROR_CHARS)}"
 
 
 def _make_lost_notice(lost_nodes: LostNodes, num_ranks: int) -> Iterator[Notice]:
@@ -121,6 +124,12 @@ def _make_consistency_notice(consistency: ReplicaCheckResult | None, num_ranks: 
         "differs",
         f"{format_nodes(consistency.differing_ranks)} {differ} since step {since:,}: parameters are no longer equal",
     )
+
+
+def _make_divergence_notice(run: RunView) -> Iterator[Notice]:
+    divergence = find_divergence(run.history)
+    if divergence is not None:
+        yield Notice("diverged", f"the training diverged: {divergence.text}")
 
 
 def _describe_compared(consistency: ReplicaCheckResult, num_ranks: int) -> str:

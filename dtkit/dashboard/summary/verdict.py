@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit.dashboard.summary.divergence import find_divergence
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.timing import PHASES, WINDOW_STEPS, compute_step_timing, format_nodes
@@ -50,7 +51,9 @@ class Verdict:
     """A run's bottleneck and its remedy, in one line. `explain()` prints the numbers behind it."""
 
     cause: str
-    """One of "data", "straggler", "communication", "overhead", "bubble", "cut", "waiting", "computing", "unknown"."""
+    """One of "diverged", "data", "straggler", "communication", "overhead", "bubble", "cut", "waiting", "computing" and
+    "unknown".
+    """
     text: str
     gain: float
     """Share of the time for the same samples that the remedy is predicted to save; 0 if nothing holds the run back."""
@@ -99,7 +102,11 @@ class _Measurements:
 
 
 def find_verdict(history: History, spec: RunSpec) -> Verdict:
-    """Return the verdict on the last steps of a history."""
+    """Return the verdict on the last steps of a history. How fast a training is matters only while it converges."""
+    divergence = find_divergence(history)
+    if divergence is not None:
+        remedy = f"lower the learning rate ({divergence.lr:g} now), or set clip_grad_norm="
+        return Verdict("diverged", f"{divergence.text}: {remedy}", 0.0, divergence.arithmetic)
     num_steps = min(WINDOW_STEPS, history.num_steps - 1)
     if num_steps < MIN_STEPS:
         steps = formatting.format_count(history.num_steps, "step")

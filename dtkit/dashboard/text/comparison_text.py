@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.summary.comparison import ComparisonRow
 
-NUMBER_COLUMNS = ("nodes", "steps", "final loss", "sent per node", "per step", "samples/s", "time")
-TABLE_NOTE = (
-    f"final loss: mean of the last {FINAL_LOSS_STEPS} steps; bytes: sent by one node; time: without that between "
-    "dispatches"
-)
-
-
+NUMBER_COLUMNS = ("nodes", "steps", "final training loss", "sent per node", "per step", "samples/s", "time")
 _BYTE_COLUMNS = ("sent per node", "per step")
 
 
@@ -32,8 +26,8 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
     hidden = () if differ_in_bytes(rows) else _BYTE_COLUMNS
     metrics = list(dict.fromkeys(name for row in rows for name in row.best))
     numbers = [name for name in NUMBER_COLUMNS if name not in hidden]
-    split = numbers.index("final loss") + 1
-    header = ["run", *numbers[:split], *(f"best {name}" for name in metrics), *numbers[split:]]
+    split = numbers.index("final training loss") + 1
+    header = ["run", *numbers[:split], *(f"best validation {name}" for name in metrics), *numbers[split:]]
     lines = []
     for row in rows:
         cells = [cell for name, cell in zip(NUMBER_COLUMNS, format_numbers(row), strict=True) if name not in hidden]
@@ -47,10 +41,12 @@ def _find_best_cells(
 ) -> list[tuple[int, int]]:
     """Return the cells (row, column) of the best run in each column that has a better and a worse."""
     keys: dict[str, list[float]] = {
-        "final loss": [-row.loss for row in rows],
+        "final training loss": [-row.loss for row in rows],
         "samples/s": [row.samples_per_s for row in rows],
         **{
-            f"best {name}": [(-1 if is_better_lower(name) else 1) * row.best.get(name, math.nan) for row in rows]
+            f"best validation {name}": [
+                (-1 if is_better_lower(name) else 1) * row.best.get(name, math.nan) for row in rows
+            ]
             for name in metrics
         },
     }
@@ -60,6 +56,16 @@ def _find_best_cells(
         if len(known) > 1 and max(known) > min(known):
             cells.append((values.index(max(known)), list(header).index(name)))
     return cells
+
+
+def make_table_note(rows: Sequence[ComparisonRow]) -> str:
+    """Return what the numbers of the table are, of those columns that it has."""
+    parts = [f"final training loss: mean of the last {FINAL_LOSS_STEPS} steps"]
+    if any(row.best for row in rows):
+        parts.append("best validation: the best of all evaluations of a run, on the rows of validation=")
+    if differ_in_bytes(rows):
+        parts.append("bytes: sent by one node")
+    return "; ".join([*parts, "time: without that between dispatches"])
 
 
 def make_differences_table(labels: Sequence[str], differences: Sequence[tuple[str, ...]]) -> Table:

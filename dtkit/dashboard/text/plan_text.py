@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
@@ -98,6 +99,12 @@ def _merge_ranks(
     return merged
 
 
+def format_step_time(row: PlanRow) -> str:
+    """Return the time of a step; a lower bound where the time of communication is not known."""
+    bound = "" if row.is_traffic_counted or math.isnan(row.step_s) else "> "
+    return f"{bound}{formatting.format_duration(row.step_s)}"
+
+
 def _drop_times(cells: list[str]) -> list[str]:
     """Return the cells of an answer without its times, which differ by some percent between equal ranks."""
     return cells[:-_NUM_TIMES]
@@ -110,7 +117,9 @@ def _format_answer(row: PlanRow) -> list[str]:
         formatting.format_bytes(row.free),
         "yes" if row.fits else "NO",
         formatting.format_bytes(row.sent_bytes),
-        *(formatting.format_duration(seconds) for seconds in (row.compute_s, row.communication_s, row.step_s)),
+        formatting.format_duration(row.compute_s),
+        formatting.format_duration(row.communication_s if row.is_traffic_counted else None),
+        format_step_time(row),
     ]
 
 

@@ -5,6 +5,7 @@ const NOTHING = "—";
 export function number(value, digits = 3) {
   if (value === null || !Number.isFinite(value)) return NOTHING;
   const size = Math.abs(value);
+  if (size >= 1e7) return exponent(value, 2);
   if (size >= 100) return Math.round(value).toLocaleString("en-US");
   if (size !== 0 && size < 1e-3) return value.toExponential(1);
   return String(value.toPrecision(digits));
@@ -32,10 +33,15 @@ export function duration(seconds) {
   if (seconds < 0.9995) return `${(1e3 * seconds).toFixed(seconds < 9.95e-3 ? 1 : 0)} ms`;
   return seconds < 9.995 ? `${seconds.toFixed(2)} s` : clock(Math.round(seconds));
 }
+/** Return a number with `digits` significant digits and a power of ten, as in "5e19". */
+export function exponent(value, digits) {
+  return (+value.toPrecision(digits)).toExponential().replace("+", "");
+}
 export function tick(value) {
+  if (Math.abs(value) >= 1e9) return exponent(value, 3);
   if (Math.abs(value) >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
   if (Math.abs(value) >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
-  if (value !== 0 && Math.abs(value) < 1e-3) return (+value.toPrecision(3)).toExponential();
+  if (value !== 0 && Math.abs(value) < 1e-3) return exponent(value, 3);
   return (+value.toPrecision(6)).toLocaleString("en-US", { maximumFractionDigits: 12 });
 }
 /** Return about `count` round values between low and high. */

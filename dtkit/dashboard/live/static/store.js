@@ -86,7 +86,7 @@ export function apply(store, content, buffers) {
     store.curves = { width: content.curves.width, origin: content.curves.origin, used: 0, data: new Float32Array(0) };
   } else {
     const events = content.events ?? [];
-    store.log = store.log.concat(events).slice(-LOG);
+    store.log = latest(store.log.concat(events));
     store.marks = store.marks.concat(events.filter((e) => e.kind in MARKED)).slice(-60);
     store.evaluations = thin(store.evaluations.concat(content.evaluations ?? []));
   }
@@ -106,6 +106,11 @@ export function detailInSight({ view: { zoom }, detail, curves }) {
   return covers ? detail : null;
 }
 
+/** Return the last events, and the last marked ones before them, as messages.py does. */
+function latest(events) {
+  const marked = events.slice(0, -LOG).filter((e) => e.kind in MARKED);
+  return [...marked.slice(-60), ...events.slice(-LOG)];
+}
 /** Return evaluations, every other one of the older half where there are too many. */
 function thin(evaluations) {
   const half = Math.ceil(evaluations.length / 2);

@@ -1,6 +1,7 @@
 // The learning rate; the figure has panels/learning_rate.py.
 
 import { chart } from "../chart.js";
+import { exponent } from "../numbers.js";
 import { known } from "./gradient_norm.js";
 
 export function learningRateChart(store, _send, redraw) {
@@ -19,7 +20,8 @@ export function learningRateChart(store, _send, redraw) {
 }
 
 function shortRate(value) {
-  return value === null ? "" : String(+value.toPrecision(4));
+  if (value === null) return "";
+  return value >= 1e5 ? exponent(value, 4) : String(+value.toPrecision(4));
 }
 /** Return whether the learning rate changes. */
 function changed(store, column) {

@@ -2,7 +2,7 @@
 
 import { h, setText } from "../elements.js";
 
-const GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", identical: "✓", fewer: "○", slowed: "▼", repaired: "+" }, URGENT = ["lost", "stuck", "differs"];
+const GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", diverged: "✕", identical: "✓", fewer: "○", slowed: "▼", repaired: "+" }, URGENT = ["lost", "stuck", "differs", "diverged"];
 
 /** Alerts are separate: a screen reader reads them at once, and only when their text is new. */
 export function notices(store) {

@@ -119,6 +119,8 @@ class CheckpointManager:
         """What the user asked for, and what the run needs to recover from a lost engine."""
         self.describe: Callable[[], Mapping[str, Any]] = dict
         """Function that returns further fields of checkpoint.json: spec and callbacks, as they are now."""
+        self.last_result: CheckpointResult | None = None
+        """The last checkpoint that was written for the user."""
         self.host_files: HostFiles | None = None
         """Access to the files of ranks whose hosts don't see the folder; None if all must see it."""
         self._history, self._on_change = history, on_change
@@ -253,6 +255,7 @@ class CheckpointManager:
             else:
                 self._remove_remote_files(request)
                 if request.policy is None or not request.policy.quiet:
+                    self.last_result = result
                     self._log_result(result)
                 request.future.set_result(result)
 

@@ -74,6 +74,11 @@ class JobClient:
             self._model = step, model
         return model
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights of the present step were fetched."""
+        return self._fetched_state is not None and self._fetched_state[0] == self._progress.step
+
     def fetch_callback_model(self, callback: Any) -> Any:
         """Return the model with the tensors of one of the run's callbacks on the engines."""
         plan = self._progress.plan

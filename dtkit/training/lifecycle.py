@@ -18,7 +18,8 @@ from dtkit._util.formatting import name_nodes, name_nodes_at_start
 from dtkit._util.guard import run_guarded_in_thread
 from dtkit.checkpoint import folders
 from dtkit.checkpoint.checkpoint import Checkpoint
-from dtkit.errors import EngineError, RunError
+from dtkit.checkpoint.manager import CheckpointRequest
+from dtkit.errors import CheckpointError, EngineError, RunError
 from dtkit.history import engine_outbox, run_log
 from dtkit.training import job_end, persisted_run, recovered_state, recovery
 from dtkit.training.callbacks import finish_callbacks
@@ -189,6 +190,27 @@ class RunLifecycle:
         return job_end.prepare(self._engine_group, self._driver, end)
 
     # -- the end ----------------------------------------------------------------------------------------------
+
+    @property
+    def last_checkpoint(self) -> CheckpointResult | None:
+        """The last checkpoint that this notebook has written for the user."""
+        return self._driver.actions.checkpoint.manager.last_result
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the notebook has the weights of the present step."""
+        return self._job.has_weights
+
+    def save_into_own_folder(self) -> None:
+        """Write a checkpoint of a paused run into its `checkpoint_dir`, unless it has none or that step's."""
+        folder, step = self._progress.plan.options.checkpoint_policy.folder, self._progress.step
+        saved = self.last_checkpoint
+        if folder is None or not step or self._progress.lost_ranks or (saved and saved.step == step):
+            return
+        request = CheckpointRequest(folder, None)
+        with contextlib.suppress(RunError, CheckpointError):  # the log has the reason
+            self._driver.submit("save", request)
+            request.result(self._engine_group.call_timeout_s)
 
     def extend(self, *, epochs: int | None, steps: int | None, timeout: float | None) -> None:
         """Let an ended run take more steps; it is then paused. `limit` bounds the wait for views to show its end."""

@@ -117,6 +117,39 @@ def test_partition_and_broadcast_model_are_tried_too(cluster: dtkit.Cluster):
         train(cluster, model, partition)
 
 
+def compare_rows(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.argmax(1) == target
+
+
+def name_wrong(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.arg_max(1).eq(target).float().mean()
+
+
+def need_two_classes(output: torch.Tensor, target: torch.Tensor) -> float:
+    raise ValueError(f"only one class is in {target} and {output}")
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        (compare_rows, r"TypeError: metric 'acc' returned a tensor of shape \(8,\).*\.float\(\)\.mean\(\)"),
+        (name_wrong, r"metric 'acc': AttributeError: .*arg_max.*test_first_batch.py, line \d+, in name_wrong"),
+    ],
+    ids=["shape", "name"],
+)
+def test_metrics_are_tried_before_anything_is_sent(
+    cluster: dtkit.Cluster, transport: RecordingTransport, metric: Any, expected: str
+):
+    with pytest.raises(FirstBatchError) as caught:
+        train(cluster, validation=data(), metrics={"acc": metric})
+    assert re.search(expected, str(caught.value), re.DOTALL), caught.value
+    assert not transport.has_sent
+
+
+def test_metric_that_only_refuses_few_rows_is_left_to_the_engines(cluster: dtkit.Cluster):
+    train(cluster, validation=data(), metrics={"auc": need_two_classes}, start=False).stop()
+
+
 def gather_first(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     torch.distributed.all_reduce(output)
     return F.cross_entropy(output, target)

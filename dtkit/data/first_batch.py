@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import traceback
 import warnings
@@ -27,7 +28,9 @@ from dtkit.data.partition import Partition
 from dtkit.engine.data.random_state import preserve_generators
 from dtkit.engine.data.sources import ArraySource, as_source, map_tensors
 from dtkit.engine.error_hints import add_hints
+from dtkit.engine.evaluation import compute_metrics
 from dtkit.engine.observe.error_report import format_message, format_traceback, list_user_frames
+from dtkit.engine.stateful_metrics import is_stateful
 from dtkit.errors import FirstBatchError
 from dtkit.rpc import pickling
 from dtkit.strategies import loss as loss_module
@@ -35,7 +38,7 @@ from dtkit.strategies.module_modes import enter_training
 
 if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
-    from dtkit.strategies.loss import Loss
+    from dtkit.strategies.loss import EvalOutput, Loss
 
 _MAX_COPIED_BYTES = 64 * 2**20
 """Size up to which a model or a Dataset is copied: in about 50 ms."""
@@ -70,6 +73,45 @@ def check_first_batch(
         return describe_parts(trial.loss, trial.model, trial.batch) if divides_batch else None
 
 
+def check_metrics(
+    engine_group: EngineGroup, model: Any, program: bytes, validation: Any, columns: ColumnSelection, metrics: Any
+) -> None:
+    """Raise FirstBatchError if a metric refuses the first rows of the validation data, or returns no number.
+
+    No-op for errors that a few rows can cause, such as a score that needs two classes, and where there is no trial.
+    """
+    with preserve_generators(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # silent: what can't be copied or read here, the engines report when they get it
+        trial = run_guarded(lambda: _prepare(engine_group, model, program, validation, columns), lambda _: None)
+        # silent: as above
+        copied = run_guarded(lambda: _copy_as_sent(engine_group, dict(metrics)), lambda _: None)
+        # silent: the model was tried on the training data; here it may only need its engines
+        output = None if trial is None else run_guarded(trial.evaluate, lambda _: None)
+        if output is None or copied is None:
+            return
+        for name, metric in copied.items():
+            try_metric = functools.partial(_try_metric, name, metric, output)
+            if (error := run_guarded(try_metric, functools.partial(_explain_metric, name))) is not None:
+                raise error
+
+
+def _try_metric(name: str, metric: Any, output: EvalOutput) -> None:
+    if not is_stateful(metric):
+        compute_metrics(output, {name: metric})
+
+
+def _explain_metric(name: str, error: Exception) -> FirstBatchError | None:
+    """Return the error for the user; None if a larger batch may have none."""
+    is_shape_error = isinstance(error, RuntimeError) and "must match the size" in str(error)
+    if not is_shape_error and not isinstance(error, (TypeError, AttributeError, NameError, IndexError)):
+        return None
+    message = f"{type(error).__name__}: {format_message(error)}"
+    if f"metric {name!r}" not in message:
+        message = f"metric {name!r}: {message}"
+    return FirstBatchError(message, list_user_frames(error), format_traceback(error))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Trial:
     """Copies of model and loss, and a batch."""
@@ -83,6 +125,11 @@ class _Trial:
         """Return the loss of the batch."""
         value, _ = self.loss(enter_training(self.model), self.batch)
         return value
+
+    def evaluate(self) -> EvalOutput:
+        """Return the model's output for the batch, for metrics."""
+        with torch.no_grad():
+            return self.loss.evaluate_batch(self.model.eval(), self.batch)
 
     def explain(self, error: Exception) -> FirstBatchError | None:
         """Return the error for the user; None if its remedy is not known."""

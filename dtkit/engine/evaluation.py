@@ -45,7 +45,7 @@ def evaluate_batches(
         if eval_output is None or not count:
             continue
         samples += count
-        for name, (value, weight) in _compute_metrics(eval_output, metrics).items():
+        for name, (value, weight) in compute_metrics(eval_output, metrics).items():
             sums[name][0] += value if weight is not None else value * count
             sums[name][1] += weight if weight is not None else count
         stateful.update(eval_output)
@@ -54,7 +54,7 @@ def evaluate_batches(
     return samples, {name: (total, weight) for name, (total, weight) in sums.items()}
 
 
-def _compute_metrics(
+def compute_metrics(
     eval_output: EvalOutput, metrics: dict[str, Callable[..., Any]]
 ) -> dict[str, tuple[float, float | None]]:
     """Return {name: (value, weight)}, including the loss. A value without weight is a mean over samples."""
@@ -68,7 +68,7 @@ def _compute_metrics(
         if isinstance(total, torch.Tensor) and total.numel() != 1:
             raise TypeError(
                 f"metric {name!r} returned a tensor of shape {tuple(total.shape)}; it must return one number, the "
-                "mean over the samples (or a pair (sum, weight))"
+                "mean over the samples, as in .float().mean() (or a pair (sum, weight))"
             )
         values[name] = (float(total), None if weight is None else float(weight))
     return values

@@ -262,7 +262,7 @@ def _partition_data(
     engine_group: EngineGroup, model: Any, data: Any, config: TrainConfig, strategy: Strategy, program: bytes
 ) -> Partition | StreamHandle:
     """Return the data as a partition that fits these options. They are checked before raw data is sent."""
-    from dtkit.data.first_batch import check_first_batch
+    from dtkit.data.first_batch import check_first_batch, check_metrics
 
     columns = ColumnSelection.from_arguments(config.target, config.columns, config.collate_fn)
 
@@ -276,6 +276,8 @@ def _partition_data(
         problem = check_first_batch(engine_group, model, program, data, columns, divides_batch=divides_batch)
         if problem is not None:
             warnings.warn(problem, stacklevel=find_caller_stacklevel())
+        if config.metrics and config.validation is not None:
+            check_metrics(engine_group, model, program, config.validation, columns, config.metrics)
 
     def check_stream_fits() -> None:
         check_stream(engine_group, config)

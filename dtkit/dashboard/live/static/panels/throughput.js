@@ -8,7 +8,6 @@ export function throughputChart(store, _send, redraw) {
     title: "Throughput",
     testid: "throughput-chart",
     fromZero: true,
-    aboveLines: 1.5, // the fastest single steps would make the lines flat (as in throughput.py)
     merged: 64, // single steps of a few milliseconds show the scheduler's noise (as in throughput.py)
     inverted: true, // the store has seconds per sample
     note: describeRates,
@@ -19,9 +18,10 @@ export function throughputChart(store, _send, redraw) {
   }, redraw);
 }
 
-/** Say how the nodes' rates add up to the tile's. */
-function describeRates({ replicas, overall }, layout, { store }) {
-  if (layout.nodes < 2 && !layout.banded) return "samples/s";
+/** Say what the band is, and how the nodes' rates add up to the tile's. */
+function describeRates({ replicas, overall }, layout, { store, grain }) {
+  const band = grain.wide > 1 && !layout.banded ? ", band 10 to 90 %" : "";
+  if (layout.nodes < 2 && !layout.banded) return `samples/s${band}`;
   const rate = replicas > 1 ? store.throughput / replicas : NaN;
-  return rate > 0 ? `samples/s without waiting · ${overall} ${replicas} × ${number(rate)}` : "samples/s without waiting";
+  return `samples/s without waiting${band}${rate > 0 ? ` · ${overall} ${replicas} × ${number(rate)}` : ""}`;
 }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from dtkit.dashboard.summary.curves import CurveBuckets
 from tests.support.node import evaluate_page_code
 
 if TYPE_CHECKING:
@@ -17,3 +20,20 @@ def test_numbers_of_any_size_are_short(tmp_path: Path):
     )
     assert ticks == ["5e19", "1e11", "1.25e9", "2.5M", "30k", "0.25", "2e-5"]
     assert numbers == ["5e19", "1e11", "1.3e9", "2,500,000", "30,000", "0.250", "2.0e-5"]
+
+
+def test_a_band_of_merged_buckets_leaves_out_single_slow_steps(tmp_path: Path):
+    """The page and the figure of a run draw the same quantiles."""
+    rows = np.random.default_rng(1).uniform(0.9, 1.1, (500, 1, 1)).astype("f4")
+    rows[37] = 40.0  # a step that the machine held up
+    buckets = CurveBuckets(1, 0, 0, np.repeat(rows, 3, axis=2))
+    expected = buckets.merge_to_quantiles(64).values[:, 0]
+    assert len(expected) == 63
+    assert expected[4, 2] < 30 < rows[32:40].max()
+    assert (expected[5:, 0] > rows[40:].min()).any()
+    data = np.repeat(rows, 3).tolist()
+    curves = f"{{data: {data}, used: 500, width: 1, origin: 0}}"
+    grain = f"bucketGrain({curves}, 1, {{first: 0, nodes: 0, banded: false}}, 64)"
+    values = "((g) => Array.from({length: g.used}, (_, at) => [0, 1, 2].map((which) => g.value(0, at, which))))"
+    found = evaluate_page_code(tmp_path, "chart/grain.js", ["bucketGrain"], f"{values}({grain})")
+    np.testing.assert_allclose(np.array(found), expected, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,7 +41,7 @@ def _iterate_charts(history: History) -> Iterator[str]:
     label = format_overall_label(history.num_ranks, history.ranks_per_replica)
     yield draw_chart(
         "Throughput", "samples/s without waiting", from_zero=True, format_y=formatting.format_rate,
-        series=_make_series(history, THROUGHPUT, label, is_inverted=True),
+        series=_make_throughput_series(history, label),
     )  # fmt: skip
     for name in list_metric_names(history):
         series = _make_validation_series(history, name, name)
@@ -62,14 +63,22 @@ def list_metric_names(history: History) -> list[str]:
     return list(dict.fromkeys(n for e in history.evaluations for n in e.values if n != "loss"))
 
 
-def _make_series(history: History, chart: Chart, overall: str, *, is_inverted: bool = False) -> list[Series]:
-    """Return a line for each of a few nodes, and one over all; `is_inverted` for the reciprocals of the values."""
+def _make_series(history: History, chart: Chart, overall: str) -> list[Series]:
+    """Return a line for each of a few nodes, and one over all."""
+    return _make_lines(downsample(history, chart, history.num_ranks, _BUCKETS), history, chart, overall)
+
+
+def _make_throughput_series(history: History, overall: str) -> list[Series]:
+    """Return lines with a band that leaves out the fastest and the slowest steps, which differ by more than nodes."""
+    buckets = downsample(history, THROUGHPUT, history.num_ranks).merge_to_quantiles(_BUCKETS // 2).invert()
+    lines = _make_lines(buckets, history, THROUGHPUT, overall)
+    return [dataclasses.replace(line, band="10 to 90 %") for line in lines]
+
+
+def _make_lines(buckets: CurveBuckets, history: History, chart: Chart, overall: str) -> list[Series]:
     (layout,) = make_chart_layouts([chart], history.num_ranks)
-    buckets = downsample(history, chart, history.num_ranks, _BUCKETS)
-    buckets = buckets.invert() if is_inverted else buckets
-    lines = []
-    if not layout.banded and layout.nodes > 1:
-        lines = [_make_line(f"node {k}", buckets, k, k) for k in range(min(layout.nodes, MAX_NODE_LINES))]
+    has_lines = not layout.banded and layout.nodes > 1
+    lines = [_make_line(f"node {k}", buckets, k, k) for k in range(layout.nodes)] if has_lines else []
     return [*lines, _make_line(overall, buckets, -1, None if lines else 0)]
 
 

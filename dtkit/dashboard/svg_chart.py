@@ -49,7 +49,7 @@ COLORS = {
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A line, and a band from `low` to `high` where each value is the mean of `merged` steps.
+    """A line, and a band from `low` to `high` where each value is the mean of `merged` steps; `band` is its name.
 
     Its `color` is a number, or None for the dashed line over all. Values that are `exact`, such as evaluations, are
     never averaged, and have dots where they are few.
@@ -63,6 +63,7 @@ class Series:
     low: np.ndarray | None = None
     high: np.ndarray | None = None
     merged: int = 1
+    band: str = "range"
 
     @property
     def css_class(self) -> str:
@@ -106,8 +107,8 @@ def draw_chart(
 
 
 def _describe_merged(series: Sequence[Series]) -> str:
-    most = max(line.merged for line in series)
-    return f"mean and range of {most:,} steps" if most > 1 else ""
+    widest = max(series, key=lambda line: line.merged)
+    return f"mean and {widest.band} of {widest.merged:,} steps" if widest.merged > 1 else ""
 
 
 def _thin_out(series: Series) -> Series:

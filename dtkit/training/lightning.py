@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dtkit.training.config import TrainConfig
 
 _SCHEDULER_ATTRIBUTE = "dtkit_scheduler"
+_TRAINER_ATTRIBUTE = "_trainer"  # of Lightning's modules
 _UPDATING_HOOKS = (
     *("backward", "on_before_backward", "on_after_backward", "on_before_zero_grad", "optimizer_zero_grad"),
     *("on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping", "lr_scheduler_step"),
@@ -214,11 +215,11 @@ class _Position:
 
 def _attach_position(model: Any) -> None:
     """Let a module and those within it know epoch and step: without a trainer, Lightning says 0."""
-    if vars(model).get("_trainer", model) is None:
+    if vars(model).get(_TRAINER_ATTRIBUTE, model) is None:
         position = _Position(counts_updates=model.automatic_optimization)  # otherwise each optimizer counts
         for module in model.modules():
-            if "_trainer" in vars(module):
-                vars(module)["_trainer"] = position
+            if _TRAINER_ATTRIBUTE in vars(module):
+                vars(module)[_TRAINER_ATTRIBUTE] = position
 
 
 # -- manual optimization, on the engines -----------------------------------------------------------------------

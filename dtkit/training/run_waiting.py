@@ -227,7 +227,6 @@ class RunWaiter:
 
 
 async def _await_within_limit(answer: Future[int]) -> None:
-    # waits: inside asyncio.wait_for, with a timeout
     await asyncio.wait_for(asyncio.wrap_future(answer), timeouts.INTERRUPTED_CELL_TIMEOUT_S)
 
 

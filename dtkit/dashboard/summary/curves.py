@@ -30,6 +30,9 @@ MAX_BUCKETS = 512
 MAX_NODE_LINES = 8
 """Largest number of ranks with a line of their own; more share a band."""
 
+MIDDLE_QUANTILES = (0.1, 0.9)
+"""Quantiles between which a band leaves out the fastest and the slowest steps of a busy machine."""
+
 _MAX_DRAWABLE = 1e37  # float32 ends at 3e38, and charts subtract values
 
 
@@ -143,11 +146,37 @@ class CurveBuckets:
         with np.errstate(divide="ignore"):
             return dataclasses.replace(self, values=1 / self.values[..., ::-1])
 
+    def merge_to_quantiles(self, max_buckets: int, banded_columns: int = 0) -> CurveBuckets:
+        """Return wider buckets, at most `max_buckets`, with ``MIDDLE_QUANTILES`` of the means instead of extremes.
+
+        The first `banded_columns` are bands over many nodes: their quantiles are those of the lower and upper edge.
+        """
+        factor = 1
+        while len(self.values) > max_buckets * factor:
+            factor *= 2
+        if factor == 1:
+            return self
+        parts = [self.values[k : k + factor] for k in range(0, len(self.values), factor)]
+        values = np.stack([_find_middle(part, banded_columns) for part in parts])
+        return dataclasses.replace(self, width=self.width * factor, first=self.first // factor, values=values)
+
     @property
     def middle_steps(self) -> np.ndarray:
         """The step in the middle of each bucket."""
         middle = (self.width - 1) / 2
         return self.origin + middle + self.width * np.arange(self.first, self.first + len(self.values))
+
+
+def _find_middle(part: np.ndarray, banded_columns: int) -> np.ndarray:
+    """Return lower quantile, mean and upper quantile of each column, of shape (columns, 3), from several buckets."""
+    known = np.isfinite(part).any(axis=0)
+    values = np.full(part.shape[1:], np.nan, "f4")
+    for column in np.flatnonzero(known[:, 1]):
+        low, mean, high = part[:, column].T if column < banded_columns else [part[:, column, 1]] * 3
+        values[column] = (
+            np.nanquantile(low, MIDDLE_QUANTILES[0]), np.nanmean(mean), np.nanquantile(high, MIDDLE_QUANTILES[1]),
+        )  # fmt: skip
+    return values
 
 
 class Curves:

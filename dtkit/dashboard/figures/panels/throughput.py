@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from dtkit.history.history import History
 
-MOST_ABOVE_LINES = 1.5
-"""Height of the axis in terms of the highest line: the fastest single steps would make the lines flat."""
 NUM_BUCKETS = 64  # single steps of a few milliseconds show the scheduler's noise
 
 
@@ -29,17 +27,17 @@ def draw(ax: Axes, history: History) -> None:
     """Draw the panel."""
     ranks = history.num_ranks
     (layout,) = make_chart_layouts([THROUGHPUT], ranks)
-    buckets = downsample(history, THROUGHPUT, ranks, NUM_BUCKETS).invert()
+    buckets = downsample(history, THROUGHPUT, ranks).merge_to_quantiles(NUM_BUCKETS, int(layout.banded)).invert()
     last_ranks = history.totals(history.num_steps - 1)["ranks"]
     num_current = int(last_ranks[-1]) if len(last_ranks) else ranks
     style.draw_lines(ax, buckets, layout, format_overall_label(num_current, history.ranks_per_replica, ranks))
     style.draw_outliers(ax, history, THROUGHPUT, NUM_BUCKETS, is_inverted=True)
-    unit = _describe_unit(ranks, banded=layout.banded)
+    band = ", band 10 to 90 %" if buckets.width > 1 and not layout.banded else ""
+    unit = f"{_describe_unit(ranks, banded=layout.banded)}{band}"
     # The names of the lines have no room next to the long unit.
     style.set_title(ax, "Throughput", style.describe_lines(layout, unit) if layout.banded else unit)
     if np.isfinite(buckets.values).any():
-        highest, highest_mean = float(np.nanmax(buckets.values)), float(np.nanmax(buckets.values[..., 1]))
-        ax.set_ylim(0, 1.08 * min(highest, MOST_ABOVE_LINES * highest_mean))
+        ax.set_ylim(0, 1.08 * float(np.nanmax(buckets.values)))
         style.draw_end_labels(ax, style.collect_line_labels(ax))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: formatting.format_rate(y) if y else "0"))
     style.mark_events(ax, history.events)

@@ -22,9 +22,9 @@ const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
 
 /**
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
- * overall(head, value). Optional: overallName, right(head): room for labels, unit, format(value), fromZero, merged (buckets at most), height, points(store), pointName,
+ * overall(head, value). Optional: overallName, right(head): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName,
  * shown(store), exact: never smooth, joined: lines without gaps, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line),
- * aboveLines: height of the axis in terms of the highest line, inverted: draw the reciprocals of the values, canLog: the logarithmic scale of all such charts, which leaves out values that are not positive.
+ * inverted: draw the reciprocals of the values, canLog: the logarithmic scale of all such charts, which leaves out values that are not positive.
  */
 export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });
@@ -71,7 +71,7 @@ function drawChart(view, width) {
   const [first, end] = store.view.zoom ?? view.whole;
   const inSight = points.filter((point) => point.step >= first && point.step <= end).map((point) => point.value);
   const [low, high] = valueLimits(grain, {
-    shown: view.shown, from: first, to: end, extra: inSight, isLog: view.isLog, robust: store.view.robust, fromZero: options.fromZero, aboveLines: options.aboveLines,
+    shown: view.shown, from: first, to: end, extra: inSight, isLog: view.isLog, robust: store.view.robust, fromZero: options.fromZero,
   });
   const right = options.right?.(store.head) ?? RIGHT, plot = { width: width - LEFT - right, height: height - TOP - BOTTOM };
   const size = view.isLog ? Math.log10 : (v) => v, { axis } = view, from = axis.of(first), long = axis.of(end) - from || 1;
@@ -221,10 +221,10 @@ function describe(view) {
 
 /** Return the drawn values as rows of a table, the first with the names of the columns. */
 function listValues({ grain, layout, options, store, axis }) {
-  const names = [];
+  const names = [], [low, high] = options.merged && grain.wide > 1 ? ["10 %", "90 %"] : ["lowest", "highest"];
   for (let line = 0; line <= layout.nodes; line++) {
     const name = line === layout.nodes ? overallName(options, store.head) ?? "overall" : layout.banded ? "band" : options.lineName?.(store, line) ?? `node ${line}`;
-    names.push(name, ...(grain.wide > 1 || layout.banded ? [`${name} lowest`, `${name} highest`] : []));
+    names.push(name, ...(grain.wide > 1 || layout.banded ? [`${name} ${low}`, `${name} ${high}`] : []));
   }
   const rows = [["first step", "last step", ...(axis.label === "step" ? [] : [axis.label]), ...names]];
   for (let at = 0; at < grain.used; at++) {

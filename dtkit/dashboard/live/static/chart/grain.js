@@ -3,9 +3,11 @@
 // A grain is {used, lines, value(line, at, which), step(at), span(at), find(step)}; `which` is 0 smallest, 1 mean,
 // 2 largest; the last line is the one over all nodes.
 
+const MIDDLE = [0.1, NaN, 0.9]; // as in summary/curves.py
+
 /**
  * Return the grain of `curves`, for the chart with this layout among `columns`. With `most`, buckets are merged until at
- * most that many are left.
+ * most that many are left; then 0 and 2 are the quantiles MIDDLE of the merged means, or of the edges of a band of many nodes.
  */
 export function bucketGrain(curves, columns, layout, most) {
   const { data, used, width, origin } = curves, lines = layout.nodes + 1;
@@ -13,13 +15,13 @@ export function bucketGrain(curves, columns, layout, most) {
   let each = 1;
   while (most && used > most * each) each *= 2;
   const value = each === 1 ? raw : (line, bucket, which) => {
-    const found = [];
+    const found = [], source = layout.banded && line < layout.nodes ? which : 1;
     for (let b = bucket * each; b < Math.min(used, (bucket + 1) * each); b++) {
-      const v = raw(line, b, which);
+      const v = raw(line, b, source);
       if (!Number.isNaN(v)) found.push(v);
     }
     if (!found.length) return NaN;
-    return which === 0 ? Math.min(...found) : which === 2 ? Math.max(...found) : found.reduce((a, b) => a + b) / found.length;
+    return which === 1 ? found.reduce((a, b) => a + b) / found.length : quantile(found, MIDDLE[which]);
   };
   const wide = width * each, count = Math.ceil(used / each);
   return {
@@ -28,6 +30,12 @@ export function bucketGrain(curves, columns, layout, most) {
     span: (at) => [origin + at * wide, origin + (at + 1) * wide - 1],
     find: (step) => Math.min(count - 1, Math.max(0, Math.floor((step - origin) / wide))),
   };
+}
+
+function quantile(values, share) {
+  values.sort((a, b) => a - b);
+  const at = share * (values.length - 1), low = Math.floor(at), next = values[Math.min(low + 1, values.length - 1)];
+  return values[low] + (at - low) * (next - values[low]);
 }
 
 /** Return the grain of single points {step, value} of one line, in the order of their steps. */
@@ -80,11 +88,8 @@ export function movingAverage(grain, line, weight) {
 
 const RARE = 0.02, RARE_ROOM = 0.25;
 
-/**
- * Return the limits of the values in sight, with some room. `robust` leaves the rarest values outside, `aboveLines` those
- * that many times above the highest line.
- */
-export function valueLimits(grain, { shown, from, to, extra, isLog, robust, fromZero, aboveLines }) {
+/** Return the limits of the values in sight, with some room. `robust` leaves the rarest values outside. */
+export function valueLimits(grain, { shown, from, to, extra, isLog, robust, fromZero }) {
   let [low, high] = [Infinity, -Infinity];
   const means = [];
   for (let at = 0; at < grain.used; at++) {
@@ -94,10 +99,9 @@ export function valueLimits(grain, { shown, from, to, extra, isLog, robust, from
       if (Number.isNaN(least)) continue;
       low = Math.min(low, least);
       high = Math.max(high, grain.value(line, at, 2));
-      if (robust || aboveLines) means.push(grain.value(line, at, 1));
+      if (robust) means.push(grain.value(line, at, 1));
     }
   }
-  if (aboveLines && means.length) high = Math.min(high, aboveLines * Math.max(...means));
   for (const v of extra) [low, high] = [Math.min(low, v), Math.max(high, v)];
   if (low > high) [low, high] = isLog ? [0.1, 1] : [0, 1];
   if (robust && means.length > 4) [low, high] = commonLimits(means, low, high);

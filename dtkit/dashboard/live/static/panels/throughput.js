@@ -10,7 +10,6 @@ export function throughputChart(store, _send, redraw) {
     title: "Throughput",
     testid: "throughput-chart",
     fromZero: true,
-    aboveLines: 1.5, // the fastest single steps would make the lines flat (as in throughput.py)
     merged: 64, // single steps of a few milliseconds show the scheduler's noise (as in throughput.py)
     inverted: true, // the store has seconds per sample
     note: describeRates,
@@ -21,9 +20,12 @@ export function throughputChart(store, _send, redraw) {
   }, redraw);
 }
 
-/** Say how the nodes' rates add up to the tile's, in short where the panel is narrow. */
-function describeRates({ replicas, overall }, layout, { store, frame }) {
-  if (layout.nodes < 2 && !layout.banded) return "samples/s";
-  const rate = replicas > 1 ? store.throughput / replicas : NaN, unit = rate > 0 && frame?.width < NARROW ? "samples/s" : "samples/s without waiting";
-  return rate > 0 ? `${unit} · ${overall} ${replicas} × ${number(rate)}` : unit;
+/** Say what the band is, and how the nodes' rates add up to the tile's, in short where the panel is narrow. */
+function describeRates({ replicas, overall }, layout, { store, frame, grain }) {
+  const isNarrow = frame?.width < NARROW;
+  const band = grain.wide > 1 && !layout.banded && !isNarrow ? ", band 10 to 90 %" : "";
+  if (layout.nodes < 2 && !layout.banded) return `samples/s${band}`;
+  const rate = replicas > 1 ? store.throughput / replicas : NaN;
+  const unit = rate > 0 && isNarrow ? "samples/s" : "samples/s without waiting";
+  return `${unit}${band}${rate > 0 ? ` · ${overall} ${replicas} × ${number(rate)}` : ""}`;
 }

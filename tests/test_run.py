@@ -182,6 +182,16 @@ def test_lost_engine_is_replaced_and_the_run_continues(cluster, engines):
     assert list(run.history.totals()["step"]) == list(range(40))
 
 
+def test_error_after_the_loss_of_all_engines_tells_what_is_lost_and_the_remedy(cluster, engines):
+    run = train(cluster, start=False)
+    run.step()
+    for rank in (0, 1):
+        engines.end_engine(rank)
+    run.resume()
+    with pytest.raises(dtkit.errors.ClusterError, match=r"all engines ended, and with .*checkpoint_every=1000"):
+        run.wait(10)
+
+
 class DyingTransport(FakeTransport):
     """Fake engines of which rank 1 ends in each dispatch, before the first step."""
 

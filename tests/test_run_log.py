@@ -229,8 +229,9 @@ def test_a_cluster_of_another_version_is_listed_and_refused_by_name(
     for name in (None, "dtkit-a"):
         with pytest.raises(dtkit.errors.VersionMismatchError, match=message):
             dtkit.attach(name)
-    paper(tmp_path, "dtkit-b")
-    listed = rf"2 clusters are running; (?s:.*)\n  dtkit-a: of dtkit {version}, started .* ago, its notebook has ended"
+    for name in ("dtkit-b", "dtkit-c"):  # both left in this folder
+        paper(tmp_path, name)
+    listed = rf"3 clusters are running; (?s:.*)\n  dtkit-a: of dtkit {version}, started .* ago, its notebook has ended"
     with pytest.raises(dtkit.errors.ClusterError, match=listed):
         dtkit.attach()
 
@@ -260,6 +261,17 @@ def test_without_a_name_the_cluster_without_a_notebook_is_chosen(tmp_path: Path)
         cluster_file.choose_cluster(both, None)
     with pytest.raises(dtkit.errors.ClusterError, match=r"no cluster 'x' is running; there are:\n  dtkit-a"):
         cluster_file.choose_cluster(both, "x")
+
+
+def test_cluster_left_in_this_folder_is_chosen_among_others(tmp_path: Path):
+    ours = paper(tmp_path, "dtkit-a")
+    others = [
+        dataclasses.replace(ours, folder=tmp_path / "dtkit-b", directory="/elsewhere"),
+        dataclasses.replace(ours, folder=tmp_path / "dtkit-c", environment="/other"),
+    ]
+    assert cluster_file.choose_cluster([ours, *others], None) == ours
+    with pytest.raises(dtkit.errors.ClusterError, match="2 clusters are running; name one"):
+        cluster_file.choose_cluster(others, None)
 
 
 def test_cluster_is_listed_with_its_latest_run(tmp_path: Path):

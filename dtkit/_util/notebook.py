@@ -24,6 +24,15 @@ def in_notebook() -> bool:
     return getattr(get_shell(), "kernel", None) is not None
 
 
+def is_kernel_shut_down() -> bool:
+    """Return whether the user shut this kernel down, rather than restarting or killing it.
+
+    Jupyter's request to end says whether another kernel follows. The kernel keeps its answer, which repeats that.
+    """
+    message = getattr(getattr(get_shell(), "kernel", None), "_shutdown_message", None)
+    return message is not None and message["content"].get("restart") is False
+
+
 def show_value(value: Any) -> None:
     """Show a value as the last line of a cell is shown; print its repr outside of IPython."""
     if get_shell() is None:

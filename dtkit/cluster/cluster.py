@@ -42,7 +42,7 @@ class Cluster(Engines):
     step_timeout : seconds that a collective may wait. By default 30 minutes for the first step of a job, then the
         longer of 60 seconds and 20 median steps.
     lease : seconds that engines live without a notebook, such as during a kernel restart. By default 60, or 30 minutes
-        with a job in memory.
+        with a job in memory; none after a shutdown of the kernel, unless a run is running or paused.
     interface : network interface of the collectives; by default loopback, which other hosts can't reach. Engines on
         several hosts need another one. Tensor traffic is not encrypted.
     spares : engines that are started too and wait, so that a lost one can be replaced at once.

@@ -95,6 +95,12 @@ class ClusterInfo:
         return self.is_owned and self.notebook != ProcessId.from_pid()
 
     @property
+    def is_left_here(self) -> bool:
+        """Whether a notebook of this folder and environment has left it, such as this one before a restart."""
+        here = not self.is_other_version and self.directory == str(Path.cwd()) and self.environment == sys.prefix
+        return here and not self.is_owned
+
+    @property
     def is_other_version(self) -> bool:
         """Whether another version of dtkit owns it: then only the fields that every version writes are set."""
         return self.version != VERSION
@@ -179,8 +185,10 @@ def choose_cluster(clusters: Sequence[ClusterInfo], name: str | None, *, force: 
 
 def _choose_free(clusters: Sequence[ClusterInfo], listed: str) -> ClusterInfo:
     free = [info for info in clusters if not info.is_owned] or [info for info in clusters if not info.is_in_use]
-    if len(free) == 1:
-        return free[0]
+    ours = [info for info in free if info.is_left_here]
+    for candidates in (free, ours):
+        if len(candidates) == 1:
+            return candidates[0]
     if not free:
         raise ClusterError(
             f"other notebooks use the clusters that are running; dtkit.Cluster() starts one for this notebook. To take "

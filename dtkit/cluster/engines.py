@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.arguments import suggest_arguments
-from dtkit._util.notebook import in_notebook
+from dtkit._util.notebook import in_notebook, is_kernel_shut_down
 from dtkit._util.script_errors import install_hook
 from dtkit.cluster import cluster_file
 from dtkit.cluster import start as starting
@@ -17,7 +17,7 @@ from dtkit.cluster import transport as transports
 from dtkit.cluster.devices import plan_devices
 from dtkit.cluster.job_end_watcher import JobEndWatcher
 from dtkit.cluster.launch_request import make_config, make_host_config
-from dtkit.cluster.launched_transport import get_runtime_folder
+from dtkit.cluster.launched_transport import LaunchedTransport, get_runtime_folder
 from dtkit.cluster.launchers.hosts import HostLauncher
 from dtkit.cluster.sigterm import exit_on_sigterm
 from dtkit.dashboard.text import cluster_text
@@ -207,9 +207,23 @@ class Engines:
         group.close()
 
     def _close_at_exit(self) -> None:
-        """Close the cluster as a script ends. A kernel may restart, so its cluster lives as long as the lease."""
-        if not self._keep_alive and not in_notebook():
+        """Close the cluster as a script ends, or as the user shuts a kernel down in which no run is unfinished.
+
+        After a restart of the kernel, the next one may attach. So then the cluster lives as long as the lease.
+        """
+        if not in_notebook():
+            if not self._keep_alive:
+                self.close()
+        elif is_kernel_shut_down() and self._is_unneeded():
+            self._engine_group.cluster_folder.set_job_flag(present=False)  # Jupyter kills the kernel if this takes long
             self.close()
+
+    def _is_unneeded(self) -> bool:
+        """Return whether nobody will attach: the user named no lease, and no run could be continued."""
+        transport, run = self._engine_group.transport, self.current_run
+        is_leased = not isinstance(transport, LaunchedTransport) or transport.config.lease is not None
+        is_ours = not self._engine_group.is_closed and not self._engine_group.is_superseded
+        return is_ours and not is_leased and (run is None or run.is_released or run.status.state.has_ended)
 
     def __enter__(self) -> Self:
         return self

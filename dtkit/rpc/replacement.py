@@ -92,6 +92,7 @@ def _send_data(group: EngineGroup, data: Payload) -> None:
 def _check_not_empty(*, is_empty: bool) -> None:
     if is_empty:
         raise ClusterError(
-            "no engine is left that holds the data and the model; the cluster is whole again, but empty. Train again, "
-            "or from a checkpoint: cluster.train(..., resume_from=path)"
+            "all engines ended, and with them the training since its last checkpoint. The new engines are empty. Train "
+            "again with cluster.train(...), from a checkpoint with resume_from=path. To lose less next time, write "
+            "checkpoints: checkpoint_dir='checkpoints/first', checkpoint_every=1000"
         )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from dtkit._util import timeouts
+from dtkit._util.deadline import wait_until
 from dtkit.cluster import cluster_file
 from tests.faults.expect import get_load_factor
 from tests.support.kernel import Kernel
@@ -90,6 +92,36 @@ def test_restarted_kernel_continues_the_run(kernel: Kernel, tmp_path: Path, *, n
     kernel.run(ATTACH)
     slow_flag.unlink()
     assert float(kernel.run(CONTINUE)) <= BOUND
+
+
+# -- shutdown ----------------------------------------------------------------------------------------------------
+
+TRAIN_SHORTLY = """
+import torch, dtkit
+cluster = dtkit.Cluster(2, threads=1)
+data = torch.randn(64, 4), torch.randint(3, (64,))
+options = dict(loss=torch.nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, batch_size=16, steps=20)
+run = cluster.train(torch.nn.Linear(4, 3), data, start=False, **options)
+run.step(5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("cell", "num_left"), [("run.resume(); run.wait(60)", 0), ("", 1)], ids=["completed run", "paused run"]
+)
+def test_shutdown_ends_engines_unless_a_run_is_unfinished(kernel: Kernel, tmp_path: Path, cell: str, num_left: int):
+    kernel.run(TRAIN_SHORTLY + cell)
+    (info,) = cluster_file.find_running(tmp_path)
+    kernel.shut_down()
+    if not num_left:
+        assert wait_until(lambda: not info.is_alive, timeouts.REAPER_EXIT_TIMEOUT_S)
+    assert len(cluster_file.find_running(tmp_path)) == num_left
+
+
+def test_restart_keeps_the_engines_of_a_completed_run(kernel: Kernel):
+    kernel.run(TRAIN_SHORTLY + "run.resume(); run.wait(60)")
+    kernel.restart(now=False)
+    kernel.run("import dtkit; cluster = dtkit.attach(); assert cluster.current_run.status.step == 20; cluster.close()")
 
 
 # -- interrupts --------------------------------------------------------------------------------------------------

@@ -67,6 +67,11 @@ class Kernel:
         self._manager.restart_kernel(now=now)
         self._connect()
 
+    def shut_down(self) -> None:
+        """Shut the kernel down for good, as the menu does."""
+        self.disconnect()
+        self._manager.shutdown_kernel()
+
     def interrupt(self) -> float:
         """Send SIGINT as the stop button does, and return the time (time.time())."""
         pressed = time.time()

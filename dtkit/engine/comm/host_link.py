@@ -158,7 +158,7 @@ class _Sum:
 
 
 def _view_bytes(flat: torch.Tensor) -> memoryview:
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def _read(connection: socket.socket, data: memoryview) -> None:

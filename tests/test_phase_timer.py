@@ -12,6 +12,7 @@ from dtkit.engine.observe.phase_timer import (
     build_blocked_times,
     build_messages,
     build_spans,
+    group_steps,
     sum_durations,
 )
 from dtkit.history import comm_time
@@ -39,18 +40,23 @@ def steps(*marked):
     return found
 
 
+def sum_up(marks) -> dict[str, float]:
+    """Seconds of one step by phase."""
+    return {phase: float(seconds[0]) for phase, seconds in sum_durations(group_steps([marks]), 1).items()}
+
+
 STEP = [("data", 0), ("forward", 1), ("backward", 3), ("sync", 7), ("update", 12), ("end", 13)]
 
 
 def test_phases_add_up_to_the_step():
     [marks] = steps(STEP)
-    found = sum_durations(marks)
+    found = sum_up(marks)
     assert found == {"data": 1, "forward": 2, "backward": 4, "sync": 5, "update": 1, "step": 13}
 
 
 def test_durations_of_a_repeated_phase_are_added():
     [marks] = steps([("forward", 0), ("backward", 1), ("forward", 3), ("backward", 6), ("end", 10)])
-    found = sum_durations(marks)
+    found = sum_up(marks)
     assert found["forward"] == 1 + 3
     assert found["backward"] == 2 + 4
 
@@ -63,8 +69,8 @@ def test_a_collective_during_a_phase_is_subtracted_from_it():
     phases.end_collective()
     assert (phases.current_phase, phases.enclosing_phase) == ("forward", "forward")
     marks = phases.end_step()
-    assert sum_durations(marks) == {"forward": 2 + 1, "sync": 3, "step": 6}
-    assert build_blocked_times([marks], Clock()).tolist() == [[[2, 5, -1]]]
+    assert sum_up(marks) == {"forward": 2 + 1, "sync": 3, "step": 6}
+    assert build_blocked_times(group_steps([marks]), 1).tolist() == [[[2, 5, -1]]]
 
 
 def test_a_collective_between_steps_is_not_marked():
@@ -88,11 +94,12 @@ def test_a_failed_step_leaves_no_mark_in_the_next():
 
 def test_blocked_times_are_padded_to_the_same_length():
     twice = [("sync", 1), ("backward", 2), ("sync", 5), ("update", 6), ("end", 7)]
-    found = build_blocked_times(steps(STEP, twice), Clock())
-    assert found.shape == (2, 2, 3)
+    found = build_blocked_times(group_steps(steps(STEP, twice, STEP)), 3)
+    assert found.shape == (3, 2, 3)
     assert found[0, 0].tolist() == [7, 12, -1]
     assert np.isnan(found[0, 1]).all()
     assert found[1].tolist() == [[1, 2, -1], [5, 6, -1]]
+    assert found[2, 0].tolist() == found[0, 0].tolist()  # in the same group of steps as the first
 
 
 def test_messages_are_listed_by_step_without_the_time_between_phases():
@@ -103,15 +110,15 @@ def test_messages_are_listed_by_step_without_the_time_between_phases():
     phases.continue_phase("receive backward", (1, 2))  # continues
     phases.continue_phase("receive backward", (1, 3))
     marks = phases.end_step()
-    rows = build_messages([(5, marks)], Clock())
+    rows = build_messages(group_steps([marks]), [5])
     assert rows.tolist() == [(5, 0, 1, 0, 1, 2), (5, 3, 1, 2, 4, 7), (5, 3, 1, 3, 7, 9)]
     assert build_spans([(5, marks)], 0, Clock())["phase"].tolist() == ["send forward", *["receive backward"] * 2]
-    assert not len(build_messages([(0, steps(STEP)[0])], Clock()))
+    assert not len(build_messages(group_steps(steps(STEP)), [0]))
 
 
 def test_a_step_without_collectives_has_no_blocked_times():
     [marks] = steps([("forward", 0), ("end", 1)])
-    assert build_blocked_times([marks], Clock()).shape == (1, 0, 3)
+    assert build_blocked_times(group_steps([marks]), 1).shape == (1, 0, 3)
 
 
 def test_a_slowed_rank_sleeps_in_proportion_to_its_compute_time(monkeypatch):
@@ -189,7 +196,7 @@ def test_a_collective_of_a_subgroup_names_its_ranks():
         ("forward", 0, 1), ("sync 2-3", 1, 2), ("forward", 2, 4), ("sync", 4, 5)
     ]  # fmt: skip
     assert {(int(s["stage"]), int(s["micro_batch"])) for s in build_spans([(0, marks)], 2, Clock())} == {(-1, -1)}
-    [[[*inner, number], [*all_, everybody]]] = build_blocked_times([marks], Clock()).tolist()
+    [[[*inner, number], [*all_, everybody]]] = build_blocked_times(group_steps([marks]), 1).tolist()
     assert (inner, all_) == ([1, 2], [4, 5])
     assert everybody == -1 != number
 

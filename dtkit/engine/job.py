@@ -22,7 +22,13 @@ from dtkit.engine.frozen_parameters import FrozenParameters
 from dtkit.engine.lr_schedule import LearningRates
 from dtkit.engine.observe.call_output import ignore_logged, redirect_log
 from dtkit.engine.observe.clock import Clock
-from dtkit.engine.observe.phase_timer import build_blocked_times, build_messages, build_spans
+from dtkit.engine.observe.phase_timer import (
+    build_blocked_times,
+    build_messages,
+    build_spans,
+    group_steps,
+    sum_durations,
+)
 from dtkit.engine.observe.step_scalars import StepScalars
 from dtkit.engine.observe.system_monitor import MONITOR
 from dtkit.engine.observe.training_position import POSITION
@@ -180,9 +186,11 @@ class Job:
         self.context.phases.clock.synchronize()
         events = [(done.step, self.context.phases.clock.read_events(done.events)) for done in completed]
         clock = Clock()  # the events have times now
-        rows = build_rows(completed, [each for _, each in events], self._rank, self._batch_source.get_epoch, memory)
+        groups, num_steps = group_steps([each for _, each in events]), len(events)
+        durations = sum_durations(groups, num_steps)
+        rows = build_rows(completed, durations, self._rank, self._batch_source.get_epoch, memory)
         self._recent_step_s = (self._recent_step_s + rows["step_s"][-_NUM_RECENT_STEPS:].tolist())[-_NUM_RECENT_STEPS:]
-        messages = build_messages(events, clock)
+        messages = build_messages(groups, [done.step for done in completed])
         begun = time.perf_counter()
         checksums = self._worker.compute_fingerprint() if fingerprint else None
         fingerprint_s = time.perf_counter() - begun
@@ -193,7 +201,7 @@ class Job:
             self._end_reason,
             self._nonfinite_loss,
             self._nonfinite,
-            blocked_spans=build_blocked_times([each for _, each in events], clock),
+            blocked_spans=build_blocked_times(groups, num_steps),
             messages=messages if len(messages) else None,
             scalars=self._scalars.take() | (MONITOR.take(completed[-1].step) if completed else {}),
             fingerprint=checksums,

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dtkit.engine.observe.phase_timer import sum_durations
 from dtkit.history.comm_time import MESSAGE_PHASES
 from dtkit.history.history import ROW_DTYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.engine.observe.phase_timer import PhaseEvents
     from dtkit.strategies.base import StepResult
@@ -36,12 +35,12 @@ class CompletedStep:
 
 def build_rows(
     completed_steps: Sequence[CompletedStep],
-    events: Sequence[PhaseEvents],
+    durations: Mapping[str, np.ndarray],
     rank: int,
     get_epoch: Callable[[int], int],
     memory: int,
 ) -> np.ndarray:
-    """Return one row for each step, column by column. `events` are those of the steps, with times in seconds.
+    """Return one row for each step, column by column. `durations` are the steps' seconds by phase.
 
     The waiting part of `comm_s` is computed later, from the times of all ranks.
     """
@@ -56,11 +55,10 @@ def build_rows(
     rows["loss"] = _read_numbers([np.nan if result.loss is None else result.loss for result in results])
     rows["grad_norm"] = [result.grad_norm for result in results]
     rows["rank"], rows["memory_bytes"] = rank, memory
-    durations = [sum_durations(each) for each in events]
     for phase in _OWN_COLUMNS:
-        rows[f"{phase}_s"] = [seconds.get(phase, 0.0) for seconds in durations]
-    rows["backward_s"] = [sum(s for phase, s in each.items() if phase.startswith("backward")) for each in durations]
-    rows["comm_s"] = [sum(each.get(phase, 0.0) for phase in _COMM_PHASES) for each in durations]
+        rows[f"{phase}_s"] = durations.get(phase, 0.0)
+    rows["backward_s"] = sum(seconds for phase, seconds in durations.items() if phase.startswith("backward"))
+    rows["comm_s"] = sum(durations.get(phase, 0.0) for phase in _COMM_PHASES)
     return rows
 
 

@@ -101,7 +101,9 @@ def make_job(group: Group, work: Work, strategy: Strategy) -> Job:
     stream = ShardedBatches(source, Shards(part.flatten_indices(), part.sizes), plan, [group.rank])
     mesh = strategy.build_mesh(group.world_size)
     context = WorkerContext(group, device, PhaseTimer(make_clock(device)), shards=[group.rank], mesh=mesh)
-    program = TrainingProgram(Loss(nn.CrossEntropyLoss(), None), optimizer, strategy)
+    program = TrainingProgram(
+        Loss(nn.CrossEntropyLoss(), None).with_checked_targets(source.labels), optimizer, strategy
+    )
     return Job(work.model(), program, stream, context, seed=group.rank)
 
 

@@ -14,9 +14,11 @@ than requested, so the excess is subtracted from later ones.
 
 from __future__ import annotations
 
+import collections
 import itertools
+import operator
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from dtkit.history.comm_time import MESSAGE_DTYPE, MESSAGE_PHASES, SYNC_PHASE
 from dtkit.history.timeline import SPAN_DTYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from dtkit.engine.observe.clock import Clock
 
@@ -131,14 +133,36 @@ def _sleep_measured(seconds: float) -> float:
     return time.perf_counter() - start
 
 
-def sum_durations(events: PhaseEvents) -> dict[str, float]:
-    """Return the seconds in each phase of one step, and those of the whole step as "step". Marks are times."""
-    durations: dict[str, float] = {}
-    times: list[Any] = [mark for _, mark, _ in events]
-    for (phase, _, _), start, end in zip(events, times, times[1:], strict=False):
-        durations[phase] = durations.get(phase, 0.0) + (end - start)
-    durations["step"] = times[-1] - times[0]
-    return durations
+class StepTimes(NamedTuple):
+    """Times of those steps that have the same events in the same order."""
+
+    places: list[int]
+    """Numbers of these steps among all."""
+    phases: tuple[str, ...]
+    positions: tuple[tuple[int, int] | None, ...]
+    times: np.ndarray
+    """Seconds at which each event begins, of shape (steps, events)."""
+
+
+def group_steps(steps: Sequence[PhaseEvents]) -> list[StepTimes]:
+    """Return the times of all steps as arrays. Marks are times. Most steps of a dispatch are in one group."""
+    groups: dict[tuple[Any, Any], tuple[list[int], list[Any]]] = {}
+    for place, events in enumerate(steps):
+        phases, times, positions = zip(*events, strict=True)
+        places, rows = groups.setdefault((phases, positions), ([], []))
+        places.append(place)
+        rows.append(times)
+    return [StepTimes(places, *key, np.array(rows, float)) for key, (places, rows) in groups.items()]
+
+
+def sum_durations(groups: Sequence[StepTimes], num_steps: int) -> dict[str, np.ndarray]:
+    """Return the seconds of each step by phase, and those of the whole step as "step"."""
+    sums: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(num_steps))
+    for places, phases, _, times in groups:
+        for phase, seconds in zip(phases, np.diff(times).T, strict=False):
+            sums[phase][places] += seconds
+        sums["step"][places] = times[:, -1] - times[:, 0]
+    return sums
 
 
 def build_spans(steps: Sequence[tuple[int, PhaseEvents]], rank: int, clock: Clock) -> np.ndarray:
@@ -159,32 +183,39 @@ def _describe_span(phase: str, position: tuple[int, int] | None) -> tuple[str, i
     return (f"{phase} {position[0]}-{position[1]}", -1, -1) if phase == SYNC_PHASE else (phase, *position)
 
 
-def build_messages(steps: Sequence[tuple[int, PhaseEvents]], clock: Clock) -> np.ndarray:
-    """Return the messages of these (step, events) as rows of dtype :data:`dtkit.history.comm_time.MESSAGE_DTYPE`."""
-    rows = [
-        (step, _MESSAGE_PHASE_NUMBERS[phase], *position, clock.read_mark(start), clock.read_mark(end))
-        for step, events in steps
-        for (phase, start, position), (_, end, _) in itertools.pairwise(events)
-        if position is not None and phase in _MESSAGE_PHASE_NUMBERS
-    ]
+def build_messages(groups: Sequence[StepTimes], step_numbers: Sequence[int]) -> np.ndarray:
+    """Return the messages of these steps as rows of dtype :data:`dtkit.history.comm_time.MESSAGE_DTYPE`."""
+    rows: list[tuple[Any, ...]] = []
+    for places, phases, positions, times in groups:
+        messages = [
+            (k, _MESSAGE_PHASE_NUMBERS[phase], *position)
+            for k, (phase, position) in enumerate(zip(phases, positions, strict=True))
+            if position is not None and phase in _MESSAGE_PHASE_NUMBERS
+        ]
+        if messages:
+            rows += [
+                (step_numbers[place], *message, moments[k], moments[k + 1])
+                for place, moments in zip(places, times.tolist(), strict=True)
+                for k, *message in messages
+            ]
+    rows.sort(key=operator.itemgetter(0))  # messages of a step stay in order
     return np.array(rows, MESSAGE_DTYPE)
 
 
-def build_blocked_times(steps: Sequence[PhaseEvents], clock: Clock) -> np.ndarray:
+def build_blocked_times(groups: Sequence[StepTimes], num_steps: int) -> np.ndarray:
     """Return the begin, end and rank span of each collective as an array (steps, most collectives in a step, 3).
 
     Times are in seconds, as in `time.perf_counter`, which all processes of a host share. A rank span is a number that
     only the ranks of that collective have. Unused rows are NaN.
     """
-    rows_by_step = [list(_iterate_blocked_times(events, clock)) for events in steps]
-    num_rows = max(map(len, rows_by_step), default=0)
-    padding = [(np.nan, np.nan, np.nan)]
-    padded = [rows + padding * (num_rows - len(rows)) for rows in rows_by_step]
-    return np.array(padded, float).reshape(len(steps), num_rows, 3)
+    collectives = [[k for k, phase in enumerate(group.phases) if phase == SYNC_PHASE] for group in groups]
+    blocked = np.full((num_steps, max(map(len, collectives), default=0), 3), np.nan)
+    for group, events in zip(groups, collectives, strict=True):
+        for row, k in enumerate(events):
+            blocked[group.places, row, :2] = group.times[:, k : k + 2]
+            blocked[group.places, row, 2] = _number_rank_span(group.positions[k])
+    return blocked
 
 
-def _iterate_blocked_times(events: PhaseEvents, clock: Clock) -> Iterator[tuple[float, float, float]]:
-    for (phase, start, rank_span), (_, end, _) in itertools.pairwise(events):
-        if phase == SYNC_PHASE:
-            span_number = -1 if rank_span is None else rank_span[0] * _MAX_RANKS + rank_span[1]
-            yield clock.read_mark(start), clock.read_mark(end), span_number
+def _number_rank_span(rank_span: tuple[int, int] | None) -> int:
+    return -1 if rank_span is None else rank_span[0] * _MAX_RANKS + rank_span[1]

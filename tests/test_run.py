@@ -1102,3 +1102,28 @@ def test_runs_and_tasks_have_the_same_waiting_methods(name):
 )
 def test_every_blocking_method_of_a_run_has_a_timeout(name):
     assert inspect.signature(getattr(dtkit.Run, name)).parameters["timeout"].default is None
+
+
+def test_a_lost_engine_is_told_before_the_others_have_answered():
+    engines = FakeTransport(2)
+    with dtkit.Cluster.from_transport(engines, device="cpu") as cluster:
+        run = train(cluster, steps=1_000_000, on_failure="pause")
+        watched(lambda: run.status.step > 2)
+        engines.hold_requests()
+        engines.end_engine(1)
+        watched(lambda: [event.rank for event in run.history.events if event.kind == "lost"] == [1])
+        assert not engines.interrupted_ranks  # rank 0 still has its grace
+        engines.release_requests()
+
+
+def test_a_lost_engine_is_explained_by_its_loss_and_not_by_its_last_error():
+    engines = FakeTransport(2)
+    with dtkit.Cluster.from_transport(engines, device="cpu") as cluster:
+        run = train(cluster, steps=1_000_000, start=False, on_failure="pause")
+        run.step(3)
+        failure = Failure(1, "?", "RuntimeError", "Connection reset by peer", "", kind="error", victim=True)
+        engines.end_engine(1)
+        run._driver.failures._on_lost_ranks([1], [failure])
+        assert [event.text for event in run.history.events if event.kind == "lost"] == [
+            "node 1 lost at step 3: its process has ended"
+        ]

@@ -92,10 +92,13 @@ class IpyparallelTransport:
         return Reply(failure=Failure(rank, "?", name, getattr(result, "evalue", str(result)), trace, kind=kind))
 
     def _make_lost_reply(self, rank: int) -> Reply[Any]:
+        return Reply(failure=Failure(rank, "?", "EngineLost", self.explain_loss(rank), "", kind="lost"))
+
+    def explain_loss(self, rank: int) -> str:
+        """See :class:`~dtkit.rpc.transport.Transport`."""
         host = self._describe_host(rank)
         where = f" on {host}" if host else ""
-        message = f"the engine of rank {rank}{where} is gone: {self._describe_loss()}"
-        return Reply(failure=Failure(rank, "?", "EngineLost", message, "", kind="lost"))
+        return f"the engine of rank {rank}{where} is gone: {self._describe_loss()}"
 
     def _describe_host(self, rank: int) -> str:
         """Return the name of a rank's host, or "" if it is unknown."""

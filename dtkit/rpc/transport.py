@@ -84,6 +84,9 @@ class Transport(Protocol):
     def find_lost_ranks(self) -> list[int]:
         """Return the ranks whose engines have ended."""
 
+    def explain_loss(self, rank: int) -> str:
+        """Return where the engine of a rank was, and why it may be gone."""
+
     def kill(self, ranks: Sequence[int], timeout: float = timeouts.KILL_TIMEOUT_S) -> bool:
         """End these engines at once, and wait until they are gone. Return whether they are, after `timeout` seconds."""
 

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     Publish = Callable[[int, list[OutputItem]], None]
 
 
+_LOSS = "its process has ended"
+
+
 @dataclasses.dataclass
 class _Worker:
     """The inbox of an engine, which a thread serves."""
@@ -149,6 +152,11 @@ class FakeTransport(FakeResults):
 
     def check_reachable(self) -> None:
         """See :class:`~dtkit.rpc.transport.Transport`."""
+
+    def explain_loss(self, rank: int) -> str:
+        """See :class:`~dtkit.rpc.transport.Transport`."""
+        del rank
+        return _LOSS
 
     def find_lost_ranks(self) -> list[int]:
         """See :class:`~dtkit.rpc.transport.Transport`."""
@@ -261,7 +269,7 @@ def _fail_together(worker: _Worker, request: Request, fault: _Fault) -> Reply[An
 
 
 def _make_lost_reply(engine: FakeEngine) -> Reply[Any]:
-    return Reply(failure=Failure(engine.rank, "?", "EngineLost", "its process has ended", "", kind="lost"))
+    return Reply(failure=Failure(engine.rank, "?", "EngineLost", _LOSS, "", kind="lost"))
 
 
 def _make_failure_reply(engine: FakeEngine, error: BaseException) -> Reply[Any]:

@@ -132,12 +132,13 @@ class FailureHandler:
             self.repair()
 
     def _note_losses(self, lost_ranks: Sequence[int], failures: Sequence[Failure] = ()) -> None:
-        """Note each lost engine with its host. One without a failure was already gone when another rank had failed."""
-        progress, nodes = self._progress, self._engine_group.nodes
-        messages = {failure.rank: failure.message.partition(". ")[0] for failure in failures}
+        """Note each lost engine with its host. Its own last error may only say that another rank was gone."""
+        group = self._engine_group
+        reasons = {rank: group.transport.explain_loss(rank) for rank in group.membership.find_lost_ranks()}
+        reasons |= {failure.rank: failure.message for failure in failures if failure.is_engine_gone}
         for rank in lost_ranks:
-            reason = messages.get(rank, f"its engine on {nodes[rank].host} does not answer")
-            progress.add_event("lost", f"node {rank} lost at step {progress.step}: {name_nodes(reason)}", rank)
+            reason = reasons.get(rank, f"its engine on {group.nodes[rank].host} does not answer")
+            self._progress.add_loss(rank, reason.partition(". ")[0])
 
     def repair(self, reason: str = "") -> None:
         """Bring all ranks to one step, with lost ones replaced or dropped. If that is impossible, end the run.

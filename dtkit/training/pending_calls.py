@@ -147,11 +147,21 @@ class PendingCalls:
 
     def gather_replies(self, call: PendingCall[R], step_s: float) -> list[Reply[R]]:
         """Take a call out of flight and return its replies, by rank."""
+        self._tell_losses(call)
         replies = self._wait_for_replies(call)
         self.pending.remove(call)
         call.futures.clear()  # they refer to the call through their callbacks, and to its results
         self.stall_detector.on_result(time.monotonic(), step_s or None)
         return replies
+
+    def _tell_losses(self, call: PendingCall[Any]) -> None:
+        """Log the engines that are known to be gone. The others may take some more seconds to answer."""
+        # waits: already done
+        failures = [future.result().failure for future in call.futures if future.done()]
+        for failure in failures:
+            if failure is not None and failure.is_engine_gone:
+                self._progress.add_loss(failure.rank, failure.message.partition(". ")[0])
+                self._on_change()
 
     def _wait_for_replies(self, call: PendingCall[R]) -> list[Reply[R]]:
         """Wait for replies. Stop waiting for interrupted ranks that don't answer (in C code) as soon as the steps'

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
+from dtkit._util.formatting import name_nodes
 from dtkit.types import State, Status
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class RunProgress:
         """Whether the engines will refuse what is in flight: nothing is sent until all calls have returned."""
         self.lost_ranks: list[int] = []
         """Ranks whose engines are gone and not yet replaced."""
+        self._told_losses: set[int] = set()  # those of them that the log names
         self.retry_count = 0
         """Failed calls since the last step that was taken."""
         # locks: for a few assignments; waits on the Condition are marked
@@ -131,6 +133,7 @@ class RunProgress:
         """All ranks are at `step` again, in jobs that were built again."""
         self.step = self.next_step = step
         self.lr, self.lost_ranks, self.retry_count = lr, [], 0
+        self._told_losses.clear()
 
     def pause_for(self, error: BaseException) -> None:
         """Pause because of an error that the caller must look at."""
@@ -139,6 +142,12 @@ class RunProgress:
     def add_event(self, kind: str, text: str, rank: int | None = None) -> None:
         """Add an event at the present step."""
         self.recorder.add_event(self.step, kind, text, rank)
+
+    def add_loss(self, rank: int, reason: str) -> None:
+        """Add an event for a lost engine, once until the next repair."""
+        if rank not in self._told_losses:
+            self._told_losses.add(rank)
+            self.add_event("lost", f"node {rank} lost at step {self.step}: {name_nodes(reason)}", rank)
 
 
 def resolve(answer: Future[int], step: int) -> None:

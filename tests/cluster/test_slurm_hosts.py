@@ -75,6 +75,9 @@ def test_training_is_exact_and_survives_lost_engines_and_nodes_until_cancel(
         slurm.call("scancel", *jobs)
         with pytest.raises(dtkit.DtkitError, match=rf"Slurm job ({'|'.join(jobs)}) is CANCELLED"):
             run.wait(60)
+        told = [event.text for event in run.history.events if event.kind == "lost"]
+        assert told
+        assert all("the engine of node" in text and "Slurm job" in text for text in told)
 
 
 def check_node_without_power(cluster: dtkit.Cluster, slurm: Slurm, network: Network) -> None:

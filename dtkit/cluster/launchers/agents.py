@@ -105,7 +105,8 @@ class AgentLauncher(Launcher):
             waiting = [state.text for state in states if state.phase == "waiting"]
             texts = "; ".join(waiting or [state.text for state in states])
             came = len(set(self._client.ids) - known)
-            (self.on_queue if waiting else self.on_wait)(f"{came} of {expected} hosts are here; {texts}")
+            counted = f"{came} of {expected} hosts are here; " if expected > 1 else ""
+            (self.on_queue if waiting else self.on_wait)(counted + texts)
             if waiting:
                 ends_at = time.monotonic() + timeout
             elif time.monotonic() > ends_at:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-KNOWN_ELSEWHERE = {"_replace", "_fields", "_exit", "_getframe", "_current_frames", "_mmap"}  # Python's and numpy's
+# Python's and numpy's, and ipykernel's answer to a request to end
+KNOWN_ELSEWHERE = {"_replace", "_fields", "_exit", "_getframe", "_current_frames", "_mmap", "_shutdown_message"}
 LOOKUPS = {"getattr", "setattr", "hasattr", "delattr", "vars"}
 
 

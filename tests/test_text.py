@@ -103,8 +103,8 @@ def test_sanitize_text_removes_control_characters():
 
 def test_the_summary_has_state_metrics_and_a_line_for_each_node():
     source = FakeSource(ranks=4, name="Net")
-    source.advance(150)
-    source.advance(1, loss=0.5)
+    source.advance(101)
+    source.advance(50, loss=0.5)
     head, where, now, verdict, *nodes = run_text.format_run(source).splitlines()
     assert verdict.startswith("→ computing is ")
     assert head == "Net · DataParallel() · running"
@@ -203,7 +203,9 @@ def test_a_stage_without_a_loss_has_a_dash_and_a_nan_loss_is_shown():
     assert now.startswith("loss 0.500, ")
     assert [line.split()[3] for line in nodes] == ["—", "0.500", "—", "0.500"]
     source.advance(1, loss=float("nan"))
-    assert [line.split()[3] for line in run_text.format_run(source).splitlines()[3:]] == ["—", "NaN", "—", "NaN"]
+    notice, *_ = lines = run_text.format_run(source).splitlines()[3:]
+    assert notice == "✕ the training diverged: the loss is NaN"
+    assert [line.split()[3] for line in lines[-4:]] == ["—", "NaN", "—", "NaN"]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -253,6 +253,10 @@ def test_bad_callback_is_refused(cluster: dtkit.Cluster):
         train(cluster, callbacks=dtkit.EarlyStopping())
     with pytest.raises(TypeError, match="each must be a function of the run"):
         train(cluster, callbacks=[dtkit.EarlyStopping])
+    with pytest.raises(ValueError, match="needs held-out data"):
+        train(cluster, callbacks=[dtkit.EarlyStopping(monitor="accuracy")])
+    with pytest.raises(ValueError, match="what is evaluated is loss, all of it on the validation data"):
+        train(cluster, callbacks=[dtkit.EarlyStopping(monitor="val_loss")], validation=data())
     with pytest.raises(ValueError, match="it must be a number of epochs from 1 up"):
         dtkit.EarlyStopping(patience=0)
 

@@ -15,6 +15,19 @@ from dtkit._util.notebook import render_traceback
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+_OTHER_NAMES = {  # other libraries' names of arguments
+    "criterion": "loss",
+    "learning_rate": "lr",
+    "loss_fn": "loss",
+    "max_epochs": "epochs",
+    "max_steps": "steps",
+    "optim": "optimizer",
+    "scheduler": "lr_scheduler",
+    "val_data": "validation",
+    "validation_data": "validation",
+    "workers": "num_workers",
+}
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
@@ -47,7 +60,8 @@ def suggest_options(cls: type[_T]) -> type[_T]:
 
 def _refuse_unknown(unknown: Iterable[str], names: Sequence[str], call: str) -> None:
     for name in unknown:
-        similar = difflib.get_close_matches(name, names, n=1)
+        other = _OTHER_NAMES.get(name)
+        similar = [other] if other in names else difflib.get_close_matches(name, names, n=1)
         takes = f"it takes {', '.join(names)}" if names else "it takes none"
         raise TypeError(f"{call}() has no argument {name}=; {f'did you mean {similar[0]}=?' if similar else takes}")
 

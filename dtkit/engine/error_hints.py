@@ -72,10 +72,10 @@ def _explain_dtype(message: str, inputs: Any, model: torch.nn.Module) -> str | N
     if data_dtype is None or model_dtype is None or data_dtype == model_dtype:
         return None
     name = _get_name(model_dtype)
-    return (
-        f"The data are {_get_name(data_dtype)}, and the model is {name}; convert the data, as in X.astype({name!r}), "
-        f"or X.to(torch.{name}) for a tensor"
-    )
+    start = f"The data are {_get_name(data_dtype)}, and the model is {name}; convert the data, as in"
+    if model_dtype == torch.bfloat16:  # which numpy doesn't have
+        return f"{start} torch.from_numpy(X).bfloat16(), or keep the model in float32, with precision='bf16'"
+    return f"{start} X.astype({name!r}), or X.to(torch.{name}) for a tensor"
 
 
 def _explain_convolution(message: str, inputs: Any, model: torch.nn.Module) -> str | None:

@@ -81,6 +81,20 @@ class EarlyStopping:
         self._is_restored = False
         self._reset(None)
 
+    def check_monitor(self, metrics: Sequence[str], *, has_validation: bool) -> None:
+        """Raise ValueError if a training with these metrics won't have the value to monitor."""
+        if self.monitor == "loss":
+            return
+        if not has_validation:
+            raise ValueError(
+                f"EarlyStopping(monitor={self.monitor!r}) needs held-out data: cluster.train(validation=...)"
+            )
+        if self.monitor not in metrics and (metrics or self.monitor == "val_loss"):
+            raise ValueError(
+                f"EarlyStopping(monitor={self.monitor!r}), but what is evaluated is {', '.join(('loss', *metrics))}, "
+                "all of it on the validation data"
+            )
+
     def _reset(self, run: StoppableRun | None) -> None:
         self._run = None if run is None else weakref.ref(run)
         self.best = -math.inf if self.mode == "max" else math.inf

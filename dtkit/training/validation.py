@@ -14,6 +14,7 @@ from dtkit.checkpoint import folders
 from dtkit.data import broadcast
 from dtkit.data.broadcast import ModelHandle
 from dtkit.data.partition import Partition
+from dtkit.training.callbacks import EarlyStopping
 from dtkit.training.recovery import FAILURE_MODES
 
 if TYPE_CHECKING:
@@ -183,6 +184,8 @@ def _check_callbacks(config: TrainConfig) -> None:
                 f"callbacks has {callback!r}; each must be a function of the run, called after every epoch, such as "
                 "dtkit.EarlyStopping(patience=3), or an object with a method on_step(run, step) or on_start(run)"
             )
+        if isinstance(callback, EarlyStopping):
+            callback.check_monitor(list(config.metrics or ()), has_validation=config.validation is not None)
 
 
 def check_activation_checkpointing(blocks: Any) -> None:

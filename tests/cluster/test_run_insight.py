@@ -271,13 +271,6 @@ def test_early_stopping_ends_the_run_without_improvement(cluster2, validation: A
     assert any("stopped early after epoch 3" in event.text for event in run.history.events)
 
 
-def test_early_stopping_on_an_unknown_metric_raises(cluster2):
-    run = train(cluster2, epochs=2, callbacks=[dtkit.EarlyStopping(monitor="accuracy")])
-    with pytest.raises(ValueError, match="needs held-out data"):
-        run.wait(60)
-    run.stop()
-
-
 def test_run_stopped_by_a_callback_can_be_extended(cluster2):
     def stop(run: dtkit.Run) -> None:
         if run.status.step == 4:

@@ -29,7 +29,7 @@ from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import compression
 from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
 from dtkit.strategies.compiled_model import CompiledModel
-from dtkit.strategies.flat_gradients import FlatGradients
+from dtkit.strategies.flat_gradients import FlatGradients, fits_flat_buffer
 from dtkit.strategies.manual_optimization import ManualWorker
 from dtkit.strategies.options import check_choice, check_count, check_flag, check_positive
 from dtkit.strategies.replicated import AUTOCAST_DTYPES, LossAccumulator, ReplicatedWorker
@@ -195,7 +195,7 @@ class _DataParallelWorker(ReplicatedWorker):
         if self._group is None or (self._group.world_size == 1 and strategy.compress is None):
             return
         is_plain = strategy.compress is None and strategy.bucket_cap_mb is None and not strategy.find_unused_parameters
-        if is_plain and self._is_small:
+        if is_plain and fits_flat_buffer(self._model):
             self._flat_gradients = FlatGradients(self._parameters)
         else:
             self._ddp = self._wrap_in_ddp(self._group)

@@ -21,7 +21,6 @@ from dtkit.engine.state.checksum import compute_checksum
 from dtkit.engine.state.shards import MODEL_PREFIX
 from dtkit.strategies import gradients, written_tensors
 from dtkit.strategies.base import EvalFunction, StepResult, Worker, split_state_dict
-from dtkit.strategies.flat_gradients import fits_flat_buffer
 from dtkit.strategies.loss import LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM, Loss
 from dtkit.strategies.module_modes import module_eval_mode
 
@@ -98,7 +97,6 @@ class ReplicatedWorker(Worker):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._frozen_parameters = [p for p in model.parameters() if not p.requires_grad]
         self._has_uniform_parameters = len({(p.dtype, p.device) for p in self._parameters}) == 1
-        self._is_small = fits_flat_buffer(model)
         self._clip_grad_norm, self._autocast_dtype = clip_grad_norm, AUTOCAST_DTYPES.get(precision or "")
         self._grad_scaler = None
         if precision == "fp16":  # torch's default, 2**16, overflows in the first steps of small models
@@ -205,8 +203,6 @@ class ReplicatedWorker(Worker):
         values = [gradients.get_values(g) for g in self._list_local_gradients()]
         if not values:
             return 0.0
-        if self._is_small and values[0].is_cpu:  # one operation on a copy takes half the time of one for each tensor
-            return float(torch.linalg.vector_norm(torch.cat([value.reshape(-1) for value in values])))
         if self._has_uniform_parameters and values[0].is_cpu:
             return math.hypot(*map(float, foreach_norm(values)))
         if self._has_uniform_parameters:

@@ -225,6 +225,33 @@ def make_tied_layers() -> nn.Module:
     return nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(FEATURES, CLASSES)).double()
 
 
+class Autoencoder(nn.Module):
+    """Blocks between an embedding and its transpose, in the manner of a language model without a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(FEATURES, CLASSES)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(F.linear(x, self.embed.weight.t()))
+        return result
+
+
+@on_two
+def test_parameter_in_the_code_of_several_stages_trains_as_in_one_process(cluster: dtkit.Cluster):
+    run = train(cluster, Autoencoder().double(), strategy=dtkit.Pipeline(2, 4, clip_grad_norm=0.1))
+    run.wait(60)
+    verification = run.verify(4)
+    assert verification.verdict == "PASS", verification.text()
+    message = "embed.weight is a parameter of several stages: the gradients of stages on ranks 0 and 1 are summed"
+    assert any(message in event.text for event in run.history.events)
+
+
 @on_two
 @pytest.mark.parametrize(
     ("make", "split"), [(make_tied_layers, ["2"]), (lambda: make_net(lambda: Decoder(tied=True)), None)]

@@ -1,4 +1,6 @@
-"""Parameters with several names, such as the embedding and the head of a language model, which stages may share.
+"""Parameters of several stages, such as the embedding of a language model that is its head as well.
+
+Such a parameter has several names, or one name in the code of several stages, as in ``F.linear(x, embedding.weight)``.
 
 Each rank that needs such a parameter has a copy. The copies' gradients are summed in each step, so that equal updates
 keep the copies equal. Megatron-LM does so with embeddings (Shoeybi et al., 2019). Stages of one rank share one copy.
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TiedParameter:
-    """A parameter with several names."""
+    """A parameter with several names, or in several stages."""
 
     names: tuple[str, ...]
     """All of its names in the model, in the model's order."""
@@ -37,20 +39,25 @@ class TiedParameter:
         return len(self.ranks) > 1
 
     def __str__(self) -> str:
+        if len(self.names) == 1:
+            return f"{self.names[0]} is a parameter of several stages"
         return f"{' and '.join(self.names)} are one parameter"
 
 
 def find_tied_parameters(
     model: nn.Module, stage_names: Sequence[set[str]], stage_ranks: Sequence[int]
 ) -> tuple[TiedParameter, ...]:
-    """Return the parameters with several names; `stage_names` are the parameter names that each stage has."""
+    """Return the parameters with several names or on several ranks.
+
+    `stage_names` are the parameter names that each stage has.
+    """
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
     tied = []
     for p, known_as in names.items():
         ranks = {rank for rank, here in zip(stage_ranks, stage_names, strict=True) if here.intersection(known_as)}
-        if len(known_as) > 1 and ranks:
+        if ranks and (len(known_as) > 1 or len(ranks) > 1):
             tied.append(TiedParameter(tuple(known_as), make_empty_like(p, META_DEVICE), tuple(sorted(ranks))))
     return tuple(tied)
 

@@ -43,6 +43,13 @@ CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
     [
         (nn.Linear(64, 10), ROWS.double(), LABELS, None, r"data are float64, and the model is float32; .*'float32'\)"),
         (nn.Linear(64, 10).double(), ROWS, LABELS, None, r"data are float32, and the model is float64; .*'float64'\)"),
+        (
+            nn.Linear(64, 10).bfloat16(),
+            ROWS,
+            LABELS,
+            None,
+            r"model is bfloat16; .*torch\.from_numpy\(X\)\.bfloat16\(\)",
+        ),
         (CONVOLUTION, ROWS, LABELS, None, r"shape \(64,\), and Conv2d expects \(1, 8, 8\); .*X.reshape\(-1, 1, 8, 8\)"),
         (CONVOLUTION, ROWS[:, :60], LABELS, None, r"shape \(60,\), and Conv2d expects \(1, height, width\);"),
         (CONVOLUTION, torch.zeros(5, 8, 9), LABELS, None, r"shape \(8, 9\), and Conv2d expects \(1, 8, 9\); reshape"),

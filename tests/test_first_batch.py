@@ -83,7 +83,6 @@ IMAGES = np.zeros((64, 64), np.float32)
     ("model", "rows", "options", "expected"),
     [
         (net(), DOUBLES, {}, r"data are float64, and the model is float32; .*X.astype\('float32'\)"),
-        (net().bfloat16(), (INPUTS, TARGETS), {}, r"model is bfloat16; .*torch\.from_numpy\(X\)\.bfloat16\(\)"),
         (net(), {"x": DOUBLES[0], "y": DOUBLES[1]}, {"target": "y"}, "data are float64"),
         (net(), Samples(INPUTS.double()), {}, "data are float64"),
         (net(), list(zip(INPUTS.double(), TARGETS, strict=True)), {}, "data are float64"),
@@ -92,7 +91,7 @@ IMAGES = np.zeros((64, 64), np.float32)
         (net(), (INPUTS, TARGETS), {"loss": call_unknown}, "NameError: .*written_in_a_later_cell.*later cell"),
         (net(), (INPUTS, TARGETS), {"loss": lose_reduction}, r"loss returned a tensor of shape \(8,\).*'mean'"),
     ],
-    ids=["float64", "bfloat16", "dict", "Dataset", "samples", "images", "labels", "name", "loss"],
+    ids=["float64", "dict", "Dataset", "samples", "images", "labels", "name", "loss"],
 )
 def test_first_rows_are_refused_before_anything_is_sent(
     cluster: dtkit.Cluster, transport: RecordingTransport, model: Any, rows: Any, options: dict[str, Any], expected: str

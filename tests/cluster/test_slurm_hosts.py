@@ -60,7 +60,7 @@ def make_wide_model() -> nn.Module:
     return nn.Sequential(nn.Linear(oracle.FEATURES, 360), nn.Tanh(), nn.Linear(360, 360), nn.Linear(360, 3)).double()
 
 
-def test_training_is_exact_and_survives_lost_engines_and_nodes_until_cancel(
+def test_training_is_exact_and_survives_losses_until_its_job_is_canceled(
     start: Callable[..., dtkit.Cluster], slurm: Slurm, network: Network
 ):
     with start(3) as cluster:

@@ -1107,9 +1107,11 @@ def test_every_blocking_method_of_a_run_has_a_timeout(name):
 def test_a_lost_engine_is_told_before_the_others_have_answered():
     engines = FakeTransport(2)
     with dtkit.Cluster.from_transport(engines, device="cpu") as cluster:
-        run = train(cluster, steps=1_000_000, on_failure="pause")
-        watched(lambda: run.status.step > 2)
+        run = train(cluster, steps=1_000_000, start=False, on_failure="pause")
+        run.step(3)
         engines.hold_requests()
+        run.resume()
+        watched(lambda: run._driver.calls.pending)  # both ranks owe a reply
         engines.end_engine(1)
         watched(lambda: [event.rank for event in run.history.events if event.kind == "lost"] == [1])
         assert not engines.interrupted_ranks  # rank 0 still has its grace

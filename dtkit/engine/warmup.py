@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 
 from dtkit.engine import memory_limit
 from dtkit.engine.observe.stack_sampler import pause_gc
@@ -51,10 +52,13 @@ def without_collection() -> contextlib.AbstractContextManager[None]:
 def _freeze_loaded_objects() -> None:
     """Exclude modules from garbage collection, which takes long for them.
 
-    No-op if there are tensors: excluded objects are never collected, and a model may be among them.
+    No-op if there are tensors: excluded objects are never collected, and a model may be among them. No-op besides other
+    work in this process, as in the test double: a tuple that another thread builds must not be seen (SystemError).
     """
     import torch
 
+    if threading.current_thread() is not threading.main_thread():
+        return
     gc.collect()
     kinds = set(map(type, gc.get_objects()))
     if not any(issubclass(kind, torch.Tensor) for kind in kinds):

@@ -13,7 +13,7 @@ import torch
 
 from dtkit._util.resources import find_loopback_interface
 from dtkit.engine.comm import host_link
-from dtkit.engine.comm.host_link import CHUNK_BYTES, MAX_SENT_BYTES, HostLink
+from dtkit.engine.comm.host_link import CHUNK_BYTES, MAX_BYTES_OF_MORE_RANKS, MAX_BYTES_OF_TWO_RANKS, HostLink
 from dtkit.engine.comm.process_group import is_lost_peer_error
 from dtkit.types import GroupSpec
 
@@ -73,7 +73,7 @@ def test_all_ranks_get_the_same_sum_in_the_order_of_ranks(num_ranks: int, dtype:
         assert {link.sent_bytes for link in links} == {(num_ranks - 1) * expected.nbytes}
 
 
-@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 1, MAX_SENT_BYTES // 4])
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 1, MAX_BYTES_OF_TWO_RANKS // 4])
 def test_sums_of_any_size_end(size: int):
     """Both ranks send before they receive, so a chunk must fit into the sockets."""
 
@@ -85,7 +85,13 @@ def test_sums_of_any_size_end(size: int):
 
     with linked(2) as links:
         assert all(torch.equal(result, torch.full((size,), 3.0)) for result in on_all(links, add))
-        assert not links[0].can_sum(torch.zeros(MAX_SENT_BYTES // 4 + 1))
+        assert not links[0].can_sum(torch.zeros(MAX_BYTES_OF_TWO_RANKS // 4 + 1))
+
+
+def test_more_than_two_ranks_leave_to_a_ring_what_it_sends_with_fewer_bytes():
+    with linked(3) as links:
+        assert links[0].can_sum(torch.zeros(MAX_BYTES_OF_MORE_RANKS // 4))
+        assert not links[0].can_sum(torch.zeros(MAX_BYTES_OF_MORE_RANKS // 4 + 1))
 
 
 def test_a_started_sum_is_finished_before_a_later_one():

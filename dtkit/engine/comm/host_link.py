@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     from dtkit.types import GroupSpec
 
-MAX_SENT_BYTES = 2**20  # of one sum, to all other ranks; gloo sends fewer bytes if there are many ranks
 CHUNK_BYTES = 2**16  # a socket holds three of these unread, and ranks are one chunk apart at most
+MAX_BYTES_OF_TWO_RANKS = 2**20  # of one sum; beyond, gloo sends while backward computes
+MAX_BYTES_OF_MORE_RANKS = CHUNK_BYTES  # since gloo's ring sends fewer bytes than each rank to each other one
 _RANK = struct.Struct("q")
 
 
@@ -49,11 +50,12 @@ class HostLink:
 
     def can_sum(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor can be summed this way: a small plain one on the CPU."""
+        limit = MAX_BYTES_OF_TWO_RANKS if len(self._connections) == 1 else MAX_BYTES_OF_MORE_RANKS
         return (
             tensor.is_cpu
             and not (tensor.is_sparse or tensor.is_complex())
             and tensor.is_contiguous()
-            and tensor.nbytes * len(self._connections) <= MAX_SENT_BYTES
+            and tensor.nbytes <= limit
         )
 
     def all_reduce(self, tensor: torch.Tensor) -> None:

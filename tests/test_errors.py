@@ -166,11 +166,6 @@ shell.run_cell("dtkit.Cluster(-2)")
 """
 
 
-def test_arguments_of_other_libraries_are_translated():
-    with pytest.raises(TypeError, match=r"no argument learning_rate=; did you mean lr=\?"):
-        dtkit.Run.set(None, learning_rate=0.1)  # type: ignore[arg-type, call-arg]
-
-
 def test_notebook_shows_only_the_users_line_of_bad_arguments():
     done = subprocess.run([sys.executable, "-c", MISSPELLED], capture_output=True, text=True, timeout=60, check=True)
     assert "dtkit.Cluster(2, thread=1)" in done.stdout

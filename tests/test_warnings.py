@@ -93,8 +93,10 @@ def test_misspelled_arguments_of_a_run_name_the_right_one():
         with pytest.raises(TypeError, match="optimiser=; did you mean optimizer="):
             small.train(cluster, optimiser=None)
         run = small.train(cluster, start=False)
-        with pytest.raises(TypeError, match=r"^Run.set\(\) has no argument learning_rate=; it takes lr, timeout"):
+        with pytest.raises(TypeError, match=r"^Run.set\(\) has no argument learning_rate=; did you mean lr=\?"):
             run.set(learning_rate=0.1)
+        with pytest.raises(TypeError, match=r"^Run.set\(\) has no argument rate_of=; it takes lr, timeout"):
+            run.set(rate_of=0.1)
         with pytest.raises(TypeError, match=r"^Run.evaluate\(\) has no argument metric=; did you mean metrics=\?"):
             run.evaluate(small.data(), metric={})
         run.stop()

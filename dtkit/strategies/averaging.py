@@ -24,7 +24,7 @@ import torch
 
 from dtkit._util.arguments import suggest_options
 from dtkit.engine.state.shards import MODEL_PREFIX
-from dtkit.planning.cost_model import Cost, compute_ring_bytes
+from dtkit.planning.cost_model import Cost
 from dtkit.strategies import gradients, written_tensors
 from dtkit.strategies.base import (
     ALWAYS_SHOWN,
@@ -121,8 +121,8 @@ class ParameterAveraging(Strategy):
                 profile.update_temporaries,
                 round(profile.activations.predict(profile.rows)) + num_temporaries * profile.gradients,
             ),
-            sent_bytes=compute_ring_bytes(profile.gradients, benchmark.world_size) / self.every,
-            exposed_s=benchmark.estimate_all_reduce_s(profile.gradients) / self.every,
+            sent_bytes=benchmark.compute_sum_bytes(profile.gradients) / self.every,
+            exposed_s=benchmark.estimate_sum_s(profile.gradients) / self.every,
         )
 
     def setup(

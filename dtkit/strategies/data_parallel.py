@@ -201,11 +201,11 @@ class _DataParallelWorker(ReplicatedWorker):
     def _prepare_sync(self) -> None:
         """Choose how gradients are summed over the ranks of the current process group."""
         strategy, self._ddp, self._flat_gradients = self._strategy, None, None
-        if self._group is None or (self._group.world_size == 1 and strategy.compress is None):
+        if self._group is None:
             return
         if strategy.has_plain_sums and fits_flat_buffer(self._model):
             self._flat_gradients = FlatGradients(self._parameters)
-        else:
+        elif self._group.world_size > 1 or strategy.compress is not None:
             self._ddp = self._wrap_in_ddp(self._group)
 
     def _wrap_in_ddp(self, group: Group) -> DistributedDataParallel:
@@ -285,22 +285,23 @@ class _DataParallelWorker(ReplicatedWorker):
         return contextlib.nullcontext() if self._ddp is None else self._ddp.no_sync()
 
     def _reduce_flat_gradients(self) -> None:
-        if self._flat_gradients is not None and self._group is not None:
+        if self._flat_gradients is not None and self._group is not None and self._group.world_size > 1:
             buffer = self._flat_gradients.collect()
             self._phases.enter("sync")
             self._group.all_reduce_small(buffer)
 
     def _compute_grad_norm(self) -> float:
         flat = self._flat_gradients
-        if flat is not None and flat.is_current:
-            return float(torch.linalg.vector_norm(flat.buffer))
+        if flat is not None and (flat.is_current or flat.copy()):  # a copy on one rank, or in an explained step
+            return flat.compute_norm()
         return super()._compute_grad_norm()
 
     def _check_all_parameters_used(self) -> None:
         """Raise ValueError at once. DDP reports a missing gradient one step later, while other ranks wait."""
         if self._group is None or self._strategy.find_unused_parameters:
             return
-        if any(p.grad is None for p in self._parameters):
+        unused = [p for p in self._parameters if p.grad is None]
+        if unused:
             names = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
             raise ValueError(
                 f"{', '.join(names)} got no gradient: the model did not use it in this step, and ranks wait for every "

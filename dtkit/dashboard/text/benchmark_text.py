@@ -74,6 +74,8 @@ def _make_size_table(benchmark: Benchmark) -> Table:
     rows = [["takes", *(formatting.format_duration(seconds) for _, seconds in timings)]]
     if benchmark.direct_sum_timings:
         direct = dict(benchmark.direct_sum_timings)
-        sums = (formatting.format_duration(direct[size]) if size in direct else formatting.UNKNOWN for size, _ in timings)
+        sums = (
+            formatting.format_duration(direct[size]) if size in direct else formatting.UNKNOWN for size, _ in timings
+        )
         rows.append(["by sockets of the host", *sums])
     return Table(header, rows, header[:1])

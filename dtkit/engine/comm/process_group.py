@@ -88,7 +88,7 @@ class Group:
         self.is_broken = False
         self._pending_vote: dist.Work | None = None  # the last one without a wait for its result
         self.on_direct_sum: Callable[[torch.Tensor], None] | None = None
-        """Function that gets the result of each sum by sockets, while a step is explained: torch's hooks don't see it."""
+        """Function that gets the result of each sum by sockets, which torch's hooks don't see, in an explained step."""
         self._host_link: host_link.HostLink | None = None
         self._host_link = host_link.connect(spec, self.barrier)
 

@@ -62,7 +62,7 @@ class ReferenceJob(Job):
         self, num_steps: int, *, explain: bool = False, should_end_early: Callable[[], bool] = lambda: False
     ) -> None:
         """See :class:`Job`. Refuses collectives in all steps."""
-        with _refuse_collectives():  # around all steps, since replacing torch's methods takes as long as a short step
+        with _refuse_collectives():
             super().advance(num_steps, explain=explain, should_end_early=should_end_early)
 
     def _load_batches(self) -> Sequence[tuple[int, Any]]:

@@ -50,7 +50,7 @@ def test_partitions_and_the_explained_step_have_tables_and_pictures(done: Execut
         assert "image/png" in shown
         assert "sizes=(749, 748)" in shown["text/plain"]
     page = done.outputs("explanation = run.explain_step()")[-1].data["text/html"]
-    assert "Both ranks hold identical parameters, bit by bit." in page
+    assert "Both nodes hold identical parameters, bit by bit." in page
     assert "data:image/png;base64,iVBOR" in page
 
 

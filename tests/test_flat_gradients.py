@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -50,3 +52,20 @@ def test_collected_gradients_are_views_of_the_buffer():
         assert all(torch.equal(p.grad, gradient) for p, gradient in zip(parameters, before, strict=True))
         buffer.mul_(2)
         assert all(torch.equal(p.grad, 2 * gradient) for p, gradient in zip(parameters, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_norm_of_copied_gradients_is_that_of_all(dtype: torch.dtype):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype)
+    flat = FlatGradients(list(model.parameters()))
+    assert not flat.copy()  # no gradients yet
+    model(torch.randn(5, 4, dtype=dtype)).square().sum().backward()
+    assert flat.copy()
+    assert not flat.is_current
+    expected = torch.cat([p.grad.double().view(-1) for p in model.parameters()]).norm()
+    assert flat.compute_norm() == pytest.approx(float(expected), rel=1e-2 if dtype is torch.bfloat16 else 1e-6)
+    model[0].weight.grad.fill_(float("nan"))
+    assert flat.copy()
+    assert math.isnan(flat.compute_norm())
+    model[1].bias.grad = model[1].bias.grad.to_sparse()
+    assert not flat.copy()

@@ -95,6 +95,22 @@ def test_data_parallel_cost_is_one_replica_and_one_all_reduce():
     )
 
 
+@pytest.mark.parametrize(("ranks", "sent"), [(2, 4000), (4, 3 * 4000)])
+def test_small_gradients_are_sent_to_each_other_rank_of_the_host(ranks: int, sent: int):
+    links = dataclasses.replace(make_benchmark(ranks, overlap=1.0), direct_sum_timings=((8, 1e-5), (8000, 2e-5)))
+    small, large = make_profile(gradients=4000), make_profile(gradients=8004)
+    for cost in (dtkit.DataParallel().estimate_cost(small, links), ParameterAveraging(1).estimate_cost(small, links)):
+        assert cost.sent_bytes == sent
+        assert (
+            cost.exposed_communication_s == pytest.approx(links.estimate_sum_s(4000)) == pytest.approx(1.5e-5, rel=0.01)
+        )
+    for strategy, profile in ((dtkit.DataParallel(), large), (dtkit.DataParallel(bucket_cap_mb=1), small)):
+        cost = strategy.estimate_cost(profile, links)
+        assert cost.sent_bytes == compute_ring_bytes(profile.gradients, ranks)
+        assert cost.exposed_communication_s == links.estimate_all_reduce_s(profile.gradients)
+    assert "by sockets of the host" in repr(links)
+
+
 def test_backward_hides_all_but_the_last_bucket():
     hiding = dataclasses.replace(LINKS, overlap=1.0)
     last = LINKS.estimate_all_reduce_s(25 * 2**20)

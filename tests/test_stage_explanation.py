@@ -200,6 +200,18 @@ def test_collectives_have_expected_bytes_and_compared_digests():
     assert len(found.to_pandas()) == 2
 
 
+def test_direct_sums_send_all_numbers_to_each_other_node():
+    reports = [
+        report | {"rank": rank, "collectives": [total]}
+        for rank, report in enumerate(make_sharded_reports()[:1] * 3)
+        for total in [make_collective("all_reduce", "sync", 8, "same") | {"ranks": (0, 1, 2), "is_direct": True}]
+    ]
+    found = explain.build_explanation(reports, "Net", None)
+    assert isinstance(found, ShardedExplanation)
+    assert found.expected_bytes == 16
+    assert "and 1 direct sum." in " ".join(repr(found).split())
+
+
 def test_different_results_and_misaligned_ranks_are_shown():
     reports = make_sharded_reports()
     reports[1]["collectives"][0]["digest"] = "y"

@@ -67,7 +67,13 @@ def measure_links(context: BenchmarkContext, dtype: str) -> LinkSpeeds:
     if context.group.world_size == 1:
         return LinkSpeeds(flops, [], {}, 1.0)
     timings = _time_all_reduces(context)
-    return LinkSpeeds(flops, timings, _measure_pairs(context), _measure_overlap(context, multiply, timings[-1][0]))
+    return LinkSpeeds(
+        flops,
+        timings,
+        _measure_pairs(context),
+        _measure_overlap(context, multiply, timings[-1][0]),
+        _time_direct_sums(context),
+    )
 
 
 def _measure_matmul_flops(context: BenchmarkContext, dtype: torch.dtype) -> tuple[float, Callable[[], Any]]:
@@ -93,6 +99,22 @@ def _time_all_reduces(context: BenchmarkContext) -> list[tuple[int, float]]:
         if context.group.all_reduce_any(timings[-1][1] > timeouts.MAX_ALL_REDUCE_S):
             break
     return timings
+
+
+def _time_direct_sums(context: BenchmarkContext) -> list[tuple[int, float]]:
+    """Return (bytes, seconds) of sums by sockets between ranks of one host; empty if there are none."""
+    tensors = [torch.zeros(size // 4, device=context.device) for size in ALL_REDUCE_BYTES]
+    return [
+        (tensor.nbytes, statistics.median(_time_direct_sum(context, tensor) for _ in range(NUM_PINGS)))
+        for tensor in tensors
+        if context.group.can_sum_directly(tensor)
+    ]
+
+
+def _time_direct_sum(context: BenchmarkContext, tensor: torch.Tensor) -> float:
+    start = time.perf_counter()
+    context.group.all_reduce_small(tensor)
+    return time.perf_counter() - start
 
 
 def _time_all_reduce(context: BenchmarkContext, tensor: torch.Tensor) -> float:

@@ -27,7 +27,9 @@ class LearningRates:
         self._param_groups = optimizer.param_groups
         self._ratios = [1.0] * len(self._param_groups)
         self._uses_train_loss = not program.has_validation
-        self._epoch_losses: list[tuple[torch.Tensor, torch.Tensor | float]] = []  # (sum, weight) of this epoch's steps
+        self._epoch_losses: list[
+            tuple[torch.Tensor | float, torch.Tensor | float]
+        ] = []  # (sum, weight) of this epoch's steps
         self._num_updates = 0  # updates that the schedule has counted
         self._before_evaluation: dict[str, Any] | None = None  # state before the last evaluation
         self.lr_schedule: LRSchedule | None = None

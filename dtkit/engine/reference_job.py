@@ -58,6 +58,13 @@ class ReferenceJob(Job):
         dtype = "bfloat16" if is_muon else getattr(self._worker.model, "loss_dtype", None)
         return ReferenceReport(self._max_gradients, tuple(self._batch_digests), dtype, tuple(self._comparison_s))
 
+    def advance(
+        self, num_steps: int, *, explain: bool = False, should_end_early: Callable[[], bool] = lambda: False
+    ) -> None:
+        """See :class:`Job`. Refuses collectives in all steps."""
+        with _refuse_collectives():
+            super().advance(num_steps, explain=explain, should_end_early=should_end_early)
+
     def _load_batches(self) -> Sequence[tuple[int, Any]]:
         if self._shard_rngs is None or self._worker.batch_per_shard or self._worker.takes_whole_batch:
             batches = super()._load_batches()
@@ -74,8 +81,7 @@ class ReferenceJob(Job):
     def _run_worker(
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None
     ) -> StepResult:
-        with _refuse_collectives():
-            result = super()._run_worker(batches, counts, probe)
+        result = super()._run_worker(batches, counts, probe)
         begun = time.perf_counter()
         self._update_max_gradients()
         self._comparison_s[-1] += time.perf_counter() - begun

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +20,7 @@ _COMM_PHASES = ("sync", *MESSAGE_PHASES)
 _OWN_COLUMNS = ("data", "forward", "update", "step")
 
 
-@dataclasses.dataclass(frozen=True)
-class CompletedStep:
+class CompletedStep(NamedTuple):
     """Record of a step. Losses are still on the device, and clocks unread."""
 
     step: int

@@ -39,6 +39,8 @@ class CollectiveReport(TypedDict):
     """Size of the whole tensor that is summed, gathered, or summed and scattered."""
     ranks: tuple[int, ...]
     """Ranks of its group, including this one."""
+    is_direct: bool
+    """Whether each rank sends the whole tensor to each other one, by sockets of one host, instead of in a ring."""
     digest: str | None
     """Digest of the result, if it should be equal on all of them."""
 
@@ -65,8 +67,10 @@ class Collective:
     nbytes: int
     ranks: tuple[int, ...]
     """Ranks of its group."""
+    is_direct: bool
+    """Whether each rank sends the whole tensor to each other one, by sockets of one host, instead of in a ring."""
     expected_bytes: float
-    """Bytes that each of these ranks sends in a ring."""
+    """Bytes that each of these ranks sends."""
     digests: tuple[str | None, ...]
     """Digest of the result on each of these ranks; None if their results differ by design."""
 
@@ -148,7 +152,7 @@ class ShardedExplanation(Explanation):
 
     @property
     def expected_bytes(self) -> float:
-        """Bytes that `recording_rank` sends in all of them, in rings."""
+        """Bytes that `recording_rank` sends in all of them."""
         return sum(c.expected_bytes for c in self.collectives)
 
     @property
@@ -171,9 +175,10 @@ def _build_collectives(report: ShardedReport, groups: _CollectivesByGroup) -> It
         k, size = counts[ranks], len(ranks)
         counts[ranks] += 1
         digests = tuple(line[k]["digest"] if k < len(line) else None for line in groups[ranks].values())
-        ring_bytes = _RING_PASSES.get(collective["operation"], 0) * (size - 1) / size * collective["nbytes"]
+        passes = size if collective["is_direct"] else _RING_PASSES.get(collective["operation"], 0)
+        sent_bytes = passes * (size - 1) / size * collective["nbytes"]
         fields: dict[str, Any] = {key: value for key, value in collective.items() if key != "digest"}
-        yield Collective(index=index, expected_bytes=ring_bytes, digests=digests, **fields)
+        yield Collective(index=index, expected_bytes=sent_bytes, digests=digests, **fields)
 
 
 _CollectivesByGroup = dict[tuple[int, ...], dict[int, list[CollectiveReport]]]

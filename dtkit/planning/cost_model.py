@@ -63,6 +63,8 @@ class LinkSpeeds:
     pairs: dict[int, tuple[float, float]]
     """Latency in seconds and bytes per second, to each higher rank."""
     overlap: float
+    direct_sum_times: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    """Bytes and seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +179,8 @@ class Benchmark:
     overlap: float
     """Share of an all-reduce that a computation of the same length hides, from 0 to 1."""
     duration_s: float
+    direct_sum_timings: tuple[tuple[int, float], ...] = ()
+    """Bytes and seconds of a sum by sockets between ranks of one host, up to the largest that goes this way."""
 
     @classmethod
     def memory_only(cls, world_size: int) -> Benchmark:
@@ -190,13 +194,23 @@ class Benchmark:
 
     def estimate_all_reduce_s(self, nbytes: float) -> float:
         """Return the seconds of an all-reduce, by linear interpolation and extrapolation of the measurements."""
-        points = self.all_reduce_timings
-        if not points or nbytes <= 0:
-            return 0.0
-        k = max(1, sum(size < nbytes for size, _ in points[:-1]))
-        if len(points) == 1 or nbytes <= points[0][0]:
-            return points[0][1]
-        return max(points[0][1], LinearFit.from_points(points[k - 1 : k + 1]).predict(nbytes))
+        return _interpolate(self.all_reduce_timings, nbytes)
+
+    def sums_directly(self, nbytes: float) -> bool:
+        """Return whether a sum of plain numbers goes by sockets: each rank sends it to each other one."""
+        return bool(self.direct_sum_timings) and nbytes <= self.direct_sum_timings[-1][0]
+
+    def estimate_sum_s(self, nbytes: float) -> float:
+        """Return the seconds of a sum of plain numbers: a direct one, or else an all-reduce."""
+        if self.sums_directly(nbytes):
+            return _interpolate(self.direct_sum_timings, nbytes)
+        return self.estimate_all_reduce_s(nbytes)
+
+    def compute_sum_bytes(self, nbytes: float) -> float:
+        """Return the bytes that a rank sends in a sum of plain numbers."""
+        if self.sums_directly(nbytes):
+            return (self.world_size - 1) * nbytes
+        return compute_ring_bytes(nbytes, self.world_size)
 
     @property
     def all_reduce_bytes_s(self) -> float:
@@ -215,6 +229,16 @@ class Benchmark:
 
     def _repr_html_(self) -> str:
         return views.format_html(self)
+
+
+def _interpolate(points: Sequence[tuple[int, float]], nbytes: float) -> float:
+    """Return the seconds for so many bytes, by linear interpolation and extrapolation of (bytes, seconds)."""
+    if not points or nbytes <= 0:
+        return 0.0
+    k = max(1, sum(size < nbytes for size, _ in points[:-1]))
+    if len(points) == 1 or nbytes <= points[0][0]:
+        return points[0][1]
+    return max(points[0][1], LinearFit.from_points(points[k - 1 : k + 1]).predict(nbytes))
 
 
 def compute_ring_bytes(nbytes: float, world_size: int) -> float:

@@ -56,6 +56,7 @@ def run_benchmark(engine_group: EngineGroup, dtype: str = "float32") -> Benchmar
         bandwidth=tuple(tuple(pairs.get((a, b), unknown)[1] for b in ranks) for a in ranks),
         overlap=min(links.overlap for links in speeds),
         duration_s=time.monotonic() - started_at,
+        direct_sum_timings=tuple(speeds[0].direct_sum_times),
     )
 
 

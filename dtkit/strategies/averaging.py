@@ -24,7 +24,7 @@ import torch
 
 from dtkit._util.arguments import suggest_options
 from dtkit.engine.state.shards import MODEL_PREFIX
-from dtkit.planning.cost_model import Cost, compute_ring_bytes
+from dtkit.planning.cost_model import Cost
 from dtkit.strategies import gradients, written_tensors
 from dtkit.strategies.base import (
     ALWAYS_SHOWN,
@@ -121,8 +121,8 @@ class ParameterAveraging(Strategy):
                 profile.update_temporaries,
                 round(profile.activations.predict(profile.rows)) + num_temporaries * profile.gradients,
             ),
-            sent_bytes=compute_ring_bytes(profile.gradients, benchmark.world_size) / self.every,
-            exposed_s=benchmark.estimate_all_reduce_s(profile.gradients) / self.every,
+            sent_bytes=benchmark.compute_sum_bytes(profile.gradients) / self.every,
+            exposed_s=benchmark.estimate_sum_s(profile.gradients) / self.every,
         )
 
     def setup(
@@ -157,7 +157,7 @@ class _AveragingWorker(ReplicatedWorker):
         self.num_forwards = 0
         """Number of steps with samples since the last averaging."""
         self._nonfinite_since_average = False  # whether a gradient was not finite
-        self._nonfinite_loss: torch.Tensor | None = None  # the loss of that step
+        self._nonfinite_loss: torch.Tensor | float | None = None  # the loss of that step
         self._fingerprint_requested = False  # from the next averaging
         self._last_fingerprint: Fingerprint | None = None
         self._outer_optimizer = (
@@ -355,7 +355,7 @@ class _SimulatedAveragingWorker(Worker):
                 rank.load_flat_mean(mean)
         weight = sum(float(o.loss_weight) for o in results)
         losses = [o.loss * (float(o.loss_weight) / weight) for o in results if o.loss is not None]
-        loss = torch.stack(losses).sum() if losses else None
+        loss = sum(losses) if losses else None
         return StepResult(loss, weight, all(o.is_finite for o in results), float("nan"))
 
     def _compute_mean_parameters(self) -> torch.Tensor:

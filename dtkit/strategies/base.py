@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtkit.mesh import Mesh
 
@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from dtkit.types import Fingerprint, NonFiniteLocations
 
 
-@dataclasses.dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """Result of one step on one rank. Loss and weight stay on the device."""
 
-    loss: torch.Tensor | None
+    loss: torch.Tensor | float | None
     """Mean over this rank's samples; None without samples."""
     loss_weight: torch.Tensor | float
     is_finite: bool

@@ -29,7 +29,7 @@ from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import compression
 from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
 from dtkit.strategies.compiled_model import CompiledModel
-from dtkit.strategies.flat_gradients import FlatGradients, fits_flat_buffer
+from dtkit.strategies.flat_gradients import MAX_FLAT_BYTES, FlatGradients, fits_flat_buffer
 from dtkit.strategies.manual_optimization import ManualWorker
 from dtkit.strategies.options import check_choice, check_count, check_flag, check_positive
 from dtkit.strategies.replicated import AUTOCAST_DTYPES, LossAccumulator, ReplicatedWorker
@@ -106,6 +106,11 @@ class DataParallel(Strategy):
         """Return `accumulate`."""
         return self.accumulate
 
+    @property
+    def has_plain_sums(self) -> bool:
+        """Whether no option needs DDP, so that small gradients are summed in one flat buffer."""
+        return self.compress is None and self.bucket_cap_mb is None and not self.find_unused_parameters
+
     def check(self, world_size: int, batch_size: int) -> None:
         """Raise ValueError if no rank has enough samples for `accumulate` micro-batches."""
         most = -(-batch_size // world_size)
@@ -125,20 +130,24 @@ class DataParallel(Strategy):
     def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
         """Return the cost of an all-reduce in buckets, which overlaps with backward except for the last bucket.
 
-        Micro-batches accumulate in separate gradients before they are copied into the buckets.
+        Small gradients are one flat buffer, and nothing overlaps. Micro-batches accumulate in separate gradients before
+        they are copied into the buckets.
         """
         sent, kept, besides = compression.estimate_compression(self.compress, profile)
         whole = benchmark.estimate_all_reduce_s(sent)
         last = benchmark.estimate_all_reduce_s(min(sent, (self.bucket_cap_mb or 25) * 2**20))
         backward_s = profile.backward_s.predict(profile.rows / self.accumulate)
-        hidden = min(benchmark.overlap * (whole - last), backward_s)
+        exposed_s = whole - min(benchmark.overlap * (whole - last), backward_s)
+        sent_bytes = compute_ring_bytes(sent, benchmark.world_size)
+        if self.has_plain_sums and profile.gradients <= MAX_FLAT_BYTES:
+            exposed_s, sent_bytes = benchmark.estimate_sum_s(sent), benchmark.compute_sum_bytes(sent)
         return Cost.for_replica(
             profile,
             micro_batches=self.accumulate,
             gradients=profile.gradients * (1 if self.accumulate == 1 else 2) + kept,
             temporaries=max(profile.update_temporaries, besides),
-            sent_bytes=compute_ring_bytes(sent, benchmark.world_size),
-            exposed_s=whole - hidden,
+            sent_bytes=sent_bytes,
+            exposed_s=exposed_s,
         )
 
     def setup(
@@ -192,12 +201,11 @@ class _DataParallelWorker(ReplicatedWorker):
     def _prepare_sync(self) -> None:
         """Choose how gradients are summed over the ranks of the current process group."""
         strategy, self._ddp, self._flat_gradients = self._strategy, None, None
-        if self._group is None or (self._group.world_size == 1 and strategy.compress is None):
+        if self._group is None:
             return
-        is_plain = strategy.compress is None and strategy.bucket_cap_mb is None and not strategy.find_unused_parameters
-        if is_plain and fits_flat_buffer(self._model):
+        if strategy.has_plain_sums and fits_flat_buffer(self._model):
             self._flat_gradients = FlatGradients(self._parameters)
-        else:
+        elif self._group.world_size > 1 or strategy.compress is not None:
             self._ddp = self._wrap_in_ddp(self._group)
 
     def _wrap_in_ddp(self, group: Group) -> DistributedDataParallel:
@@ -277,22 +285,23 @@ class _DataParallelWorker(ReplicatedWorker):
         return contextlib.nullcontext() if self._ddp is None else self._ddp.no_sync()
 
     def _reduce_flat_gradients(self) -> None:
-        if self._flat_gradients is not None and self._group is not None:
+        if self._flat_gradients is not None and self._group is not None and self._group.world_size > 1:
             buffer = self._flat_gradients.collect()
             self._phases.enter("sync")
             self._group.all_reduce_small(buffer)
 
     def _compute_grad_norm(self) -> float:
         flat = self._flat_gradients
-        if flat is not None and flat.is_current:
-            return float(torch.linalg.vector_norm(flat.buffer))
+        if flat is not None and (flat.is_current or flat.copy()):  # a copy on one rank, or in an explained step
+            return flat.compute_norm()
         return super()._compute_grad_norm()
 
     def _check_all_parameters_used(self) -> None:
         """Raise ValueError at once. DDP reports a missing gradient one step later, while other ranks wait."""
         if self._group is None or self._strategy.find_unused_parameters:
             return
-        if any(p.grad is None for p in self._parameters):
+        unused = [p for p in self._parameters if p.grad is None]
+        if unused:
             names = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
             raise ValueError(
                 f"{', '.join(names)} got no gradient: the model did not use it in this step, and ranks wait for every "

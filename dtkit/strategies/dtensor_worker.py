@@ -145,7 +145,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         return CollectiveProbe(
             self._model,
             lambda: self._phases.enclosing_phase,
-            group.count_sent_bytes,
+            group,
             reports_samples=self._reports_samples,
             **position,
         )
@@ -189,7 +189,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         ).sum()
         assert self._group is not None
         self._phases.enter("sync")
-        self._group.all_reduce(total)
+        self._group.all_reduce_small(total)
         self._phases.enter("update")
         return float(total.sqrt())
 

@@ -7,6 +7,7 @@ operation.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,8 +41,18 @@ class FlatGradients:
         self.buffer = torch.zeros(
             sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
         )
+        self._has_exact_dot = self.buffer.is_cpu and self.buffer.dtype in (torch.float32, torch.float64)
         parts = torch.split(self.buffer, [p.numel() for p in parameters])
         self._views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+    def copy(self) -> bool:
+        """Copy all gradients into the buffer, and return True. Return False if one is missing or sparse."""
+        gradients = [p.grad for p in self._parameters]
+        for gradient in gradients:
+            if gradient is None or gradient.is_sparse:
+                return False
+        foreach_copy_(self._views, gradients)
+        return True
 
     def collect(self) -> torch.Tensor:
         """Copy all gradients into the buffer, let parameters have its views, and return the buffer."""
@@ -49,6 +60,12 @@ class FlatGradients:
         for p, view in zip(self._parameters, self._views, strict=True):
             p.grad = view
         return self.buffer
+
+    def compute_norm(self) -> float:
+        """Return the norm of the buffer. A dot product takes half as long as torch's norm."""
+        if self._has_exact_dot:
+            return math.sqrt(torch.dot(self.buffer, self.buffer).item())
+        return float(torch.linalg.vector_norm(self.buffer))
 
     @property
     def is_current(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,7 @@ class LossAccumulator:
 
     def __init__(self, samples: int) -> None:
         self.global_samples = samples
-        self._parts: list[tuple[torch.Tensor, int]] = []  # (mean or sum, samples) of each micro-batch
+        self._parts: list[tuple[torch.Tensor | float, int]] = []  # (mean or sum, samples) of each micro-batch
         self.loss_weight: torch.Tensor | float = 0.0
         """Weight of the loss in the global mean; 0 without samples."""
         self.loss_form: int | None = None
@@ -58,19 +59,21 @@ class LossAccumulator:
         """Add a micro-batch's loss."""
         weigh_scalars(count)
         self.loss_form = LOSS_IS_MEAN if loss_weight is None else LOSS_IS_WEIGHTED_SUM
-        self._parts.append((loss.detach().clone(), count))  # a copy, since the user's code may write to it
+        # A number or a copy, since the user's code may write to it. On a CPU, reading it doesn't wait for anything.
+        is_readable = loss_weight is None and loss.is_cpu and type(loss) is torch.Tensor
+        self._parts.append((loss.item() if is_readable else loss.detach().clone(), count))
         self.loss_weight = self.loss_weight + (float(count) if loss_weight is None else loss_weight.detach())
 
     @property
-    def mean_loss(self) -> torch.Tensor | None:
+    def mean_loss(self) -> torch.Tensor | float | None:
         """Mean loss of this rank's samples."""
         if not self._parts:
             return None
         if self.loss_form == LOSS_IS_WEIGHTED_SUM:
-            return functools.reduce(torch.add, [part for part, _ in self._parts]) / self.loss_weight
+            return functools.reduce(operator.add, [part for part, _ in self._parts]) / self.loss_weight
         if len(self._parts) == 1:
             return self._parts[0][0]
-        return functools.reduce(torch.add, [part * count for part, count in self._parts]) / self.loss_weight
+        return functools.reduce(operator.add, [part * count for part, count in self._parts]) / self.loss_weight
 
 
 class ReplicatedWorker(Worker):

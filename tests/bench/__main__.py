@@ -28,6 +28,7 @@ from tests.bench import (
     strategies,
     trackers,
     traditional,
+    verify,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 PARTS: dict[str, Callable[[], bool]] = {
     "start": cluster.start,
     "share": cluster.share,
+    "verify": verify.verify,
     "step": step.step,
     "throughput": speed.throughput,
     "comm": speed.comm,

@@ -20,7 +20,7 @@ from dtkit.engine.job import Job
 from dtkit.engine.lr_schedule import LearningRates
 from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.engine.step_guard import StepGuard
-from dtkit.strategies.data_parallel import DataParallel
+from dtkit.strategies.data_parallel import DataParallel, _DataParallelWorker
 from dtkit.strategies.flat_gradients import FlatGradients
 from dtkit.strategies.loss import Loss
 from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker
@@ -44,7 +44,7 @@ _PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "sum of the loss": ((LossAccumulator, "record"), (ReplicatedWorker, "_make_step_result")),
     "gradients into one buffer": ((FlatGradients, "collect"),),
     "all-reduce": ((Group, "all_reduce"),),
-    "norm, which decides whether it is finite": ((ReplicatedWorker, "_compute_grad_norm"),),
+    "norm, which decides whether it is finite": ((_DataParallelWorker, "_compute_grad_norm"),),
     "bytes sent": ((Group, "count_sent_bytes"),),
     "schedule of the rate": ((LearningRates, "step_after_update"),),
     "vote on the dispatch's end": ((Group, "start_all_reduce_any"),),

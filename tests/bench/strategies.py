@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 import dtkit
-from tests.bench.pairs import PAIRS, alternate, ratios, report
+from tests.bench.pairs import PAIRS, Sample, alternate, ratios, report
 from tests.bench.work import (
     HEAVY,
     MEDIUM,
@@ -53,29 +53,32 @@ def strategies() -> bool:
 
 
 def _against_bare(cluster: dtkit.Cluster, engine: str, name: str) -> bool:
-    work, title = WORKS[name], f"{engine}, {name}"
+    work, title, whole = WORKS[name], f"{engine}, {name}", list[float]()
     print(title, flush=True)
     with _start_bare(engine, name) as reference:
         measured, bare = alternate(
-            lambda: _measure_speed(cluster, work, STRATEGIES[engine](work)), reference, 2 * PAIRS
+            lambda: _measure_speed(cluster, work, STRATEGIES[engine](work), whole), reference, 2 * PAIRS
         )
     print(f"  {1000 / bare.median:.2f} ms a step under bare torchrun")
+    print(f"  whole runs of {work.steps} steps, with a snapshot at the end: {ratios(Sample(whole), bare)}")
     share = f"steps per second against bare torchrun, {title}"
     return report(share, ratios(measured, bare), least=MIN_RATIO if name == HEAVY else None)
 
 
-def _measure_speed(cluster: dtkit.Cluster, work: Work, strategy: Strategy) -> float:
-    """Return the steps per second of a run, with all records kept."""
+def _measure_speed(cluster: dtkit.Cluster, work: Work, strategy: Strategy, whole: list[float]) -> float:
+    """Return the steps per second of a run, with all records kept; add those of the run with its end to `whole`."""
     steps = work.warm + work.steps
     options = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": steps}
     run = cluster.train(work.model(), work.data(), strategy=strategy, start=False, **options)
     run.step(work.warm)
     start = time.perf_counter()
+    run.step(work.steps - 1)
+    seconds = time.perf_counter() - start
     run.resume()
     run._driver.wait(LIMIT_S)  # like run.wait(), without its text progress
-    seconds = time.perf_counter() - start
+    whole.append(work.steps / (time.perf_counter() - start))
     assert len(run.history) == 2 * steps
-    return work.steps / seconds
+    return (work.steps - 1) / seconds
 
 
 @contextlib.contextmanager

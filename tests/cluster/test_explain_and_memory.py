@@ -40,6 +40,10 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     return data()[0].double(), data()[1]
 
 
+def sum_losses(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return nn.functional.cross_entropy(output, target, reduction="sum"), torch.tensor(float(len(target)))
+
+
 def explain_second_step(cluster: dtkit.Cluster, strategy: Any, **options: Any) -> tuple[dtkit.Run, Any]:
     """Take two steps and explain the second one. Check that the parameters are not changed by that."""
     plain = train(cluster, net(), rows(), steps=2, strategy=strategy, **options)
@@ -75,13 +79,18 @@ def test_transfers_between_stages_arrive_unchanged_and_add_up(cluster2: dtkit.Cl
 
 
 def test_step_with_a_summed_loss_is_explained(cluster2: dtkit.Cluster):
-    def total(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return nn.functional.cross_entropy(output, target, reduction="sum"), torch.tensor(float(len(target)))
-
-    _, explanation = explain_second_step(cluster2, PIPELINES[0], loss=total)
+    _, explanation = explain_second_step(cluster2, PIPELINES[0], loss=sum_losses)
     assert explanation.is_intact
     assert explanation.is_sum_of_micro_batches
     assert sum(rank.weight for rank in explanation.ranks) == 16
+
+
+@pytest.mark.parametrize("strategy", SHARDING, ids=str)
+def test_explanation_lists_sums_by_sockets(cluster2: dtkit.Cluster, strategy: Any):
+    _, explanation = explain_second_step(cluster2, strategy, loss=sum_losses)
+    direct = [collective for collective in explanation.collectives if collective.is_direct]
+    assert [collective.nbytes for collective in direct] == [8, 8]  # of the weights, and of the gradients' squares
+    assert explanation.is_agreed
 
 
 @pytest.mark.parametrize("strategy", SHARDING, ids=str)

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -258,6 +259,20 @@ def make_plan(cluster: dtkit.Cluster, **changes: Any) -> Any:
         "sample": (inputs[:4], targets[:4]),
     }
     return cluster.plan(net(), **(options | changes))
+
+
+@pytest.mark.parametrize("cluster", [2, 4], indirect=True)
+def test_predicted_bytes_of_a_small_model_are_sent(cluster: dtkit.Cluster):
+    plan = make_plan(cluster, strategies=[dtkit.DataParallel()])
+    timings = plan.benchmark.direct_sum_timings
+    assert timings[-1][0] == (2**20 if cluster.world_size == 2 else 2**16)
+    run = train(cluster, net(), data(), steps=30)
+    run.wait(60)
+    rows = run.history.rows()
+    expected = (cluster.world_size - 1) * sum(p.nbytes for p in net().parameters())
+    assert plan.rows[0].sent_bytes == expected
+    assert (rows["sent_bytes"][rows["step"] >= 2] >= expected).all()
+    assert float(np.median(rows["sent_bytes"])) == expected
 
 
 @pytest.mark.slow

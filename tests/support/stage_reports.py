@@ -53,7 +53,7 @@ def make_pipeline_reports() -> list[dict[str, Any]]:
 
 def make_collective(operation: str, phase: str, nbytes: int, digest: str | None) -> dict[str, Any]:
     shape = {"shape": (nbytes // 4,), "dtype": "float32", "nbytes": nbytes, "ranks": (0, 1)}
-    return {"operation": operation, "phase": phase, "digest": digest} | shape
+    return {"operation": operation, "phase": phase, "digest": digest, "is_direct": False} | shape
 
 
 def make_sharded_reports(sent: int = 300) -> list[dict[str, Any]]:

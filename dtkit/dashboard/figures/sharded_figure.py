@@ -56,7 +56,7 @@ def _draw_groups(ax: Axes, groups: Sequence[CollectiveGroup], unit_size: float, 
     ax.set_ylim(len(groups) - 0.4, -0.6)
     ax.set_xlim(0, 1.55 * max((group.expected_bytes for group in groups), default=1) / unit_size or 1)
     sender = "a node" if recording_rank is None else f"node {recording_rank}"
-    style.set_title(ax, f"Sent by {sender}, in a ring")
+    style.set_title(ax, f"Sent by {sender}")
 
 
 def _name_group(group: CollectiveGroup, *, with_ranks: bool) -> str:

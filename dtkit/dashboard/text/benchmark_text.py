@@ -71,4 +71,11 @@ def _format_range(values: Sequence[float], format_value: Callable[[float], str])
 def _make_size_table(benchmark: Benchmark) -> Table:
     timings = benchmark.all_reduce_timings
     header = ["all-reduce of", *(formatting.format_bytes(size) for size, _ in timings)]
-    return Table(header, [["takes", *(formatting.format_duration(seconds) for _, seconds in timings)]], header[:1])
+    rows = [["takes", *(formatting.format_duration(seconds) for _, seconds in timings)]]
+    if benchmark.direct_sum_timings:
+        direct = dict(benchmark.direct_sum_timings)
+        sums = (
+            formatting.format_duration(direct[size]) if size in direct else formatting.UNKNOWN for size, _ in timings
+        )
+        rows.append(["by sockets of the host", *sums])
+    return Table(header, rows, header[:1])

@@ -53,12 +53,16 @@ def is_among_all_ranks(explanation: ShardedExplanation) -> bool:
 
 
 def describe_traffic(explanation: ShardedExplanation) -> str:
-    """Return the bytes that a rank sent: by the ring algorithms, and as counted."""
+    """Return the bytes that a rank sent: by the ring algorithms and direct sums, and as counted."""
     expected, counted = explanation.expected_bytes, explanation.sent_bytes
+    num_direct = sum(collective.is_direct for collective in explanation.collectives)
+    sums = f" and {formatting.format_count(num_direct, 'direct sum')}" if num_direct else ""
     text = (
         f"Sent by a node: {formatting.format_bytes(counted)} counted, {formatting.format_bytes(expected)} by the "
-        "textbook's rings."
+        f"textbook's rings{sums}."
     )
+    if num_direct:
+        text += " In a direct sum, each node sends all numbers to each other one, by a socket of the host."
     scatters = sum(group.expected_bytes for group in explanation.groups if group.operation == "reduce_scatter")
     if scatters and math.isclose(counted, expected + scatters, rel_tol=0.05):
         return f"{text} The difference is what reduce-scatter should send: this backend makes an all-reduce of it."
@@ -111,7 +115,7 @@ def _describe_shared_samples(explanation: ShardedExplanation) -> list[str]:
 
 
 def _make_collectives_section(explanation: ShardedExplanation) -> Section:
-    header = ("phase", "collective", "nodes", "count", "bytes", "sent by a node, in a ring")
+    header = ("phase", "collective", "nodes", "count", "bytes", "sent by a node")
     rows = [_format_group_row(group) for group in explanation.groups]
     which = "Collectives" if is_among_all_ranks(explanation) else f"Collectives of node {explanation.recording_rank}"
     return Section(

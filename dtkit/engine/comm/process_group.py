@@ -87,6 +87,8 @@ class Group:
         self._device_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self.is_broken = False
         self._pending_vote: dist.Work | None = None  # the last one without a wait for its result
+        self.on_direct_sum: Callable[[torch.Tensor], None] | None = None
+        """Function that gets the result of each sum by sockets, which torch's hooks don't see, in an explained step."""
         self._host_link: host_link.HostLink | None = None
         self._host_link = host_link.connect(spec, self.barrier)
 
@@ -114,11 +116,17 @@ class Group:
             dist.all_reduce(tensor, group=process_group)
         return tensor
 
+    def can_sum_directly(self, tensor: torch.Tensor) -> bool:
+        """Return whether `all_reduce_small` sums a tensor by sockets between the ranks of one host."""
+        return self._host_link is not None and self._host_link.can_sum(tensor)
+
     def all_reduce_small(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum in place over all ranks, by the fastest way for a small tensor. Explained steps don't see it."""
+        """Sum in place over all ranks, by the fastest way for a small tensor."""
         if self._host_link is None or not self._host_link.can_sum(tensor):
             return self.all_reduce(tensor)
         self._host_link.all_reduce(tensor)
+        if self.on_direct_sum is not None:
+            self.on_direct_sum(tensor)
         return tensor
 
     def start_all_reduce_small(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -127,6 +135,9 @@ class Group:
             future = self.start_all_reduce(tensor)
             # waits: a collective, limited by the process group's timeout
             return lambda: future.wait()[0]
+        if self.on_direct_sum is not None:  # an explained step waits for each collective
+            self.all_reduce_small(tensor)
+            return lambda: tensor
         return self._host_link.start_all_reduce(tensor)
 
     def device_mesh(self, mesh: Mesh, device: torch.device) -> DeviceMesh:

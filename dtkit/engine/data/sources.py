@@ -295,6 +295,8 @@ def _format_rows(rows: Sequence[int]) -> str:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a nested batch on the device."""
+    if device.type == "cpu" and type(batch) is tuple and all(type(t) is torch.Tensor and t.is_cpu for t in batch):
+        return batch
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

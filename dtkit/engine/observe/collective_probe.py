@@ -21,6 +21,7 @@ from dtkit.engine.observe.tensor_values import compute_digest, count_storage_byt
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from dtkit.engine.comm.process_group import Group
     from dtkit.explain.base import RankReport
     from dtkit.explain.sharded import CollectiveReport, ShardedReport
 
@@ -37,29 +38,44 @@ class CollectiveProbe(StepProbe):
         self,
         model: torch.nn.Module,
         get_phase: Callable[[], str],
-        count_sent_bytes: Callable[[], int],
+        group: Group,
         *,
         reports_samples: bool,
         **position: int,
     ) -> None:
-        """Record a step. The two functions return its current phase and the bytes that this rank has sent so far.
+        """Record a step in `group`. `get_phase` returns the step's current phase.
 
         `reports_samples` is True on one of the ranks with the same samples.
         """
         super().__init__(model, **position)
-        self._get_phase, self._count_sent_bytes, self._reports_samples = get_phase, count_sent_bytes, reports_samples
+        self._get_phase, self._group, self._reports_samples = get_phase, group, reports_samples
         self._collectives: list[CollectiveReport] = []
-        self._sent_before = self._sent_after = count_sent_bytes()
+        self._sent_before = self._sent_after = group.count_sent_bytes()
 
     @contextlib.contextmanager
     def record_collectives(self) -> Iterator[None]:
         """Record the collectives of a step within the context."""
-        self._sent_before = self._count_sent_bytes()
-        with _CollectiveRecorder(self._record):
-            yield
-        self._sent_after = self._count_sent_bytes()
+        self._sent_before = self._group.count_sent_bytes()
+        self._group.on_direct_sum = self._record_direct_sum
+        try:
+            with _CollectiveRecorder(self._record):
+                yield
+        finally:
+            self._group.on_direct_sum = None
+        self._sent_after = self._group.count_sent_bytes()
 
-    def _record(self, kind: str, nbytes: int, results: Sequence[torch.Tensor], ranks: tuple[int, ...]) -> None:
+    def _record_direct_sum(self, total: torch.Tensor) -> None:
+        self._record("all_reduce", total.nbytes, [total], tuple(range(self._group.world_size)), is_direct=True)
+
+    def _record(
+        self,
+        kind: str,
+        nbytes: int,
+        results: Sequence[torch.Tensor],
+        ranks: tuple[int, ...],
+        *,
+        is_direct: bool = False,
+    ) -> None:
         first = results[0]
         self._collectives.append(
             {
@@ -69,6 +85,7 @@ class CollectiveProbe(StepProbe):
                 "dtype": str(first.dtype).removeprefix("torch."),
                 "nbytes": nbytes,
                 "ranks": ranks,
+                "is_direct": is_direct,
                 "digest": compute_digest([("", tensor) for tensor in results])
                 if kind in _REPLICATED_RESULT_KINDS
                 else None,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from dtkit.history.history import History
 
-MAX_POINTS = 256
+MAX_POINTS = 128
 MAX_METRICS = 6
 
 

@@ -68,6 +68,11 @@ autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 _MADE_BY_DTKIT = {"dtkit.Checkpoint", "dtkit.History", "dtkit.Partition", "dtkit.Run"}
+_NO_OUTPUTS = (
+    '<div class="admonition note"><p class="admonition-title">Without outputs</p><p>This page was built without '
+    "running the notebook. <code>make lab</code> opens it in JupyterLab, where its results and dashboards are live. "
+    "<code>make docs EXECUTE=1</code> builds this page with the outputs.</p></div>"
+)
 _PARAMETER = re.compile(r"(?P<names>[*\w]+(, [*\w]+)*) : (?P<text>.*)")
 
 
@@ -103,6 +108,14 @@ def adapt_links(_app: Any, document: str, content: list[str]) -> None:
     content[0] = text
 
 
+def note_missing_outputs(
+    _app: Any, page: str, _template: str, context: dict[str, Any], _doctree: nodes.document | None
+) -> None:
+    """Begin a tutorial with a note that its outputs are missing, where the notebooks were not run."""
+    if page.startswith("tutorials/0") and nb_execution_mode == "off" and "NOTEBOOKS" not in os.environ:
+        context["body"] = f"{_NO_OUTPUTS}{context['body']}"
+
+
 def _make_slug(heading: str) -> str:
     """Return "1-partitions" for JupyterLab's "1.-Partitions"."""
     return re.sub(r"[^\w-]", "", heading.lower())
@@ -124,6 +137,7 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", make_parameter_lists)
     app.connect("autodoc-process-signature", hide_constructor)
     app.connect("source-read", adapt_links)
+    app.connect("html-page-context", note_missing_outputs)
 
 
 def copy_tutorials() -> None:

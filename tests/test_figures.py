@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+import dtkit
 from dtkit._util import formatting
 from dtkit.dashboard.figures import render, run_figure, style
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
@@ -218,24 +219,46 @@ def test_replica_checks_and_delays_are_listed_below_the_title():
     assert (alert.get_color(), alert.get_weight()) == (style.ALERT_COLOR, "bold")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
-def test_elements_of_the_figure_do_not_overlap(ranks):
-    """Titles, names and legends, compared by their bounding boxes."""
-    source = FakeSource(ranks=ranks, name="A rather long name of a model")
-    source.slowness, source.delay_factors = {0: 1.6}, {0: 1.6}
-    source.consistency = ReplicaCheckResult(30, (), None)
-    source.advance(60)
-    figure = run_figure.draw_run(source)
+def find_overlapping_texts(figure):
+    """Pairs of texts and panels that cover each other, and texts beyond the edge, by their bounding boxes."""
     figure.canvas.draw()
     titles = [t for ax in figure.axes for t in (ax._left_title, ax._right_title, ax.xaxis.label)]
+    ends = [text for ax in figure.axes for text in ax.texts if text.get_gid() == "end"]
     legends = [ax.get_legend() for ax in figure.axes if ax.get_legend()]
-    found = [*figure.texts, *titles, *legends, *(ax.patch for ax in figure.axes)]
+    found = [*figure.texts, *titles, *ends, *legends, *(ax.patch for ax in figure.axes)]
     boxes = [
         (str(item), item.get_window_extent()) for item in found if not hasattr(item, "get_text") or item.get_text()
     ]
-    for (one, a), (other, b) in itertools.combinations(boxes, 2):
-        assert min(a.x1, b.x1) - max(a.x0, b.x0) < 1 or min(a.y1, b.y1) - max(a.y0, b.y0) < 1, (one, other)
-    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 + 1 for _, box in boxes)
+    pairs = [
+        (one, other)
+        for (one, a), (other, b) in itertools.combinations(boxes, 2)
+        if min(a.x1, b.x1) - max(a.x0, b.x0) >= 1 and min(a.y1, b.y1) - max(a.y0, b.y0) >= 1
+    ]
+    return pairs + [(name, "edge") for name, box in boxes if box.x0 < 0 or box.x1 > figure.bbox.x1 + 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("steps", [60, 3000])
+def test_elements_of_the_figure_do_not_overlap(ranks, steps):
+    """Titles, names of lines and legends; many steps have bands."""
+    source = FakeSource(ranks=ranks, name="A rather long name of a model", strips=True)
+    source.slowness, source.delay_factors = {0: 1.6}, {0: 1.6}
+    source.consistency = ReplicaCheckResult(30, (), None)
+    source.advance(steps)
+    long_name = "intersection over union of the rarest class"
+    source.history.add(Evaluation(steps, 10, {"loss": 1.0, "accuracy": 0.123456, long_name: 0.123456}))
+    source.lr = 0.01
+    source.event("lr", "learning rate 0.01")
+    source.advance(20)
+    assert find_overlapping_texts(run_figure.draw_run(source)) == []
+
+
+def test_elements_of_a_comparison_do_not_overlap():
+    runs = [FakeSource(ranks=2, seed=k, name=f"A rather long name of a model {k}") for k in range(5)]
+    for run in runs:
+        run.advance(200)
+        run.history.add(Evaluation(200, 10, {"loss": 0.01 + 3, "accuracy": 0.9}))
+    assert find_overlapping_texts(dtkit.compare(runs).figure()) == []
 
 
 @pytest.mark.parametrize("state", list(State))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 import re
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from dtkit import lessons
+from dtkit.dashboard.figures.neutral import NEUTRAL_COLOR
 from dtkit.types import State
 
 # -- claims ---------------------------------------------------------------------------------------------------
@@ -250,3 +252,18 @@ def test_wait_until_raises_after_its_timeout():
     with pytest.raises(TimeoutError, match=r"still false after 0\.01 s; the run is running"):
         lessons.wait_until(run, lambda: False, timeout=0.01)
     assert run.callbacks == []
+
+
+def test_a_figure_of_a_notebook_is_shown_once_and_fits_both_themes():
+    from matplotlib import pyplot as plt
+    from PIL import Image
+
+    figure, ax = plt.subplots()
+    ax.plot([1, 2], color="black")
+    ax.set_xlabel("memory")
+    picture = lessons.adapt_to_themes(figure, "memory of a schedule")
+    assert not plt.fignum_exists(figure.number)
+    assert repr(picture) == "Picture: memory of a schedule"
+    with Image.open(io.BytesIO(picture._repr_png_())) as image:
+        assert image.convert("RGBA").getpixel((0, 0))[3] == 0  # no white ground
+    assert ax.xaxis.label.get_color() == ax.get_lines()[0].get_color() == NEUTRAL_COLOR

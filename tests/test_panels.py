@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import threading
 from concurrent.futures import Future
@@ -23,11 +24,12 @@ from dtkit.dashboard.summary.notices import collect_notices
 from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.step_strip import BOX_KINDS, MAX_BOXES, MAX_NODES, make_step_strip
 from dtkit.dashboard.summary.timing import compute_step_timing, select_bars
+from dtkit.dashboard.summary.verdict import find_verdict
 from dtkit.dashboard.text import run_text
 from dtkit.history.scalars import ScalarRecord
 from dtkit.history.timeline import SPAN_DTYPE, Timeline, convert_simulation
 from dtkit.schedules.schedule import Schedule
-from dtkit.types import Event, State
+from dtkit.types import Evaluation, Event, State
 from tests.support.fake_source import FakeSource, FaultInjectableSource
 from tests.support.timers import Timers
 
@@ -514,6 +516,33 @@ def test_a_custom_panel_must_be_a_function(own_panels):
         dtkit.panel("x")("not one")
 
 
+# -- words that change with time --------------------------------------------------------------------------
+
+
+def test_an_ended_run_has_the_verdict_of_its_last_steps():
+    source, now = FakeSource(ranks=2), [0.0]
+    source.advance(60)
+    builder = MessageBuilder(source, lambda: now[0])
+    first = builder.build_snapshot().content["verdict"]["text"]
+    source.slowness = {1: 3.0}
+    source.advance(60)
+    now[0] = 0.1  # sooner than a verdict may change during a run
+    assert "verdict" not in builder.build_change().content
+    source.end()
+    last = builder.build_change().content["verdict"]["text"]
+    assert last == find_verdict(source.history, source.spec).text != first
+
+
+def test_an_effect_is_reported_for_some_seconds():
+    source, now = FakeSource(ranks=2), [0.0]
+    builder = MessageBuilder(source, lambda: now[0])
+    builder.note_effect("paused at step 3")
+    now[0] = 10.0
+    assert builder.build_snapshot().content["effect"] == {"count": 1, "text": "paused at step 3"}
+    now[0] = 20.0  # a page that opens now would take it for the present state
+    assert builder.build_snapshot().content["effect"] == {"count": 1, "text": ""}
+
+
 # -- several runs, and reports ---------------------------------------------------------------------------
 
 
@@ -526,7 +555,7 @@ def test_runs_are_compared_on_one_axis():
     json.dumps(message.content, allow_nan=False)
     part, head = message.content["curves"], message.content["head"]
     values = np.frombuffer(message.buffers[0], "<f4").reshape(part["buckets"], head["columns"], 3)
-    assert [run["label"] for run in head["runs"]] == ["long", "<b>short</b>"]
+    assert head["runs"] == ["long", "<b>short</b>"]
     assert message.content["status"] == {"state": "running", "step": 3000}
     once = downsample(long.history, LOSS, 4, comparison_widget.NUM_BUCKETS)
     assert part["width"] == once.width
@@ -535,6 +564,36 @@ def test_runs_are_compared_on_one_axis():
     assert filled.sum() == -(-100 // part["width"])
     assert filled[: filled.sum()].all()
     assert np.isnan(values[:, 2]).all()
+
+
+def test_series_of_a_comparison_are_losses_by_time_and_each_metric():
+    long, short = FakeSource(steps=5000, ranks=2), FakeSource(steps=5000, ranks=2, seed=1)
+    long.advance(2000, loss=np.repeat(np.arange(2000.0), 2))
+    short.advance(10, loss=3.0)
+    long.history.add(Evaluation(1000, 1, {"loss": 0.5, "accuracy": 0.9}))
+    short.history.add(Evaluation(10, 1, {"accuracy": 0.8}))
+    message = comparison_widget.ComparisonMessageBuilder(dtkit.compare([long, short])).build_snapshot()
+    values, found = np.frombuffer(message.buffers[2], "<f4"), {}
+    for series in message.content["series"]:
+        shape = series["points"], series["lines"] + 1
+        found[series["title"]] = values[series["first"] :][: math.prod(shape)].reshape(shape)
+    assert list(found) == ["Loss against time", "Validation loss", "Validation accuracy"]
+    times, losses = found["Loss against time"][:, 0], found["Loss against time"][:, 1:3]
+    seconds = float(long.history.totals()["step_s"].sum())
+    assert times[-1] == pytest.approx(1e3 * seconds, rel=0.01)
+    np.testing.assert_allclose(
+        losses[:, 0], 2e6 * times / (1e6 * seconds), atol=10
+    )  # the loss rises with the time here
+    assert losses[0, 1] == 3.0
+    assert np.isnan(losses[10:, 1]).all()
+    np.testing.assert_allclose(
+        found["Validation accuracy"], [[10, np.nan, 0.8, np.nan], [1000, 0.9, np.nan, np.nan]], rtol=1e-6
+    )
+    bold = {
+        (row, message.content["head"]["table"]["header"][column])
+        for row, column in message.content["head"]["table"]["bold"]
+    }
+    assert (0, "best validation accuracy") in bold
 
 
 def test_a_comparison_is_live_until_all_runs_have_ended(monkeypatch):
@@ -562,7 +621,21 @@ def test_a_comparison_is_live_until_all_runs_have_ended(monkeypatch):
     data, raw = shown[2]
     assert raw
     assert set(data) == {"text/html", "image/png", "text/plain"}
+    assert len(shown) == 3
+
+
+def test_a_comparison_of_ended_runs_is_live_where_its_figure_is_kept_too(monkeypatch):
+    shown = []
+    monkeypatch.delenv("VSCODE_PID", raising=False)
+    monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
+    ended = FakeSource()
+    ended.advance(20)
+    ended.end()
+    assert comparison_widget.try_show(dtkit.compare([ended])) is True
+    assert "image/png" in shown[1]
+    monkeypatch.setenv("VSCODE_PID", "1")  # a widget view would take the figure's place in the file
     assert comparison_widget.try_show(dtkit.compare([ended])) is False
+    assert len(shown) == 2
 
 
 def test_a_report_is_one_self_contained_file(tmp_path):

@@ -318,6 +318,8 @@ SERIES_INTERVAL_S = 2.0
 """Shortest interval between two messages of a live display with numbers of the user's own or of the machines."""
 VERDICT_INTERVAL_S = 2.0
 """Interval between two verdicts of a live display, so that its line can be read."""
+EFFECT_SHOWN_S = 15.0
+"""How long a live display confirms a command; later the text would read as the present state."""
 PICTURE_INTERVAL_S = 2.0
 """Shortest interval between two pictures of a custom panel."""
 LOG_INTERVAL_S = 5.0

@@ -55,7 +55,7 @@ class Comparable(Protocol):
 class Comparison:
     """The result of :func:`compare`. A notebook shows a figure over a table, a terminal the table only.
 
-    While one of its runs goes on, a notebook shows a live view. The figure replaces it when no run goes on.
+    The figure in a notebook is live: its charts zoom and name what is at the pointer, and follow runs that go on.
     """
 
     def __init__(

@@ -67,7 +67,9 @@ def make_static_output(run: RunView) -> Output:
 
     figure = draw_run(run)
     png = base64.b64encode(render_notebook_png(figure)).decode("ascii")
-    return {"image/png": png, "text/plain": run_text.format_run(run)}, {"image/png": {"width": get_css_width(figure)}}
+    # "unconfined" is JupyterLab's: the picture scrolls in a narrow cell, where a smaller one could not be read.
+    metadata = {"image/png": {"width": get_css_width(figure), "unconfined": True}}
+    return {"image/png": png, "text/plain": run_text.format_run(run)}, metadata
 
 
 def _make_static_or_text_output(run: RunView) -> Output:
@@ -81,13 +83,15 @@ def _make_static_or_text_output(run: RunView) -> Output:
 
 def _make_meanwhile_output(run: RunView) -> Output:
     """Return the picture of a run that goes on, below a note with its time."""
+    from dtkit.dashboard.figures.render import format_png_tag
+
     sentence = _describe_picture(run)  # drawing takes seconds on a busy machine, and the run goes on
     data, metadata = _make_static_or_text_output(run)
     text = data["text/plain"]
     if "image/png" not in data:
         return _make_text_output(sentence, text)
     width = metadata["image/png"]["width"]
-    image = f'<img alt="the run as a picture" width="{width}" src="data:image/png;base64,{data["image/png"]}">'
+    image = format_png_tag(data["image/png"], width, "the run as a picture")
     return {"text/html": f"<div><p><em>{sentence}</em></p>{image}</div>", "text/plain": f"{sentence}\n{text}"}, {}
 
 

@@ -7,11 +7,13 @@ from dtkit.lessons.drawings import (
     draw_ring_all_reduce,
     draw_tensor_parallel,
 )
+from dtkit.lessons.figures import adapt_to_themes
 from dtkit.lessons.lesson import Lesson
 from dtkit.lessons.waiting import wait_until
 
 __all__ = [
     "Lesson",
+    "adapt_to_themes",
     "draw_data_parallel",
     "draw_fsdp",
     "draw_pipeline",

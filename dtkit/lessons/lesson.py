@@ -12,7 +12,7 @@ from dtkit.lessons.claims import Claim, Limit, Measurement, parse_guess, parse_n
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtkit.lessons.duration_figure import Picture
+    from dtkit.lessons.figures import Picture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +113,6 @@ class Lesson:
 
     def draw_durations(self) -> Picture:
         """Return a picture of all durations in seconds: measured, guessed and their limits."""
-        from dtkit.lessons.duration_figure import draw_durations
+        from dtkit.lessons.figures import draw_durations
 
         return draw_durations([result for result in self.results if isinstance(result, Limit) and result.unit == "s"])

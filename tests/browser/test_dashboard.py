@@ -461,6 +461,8 @@ def test_comparison_shows_live_runs_with_distinct_lines(page: Page):
     runs = [FakeSource(steps=400, seed=k, name=f"<i>Run</i> {k}") for k in range(3)]
     for k, run in enumerate(runs):
         run.advance(300 - 100 * k)
+        for step in (50, 100):
+            run.history.add(Evaluation(step, 100, {"loss": 1.0 / (step + k), "accuracy": 0.5 + 0.1 * k}))
     comparison = dtkit.compare(runs, labels=["one", "<b>two</b>", "three"])
     builder = ComparisonMessageBuilder(comparison)
     load_widget(page, str(ComparisonWidget._esm), builder.build_snapshot(), "light")
@@ -468,16 +470,24 @@ def test_comparison_shows_live_runs_with_distinct_lines(page: Page):
     expect(root).to_have_attribute("data-state", "running")
     rows = root.get_by_test_id("runs-table").locator("tbody tr")
     expect(rows.locator("th")).to_have_text([" 1: one", " 2: <b>two</b>", " 3: three"])
-    lines = root.locator(".dtk-lines path:not([d=''])")
+    lines = root.get_by_test_id("comparison-chart").locator(".dtk-lines path:not([d=''])")
     assert lines.count() == 3
     dashes = lines.evaluate_all("(all) => all.map((el) => getComputedStyle(el).strokeDasharray)")
     assert len(set(dashes)) == 3  # distinguishable without colors, too
-    assert root.locator(".dtk-labels text").all_text_contents() == ["run 3", "run 2", "run 1"]
+    assert sorted(root.get_by_test_id("comparison-chart").locator(".dtk-labels text").all_text_contents()) == [
+        "<b>two</b>", "one", "three",
+    ]  # fmt: skip
+    titles = root.locator(".dtk-title").all_text_contents()
+    assert titles == ["Loss against steps", "Loss against time", "Validation loss", "Validation accuracy"]
+    widths = {chart.bounding_box()["width"] for chart in root.locator("[data-name]").all()}
+    assert len(widths) == 1  # pairs, and no empty half
+    page.get_by_test_id("time-chart").locator("svg.dtk-chart").hover()
+    expect(page.get_by_test_id("time-chart").get_by_test_id("tooltip")).to_contain_text(re.compile(r"^\d+ s.*one"))
     runs[0].advance(50)
     message = builder.build_snapshot()
     page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(message))
-    expect(rows.first.locator("td").nth(1)).to_have_text("350")
-    assert root.locator("b, i").count() == 0
+    expect(rows.first.locator("td").nth(2)).to_have_text("350")
+    assert root.locator("th b, td b, .dtk-labels b").count() == 0
 
 
 def receive(page: Page, content: dict[str, Any]) -> None:

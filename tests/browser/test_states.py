@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from dtkit.errors import EngineError
 from dtkit.types import Evaluation, Event, Failure, State
@@ -33,15 +33,17 @@ def test_recovery_is_shown_with_seconds_and_nothing_stale(page: Page):
     expect(chip).to_have_text(re.compile(r"^↻ recovering node 1, \d+ s$"))
     expect(view.root.locator(".dtk-ends")).not_to_contain_text("left")
     expect(tile).to_have_text("throughput—no steps are taken")
+    place = view.root.get_by_test_id("loss-chart").bounding_box()
     text = "node 1 replaced: all go on from step 50 after 8.7 s, no step lost"
     run.history.add(Event(50, "repair", text, time.time() + 5, None))
     run.advance(5)
     view.update()
     expect(chip).to_have_text("▶ running")
-    expect(view.root.get_by_test_id("notices")).to_contain_text("+ node 1 replaced in 9 s, no step lost")
+    expect(view.root.get_by_test_id("alert")).to_have_text("+ node 1 replaced in 9 s, no step lost")
+    assert view.root.get_by_test_id("loss-chart").bounding_box() == place  # the repair is where the loss was
     run.event("lr", "learning rate 0.01")
     view.update()
-    expect(view.root.get_by_test_id("notices")).not_to_contain_text("replaced")
+    expect(view.root.locator(".dtk-notice-panel")).to_be_hidden()  # and leaves no empty band
 
 
 def test_stuck_node_is_in_the_head(page: Page):
@@ -53,6 +55,62 @@ def test_stuck_node_is_in_the_head(page: Page):
     expect(view.root.get_by_test_id("verdict")).to_have_css("list-style-type", "none")  # there is nothing to unfold
     expect(view.root.locator(".dtk-chip")).to_have_text(re.compile(r"^⊘ stuck: node 1 in forward, 1\d s$"))
     expect(view.root.locator(".dtk-ends")).not_to_contain_text("left")
+
+
+def test_paused_run_without_a_verdict_has_no_line_for_it(page: Page):
+    run = make_run()
+    view = StaticView(page, run)
+    expect(view.root.get_by_test_id("verdict")).to_be_visible()
+    run.lose(1)
+    run.state = State.PAUSED
+    view.update()
+    expect(view.root.get_by_test_id("verdict")).to_be_hidden()
+
+
+def test_confirmation_of_a_command_disappears(page: Page):
+    page.clock.install()
+    view = StaticView(page, make_run())
+    effect = view.root.get_by_test_id("effect")
+    view.report_effect(f"checkpoint saved: {'/a-long-folder' * 12}")
+    expect(effect).to_contain_text("✓ checkpoint saved")
+    box, root = effect.bounding_box(), view.root.bounding_box()
+    assert box
+    assert root
+    assert box["x"] + box["width"] <= root["x"] + root["width"]
+    page.clock.fast_forward(16_000)
+    expect(effect).to_have_text("")
+
+
+def test_no_half_of_a_row_is_empty(page: Page):
+    page.set_viewport_size({"width": 1280, "height": 900})
+    run = make_run()
+    view = StaticView(page, run)  # loss, throughput and gradient norm are half as wide
+    gradient, loss = (view.root.get_by_test_id(f"{name}-chart") for name in ("gradient-norm", "loss"))
+
+    def get_width(chart: Locator) -> float:
+        box = chart.bounding_box()
+        return box["width"] if box else 0.0
+
+    assert get_width(gradient) > 2 * get_width(loss)
+    assert get_width(gradient.locator("svg.dtk-chart")) > 2 * get_width(loss.locator("svg.dtk-chart"))
+    run.history.add(Evaluation(50, 100, {"loss": 0.7, "accuracy": 0.5}))
+    view.update()
+    expect(view.root.locator(".dtk-alone")).to_have_count(0)
+    assert get_width(gradient) == get_width(loss)
+
+
+def test_labels_of_close_lines_keep_their_order_and_equal_ones_merge(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(20)
+    view = StaticView(page, run)
+    labels = view.root.get_by_test_id("loss-chart").locator(".dtk-labels text")
+    for losses in ([2.0, 2.02] * 10, [2.02, 2.0] * 10):  # of nodes 0 and 1: their lines change places
+        run.advance(10, loss=losses)
+        view.update()
+        expect(labels).to_have_text(["node 0", "node 1", "mean"])
+    run.advance(10, loss=1.0)
+    view.update()
+    expect(labels).to_have_text(["all nodes"])
 
 
 @pytest.mark.parametrize("width", [1280, slow(600)])

@@ -87,7 +87,7 @@ class StaticView:
 
     def report_effect(self, text: str) -> None:
         """Answer as the kernel does when a command took effect."""
-        self._feed.last_effect = {"count": self._feed.last_effect["count"] + 1, "text": text}
+        self._feed.note_effect(text)
         self.update()
 
     def show_picture(self, name: str, png: bytes, error: str | None = None) -> None:

@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
-from dtkit.dashboard.summary.comparison import differ_in_bytes, make_row
+from dtkit.dashboard.summary.comparison import differ_in_bytes, is_better_lower, is_steep, make_row
 from dtkit.dashboard.summary.curves import LOSS, downsample
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ _NUM_BUCKETS = 64  # more would make noisy lines that hide each other
 _LINE_STYLES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.6, 1.2, 1.6)))
 _MARKERS = "os^DvP*X"
 _LOG_BYTES_RATIO = 20.0  # from this ratio of bytes on, a linear axis would hide the smaller ones
-_LOG_LOSS_RATIO = 50.0  # from this ratio of losses on, the axis is logarithmic
 _LEGEND_COLUMNS = 2
 _MAX_METRICS = 6
 
@@ -67,6 +66,7 @@ def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figu
         handles, names, loc="outside upper left", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9,
         labelcolor=style.TEXT_COLOR, handlelength=4,
     )  # fmt: skip
+    style.fit_texts(figure)
     return figure
 
 
@@ -90,10 +90,12 @@ def _draw_metric(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
     style.style_axes(ax)
     style.format_step_axis(ax)
     style.set_title(ax, f"Validation {formatting.sanitize_text(name, 40)}")
+    drawn = [np.empty(0)]
     for k, (history, label) in enumerate(zip(histories, labels, strict=True)):
         points = [(e.step, e.values[name]) for e in history.evaluations if e.values.get(name) is not None]
         if points:
             steps, values = np.array(points, float).T
+            drawn.append(values)
             look: dict[str, Any] = {
                 "marker": _MARKERS[k % len(_MARKERS)],
                 "linestyle": _LINE_STYLES[k % len(_LINE_STYLES)],
@@ -102,6 +104,8 @@ def _draw_metric(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
                 steps, values, color=style.COLORS[k % len(style.COLORS)], linewidth=1.5, gid=label, markersize=5,
                 markerfacecolor="white", markevery=max(1, len(points) // 12), **look,
             )  # fmt: skip
+    if is_better_lower(name) and is_steep(np.concatenate(drawn)):
+        _use_log_scale(ax)
 
 
 def _draw_runs(
@@ -158,10 +162,12 @@ def _format_bytes_panel(ax: Axes, sent_bytes: Sequence[np.ndarray]) -> None:
 def _scale_loss_axes(panels: Sequence[Axes], run_buckets: Sequence[CurveBuckets]) -> None:
     """Use the same scale of the loss in both panels, logarithmic where the loss falls far."""
     lines = [part.values[:, -1, 1] for part in run_buckets]
-    values = np.concatenate([line[np.isfinite(line)] for line in lines]) if lines else np.empty(0)
-    is_steep = len(values) and values.min() > 0 and values.max() / values.min() >= _LOG_LOSS_RATIO
-    for ax in panels:
-        if is_steep:
-            ax.set_yscale("log")
-            ax.yaxis.set_minor_locator(FixedLocator([]))
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: formatting.format_loss(y)))
+    if lines and is_steep(np.concatenate(lines)):
+        for ax in panels:
+            _use_log_scale(ax)
+
+
+def _use_log_scale(ax: Axes) -> None:
+    ax.set_yscale("log")
+    ax.yaxis.set_minor_locator(FixedLocator([]))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: formatting.format_loss(y)))

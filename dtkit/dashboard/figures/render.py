@@ -16,6 +16,7 @@ from dtkit.dashboard.figures.neutral import make_neutral, shrink_png
 
 _DPI = 160
 _CSS_PIXELS_PER_INCH = 92
+_MIN_SCALE = 0.75  # a smaller text could not be read, so a narrower place scrolls
 
 
 def create_figure(width: float, height: float) -> Figure:
@@ -46,7 +47,16 @@ def get_css_width(figure: Figure) -> int:
 
 
 def format_img_tag(figure: Figure, alt: str) -> str:
-    """Return the figure as an ``<img>`` no wider than its container; `alt` describes it."""
+    """Return the figure as an ``<img>``; `alt` describes it."""
     data = base64.b64encode(render_notebook_png(figure)).decode("ascii")
-    attributes = f'width="{get_css_width(figure)}" style="max-width: 100%" alt="{html.escape(alt)}"'
-    return f'<img src="data:image/png;base64,{data}" {attributes}>'
+    return format_png_tag(data, get_css_width(figure), alt)
+
+
+def format_png_tag(data: str, width: int, alt: str) -> str:
+    """Return a PNG in base64 as an ``<img>`` of `width` CSS pixels, or as wide as its container.
+
+    The container scrolls where the text would become too small.
+    """
+    style = f"max-width: 100%; min-width: {round(_MIN_SCALE * width)}px"
+    image = f'<img src="data:image/png;base64,{data}" width="{width}" style="{style}" alt="{html.escape(alt)}">'
+    return f'<div style="overflow-x: auto">{image}</div>'

@@ -22,7 +22,7 @@ from dtkit.dashboard.figures.panels import (
     waffle,
 )
 from dtkit.dashboard.figures.render import create_figure
-from dtkit.dashboard.figures.style import ALERT_COLOR, MUTED_COLOR, TEXT_COLOR, describe_event_marks
+from dtkit.dashboard.figures.style import ALERT_COLOR, MUTED_COLOR, TEXT_COLOR, describe_event_marks, fit_texts
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes
 from dtkit.dashboard.summary.notices import ALERT_KINDS, NOTICE_GLYPHS, collect_notices, list_error_lines
@@ -71,6 +71,7 @@ def draw_run(run: RunView, panels: Sequence[Panel] | None = None) -> Figure:
     for k, row in enumerate(rows):
         for column, panel in enumerate(row):
             panel(figure.add_subplot(grid[k, column] if len(row) == 2 else grid[k, :]), run.history)
+    fit_texts(figure)
     return figure
 
 

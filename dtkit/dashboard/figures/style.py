@@ -10,9 +10,11 @@ import textwrap
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from matplotlib.text import Annotation, Text
 from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 from matplotlib.transforms import ScaledTranslation
 
+from dtkit._util import formatting
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES, Curves
 from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.dashboard.summary.notices import MARKED_EVENTS
@@ -20,7 +22,7 @@ from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.timing import format_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -73,8 +75,38 @@ def format_step_axis(ax: Axes) -> None:
 
 def set_title(ax: Axes, name: str, note: str = "") -> None:
     """Set a panel's name on the left and a note on the right."""
-    ax.set_title(name, loc="left", fontsize=10, fontweight="bold", color=TEXT_COLOR)
-    ax.set_title(note, loc="right", **_SMALL_TEXT)
+    ax.set_title(name, loc="left", fontsize=10, fontweight="bold", color=TEXT_COLOR, gid="name")
+    ax.set_title(note, loc="right", gid="note", **_SMALL_TEXT)
+
+
+def fit_texts(figure: Figure) -> None:
+    """Shorten notes and names of panels that would overlap, and move labels of lines apart. Lays the figure out."""
+    figure.draw_without_rendering()
+    for ax in figure.axes:
+        texts = ax.findobj(Text)
+        _fit_titles(ax, {text.get_gid(): text for text in texts}, 0.08 * figure.dpi)
+        _spread_end_labels(ax, [text for text in texts if text.get_gid() == "end" and isinstance(text, Annotation)])
+
+
+def _fit_titles(ax: Axes, titles: Mapping[str | None, Text], gap: float) -> None:
+    name, note = titles.get("name"), titles.get("note")
+    if name is None or note is None:
+        return
+    while note.get_text() and name.get_window_extent().x1 + gap > note.get_window_extent().x0:
+        note.set_text(note.get_text().rpartition(", ")[0])
+    room = (ax.get_window_extent().x1 - name.get_window_extent().x0) / max(1.0, name.get_window_extent().width)
+    if room < 1:
+        name.set_text(formatting.sanitize_text(name.get_text(), int(room * len(name.get_text()))))
+
+
+def _spread_end_labels(ax: Axes, labels: Sequence[Annotation]) -> None:
+    if len(labels) < 2:
+        return
+    gap = max(label.get_window_extent().height for label in labels) / ax.get_window_extent().height
+    ordered = sorted(labels, key=lambda label: label.xy[1])
+    heights = spread_positions([label.xy[1] for label in ordered], gap)
+    for label, height in zip(ordered, heights, strict=True):
+        label.xy = (label.xy[0], height)
 
 
 def set_figure_title(figure: Figure, text: str) -> None:

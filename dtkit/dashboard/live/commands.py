@@ -11,6 +11,7 @@ Delaying and ending a node inject faults, for lessons. A page may do so only whe
 from __future__ import annotations
 
 import math
+import os
 import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -111,7 +112,7 @@ class CommandHandler:
                 saved = run.save()
             except ValueError:  # the run has no path
                 saved = run.save(folder)
-            return f"checkpoint of step {saved.step:,} on all nodes saved: {saved.path}"
+            return f"checkpoint of step {saved.step:,} on all nodes saved: {_shorten_path(str(saved.path))}"
 
         return act
 
@@ -142,6 +143,12 @@ def _parse_factor(value: Any) -> float:
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= 100:
         raise ValueError(f"{factor!r} times slower: it must be a number from 1 (full speed) to 100")
     return float(factor)
+
+
+def _shorten_path(path: str) -> str:
+    """Return a path as seen from the notebook's folder, if it is below that."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith(os.pardir) else relative
 
 
 def _make_file_name(name: str) -> str:

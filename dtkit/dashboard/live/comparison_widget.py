@@ -1,8 +1,8 @@
-"""The live view of a comparison: one chart with a shared axis, and a table that is its legend.
+"""The live view of a comparison: losses against steps and time, validation metrics, and a table that is the legend.
 
 All runs have buckets of the same width, so that a point of the axis means the same in each. Each message has the whole
-view: a kilobyte for each run, twice a second at most. The view stays after the runs' end; the figure is in the saved
-notebook.
+view: some kilobytes for each run, twice a second at most. The view stays after the runs' end; the figure is in the
+saved notebook.
 """
 
 from __future__ import annotations
@@ -16,20 +16,26 @@ import traitlets
 
 from dtkit._util import formatting, timeouts
 from dtkit.dashboard.live.bundle import bundle_modules
+from dtkit.dashboard.live.comparison_series import list_metric_names, make_metric_series, make_time_series
 from dtkit.dashboard.live.messages import Message
-from dtkit.dashboard.live.placement import make_place_name, place_view
+from dtkit.dashboard.live.placement import make_place_name, needs_widget_views, place_view
 from dtkit.dashboard.live.widget import STATIC_FOLDER
+from dtkit.dashboard.summary.comparison import is_steep
 from dtkit.dashboard.summary.curves import LOSS, Chart, Curves
+from dtkit.dashboard.text.comparison_text import make_differences_table, make_table, make_table_note
 from dtkit.dashboard.throttle import Throttle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from dtkit._util.table import Table
     from dtkit.dashboard.summary.comparison import ComparisonRow
     from dtkit.history.history import History
     from dtkit.types import Status
 
 NUM_BUCKETS = 256
+MAX_VIEWS = 16
+"""Live views that stay; older ones are closed, so that their memory is freed."""
 _MEAN_LOSS = Chart("loss", None, LOSS.from_totals)
 
 
@@ -47,8 +53,18 @@ class ComparisonView(Protocol):
         ...
 
     @property
+    def labels(self) -> Sequence[str]:
+        """The names of the runs."""
+        ...
+
+    @property
     def rows(self) -> list[ComparisonRow]:
         """A row for each run, as of now."""
+        ...
+
+    @property
+    def differences(self) -> list[tuple[str, ...]]:
+        """The settings in which the runs differ: (setting, its text in each run)."""
         ...
 
     def make_mime_bundle(self) -> dict[str, str]:
@@ -82,27 +98,32 @@ class ComparisonMessageBuilder:
         """Return everything that a page needs, in the form of a run's snapshot, so that the same store reads it."""
         self._seq += 1
         values, width, origin = self._align_curves()
-        runs = self._build_rows()
+        series = self._make_series()
+        states = [_get_state(run) for run in self._comparison.runs]
         last_steps = [history.totals()["step"][-1:] for history in self._comparison.histories]
         step = int(max((steps[0] for steps in last_steps if len(steps)), default=0))
-        is_running = any(run["state"] == "running" for run in runs)
         content: dict[str, Any] = {
             "kind": "snapshot",
             "seq": self._seq,
-            "status": {"state": "running" if is_running else "ended", "step": step},
+            "status": {"state": "running" if "running" in states else "ended", "step": step},
             "head": {
-                "columns": len(runs) + 1,
-                "charts": {"loss": {"name": "loss", "first": 0, "nodes": len(runs), "banded": False}},
-                "ranks": len(runs),
-                "runs": runs,
+                "columns": len(states) + 1,
+                "charts": {"loss": {"name": "loss", "first": 0, "nodes": len(states), "banded": False}},
+                "ranks": len(states),
+                "runs": list(self._comparison.labels),
+                "steep": is_steep(values[..., 1]),
+                **self._build_tables(states),
             },
             "curves": {"width": width, "origin": origin, "first": 0, "flat": False, "buckets": len(values)},
+            "series": _describe_series(series),
             "effect": {"count": 0, "text": ""},
             "lr": None,
             "error": None,
         }
         content |= {name: [] for name in ("tiles", "notices", "nodes", "marks", "evaluations", "events")}
-        return Message(content, [np.ascontiguousarray(values, "<f4").tobytes(), b""])
+        points = np.concatenate([np.empty(0), *(part.reshape(-1) for part in series.values())])
+        buffers = [np.ascontiguousarray(values, "<f4").tobytes(), b"", points.astype("<f4").tobytes()]
+        return Message(content, buffers)
 
     def _align_curves(self) -> tuple[np.ndarray, int, int]:
         """Return values of shape (buckets, runs + 1, 3), with their width and origin; the last column is empty."""
@@ -121,20 +142,54 @@ class ComparisonMessageBuilder:
                 values[start : start + len(part.values), k] = part.values[:, 0]
         return values, width, origin
 
-    def _build_rows(self) -> list[dict[str, str]]:
-        """Return the rows of the table as text."""
-        runs = self._comparison.runs
-        return [
-            {
-                "label": row.label,
-                "state": run.status.state.value if isinstance(run, ChangingRun) else "kept",
-                "steps": f"{row.steps:,}",
-                "loss": formatting.format_loss(row.loss) if row.steps else formatting.UNKNOWN,
-                "rate": formatting.format_rate(row.samples_per_s),
-                "sent": formatting.format_bytes(row.sent_bytes),
-            }
-            for row, run in zip(self._comparison.rows, runs, strict=True)
-        ]
+    def _make_series(self) -> dict[str, np.ndarray]:
+        """Return the series by name: the loss against time, and then each validation metric."""
+        histories = self._comparison.histories
+        series = {"time": make_time_series(histories)}
+        series |= {name: make_metric_series(histories, name) for name in list_metric_names(histories)}
+        return {name: points for name, points in series.items() if len(points)}
+
+    def _build_tables(self, states: Sequence[str]) -> dict[str, Any]:
+        """Return the tables of the kept picture, the first one with the state of each run in its second column."""
+        rows, differences = self._comparison.rows, self._comparison.differences
+        table = _describe_table(make_table(rows))
+        table["header"].insert(1, "state")
+        table["texts"].append(1)
+        for cells, state in zip(table["rows"], states, strict=True):
+            cells.insert(1, state)
+        table["bold"] = [[row, column + (column > 0)] for row, column in table["bold"]]
+        settings = (
+            _describe_table(make_differences_table(self._comparison.labels, differences)) if differences else None
+        )
+        return {"table": table, "note": make_table_note(rows), "settings": settings}
+
+
+def _get_state(run: object) -> str:
+    return run.status.state.value if isinstance(run, ChangingRun) else "kept"
+
+
+def _describe_table(table: Table) -> dict[str, Any]:
+    """Return a table as JSON, with the numbers of its columns of text."""
+    texts = [k for k, name in enumerate(table.header) if name in table.text_columns]
+    rows = [[formatting.sanitize_text(cell, 200) for cell in row] for row in table.rows]
+    return {
+        "header": [formatting.sanitize_text(name, 80) for name in table.header],
+        "rows": rows,
+        "texts": texts,
+        "bold": [list(cell) for cell in table.bold_cells],
+    }
+
+
+def _describe_series(series: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Return name, title and place of each series in its buffer, as messages of one run have them."""
+    described, first = [], 0
+    for name, points in series.items():
+        title = "Loss against time" if name == "time" else f"Validation {formatting.sanitize_text(name, 40)}"
+        described.append(
+            {"name": name, "title": title, "points": len(points), "lines": points.shape[1] - 1, "first": first}
+        )
+        first += points.size
+    return described
 
 
 class ComparisonWidget(anywidget.AnyWidget):
@@ -178,11 +233,16 @@ def _select_running(runs: Sequence[object]) -> list[ChangingRun]:
 
 
 def try_show(comparison: ComparisonView) -> bool:
-    """Show a comparison live in the current cell. Return False if none of its runs goes on."""
+    """Show a comparison live in the current cell, with its figure for the saved notebook.
+
+    Return False without showing it where the figure would replace the live view at once.
+    """
     running = _select_running(comparison.runs)
-    if not running:
+    if not running and needs_widget_views():
         return False
-    view = place_view(ComparisonWidget(comparison), (comparison.make_mime_bundle(), {}))
+    widget = ComparisonWidget(comparison)
+    view = place_view(widget, (comparison.make_mime_bundle(), {}))
+    _keep(widget)
     unsubscribers: list[Callable[[], None]] = []
 
     def draw_when_ended() -> None:
@@ -193,6 +253,21 @@ def try_show(comparison: ComparisonView) -> bool:
                 unsubscribe()
 
     throttle = Throttle(draw_when_ended, 0.0)
-    unsubscribers += [run.subscribe(throttle.trigger) for run in running]
-    throttle.trigger()
+    if running:
+        unsubscribers += [run.subscribe(throttle.trigger) for run in running]
+        throttle.trigger()
     return True
+
+
+def _keep(widget: ComparisonWidget) -> None:
+    """Keep a live view, and close the oldest one beyond those that stay; its figure stays."""
+    with _lock:
+        _kept.append(widget)
+        oldest = _kept.pop(0) if len(_kept) > MAX_VIEWS else None
+    if oldest is not None:
+        oldest.close()
+
+
+# locks: while a view is kept or closed
+_lock = threading.Lock()
+_kept: list[ComparisonWidget] = []

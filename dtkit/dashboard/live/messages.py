@@ -98,8 +98,7 @@ class MessageBuilder:
         """The highlighted node."""
         self.extra_controls: Sequence[str] = ()
         """Controls that not every run has."""
-        self.last_effect: dict[str, Any] = {"count": 0, "text": ""}
-        """Number of commands that took effect, and the last one in words."""
+        self._num_effects, self._last_effect, self._effect_at = 0, "", -math.inf
 
     def __len__(self) -> int:
         """Return the number of nodes."""
@@ -116,6 +115,10 @@ class MessageBuilder:
         is_strip_late = self._has_strip and self._strip_step != self._run.status.step
         has_unread_events = self._num_events_read < len(self._run.history.events)
         return is_strip_late or self._curves.has_changes or has_unread_events or bool(self._unsent_events)
+
+    def note_effect(self, text: str) -> None:
+        """Put a command that took effect into the messages of the next seconds."""
+        self._num_effects, self._last_effect, self._effect_at = self._num_effects + 1, text, self._clock()
 
     def build_snapshot(self) -> Message:
         """Return everything that a page needs, downsampled."""
@@ -185,6 +188,7 @@ class MessageBuilder:
         stuck_ranks = [] if stall is None or stall.rank is None else [stall.rank]
         self._outliers = find_outliers(self._metrics, {*self._lost_nodes, *stuck_ranks})
         epoch, epochs = compute_epoch(run.spec, status.step)
+        is_effect_recent = self._clock() - self._effect_at < timeouts.EFFECT_SHOWN_S
         error, activity = run.exception, find_activity(run, self._lost_nodes)
         return {
             "kind": kind,
@@ -216,7 +220,7 @@ class MessageBuilder:
             },
             **self._build_verdict(changed_only=kind == "change"),
             "selected": self.selected_rank,
-            "effect": self.last_effect,
+            "effect": {"count": self._num_effects, "text": self._last_effect if is_effect_recent else ""},
         }
 
     def _build_verdict(self, *, changed_only: bool) -> dict[str, Any]:
@@ -224,7 +228,7 @@ class MessageBuilder:
         now, before = self._clock(), self._verdict
         if self._run.exception is not None or self._lost_nodes or self._run.stall_report is not None:
             self._verdict, self._verdict_due_at = None, now  # no later change may come to take it back
-        elif now >= self._verdict_due_at:
+        elif now >= self._verdict_due_at or self._run.status.state.has_ended:  # the last word is that of run.verdict
             self._verdict, self._verdict_due_at = find_shown_verdict(self._run), now + timeouts.VERDICT_INTERVAL_S
         verdict = self._verdict
         if changed_only and verdict == before:

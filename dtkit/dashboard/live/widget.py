@@ -207,7 +207,7 @@ class Dashboard(anywidget.AnyWidget):
     def _report_command(self, kind: str, command: str, text: str) -> None:
         """Report on all pages that a command took effect, or why not. Any thread may call this without the lock."""
         if kind == "effect":
-            self._message_builder.last_effect = {"count": self._message_builder.last_effect["count"] + 1, "text": text}
+            self._message_builder.note_effect(text)
             self._throttle.trigger()
         else:
             self.send({"kind": "refused", "command": command, "text": text})

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import numpy as np
 
     from dtkit.history.history import History
 
@@ -18,6 +18,7 @@ FINAL_LOSS_STEPS = 20
 
 
 _SAME_BYTES_RATIO = 1.05
+_STEEP_RATIO = 50.0  # from this ratio of losses on, an axis is logarithmic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,12 @@ def differ_in_bytes(rows: Sequence[ComparisonRow]) -> bool:
     """Return whether the runs sent different numbers of bytes in a step, by more than a twentieth."""
     known = [row.bytes_per_step for row in rows if math.isfinite(row.bytes_per_step)]
     return bool(known) and max(known) > _SAME_BYTES_RATIO * min(known)
+
+
+def is_steep(losses: np.ndarray) -> bool:
+    """Return whether losses are all positive and so different that a linear axis would hide the smaller ones."""
+    known = losses[np.isfinite(losses)]
+    return bool(len(known) and known.min() > 0 and known.max() / known.min() >= _STEEP_RATIO)
 
 
 def compute_mean_loss(totals: np.ndarray) -> float:

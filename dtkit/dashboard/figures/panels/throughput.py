@@ -32,13 +32,14 @@ def draw(ax: Axes, history: History) -> None:
     num_current = int(last_ranks[-1]) if len(last_ranks) else ranks
     style.draw_lines(ax, buckets, layout, format_overall_label(num_current, history.ranks_per_replica, ranks))
     style.draw_outliers(ax, history, THROUGHPUT, NUM_BUCKETS, is_inverted=True)
-    band = ", band 10 to 90 %" if buckets.width > 1 and not layout.banded else ""
-    unit = f"{_describe_unit(ranks, banded=layout.banded)}{band}"
+    unit = _describe_unit(ranks, banded=layout.banded)
     # The names of the lines have no room next to the long unit.
     style.set_title(ax, "Throughput", style.describe_lines(layout, unit) if layout.banded else unit)
     if np.isfinite(buckets.values).any():
         ax.set_ylim(0, 1.08 * float(np.nanmax(buckets.values)))
         style.draw_end_labels(ax, style.collect_line_labels(ax))
+    if buckets.width > 1 and not layout.banded:
+        ax.set_xlabel("step (bands: 10 to 90 %)", fontsize=8, color=style.MUTED_COLOR)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: formatting.format_rate(y) if y else "0"))
     style.mark_events(ax, history.events)
 

@@ -24,7 +24,7 @@ const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
  * overall(head, value). Optional: overallName, right(head): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName,
  * shown(store), exact: never smooth, joined: lines without gaps, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line),
- * inverted: draw the reciprocals of the values, canLog: the logarithmic scale of all such charts, which leaves out values that are not positive.
+ * axis: instead of that of all charts, inverted: draw the reciprocals of the values, canLog: the logarithmic scale of all such charts, which leaves out values that are not positive.
  */
 export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });
@@ -37,7 +37,7 @@ export function chart(store, name, options, redraw) {
   const frame = newFrame(options.title, note, { svg, csv: () => listValues(view) });
   const el = h("section", { class: "dtk-panel", "data-testid": options.testid, ...(options.title ? { "data-name": options.title } : {}) }, frame.head, svg);
   frame.attach(el, redraw);
-  const view = { store, name, svg, layers, clipped, paths: new Map(), options, layout: null, frame: null, grain: null, point: null, tip: newTooltip(el) };
+  const view = { store, name, svg, layers, clipped, paths: new Map(), options, layout: null, frame: null, grain: null, width: 0, point: null, tip: newTooltip(el) };
   listenToChart(view, redraw);
   const update = () => {
     view.layout = options.layout?.(store) ?? store.head.charts[name];
@@ -47,12 +47,13 @@ export function chart(store, name, options, redraw) {
     if (el.hidden) return;
     const flat = Boolean(options.isFlat?.(store));
     el.classList.toggle("dtk-flat", flat);
-    el.classList.toggle("dtk-wide", flat);
+    el.classList.toggle("dtk-wide", flat || Boolean(options.wide));
     view.height = frame.height() ?? options.height ?? 200;
     view.grain = options.grain?.(store) ?? bucketGrain(detailInSight(store) ?? store.curves, store.head.columns, view.layout, options.merged);
     if (options.inverted) view.grain.value = inverted(view.grain.value);
     if (view.isLog) view.grain.value = onlyPositive(view.grain.value);
-    if (!flat) drawChart(view, Math.max(240, el.clientWidth || 0));
+    view.width = el.clientWidth || view.width; // none while the page reloads its styles, after a change of theme
+    if (!flat) drawChart(view, Math.max(240, view.width));
     setText(note, (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view));
     drawTooltip(view, el);
     setAttr(svg, "aria-label", `${options.title}: ${describe(view)}`);
@@ -62,7 +63,7 @@ export function chart(store, name, options, redraw) {
 
 function drawChart(view, width) {
   const { store, svg, options, layout, height, grain } = view;
-  view.axis = xAxis(store);
+  view.axis = options.axis ?? xAxis(store);
   view.shown = (line) => !store.view.hidden.has(lineKey(layout, line));
   for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) setAttr(svg, key, value);
   const points = store.view.hidden.has("valid") ? [] : (options.points?.(store) ?? []).filter((point) => !view.isLog || point.value > 0);
@@ -158,13 +159,17 @@ function format({ options }, v) {
   const text = options.format?.(v) ?? number(v);
   return options.unit && Number.isFinite(v) ? `${text} ${options.unit}` : text;
 }
+/** Return the position of a span in words: steps, or the time where that is the axis. */
+function spanText({ options: { axis } }, span) {
+  return axis ? axis.format(axis.of(span[1])) : stepsText(span);
+}
 function stepsText([first, last]) {
   return first === last ? `step ${first.toLocaleString("en-US")}` : `steps ${first.toLocaleString("en-US")}–${last.toLocaleString("en-US")}`;
 }
 function readout(view) {
   const at = hovered(view);
   if (at === null) return null;
-  return `${stepsText(view.grain.span(at))}: ${format(view, view.grain.value(view.layout.nodes, at, 1))}`;
+  return `${spanText(view, view.grain.span(at))}: ${format(view, view.grain.value(view.layout.nodes, at, 1))}`;
 }
 
 /** Name every line at the pointer, with its value and unit. */
@@ -173,8 +178,8 @@ function drawTooltip(view, panel) {
   if (at === null || view.dragged || !(point || (keyed && svg.ownerDocument.activeElement === svg))) return view.tip.hide();
   const box = svg.getBoundingClientRect(), spot = point ?? [box.left + frame.x(view.store.hover), box.top + TOP + 10];
   const [x, y] = within(panel, { clientX: spot[0], clientY: spot[1] }), { axis, grain } = view, span = grain.span(at);
-  const more = axis.label === "step" ? "" : ` · ${axis.label} ${axis.format(axis.of(span[1]))}`;
-  view.tip.show(x, y, `${stepsText(span)}${more}`, tooltipRows(view, at));
+  const more = axis.label === "step" || view.options.axis ? "" : ` · ${axis.label} ${axis.format(axis.of(span[1]))}`;
+  view.tip.show(x, y, `${spanText(view, span)}${more}`, tooltipRows(view, at));
 }
 function tooltipRows(view, at) {
   const { layout } = view, rows = [];
@@ -226,7 +231,8 @@ function listValues({ grain, layout, options, store, axis }) {
     const name = line === layout.nodes ? overallName(options, store.head) ?? "overall" : layout.banded ? "band" : options.lineName?.(store, line) ?? `node ${line}`;
     names.push(name, ...(grain.wide > 1 || layout.banded ? [`${name} ${low}`, `${name} ${high}`] : []));
   }
-  const rows = [["first step", "last step", ...(axis.label === "step" ? [] : [axis.label]), ...names]];
+  const places = options.axis ? ["from (ms)", "to (ms)"] : ["first step", "last step"];
+  const rows = [[...places, ...(axis.label === "step" ? [] : [axis.label]), ...names]];
   for (let at = 0; at < grain.used; at++) {
     const span = grain.span(at), values = [];
     for (let line = 0; line <= layout.nodes; line++) {

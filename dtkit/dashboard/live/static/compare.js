@@ -1,48 +1,111 @@
 // The browser's half of a live comparison; comparison_widget.py is the other half. Runs take the place of nodes.
 
 import { chart } from "./chart.js";
+import { MILLISECONDS } from "./chart/axis.js";
+import { seriesGrain } from "./chart/grain.js";
 import { h, s, setAttr, setText } from "./elements.js";
+import { fillRow } from "./grid.js";
 import { mountViews } from "./mount.js";
+import { number } from "./numbers.js";
 import { apply, newStore } from "./store.js";
 import { followTheme } from "./theme.js";
 import { toolbar } from "./toolbar.js";
 
-const COLUMNS_OF_RUNS = [["run", "label"], ["state", "state"], ["steps", "steps"], ["loss", "loss"], ["samples/s", "rate"], ["sent per node", "sent"]];
+const LONGEST_LABEL = 16, HEIGHT = 240;
 
-function runsTable(store) {
-  const body = h("tbody");
-  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "runs-table" }, h("div", { class: "dtk-scroll", tabindex: "0", role: "region", "aria-label": "table of runs" },
-    h("table", {}, h("thead", {}, h("tr", {}, ...COLUMNS_OF_RUNS.map(([name]) => h("th", { scope: "col" }, name)))), body)));
+/** Return a run's name at the end of its line: whole, or its number in the table and its beginning. */
+function lineName({ head: { runs } }, line) {
+  return runs[line].length <= LONGEST_LABEL ? runs[line] : `${line + 1}: ${runs[line].slice(0, LONGEST_LABEL - 4)}…`;
+}
+const LINES = { height: HEIGHT, canLog: true, overall: () => "", lineName, right: ({ runs }) => 24 + 7 * Math.max(5, ...runs.map((_, line) => lineName({ head: { runs } }, line).length)) };
+
+function stepsChart(store, redraw) {
+  return chart(store, "loss", { ...LINES, title: "Loss against steps", testid: "comparison-chart", note: () => "mean over all nodes" }, redraw);
+}
+
+/** Return the chart of a series: the loss against time, or a validation metric. */
+function comparedChart(store, name, redraw) {
+  const of = () => store.series.get(name), isTime = name === "time", own = isTime ? timedStore(store) : store;
+  return chart(own, name, {
+    ...LINES,
+    title: of().title,
+    testid: isTime ? "time-chart" : "metric-chart",
+    canLog: isTime || name === "loss",
+    exact: !isTime,
+    joined: true,
+    axis: isTime ? MILLISECONDS : undefined,
+    note: () => (isTime ? "of steps, without pauses" : ""),
+    layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
+    grain: () => seriesGrain(of()),
+    format: number,
+  }, redraw);
+}
+/** Return a store with its own pointer and range in sight: positions are milliseconds there, and not steps. */
+function timedStore(store) {
+  const of = () => store.series.get("time"), end = () => of().values[(of().points - 1) * (of().lines + 1)];
+  return Object.create(store, {
+    view: { value: Object.create(store.view, { zoom: { value: null, writable: true } }) },
+    hover: { value: null, writable: true },
+    status: { get: () => ({ ...store.status, step: 0 }) },
+    curves: { get: () => ({ origin: 0, width: 1, used: end() + 1, data: store.curves.data }) },
+  });
+}
+
+function comparedCharts(store, _send, redraw) {
+  const el = h("div", { class: "dtk-several" }), shown = new Map();
   const update = () => {
-    const { runs } = store.head;
-    while (body.children.length < runs.length) body.append(runRow(body.children.length));
-    runs.forEach((run, k) => COLUMNS_OF_RUNS.forEach(([, key], column) => {
-      const cell = body.children[k].children[column];
-      setText(column ? cell : cell.lastChild, column ? run[key] : `${k + 1}: ${run[key]}`);
-    }));
+    for (const name of store.series.keys()) {
+      if (shown.has(name)) continue;
+      shown.set(name, comparedChart(store, name, redraw));
+      el.append(shown.get(name).el);
+    }
+    for (const one of shown.values()) one.update();
   };
   return { el, update };
 }
-function runRow(k) {
-  const line = s("svg", { width: 34, height: 10, "aria-hidden": "true" }, s("path", { d: "M1,5h32", class: `dtk-line dtk-n${k % 8} dtk-dash${k % 4}` }));
-  return h("tr", { "data-run": k }, h("th", { scope: "row" }, line, " ", h("span")), ...COLUMNS_OF_RUNS.slice(1).map(() => h("td")));
+
+/** Return a table with a line as in the charts before each run, or one without lines. */
+function tableOf(read, { testid, label, isLegend }) {
+  const scroll = h("div", { class: "dtk-scroll dtk-high", tabindex: "0", role: "region", "aria-label": label }), note = h("p", { class: "dtk-note" });
+  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": testid }, scroll, note);
+  let shown = "";
+  const update = () => {
+    const { table, text } = read(), now = JSON.stringify([table, text]);
+    el.hidden = !table;
+    if (!table || now === shown) return;
+    shown = now;
+    scroll.replaceChildren(h("table", {}, h("thead", {}, tableRow(table, table.header, -1)), h("tbody", {}, ...table.rows.map((cells, row) => tableRow(table, cells, row, isLegend)))));
+    setText(note, text ?? "");
+  };
+  return { el, update };
+}
+function tableRow({ texts, bold }, cells, row, isLegend) {
+  return h("tr", row < 0 ? {} : { "data-run": row }, ...cells.map((text, column) => {
+    const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column);
+    const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
+    if (isLegend && !column) cell.append(runLine(row), h("span", {}, ` ${row + 1}: ${text}`));
+    else cell.append(text);
+    return cell;
+  }));
+}
+function runLine(k) {
+  return s("svg", { width: 34, height: 10, "aria-hidden": "true" }, s("path", { d: "M1,5h32", class: `dtk-line dtk-n${k % 8} dtk-dash${k % 4}` }));
 }
 
 function buildComparison(store) {
   const root = h("div", { class: "dtkit", "data-testid": "dtkit-comparison", "data-state": "", "data-lm-suppress-shortcuts": "true", role: "region", "aria-label": "comparison of runs" });
   const redraw = () => requestAnimationFrame(draw);
-  const lines = chart(store, "loss", {
-    title: "Loss", testid: "comparison-chart", height: 260,
-    note: () => "mean over all nodes, on the same steps", overall: () => "", lineName: (_store, line) => `run ${line + 1}`,
-  }, redraw);
-  const tools = toolbar(store, null), table = runsTable(store);
-  lines.el.classList.add("dtk-wide");
-  root.append(h("div", { class: "dtk-body" }, tools.el, lines.el, table.el));
+  const panels = [
+    toolbar(store, null), stepsChart(store, redraw), comparedCharts(store, null, redraw),
+    tableOf(() => ({ table: store.head.table, text: store.head.note }), { testid: "runs-table", label: "table of runs", isLegend: true }),
+    tableOf(() => ({ table: store.head.settings }), { testid: "settings-table", label: "settings that differ" }),
+  ];
+  const body = h("div", { class: "dtk-body" }, ...panels.map((panel) => panel.el));
+  root.append(body);
   function draw() {
     if (!store.head) return;
-    tools.update();
-    lines.update();
-    table.update();
+    for (const panel of panels) panel.update();
+    if (fillRow(body)) redraw();
     setAttr(root, "data-state", store.status.state);
     setAttr(root, "data-seq", store.seq);
   }
@@ -59,7 +122,12 @@ function openComparison(store) {
 export default () => {
   const store = newStore(), views = new Set();
   store.redraw = () => { for (const redraw of views) redraw(); };
-  const receive = (content, buffers) => { apply(store, content, buffers); store.redraw(); };
+  const receive = (content, buffers) => {
+    const isFirst = !store.head;
+    apply(store, content, buffers);
+    if (isFirst) store.view.log = Boolean(store.head?.steep);
+    store.redraw();
+  };
   return {
     initialize({ model }) {
       model.on("msg:custom", receive);

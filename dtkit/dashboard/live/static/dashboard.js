@@ -8,6 +8,7 @@
 // There is no dependency and no build step: bundle.py puts the files into one module.
 
 import { h, setAttr, setText } from "./elements.js";
+import { fillRow } from "./grid.js";
 import { mountViews } from "./mount.js";
 import { banner } from "./panels/banner.js";
 import { controls } from "./panels/controls.js";
@@ -74,6 +75,7 @@ function buildView(store, send) {
     if (!store.head) return;
     store.lost = isLost(store);
     for (const [panel, update] of updates) if (!panel.el.classList.contains("dtk-off")) update();
+    if (fillRow(body)) redraw();
     setAttr(root, "data-state", store.lost ? "lost" : store.status.state);
     setAttr(root, "data-step", store.status.step);
     setAttr(root, "data-seq", store.seq);

@@ -20,7 +20,7 @@ export function newStore() {
   return {
     seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], throughput: null, error: null, refused: null,
     notices: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], outliers: [], slow: [], slowed: [] },
-    detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, spot: null, strip: null, pictures: new Map(), series: new Map(),
+    detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, effectAt: -Infinity, spot: null, strip: null, pictures: new Map(), series: new Map(),
     beats: false, lost: false, view: newView(), send: () => {}, redraw: () => {},
     log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null, // the step at the pointer
     curves: { width: 1, origin: 0, used: 0, data: new Float32Array(0) },
@@ -64,10 +64,7 @@ export function apply(store, content, buffers) {
     return true;
   }
   if (content.kind === "series") {
-    for (const one of content.series) {
-      const each = one.points * (one.lines + 1), [first] = [one.first];
-      store.series.set(one.name, { ...one, values: floats(buffers[0]).subarray(first, first + each) });
-    }
+    applySeries(store, content.series, floats(buffers[0]));
     return true;
   }
   const whole = content.kind === "snapshot";
@@ -96,6 +93,7 @@ export function apply(store, content, buffers) {
   if (ranks.length) store.ranks = ranks;
   if (content.time) [store.time, store.bars] = [content.time, floats(buffers[2])];
   if (content.spot) applySpot(store, content.spot, floats(buffers[3]));
+  if (content.series) applySeries(store, content.series, floats(buffers[2])); // of a comparison
   if (content.strip) store.strip = { ...content.strip, boxes: new Uint16Array(raw(buffers[4]).buffer), measured: content.strip.boxes };
   return true;
 }
@@ -124,8 +122,13 @@ function floats(buffer) {
   return new Float32Array(raw(buffer).buffer);
 }
 
+function applySeries(store, series, values) {
+  for (const one of series) store.series.set(one.name, { ...one, values: values.subarray(one.first, one.first + one.points * (one.lines + 1)) });
+}
+
 function applyNow(store, content) {
   store.nodesNow = content.nodes_now ?? store.nodesNow;
+  if (content.effect.count !== store.effect.count) store.effectAt = Date.now();
   store.effect = content.effect;
   const selected = content.selected ?? null;
   if (store.picking && selected !== store.selected) return; // the kernel hasn't received this page's choice yet

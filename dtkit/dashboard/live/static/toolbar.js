@@ -26,15 +26,17 @@ export function toolbar(store, panels) {
 
 function axisField(store) {
   const select = h("select", { "data-testid": "x-axis", "aria-label": "x axis" }, ...AXES.map((name) => h("option", { value: name }, name)));
+  const el = h("label", { class: "dtk-field" }, "x", select);
   select.addEventListener("change", () => { store.view.x = select.value; store.redraw(); });
   const update = () => {
     const { head } = store;
     select.children[1].disabled = !head.steps_per_epoch;
     select.children[2].disabled = !head.charts.step_s;
     select.children[3].disabled = !head.batch;
+    el.hidden = [...select.children].slice(1).every((option) => option.disabled); // there is no choice
     if (select.value !== store.view.x) select.value = store.view.x;
   };
-  return { el: h("label", { class: "dtk-field" }, "x", select), update };
+  return { el, update };
 }
 
 /** The slider's square root makes room near 1, where a change is large. */

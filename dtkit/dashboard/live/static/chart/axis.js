@@ -20,6 +20,9 @@ export function xAxis(store) {
   };
 }
 
+/** The axis of a chart whose positions are milliseconds. */
+export const MILLISECONDS = { label: "time", of: (ms) => ms / 1e3, step: (seconds) => seconds * 1e3, format: duration, mark: shortTime, marks: timeMarks };
+
 /** Steps have taken what the buckets say; pauses don't count. */
 function timeAxis(store) {
   const { curves, head } = store, column = head.charts.step_s.first, { used, width, origin } = curves;
@@ -44,7 +47,7 @@ function timeAxis(store) {
     }
     return high;
   };
-  return { label: "time", of, step, format: duration, mark: shortTime, marks: (low, high, count) => timeMarks(low, high, count) };
+  return { label: "time", of, step, format: duration, mark: shortTime, marks: timeMarks };
 }
 
 const ROUND_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];

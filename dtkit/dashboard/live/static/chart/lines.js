@@ -50,7 +50,7 @@ export function drawLine(view, line, ends) {
   const hue = lineHue(layout, line), own = overall || crowd || options.lineName ? undefined : line;
   const dash = options.lineName ? ` dtk-dash${line % 4}` : ""; // runs differ without colors too
   const path = pathOf(view, `line${line}`, layers.lines, "", overall ? "all" : crowd ? "band" : line);
-  setAttr(path, "class", `dtk-line dtk-${hue}${dash}${means ? " dtk-raw" : ""}${pickedClass(store, own)}`);
+  setAttr(path, "class", `dtk-line dtk-${hue}${dash}${drawn.seen === 1 ? " dtk-dot" : ""}${means ? " dtk-raw" : ""}${pickedClass(store, own)}`);
   setAttr(path, "d", crowd ? "" : drawn.mean);
   drawAverage(view, line, drawn.smooth, `dtk-${hue}${dash}${pickedClass(store, own)}`);
   const shade = pathOf(view, `band${line}`, layers.bands, `dtk-band dtk-${hue}`);
@@ -58,7 +58,7 @@ export function drawLine(view, line, ends) {
   setAttr(shade, "opacity", crowd ? 0.3 : (means ? 0.15 : 0.32) / (layout.nodes + 1)); // overlapping bands would hide the lines
   if (!drawn.seen || crowd) return;
   const label = overall ? options.overall(store.head, drawn.last) : options.lineName?.(store, line) ?? nodeName(store, line);
-  ends.push({ y: y(drawn.last), label, hue, rank: own });
+  ends.push({ y: y(drawn.last), label, hue, rank: own, line });
 }
 
 function drawAverage(view, line, d, look) {
@@ -131,14 +131,34 @@ function apart(points, x) {
 }
 
 /** Write names at the lines' ends, apart from each other. */
-export function drawLabels(view, ends, { left, top, bottom }) {
-  ends.sort((a, b) => a.y - b.y);
+export function drawLabels(view, lineEnds, { left, top, bottom }) {
+  const ends = orderLabels(mergeLabels(view, lineEnds));
   const placed = spread(ends.map((end) => end.y), LABEL_GAP, top, bottom);
   view.layers.labels.replaceChildren(...ends.map((end, k) => {
     const text = s("text", { x: left, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);
     if (end.rank !== undefined) text.addEventListener("click", () => pick(view.store, end.rank));
     return text;
   }));
+}
+const SAME_PX = 3, APART_LABELS_PX = 9; // apart, so that labels don't flicker between one and several
+
+/** Return one label for all nodes and their mean while their lines end at the same height. */
+function mergeLabels(view, ends) {
+  const all = ends.filter((end) => end.line !== undefined), heights = all.map((end) => end.y);
+  const isOne = all.length > Math.max(2, view.layout.nodes) && !view.options.lineName && view.store.selected === null;
+  if (!isOne || all.some(({ label }) => /^\W/.test(label))) return ends; // the name of a lost node begins with a sign
+  const apart = Math.max(...heights) - Math.min(...heights);
+  view.isMerged = apart <= (view.isMerged ? APART_LABELS_PX : SAME_PX);
+  return view.isMerged ? [{ ...all.at(-1), label: "all nodes" }, ...ends.filter((end) => end.line === undefined)] : ends;
+}
+/** Return labels from top to bottom. Close ones keep the order of their lines, so that they don't swap with each value. */
+function orderLabels(ends) {
+  const sorted = ends.map((end, k) => ({ ...end, k })).sort((a, b) => a.y - b.y), groups = [];
+  for (const end of sorted) {
+    if (groups.length && end.y - groups.at(-1).at(-1).y < LABEL_GAP) groups.at(-1).push(end);
+    else groups.push([end]);
+  }
+  return groups.flatMap((group) => group.sort((a, b) => a.k - b.k).map((end, _, { length }) => (length > 1 ? { ...end, y: group.reduce((sum, { y }) => sum + y, 0) / length } : end)));
 }
 /** Return ascending positions at least `gap` apart; close positions stay around their middle (as in figures/style.py). */
 function spread(wanted, gap, low, high) {

@@ -11,6 +11,7 @@ const BUTTONS = [
   { command: "save", glyph: "↓", label: "Save", asking: "Saving…", when: LIVE, offered: true },
 ];
 const SURE_MS = 5000;
+const EFFECT_MS = 15_000; // as EFFECT_SHOWN_S; the log keeps it
 
 export function controls(store, send, redraw) {
   const ask = (command, value) => {
@@ -57,7 +58,8 @@ export function controls(store, send, redraw) {
     if (active?.disabled && el.contains(active)) buttons.find((b) => !b.el.disabled && !b.el.hidden)?.el.focus();
     rate.update();
     faults.update();
-    setText(effect, store.effect.text && status.state !== "failed" ? `✓ ${store.effect.text}` : "");
+    const isNew = store.effect.text && Date.now() - store.effectAt < EFFECT_MS;
+    setText(effect, isNew && status.state !== "failed" ? `✓ ${store.effect.text}` : "");
     setText(refusal, rate.complaint() ?? store.refused?.text ?? "");
   };
   return { el, update };

@@ -8,7 +8,7 @@ const COLUMNS = ["node", "engine", "host", "pid", "device", "memory", "threads",
 
 export function nodesTable(store) {
   const body = h("tbody"), note = h("span", { class: "dtk-note" });
-  const table = h("table", {}, h("thead", {}, h("tr", {}, ...COLUMNS.map((c) => h("th", { scope: "col" }, c)))), body);
+  const table = h("table", { class: "dtk-nodes" }, h("thead", {}, h("tr", {}, ...COLUMNS.map((c) => h("th", { scope: "col" }, c)))), body);
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "nodes-table" }, h("h3", {}, "Nodes ", note),
     h("div", { class: "dtk-scroll", tabindex: "0", role: "region", "aria-label": "table of nodes" }, table));
   let built = null;

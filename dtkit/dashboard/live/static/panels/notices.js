@@ -9,22 +9,26 @@ export function notices(store) {
   const alerts = h("div", { class: "dtk-banner", role: "alert", "data-testid": "alert", hidden: "" });
   const quiet = h("ul", { class: "dtk-notices", "data-testid": "notices", "aria-label": "notices" });
   const el = h("div", { class: "dtk-notice-panel" }, alerts, quiet);
-  const hold = keepHeight(el);
+  const hold = keepHeight(quiet);
   const update = () => {
     const urgent = store.notices.filter((notice) => URGENT.includes(notice.kind));
-    const text = urgent.map((notice) => `${GLYPH[notice.kind]} ${notice.text}`).join("\n");
+    // A repair takes the place of the loss, so that nothing below moves.
+    const boxed = urgent.length ? urgent : store.notices.filter((notice) => notice.kind === "repaired");
+    const text = boxed.map((notice) => `${GLYPH[notice.kind]} ${notice.text}`).join("\n");
+    const isNews = alerts.hidden === Boolean(text); // then all may move, and no room is kept
     alerts.hidden = !text;
     setText(alerts, text);
-    const others = store.notices.filter((notice) => !URGENT.includes(notice.kind));
-    quiet.hidden = !others.length;
+    alerts.classList.toggle("dtk-good", !urgent.length);
+    const others = store.notices.filter((notice) => !URGENT.includes(notice.kind) && !boxed.includes(notice));
     while (quiet.children.length > others.length) quiet.lastChild.remove();
     while (quiet.children.length < others.length) quiet.append(h("li"));
     others.forEach((notice, k) => {
       quiet.children[k].className = `dtk-notice-${notice.kind}`;
       setText(quiet.children[k], `${GLYPH[notice.kind] ?? "•"} ${notice.text}`);
     });
-    el.hidden = false;
-    el.hidden = !hold() && !store.notices.length;
+    quiet.hidden = el.hidden = false;
+    quiet.hidden = !hold(isNews) && !others.length;
+    el.hidden = quiet.hidden && !text;
   };
   return { el, update };
 }
@@ -33,11 +37,13 @@ const HELD_MS = 10_000;
 
 /**
  * Let an element keep its height for a while after its content has become lower, so that messages that come and go don't
- * move what is below. The returned function does so, and returns whether the element still keeps a height.
+ * move what is below. The returned function does so, and returns whether the element still keeps a height. It forgets the
+ * former height where `isNews`.
  */
 function keepHeight(el) {
   let tall = 0, until = 0;
-  return () => {
+  return (isNews) => {
+    if (isNews) tall = 0;
     el.style.minHeight = "";
     const now = el.offsetHeight;
     if (now >= tall || Date.now() > until) [tall, until] = [now, Date.now() + HELD_MS];

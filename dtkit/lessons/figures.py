@@ -1,12 +1,15 @@
-"""A figure of durations: measured, guessed and allowed, on one logarithmic axis."""
+"""Figures of lessons, for light and dark pages: one of durations, and those that a notebook draws."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import sys
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
+
+from dtkit.dashboard.figures.neutral import make_neutral
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,8 +33,20 @@ class Picture:
 
     def _repr_png_(self) -> bytes:
         data = io.BytesIO()
-        self.figure.savefig(data, format="png", dpi=_DPI)
+        self.figure.savefig(data, format="png", dpi=_DPI, facecolor="none")
         return data.getvalue()
+
+
+def adapt_to_themes(figure: Figure, description: str = "a figure of this lesson") -> Picture:
+    """Return a figure in colors for light and dark pages. Changes the figure.
+
+    `description` is for readers who don't see it. Pyplot forgets the figure, so that a notebook shows it once.
+    """
+    make_neutral(figure)
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None:
+        pyplot.close(figure)
+    return Picture(figure, description)
 
 
 def draw_durations(results: Sequence[Limit]) -> Picture:

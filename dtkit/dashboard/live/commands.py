@@ -15,7 +15,6 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from dtkit._util import formatting
 from dtkit._util.guard import run_guarded
 
 if TYPE_CHECKING:
@@ -37,8 +36,8 @@ class FaultInjectable(Protocol):
         """End a rank's process: ``inject_fault("kill", 3)``."""
         ...
 
-    def save(self, path: str | None = None) -> Any:
-        """Write a checkpoint; return its step and path. Raise ValueError if no path is known."""
+    def save(self) -> Any:
+        """Write a checkpoint into the run's folder; return its step and path."""
         ...
 
 
@@ -104,13 +103,10 @@ class CommandHandler:
         return lambda: f"node {rank} was ended at step {run.inject_fault('kill', rank):,}"
 
     def _prepare_save(self, _value: Any) -> Callable[[], str]:
-        run, folder = cast("FaultInjectable", self._run), f"checkpoints/{_make_file_name(self._run.spec.name)}"
+        run = cast("FaultInjectable", self._run)
 
         def act() -> str:
-            try:
-                saved = run.save()
-            except ValueError:  # the run has no path
-                saved = run.save(folder)
+            saved = run.save()
             return f"checkpoint of step {saved.step:,} on all nodes saved: {saved.path}"
 
         return act
@@ -142,9 +138,3 @@ def _parse_factor(value: Any) -> float:
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= 100:
         raise ValueError(f"{factor!r} times slower: it must be a number from 1 (full speed) to 100")
     return float(factor)
-
-
-def _make_file_name(name: str) -> str:
-    """Return a file name of letters, digits and dashes."""
-    clean = "".join(c if c.isalnum() or c in "-_" else "-" for c in formatting.sanitize_text(name, 40))
-    return clean.strip("-") or "run"

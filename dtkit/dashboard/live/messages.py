@@ -224,7 +224,7 @@ class MessageBuilder:
         now, before = self._clock(), self._verdict
         if self._run.exception is not None or self._lost_nodes or self._run.stall_report is not None:
             self._verdict, self._verdict_due_at = None, now  # no later change may come to take it back
-        elif now >= self._verdict_due_at:
+        elif now >= self._verdict_due_at or self._run.status.state.has_ended:  # the last word is that of run.verdict
             self._verdict, self._verdict_due_at = find_shown_verdict(self._run), now + timeouts.VERDICT_INTERVAL_S
         verdict = self._verdict
         if changed_only and verdict == before:

@@ -1,13 +1,12 @@
 // The verdict in one line, and its arithmetic on demand; summary/verdict.py has the text.
 
 import { h, setAttr, setText } from "../elements.js";
-import { LIVE } from "../store.js";
 
 export function verdict(store) {
   const line = h("summary", { "data-testid": "verdict" }), arithmetic = h("div", { class: "dtk-arithmetic" });
   const el = h("details", { class: "dtk-verdict" }, line, arithmetic);
   const update = () => {
-    el.hidden = !store.verdict && (!line.textContent || !LIVE.includes(store.status.state));
+    el.hidden = !store.verdict && (!line.textContent || store.status.state !== "running");
     setAttr(el, "class", `dtk-verdict${store.verdict ? "" : " dtk-none"}`);
     if (!store.verdict) {
       el.open = false;

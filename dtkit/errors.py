@@ -3,6 +3,7 @@
     DtkitError
     ├── ClusterError              engines could not be started, reached or formed into a group
     │   ├── ClusterClosedError    a call on a cluster that was closed
+    │   ├── EmptyEnginesError     all engines ended, and those in their place hold neither data nor job
     │   ├── VersionMismatchError  notebook and engine have versions that can't work together
     │   └── RefusedError          a request does not match the engine's owner, generation or step; nothing ran
     │       └── SupersededError   another notebook has attached to the cluster
@@ -47,6 +48,10 @@ class ClusterError(DtkitError):
 
 class ClusterClosedError(ClusterError):
     """A call on a cluster that was closed."""
+
+
+class EmptyEnginesError(ClusterError):
+    """All engines ended, and those in their place hold neither data nor job."""
 
 
 class VersionMismatchError(ClusterError):
@@ -107,7 +112,7 @@ class FirstBatchError(UserCodeError):
 
     def __init__(self, message: str, user_frames: Sequence[tuple[str, int, str, str]], traceback: str) -> None:
         self._traceback = traceback
-        position_lines = [*_format_user_frames(user_frames), _FULL_HINT]
+        position_lines = [*_format_user_frames(user_frames), FULL_HINT]
         super().__init__(_fit_lines(f"the first batch fails, before the training starts: {message}", position_lines))
 
     @property
@@ -176,7 +181,8 @@ def _format_failures(failures: Sequence[Failure]) -> str:
     for (step, error_type, message), group in groups.items():
         position = f", step {step}" if step is not None else ""
         hosts = ", ".join(dict.fromkeys(f.host for f in group))
-        problem = message if group[0].kind == "nonfinite" else f"{error_type}: {message}"  # no exception was raised
+        raised = group[0].kind not in ("nonfinite", "lost")
+        problem = f"{error_type}: {message}" if raised else message
         lines.append(f"{format_ranks([f.rank for f in group])} on {hosts}{position}: {problem}")
     position_lines = _format_user_frames(causes[0].user_frames)
     if victims:
@@ -187,11 +193,12 @@ def _format_failures(failures: Sequence[Failure]) -> str:
         verb = "was" if len(interrupted) == 1 else "were"
         position_lines.append(f"{format_ranks(interrupted)} {verb} then interrupted.")
     if causes[0].traceback:
-        position_lines.append(_FULL_HINT)
+        position_lines.append(FULL_HINT)
     return _fit_lines("\n".join(lines), position_lines)
 
 
-_FULL_HINT = "(The error's .full has the whole traceback.)"
+FULL_HINT = "(The error's .full has the whole traceback.)"
+"""Last line of an error whose traceback isn't shown."""
 _MAX_LINES, _MAX_LINE_CHARS = 15, 500
 _MAX_SHOWN_FRAMES = 4
 

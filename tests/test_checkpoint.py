@@ -464,6 +464,23 @@ def test_checkpoints_are_due_every_n_steps_and_at_the_end(tmp_path: Path):
     assert save.folder is None
 
 
+def test_costly_checkpoints_for_recovery_are_rarer(tmp_path: Path):
+    policy = CheckpointPolicy(folder=tmp_path, every_seconds=10.0, quiet=True, max_time_share=0.01)
+    last = 5, time.monotonic() - 50
+    assert policy.is_due(9, 100, last, 0.4)
+    assert not policy.is_due(9, 100, last, 0.6)  # its hundredth is a minute
+    assert dataclasses.replace(policy, max_time_share=None).is_due(9, 100, last, 0.6)
+
+
+def test_failures_for_recovery_are_told_once_for_each_reason(tmp_path: Path):
+    history = History()
+    manager = make_manager(history, tmp_path)
+    quiet = CheckpointPolicy(folder=tmp_path, quiet=True)
+    for reason in ("full", "full", "gone"):
+        manager.on_failure(CheckpointRequest(tmp_path, 2, quiet), 1, OSError(reason))
+    assert [event.text.rpartition(": ")[2].partition(".")[0] for event in history.events] == ["full", "gone"]
+
+
 def test_a_folder_alone_gets_a_checkpoint_of_the_last_step(tmp_path: Path):
     manager = make_manager(History(), tmp_path)
     manager.policy = CheckpointPolicy(folder=tmp_path)

@@ -231,6 +231,11 @@ def test_metrics_and_differing_settings_are_compared():
     comparison = dtkit.compare([one, other])
     assert comparison.rows[0].best == pytest.approx({"loss": 0.1, "accuracy": 0.9})
     assert comparison.differences == [("lr_scheduler", "cosine", "default")]
+    shorter = dataclasses.replace(other.spec, steps=other.spec.steps // 2)
+    other.spec, spec = shorter, other.spec
+    lengths = [("epochs", "2", "1"), ("steps", "80", "40")]
+    assert [row for row in comparison.differences if row[0] in ("epochs", "steps")] == lengths
+    other.spec = spec
     named = dtkit.compare([one, other], labels=["a", "b"])
     assert named.differences[0] == ("strategy", "DataParallel()", "Sharded()")
     page = comparison._repr_html_()

@@ -518,7 +518,7 @@ def test_the_page_merges_changes_like_the_notebook(tmp_path):
     assert early == late
 
 
-@pytest.mark.parametrize("name", ["dashboard.js", "compare.js"])
+@pytest.mark.parametrize("name", ["dashboard.js", "compare.js", "call.js"])
 def test_the_bundle_is_one_valid_module(tmp_path, name):
     """A top-level name that two files share would make a bundle that no browser loads."""
     entry = STATIC / name
@@ -532,7 +532,7 @@ def test_the_bundle_is_one_valid_module(tmp_path, name):
     assert (done.stdout.strip(), done.stderr) == ("initialize,render", "")
     assert not re.search(r"^import ", code, re.MULTILINE)
     assert re.findall(r"^export .*", code, re.MULTILINE) == ["export default () => {"]
-    parts = {path.name for path in STATIC.rglob("*.js")} - {"compare.js"}  # another entry
+    parts = {path.name for path in STATIC.rglob("*.js")} - {"call.js", "compare.js"}  # other entries
     used = set(re.findall(r"/([\w]+\.js)\";$", "\n".join(p.read_text() for p in STATIC.rglob("*.js")), re.MULTILINE))
     assert parts == used | {"dashboard.js"}  # no file is missing from the bundle
 

@@ -329,6 +329,20 @@ def test_a_failing_timeline_is_an_error_of_that_panel_only(monkeypatch):
     assert content["status"]["step"] == 5
 
 
+def test_verdict_at_the_end_is_that_of_the_run():
+    source = FakeSource(steps=500)
+    source.advance(60)
+    builder = MessageBuilder(source, clock=lambda: 0.0)
+    builder.build_snapshot()
+    source.slowness = {1: 3.0}
+    source.advance(60)
+    assert "verdict" not in builder.build_change().content  # it is not due yet
+    source.end()
+    verdict = find_verdict(source.history, source.spec)
+    assert verdict.cause == "straggler"
+    assert builder.build_change().content["verdict"]["text"] == verdict.text
+
+
 # -- commands from a page --------------------------------------------------------------------------------
 
 
@@ -380,7 +394,7 @@ def test_an_error_of_the_run_is_reported_as_a_refusal(monkeypatch):
         ("slow", {"rank": 3, "factor": 2}, ("slow", 3, 2.0), "node 3 is slowed 2x since step 5"),
         ("slow", {"rank": 3, "factor": 1}, ("slow", 3, 1.0), "node 3 runs at full speed since step 5"),
         ("kill", {"rank": 1}, ("kill", 1), "node 1 was ended at step 5"),
-        ("save", None, ("save", "checkpoints/Conv-Net-1"), SAVED),
+        ("save", None, ("save",), SAVED),
     ],
 )
 def test_faults_and_checkpoints_run_on_a_thread(command, value, call, text):
@@ -652,7 +666,7 @@ def test_a_report_is_one_self_contained_file(tmp_path):
     assert not re.search(r"<script|<link|<img src=x|https?://", page)
     assert page.count("data:image/png;base64,") == 1
     assert "&lt;script&gt;alert(1)" in page
-    for heading in ("Charts", "Speed-up over one process", "Settings", "Nodes", "Learning rates", "Events", "Versions"):
+    for heading in ("Charts", "Speed-up over one process", "Settings", "Nodes", "Learning rates", "Events", "Origin"):
         assert f"<h2>{heading}</h2>" in page
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
     assert all(str(node.pid) in cells for node in source.nodes)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import platform
 import re
+import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ from dtkit.errors import EngineError
 from dtkit.rpc.reference import StepTimes
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.settings import describe_value
-from dtkit.types import Evaluation, Failure
+from dtkit.types import Evaluation, Event, Failure
 from tests.support.fake_source import FakeSource
 
 
@@ -54,6 +57,21 @@ def test_the_error_of_a_failed_run_keeps_its_lines_and_says_node(tmp_path):
         "EngineError: node 1 on host0, step 40: ValueError: no",
         "  File train.py, line 12, in loss",
     ]
+
+
+def test_report_of_a_failed_run_has_traceback_start_and_commit(tmp_path, monkeypatch):
+    source = FakeSource(ranks=2)
+    source.history.add(Event(0, "start", "start at step 0", time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))))
+    source.exception = EngineError([Failure(1, "host0", "ValueError", "no", "Traceback of <this>\n  inside", step=40)])
+    monkeypatch.chdir(tmp_path)
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first", "--allow-empty"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], check=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    page = write(source, tmp_path)
+    assert "Traceback of &lt;this&gt;\n  inside</pre></details>" in page
+    assert ".full" not in page.partition("<h2>Charts")[0]
+    for text in ("2026-01-02 03:04:05", commit[:12], platform.node(), str(tmp_path)):
+        assert text in page
 
 
 def test_evaluations_have_a_table_of_their_own(tmp_path):

@@ -19,6 +19,7 @@ import pytest
 from dtkit._util import timeouts
 from dtkit._util.process import ProcessId
 from dtkit.dashboard import call_display
+from dtkit.dashboard.live.call_widget import CallMessageBuilder
 from dtkit.dashboard.text import call_text
 from dtkit.engine.observe.call_output import CallOutput, activate_output, log
 from dtkit.errors import ClusterClosedError, ClusterError, EngineError
@@ -32,6 +33,7 @@ from dtkit.types import Failure, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from matplotlib.figure import Figure
 
@@ -52,7 +54,9 @@ class FakeCluster:
     world_size = 2
     is_closed = False
     is_formed = True
+    nodes = ()
     gather_replies = EngineGroup.gather_replies
+    _name_host = EngineGroup._name_host
     unwrap = EngineGroup.unwrap
     reform_if_broken = Membership.reform_if_broken
 
@@ -512,6 +516,49 @@ def test_an_interrupt_reaches_the_engines_and_is_raised_once_they_have_answered(
     assert (cluster.interrupted, cluster.formed, call.state) == ([[0, 1]], 1, "failed")
     with pytest.raises(EngineError):
         call.result(10)
+
+
+def test_an_interrupt_names_where_each_rank_was(cluster):
+    call = start(cluster)
+    cluster.answer(1, "returned")
+
+    def end() -> None:
+        frames = (("train.py", 3, "main", "dist.barrier()"),)
+        cluster.answer(0, failure=dataclasses.replace(broke(0, "interrupted"), user_frames=frames))
+
+    cluster.on_interrupt = end
+    pressing(1, call)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        call.display_and_wait()
+    line = "len was interrupted: rank 0 was in main, File train.py, line 3: dist.barrier(); rank 1 had returned"
+    assert str(caught.value) == line
+    assert caught.value._render_traceback_() == [line]
+
+
+def test_script_says_that_processes_are_starting_until_they_print(cluster, tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.touch()
+    stream = io.StringIO()
+    call = submit_script(cluster, script, (), {})
+    with call_display.display_until_done(call, stream):
+        assert "running, starting a fresh Python process for each rank" in call_text.format_text(call)
+        cluster.listen(0, 0, [("text", "a")])
+        assert "fresh" not in call_text.format_text(call)
+    assert stream.getvalue().splitlines() == [f"train.py: {call.note}", "[0] a"]
+
+
+def test_messages_of_a_call_have_all_curves_every_time(cluster):
+    call = start(cluster)
+    cluster.listen(0, 0, [row(d_loss=float(k), g_loss=1.0) for k in range(50)])
+    cluster.listen(1, 0, [row(d_loss=float(k + 2)) for k in range(50)])
+    builder = CallMessageBuilder(call)
+    for _ in range(2):
+        head, *series = builder.build_messages()
+        assert head.content["status"] == {"state": "running", "step": 50}
+        lines = {one["name"]: one["lines"] for message in series for one in message.content["series"]}
+        assert lines == {"d_loss": 3, "g_loss": 3}
+    values = np.frombuffer(series[0].buffers[0], "<f4")[: 50 * 4].reshape(50, 4)
+    assert values[1].tolist() == [1, 1, 3, 2]  # step, both ranks, mean
 
 
 def test_a_second_interrupt_does_not_wait_for_engines_that_do_not_answer(cluster):

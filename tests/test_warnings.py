@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import time
+import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,8 +54,18 @@ def test_clusters_that_compete_are_warned_of(tmp_path: Path):
     own, left = ProcessId.from_pid(), ProcessId(1, 0.0)
     with pytest.warns(ClusterWarning, match="this notebook already has a with 2 engines; close it first"):
         cluster_file.warn_of_unused([make_info(tmp_path / "a", own)])
-    with pytest.warns(ClusterWarning, match=r"b still has 2 engines of a notebook that has ended; dtkit.attach\('b'\)"):
-        cluster_file.warn_of_unused([make_info(tmp_path / "b", left)])
+    mine = dataclasses.replace(make_info(tmp_path / "b", left), started_at=time.time() - 300)
+    advice = r"b still has 2 engines of a notebook in this folder that has ended. They were started 5 min 0 s ago, and "
+    with pytest.warns(ClusterWarning, match=advice + r"end 1 min 0 s after it. dtkit.attach\('b'\) takes them over"):
+        cluster_file.warn_of_unused([mine])
+
+
+@pytest.mark.parametrize("change", [{"directory": "/other"}, {"environment": "/other/venv"}], ids=str)
+def test_engines_of_other_folders_and_environments_are_not_warned_of(tmp_path: Path, change: dict[str, str]):
+    info = dataclasses.replace(make_info(tmp_path / "b", ProcessId(1, 0.0)), **change)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cluster_file.warn_of_unused([info])
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,22 @@ def suggest_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     names = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
+    @hide_own_frames
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        _refuse_unknown(kwargs.keys() - set(names), names, _describe_call(function, args))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def hide_own_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a method so that notebooks show its errors for bad arguments without dtkit's own frames."""
+
+    @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            _refuse_unknown(kwargs.keys() - set(names), names, _describe_call(function, args))
             return function(*args, **kwargs)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, FileNotFoundError) as error:
             _hide_own_frames(error)
             raise
 

@@ -374,6 +374,8 @@ HOROVOD_MEETING_TIMEOUT_S = 1800.0
 """Limit for all ranks to arrive. Some may compute for long, or start on a new engine; a failed script ends the wait."""
 HOROVOD_MEETING_POLL_S = 0.02
 """Pause between two looks for ranks that arrive."""
+GIT_TIMEOUT_S = 5.0
+"""Limit for git to name the commit of a report."""
 LESSON_TIMEOUT_S = 60.0
 """Default limit for a lesson to wait for a condition of a run."""
 

@@ -33,6 +33,8 @@ STAGING_FOLDER = "checkpoints"
 _FOLDER_PATTERN = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _UNFINISHED_PATTERN = re.compile(r"\.saving-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 
+_MAX_NAME_CHARS = 40
+
 Lineage = tuple[str, ...]
 """Names of runs. Each run continues the previous one."""
 
@@ -62,10 +64,17 @@ def parse_path(argument: str, path: Any) -> Path:
         raise ValueError(f"{call}: there is no such user. Write the home folder in full, or '~' for yours") from None
 
 
+def make_default_folder(name: str, run_id: str) -> Path:
+    """Return the folder for one run's checkpoints if the user names none: of its name, the time, and its id."""
+    clean = re.sub(r"[^A-Za-z0-9_-]+", "-", name[:_MAX_NAME_CHARS]).strip("-") or "run"
+    return Path("checkpoints", f"{clean}-{time.strftime('%Y%m%d-%H%M%S')}-{run_id[:4]}").absolute()
+
+
 def find_newest(path: Path) -> Path:
     """Return the folder itself if it is a checkpoint, else the newest one in it.
 
-    The newest one may be damaged, because only the user can decide to go back to an older one.
+    The newest one may be damaged, because only the user can decide to go back to an older one. Raises CheckpointError
+    if others are of runs that neither led to the newest one's run nor continue it.
     """
     if (path / METADATA_FILE).exists() or _FOLDER_PATTERN.fullmatch(path.name):
         return path
@@ -73,8 +82,36 @@ def find_newest(path: Path) -> Path:
         raise CheckpointError(f"{path} does not exist. Give a checkpoint's folder, or the one that run.save was given")
     folders = list_folders(path)
     if not folders:
-        raise CheckpointError(f"{path} has no checkpoint: no folder step-... is in it. Give another folder")
+        runs = [folder.name for folder in sorted(path.iterdir()) if folder.is_dir() and list_folders(folder)]
+        remedy = f"Give one of the folders of runs in it: {', '.join(runs)}" if runs else "Give another folder"
+        raise CheckpointError(f"{path} has no checkpoint: no folder step-... is in it. {remedy}")
+    _check_one_run(path, folders)
     return folders[-1]
+
+
+def _check_one_run(path: Path, folders: list[Path]) -> None:
+    """Raise CheckpointError if the folder has checkpoints of runs that don't continue each other."""
+    newest = _read_run(folders[-1])
+    foreign = [folder for folder in folders if not _continues(_read_run(folder), newest)]
+    if foreign:
+        raise CheckpointError(
+            f"{path} has checkpoints of different runs, and this can't tell which one is meant. Name one of them: "
+            f"{folders[-1].name} is the newest, and {foreign[-1].name} is the last one of another run"
+        )
+
+
+def _read_run(folder: Path) -> Lineage:
+    """Return a checkpoint's run after those that it continues; empty if unknown."""
+    try:
+        return _read_lineages(folder, _get_modified_time(folder))[1]
+    except CheckpointError:
+        return ()
+
+
+def _continues(one: Lineage, other: Lineage) -> bool:
+    """Return whether one of two runs continues the other, as far as is known."""
+    length = min(len(one), len(other))
+    return one[:length] == other[:length]
 
 
 def list_folders(path: Path) -> list[Path]:
@@ -187,16 +224,22 @@ def get_lineage(metadata: Mapping[str, Any]) -> Lineage:
     return tuple(map(str, metadata.get("line") or ()))
 
 
+def get_run_lineage(metadata: Mapping[str, Any]) -> Lineage:
+    """Return the run of a checkpoint, after those that it continues, whoever saved it; empty if unknown."""
+    return tuple(map(str, metadata.get("run") or metadata.get("line") or ()))
+
+
 def _is_in_lineage(folder: Path, lineage: Lineage) -> bool:
     """Return whether a checkpoint is of these runs. One that can't be read is not."""
     try:
-        checkpoint_lineage = _read_lineage(folder, _get_modified_time(folder))
+        checkpoint_lineage = _read_lineages(folder, _get_modified_time(folder))[0]
     except CheckpointError:
         return False
     return bool(checkpoint_lineage) and checkpoint_lineage == lineage[: len(checkpoint_lineage)]
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_lineage(folder: Path, _modified_time: float) -> Lineage:
-    """Return a checkpoint's lineage, from a cache while its metadata is unchanged: large models have much of it."""
-    return get_lineage(read_metadata(folder))
+def _read_lineages(folder: Path, _modified_time: float) -> tuple[Lineage, Lineage]:
+    """Return a checkpoint's lineage and its run's, from a cache: large models have much metadata."""
+    metadata = read_metadata(folder)
+    return get_lineage(metadata), get_run_lineage(metadata)

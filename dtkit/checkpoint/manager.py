@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
 
 _NEVER_DUE = 2**31
+_WRITTEN_BYTES_PER_S = 150e6  # as two busy cores lost it: for copies, digests, and the system's part of writing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +67,23 @@ class CheckpointPolicy:
     """Whether the log leaves out checkpoints that were written."""
     skip_while_writing: bool = False
     """Whether to skip one while another is being written, because snapshots in memory replace it."""
+    max_time_share: float | None = None
+    """Share of the time that checkpoints may take: a longer pause follows one that took long."""
     lineage: folders.Lineage = ()
     """Runs that this run continues, and its own name: other runs' checkpoints are never removed."""
+    default_folder: Path | None = None
+    """The folder for checkpoints that the user requests without naming one."""
 
-    def is_due(self, step: int, total_steps: int, last_request: tuple[int, float]) -> bool:
-        """Return whether to save after `step` of `total_steps` steps. `last_request` is (step, time)."""
+    def is_due(self, step: int, total_steps: int, last_request: tuple[int, float], last_cost_s: float) -> bool:
+        """Return whether to save after `step` of `total_steps` steps.
+
+        `last_request` is (step, time), and `last_cost_s` the time that the last one took from the training.
+        """
         if self.folder is None or step <= last_request[0]:
             return False
         if self.every_seconds is not None:
-            return time.monotonic() - last_request[1] >= self.every_seconds
+            pause_s = 0.0 if self.max_time_share is None else last_cost_s / self.max_time_share
+            return time.monotonic() - last_request[1] >= max(self.every_seconds, pause_s)
         is_last = step == total_steps and not self.quiet
         return is_last or (self.every_steps is not None and step % self.every_steps == 0)
 
@@ -121,6 +130,8 @@ class CheckpointManager:
         """Function that returns further fields of checkpoint.json: spec and callbacks, as they are now."""
         self.last_result: CheckpointResult | None = None
         """The last checkpoint that was written for the user."""
+        self.on_snapshot: Callable[[], object] = bool
+        """Function to call, on the writing thread, after each checkpoint of `snapshot_policy`."""
         self.host_files: HostFiles | None = None
         """Access to the files of ranks whose hosts don't see the folder; None if all must see it."""
         self._history, self._on_change = history, on_change
@@ -128,6 +139,7 @@ class CheckpointManager:
         self._last_requests: dict[CheckpointPolicy, tuple[int, float]] = {}  # (step, time)
         self._started_at = 0, time.monotonic()
         self._total_steps = 0
+        self._last_snapshot_s, self._last_quiet_error = 0.0, ""  # time that the last snapshot took from the training
         # locks: for one checkpoint, which fails once ranks stop writing
         self._finish_lock = threading.Lock()
         self._closing = threading.Event()
@@ -158,7 +170,7 @@ class CheckpointManager:
         for policy in (self.policy, self.snapshot_policy):
             is_skipped = policy.skip_while_writing and self._is_writing
             last_request = self._last_requests.get(policy, self._started_at)
-            if not is_skipped and policy.is_due(step, self._total_steps, last_request):
+            if not is_skipped and policy.is_due(step, self._total_steps, last_request, self._last_snapshot_s):
                 return policy
         return None
 
@@ -225,11 +237,16 @@ class CheckpointManager:
 
     def _start_writing(self, request: CheckpointRequest, step: int, values: Sequence[Any]) -> None:
         metadata = {**self.describe(), "step": step, "torch": values[0]["torch"]}  # calls the user's callbacks
-        lengths = len(self._history), len(self._history.events), len(self._history.evaluations)
-        args = request, metadata, list(values), self._history.copy_until(*lengths)
+        args = request, metadata, list(values), self._copy_history(request)
         thread = threading.Thread(target=self._finish_checkpoint, args=args, name="dtkit-checkpoint", daemon=True)
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         thread.start()
+
+    def _copy_history(self, request: CheckpointRequest) -> History:
+        """Return the history up to now; an empty one for recovery, since the run keeps its own."""
+        if request.policy is not None and request.policy.quiet:
+            return self._history.copy_until(0, 0, 0)
+        return self._history.copy_until(len(self._history), len(self._history.events), len(self._history.evaluations))
 
     def join(self, timeout: float = timeouts.WRITE_STALL_TIMEOUT_S) -> None:
         """Wait for checkpoints that are being written, up to `timeout`."""
@@ -245,19 +262,26 @@ class CheckpointManager:
     def _finish_checkpoint(
         self, request: CheckpointRequest, metadata: dict[str, Any], values: list[dict[str, Any]], history: History
     ) -> None:
+        is_snapshot = request.policy is not None and request.policy.quiet
         with self._finish_lock:
             try:
                 result = self._write_checkpoint(request, metadata, values, history)
             except OSError as error:
                 self._fail_request(request, metadata["step"], _format_os_error(request, error))
+                return
             except (CheckpointError, ClusterError) as error:
                 self._fail_request(request, metadata["step"], str(error))
+                return
+            self._remove_remote_files(request)
+            if is_snapshot:
+                own_s = result.blocked_s + result.nbytes / _WRITTEN_BYTES_PER_S
+                self._last_snapshot_s = result.duration_s if request.is_fetched else own_s  # hosts share a network
             else:
-                self._remove_remote_files(request)
-                if request.policy is None or not request.policy.quiet:
-                    self.last_result = result
-                    self._log_result(result)
-                request.future.set_result(result)
+                self.last_result = result
+                self._log_result(result)
+            request.future.set_result(result)
+        if is_snapshot:
+            self.on_snapshot()
 
     def _log_result(self, result: CheckpointResult) -> None:
         size, duration = formatting.format_bytes(result.nbytes), formatting.format_duration(result.duration_s)
@@ -283,6 +307,7 @@ class CheckpointManager:
             "index": index.build_index(reports),
             "facts": index.merge_facts([report["facts"] for report in reports]),
             "line": lineage,
+            "run": self.policy.lineage,
         }
         path = folders.finish_checkpoint(request.folder, metadata)
         if request.keep_last is not None:
@@ -337,7 +362,11 @@ class CheckpointManager:
     def _fail_request(self, request: CheckpointRequest, step: int, reason: str) -> None:
         self._remove_remote_files(request)
         text = f"the checkpoint of step {step} was not written: {reason}"
-        self._add_event(step, "error", f"{text}. Older ones are unchanged")
+        is_quiet = request.policy is not None and request.policy.quiet  # nobody asked for it: a reason is told once
+        if not is_quiet or reason != self._last_quiet_error:
+            self._add_event(step, "error", f"{text}. Older ones are unchanged")
+        if is_quiet:
+            self._last_quiet_error = reason
         request.fail(text)
 
     def _add_event(self, step: int, kind: str, text: str) -> None:

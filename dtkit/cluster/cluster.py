@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtkit._util.arguments import suggest_arguments
+from dtkit._util.arguments import hide_own_frames, suggest_arguments
 from dtkit.cluster.engines import Engines
 from dtkit.data import broadcast, distribute, speed
 from dtkit.planning import planner, profiler
@@ -54,13 +54,15 @@ class Cluster(Engines):
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank, inside the process group, and return the results by rank.
 
-        The cell shows live what ranks print and pass to :func:`dtkit.log`. An interrupt reaches the engines.
+        The cell shows live what ranks print, and charts of what they pass to :func:`dtkit.log`. ``cluster.last_task``
+        keeps these numbers: ``rows``, ``to_pandas()`` and ``figure()``. An interrupt reaches the engines.
         """
-        return task.submit(self._engine_group, fn, args, kwargs, self.repair).display_and_wait()
+        return self.submit(fn, *args, **kwargs).display_and_wait()
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> task.Task:
         """Call a function as :meth:`run` does, without waiting. The returned task displays itself."""
-        return task.submit(self._engine_group, fn, args, kwargs, self.repair)
+        self.last_task = task.submit(self._engine_group, fn, args, kwargs, self.repair)
+        return self.last_task
 
     def map(
         self,
@@ -116,6 +118,7 @@ class Cluster(Engines):
         context: contextlib.AbstractContextManager[None] = backend.use_engines(self._engine_group, self.repair)
         return context
 
+    @hide_own_frames
     def torchrun(
         self,
         main: str | Path | Callable[..., Any],
@@ -137,14 +140,14 @@ class Cluster(Engines):
         min_np, max_np : as for horovodrun, the fewest ranks to go on with (1), and the most to start with. Engines
             beyond `max_np` wait to replace a lost one.
 
-        The cell shows live what ranks print and pass to :func:`dtkit.log`. The results are a function's return values,
-        or a script's exit codes, all 0. Any other code raises EngineError and ends the other ranks. An interrupt ends
-        the processes within seconds. Engines keep their state.
+        The cell shows what ranks print and pass to :func:`dtkit.log`, as for :meth:`run`. The results are a function's
+        return values, or a script's exit codes, all 0. Any other code raises EngineError and ends the other ranks. An
+        interrupt ends the processes within seconds. Engines keep their state.
         """
         asked: dict[str, Any] = {"min_np": min_np, "max_np": max_np, "on_failure": on_failure}
         policy = make_policy(self._engine_group.world_size, horovod=horovod, **asked)
-        script = script_task.submit_script(self._engine_group, main, args, kwargs, self.repair, policy)
-        return script.display_and_wait()
+        self.last_task = script_task.submit_script(self._engine_group, main, args, kwargs, self.repair, policy)
+        return self.last_task.display_and_wait()
 
     @suggest_arguments
     def partition(
@@ -289,9 +292,9 @@ class Cluster(Engines):
         on_failure : when an engine is lost, "repair" replaces it with the state of a survivor. The fourth loss in a row
             at one step fails the run. "shrink": the others take over its shard (in this epoch, ``shuffle="shard"`` then
             repeats some rows and skips others). "pause": wait for ``run.resume()``, which repairs.
-        snapshot_every : steps between snapshots, for strategies in which only one rank holds some part of the model.
-            Two ranks keep each part in memory; if both are lost, the copy on disk is used. By default every 10 seconds
-            in memory, and every 30 on disk.
+        snapshot_every : steps between snapshots, to continue from if all copies of some part of the model are lost.
+            They are on disk, by default every 10 seconds, or less often if writing takes over a hundredth of the time.
+            If only one rank holds a part, two ranks keep it in memory every 10 seconds, and the disk every 30.
         name, tags : for views, reports, comparisons and checkpoints; by default the model's class, and no tags.
 
         Raises ValueError or TypeError for arguments that can't work, before anything starts. Raises RunError while

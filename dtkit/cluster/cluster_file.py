@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import stat
 import sys
@@ -19,12 +20,13 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import files, formatting
+from dtkit._util import files, formatting, timeouts
 from dtkit._util.installation import VERSION
 from dtkit._util.process import ProcessId
 from dtkit._util.stacklevel import find_caller_stacklevel
 from dtkit.errors import ClusterError, ClusterWarning
 from dtkit.history import run_log
+from dtkit.rpc.cluster_folder import JOB_FLAG
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,6 +90,13 @@ class ClusterInfo:
         runs = [] if self.is_other_version else run_log.read_labels(self.folder)
         run = f", with the run {runs[-1].name} of {formatting.format_count(runs[-1].steps, 'step')}" if runs else ""
         return f"{self.name}: {size}{run}, started {age} ago{place}{other}, {notebook}"
+
+    def describe_lease(self) -> str:
+        """Return when its engines end without a notebook; empty if that is never."""
+        lease_s = self.launch_config.get("lease")
+        if lease_s is None:
+            lease_s = timeouts.JOB_LEASE_S if (self.folder / JOB_FLAG).exists() else timeouts.LEASE_S
+        return f"{formatting.format_duration(lease_s)} after it" if math.isfinite(lease_s) else ""
 
     @property
     def is_in_use(self) -> bool:
@@ -198,15 +207,17 @@ def _choose_free(clusters: Sequence[ClusterInfo], listed: str) -> ClusterInfo:
 
 
 def warn_of_unused(running: Sequence[ClusterInfo]) -> None:
-    """Warn of clusters that compete with a new one: of this notebook, and of notebooks that have ended."""
+    """Warn of clusters that compete with a new one: of this notebook, and of ended ones in its folder."""
     for info in running:
         engines = formatting.format_count(len(info.engine_ids), "engine")
         if info.notebook == ProcessId.from_pid():
             advice = f"this notebook already has {info.name} with {engines}; close it first with its close()"
-        elif not info.is_owned:
+        elif info.is_left_here:
+            age = formatting.format_duration(max(0.0, time.time() - info.started_at))
+            lease = info.describe_lease()
             advice = (
-                f"{info.name} still has {engines} of a notebook that has ended; dtkit.attach({info.name!r}) takes them "
-                "over. Otherwise they end by themselves"
+                f"{info.name} still has {engines} of a notebook in this folder that has ended. They were started {age} "
+                f"ago{f', and end {lease}' if lease else ''}. dtkit.attach({info.name!r}) takes them over"
             )
         else:
             continue

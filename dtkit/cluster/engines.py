@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.transport import Transport
     from dtkit.training.run import Run
+    from dtkit.training.task import Task
     from dtkit.types import NodeInfo
 
 
@@ -80,6 +81,8 @@ class Engines:
         self._engine_group, self._device_note, self._keep_alive = group, plan.note, keep_alive
         self.current_run: Run | None = None
         """The last run that was started, unless it was released."""
+        self.last_task: Task | None = None
+        """The last function or script that was started, with the numbers that it logged."""
         self.earlier_runs = EarlierRuns(lambda: planner.check_idle(self.current_run))
         self._benchmarks: dict[str, Benchmark] = {}
         # locks: while engines are replaced; every step of that has a timeout

@@ -24,6 +24,7 @@ from dtkit.cluster.launchers.local import choose_local_launcher
 from dtkit.cluster.lease import Lease
 from dtkit.cluster.transport import IpyparallelTransport
 from dtkit.errors import ClusterError
+from dtkit.rpc.transport import REPAIR_REMEDY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -139,10 +140,7 @@ class LaunchedTransport(IpyparallelTransport):
     def _describe_loss(self) -> str:
         jobs = self._launcher.describe_ended_jobs()
         reason = f" ({jobs})" if jobs else ""
-        return (
-            f"its process has ended, or was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}. "
-            "cluster.repair() starts another one in its place"
-        )
+        return f"its process has ended, or was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}. {REPAIR_REMEDY}"
 
     def end_processes(self, pids: Sequence[int]) -> None:
         """End these engines at once. The controller forgets a stopped engine, which no message can end."""

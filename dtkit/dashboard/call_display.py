@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit._util.notebook import UpdatableDisplay, in_notebook
+from dtkit.dashboard.call_charts import CallCharts
 from dtkit.dashboard.text.call_text import (
     LogSummary,
     format_html,
@@ -35,7 +36,9 @@ _log = logging.getLogger("dtkit.dashboard")
 @contextlib.contextmanager
 def display_until_done(call: CallView, stream: TextIO | None = None) -> Iterator[None]:
     """Show logged values and printed lines while the block runs. A silent call shows nothing."""
-    view: _View = _NotebookView(call) if in_notebook() else _StreamView(call, stream or sys.stdout)
+    view: _View = (
+        _NotebookView(call, show_if_empty=bool(call.note)) if in_notebook() else _StreamView(call, stream or sys.stdout)
+    )
     throttle = Throttle(view.update, timeouts.LIVE_INTERVAL_S)
     unsubscribe = call.subscribe(throttle.trigger)
     try:
@@ -85,6 +88,7 @@ class _NotebookView:
     def __init__(self, call: CallView, *, show_if_empty: bool = False) -> None:
         self._call, self._show_if_empty = call, show_if_empty
         self._display = UpdatableDisplay()
+        self._charts = CallCharts(call)
         self._log_summary = LogSummary()
         # locks: while a call's text is made and sent
         self._lock = threading.Lock()  # the last update may overlap with a timer's
@@ -94,6 +98,8 @@ class _NotebookView:
             if self._show_if_empty or self._call.rows or self._call.output:
                 html = format_html(self._call, self._log_summary)
                 self._display.show({"text/html": html, "text/plain": format_text(self._call, self._log_summary)})
+            if any(count > 1 for count in self._log_summary.row_counts.values()):
+                self._charts.update()
 
 
 class _StreamView:
@@ -102,6 +108,9 @@ class _StreamView:
     def __init__(self, call: CallView, stream: TextIO) -> None:
         self._call, self._stream = call, stream
         self._num_lines_written = self._num_rows_written = 0
+        if call.note:
+            stream.write(f"{call.name}: {call.note}\n")
+            stream.flush()
         # locks: while a call's text is made and sent
         self._lock = threading.Lock()  # the last update may overlap with a timer's
 

@@ -9,23 +9,26 @@ from __future__ import annotations
 import html
 import importlib.metadata
 import platform
+import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from dtkit._util import formatting
+from dtkit._util import formatting, timeouts
 from dtkit._util.table import Table
 from dtkit.dashboard.figures import render, run_figure
 from dtkit.dashboard.report_charts import draw_charts, list_metric_names
 from dtkit.dashboard.report_page import escape, format_cards, format_long_table, format_page, format_table
+from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower, make_row
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_run_metrics
 from dtkit.dashboard.summary.notices import ALERT_KINDS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.step_strip import make_step_strip
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
+from dtkit.errors import FULL_HINT, UserCodeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +58,7 @@ def write_report(run: RunView, path: str | Path, *, single_process: History | No
         *_format_schedule(run),
         *_format_events(run),
         *_format_evaluations(run),
-        *_format_versions(),
+        *_format_origin(run),
     ]
     Path(path).write_text(format_page(run.spec.name, parts), encoding="utf-8")
 
@@ -67,12 +70,11 @@ def _format_head(run: RunView, single_process: History | None) -> Iterator[str]:
     position = run_text.format_run(run).splitlines()[1]
     nodes = formatting.format_count(spec.world_size, "node")
     yield (
-        f'<p class="lead">{escape(f"{spec.strategy} on {nodes} · {run.status.state.value}{tags}")}<br>'
+        f'<p class="lead">{escape(f"{spec.strategy} on {nodes} · {name_state(run.status)}{tags}")}<br>'
         f"{escape(position)}. Written {time.strftime('%Y-%m-%d %H:%M')}.</p>"
     )
     if run.exception is not None:
-        lines = "\n".join(map(html.escape, list_error_lines(run.exception)))
-        yield f'<p class="error">{lines}</p>'
+        yield from _format_error(run.exception)
     for notice in collect_notices(run):
         if notice.kind in ALERT_KINDS:
             yield f'<p class="error">{escape(notice.text)}</p>'
@@ -84,6 +86,15 @@ def _format_head(run: RunView, single_process: History | None) -> Iterator[str]:
             f'<div class="verdict"><b>{escape(verdict.text)}</b><details><summary>the arithmetic</summary>{lines}'
             "</details></div>"
         )
+
+
+def _format_error(error: BaseException) -> Iterator[str]:
+    """Show an error with the user's lines, and fold its whole traceback."""
+    lines = "\n".join(html.escape(line) for line in list_error_lines(error) if line != FULL_HINT)
+    yield f'<p class="error">{lines}</p>'
+    if isinstance(error, UserCodeError):
+        full = "\n".join(line for line in error.full.splitlines() if line != FULL_HINT)
+        yield f'<details><summary>the whole traceback</summary><pre class="scroll">{html.escape(full)}</pre></details>'
 
 
 def _iterate_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
@@ -269,12 +280,28 @@ def _keep_ends(items: list[_Item], max_items: int) -> list[_Item]:
     return items if len(items) <= max_items else [*items[:half], *items[-half:]]
 
 
-def _format_versions() -> Iterator[str]:
-    versions = [("Python", platform.python_version()), ("system", platform.platform())]
+def _format_origin(run: RunView) -> Iterator[str]:
+    """List when and where the run began, and the versions of the code."""
+    events = run.history.events
+    facts = [("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(events[0].time)))] if events else []
+    facts += [("notebook on", platform.node()), ("folder", str(Path.cwd()))]
+    if commit := _describe_commit():
+        facts.append(("git commit", commit))
+    facts += [("Python", platform.python_version()), ("system", platform.platform())]
     for name in _PACKAGES:
         try:
-            versions.append((name, importlib.metadata.version(name)))
+            facts.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
-            versions.append((name, "not installed"))
-    yield "<h2>Versions</h2>"
-    yield format_table(Table((), versions))
+            facts.append((name, "not installed"))
+    yield "<h2>Origin</h2>"
+    yield format_table(Table((), facts))
+
+
+def _describe_commit() -> str:
+    """Return the commit of the present folder, and whether files differ from it; empty outside of a repository."""
+    command = ("git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty= with changed files")
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout.strip()

@@ -105,6 +105,11 @@ class CallView(Protocol):
         ...
 
     @property
+    def note(self) -> str:
+        """What happens before its first output, if that takes long; else empty."""
+        ...
+
+    @property
     def rows(self) -> Sequence[dict[str, Any]]:
         """Logged rows: rank, index and the values."""
         ...

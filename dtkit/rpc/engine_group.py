@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import pickle
@@ -232,9 +233,16 @@ class EngineGroup:
         waited_s = time.monotonic() - started_at
         # waits: already done here
         return [
-            future.result() if future.done() else self._make_stuck_reply(rank, waited_s)
+            self._name_host(future.result()) if future.done() else self._make_stuck_reply(rank, waited_s)
             for rank, future in zip(ranks, futures, strict=True)
         ]
+
+    def _name_host(self, reply: Reply[R]) -> Reply[R]:
+        """Return the reply with the host of a lost engine, which the transport doesn't know."""
+        failure, nodes = reply.failure, self.nodes
+        if failure is None or failure.host != "?" or failure.rank >= len(nodes):
+            return reply
+        return dataclasses.replace(reply, failure=dataclasses.replace(failure, host=nodes[failure.rank].host))
 
     def call_all(
         self, call: Call[R] | Sequence[Call[R]], *, ranks: Sequence[int] | None = None, timeout: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dtkit.errors import ClusterError, EngineError
+from dtkit.errors import EmptyEnginesError, EngineError
 from dtkit.rpc.protocol import DataOperations, GroupOperations, make_call
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _send_data(group: EngineGroup, data: Payload) -> None:
 
 def _check_not_empty(*, is_empty: bool) -> None:
     if is_empty:
-        raise ClusterError(
+        raise EmptyEnginesError(
             "all engines ended, and with them the training since its last checkpoint. The new engines are empty. Train "
             "again with cluster.train(...), from a checkpoint with resume_from=path. To lose less next time, write "
             "checkpoints: checkpoint_dir='checkpoints/first', checkpoint_every=1000"

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from dtkit.rpc.shared_memory import SharedBuffer
     from dtkit.types import Reply, StoreAddress
 
+REPAIR_REMEDY = "cluster.repair() starts another one in its place"
+"""What to do about a lost engine, outside of a run."""
+
 
 class Hosts(Protocol):
     """Hosts that share no folder, each with an agent that acts for the notebook."""

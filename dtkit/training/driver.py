@@ -121,7 +121,7 @@ class Driver:
         with self.progress.changed:
             state, step = self.progress.state, self.progress.step
             if state.has_ended:
-                raise RunError(describe_refusal(state, step, name))
+                raise RunError(describe_refusal(state, step, name, self.progress.release_hint))
             self._inbox.put(_Command(name, value, answer))
         return answer
 

@@ -77,8 +77,14 @@ def make_policy(
     return ElasticPolicy(1 if min_np is None else min_np, num_ranks, shrinks)
 
 
+SCRIPT_NOTE = "starting a fresh Python process for each rank, which imports its modules anew"
+"""What happens before the first output of a script."""
+
+
 class ElasticTask(Task):
     """A script on engines of one host. Output is listed under the ranks of the engines."""
+
+    note = SCRIPT_NOTE
 
     def __init__(
         self, engine_group: EngineGroup, name: str, repair: Callable[[], object] | None, policy: ElasticPolicy

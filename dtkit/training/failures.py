@@ -14,11 +14,13 @@ an error of the user's code           resync, so that the cluster is usable, and
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
 from dtkit._util.formatting import format_count, name_nodes, name_nodes_at_start
 from dtkit.errors import DtkitError, EngineError, SupersededError, drop_consequential_refusals
+from dtkit.rpc.transport import REPAIR_REMEDY
 from dtkit.training import recovery
 from dtkit.training.recovery import Recovery
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 _MAX_RETRIES = 3  # most failed calls in a row, without a step between them
 _MAX_ENGINE_LOSSES = 3  # most losses in a row at one step; replacements would be lost for the same reason
+
+_RESUME_REMEDY = "run.resume(), or the button Resume, starts another one in its place and continues"
 
 _SUPERSEDED_MESSAGE = (
     "another notebook has taken this cluster over, and the run with it, after step {step}. This one shows what was "
@@ -123,7 +127,7 @@ class FailureHandler:
         self._loss_count = self._loss_count + 1 if progress.step == self._last_loss_step else 1
         self._last_loss_step = progress.step
         if progress.plan.options.on_failure == "pause":
-            progress.pause_for(EngineError(failures))
+            progress.pause_for(EngineError(list(map(_name_resume, failures))))
         elif self._loss_count > _MAX_ENGINE_LOSSES:
             times = f"engines were lost {self._loss_count} times in a row at step {progress.step}"
             progress.add_event("error", f"{times}: replacements would be lost too")
@@ -225,6 +229,11 @@ class FailureHandler:
             self._progress.add_event("error", f"the process group could not be formed again: {message}")
             return error if isinstance(error, EngineError) else None
         return None
+
+
+def _name_resume(failure: Failure) -> Failure:
+    """Return a failure whose remedy is that of a paused run."""
+    return dataclasses.replace(failure, message=failure.message.replace(REPAIR_REMEDY, _RESUME_REMEDY))
 
 
 def _find_gone(failures: Sequence[Failure]) -> set[int]:

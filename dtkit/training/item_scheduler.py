@@ -90,7 +90,7 @@ class ItemScheduler:
     ) -> None:
         """`function_call` is a function with its arguments after the item; `repair` replaces engines that are gone."""
         self.name, self.world_size = name, engine_group.world_size
-        self.state = "running"
+        self.state, self.note = "running", ""
         """"running", "done" or "failed"."""
         self.rows: list[dict[str, Any]] = []
         self.output: list[tuple[int, str]] = []

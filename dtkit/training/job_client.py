@@ -11,7 +11,7 @@ from dtkit._util.deadline import Deadline
 from dtkit.checkpoint import folders
 from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.data import distribute
-from dtkit.errors import DtkitError, RunError
+from dtkit.errors import DtkitError, EngineError, RunError
 from dtkit.rpc.measurements import ProfileOperations
 from dtkit.rpc.protocol import DataOperations, JobOperations, make_call
 from dtkit.training import state_dict
@@ -59,8 +59,17 @@ class JobClient:
         if self.is_released:
             raise RunError(
                 f"{action} needs the job on the engines, and this run was released: by run.release(), by a later train "
-                "or with its cluster. Its weights are in run.model"
+                f"or with its cluster. {self.describe_remains()}"
             )
+
+    def describe_remains(self) -> str:
+        """Return how to continue after the engines have freed the job."""
+        saved = self._driver.actions.checkpoint.manager.last_result
+        if saved is not None:
+            return f"Its checkpoint of step {saved.step:,} remains: cluster.train(..., resume_from={str(saved.path)!r})"
+        if self._fetched_state is None:
+            return "It has no checkpoint; cluster.train(...) starts again"
+        return "Its weights are in run.model: cluster.train(run.model, ...) trains on, with a new optimizer"
 
     # -- the weights ------------------------------------------------------------------------------------------
 
@@ -111,6 +120,8 @@ class JobClient:
             self._fetched_state = self._progress.step, self.fetch_state_dict(deadline.get_remaining_s())
         except DtkitError as error:
             deadline.get_remaining_s()  # raises if engines are only slow, which then keep the job
+            if isinstance(error, EngineError) and all(failure.kind == "refused" for failure in error.failures):
+                return  # new engines never had the job; the run's own error says so
             _log.warning("the weights of %s were not kept: %s", self._progress.plan.spec.name, error)
 
     def keep_state_dict_if_quick(self) -> None:
@@ -200,9 +211,7 @@ class JobClient:
 
     def make_checkpoint_request(self, path: str | Path | None, keep_last: int | None) -> CheckpointRequest:
         """Check the arguments of `save`; return the request."""
-        target = self._progress.plan.options.checkpoint_policy.folder if path is None else path
-        if target is None:
-            raise ValueError("save(): there is no path. Name a folder: run.save('checkpoints/first')")
+        target = self._progress.plan.options.checkpoint_policy.default_folder if path is None else path
         if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
             raise ValueError(f"save(keep_last={keep_last!r}): it is how many checkpoints stay; an integer from 1 up")
         self.check_not_released("save")

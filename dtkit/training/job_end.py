@@ -6,8 +6,6 @@ run's state: data and models. New engines then get all of it, though no earlier 
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
@@ -16,17 +14,17 @@ from dtkit.errors import DtkitError
 from dtkit.training import recovered_data
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.job_end import JobEnd
     from dtkit.training.driver import Driver
-
-_DEFAULT_FOLDER = "checkpoints"
 
 
 def prepare(engine_group: EngineGroup, driver: Driver, end: JobEnd) -> bool:
     """Write a checkpoint of a run, and log it. Return whether a further job can continue from it.
 
-    The checkpoint goes to the run's `checkpoint_dir`, by default into "checkpoints" of the current folder.
+    The checkpoint goes to the run's `checkpoint_dir`, by default into a folder of its own in "checkpoints".
     """
     progress = driver.progress
     if progress.state.has_ended:
@@ -36,7 +34,7 @@ def prepare(engine_group: EngineGroup, driver: Driver, end: JobEnd) -> bool:
     try:
         path = None
         if not end.is_followed or progress.plan.options.checkpoint_policy.folder is not None:
-            path = _save(engine_group, driver, _choose_folder(driver))
+            path = _save(engine_group, driver, progress.plan.options.checkpoint_policy.default_folder)
         if not end.is_followed:
             progress.add_event("note", f"to go on in another job: cluster.train(..., resume_from={str(path)!r})")
             return True
@@ -49,14 +47,9 @@ def prepare(engine_group: EngineGroup, driver: Driver, end: JobEnd) -> bool:
     return True
 
 
-def _choose_folder(driver: Driver) -> Path:
-    plan = driver.progress.plan
-    name = re.sub(r"[^A-Za-z0-9]+", "-", plan.spec.name).strip("-") or "run"
-    return plan.options.checkpoint_policy.folder or Path(_DEFAULT_FOLDER, name).absolute()
-
-
-def _save(engine_group: EngineGroup, driver: Driver, folder: Path) -> Path:
+def _save(engine_group: EngineGroup, driver: Driver, folder: Path | None) -> Path:
     """Write a checkpoint between two steps. The run continues meanwhile. Raises CheckpointError or RunError."""
+    assert folder is not None
     request = CheckpointRequest(folder, None)
     driver.submit("save", request)
     return request.result(engine_group.call_timeout_s).path

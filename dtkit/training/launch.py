@@ -17,7 +17,7 @@ from dtkit.data.columns import ColumnSelection
 from dtkit.data.distribute import DataHandle, StreamHandle
 from dtkit.data.partition import Partition
 from dtkit.data.torch_loader import is_data_loader, read_data_loader
-from dtkit.errors import format_ranks
+from dtkit.errors import EmptyEnginesError, format_ranks
 from dtkit.planning import fit_check, planner
 from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions
@@ -43,6 +43,14 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import Strategy
     from dtkit.training.earlier_runs import EarlierRuns
+
+
+_NO_VALIDATION_NOTE = (
+    "metrics= are computed on validation=, and there is none: nothing computes them during this training. "
+    "run.evaluate(data) does"
+)
+_MAX_SNAPSHOT_SHARE = 0.01
+"""Share of the time for snapshots on disk that only the loss of all engines needs."""
 
 
 class TrainingHost(Protocol):
@@ -106,6 +114,8 @@ def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> St
     strategy.check(engine_group.world_size, config.samples_per_step)
     check_can_shrink(engine_group.world_size, config, strategy)
     check_model(engine_group, model, config)
+    if config.metrics and config.validation is None:
+        print(_NO_VALIDATION_NOTE)  # noqa: T201 - else nothing shows that the metrics are not computed
     if not isinstance(model, ModelHandle):
         strategy.check_model(model)
         if (description := strategy.describe_plan(model)) is not None:
@@ -118,7 +128,10 @@ def _replace_lost_engines(engine_group: EngineGroup, host: TrainingHost) -> None
     if lost_ranks := engine_group.membership.find_lost_ranks():
         message = f"{format_ranks(lost_ranks)} gone: replaced before the training starts"
         print(message)  # noqa: T201 - it takes some seconds
-        host.repair()
+        try:
+            host.repair()
+        except EmptyEnginesError as error:
+            print(f"the earlier run can't go on: {error}")  # noqa: T201 - this training needs nothing of it
 
 
 def _make_plan(
@@ -153,7 +166,7 @@ def _make_plan(
             strategy,
             _get_shard_sizes(engine_group, part),
             validation,
-            _make_checkpoint_policy(config, previous_lineage),
+            _make_checkpoint_policy(config, spec.name, previous_lineage),
         ),
     )
 
@@ -222,13 +235,19 @@ def _make_run_options(
 
 
 def _make_disk_snapshot_policy(config: TrainConfig, strategy: Strategy, world_size: int) -> CheckpointPolicy:
-    """Return the policy for checkpoints to recover from. None are written if other ranks hold each part too."""
-    is_alone = _has_unreplicated_part(strategy, world_size)
-    if config.snapshot_every is None and (not is_alone or config.on_failure == "pause"):
-        return CheckpointPolicy(quiet=True)
-    seconds = timeouts.MAX_SNAPSHOT_INTERVAL_S if config.snapshot_every is None else None
+    """Return the policy for checkpoints to recover from.
+
+    Where other ranks hold each part too, they are for the loss of all engines, and may take a hundredth of the time.
+    """
+    is_alone, is_timed = _has_unreplicated_part(strategy, world_size), config.snapshot_every is None
+    seconds = timeouts.MAX_SNAPSHOT_INTERVAL_S if is_alone else timeouts.DEFAULT_SNAPSHOT_INTERVAL_S
     return CheckpointPolicy(
-        config.snapshot_every, keep_last=2, every_seconds=seconds, quiet=True, skip_while_writing=is_alone
+        config.snapshot_every,
+        keep_last=2,
+        every_seconds=seconds if is_timed else None,
+        quiet=True,
+        skip_while_writing=is_alone or is_timed,
+        max_time_share=None if is_alone else _MAX_SNAPSHOT_SHARE,
     )
 
 
@@ -247,14 +266,19 @@ def _has_unreplicated_part(strategy: Strategy, world_size: int) -> bool:
     return any(parts.count(part) == 1 for part in parts) and len(set(parts)) > 1
 
 
-def _make_checkpoint_policy(config: TrainConfig, previous_lineage: Lineage) -> CheckpointPolicy:
+def _make_checkpoint_policy(config: TrainConfig, name: str, previous_lineage: Lineage) -> CheckpointPolicy:
+    run_id = os.urandom(8).hex()
     to = (
         None
         if config.checkpoint_dir is None
         else folders.parse_path("checkpoint_dir", config.checkpoint_dir).absolute()
     )
     return CheckpointPolicy(
-        config.checkpoint_every, to, config.keep_last, lineage=(*previous_lineage, os.urandom(8).hex())
+        config.checkpoint_every,
+        to,
+        config.keep_last,
+        lineage=(*previous_lineage, run_id),
+        default_folder=to or folders.make_default_folder(name, run_id),
     )
 
 

@@ -19,9 +19,9 @@ from dtkit._util.guard import run_guarded_in_thread
 from dtkit.checkpoint import folders
 from dtkit.checkpoint.checkpoint import Checkpoint
 from dtkit.checkpoint.manager import CheckpointRequest
-from dtkit.errors import CheckpointError, EngineError, RunError
+from dtkit.errors import CheckpointError, DtkitError, EngineError, RunError
 from dtkit.history import engine_outbox, run_log
-from dtkit.training import job_end, persisted_run, recovered_state, recovery
+from dtkit.training import job_end, persisted_run, recovered_data, recovered_state, recovery
 from dtkit.training.callbacks import finish_callbacks
 from dtkit.training.config import SnapshotInterval
 from dtkit.training.states import RETRAIN_HINT
@@ -40,6 +40,12 @@ if TYPE_CHECKING:
     from dtkit.training.resume import ResumePoint
 
 
+_NOT_KEPT_NOTE = (
+    "the notebook keeps no copy of the engines' data, which are large or of unknown size. If all engines end at once, "
+    "the run fails, and its last snapshot becomes a checkpoint"
+)
+
+
 class RunLifecycle:
     """The cluster's operations on one run."""
 
@@ -50,6 +56,7 @@ class RunLifecycle:
         self._progress = driver.progress
         if (hosts := engine_group.transport.hosts) is not None:
             driver.actions.checkpoint.manager.host_files = hosts.checkpoint_files
+        driver.actions.checkpoint.manager.on_snapshot = self._keep_inputs
         self._repair: Future[None] | None = None
         # locks: while a repair starts, since two threads must not replace the same engines
         self._repair_lock = threading.Lock()
@@ -64,6 +71,8 @@ class RunLifecycle:
                 self._restore(resume_point)
             on_error.pop_all()
         self._engine_group.cluster_folder.set_job_flag(present=True)
+        if not self._can_keep_inputs:
+            progress.add_event("note", _NOT_KEPT_NOTE)
         self._persist()
         self._driver.start()
 
@@ -75,6 +84,23 @@ class RunLifecycle:
         resume_point.restore_callbacks(plan.options.callbacks)
         mesh = plan.options.strategy.build_mesh(plan.spec.world_size)
         progress.add_event("note", name_nodes(resume_point.describe(plan.spec, mesh, overridden)))
+
+    # -- for the loss of all engines --------------------------------------------------------------------------
+
+    def _keep_inputs(self) -> None:
+        """Store data and model once, now that there is a snapshot to continue from. A later one tries again."""
+        folder = self._driver.snapshot_folder
+        if self._can_keep_inputs and not recovered_data.is_stored(folder) and not self._progress.state.has_ended:
+            with contextlib.suppress(DtkitError, OSError):
+                recovered_data.store(self._engine_group, folder)
+
+    @property
+    def _can_keep_inputs(self) -> bool:
+        """Whether data and model are small enough to be kept on disk; data that engines load have no known size."""
+        spec, validation = self._progress.plan.job_spec, self._progress.plan.options.validation
+        sizes = [spec.model_handle.nbytes, spec.data_handle.nbytes, 0 if validation is None else validation.nbytes]
+        is_local = self._engine_group.membership.is_single_host
+        return sum(sizes) <= (recovered_data.MAX_BYTES if is_local else recovered_data.MAX_SENT_BYTES)
 
     # -- for a notebook that takes over -----------------------------------------------------------------------
 
@@ -242,7 +268,9 @@ class RunLifecycle:
         if not concurrent.futures.wait([future], timeout).done:
             raise TimeoutError(f"the repair has not ended within timeout={timeout:g} s; it goes on")
         # waits: no more, since the repair has ended
-        future.result()
+        error = future.exception()
+        if error is not None:
+            raise error
 
     def _replace_lost_engines(self, done: Future[None]) -> None:
         if lost_ranks := self._engine_group.membership.find_lost_ranks():
@@ -291,6 +319,7 @@ class RunLifecycle:
         self._job.keep_state_dict(deadline)
         remaining = deadline.get_remaining_s()
         self._job.is_released = True
+        self._progress.release_hint = f"The engines have freed it for a later training. {self._job.describe_remains()}"
         self._job.check_idle = check_idle
         self._job.free(remaining)
         history = self._progress.history

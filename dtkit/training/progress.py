@@ -48,6 +48,8 @@ class RunProgress:
         self.lost_ranks: list[int] = []
         """Ranks whose engines are gone and not yet replaced."""
         self._told_losses: set[int] = set()  # those of them that the log names
+        self.release_hint = ""
+        """How to continue, once the engines have freed the job."""
         self.retry_count = 0
         """Failed calls since the last step that was taken."""
         # locks: for a few assignments; waits on the Condition are marked

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import time
 from typing import TYPE_CHECKING
 
-from dtkit.errors import CheckpointError, ClusterError, format_ranks
+from dtkit.errors import CheckpointError, ClusterError, EmptyEnginesError, format_ranks
 from dtkit.history import engine_outbox
 from dtkit.rpc.protocol import JobOperations, StateOperations, make_call
 from dtkit.rpc.replacement import replace_lost_ranks
@@ -187,7 +188,7 @@ class Recovery:
         group, job = self.engine_group, self.plan.job
         group.check_owned()  # must come before any engine is ended
         started_at = time.monotonic()
-        shrink = bool(lost_ranks) and self.plan.options.on_failure == "shrink"
+        shrink = 0 < len(lost_ranks) < group.world_size and self.plan.options.on_failure == "shrink"
         if shrink:
             self._check_world_size(group.world_size - len(lost_ranks))
         positions = query_positions(group, job, lost_ranks)
@@ -205,7 +206,12 @@ class Recovery:
             if state is not None:
                 at_end.enter_context(state.keep_during_recovery(group.folder, job, is_owned=self._is_owned))
             data = None if positions else recovered_data.load(self.snapshot_folder)
-            replace_lost_ranks(group, lost_ranks, shrink=shrink, rebuild=rebuild, data=data)
+            if shrink:
+                recovered_data.discard(self.snapshot_folder)
+            try:
+                replace_lost_ranks(group, lost_ranks, shrink=shrink, rebuild=rebuild, data=data)
+            except EmptyEnginesError as error:
+                raise error if snapshot is None else self._rescue(snapshot) from None
         step, lr = rebuilt[0]
         furthest = max((position.step for position in positions.values()), default=0)
         source = (_FROM_DISK if snapshot is not None else _FROM_START) if state is None else state.source
@@ -246,6 +252,23 @@ class Recovery:
         if snapshot is None:
             return 0, lr
         return snapshot.step, ResumePoint(snapshot).restore_job(self.engine_group, self.plan.job)[0]
+
+    def _rescue(self, snapshot: Checkpoint) -> EmptyEnginesError:
+        """Copy the snapshot to the run's checkpoints, since the engines' data are gone. Return the error to raise."""
+        folder = self.plan.options.checkpoint_policy.default_folder
+        assert folder is not None
+        path = folder / snapshot.path.name
+        head = "all engines ended, and the notebook had no copy of their data."
+        try:
+            shutil.copytree(snapshot.path, path, dirs_exist_ok=True)
+        except OSError as error:
+            return EmptyEnginesError(
+                f"{head} The run's last snapshot can't be copied to {path}: {error.strerror or error}"
+            )
+        return EmptyEnginesError(
+            f"{head} The run's last snapshot is a checkpoint now: cluster.train(..., resume_from={str(path)!r}) "
+            f"continues from step {snapshot.step:,}"
+        )
 
     def _check_world_size(self, world_size: int) -> None:
         if world_size < 1:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import formatting
 from dtkit.checkpoint import exported_folder, folders
 from dtkit.checkpoint.checkpoint import Checkpoint
-from dtkit.checkpoint.folders import Lineage, get_lineage
+from dtkit.checkpoint.folders import Lineage, get_run_lineage
 from dtkit.checkpoint.json_values import UnsupportedValueError, decode, encode
 from dtkit.checkpoint.remote_files import placed_on_hosts
 from dtkit.checkpoint.validation import HISTORY_FILE
@@ -52,8 +52,8 @@ class ResumePoint:
 
     @property
     def lineage(self) -> Lineage:
-        """The runs that led to it; empty if the user saved it directly."""
-        return get_lineage(self.checkpoint.metadata)
+        """The runs that led to it, its own last."""
+        return get_run_lineage(self.checkpoint.metadata)
 
     def check_steps_left(self, spec: RunSpec) -> None:
         """Raise ValueError if no step is left."""

@@ -250,7 +250,9 @@ class Run(ShownRun):
         keep_last: int | None = None,
         timeout: float | None = None,
     ) -> CheckpointResult:
-        """Write a checkpoint, to resume from later, into a new folder in `path` (by default ``checkpoint_dir``).
+        """Write a checkpoint, to resume from later, into a new folder in `path`.
+
+        By default, `path` is ``checkpoint_dir``, or else a folder of this run's own in "checkpoints".
 
         While the run is RUNNING, the checkpoint has the state after the current step, and training continues while
         ranks write. With `keep_last`, only the newest ones stay. Raises CheckpointError if it could not be written; the

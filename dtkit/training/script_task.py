@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import timeouts
 from dtkit.rpc.protocol import FunctionOperations, make_call
 from dtkit.rpc.script import Script, parse_script
-from dtkit.training.elastic_script import ElasticTask
+from dtkit.training.elastic_script import SCRIPT_NOTE, ElasticTask
 from dtkit.training.task import Task, check_callable, get_name, start_on_all_ranks
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class ScriptTask(Task):
     """A script. Once a rank has failed, the others are ended as under torchrun: they wait for it in vain."""
 
+    note = SCRIPT_NOTE
     first_grace_s = timeouts.SCRIPT_FAILURE_GRACE_S
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import linecache
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
 from dtkit._util.guard import Subscribers, return_error, run_guarded_in_thread
+from dtkit._util.notebook import name_code
 from dtkit.dashboard import call_display
 from dtkit.dashboard.text import call_text
-from dtkit.errors import DtkitError
+from dtkit.errors import DtkitError, EngineError, format_ranks
 from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.protocol import FunctionOperations, make_call
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
     from dtkit.rpc.protocol import Call
-    from dtkit.types import Reply
+    from dtkit.types import Failure, Reply
 
 
 class Task:
@@ -40,6 +42,8 @@ class Task:
     line).
     """
 
+    note = ""
+    """What happens before its first output, if that takes long."""
     first_grace_s: float | None = None
     """Grace for the other ranks once one has failed, before they are interrupted; None for that of all calls."""
 
@@ -173,15 +177,29 @@ class Task:
         with call_display.display_until_done(self):
             try:
                 self._wait()
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interrupt:
+                running = self._list_running_ranks()
                 # If the cluster was closed meanwhile, nothing is left to interrupt.
                 with contextlib.suppress(DtkitError):
                     self._interrupt()
                     # The group is formed again. A second interrupt doesn't wait for it.
                     if not self._wait(timeouts.TASK_INTERRUPT_TIMEOUT_S):
                         self.cancel()
+                line = self._describe_interrupt(running)
+                interrupt.args = (line,)
+                # IPython's protocol: one line instead of the frames in which the cell waited.
+                interrupt._render_traceback_ = lambda: [line]  # type: ignore[attr-defined]
                 raise
         return self.result(0)
+
+    def _describe_interrupt(self, running: Sequence[int]) -> str:
+        """Return where each rank was that had not answered before the interrupt."""
+        failures = self._error.failures if isinstance(self._error, EngineError) else ()
+        by_rank = {failure.rank: failure for failure in failures}
+        parts = [f"rank {rank}{_describe_position(by_rank.get(rank))}" for rank in running]
+        if returned := [rank for rank in range(self.world_size) if rank not in running]:
+            parts.append(f"{format_ranks(returned)} had returned")
+        return f"{self.name} was interrupted: {'; '.join(parts)}"
 
     def _wait(self, timeout: float | None = None) -> bool:
         """Wait until the call is over, and return whether it is. Waits in intervals, so that signals are handled."""
@@ -259,6 +277,17 @@ class Task:
 
     def _ipython_display_(self) -> None:
         call_display.show(self)
+
+
+def _describe_position(failure: Failure | None) -> str:
+    """Return the user's line that an interrupt found a rank at."""
+    if failure is None:
+        return " answered meanwhile"
+    if not failure.user_frames:
+        return " was in none of your lines"
+    file, line, function, source = failure.user_frames[-1]
+    code = source.strip() or linecache.getline(file, line).strip()
+    return f" was in {function}, {name_code(file)}, line {line}{f': {code}' if code else ''}"
 
 
 def submit(

@@ -17,6 +17,8 @@ from tests.support.lab import Lab, Look
 from tests.support.marks import slow
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from nbformat import NotebookNode
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(480)]
@@ -31,7 +33,12 @@ LOOKS = [
 
 def notebook() -> NotebookNode:
     """Return a notebook with two displays of one run, and its end."""
-    cells = [new_code_cell(source) for source in (TRAIN, "run.dashboard(fault_injection=True)", "run", "run.stop()")]
+    return make_notebook(TRAIN, "run.dashboard(fault_injection=True)", "run", "run.stop()")
+
+
+def make_notebook(*sources: str) -> NotebookNode:
+    """Return a notebook with these cells."""
+    cells = [new_code_cell(source) for source in sources]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     return new_notebook(cells=cells, metadata={"kernelspec": kernel})
 
@@ -52,6 +59,41 @@ def get_displays(lab: Lab) -> list[Locator]:
     for view in displays:
         expect(view).to_have_attribute("data-step", "50", timeout=WAIT_MS)
     return displays
+
+
+GAN = """
+import time, torch, dtkit
+
+def train(steps, end):
+    for step in range(steps):
+        dtkit.log(d_loss=1 / (step + 1), g_loss=float(step))
+    while not end.exists():
+        time.sleep(0.05)
+
+from pathlib import Path
+
+cluster = dtkit.Cluster(1, threads=1)
+"""
+
+
+def test_numbers_of_a_function_are_charts_while_it_runs_and_afterwards(lab: Lab, tmp_path: Path):
+    end = tmp_path / "end"
+    run = f"cluster.run(train, 300, Path({str(end)!r}))"
+    lab.open(make_notebook(GAN, run, "cluster.last_task.to_pandas().shape"))
+    lab.run_cell(0)
+    lab.wait_idle(timeout=120)
+    lab.run_cell(1)
+    view = lab.cell(1).get_by_test_id("dtkit-call")
+    expect(view.get_by_test_id("scalars-chart")).to_have_count(2, timeout=WAIT_MS)
+    expect(view).to_have_attribute("data-state", "running")
+    assert "L" in (view.locator("path.dtk-line").first.get_attribute("d") or "")
+    end.touch()
+    lab.wait_idle(timeout=60)
+    expect(view).to_have_attribute("data-state", "ended", timeout=WAIT_MS)
+    lab.run_cell(2)
+    lab.wait_text(2, "(300, 4)")
+    saved = lab.save()
+    assert any("image/png" in output.get("data", {}) for output in saved.cells[1].outputs)
 
 
 @pytest.mark.parametrize("look", LOOKS, indirect=True, ids=["lab-light", "lab-dark", "notebook7"])

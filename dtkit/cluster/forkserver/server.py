@@ -25,7 +25,7 @@ class ForkServer:
     """Listens for requests, forks, and reaps engines that have ended."""
 
     def __init__(self, listener: socket.socket) -> None:
-        self._listener, self._pids = listener, list[int]()
+        self._listener, self._pids = listener, set[int]()
         self._is_terminating = False
         signal.signal(signal.SIGCHLD, lambda *_: self._reap())
         signal.signal(signal.SIGTERM, lambda *_: self._terminate())
@@ -55,15 +55,16 @@ class ForkServer:
             if (pid := os.fork()) == 0:
                 return None
             pids.append(pid)
-        self._pids += pids
+        self._pids.update(pids)
         return pids
 
     def _reap(self) -> None:
+        """Reap engines that have ended. Another signal may interrupt this, and reap some of them."""
         for pid in list(self._pids):
             with contextlib.suppress(ChildProcessError):
                 if os.waitpid(pid, os.WNOHANG) == (0, 0):
                     continue
-            self._pids.remove(pid)
+            self._pids.discard(pid)
         if self._is_terminating and not self._pids:
             raise SystemExit
 

@@ -16,7 +16,6 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from dtkit._util import formatting
 from dtkit._util.guard import run_guarded
 
 if TYPE_CHECKING:
@@ -38,8 +37,8 @@ class FaultInjectable(Protocol):
         """End a rank's process: ``inject_fault("kill", 3)``."""
         ...
 
-    def save(self, path: str | None = None) -> Any:
-        """Write a checkpoint; return its step and path. Raise ValueError if no path is known."""
+    def save(self) -> Any:
+        """Write a checkpoint into the run's folder; return its step and path."""
         ...
 
 
@@ -105,13 +104,10 @@ class CommandHandler:
         return lambda: f"node {rank} was ended at step {run.inject_fault('kill', rank):,}"
 
     def _prepare_save(self, _value: Any) -> Callable[[], str]:
-        run, folder = cast("FaultInjectable", self._run), f"checkpoints/{_make_file_name(self._run.spec.name)}"
+        run = cast("FaultInjectable", self._run)
 
         def act() -> str:
-            try:
-                saved = run.save()
-            except ValueError:  # the run has no path
-                saved = run.save(folder)
+            saved = run.save()
             return f"checkpoint of step {saved.step:,} on all nodes saved: {_shorten_path(str(saved.path))}"
 
         return act
@@ -149,9 +145,3 @@ def _shorten_path(path: str) -> str:
     """Return a path as seen from the notebook's folder, if it is below that."""
     relative = os.path.relpath(path)
     return path if relative.startswith(os.pardir) else relative
-
-
-def _make_file_name(name: str) -> str:
-    """Return a file name of letters, digits and dashes."""
-    clean = "".join(c if c.isalnum() or c in "-_" else "-" for c in formatting.sanitize_text(name, 40))
-    return clean.strip("-") or "run"

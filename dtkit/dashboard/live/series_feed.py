@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -18,9 +18,7 @@ from dtkit.dashboard.summary.curves import MAX_NODE_LINES
 from dtkit.history.scalars import SYSTEM_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from dtkit.history.history import History
+    from collections.abc import Callable, Sequence
 
 MAX_NAMES = 12
 """Names that a page shows."""
@@ -30,10 +28,37 @@ MAX_BYTES = 8000
 _MAX_SHARE = 0.01
 
 
+class LoggedNumbers(Protocol):
+    """The part of a history that has numbers by name, rank and step."""
+
+    @property
+    def scalar_names(self) -> Sequence[str]:
+        """Names of the user's own numbers."""
+        ...
+
+    @property
+    def system_names(self) -> Sequence[str]:
+        """Names of the machines' numbers."""
+        ...
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Ranks that have numbers."""
+        ...
+
+    def count_scalar_records(self, name: str) -> int:
+        """Return how often numbers of this name were added."""
+        ...
+
+    def scalar(self, name: str, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return (steps, values) of one rank, or the mean over all ranks."""
+        ...
+
+
 class SeriesFeed:
     """Messages about the numbers of one history. Not thread-safe: one caller at a time."""
 
-    def __init__(self, history: History, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, history: LoggedNumbers, clock: Callable[[], float] = time.monotonic) -> None:
         self._history, self._clock = history, clock
         self._sent_counts: dict[str, int] = {}
         self._next_at = float("-inf")

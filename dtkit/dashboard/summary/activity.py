@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.lost_nodes import LostNodes
-    from dtkit.types import Event
+    from dtkit.types import Event, Status
 
 RECOVERING_GLYPH = "↻"
 _NEWER_KINDS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "save", "lost"})
@@ -39,6 +39,12 @@ class Activity:
     def format_short(self) -> str:
         """Return a text such as ``↻ recovering node 1, 4 s``."""
         return f"{self.glyph} {self.text}, {formatting.format_clock(self.seconds)}"
+
+
+def name_state(status: Status) -> str:
+    """Return the word for a run's state: "ready" for one that is paused since it was made."""
+    is_new = status.state is State.PAUSED and not status.elapsed_s
+    return "ready" if is_new else status.state.value
 
 
 def find_activity(run: RunView, lost_nodes: LostNodes | None = None) -> Activity | None:

@@ -15,7 +15,7 @@ from dtkit.dashboard.summary.divergence import find_divergence
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_sentence
 from dtkit.dashboard.summary.timing import format_nodes
-from dtkit.errors import NonFiniteError
+from dtkit.errors import EngineError, NonFiniteError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +72,8 @@ _MAX_INDENT = 8
 
 def list_error_lines(error: BaseException) -> list[str]:
     """Return the first lines of an error. The notebook raises all of it from `wait`."""
-    name_nodes = formatting.name_nodes if isinstance(error, NonFiniteError) else formatting.name_nodes_at_start
+    is_own_text = isinstance(error, NonFiniteError) or (isinstance(error, EngineError) and error.cause.kind == "lost")
+    name_nodes = formatting.name_nodes if is_own_text else formatting.name_nodes_at_start
     first, *rest = str(error).strip().splitlines() or [""]
     lines = [f"{type(error).__name__}: {name_nodes(first)}".rstrip(": ")]
     lines += [name_nodes(line) for line in rest]

@@ -28,6 +28,8 @@ def list_differences(specs: Sequence[RunSpec | None]) -> list[tuple[str, ...]]:
 
 def _collect(spec: RunSpec) -> dict[str, str]:
     fields = {name: str(getattr(spec, name)) for name in _FIELDS}
+    epochs = f"{spec.epochs:,.0f}" if spec.epochs.is_integer() else f"{spec.epochs:,.2f}"
+    fields |= {"epochs": epochs, "steps": f"{spec.steps:,}"}
     if spec.model is not None:
         fields["parameters"] = f"{spec.model.parameters:,}"
     return fields | dict(spec.settings)

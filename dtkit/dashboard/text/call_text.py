@@ -61,7 +61,9 @@ def format_line(rank: int, line: str) -> str:
 def format_headline(call: CallView) -> str:
     """Return a headline such as ``measure on 4 ranks: running``."""
     ranks = formatting.format_count(call.world_size, "node")
-    return f"{formatting.sanitize_text(call.name, 60)} on {ranks}: {call.state}"
+    is_starting = call.state == "running" and call.note and not call.rows and not call.output
+    note = f", {call.note}" if is_starting else ""
+    return f"{formatting.sanitize_text(call.name, 60)} on {ranks}: {call.state}{note}"
 
 
 def format_text(call: CallView, log_summary: LogSummary | None = None) -> str:

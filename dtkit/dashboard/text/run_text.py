@@ -13,6 +13,7 @@ import weakref
 from typing import TYPE_CHECKING, TextIO
 
 from dtkit._util import formatting, timeouts
+from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.metrics import (
     RunMetrics,
     compute_efficiency,
@@ -42,7 +43,7 @@ def format_run(run: RunView) -> str:
     metrics = compute_run_metrics(run.history, spec.world_size)
     name, strategy = formatting.sanitize_text(spec.name, 60), formatting.sanitize_text(spec.strategy, 60)
     tags = "".join(f" · {formatting.sanitize_text(tag, 30)}" for tag in spec.tags)
-    head = f"{name} · {strategy} · {run.status.state.value}{tags}"
+    head = f"{name} · {strategy} · {name_state(run.status)}{tags}"
     lines = [
         head,
         _format_position(run),
@@ -186,7 +187,7 @@ class TextProgress:
         """Return the lines of the current state: position, metrics, notices, and a line for each node."""
         status = self._run.status
         share = min(1.0, status.step / status.steps) if status.steps else 0.0
-        head = f"{status.state.value} {100 * share:.0f} % {_format_position(self._run)}"
+        head = f"{name_state(status)} {100 * share:.0f} % {_format_position(self._run)}"
         metrics = compute_run_metrics(self._run.history, self._run.spec.world_size)
         details = [
             _format_metrics(metrics),

@@ -282,6 +282,12 @@ BAD_STREAMS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"the DataLoader has .* a batch_sampler of its own.* Give its dataset with batch_size=",
     ),
+    "a sampler of one rank": (
+        data(),
+        {"sampler": torch.utils.data.DistributedSampler(range(64), 2, 0)},  # type: ignore[arg-type]  # only its length counts
+        ValueError,
+        "DistributedSampler has the rows of one of 2 ranks.*most rows would be left out",
+    ),
     "a stream to evaluate on": (data(), {"validation": stream}, ValueError, "an evaluation would have no end"),
 }
 

@@ -29,6 +29,15 @@ def test_labels_that_a_model_counts_are_found_by_trial(shift: bool, expected: La
     assert model.training
 
 
+def test_trial_finds_the_weight_although_the_first_samples_have_padding():
+    def make_padded(num_rows: int) -> dict[str, torch.Tensor]:
+        batch = make_tokens(num_rows)
+        batch["labels"][:, LENGTH // 2 :] = -100
+        return batch
+
+    assert find_label_weight(Loss(None, compute_own_loss), LanguageModel(shift=False), make_padded, None) == PLAIN
+
+
 def test_trial_of_a_model_with_a_zero_head_adds_noise():
     model = LanguageModel(shift=True)
     nn.init.zeros_(model.head.weight)

@@ -324,6 +324,7 @@ class Ranks:
 
 
 _adding = threading.Lock()
+_thread = threading.local()
 
 
 def counting(n: int) -> Callable[[], Iterator[Any]]:
@@ -351,6 +352,7 @@ def drain(make: Any, world_size: int, *, batch_size: int = BATCH, ahead: bool = 
     group = Ranks(world_size)
 
     def run(rank: int) -> list[Any]:
+        _thread.rank = rank
         job = plan(batch_size=batch_size)
         stream = IterableBatches(load_source(make, ColumnSelection()), job, world_size, [rank], group, prefetch=ahead)
         found, step = [], 0
@@ -405,6 +407,41 @@ def test_ranks_divide_a_stream_that_shuffles_itself(kind: str, ahead: bool):  # 
     stream.close()
     assert sorted(rows) == list(range(70))
     assert rows != list(range(70))
+
+
+def divide_itself() -> Iterator[Any]:
+    """A stream that yields the items of the rank that asks, as by ``torch.distributed.get_rank()``."""
+    for k in range(_thread.rank, 70, WORLD):
+        yield {"x": torch.tensor([k // 2]), "name": f"{k // 4}"}, np.array([k, torch.rand(()).item()])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_stream_that_divides_itself_is_refused_on_all_ranks(ahead: bool):  # noqa: FBT001 - a parameter of the test
+    found = drain(divide_itself, WORLD, ahead=ahead)
+    assert [type(one) for one in found] == [ValueError, ValueError]
+    assert "the stream has different items on each rank, as if it divided itself" in str(found[0])
+
+
+def test_a_stream_that_divides_itself_trains_as_a_function_of_rank_and_world_size():
+    found = drain(lambda rank, world_size: ((torch.tensor([k]), k) for k in range(_thread.rank, 70, 2)), WORLD)
+    assert sorted(n for one in found for _, samples in one for n in samples) == list(range(70))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_stream_with_random_numbers_of_its_own_is_no_divided_one(ahead: bool):  # noqa: FBT001 - a parameter of the test
+    def samples() -> Iterator[Any]:
+        rng = np.random.default_rng()
+        yield from ((torch.from_numpy(rng.normal(size=3)), 0) for _ in range(70))
+
+    def start(rank: int) -> list[str]:
+        stream = IterableBatches(load_source(samples, ColumnSelection()), plan(), WORLD, [rank], group, prefetch=ahead)  # type: ignore[arg-type]
+        stream.close()
+        return stream.notes
+
+    group = Ranks(WORLD)
+    (note,), again = group.play(start)
+    assert again == [note]
+    assert note.startswith("ranks see different items of the stream, and others each time")
 
 
 def test_a_rank_whose_part_ended_continues_without_samples():
@@ -502,8 +539,9 @@ def test_counts_are_summed_again_in_a_new_group():
 
     class Group:
         def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-            asked.append(tensor.tolist())
-            return tensor + torch.tensor([0, 1])
+            counts, checksums = tensor[:2], tensor[2:]
+            asked.append(counts.tolist())
+            return torch.cat([counts + torch.tensor([0, 1]), checksums.sum().expand(len(checksums))])
 
     stream = IterableBatches(load_source(counting(50), ColumnSelection()), plan(), WORLD, [0], Group())  # type: ignore[arg-type]
     stream.count_samples(0)
@@ -599,6 +637,14 @@ def test_a_hub_stream_is_split_by_rank():
     assert len(held[0]) == 6
     x, y = source.collate(list(source.iterate_samples(0, 2)))
     assert (x.dtype, x.shape, y.tolist()) == (torch.int64, (6,), [0] * 6)
+
+
+def test_a_hub_stream_that_was_split_already_is_refused():
+    datasets = pytest.importorskip("datasets")
+    hub = datasets.Dataset.from_dict({"x": list(range(12))}).to_iterable_dataset(num_shards=4)
+    source = as_source(datasets.distributed.split_dataset_by_node(hub, 0, 2))
+    with pytest.raises(ValueError, match="split_dataset_by_node has divided the data already"):
+        source.iterate_samples(0, 2)  # type: ignore[union-attr]
 
 
 def test_stream_functions_take_no_arguments_or_rank_and_world_size():

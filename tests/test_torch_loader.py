@@ -72,6 +72,15 @@ class Pairs(torch.utils.data.Sampler[Any]):
         return iter([[0, 1]])
 
 
+class Chosen(DistributedSampler[Any]):
+    """Sampler with an order of its own."""
+
+
+def test_sampler_of_an_own_kind_is_kept():
+    sampler = Chosen(ROWS, 2, 0)
+    assert read_data_loader(DataLoader(ROWS, sampler=sampler)).sampler is sampler
+
+
 def test_loader_of_a_stream_is_recognized():
     settings = read_data_loader(DataLoader(Endless(), batch_size=4, num_workers=2))
     assert isinstance(settings.dataset, Endless)

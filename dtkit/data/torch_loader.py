@@ -73,6 +73,6 @@ def _read_sampler(sampler: Any) -> tuple[str | None, Any]:
         return None, None
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         return "shard", None
-    if isinstance(sampler, DistributedSampler):  # it gives each rank its part, as dtkit does
+    if type(sampler) is DistributedSampler:  # it gives each rank its part, as dtkit does
         return ("shard" if sampler.shuffle else None), None
     return "shard", sampler

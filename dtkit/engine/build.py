@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit.engine.checks import check_batch_norm, check_embeddings, check_sync_batch_norm
+from dtkit.engine.checks import check_batch_norm, check_embeddings, check_same_rows, check_sync_batch_norm
 from dtkit.engine.data.iterable import IterableBatches, StreamSource
 from dtkit.engine.data.loader import LoadedBatches, make_row_batches, make_stream_batches
 from dtkit.engine.data.replica_link import ReplicaBatches, ReplicaLink, share_batch
@@ -62,6 +62,8 @@ def build_job(
     if program.sampler is not None and not isinstance(data, StreamSource):
         source, shards = data
         data = source, SampledShards(program.sampler, len(source), len(shards.sizes), plan.seed)
+    if not isinstance(data, StreamSource) and reference is None and not data[0].is_same_on_all_ranks:
+        check_same_rows(data[0], plan.seed, location[0])
     context = _make_context(program, data, plan, location, single_process=reference is not None)
     job_model = model if program.strategy.shards_model and reference is None else copy.deepcopy(model)
     if program.activation_checkpointing and reference is None and program.strategy.pipeline_schedule is None:
@@ -81,6 +83,7 @@ def build_job(
     job = Job(job_model, program, loaded if link is None else ReplicaBatches(loaded, link), context, seed)
     if location[0].rank == 0:
         job.notes += _describe_choices(program.loss_fn, type(model).__name__, holds_batches=holds_batches)
+        job.notes += loaded.notes if isinstance(loaded, IterableBatches) else []
     return job
 
 

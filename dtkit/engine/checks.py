@@ -6,10 +6,14 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from dtkit._util.guard import run_guarded
 from dtkit._util.torch_private import BatchNormBase
+from dtkit.engine.data.item_checksum import compute_item_checksum
+from dtkit.engine.data.sample_seeds import SampleSeeds
 from dtkit.engine.data.sources import to_device
 from dtkit.errors import ClusterError
 from dtkit.strategies.module_modes import module_eval_mode
@@ -18,10 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.batches import ShardedBatches
     from dtkit.engine.data.iterable import IterableBatches
+    from dtkit.engine.data.sources import RowSource
     from dtkit.strategies.base import TrainingProgram
     from dtkit.strategies.loss import Loss
+
+
+_UNKNOWN = -1  # instead of a checksum
 
 
 def check_batch_norm(
@@ -46,6 +55,28 @@ def check_batch_norm(
             f"{flat[0]} (BatchNorm1d) can't normalize one sample, and step {step} of each epoch gives rank {rank} "
             f"just one ({batch_source.count_samples(step)} samples by rank). Choose a batch_size that leaves every "
             "rank two samples or none in the last batch, or use LayerNorm or GroupNorm"
+        )
+
+
+def check_same_rows(source: RowSource, seed: int, group: Group) -> None:
+    """Raise ValueError on all ranks if they have different rows by the same numbers. A collective.
+
+    A function that loads the data may load only this rank's part. Rows that are random each time are not compared.
+    """
+
+    def compute_checksum() -> int:
+        samples = [SampleSeeds(seed).take(source, np.array([row]), step=0) for row in (0, len(source) - 1)]
+        return compute_item_checksum([len(source), *samples])
+
+    checksums = torch.zeros(group.world_size, dtype=torch.int64)
+    # silent: the step that needs a row which raises reports it
+    checksums[group.rank] = checksum = run_guarded(compute_checksum, lambda _: _UNKNOWN)
+    found = set(group.all_reduce(checksums).tolist())
+    if _UNKNOWN not in found and len(found) > 1 and not group.all_reduce_any(compute_checksum() != checksum):
+        raise ValueError(
+            "ranks have different rows by the same numbers, as if the data were divided already, and dtkit would "
+            "divide them once more: most rows would be left out. Let the function that loads the data return all rows "
+            "on each rank, or give data=lambda rank, world_size: samples, a stream that isn't divided again"
         )
 
 

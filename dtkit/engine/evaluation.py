@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtkit.engine.data.sources import to_device
+from dtkit.engine.observe.training_position import POSITION
 from dtkit.engine.stateful_metrics import StatefulMetrics, is_stateful
 
 if TYPE_CHECKING:
@@ -40,14 +41,15 @@ def evaluate_batches(
     metrics = {name: metric for name, metric in metrics.items() if not is_stateful(metric)}
     sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in ("loss", *metrics)}
     samples = 0
-    for count, batch in batches:
+    for POSITION.evaluation_index, (count, batch) in enumerate(batches):
         eval_output = forward(to_device(batch, context.device))
         if eval_output is None or not count:
             continue
         samples += count
         for name, (value, weight) in compute_metrics(eval_output, metrics).items():
-            sums[name][0] += value if weight is not None else value * count
-            sums[name][1] += weight if weight is not None else count
+            entry = sums.setdefault(name, [0.0, 0.0])
+            entry[0] += value if weight is not None else value * count
+            entry[1] += weight if weight is not None else count
         stateful.update(eval_output)
     for name, number in stateful.compute(context.group, context.shards[0]).items():
         sums[name] = [number * samples, samples]  # these values, and so their mean, are equal on all ranks
@@ -60,7 +62,8 @@ def compute_metrics(
     """Return {name: (value, weight)}, including the loss. A value without weight is a mean over samples."""
     weight = eval_output.loss_weight
     values: dict[str, tuple[float, float | None]] = {
-        "loss": (float(eval_output.loss), None if weight is None else float(weight))
+        **eval_output.logged,
+        "loss": (float(eval_output.loss), None if weight is None else float(weight)),
     }
     for name, metric in metrics.items():
         result = metric(eval_output.output, eval_output.target)

@@ -62,7 +62,13 @@ def _may_be_ignored(labels: Any, *, is_known: bool) -> bool:
 
 
 def _mask_labels(batch: Any, labels: torch.Tensor, ignore_index: int) -> Any:
-    """Return a batch of two samples with so few labels that each way to count them gives a different mean."""
+    """Return a batch of two samples with so few labels that each way to count them gives a different mean.
+
+    Labels that are ignored already, such as those of padding, get another one's value.
+    """
+    counted = labels[labels != ignore_index]
+    if len(counted):
+        labels = torch.where(labels == ignore_index, counted[0], labels)
     masked = torch.full_like(labels, ignore_index)
     if labels.dim() == 1:
         masked[1:] = labels[1:]

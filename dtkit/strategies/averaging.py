@@ -36,6 +36,7 @@ from dtkit.strategies.base import (
     split_state_dict,
 )
 from dtkit.strategies.module_modes import module_eval_mode
+from dtkit.strategies.module_numbers import list_numbers
 from dtkit.strategies.options import check_count, check_flag, check_positive, check_rate
 from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker
 
@@ -156,6 +157,7 @@ class _AveragingWorker(ReplicatedWorker):
         self._averaging_weight = 0.0  # this rank's weight in the next mean
         self.num_forwards = 0
         """Number of steps with samples since the last averaging."""
+        self._averaged_numbers = list_numbers(model)  # as they were at the last averaging
         self._nonfinite_since_average = False  # whether a gradient was not finite
         self._nonfinite_loss: torch.Tensor | float | None = None  # the loss of that step
         self._fingerprint_requested = False  # from the next averaging
@@ -223,7 +225,10 @@ class _AveragingWorker(ReplicatedWorker):
                 mean.div_(flat[0])
             else:  # without any samples, parameters stay
                 mean = self.flat_parameters
-            written_tensors.equalize_counters(self._model, self.num_forwards, self._context, self._group)
+            written_tensors.equalize_counters(
+                self._model, self.num_forwards, self._averaged_numbers, self._context, self._group
+            )
+            self._averaged_numbers = list_numbers(self._model)
         self._phases.enter("update")
         self.load_flat_mean(mean)
         if self._fingerprint_requested:

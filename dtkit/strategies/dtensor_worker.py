@@ -33,6 +33,7 @@ from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.meta_copy import copy_to_meta
 from dtkit.strategies.model_shards import load_shards, rebind_optimizer, transfer_shards
+from dtkit.strategies.module_numbers import assign_numbers, list_numbers
 from dtkit.strategies.options import check_count, check_positive
 from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker
 
@@ -241,6 +242,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         assert self._group is not None
         new_model = copy.deepcopy(self._meta_model)
         self._shard_model(new_model, self._group)
+        assign_numbers(new_model, list_numbers(self._model))
         rebind_optimizer(self.optimizer, transfer_shards(self._sharded_parameters, self._model, new_model))
         self._register_shards(new_model)
         self._has_stale_group = False

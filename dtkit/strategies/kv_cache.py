@@ -13,6 +13,7 @@ def disable_kv_cache(model: nn.Module) -> None:
 
     A cache can't be traced, grows twice where a block computes twice, and joins plain tensors with sharded ones.
     """
-    config = getattr(model, "config", None)
-    if config is not None and getattr(config, "use_cache", False):
-        config.use_cache = False
+    for module in model.modules():  # encoder and decoder may have configs of their own
+        config = getattr(module, "config", None)
+        if config is not None and getattr(config, "use_cache", False):
+            config.use_cache = False

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.engine.observe.call_output import log
+from dtkit.engine.observe.call_output import log, redirect_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +36,8 @@ class EvalOutput:
     loss: torch.Tensor
     loss_weight: torch.Tensor | None
     """Weight of a (sum, weight) pair; None for a mean over samples."""
+    logged: Mapping[str, tuple[float, float | None]] = dataclasses.field(default_factory=dict)
+    """Numbers that an evaluation step has logged, with the weights of pairs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,11 +142,22 @@ class Loss:
         return loss
 
     def evaluate_batch(self, model: torch.nn.Module, batch: Any) -> EvalOutput:
-        """Return the model's output for a batch, for metrics."""
+        """Return the model's output for a batch, for metrics. A training step may have a method for this."""
+        if hasattr(self.training_step, "evaluate"):
+            return self._run_evaluation_step(model, batch)
         if self.training_step is not None:
             return EvalOutput(None, None, *self(model, batch))
         inputs, target = self.split_batch(batch)
         return self.evaluate_output(inputs.pass_to(model), target)
+
+    def _run_evaluation_step(self, model: torch.nn.Module, batch: Any) -> EvalOutput:
+        logged: dict[str, Any] = {}
+        with redirect_log(logged.update):
+            loss = self.training_step.evaluate(model, batch, logged)  # type: ignore[union-attr]  # see above
+        loss = torch.tensor(loss) if isinstance(loss, float) else loss
+        pairs = {name: value if isinstance(value, tuple) else (value, None) for name, value in logged.items()}
+        numbers = {name: (float(v), None if weight is None else float(weight)) for name, (v, weight) in pairs.items()}
+        return EvalOutput(None, None, *_check_loss_value(loss, "validation_step"), numbers)
 
     def evaluate_output(self, output: Any, target: Any) -> EvalOutput:
         """Return a model's output with its target and loss. With the model's own loss, its logits are the output."""

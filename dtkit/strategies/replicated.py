@@ -24,6 +24,7 @@ from dtkit.strategies import gradients, written_tensors
 from dtkit.strategies.base import EvalFunction, StepResult, Worker, split_state_dict
 from dtkit.strategies.loss import LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM, Loss
 from dtkit.strategies.module_modes import module_eval_mode
+from dtkit.strategies.module_numbers import assign_numbers, find_changes, list_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +110,13 @@ class ReplicatedWorker(Worker):
         self._backward_seed: tuple[tuple[float, torch.dtype, torch.device], torch.Tensor] | None = None
         self._loss_form: int | None = None  # ranks agree on it in the first step of each process group
         self._num_samples_seen = 0  # the weight of this rank's batch statistics
+        self._initial_numbers = list_numbers(self._stateful_module)
+
+    @property
+    def _stateful_module(self) -> torch.nn.Module:
+        """The model, with the loss if that is a module."""
+        loss = self._loss_fn.loss_fn
+        return torch.nn.ModuleList([self._model, loss]) if isinstance(loss, torch.nn.Module) else self._model
 
     def set_process_group(self, group: Group) -> None:
         """Continue in a new generation of the process group."""
@@ -248,7 +256,7 @@ class ReplicatedWorker(Worker):
         """
         forwards = [min(count, self._num_micro_batches) for count in counts]
         return written_tensors.share(
-            self._frozen_parameters, self._model, forwards, self._context, self._group, process_group
+            self._frozen_parameters, self._stateful_module, forwards, self._context, self._group, process_group
         )
 
     def _report_gradients(
@@ -283,8 +291,9 @@ class ReplicatedWorker(Worker):
         visitor.visit_extra_state(self._model, extra)
 
     def visit_state(self, visitor: StateVisitor) -> None:
-        """Visit the model, the optimizer, and the factor of fp16's loss."""
+        """Visit the model, the optimizer, plain numbers of modules, and the factor of fp16's loss."""
         self.visit_model(visitor)
+        self._visit_numbers(visitor)
         visitor.visit_optimizer(
             "optimizer", self.optimizer, self.named_parameters(), per_rank=self._optimizer_differs_by_rank
         )
@@ -293,6 +302,13 @@ class ReplicatedWorker(Worker):
         )
         if self._grad_scaler is not None:
             visitor.visit_stateful("scaler", self._grad_scaler, "the loss's scale")
+
+    def _visit_numbers(self, visitor: StateVisitor) -> None:
+        """Visit the numbers that differ from those at the beginning, which modules have as attributes."""
+        changed = find_changes(self._stateful_module, self._initial_numbers) if visitor.is_saving else {}
+        if changed or not visitor.is_saving:
+            saved = visitor.per_rank("numbers", changed, lambda by_rank: by_rank[0])
+            assign_numbers(self._stateful_module, self._initial_numbers | saved)
 
     def _visit_parameters(self, visitor: StateVisitor) -> None:
         """Visit parameters, which are equal on all ranks that hold them."""

@@ -37,7 +37,7 @@ from dtkit.engine.data.sources import to_device
 from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies.dtensor_worker import DTensorStrategy, DTensorWorker, build_device_meshes
-from dtkit.strategies.frozen_writes import refuse_frozen_writes
+from dtkit.strategies.frozen_writes import is_thorough_step, refuse_frozen_writes
 from dtkit.strategies.options import check_choice
 from dtkit.strategies.replicated import AUTOCAST_DTYPES, LossAccumulator
 from dtkit.strategies.tensor.collective_marks import rank_span
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from dtkit.strategies.loss import Loss
 
 PADDING_ROWS = 2  # rows of a batch that doesn't count; BatchNorm1d needs two
-_NUM_CHECKED_STEPS = 2  # for writes to frozen parameters
 _GATHER_ALL_LIMIT = 9  # whole tensors at a time: 3 blocks (two gathered, one gradient) of 3 tensors
 
 
@@ -159,7 +158,7 @@ class _FSDPWorker(DTensorWorker):
     """One rank's shards, under FSDP2."""
 
     _strategy: Sharded
-    _num_checked_steps = 0
+    _num_steps = 0
 
     def __init__(
         self,
@@ -198,12 +197,8 @@ class _FSDPWorker(DTensorWorker):
         """Run forward and backward with all-gathers and reduce-scatters, and update this rank's shards."""
         self._zero_grad()
         loss_accumulator = LossAccumulator(sum(counts))
-        self._num_checked_steps += 1
-        is_first = self._num_checked_steps <= _NUM_CHECKED_STEPS
-        with (
-            self._share_written_tensors(counts),
-            refuse_frozen_writes(self._model) if is_first else contextlib.nullcontext(),
-        ):
+        thorough, self._num_steps = is_thorough_step(self._num_steps), self._num_steps + 1
+        with self._share_written_tensors(counts), refuse_frozen_writes(self._model, thorough=thorough):
             for k in range(min(self._strategy.accumulate, max(counts))):
                 if k < len(batches):
                     self._run_micro_batch(loss_accumulator, *batches[k])

@@ -9,6 +9,7 @@ as a temperature does. Then all ranks have the same before a step, and ranks wit
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +17,14 @@ import torch.distributed as dist
 
 from dtkit.engine.state.checksum import compute_checksum
 from dtkit.engine.state.dtensor_shards import get_local_tensor
+from dtkit.strategies.module_numbers import assign_numbers, compute_number_checksum, follow_numbers, list_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.worker_context import WorkerContext
+    from dtkit.strategies.module_numbers import Number
 
 
 @contextlib.contextmanager
@@ -33,7 +36,7 @@ def share(
     group: Group | None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Iterator[None]:
-    """Within the context, user code runs. Afterwards all ranks have what the rank with most forward passes wrote.
+    """Within the context, user code runs. Afterwards all ranks have what a rank with most forward passes wrote.
 
     `forwards` are their numbers by shard. `process_group` has the ranks with the same part of the model; without, all
     ranks have the same part. A collective at the end.
@@ -41,60 +44,97 @@ def share(
     if group is None or len(set(forwards)) == 1:
         yield
         return
-    before = _compute_checksums(_list_statistics(model))
+    before, numbers = _compute_checksums(_list_statistics(model)), list_numbers(model)
     yield
     statistics = _list_statistics(model)
     tensors = [get_local_tensor(t) for t in (*frozen_parameters, *_list_counters(model), *statistics)]
-    if len(statistics) != len(before) or not tensors:  # a step may register buffers
-        return
+    if len(statistics) != len(before):  # a step may register buffers
+        tensors, before = [], []
     num_forwards = sum(forwards[s] for s in context.shards)
-    _equalize(tensors, before, num_forwards, context, group, process_group)
+    _equalize(_Written(model, tensors, before, numbers, num_forwards), context, group, process_group)
 
 
-def equalize_counters(model: torch.nn.Module, num_forwards: int, context: WorkerContext, group: Group) -> None:
-    """Give all ranks the counters of the rank with most forward passes. A collective."""
-    if counters := _list_counters(model):
-        _equalize(counters, [], num_forwards, context, group, None)
+def equalize_counters(
+    model: torch.nn.Module, num_forwards: int, numbers: Mapping[str, Number], context: WorkerContext, group: Group
+) -> None:
+    """Give all ranks the counters of a rank with most forward passes. A collective.
+
+    `numbers` are the plain numbers when all ranks were equal.
+    """
+    _equalize(_Written(model, _list_counters(model), [], numbers, num_forwards), context, group, None)
 
 
 def copy_counters(source: torch.nn.Module, model: torch.nn.Module) -> None:
     """Give a model the counters of another one of its kind."""
     for counter, value in zip(_list_counters(model), _list_counters(source), strict=True):
         counter.copy_(value)
+    assign_numbers(model, {name: value for name, value in list_numbers(source).items() if type(value) is int})
 
 
-def _equalize(
-    tensors: Sequence[torch.Tensor],
-    before: Sequence[int],
-    num_forwards: int,
-    context: WorkerContext,
-    group: Group,
-    process_group: dist.ProcessGroup | None,
-) -> None:
-    """Give all ranks the tensors of the rank with most forward passes.
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """What this rank may have written."""
 
-    `before` are earlier checksums of the last tensors, which stay where they follow from more than the passes.
-    """
+    model: torch.nn.Module
+    tensors: Sequence[torch.Tensor]
+    before: Sequence[int]
+    """Earlier checksums of the last tensors, which stay where they follow from more than the passes."""
+    numbers: Mapping[str, Number]
+    """Earlier plain numbers."""
+    num_forwards: int
+
+
+def _equalize(written: _Written, context: WorkerContext, group: Group, process_group: dist.ProcessGroup | None) -> None:
+    """Give all ranks the tensors and numbers of a rank with most forward passes."""
     context.phases.enter("sync")
     rank = group.rank if process_group is None else dist.get_rank(process_group)
     size = group.world_size if process_group is None else process_group.size()
-    facts = torch.zeros(size, 1 + len(before) + len(tensors), dtype=torch.int64)
-    facts[rank] = torch.tensor([num_forwards, *before, *_compute_checksums(tensors)])
-    facts = group.all_reduce(facts.to(context.device), process_group).cpu()
-    forwards, earlier, later = facts[:, 0], facts[:, 1 : 1 + len(before)], facts[:, 1 + len(before) :]
-    source = int(forwards.argmax())
-    differs = (later != later[source]).any(0)
-    num_counters = len(tensors) - len(before)
-    has_most = forwards == forwards[source]
-    follows = (earlier == earlier[0]).all(0) & (later[has_most] == later[source]).all(0)[num_counters:]
+    facts = torch.zeros(size, 3, dtype=torch.int64)
+    facts[rank] = torch.tensor(
+        [written.num_forwards, len(written.tensors), compute_number_checksum(written.model)], dtype=torch.int64
+    )
+    forwards, lengths, number_checksums = group.all_reduce(facts.to(context.device), process_group).cpu().unbind(1)
+    has_most = forwards == forwards.max()
+    index = int(forwards.argmax())
+    source = index if process_group is None else dist.get_global_rank(process_group, index)
+    if lengths[0] and bool((lengths == lengths[0]).all()):
+        differs = _compare(written, rank, has_most, context, group, process_group)
+        chosen = [tensor for tensor, is_chosen in zip(written.tensors, differs, strict=True) if is_chosen]
+        own = chosen if rank == index else None
+        received = group.broadcast_tensors(own, source, context.device, process_group) if chosen else ()
+        for tensor, value in zip(chosen, received, strict=True):
+            tensor.detach().copy_(value)
+    if bool((number_checksums != number_checksums[0]).any()):
+        follow_numbers(
+            written.model,
+            written.numbers,
+            source,
+            has_most=bool(has_most[rank]),
+            group=group,
+            process_group=process_group,
+        )
+
+
+def _compare(
+    written: _Written,
+    rank: int,
+    has_most: torch.Tensor,
+    context: WorkerContext,
+    group: Group,
+    process_group: dist.ProcessGroup | None,
+) -> list[bool]:
+    """Return for each tensor whether ranks have to take that of the first rank with most passes. A collective."""
+    num_before = len(written.before)
+    table = torch.zeros(len(has_most), num_before + len(written.tensors), dtype=torch.int64)
+    table[rank] = torch.tensor([*written.before, *_compute_checksums(written.tensors)])
+    table = group.all_reduce(table.to(context.device), process_group).cpu()
+    earlier, later = table[:, :num_before], table[:, num_before:]
+    first = later[has_most][0]
+    differs = (later != first).any(0)
+    num_counters = len(written.tensors) - num_before
+    follows = (earlier == earlier[0]).all(0) & (later[has_most] == first).all(0)[num_counters:]
     differs[num_counters:] &= follows
-    chosen = [tensor for tensor, is_chosen in zip(tensors, differs.tolist(), strict=True) if is_chosen]
-    if not chosen:
-        return
-    own = chosen if rank == source else None
-    src = source if process_group is None else dist.get_global_rank(process_group, source)
-    for tensor, value in zip(chosen, group.broadcast_tensors(own, src, context.device, process_group), strict=True):
-        tensor.detach().copy_(value)
+    return [bool(d) for d in differs]
 
 
 def _compute_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -29,7 +29,10 @@ _UPDATING_HOOKS = (
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _OTHER_HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end"),
-    *("on_train_epoch_end", "on_train_end", "on_fit_end"),
+    *("on_train_epoch_end", "on_train_end", "on_fit_end", "on_save_checkpoint", "on_load_checkpoint"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end"),
+    *("on_validation_epoch_end", "on_validation_end", "on_validation_model_eval", "on_validation_model_train"),
+    "configure_callbacks",
 )
 
 
@@ -52,7 +55,7 @@ def read_lightning(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Tra
         if _has_own(model, method):
             getattr(model, method)(*arguments)
     if config.loss is None and config.training_step is None:
-        changes["training_step"] = call_training_step if model.automatic_optimization else call_manual_step
+        changes["training_step"] = _choose_step(model)
     if config.optimizer is None and not model.automatic_optimization:
         configure_optimizers(model)  # engines call it again
         changes["optimizer"] = configure_optimizers
@@ -69,6 +72,13 @@ def read_lightning(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Tra
             model, config, has_validation=changes.get("validation", config.validation) is not None
         )
     return data, dataclasses.replace(config, **changes)
+
+
+def _choose_step(model: Any) -> Callable[..., Any]:
+    """Return the function that runs a module's training step on the engines, and its validation step if it has one."""
+    if not model.automatic_optimization:
+        return call_manual_step
+    return ValidatedStep() if _has_own(model, "validation_step") else call_training_step
 
 
 def _has_own(data: Any, method: str) -> bool:
@@ -184,6 +194,33 @@ def call_training_step(model: Any, batch: Any) -> Any:
     _attach_position(model)
     result = model.training_step(batch, POSITION.batch_index)
     return result["loss"] if isinstance(result, dict) else result
+
+
+class ValidatedStep:
+    """The training step of a module, whose evaluations run its validation step."""
+
+    __name__ = "training_step"
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """See :func:`call_training_step`."""
+        return call_training_step(model, batch)
+
+    def evaluate(self, model: Any, batch: Any, logged: Mapping[str, Any]) -> Any:
+        """Return the loss of the module's own validation step, or the loss that it has `logged`."""
+        _replace_log(model)
+        _attach_position(model)
+        result = model.validation_step(batch, POSITION.evaluation_index)
+        if isinstance(result, dict):
+            result = result.get("loss", result.get("val_loss"))
+        names = [name for name in logged if "loss" in name]
+        if result is None and (len(names) == 1 or "val_loss" in names):
+            result = logged["val_loss" if "val_loss" in names else names[0]]
+        if result is None:
+            raise ValueError(
+                f"{type(model).__name__}.validation_step returns no loss, and logs {', '.join(logged) or 'nothing'}. "
+                "Return the loss, or log it as val_loss"
+            )
+        return result
 
 
 def _replace_log(model: Any) -> None:

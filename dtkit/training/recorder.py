@@ -212,9 +212,9 @@ def _select_steps(scalars: Scalars, first: int, stop: int) -> Scalars:
 
 def combine_evaluations(step: int, parts: Sequence[EvaluationSums]) -> Evaluation:
     """Add up the sums of all ranks: (samples, {name: (sum, weight)})."""
-    names = parts[0][1]
+    names = {name: None for part in parts for name in part[1]}  # a rank without samples has fewer
     values = {}
     for name in names:
-        total, weight = (sum(part[1][name][k] for part in parts) for k in (0, 1))
+        total, weight = (sum(part[1].get(name, (0.0, 0.0))[k] for part in parts) for k in (0, 1))
         values[name] = total / weight if weight else math.nan
     return Evaluation(step, sum(part[0] for part in parts), values)

@@ -288,6 +288,11 @@ def check_sampler(config: TrainConfig, data: Any) -> None:
             f"sampler is a {type(sampler).__name__}; it must be an iterable of row numbers with a length, such as "
             "torch's WeightedRandomSampler"
         )
+    if int(getattr(sampler, "num_replicas", None) or 1) > 1:
+        raise ValueError(
+            f"{type(sampler).__name__} has the rows of one of {sampler.num_replicas} ranks, and dtkit would divide "
+            "them once more: most rows would be left out. Give a sampler of all rows, or none"
+        )
 
 
 def check_stream(engine_group: EngineGroup, config: TrainConfig) -> None:

@@ -32,6 +32,7 @@ CASES = [
     (model, strategy) if (model, strategy) in FAST else slow((model, strategy))
     for model in MODELS
     for strategy in STRATEGIES
+    if (model, strategy) != ("t5", "tensor")
 ]
 
 
@@ -132,6 +133,20 @@ def test_collator_of_transformers_makes_the_batches(cluster2: dtkit.Cluster):
         run = train(cluster2, MODELS["classifier"](), rows, steps=2, **options)
         losses.append(run.history.loss()[1].tolist())
     assert losses[0] == pytest.approx(losses[1])
+
+
+@pytest.mark.slow
+def test_tensor_parallel_refuses_the_relative_positions_of_t5(cluster2: dtkit.Cluster):
+    with pytest.raises(dtkit.errors.EngineError, match="T5ForConditionalGeneration in 2 slices can't compute"):
+        train(cluster2, MODELS["t5"](), make_samples(14, "t5"), strategy=STRATEGIES["tensor"])
+
+
+def test_pipeline_refuses_batches_of_another_length(cluster2: dtkit.Cluster):
+    samples = make_samples(14, "bert")
+    shorter = [{name: value[:6] for name, value in sample.items()} for sample in samples[7:]]
+    options: dict[str, Any] = {"strategy": STRATEGIES["pipeline"], "shuffle": None}
+    with pytest.raises(dtkit.errors.EngineError, match=r"the model was traced for .*Pad all samples to one length"):
+        train(cluster2, MODELS["bert"](), samples[:7] + shorter, **options)
 
 
 def test_batch_without_labels_is_explained(cluster2: dtkit.Cluster):

@@ -65,6 +65,49 @@ def test_module_trains_with_its_own_methods(cluster2: dtkit.Cluster, capsys: pyt
     assert isinstance(run.model, Module)
 
 
+class Validated(Module):
+    """Module whose validation differs from its training, and logs numbers of its own."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self.layers(x)
+        self.log("val_loss", F.cross_entropy(logits, y, label_smoothing=0.5))
+        self.log_dict({"val_accuracy": (logits.argmax(1) == y).float().mean(), "val_index": float(batch_idx)})
+
+
+class Small(Data):
+    """With one sample for validation in the second batch of one rank, and none for the other rank."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(*(part[:33] for part in small.data())), batch_size=32)
+
+
+def test_validation_runs_the_validation_step(cluster2: dtkit.Cluster):
+    run = cluster2.train(Validated(), Small(), epochs=1)
+    run.wait(60)
+    (evaluation,) = run.history.evaluations
+    x, y = (part[:33] for part in small.data())
+    logits = run.model.layers(x)
+    expected = F.cross_entropy(logits, y, label_smoothing=0.5).item()
+    assert evaluation["loss"] == evaluation["val_loss"] == pytest.approx(expected, rel=1e-5)
+    assert evaluation["val_accuracy"] == pytest.approx((logits.argmax(1) == y).float().mean().item())
+    assert evaluation["val_index"] < 1
+
+
+class Silent(Module):
+    def validation_step(self, _batch: Any, _batch_idx: int) -> None:
+        self.log("val_accuracy", 1.0)
+
+
+def test_validation_step_without_a_loss_is_refused(cluster2: dtkit.Cluster):
+    run = cluster2.train(Silent(), Data(), epochs=1)
+    with pytest.raises(
+        dtkit.errors.DtkitError, match=r"Silent\.validation_step returns no loss, and logs val_accuracy"
+    ):
+        run.wait(60)
+    run.stop()
+
+
 def test_given_arguments_take_the_place_of_methods(cluster2: dtkit.Cluster):
     run = cluster2.train(Module(), small.data(), optimizer=small.sgd, batch_size=8, steps=2)
     run.wait(60)

@@ -26,6 +26,7 @@ from tests.support.oracle import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 pytestmark = pytest.mark.cluster
 STEPS = 8
@@ -108,6 +109,49 @@ def test_sharded_refuses_frozen_parameters_that_a_step_writes(cluster2: dtkit.Cl
     small.check_usable(cluster2)
 
 
+class WithLateTeacher(WithTeacher):
+    """The teacher follows from the fourth forward on, by one of the ways to write."""
+
+    def __init__(self, write: Callable[[nn.Linear, nn.Linear], None]) -> None:
+        super().__init__()
+        self.write, self.num_forwards = write, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        if self.training and self.num_forwards > 3:
+            self.write(self.teacher, self.student)
+        return self.student(x) + 0.5 * self.teacher(x)
+
+
+@torch.no_grad()
+def write_in_place(teacher: nn.Linear, student: nn.Linear) -> None:
+    teacher.weight.lerp_(student.weight, 0.1)
+
+
+def write_data(teacher: nn.Linear, student: nn.Linear) -> None:
+    teacher.weight.data.lerp_(student.weight.data, 0.1)
+
+
+def set_data(teacher: nn.Linear, student: nn.Linear) -> None:
+    teacher.weight.data = teacher.weight.data.lerp(student.weight.data, 0.1)
+
+
+def replace_parameter(teacher: nn.Linear, student: nn.Linear) -> None:
+    teacher.weight = nn.Parameter(teacher.weight.lerp(student.weight, 0.1), requires_grad=False)
+
+
+@pytest.mark.parametrize("write", [write_in_place, slow(write_data), slow(set_data), slow(replace_parameter)])
+def test_sharded_refuses_writes_to_frozen_parameters_that_begin_late(
+    cluster2: dtkit.Cluster, write: Callable[[nn.Linear, nn.Linear], None]
+):
+    run = train(cluster2, WithLateTeacher(write), data(), strategy=dtkit.Sharded(), steps=20, start=False)
+    run.resume()
+    with pytest.raises(dtkit.errors.EngineError, match="the forward of WithLateTeacher writes to frozen parameters"):
+        run.wait(60)
+    assert len(run.history) // 2 in {3, 16}
+    small.check_usable(cluster2)
+
+
 @pytest.mark.parametrize("strategy", [dtkit.Sharded(), slow(dtkit.DataParallel()), slow(dtkit.Pipeline(2, 2))], ids=str)
 def test_frozen_parameters_stay_as_they_are_on_a_rank_without_samples(cluster2: dtkit.Cluster, strategy: Any):
     def make() -> nn.Module:
@@ -150,12 +194,29 @@ class Cooling(nn.Module):
         return self.linear(x) / self.temperature
 
 
+class Warming(nn.Module):
+    """Linear layer whose factor grows with its forwards in training, which plain attributes count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(FEATURES, CLASSES).double()
+        self.num_forwards, self.scale, self.mean = 0, 1.0, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.num_forwards += 1
+            self.scale *= 1.03
+            self.mean = float(x.mean())  # of this rank's samples, which says nothing of other ranks'
+        return self.linear(x) * (self.scale + 0.1 * self.num_forwards)
+
+
 REPLICAS = [dtkit.DataParallel(), slow(dtkit.NaiveDataParallel()), slow(dtkit.Sharded())]
 
 
-@pytest.mark.parametrize("make", [Counter, Cooling])
+@pytest.mark.parametrize("make", [Counter, Cooling, Warming])
 @pytest.mark.parametrize("strategy", REPLICAS, ids=str)
-def test_buffer_that_counts_stays_equal_on_a_rank_without_samples(
+def test_counts_stay_equal_on_a_rank_without_samples(
     cluster2: dtkit.Cluster, strategy: Any, make: Callable[[], nn.Module]
 ):
     """Each epoch ends with a batch of one sample, for which one of two ranks has nothing to do."""
@@ -166,6 +227,15 @@ def check_counts(cluster: dtkit.Cluster, make: Callable[[], nn.Module], strategy
     run = train(cluster, make(), data(), shuffle="global", steps=20, strategy=strategy)
     expected = train_in_one_process(make(), get_global_rows, steps=20)
     assert float(expected.get("forwards", 20)) == 20
+    assert max_difference(run.model.state_dict(), expected) < BOUND
+
+
+@pytest.mark.parametrize("strategy", [dtkit.DataParallel(), slow(dtkit.Sharded())], ids=str)
+def test_plain_numbers_of_modules_are_part_of_checkpoints(cluster2: dtkit.Cluster, strategy: Any, tmp_path: Path):
+    options: dict[str, Any] = {"shuffle": "global", "strategy": strategy}
+    train(cluster2, Warming(), data(), steps=8, checkpoint_dir=tmp_path, checkpoint_every=8, **options)
+    run = train(cluster2, Warming(), data(), steps=20, resume_from=tmp_path, **options)
+    expected = train_in_one_process(Warming(), get_global_rows, steps=20)
     assert max_difference(run.model.state_dict(), expected) < BOUND
 
 

@@ -29,6 +29,19 @@ class RandomStream(IterableDataset[Any]):
         return (samples[k] for k in range(small.ROWS))
 
 
+def make_one_half() -> Any:
+    """Return the rows of the rank that asks."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return [(x, SOLUTION @ x) for x in torch.eye(FEATURES).repeat(small.ROWS // FEATURES, 1)[rank::world_size]]
+
+
+class Half(IterableDataset[Any]):
+    """The same rows as a stream."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(make_one_half())
+
+
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(3)), nn.Linear(FEATURES, 1))
@@ -141,3 +154,17 @@ def test_error_of_a_dataset_is_raised_with_the_rank_that_loads(cluster2: dtkit.C
     causes = [failure.rank for failure in caught.value.failures if not failure.victim]
     assert causes == [0]
     small.check_usable(cluster2)
+
+
+@pytest.mark.parametrize("data", [Half(), slow(make_one_half)], ids=["stream", "function"])
+def test_data_that_divide_themselves_are_refused(cluster2: dtkit.Cluster, data: Any):
+    """Divided once more, most samples would be left out."""
+    with pytest.raises(dtkit.errors.EngineError, match=r"most (samples|rows) would be left out"):
+        train(cluster2, data, steps=2)
+    small.check_usable(cluster2)
+
+
+def test_stream_that_divides_itself_trains_as_a_function_of_rank_and_world_size(cluster2: dtkit.Cluster):
+    run = train(cluster2, lambda rank, world_size: Half(), steps=20, batch_size=8)
+    run.wait(60)
+    assert int(run.history.to_pandas()["samples"].sum()) == small.ROWS

@@ -13,6 +13,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 VOCABULARY, LENGTH, CLASSES = 64, 10, 2
@@ -50,7 +52,15 @@ def make_classifier() -> Any:
     return BertForSequenceClassification(_make_bert_config()).double()
 
 
-MODELS = {"llama": make_llama, "gpt2": make_gpt2, "bert": make_bert, "classifier": make_classifier}
+def make_t5() -> Any:
+    """Return a model of an encoder and a decoder."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+    return T5ForConditionalGeneration(config).double()
+
+
+MODELS = {"llama": make_llama, "gpt2": make_gpt2, "bert": make_bert, "classifier": make_classifier, "t5": make_t5}
 
 
 def make_samples(count: int, model: str) -> list[dict[str, torch.Tensor]]:

@@ -7,7 +7,8 @@ at the same step on every rank.
 
 Each engine calls the function that returns the stream. A function of ``rank`` and ``world_size`` returns that rank's
 part. Of any other stream, rank r takes the items r, r + N, r + 2N and so on, and skips the others. Random numbers in it
-begin with the same seed on all ranks, so a stream that shuffles itself has the same order everywhere.
+begin with the same seed on all ranks, so a stream that shuffles itself has the same order everywhere. Ranks compare its
+first items (:mod:`dtkit.engine.data.divided_stream`).
 
 A stream only goes forward. A rebuilt job iterates from the start, and skips the samples of steps that it doesn't take.
 Samples of a step are kept until a later step is requested, so that a failed step can be repeated.
@@ -22,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtkit._util.guard import run_guarded
 from dtkit.data.columns import ColumnSelection
 from dtkit.data.sharding import divide_proportionally
+from dtkit.engine.data.divided_stream import DividedStream, check_same_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,8 +51,10 @@ class StreamSource:
         if _is_hub_iterable(iterable):
             from datasets.distributed import split_dataset_by_node
 
+            if world_size > 1:
+                _check_undivided(iterable)
             return iter(split_dataset_by_node(iterable, rank, world_size))
-        return itertools.islice(iter(iterable), rank, None, world_size)
+        return DividedStream(iter(iterable), rank, world_size)
 
     @property
     def makes_parts(self) -> bool:
@@ -94,21 +99,25 @@ class IterableBatches:
         self._source, self._own_shards, self._group = source, tuple(own_shards), group
         self._batch_size, self._num_shards = plan.batch_size, num_shards
         self._shares: tuple[float, ...] | None = None
-        self._shard_iterators = [
-            self._start_iterator(shard, plan.seed, prefetch=prefetch) for shard in self._own_shards
-        ]
-        self._check_not_empty()
+        self._seed = plan.seed
+        self._shard_iterators = [self._start_iterator(shard, prefetch=prefetch) for shard in self._own_shards]
+        try:
+            self.notes = self._check_start()
+            """Lines to show once the training runs."""
+        except BaseException:
+            self.close()
+            raise
         self._step = -1
         self._current_samples: list[list[Any]] = [[] for _ in self._shard_iterators]
         self._sample_counts: tuple[int, ...] | None = None
 
-    def _start_iterator(self, shard: int, seed: int, *, prefetch: bool) -> ShardIterator:
+    def _start_iterator(self, shard: int, *, prefetch: bool) -> ShardIterator:
         from dtkit.engine.data.random_state import derive_seed
         from dtkit.engine.data.shard_iterator import ShardIterator, WorkerShardIterator
 
         open_samples = functools.partial(self._source.iterate_samples, shard, self._num_shards)
         # A stream with the parts of all ranks must be the same on all of them, although it shuffles at random.
-        shard_seed = derive_seed(seed, shard if self._source.makes_parts else 0)
+        shard_seed = derive_seed(self._seed, shard if self._source.makes_parts else 0)
         if not prefetch:
             return ShardIterator(open_samples, shard, shard_seed)
         return WorkerShardIterator(open_samples, shard, shard_seed, max(1, self._batch_size // self._num_shards))
@@ -220,12 +229,35 @@ class IterableBatches:
 
         return tuple(self._group.all_reduce(torch.tensor(counts)).tolist())
 
-    def _check_not_empty(self) -> None:
-        """Raise ValueError on all ranks if the part of some rank is empty. A collective."""
-        counts = [0] * self._num_shards
+    def _check_start(self) -> list[str]:
+        """Return notes on the first samples. Raises ValueError on all ranks if some part is empty, or if ranks have
+        different streams to divide. A collective.
+        """
+        counts, checksums = [0] * self._num_shards, [0] * self._num_shards
         for part in self._shard_iterators:
-            counts[part.rank] = int(part.has_sample())
-        empty = [rank for rank, count in enumerate(self._sum_counts(counts)) if not count]
+            counts[part.rank], checksums[part.rank] = int(part.has_sample()), part.start_checksum
+        sums = self._sum_counts(counts + checksums)
+        self._check_not_empty(sums[: self._num_shards])
+        checksums = list(sums[self._num_shards :])
+        if self._group is None or len(set(checksums)) < 2:
+            return []
+        are_repeatable = not any(
+            self._sum_counts([sum(not self._is_repeatable(part) for part in self._shard_iterators)])
+        )
+        return [check_same_items(checksums, are_repeatable=are_repeatable)]
+
+    def _is_repeatable(self, part: ShardIterator) -> bool:
+        """Return whether a part's stream begins with the same items when it is opened again."""
+        again = self._start_iterator(part.rank, prefetch=False)
+        # silent: a stream that can't be opened twice isn't repeatable
+        is_same = run_guarded(
+            lambda: again.has_sample() and again.start_checksum == part.start_checksum, lambda _: False
+        )
+        again.close()
+        return is_same
+
+    def _check_not_empty(self, counts: Sequence[int]) -> None:
+        empty = [rank for rank, count in enumerate(counts) if not count]
         if not empty:
             return
         ranks = f"rank {empty[0]}" if len(empty) == 1 else f"ranks {', '.join(map(str, empty))}"
@@ -279,6 +311,15 @@ def _is_factory(data_or_factory: Any) -> bool:
 
 def _is_hub_iterable(data: Any) -> bool:
     return any(kind.__module__ == "datasets.iterable_dataset" for kind in type(data).__mro__)
+
+
+def _check_undivided(data: Any) -> None:
+    """Raise ValueError for an iterable dataset of `datasets` that ``split_dataset_by_node`` has divided already."""
+    if vars(data).get("_distributed") is not None:
+        raise ValueError(
+            "split_dataset_by_node has divided the data already, and dtkit would divide them once more. Give all of "
+            "them, or data=lambda rank, world_size: split_dataset_by_node(dataset, rank, world_size)"
+        )
 
 
 def _check_iterable(iterable: Any) -> None:

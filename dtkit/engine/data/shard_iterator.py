@@ -46,6 +46,11 @@ class ShardIterator:
         return bool(self._buffer)
 
     @property
+    def start_checksum(self) -> int:
+        """Checksum of the first items that all ranks should see, after :meth:`has_sample`; 0 if each has its own."""
+        return int(getattr(self._samples, "start_checksum", 0))
+
+    @property
     def first_sample(self) -> Any:
         """The sample that :meth:`has_sample` has found."""
         return self._buffer[0]
@@ -113,7 +118,7 @@ class WorkerShardIterator(ShardIterator):
     """Iterator over one rank's samples that a worker process draws ahead."""
 
     def __init__(self, open_samples: Callable[[], Iterator[Any]], rank: int, seed: int, chunk_size: int) -> None:
-        self._chunks = _SampleChunks(open_samples, seed, chunk_size)
+        self._chunks, self._start_checksum = _SampleChunks(open_samples, seed, chunk_size), 0
         super().__init__(open_samples, rank, seed)
 
     def _open(self, _open_samples: Callable[[], Iterator[Any]]) -> None:
@@ -125,7 +130,13 @@ class WorkerShardIterator(ShardIterator):
             if chunk is None:
                 return
             # unpickles: from this engine's own child process
-            self._add(pickle.loads(chunk))
+            samples, self._start_checksum = pickle.loads(chunk)
+            self._add(samples)
+
+    @property
+    def start_checksum(self) -> int:
+        """See :class:`ShardIterator`."""
+        return self._start_checksum
 
     def _can_continue_after(self, error: BaseException) -> bool:
         return isinstance(error, KeyboardInterrupt)  # the worker continues to draw
@@ -138,7 +149,10 @@ class WorkerShardIterator(ShardIterator):
 
 
 class _SampleChunks(torch.utils.data.IterableDataset[bytes]):
-    """Samples in pickled lists, for a worker process: one message for each costs less than one for each tensor."""
+    """Pickled pairs of a list of samples and the start's checksum, for a worker process.
+
+    One message for each costs less than one for each tensor.
+    """
 
     def __init__(self, open_samples: Callable[[], Iterator[Any]], seed: int, chunk_size: int) -> None:
         self._open_samples, self._seed, self._chunk_size = open_samples, seed, chunk_size
@@ -146,15 +160,20 @@ class _SampleChunks(torch.utils.data.IterableDataset[bytes]):
     def __iter__(self) -> Iterator[bytes]:
         seed_generators(self._seed)
         chunk: list[Any] = []
+        samples = self._open_samples()
+
+        def pack() -> bytes:
+            return pickle.dumps((chunk, getattr(samples, "start_checksum", 0)))
+
         try:
-            for sample in self._open_samples():
+            for sample in samples:
                 chunk.append(sample)
                 if len(chunk) == self._chunk_size:
-                    yield pickle.dumps(chunk)
-                    chunk = []
+                    yield pack()
+                    chunk.clear()
         except Exception:
             if chunk:  # the samples before the error are used
-                yield pickle.dumps(chunk)
+                yield pack()
             raise
         if chunk:
-            yield pickle.dumps(chunk)
+            yield pack()

@@ -12,6 +12,8 @@ class TrainingPosition:
     step: int = 0
     """Number of steps before this one, from the beginning of the training."""
     steps_per_epoch: int = 1
+    evaluation_index: int = 0
+    """Number of batches before this one in an evaluation."""
 
     @property
     def epoch(self) -> int:

@@ -112,7 +112,8 @@ class Stage(PipelineStage):
 
     def __init__(self, stage_module: StageModule, *args: Any, phases: PhaseTimer, **kwargs: Any) -> None:
         super().__init__(stage_module.module, *args, **kwargs)
-        self._stage_module, self._phases, self._expected_outputs = stage_module, phases, kwargs["output_args"]
+        self._stage_module, self._phases = stage_module, phases
+        self._expected_inputs, self._expected_outputs = kwargs["input_args"], kwargs["output_args"]
         self.unsplit_micro_batches: set[int] = set()
         """Micro-batches of this step whose backward ran whole instead of in two passes."""
         self.empty_micro_batches: frozenset[int] = frozenset()
@@ -134,6 +135,8 @@ class Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> tuple[torch.Tensor, ...]:
         """Return the module's outputs for the next stage; torch calls this."""
+        if self.is_first and self.has_backward and self._stage_module.routing is not None:
+            check_traced_input(args, self._expected_inputs)
         outputs = self._stage_module(*args)
         return outputs if self.is_last else make_sendable(outputs, args)
 
@@ -196,6 +199,17 @@ class Stage(PipelineStage):
 
 def _make_contiguous(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.contiguous()
+
+
+def check_traced_input(inputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError if a micro-batch has other sizes than the one that was traced."""
+    shapes = _format_shapes(inputs)
+    if shapes != _format_shapes(expected):
+        raise ValueError(
+            f"the inputs of this micro-batch are {shapes}, and the model was traced for {_format_shapes(expected)}: a "
+            "pipeline's stages take one size. Pad all samples to one length (padding='max_length', or in collate_fn=), "
+            "or use strategy=dtkit.Sharded()"
+        )
 
 
 def check_stage_output(stage: int, output: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:

@@ -91,14 +91,16 @@ def check_metrics(
         if output is None or copied is None:
             return
         for name, metric in copied.items():
-            try_metric = functools.partial(_try_metric, name, metric, output)
+            try_metric = functools.partial(_try_metric, name, metric, output, engine_group.world_size)
             if (error := run_guarded(try_metric, functools.partial(_explain_metric, name))) is not None:
                 raise error
 
 
-def _try_metric(name: str, metric: Any, output: EvalOutput) -> None:
+def _try_metric(name: str, metric: Any, output: EvalOutput, world_size: int) -> None:
     if not is_stateful(metric):
         compute_metrics(output, {name: metric})
+    elif world_size > 1 and hasattr(metric, "check_batch"):  # of Keras: can ranks be added up?
+        metric.check_batch(output.output, output.target)
 
 
 def _explain_metric(name: str, error: Exception) -> FirstBatchError | None:
@@ -107,7 +109,7 @@ def _explain_metric(name: str, error: Exception) -> FirstBatchError | None:
     if not is_shape_error and not isinstance(error, (TypeError, AttributeError, NameError, IndexError)):
         return None
     message = f"{type(error).__name__}: {format_message(error)}"
-    if f"metric {name!r}" not in message:
+    if "metric '" not in message and "metric of Keras" not in message:
         message = f"metric {name!r}: {message}"
     return FirstBatchError(message, list_user_frames(error), format_traceback(error))
 

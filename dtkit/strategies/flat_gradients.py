@@ -18,19 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_FLAT_BYTES = 2**20  # DDP's first bucket: larger gradients have several, which overlap with backward
+MAX_FLAT_BYTES_AT_ONCE = 2**28  # of a model whose backward returns all gradients at its end: nothing overlaps
 
 
 def fits_flat_buffer(model: torch.nn.Module) -> bool:
-    """Return whether a model's gradients are small, dense and of one type, and so fit one buffer."""
+    """Return whether a model's gradients are dense, of one type, and too few to overlap, and so fit one buffer."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if any(getattr(module, "sparse", False) is True for module in model.modules()):  # embeddings
         return False
+    limit = MAX_FLAT_BYTES_AT_ONCE if getattr(model, "has_gradients_at_once", False) else MAX_FLAT_BYTES
     has_one_type = len({(p.dtype, p.device) for p in parameters}) == 1
-    return (
-        has_one_type
-        and not any(p.is_complex() for p in parameters)
-        and sum(p.nbytes for p in parameters) <= MAX_FLAT_BYTES
-    )
+    return has_one_type and not any(p.is_complex() for p in parameters) and sum(p.nbytes for p in parameters) <= limit
 
 
 class FlatGradients:

@@ -185,7 +185,18 @@ def _check_callbacks(config: TrainConfig) -> None:
                 "dtkit.EarlyStopping(patience=3), or an object with a method on_step(run, step) or on_start(run)"
             )
         if isinstance(callback, EarlyStopping):
-            callback.check_monitor(list(config.metrics or ()), has_validation=config.validation is not None)
+            callback.check_monitor(_list_metric_names(config), has_validation=config.validation is not None)
+
+
+def _list_metric_names(config: TrainConfig) -> list[str]:
+    """Return the names of all values of an evaluation, besides the loss. One metric of a library may have several."""
+    names: list[str] = []
+    for name, metric in (config.metrics or {}).items():
+        if hasattr(metric, "list_names"):  # of Keras
+            names += metric.list_names()
+        else:
+            names += dict(metric.items()) if hasattr(metric, "items") else [name]  # a collection of torchmetrics
+    return names
 
 
 def check_activation_checkpointing(blocks: Any) -> None:

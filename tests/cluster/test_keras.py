@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dtkit
+from dtkit.errors import EngineError, FirstBatchError
 from tests.support.keras_models import (
     ROWS,
     check_equal,
@@ -247,6 +248,8 @@ class Batches(keras.utils.PyDataset):
         ({"rows": make_rows()[0]}, r"data is one array; a Keras model needs \(inputs\.\.\., target\)"),
         ({"rows": Batches()}, "data is a Keras Batches, whose items are batches; give arrays"),
         ({"validation": make_rows()[0]}, "validation is one array; a Keras model needs"),
+        ({"callbacks": [keras.callbacks.EarlyStopping()]}, r"EarlyStopping of Keras.*use dtkit\.EarlyStopping\("),
+        ({"callbacks": [keras.callbacks.LambdaCallback()]}, "LambdaCallback of Keras.*use a function of the run"),
         ({"lr_scheduler": keras.optimizers.schedules.ExponentialDecay(0.1, 9, 0.9)}, "give it to the optimizer"),
     ],
 )
@@ -282,6 +285,92 @@ def test_losses_metrics_and_optimizers_of_a_notebook_travel_by_value(cluster2: d
     values, others = (r.history.evaluations[-1].values for r in (run, expected))
     assert (values["loss"], values["own"]) == pytest.approx((others["loss"], others["mae"]), rel=1e-9)
     check_equal(run.model, expected.model)
+
+
+def test_early_stopping_monitors_metrics_of_keras(cluster2: dtkit.Cluster):
+    metrics = ["mae", keras.metrics.MeanSquaredError(), keras.losses.mean_squared_error]
+    stopping = dtkit.EarlyStopping(patience=1, monitor="mean_absolute_percentage_error")
+    with pytest.raises(ValueError, match=r"evaluated is loss, mae, mean_squared_error, mean_squared_error, all of it"):
+        train(cluster2, metrics=metrics, validation=make_rows(), callbacks=[stopping])
+    stopping = dtkit.EarlyStopping(patience=1, monitor="mae", min_delta=1e9)
+    run = train(cluster2, metrics=metrics, validation=make_rows(), callbacks=[stopping], epochs=5)
+    run.wait(60)
+    assert (run.status.state.value, run.status.step) == ("stopped", 8)
+
+
+def test_schedule_of_torch_sets_the_learning_rate(cluster2: dtkit.Cluster):
+    run = train(
+        cluster2,
+        optimizer=keras.optimizers.SGD(0.1),
+        batch_size=ROWS,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        lr_scheduler_every="epoch",
+    )
+    run.wait(60)
+    expected = make_model()
+    expected.compile(loss="mse", optimizer=keras.optimizers.SGD(0.1))
+    halve = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 * 0.5**epoch)
+    expected.fit(*make_rows(), batch_size=ROWS, epochs=4, callbacks=[halve], verbose=0)
+    check_equal(run.model, expected)
+
+
+class Extreme(keras.metrics.Metric):
+    """Largest absolute value of the outputs, from a start value on."""
+
+    def __init__(self, start: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.start = start
+        self.top = self.add_weight(initializer=keras.initializers.Constant(start), name="top")
+
+    def update_state(self, target: Any, output: Any, sample_weight: Any = None) -> None:
+        del target, sample_weight
+        self.top.assign(keras.ops.maximum(self.top, keras.ops.max(keras.ops.abs(output))))
+
+    def result(self) -> Any:
+        return self.top + 0.0
+
+    def reset_state(self) -> None:
+        self.top.assign(self.start)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "start": self.start}
+
+
+@pytest.mark.parametrize("start", [0.0, float("-inf")])
+def test_metric_that_is_not_a_sum_is_refused(cluster2: dtkit.Cluster, start: float):
+    message = "a metric of Keras has the variable 'top', which is not a sum over batches"
+    with pytest.raises(FirstBatchError, match=f": TypeError: {message}.*Keep sums in its variables"):
+        train(cluster2, metrics=[Extreme(start)], validation=make_rows())
+    run = train(cluster2, metrics=["mae", Extreme(start)])
+    run.wait(60)
+    with pytest.raises(EngineError, match=message):
+        run.evaluate(make_rows())
+
+
+class ScaledError(keras.metrics.MeanAbsoluteError):
+    """Metric with a variable that no batch changes."""
+
+    def __init__(self, scale: float, name: str = "scaled") -> None:
+        super().__init__(name=name)
+        self.scale = self.add_weight(initializer=keras.initializers.Constant(scale), name="scale")
+        self.value = scale
+
+    def result(self) -> Any:
+        return self.scale * super().result()
+
+    def reset_state(self) -> None:
+        super().reset_state()
+        self.scale.assign(self.value)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"name": self.name, "scale": self.value}
+
+
+def test_constant_in_a_metric_is_not_added_up(cluster2: dtkit.Cluster):
+    run = train(cluster2, metrics=["mae", ScaledError(3.0)])
+    run.wait(60)
+    values = run.evaluate(make_rows()).values
+    assert values["scaled"] == pytest.approx(3 * values["mae"], rel=1e-6)
 
 
 def test_options_of_compile_that_would_be_ignored_are_refused(cluster2: dtkit.Cluster):

@@ -20,6 +20,18 @@ if TYPE_CHECKING:
     from dtkit.integrations.keras.module import KerasModule
     from dtkit.training.config import TrainConfig
 
+_CALLBACKS = {
+    "EarlyStopping": "use dtkit.EarlyStopping(patience=3, monitor=...)",
+    "ModelCheckpoint": "use checkpoint_dir= and checkpoint_every=",
+    "BackupAndRestore": "use checkpoint_dir= and checkpoint_every=, and later resume_from=",
+    "ReduceLROnPlateau": "use lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau and lr_scheduler_every='epoch'",
+    "LearningRateScheduler": "use lr_scheduler=, a function from the optimizer to a torch scheduler, or run.set(lr=)",
+    "TensorBoard": "use dtkit.integrations.trackers.TensorBoard(folder)",
+    "CSVLogger": "use run.history.to_pandas().to_csv(path)",
+    "TerminateOnNaN": "leave it out: a run pauses before an update that is not finite",
+    "ProgbarLogger": "leave it out: a run shows its progress",
+}
+"""What dtkit has instead of a callback of Keras."""
 _STRATEGIES = ("DataParallel", "NaiveDataParallel", "ParameterAveraging")
 
 
@@ -112,6 +124,11 @@ def _check(config: TrainConfig) -> None:
         )
     if config.training_step is not None:
         raise ValueError("training_step= runs a torch model; for a Keras model give loss=, a Keras name or object")
+    for callback in config.callbacks if isinstance(config.callbacks, (list, tuple)) else ():
+        if isinstance(callback, keras.callbacks.Callback):
+            kind = type(callback).__name__
+            remedy = _CALLBACKS.get(kind, "use a function of the run, which is called after each epoch")
+            raise TypeError(f"callbacks has {kind} of Keras, which follows fit; {remedy}")
     if isinstance(config.lr_scheduler, keras.optimizers.schedules.LearningRateSchedule):
         raise TypeError(
             f"lr_scheduler={config.lr_scheduler!r} is a schedule of Keras; give it to the optimizer, as in "

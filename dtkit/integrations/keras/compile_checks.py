@@ -37,24 +37,24 @@ def _is_overridden(model: keras.Model, name: str) -> bool:
 
 def check_compile_options(options: CompileOptions) -> None:
     """Raise TypeError or ValueError for losses and metrics that Keras doesn't know."""
-    for loss in _flatten(options.loss):
+    for loss in flatten(options.loss):
         _check("loss", loss, keras.losses.get)
         if (reduction := getattr(loss, "reduction", _MEAN)) in (None, "none", "sum"):
             raise ValueError(
                 f"loss has the reduction {reduction!r}; ranks have parts of a batch, so it must be a mean: leave "
                 "reduction out"
             )
-    for metric in _flatten(options.metrics):
+    for metric in flatten(options.metrics):
         if metric not in _CHOSEN_BY_LABELS:
             _check("metrics", metric, keras.metrics.get)
 
 
-def _flatten(value: Any) -> list[Any]:
+def flatten(value: Any) -> list[Any]:
     """Return the parts of lists and dicts of any depth, without None."""
     if isinstance(value, Mapping):
-        return _flatten(list(value.values()))
+        return flatten(list(value.values()))
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [part for element in value for part in _flatten(element)]
+        return [part for element in value for part in flatten(element)]
     return [] if value is None else [value]
 
 

@@ -31,15 +31,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @pytest.fixture
-def home(network: Network, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Home folder of this test, which all hosts see."""
-    folder = network.folder / "home"
-    folder.mkdir(exist_ok=True)
-    monkeypatch.setenv("HOME", str(folder))
-    return folder
-
-
-@pytest.fixture
 def start(slurm: Slurm, network: Network, home: Path, runtime: Path) -> Iterator[Callable[..., dtkit.Cluster]]:
     """Start a cluster on two nodes, and check at the end that nothing of it is left."""
 

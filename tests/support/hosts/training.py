@@ -45,7 +45,7 @@ def make_mpi(network: Network, ssh_config: Path, hosts: tuple[str, ...], **optio
     bridge = f"{network.address}/24"
     settings = [("plm_rsh_args", f"-F {ssh_config}"), ("oob_tcp_if_include", bridge), ("btl_tcp_if_include", bridge)]
     arguments = tuple(word for name, value in settings for word in ("--mca", name, value))
-    return dtkit.MPI(hosts=hosts, arguments=arguments, address=network.address, **options)
+    return dtkit.MPI(hosts=hosts, arguments=arguments, **{"address": network.address} | options)
 
 
 def assert_exact(run: dtkit.Run, model: nn.Module | None = None) -> None:

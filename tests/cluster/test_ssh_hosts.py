@@ -132,6 +132,38 @@ def test_hosts_behind_a_login_node_need_only_a_jump_host(
     assert_nothing_left(network)
 
 
+CONTAINER = """\
+exec unshare --mount --pid --ipc --fork --mount-proc --kill-child sh -c '
+    mount -t tmpfs container /tmp && mount -t tmpfs container /dev/shm && exec "$@"' sh "$@"
+"""
+"""Runs a command with process numbers, temporary files and shared memory of its own, as containers do."""
+
+
+def get_kind() -> str | None:
+    import os
+
+    return os.environ.get("KIND")
+
+
+@pytest.mark.slow
+def test_python_may_be_a_command_that_enters_a_container(start: Callable[..., dtkit.Cluster], network: Network):
+    script = network.folder / "container.sh"
+    script.write_text(CONTAINER)
+    with start(2, ("host1:1", "host2:1"), python=f"env KIND=container sh {script} {sys.executable}") as cluster:
+        assert cluster.run(get_kind) == ["container"] * 2
+        run = train(cluster, scenarios.LONG)
+        wait_for_step(run, 50)
+        run.inject_fault("kill", 1)
+        scenarios.check_recovered(run, cluster, ["host1", "host2"])
+        assert sum(cluster.partition(np.zeros((1000, 1000))).sizes) == 1000
+        (agent,) = [a for a in cluster._engine_group.transport._launcher.agents if a.info.host == "host2"]
+        run = train(cluster, scenarios.LONG)
+        wait_for_step(run, 50)
+        agent.send("stop")  # its process is the first one of the container
+        scenarios.check_recovered(run, cluster, ["host1", "host2"])
+    assert_nothing_left(network)
+
+
 @pytest.mark.slow
 def test_attach_finds_the_hosts_after_a_kernel_ends(
     start: Callable[..., dtkit.Cluster], ssh_config: Path, network: Network

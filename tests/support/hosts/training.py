@@ -25,6 +25,12 @@ def descend(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
+def make_wide_model() -> nn.Module:
+    """Return a model of 1.1 MB, which travels in buffers of its own."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(oracle.FEATURES, 360), nn.Tanh(), nn.Linear(360, 360), nn.Linear(360, 3)).double()
+
+
 def train(
     cluster: dtkit.Cluster, steps: int = oracle.STEPS, model: nn.Module | None = None, **options: Any
 ) -> dtkit.Run:

@@ -88,16 +88,16 @@ chromium:  ## have a Chromium for the browser tests (installs Debian's when root
 	fi
 
 hosts:  ## have SSH, Slurm and Open MPI for the tests on several hosts (installs Debian's when root)
-	@missing=; for name in ip nsenter sshd sbatch slurmctld slurmd munged mpirun; do \
+	@missing=; for name in ip nsenter sshd sbatch slurmctld slurmd munged mpirun qsub; do \
 	  PATH="$$PATH:/usr/sbin:/sbin" command -v "$$name" || missing="$$missing $$name"; \
 	done; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
 	if [ "$$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then \
 	  export DEBIAN_FRONTEND=noninteractive; \
 	  apt-get update && apt-get install --yes --no-install-recommends \
-	    iproute2 munge openmpi-bin openssh-client openssh-server slurm-wlm util-linux; \
+	    iproute2 munge openmpi-bin openssh-client openssh-server slurm-wlm slurm-wlm-torque util-linux; \
 	else \
-	  echo "Tests on several hosts need$$missing, and are skipped without. Debian has them in iproute2, munge, openmpi-bin, openssh-server and slurm-wlm." >&2; \
+	  echo "Tests on several hosts need$$missing, and are skipped without. Debian has them in iproute2, munge, openmpi-bin, openssh-server, slurm-wlm and slurm-wlm-torque." >&2; \
 	  exit 1; \
 	fi
 

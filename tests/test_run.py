@@ -182,6 +182,52 @@ def test_lost_engine_is_replaced_and_the_run_continues(cluster, engines):
     assert list(run.history.totals()["step"]) == list(range(40))
 
 
+class FragileTransport(FakeTransport):
+    """Fake engines of which another one ends while the first loss is repaired."""
+
+    further_rank: int | None = 2
+
+    def replace(self, ranks):
+        super().replace(ranks)
+        self._end_another_engine(self.further_rank)
+
+    def drop(self, ranks):
+        super().drop(ranks)
+        self._end_another_engine(1)  # which was rank 2
+
+    def _end_another_engine(self, rank):
+        if self.further_rank is not None:
+            self.further_rank = None
+            self.end_engine(rank)
+
+
+@pytest.mark.parametrize(("on_failure", "action"), [("repair", "replaced"), ("shrink", "left out")])
+def test_engine_that_is_lost_during_a_repair_is_in_the_log(on_failure: str, action: str):
+    engines = FragileTransport(3)
+    with dtkit.Cluster.from_transport(engines, device="cpu") as cluster:
+        run = train(cluster, start=False, on_failure=on_failure, batch_size=12)
+        run.step()
+        engines.end_engine(1)
+        run.resume()
+        run.wait(10)
+        events = [event for event in run.history.events if event.kind in ("lost", "repair")]
+        assert [(event.kind, event.rank) for event in events] == [("lost", 1), ("lost", 2), ("repair", None)]
+        assert f"nodes 1, 2 {action}: all go on from step" in events[-1].text
+
+
+def test_replacement_that_is_lost_during_the_repair_is_a_loss_of_its_own():
+    engines = FragileTransport(2)
+    engines.further_rank = 1
+    with dtkit.Cluster.from_transport(engines, device="cpu") as cluster:
+        run = train(cluster, start=False)
+        run.step()
+        engines.end_engine(1)
+        run.resume()
+        run.wait(10)
+        events = [event for event in run.history.events if event.kind in ("lost", "repair")]
+        assert [(event.kind, event.rank) for event in events] == [("lost", 1), ("lost", 1), ("repair", None)]
+
+
 def test_error_after_the_loss_of_all_engines_tells_what_is_lost_and_the_remedy(cluster, engines):
     run = train(cluster, start=False)
     run.step()

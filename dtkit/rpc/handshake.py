@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import installation
-from dtkit.errors import VersionMismatchError
+from dtkit.errors import EngineError, VersionMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,9 +34,13 @@ def get_handshake() -> dict[str, object]:
 
 
 def check_reply(rank: int, reply: Reply[Any]) -> dict[str, Any]:
-    """Return an engine's handshake; raise VersionMismatchError unless its versions equal this process's."""
+    """Return an engine's handshake. Raise VersionMismatchError if its versions differ from these, and EngineError
+    if it has ended.
+    """
     engine = reply.value
     if not isinstance(engine, dict):
+        if reply.failure is not None and reply.failure.is_engine_gone:
+            raise EngineError([reply.failure])
         reason = reply.failure.message if reply.failure else "no answer"
         raise VersionMismatchError(
             f"rank {rank} can't load dtkit {installation.VERSION}: {reason}. Install the same dtkit-jupyter "

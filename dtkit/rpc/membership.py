@@ -135,6 +135,15 @@ class Membership:
         """Return the ranks whose engines have ended."""
         return self._transport.find_lost_ranks()
 
+    def explain_losses(self, ranks: Sequence[int], failures: Sequence[Failure] = ()) -> dict[int, str]:
+        """Return why these ranks are lost. A rank's own last error may only say that another rank was gone."""
+        reasons = {rank: self._transport.explain_loss(rank) for rank in self.find_lost_ranks()}
+        reasons |= {failure.rank: failure.message for failure in failures if failure.is_engine_gone}
+        return {
+            rank: reasons.get(rank, f"its engine on {self._nodes[rank].host} does not answer").partition(". ")[0]
+            for rank in ranks
+        }
+
     def set_nodes(self, descriptions: Sequence[EngineDescription]) -> None:
         """Store each engine's description."""
         ids = self._transport.engine_ids

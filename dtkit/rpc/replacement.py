@@ -9,7 +9,7 @@ from dtkit.errors import EmptyEnginesError, EngineError
 from dtkit.rpc.protocol import DataOperations, GroupOperations, make_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
@@ -24,13 +24,16 @@ def replace_lost_ranks(
     shrink: bool = False,
     rebuild: Callable[[], None] | None = None,
     data: Payload | None = None,
+    on_further_loss: Callable[[Mapping[int, str]], object] = bool,
 ) -> None:
     """Start new engines at these ranks, with the other engines' data and models. All jobs end.
 
     With `shrink`, the others continue and take over the lost shards; higher ranks move down. `rebuild` then builds the
     job again. It needs an engine that holds the data. If all engines are new, they get `data`; without, ClusterError is
-    raised. If more engines are lost on the way, this tries again.
+    raised. If more engines are lost on the way, this tries again, and calls `on_further_loss` with the reasons by rank.
+    Those ranks are numbered as before the replacement.
     """
+    old_ranks = list(range(group.world_size))
     for attempt in range(_MAX_ATTEMPTS):
         try:
             _replace_or_shrink(group, lost_ranks, data, shrink=shrink)
@@ -39,8 +42,13 @@ def replace_lost_ranks(
                 _check_not_empty(is_empty=is_empty)
                 rebuild()
         except EngineError as error:
+            if shrink:
+                old_ranks = [old_rank for rank, old_rank in enumerate(old_ranks) if rank not in lost_ranks]
             stuck_ranks = {failure.rank for failure in error.failures if failure.kind == "stuck"}
             lost_ranks = sorted({*group.membership.find_lost_ranks(), *stuck_ranks})
+            reasons = group.membership.explain_losses(lost_ranks, error.failures)
+            if reasons:
+                on_further_loss({old_ranks[rank]: reason for rank, reason in reasons.items()})
             if not lost_ranks or attempt == _MAX_ATTEMPTS - 1:
                 raise
         else:

@@ -136,13 +136,9 @@ class FailureHandler:
             self.repair()
 
     def _note_losses(self, lost_ranks: Sequence[int], failures: Sequence[Failure] = ()) -> None:
-        """Note each lost engine with its host. Its own last error may only say that another rank was gone."""
-        group = self._engine_group
-        reasons = {rank: group.transport.explain_loss(rank) for rank in group.membership.find_lost_ranks()}
-        reasons |= {failure.rank: failure.message for failure in failures if failure.is_engine_gone}
-        for rank in lost_ranks:
-            reason = reasons.get(rank, f"its engine on {group.nodes[rank].host} does not answer")
-            self._progress.add_loss(rank, reason.partition(". ")[0])
+        """Note each lost engine with its host and the reason."""
+        for rank, reason in self._engine_group.membership.explain_losses(lost_ranks, failures).items():
+            self._progress.add_loss(rank, reason)
 
     def repair(self, reason: str = "") -> None:
         """Bring all ranks to one step, with lost ones replaced or dropped. If that is impossible, end the run.
@@ -160,8 +156,8 @@ class FailureHandler:
         progress.recorder.record_extra_rows(result.step)
         progress.rewind(result.step, result.lr)
         self._rewind(result.step)
-        if lost_ranks:
-            progress.add_event("repair", self._describe_repair(lost_ranks, old_world_size, old_step, result))
+        if result.lost_ranks:
+            progress.add_event("repair", self._describe_repair(old_world_size, old_step, result))
         else:
             progress.add_event("note", _describe_rewind(old_step, result, name_nodes(reason)))
 
@@ -169,11 +165,19 @@ class FailureHandler:
         """Rebuild the job on all ranks, and adapt the plan to the remaining ranks."""
         progress, transport = self._progress, self._engine_group.transport
         transport.on_queue = self._note_queue
-        result = Recovery(self._engine_group, progress.plan, self._snapshot_folder)(lost_ranks)
+        recover = Recovery(self._engine_group, progress.plan, self._snapshot_folder, self._note_further_losses)
+        result = recover(lost_ranks)
         progress.plan = progress.plan.adapt_to(self._engine_group.world_size)
         progress.history.ranks_per_replica = progress.plan.options.ranks_per_replica
         progress.delay_factors = {}  # the new jobs run at full speed
         return result
+
+    def _note_further_losses(self, reasons: Mapping[int, str]) -> None:
+        """Note engines that were lost during the repair, also new ones at ranks that the log names already."""
+        self._progress.forget_losses()
+        for rank, reason in reasons.items():
+            self._progress.add_loss(rank, reason)
+        self._on_change()
 
     def _note_queue(self, text: str) -> None:
         """Note each state of a job for which the repair waits."""
@@ -182,21 +186,19 @@ class FailureHandler:
             self._progress.add_event("note", f"the repair waits: {text}")
             self._on_change()
 
-    def record_repair(self, lost_ranks: Sequence[int], old_world_size: int, result: RecoveryResult) -> None:
+    def record_repair(self, old_world_size: int, result: RecoveryResult) -> None:
         """Note a repair after the run's end. The job may now be at an earlier step."""
         progress = self._progress
         old_step = progress.step
         progress.rewind(result.step, result.lr)
-        progress.add_event("repair", self._describe_repair(lost_ranks, old_world_size, old_step, result))
+        progress.add_event("repair", self._describe_repair(old_world_size, old_step, result))
 
-    def _describe_repair(
-        self, lost_ranks: Sequence[int], old_world_size: int, old_step: int, result: RecoveryResult
-    ) -> str:
+    def _describe_repair(self, old_world_size: int, old_step: int, result: RecoveryResult) -> str:
         action = "replaced" if self._engine_group.world_size == old_world_size else "left out"
-        names = ", ".join(map(str, lost_ranks))
+        names = ", ".join(map(str, result.lost_ranks))
         num_lost = max(result.lost_steps, old_step - result.step)
         steps = "no step lost" if num_lost == 0 else f"{format_count(num_lost, 'step')} lost"
-        nodes = f"node{'s' * (len(lost_ranks) > 1)} {names}"
+        nodes = f"node{'s' * (len(result.lost_ranks) > 1)} {names}"
         source = f" ({result.source})" if result.source else ""
         return f"{nodes} {action}: all go on from step {result.step}{source} after {result.duration_s:.1f} s, {steps}"
 

@@ -276,7 +276,7 @@ class RunLifecycle:
         if lost_ranks := self._engine_group.membership.find_lost_ranks():
             old_world_size = self._engine_group.world_size
             result = self._driver.failures.recover(lost_ranks)
-            self._driver.failures.record_repair(lost_ranks, old_world_size, result)
+            self._driver.failures.record_repair(old_world_size, result)
             actions = self._driver.actions
             self._restore_position(
                 result.step,

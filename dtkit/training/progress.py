@@ -135,7 +135,7 @@ class RunProgress:
         """All ranks are at `step` again, in jobs that were built again."""
         self.step = self.next_step = step
         self.lr, self.lost_ranks, self.retry_count = lr, [], 0
-        self._told_losses.clear()
+        self.forget_losses()
 
     def pause_for(self, error: BaseException) -> None:
         """Pause because of an error that the caller must look at."""
@@ -146,10 +146,14 @@ class RunProgress:
         self.recorder.add_event(self.step, kind, text, rank)
 
     def add_loss(self, rank: int, reason: str) -> None:
-        """Add an event for a lost engine, once until the next repair."""
+        """Add an event for a lost engine, once until `forget_losses`."""
         if rank not in self._told_losses:
             self._told_losses.add(rank)
             self.add_event("lost", f"node {rank} lost at step {self.step}: {name_nodes(reason)}", rank)
+
+    def forget_losses(self) -> None:
+        """Let the next loss of each rank be a new event."""
+        self._told_losses.clear()
 
 
 def resolve(answer: Future[int], step: int) -> None:

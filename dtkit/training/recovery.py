@@ -29,7 +29,7 @@ from dtkit.training.recovered_state import RecoveredState, load_interrupted
 from dtkit.types import ALL_STATE, OPTIMIZER_STATE, PER_RANK_STATE, JobPosition
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from dtkit.checkpoint.checkpoint import Checkpoint
@@ -51,8 +51,10 @@ class RecoveryResult:
     """Number of updates that were lost."""
     duration_s: float
     """Seconds that the recovery took."""
-    source: str = ""
+    source: str
     """Source of the state, in words; empty if survivors were at this step."""
+    lost_ranks: Sequence[int]
+    """Ranks that were lost before the recovery or during it, numbered as before it."""
 
 
 def choose_sources(
@@ -179,6 +181,8 @@ class Recovery:
     plan: RunPlan
     snapshot_folder: Path
     """The folder of the run's own checkpoints."""
+    on_further_loss: Callable[[Mapping[int, str]], object] = bool
+    """Called with reasons by rank if more engines are lost during the recovery."""
 
     def __call__(self, lost_ranks: Sequence[int]) -> RecoveryResult:
         """Bring all ranks to the furthest step that can be restored. Blocks until they have reached it.
@@ -194,6 +198,7 @@ class Recovery:
         positions = query_positions(group, job, lost_ranks)
         state, snapshot = self._find_state(positions)
         rebuilt: list[tuple[int, float]] = []
+        all_lost_ranks = set(lost_ranks)
 
         def rebuild() -> None:
             engine_outbox.remove_all(group.folder, job)  # also those of lost ranks; the caller has read them
@@ -202,6 +207,10 @@ class Recovery:
             else:
                 rebuilt[:] = [self._restore_snapshot(snapshot)]
 
+        def note_further_loss(reasons: Mapping[int, str]) -> None:
+            all_lost_ranks.update(reasons)
+            self.on_further_loss(reasons)
+
         with contextlib.ExitStack() as at_end:
             if state is not None:
                 at_end.enter_context(state.keep_during_recovery(group.folder, job, is_owned=self._is_owned))
@@ -209,13 +218,16 @@ class Recovery:
             if shrink:
                 recovered_data.discard(self.snapshot_folder)
             try:
-                replace_lost_ranks(group, lost_ranks, shrink=shrink, rebuild=rebuild, data=data)
+                replace_lost_ranks(
+                    group, lost_ranks, shrink=shrink, rebuild=rebuild, data=data, on_further_loss=note_further_loss
+                )
             except EmptyEnginesError as error:
                 raise error if snapshot is None else self._rescue(snapshot) from None
         step, lr = rebuilt[0]
         furthest = max((position.step for position in positions.values()), default=0)
         source = (_FROM_DISK if snapshot is not None else _FROM_START) if state is None else state.source
-        return RecoveryResult(step, lr, max(0, furthest - step), time.monotonic() - started_at, source)
+        lost_steps, duration_s = max(0, furthest - step), time.monotonic() - started_at
+        return RecoveryResult(step, lr, lost_steps, duration_s, source, sorted(all_lost_ranks))
 
     def _find_state(self, positions: Mapping[int, JobPosition]) -> tuple[RecoveredState | None, Checkpoint | None]:
         """Return the survivors' state, or the one that a notebook had stored when it died in a recovery; else the

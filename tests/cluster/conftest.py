@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
     from pathlib import Path
 
+    from tests.support.hosts.network import Network
+
 _FAILED = pytest.StashKey[bool]()
 
 
@@ -78,6 +80,15 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Empty Jupyter runtime folder for this test alone; clusters keep their folders in it."""
     folder = tmp_path / "runtime"
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def home(network: Network, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Home folder of this test, which all hosts see."""
+    folder = network.folder / "home"
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setenv("HOME", str(folder))
     return folder
 
 

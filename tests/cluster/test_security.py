@@ -7,14 +7,11 @@ import dataclasses
 import json
 import os
 import re
-import select
 import shutil
-import socket
 import stat
 import subprocess
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +25,7 @@ import zmq
 import dtkit
 from dtkit.training.script_task import submit_script
 from tests.support.leftovers import list_processes, make_large_data, wait_until_stepping
+from tests.support.ports import ANSWER_S, collect_answers, list_mechanisms
 from tests.support.small import LONG, check_usable, train
 from tests.support.waiting import wait_until_run
 
@@ -37,11 +35,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cluster
 
 LOOPBACK = {"127.0.0.1", "::1"}
-ANSWER_S = 1.0  # for answers of local ports
 NOBODY = 65534
-GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"
-"""Greeting of ZMTP 3.1 (rfc.zeromq.org/spec/37): signature and version. The answer of 64 bytes has the required
-mechanism."""
 
 
 @dataclasses.dataclass
@@ -82,25 +76,6 @@ def watched() -> Iterator[WatchedCluster]:
     shutil.rmtree(runtime)
 
 
-def collect_answers(addresses: list[tuple[str, int]], message: bytes) -> dict[int, bytes]:
-    """Send a message to all ports at once, and return the answers within ANSWER_S."""
-    with contextlib.ExitStack() as stack:
-        ports = {stack.enter_context(socket.create_connection(address, 2)): address[1] for address in addresses}
-        for sock in ports:
-            sock.sendall(message)
-        answers = dict.fromkeys(ports.values(), b"")
-        deadline, waiting = time.monotonic() + ANSWER_S, set(ports)
-        while waiting and (remaining := deadline - time.monotonic()) > 0:
-            for sock in select.select(waiting, [], [], remaining)[0]:
-                part = b""
-                with contextlib.suppress(ConnectionResetError):
-                    part = sock.recv(4096)
-                answers[ports[sock]] += part
-                if not part:
-                    waiting.discard(sock)
-    return answers
-
-
 # -- ports ------------------------------------------------------------------------------------------------------
 
 
@@ -119,8 +94,7 @@ def test_cluster_listens_on_loopback_only_without_http_and_with_a_key(watched: W
         assert info_ports
         http_answers = collect_answers(addresses, b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert [port for port, answer in http_answers.items() if b"HTTP/" in answer] == []
-        zmtp_answers = collect_answers(addresses, GREETING)
-        mechanisms = {port: a[12:32].rstrip(b"\0") for port, a in zmtp_answers.items() if a[:1] == b"\xff"}
+        mechanisms = list_mechanisms(addresses)
         assert set(mechanisms.values()) == {b"CURVE"}
         assert info_ports <= set(mechanisms)
         assert ports - set(mechanisms)  # gloo's ports, which have no key (see the README)

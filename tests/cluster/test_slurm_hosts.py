@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,9 @@ import torch
 from torch import nn
 
 import dtkit
-from tests.support import oracle
 from tests.support.hosts import scenarios
 from tests.support.hosts.slurm import URGENT
-from tests.support.hosts.training import assert_exact, assert_nothing_left, descend, train
+from tests.support.hosts.training import assert_exact, assert_nothing_left, descend, make_wide_model, train
 from tests.support.recovery import list_loss_events, wait_for_step
 from tests.support.waiting import ends_soon, wait_until
 
@@ -28,15 +28,6 @@ if TYPE_CHECKING:
     from tests.support.hosts.slurm import Slurm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-
-
-@pytest.fixture
-def home(network: Network, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Home folder of this test, which all hosts see."""
-    folder = network.folder / "home"
-    folder.mkdir(exist_ok=True)
-    monkeypatch.setenv("HOME", str(folder))
-    return folder
 
 
 @pytest.fixture
@@ -52,12 +43,6 @@ def start(slurm: Slurm, network: Network, home: Path, runtime: Path) -> Iterator
     assert_nothing_left(network)
     wait_until(lambda: not list(runtime.glob("dtkit-*")), 30)
     assert list(home.rglob("slurm-*.log")) == []
-
-
-def make_wide_model() -> nn.Module:
-    """Return a model of 1.1 MB, which travels in buffers of its own."""
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(oracle.FEATURES, 360), nn.Tanh(), nn.Linear(360, 360), nn.Linear(360, 3)).double()
 
 
 def test_training_is_exact_and_survives_losses_until_its_job_is_canceled(
@@ -162,6 +147,23 @@ def test_requeue_moves_the_run_to_a_further_job(start: Callable[..., dtkit.Clust
         assert_exact(run)
 
 
+def test_closing_cancels_the_job_for_which_a_repair_waits(
+    start: Callable[..., dtkit.Cluster], slurm: Slurm, network: Network
+):
+    with start(2) as cluster:
+        (first,) = slurm.list_jobs()
+        other = slurm.call("sbatch", "--parsable", "--nodelist=host3", "--exclusive", *SLEEP).strip()
+        run = train(cluster, 100_000)
+        wait_for_step(run, 20)
+        (agent,) = [a for a in cluster._engine_group.transport._launcher.agents if a.info.host == "host2"]
+        network["host2"].run("kill", "-9", str(agent.info.pid))
+        wait_until(lambda: find_event(run, "the repair waits: Slurm job "))
+        assert len(slurm.list_jobs()) == 3
+        assert first in slurm.list_jobs()
+    wait_until(lambda: slurm.list_jobs() == [other], 30)
+    slurm.call("scancel", other)
+
+
 def test_interrupt_while_the_job_waits_cancels_it(start: Callable[..., dtkit.Cluster], slurm: Slurm):
     slurm.call("sbatch", "--nodes=3", "--exclusive", *SLEEP)
     wait_until(lambda: len(slurm.list_jobs()) == 1)
@@ -181,6 +183,12 @@ def test_interrupt_while_the_job_waits_cancels_it(start: Callable[..., dtkit.Clu
     slurm.call("scancel", *slurm.list_jobs())
 
 
+def get_kind() -> str | None:
+    import os
+
+    return os.environ.get("KIND")
+
+
 def test_notebook_inside_an_allocation_uses_its_nodes(
     start: Callable[..., dtkit.Cluster], slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ):
@@ -188,7 +196,8 @@ def test_notebook_inside_an_allocation_uses_its_nodes(
     wait_until(lambda: slurm.call("squeue", "--noheader", f"--jobs={job}", "--format=%T").strip() == "RUNNING")
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    with start(2, dtkit.Slurm()) as cluster:
+    with start(2, dtkit.Slurm(python=f"env KIND=command {sys.executable}")) as cluster:
+        assert cluster.run(get_kind) == ["command"] * 2
         assert [node.host for node in cluster.nodes] == ["host1", "host2"]
         assert cluster.run(os.getpid)
         assert slurm.list_jobs() == [job]

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import dtkit
+from dtkit._util.formatting import format_bytes
 from tests.support import oracle
 from tests.support.hosts import scenarios
-from tests.support.hosts.training import assert_exact, assert_nothing_left, train
+from tests.support.hosts.training import assert_exact, assert_nothing_left, descend, make_wide_model, train
 from tests.support.recovery import list_loss_events, wait_for_step
 from tests.support.waiting import wait_until
 
@@ -70,9 +71,29 @@ def test_a_link_of_two_megabits_a_second_does_no_harm(cluster: dtkit.Cluster, ne
     assert_exact(run)
 
 
+def test_plan_predicts_the_bytes_that_cross_between_hosts(cluster: dtkit.Cluster, network: Network):
+    model, data, steps = make_wide_model(), oracle.data(), 50
+    plan = cluster.plan(
+        model, batch_size=oracle.BATCH, optimizer=descend, sample=data, loss=oracle.mean_loss, strategies=PLANNED
+    )
+    predicted = sum(row.sent_bytes for row in plan.rows)
+    assert f"a step sends: DataParallel() {format_bytes(round(predicted))}" in " ".join(plan.notes)
+    run = train(cluster, 2, model)
+    run.wait(60)
+    before = network["host2"].count_bytes()
+    run.extend(steps=steps)
+    run.resume()
+    run.wait(60)
+    measured = (network["host2"].count_bytes() - before) / steps
+    assert 1 <= measured / predicted <= 1.2, (measured, predicted)  # headers, and the notebook's calls
+
+
 def test_an_interrupt_pauses_and_a_killed_agent_is_replaced(cluster: dtkit.Cluster, network: Network):
     scenarios.check_interrupt(cluster)
     scenarios.check_lost_agent(cluster, network)
+
+
+PLANNED = [dtkit.DataParallel()]
 
 
 def hang_on_rank_1(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from tests.support.hosts.host import run as run_here
 from tests.support.hosts.processes import list_commands
 from tests.support.hosts.training import assert_exact, assert_nothing_left, train
 from tests.support.recovery import list_loss_events, wait_for_step
-from tests.support.waiting import ends_soon, wait_until
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,6 +132,38 @@ def test_hosts_behind_a_login_node_need_only_a_jump_host(
     assert_nothing_left(network)
 
 
+CONTAINER = """\
+exec unshare --mount --pid --ipc --fork --mount-proc --kill-child sh -c '
+    mount -t tmpfs container /tmp && mount -t tmpfs container /dev/shm && exec "$@"' sh "$@"
+"""
+"""Runs a command with process numbers, temporary files and shared memory of its own, as containers do."""
+
+
+def get_kind() -> str | None:
+    import os
+
+    return os.environ.get("KIND")
+
+
+@pytest.mark.slow
+def test_python_may_be_a_command_that_enters_a_container(start: Callable[..., dtkit.Cluster], network: Network):
+    script = network.folder / "container.sh"
+    script.write_text(CONTAINER)
+    with start(2, ("host1:1", "host2:1"), python=f"env KIND=container sh {script} {sys.executable}") as cluster:
+        assert cluster.run(get_kind) == ["container"] * 2
+        run = train(cluster, scenarios.LONG)
+        wait_for_step(run, 50)
+        run.inject_fault("kill", 1)
+        scenarios.check_recovered(run, cluster, ["host1", "host2"])
+        assert sum(cluster.partition(np.zeros((1000, 1000))).sizes) == 1000
+        (agent,) = [a for a in cluster._engine_group.transport._launcher.agents if a.info.host == "host2"]
+        run = train(cluster, scenarios.LONG)
+        wait_for_step(run, 50)
+        agent.send("stop")  # its process is the first one of the container
+        scenarios.check_recovered(run, cluster, ["host1", "host2"])
+    assert_nothing_left(network)
+
+
 @pytest.mark.slow
 def test_attach_finds_the_hosts_after_a_kernel_ends(
     start: Callable[..., dtkit.Cluster], ssh_config: Path, network: Network
@@ -162,60 +194,3 @@ sys.stdin.read()
         run.wait(120)
         assert_exact(run)
     assert_nothing_left(network)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("hosts", "options", "message"),
-    [
-        (("host9:1",), {}, r"host9: .*[Cc]ould not resolve hostname.*Correct the name"),
-        (
-            ("host1:1",),
-            {"python": "/nowhere/python"},
-            r"host1: .*(not found|No such file).*Name the Python of the hosts",
-        ),
-        (("host1:1",), {"ssh": "another key"}, r"Permission denied.*ssh_options"),
-        (("host1:1",), {"ssh": "another port"}, r"host1: .*Connection refused.*Start an SSH server there, or name its"),
-        (("host1:1",), {"python": "another torch"}, r"torch is 2\S+ in the notebook and 1.0.0 on the agent \(host1\)"),
-        (("host1:1", "host2:1"), {"interface": "eth7"}, r"no interface 'eth7' with an address; there are .*lo \(127"),
-    ],
-    ids=["unknown host", "no Python", "wrong key", "closed port", "other versions", "wrong interface"],
-)
-def test_bad_input_is_one_sentence_and_leaves_nothing(
-    start: Callable[..., dtkit.Cluster],
-    network: Network,
-    ssh_config: Path,
-    tmp_path: Path,
-    hosts: tuple[str, ...],
-    options: dict[str, Any],
-    message: str,
-):
-    if "ssh" in options:
-        options = {"ssh": SSH_OPTIONS[options["ssh"]](ssh_config, tmp_path)}
-    if options.get("python") == "another torch":
-        options = {"python": make_other_torch(network)}
-    with ends_soon(), pytest.raises(dtkit.errors.ClusterError, match=message):
-        start(len(hosts), hosts, **options)
-    assert_nothing_left(network)
-
-
-def use_another_key(ssh_config: Path, folder: Path) -> list[str]:
-    """Return options of ssh with a key that the hosts don't know."""
-    config = folder / "config"
-    config.write_text("\n".join(line for line in ssh_config.read_text().splitlines() if "IdentityFile" not in line))
-    run_here("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "other"))
-    return ["-F", str(config), "-i", str(folder / "other")]
-
-
-SSH_OPTIONS: dict[str, Callable[[Path, Path], list[str]]] = {
-    "another key": use_another_key,
-    "another port": lambda ssh_config, _: ["-F", str(ssh_config), "-p", "2222"],
-}
-
-
-def make_other_torch(network: Network) -> str:
-    """Return a command that starts this Python with the metadata of another version of torch."""
-    metadata = network.folder / "other" / "torch-1.0.0.dist-info" / "METADATA"
-    metadata.parent.mkdir(parents=True, exist_ok=True)
-    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
-    return f'env PYTHONPATH="{network.folder}/other:$PYTHONPATH" {sys.executable}'

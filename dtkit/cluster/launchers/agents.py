@@ -9,7 +9,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import files, formatting, timeouts
+from dtkit._util import files, timeouts
 from dtkit._util.deadline import wait_until
 from dtkit.cluster.devices import plan_host_devices
 from dtkit.cluster.launchers.agent_link import AgentLink
@@ -40,7 +40,6 @@ class AgentLauncher(Launcher):
         super().__init__(config, folder)
         assert config.hosts is not None
         self._host_launcher = restore_launcher(config.hosts)
-        self.controller_ip = self._host_launcher.get_controller_address()
         self._jobs: list[AgentJob] = []
         self._agents: list[AgentLink] = []
         self._client: Any = None
@@ -48,6 +47,16 @@ class AgentLauncher(Launcher):
         self._num_engines: dict[str, int] = {}  # by name of the host
         self._started: list[tuple[AgentLink, int]] = []  # (agent, pid) of the engines that started last
         self._access: HostAccess | None = None
+
+    def start_controller(self) -> None:
+        """Start the controller on the address that the hosts reach."""
+        self.controller_ip = self._host_launcher.get_controller_address()
+        if ":" in self.controller_ip:
+            raise ClusterError(
+                f"agents would have to reach this machine at {self.controller_ip}, but ipyparallel's controller only "
+                "has IPv4. Name an IPv4 address of this machine with address=, or use dtkit.SSH, which needs none"
+            )
+        super().start_controller()
 
     # -- agents -----------------------------------------------------------------------------------------------
 
@@ -101,7 +110,7 @@ class AgentLauncher(Launcher):
         while not wait_until(have_come, timeouts.JOB_POLL_S):
             states = [job.get_state() for job in jobs]
             if ended := [state.text for state in states if state.phase == "ended"]:
-                raise ClusterError(f"{formatting.format_count(len(ended), 'host')} can't be used. {'; '.join(ended)}")
+                raise ClusterError("; ".join(ended))
             waiting = [state.text for state in states if state.phase == "waiting"]
             texts = "; ".join(waiting or [state.text for state in states])
             came = len(set(self._client.ids) - known)

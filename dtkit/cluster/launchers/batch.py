@@ -1,6 +1,7 @@
 """Agents as jobs of PBS, LSF, HTCondor or SGE. ipyparallel knows the commands of these schedulers.
 
-Each host is a job of its own. This was never run on a real scheduler; tests check only the scripts.
+Each host is a job of its own. PBS is tested with its commands for Slurm (Debian's slurm-wlm-torque). The others were
+never run on a real scheduler; tests check only their scripts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dtkit.cluster.launchers.script import (
     find_refusal,
     format_agent,
     format_call,
+    read_log_end,
 )
 from dtkit.errors import ClusterError
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from dtkit.cluster.launchers.hosts import AgentRequest
 
 SYSTEMS = ("HTCondor", "LSF", "PBS", "SGE")
+_MAX_ERROR_CHARS = 250
+"""Of a refusal, whose end has the reason."""
 _SHELL_TEMPLATE = """\
 #!/bin/bash
 {directives}
@@ -58,13 +62,14 @@ _DIRECTIVES = {  # the job's name, the environment, its output, and the queue if
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Batch(HostLauncher):
-    """Engines on hosts that a scheduler gives: "PBS", "LSF", "HTCondor" or "SGE". Not tried on real schedulers.
+    """Engines on hosts that a scheduler gives: "PBS", "LSF", "HTCondor" or "SGE". Of these, only PBS was tried.
 
     nodes : number of hosts; each one is a job. Ask for whole hosts in the template, since two agents can't share one.
     template : the script to submit, with ipyparallel's words: ``{program_and_args}`` becomes the agent's command, and
         ``{queue}`` and ``{output_file}`` their values. The job has to inherit the environment, as by ``#PBS -V``.
     queue : the scheduler's queue.
-    log_folder : for scripts and output, on a file system that the hosts share; by default ``~/.cache/dtkit``.
+    log_folder : folder in which the jobs' output stays, on a file system that the hosts share. By default it is in
+        ``~/.cache/dtkit`` until the cluster is closed.
     python : how hosts start Python: a path or a command. By default this notebook's Python, which hosts have to share.
     address : of this machine, where the hosts reach it.
     """
@@ -159,11 +164,16 @@ class Batch(HostLauncher):
         if self.system == "LSF":  # bsub reads its directives from standard input only
             done = _call(launcher.submit_command, environment, script.read_text())
         else:
-            done = _call([*launcher.submit_command, str(script)], environment)
+            # Slurm's qsub ignores these two in a script.
+            output = ["-j", "oe", "-o", f"{path}.log"] if self.system == "PBS" else []
+            done = _call([*launcher.submit_command, *output, str(script)], environment)
         match = launcher.job_id_regexp.search(done.stdout)
         if done.returncode or match is None:
-            raise ClusterError(f"{self.system} refused the job: {sanitize_text(done.stderr or done.stdout)}")
-        return BatchJob(self.system, match.group(launcher.job_id_regexp_group), f"{path}.log")
+            _remove_scripts(path)
+            text = (done.stderr or done.stdout).strip()
+            raise ClusterError(f"{self.system} refused the job: {sanitize_text(text[-_MAX_ERROR_CHARS:])}")
+        job_id = match.group(launcher.job_id_regexp_group)
+        return BatchJob(self.system, job_id, f"{path}.log", is_log_temporary=self.log_folder is None)
 
     def restore_job(self, fields: Mapping[str, Any]) -> AgentJob:
         """Return the job that `AgentJob.to_json` described."""
@@ -171,10 +181,10 @@ class Batch(HostLauncher):
 
 
 class BatchJob(AgentJob):
-    """A job by its id."""
+    """A job by its id. Its output goes with it if it is temporary."""
 
-    def __init__(self, system: str, job_id: str, log: str) -> None:
-        self._system, self._job_id, self._log = system, job_id, log
+    def __init__(self, system: str, job_id: str, log: str, *, is_log_temporary: bool = False) -> None:
+        self._system, self._job_id, self._log, self._is_log_temporary = system, job_id, log, is_log_temporary
 
     def get_state(self) -> JobState:
         """Ask the scheduler, which forgets jobs that have ended."""
@@ -182,16 +192,29 @@ class BatchJob(AgentJob):
             return JobState("ended", f"{self._system} job {self._job_id}: {refusal}")
         done = _call([word.format(self._job_id) for word in _STATUS_COMMANDS[self._system]])
         phase = read_phase(self._system, self._job_id, done.stdout)
-        log = "" if phase != "ended" else f"; see its output in {self._log}"
+        log = "" if phase != "ended" else f". {read_log_end(Path(self._log))}"
         return JobState(phase, f"{self._system} job {self._job_id} is {phase}{log}")
 
     def cancel(self) -> None:
-        """Delete the job; the scheduler ends its processes."""
+        """Delete the job and its files; the scheduler ends its processes."""
         _call([*_get_ipyparallel_launcher(self._system).delete_command, self._job_id])
+        _remove_scripts(Path(self._log).with_suffix(""))
+        if self._is_log_temporary:
+            Path(self._log).unlink(missing_ok=True)
 
     def to_json(self) -> dict[str, Any]:
         """Return what restores this object."""
-        return {"system": self._system, "job_id": self._job_id, "log": self._log}
+        return {
+            "system": self._system,
+            "job_id": self._job_id,
+            "log": self._log,
+            "is_log_temporary": self._is_log_temporary,
+        }
+
+
+def _remove_scripts(path: Path) -> None:
+    for suffix in (".batch", ".sh"):
+        path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 _STATUS_COMMANDS = {

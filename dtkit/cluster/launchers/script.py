@@ -9,15 +9,18 @@ import sys
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dtkit.cluster.launchers.hosts import AGENT_MODULE, REFUSAL, HostLauncher
+from dtkit.cluster.launchers.remedies import find_remedy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 INPUT_VARIABLE = "DTKIT_AGENT_INPUT"
-_MAX_LOG_CHARS = 600
 """Variable that carries an agent's input through a scheduler. Other users can read command lines, but not environments.
 """
+_MAX_LOG_CHARS = 600
+_MAX_FIRST_LINES = 100
+"""Lines in which an agent that can't start has said why."""
 
 
 class Script(str):
@@ -118,9 +121,13 @@ def find_refusal(path: Path) -> str | None:
 
 
 def read_log_end(path: Path) -> str:
-    """Return the last lines of output, or a sentence if this host doesn't see the file."""
+    """Return the line of output with a known cause and its remedy, else the last lines. If this host doesn't see the
+    file, return a sentence that says so.
+    """
     try:
         text = path.read_text(errors="replace").strip()
     except OSError:
         return f"No output in {path}: the nodes may not see its folder; choose another one with log_folder="
+    if (remedy := find_remedy(text.splitlines()[:_MAX_FIRST_LINES], "that host")) is not None:
+        return f"It printed: {remedy}"
     return f"Its output ends: {text[-_MAX_LOG_CHARS:]}" if text else "It printed nothing"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtkit._util import formatting
 from dtkit.cluster.launchers.script import INPUT_VARIABLE, Script, ScriptLauncher, check_count, format_agent
-from dtkit.cluster.launchers.slurm_job import SlurmJob, SlurmStep, call_slurm, submit_job
+from dtkit.cluster.launchers.slurm_job import SlurmJob, SlurmStep, call_slurm, list_node_names, submit_job
 from dtkit.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -183,8 +183,7 @@ class Slurm(ScriptLauncher):
         """Return the address from which this machine reaches a node."""
         if self.address is not None:
             return self.address
-        partition = [] if self.partition is None else [f"--partition={self.partition}"]
-        nodes = call_slurm(["sinfo", "--noheader", "--Node", "--format=%o", *partition]).stdout.split()
+        nodes = list_node_names(self.partition)
         for node in nodes[:_MAX_TRIED_NODES]:
             if (address := find_route(node)) is not None:
                 return address

@@ -108,6 +108,8 @@ class SlurmJob(AgentJob):
             return JobState("ended", f"{text}. {refusal}")
         if now.is_running and now.state != "COMPLETING":
             return JobState("running", text)
+        if now.state in _MAY_FOLLOW or now.state == "CANCELLED":  # its output has no cause
+            return JobState("ended", text)
         return JobState("ended", f"{text}. {read_log_end(self.log)}")
 
     def get_end(self) -> JobEnd | None:
@@ -255,6 +257,21 @@ def _drop_allocation(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith("SLURM_") or name in kept}
 
 
+def list_node_names(partition: str | None) -> list[str]:
+    """Return the names of the nodes of a partition, by default of all. Raises ClusterError if there are none."""
+    only = [] if partition is None else [f"--partition={partition}"]
+    done = call_slurm(["sinfo", "--noheader", "--Node", "--format=%o", *only])
+    if done.returncode or done.stderr.strip():
+        raise ClusterError(
+            f"sinfo can't list Slurm's nodes: {_format_error(done.stderr)}. Slurm's controller may be down, or this "
+            "machine's configuration of it wrong: try `sinfo` in a terminal"
+        )
+    if not (names := done.stdout.split()):
+        what = "Slurm has no nodes" if partition is None else f"partition={partition!r} has no nodes, or doesn't exist"
+        raise ClusterError(f"{what}. {describe_partitions()}")
+    return names
+
+
 def describe_partitions() -> str:
     """Return a sentence that lists the partitions and the resources of their nodes."""
     done = call_slurm(["sinfo", "--noheader", "--format=%R|%D|%c|%m|%G|%l"])
@@ -280,6 +297,6 @@ def _format_error(stderr: str) -> str:
     lines = [
         re.sub(r"^\w+: (error|fatal): (Batch job submission failed: )?", "", line.strip())
         for line in stderr.splitlines()
-        if line.strip()
+        if line.strip() and "munged is up" not in line  # an advice that comes before the error
     ]
     return sanitize_text(lines[0].rstrip(".")) if lines else "it gave no reason"

@@ -22,6 +22,7 @@ import psutil
 from dtkit._util import timeouts
 from dtkit._util.process import ProcessId
 from dtkit.cluster.launchers.hosts import AGENT_MODULE, REFUSAL, AgentJob, AgentRequest, HostLauncher, JobState
+from dtkit.cluster.launchers.remedies import PORT_TAKEN, find_remedy
 from dtkit.cluster.reaper import MARKER_VARIABLE
 from dtkit.errors import ClusterError
 
@@ -32,7 +33,6 @@ _LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _LAST_PORT = 20000, 32000  # below the range from which systems choose clients' ports
 _MAX_LOG_BYTES = 2000
 _MAX_SILENT_CHECKS = 4
-_PORT_TAKEN = "remote port forwarding failed"
 _NANNY = "[KernelNanny"
 
 
@@ -159,7 +159,7 @@ class SSHConnection(AgentJob):
         if is_running:
             return JobState("running", f"{self._host}: connected by SSH, process {self._process.pid}")
         text = self._log.read_text(errors="replace")[-_MAX_LOG_BYTES:] if self._log.exists() else ""
-        if _PORT_TAKEN in text and self._connect_again is not None:  # that may happen; other ports are free
+        if PORT_TAKEN in text and self._connect_again is not None:  # that may happen; other ports are free
             self._child, self._connect_again = self._connect_again(), None
             self._process = ProcessId.from_pid(self._child.pid)
             return JobState("running", f"{self._host}: connecting again through other ports")
@@ -229,30 +229,9 @@ def explain_failure(host: str, output: str) -> str:
     last = lines[-1] if lines else "it printed nothing"
     if refusal := next((line.partition(REFUSAL)[2] for line in lines if REFUSAL in line), None):
         return f"{host}: {refusal}"
-    for pattern, remedy in _REMEDIES.items():
-        if error := next((line for line in lines if pattern.lower() in line.lower()), None):
-            return f"{host}: {error}. {remedy.format(host=host)}"
+    if (remedy := find_remedy(lines, host)) is not None:
+        return f"{host}: {remedy}"
     return f"{host}: the agent ended: {last}. Try `ssh {host}` in a terminal, and run the same python there"
-
-
-_REMEDIES = {
-    "could not resolve hostname": "Correct the name, or give the host an entry in ~/.ssh/config",
-    "host key verification failed": "Accept the key once with `ssh {host}` in a terminal",
-    "permission denied": "Let `ssh {host}` work without a password: give ssh a key with ssh_options=['-i', path], or "
-    "add yours with ssh-copy-id",
-    "connection refused": "Start an SSH server there, or name its port in ~/.ssh/config",
-    "connection timed out": "The host is off or out of reach; leave it out, or give a jump host in ~/.ssh/config",
-    "no route to host": "The host is off or out of reach; leave it out, or give a jump host in ~/.ssh/config",
-    "not responding": "The connection was cut",
-    _PORT_TAKEN: "Its SSH server must allow forwarding (AllowTcpForwarding)",
-    "administratively prohibited": "Its SSH server must allow forwarding (AllowTcpForwarding)",
-    "no module named": "Install dtkit-jupyter in that Python, or name another one with python=",
-    "command not found": "Name the Python of the hosts, as in SSH(..., python='~/env/bin/python')",
-    "no such file or directory": "Name the Python of the hosts, as in SSH(..., python='~/env/bin/python')",
-    "no space left": "Free space in the temporary folder of that host",
-    "registration timed out": "That host or this machine may be overloaded; try again, or with a longer timeout=",
-}
-"""Remedies by the text that is printed."""
 
 
 def _parse_host(text: str) -> tuple[str, int]:

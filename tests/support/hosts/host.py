@@ -158,6 +158,16 @@ class Host:
             return []
         return self._get_init().children(recursive=True) + self._find_entered()
 
+    def list_listening(self) -> list[tuple[str, str]]:
+        """Return (program, address) of each socket that listens on the host, UDP included."""
+        lines = [line.split() for line in self.run("ss", "-Hlntup").splitlines()]
+        return [(words[-1].split('"')[1], words[4].rpartition(":")[0]) for words in lines]
+
+    def count_bytes(self) -> int:
+        """Return the bytes that have crossed the host's cable, in both directions."""
+        folder = Path("/sys/class/net", self._cable, "statistics")
+        return sum(int((folder / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
+
     def _find_entered(self) -> list[psutil.Process]:
         """Return processes that entered the host: their parents may be outside."""
         space = Path(f"/proc/{self._get_init().pid}/ns/pid").readlink()

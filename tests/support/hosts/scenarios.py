@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
+from dtkit.engine.comm.host_store import HostStore
 from tests.support.hosts.training import assert_exact, train
+from tests.support.ports import list_mechanisms
 from tests.support.recovery import list_loss_events, wait_for_step
 
 if TYPE_CHECKING:
     import dtkit
     from tests.support.hosts.network import Network
 
+SERVICES = ("mpirun", "orted", "slurmd", "slurmstepd", "srun", "sshd")
+"""Programs of Open MPI, Slurm and SSH. They listen on all addresses, as docs/guides/security.md says."""
 LONG = 1500
 """Steps of a training that a test disturbs."""
 
 
 def check_training(cluster: dtkit.Cluster, network: Network) -> None:
-    """Train as one process would, while nothing on any host listens on more than one address."""
+    """Train as one process would, while nothing listens wider than it has to."""
     run = train(cluster)
     run.wait(60)
     assert_exact(run)
     assert run.verify(5).verdict == "PASS"
-    for host in {node.host for node in cluster.nodes}:
-        listening = [line for line in network[host].run("ss", "-Hlntp").splitlines() if "python" in line]
-        assert listening
-        assert not [line for line in listening if line.split()[3].startswith(("0.0.0.0:", "[::]:", "*:"))]
+    check_ports(cluster, network)
+    check_store(cluster)
+
+
+def check_ports(cluster: dtkit.Cluster, network: Network) -> None:
+    """Check that hosts listen on loopback and one address each, and this machine on the controller's, with a key."""
+    launcher = cluster._engine_group.transport._launcher
+    for agent in launcher.agents:
+        sockets = network[agent.info.host].list_listening()
+        own = {(name, address) for name, address in sockets if name not in SERVICES}
+        assert {address for _, address in own} == {"127.0.0.1", agent.info.address}
+    here = set()
+    for process in [psutil.Process(), *map(psutil.Process, launcher.list_pids())]:
+        if process.name() not in SERVICES:
+            here |= {tuple(c.laddr) for c in process.net_connections() if c.status == psutil.CONN_LISTEN}
+    assert {address for address, _ in here} <= {"127.0.0.1", launcher.controller_ip}
+    mechanisms = list_mechanisms([place for place in here if place[0] == launcher.controller_ip])
+    assert set(mechanisms.values()) == {b"CURVE"}
+
+
+def check_store(cluster: dtkit.Cluster) -> None:
+    """Check that the store, at which the ranks meet, refuses another key."""
+    first, generation = cluster._engine_group.transport._launcher.agents[0], cluster._engine_group.membership.generation
+    place = first.call("open_store", address=first.info.address, generation=generation)
+    with pytest.raises(ConnectionError, match="refused this cluster's key"):
+        HostStore(dataclasses.replace(place, key=bytes(32)), timeout_s=5.0)
+    HostStore(place, timeout_s=5.0).close()
 
 
 def check_lost_engine(cluster: dtkit.Cluster, network: Network) -> None:

@@ -25,6 +25,12 @@ def descend(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
+def make_wide_model() -> nn.Module:
+    """Return a model of 1.1 MB, which travels in buffers of its own."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(oracle.FEATURES, 360), nn.Tanh(), nn.Linear(360, 360), nn.Linear(360, 3)).double()
+
+
 def train(
     cluster: dtkit.Cluster, steps: int = oracle.STEPS, model: nn.Module | None = None, **options: Any
 ) -> dtkit.Run:
@@ -45,7 +51,7 @@ def make_mpi(network: Network, ssh_config: Path, hosts: tuple[str, ...], **optio
     bridge = f"{network.address}/24"
     settings = [("plm_rsh_args", f"-F {ssh_config}"), ("oob_tcp_if_include", bridge), ("btl_tcp_if_include", bridge)]
     arguments = tuple(word for name, value in settings for word in ("--mca", name, value))
-    return dtkit.MPI(hosts=hosts, arguments=arguments, address=network.address, **options)
+    return dtkit.MPI(hosts=hosts, arguments=arguments, **{"address": network.address} | options)
 
 
 def assert_exact(run: dtkit.Run, model: nn.Module | None = None) -> None:

@@ -79,6 +79,12 @@ def test_dashboard_fits_its_width_and_draws_every_panel(page: Page, look: Look, 
         assert view.root.get_by_test_id(chart).locator("path.dtk-line.dtk-only").get_attribute("d")
 
 
+def test_table_of_nodes_fits_the_cell_of_a_narrow_notebook(page: Page):
+    page.set_viewport_size({"width": 440, "height": 900})
+    table = StaticView(page, make_source(4)).root.get_by_test_id("nodes-table").locator(".dtk-scroll")
+    assert table.evaluate("(box) => box.scrollWidth <= box.clientWidth")
+
+
 def test_bars_show_the_same_numbers_as_the_saved_picture(page: Page):
     run = make_source(4)
     view = StaticView(page, run)

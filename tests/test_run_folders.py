@@ -35,7 +35,7 @@ def test_save_without_a_path_goes_where_the_button_saves(cluster: dtkit.Cluster,
     reports: list[tuple[str, str, str]] = []
     CommandHandler(run, lambda *words: reports.append(words)).handle("save", None)
     wait_until(lambda: bool(reports))
-    assert str(saved.path.parent / "step-00000004") in reports[0][2]
+    assert f"checkpoints/{saved.path.parent.name}/step-00000004" in reports[0][2]
 
 
 def test_two_runs_of_one_class_have_two_folders(cluster: dtkit.Cluster, tmp_path: Path):

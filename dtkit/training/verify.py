@@ -40,6 +40,7 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 ZERO_TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
 _HALF_PRECISION_TOLERANCE = 1e-2
 _REPEATED_STEPS = 2  # enough to show whether training is reproducible
+_ROUNDING_MARGIN = 5  # factor by which rounding is below the tolerance at first, and grows faster than the steps
 _MAX_NAMES = 2  # modules named in one line
 _ZERO_GRADIENT_FRACTION = {
     "float64": 1e-13,
@@ -192,7 +193,7 @@ def _explain_difference(
     by_part, _ = replay.train_reference(Reference.BY_PART, steps)
     parameters = {name: by_part[name] for name in gradients}
     part_comparison = compare_states(state, parameters, gradients, (), steps, verification.world_size)
-    reasons = verification.incomparable_reasons or _find_reasons(replay, part_comparison)
+    reasons = verification.incomparable_reasons or _find_reasons(replay, part_comparison, verification.max_difference)
     return dataclasses.replace(
         verification,
         verdict="NOT COMPARABLE" if reasons else "FAIL",
@@ -201,9 +202,10 @@ def _explain_difference(
     )
 
 
-def _find_reasons(replay: Replay, part_comparison: Verification) -> tuple[str, ...]:
-    """Return reasons why the training can't be compared with one process; empty if it should be equal.
+def _find_reasons(replay: Replay, part_comparison: Verification, difference: float) -> tuple[str, ...]:
+    """Return reasons why the training can't be compared with one process, from which it differs by `difference`.
 
+    Return none if it should be equal.
     For a few steps, the reference is trained twice, and then with other random numbers.
     """
     steps = min(part_comparison.steps, _REPEATED_STEPS)
@@ -216,12 +218,32 @@ def _find_reasons(replay: Replay, part_comparison: Verification) -> tuple[str, .
     reseeded, _ = replay.train_reference(Reference.RESEEDED, steps)
     if _is_different(first, reseeded, part_comparison.tolerance):
         return (RANDOM_STEP,)
-    return (NOT_A_MEAN,) if part_comparison.is_within_tolerance else ()
+    if not part_comparison.is_within_tolerance:
+        return ()
+    by_part, _ = replay.train_reference(Reference.BY_PART, steps)
+    early_difference = _find_largest_difference(first, by_part)
+    if _has_grown_from_rounding(early_difference, steps, difference, part_comparison):
+        return (GROWN_ROUNDING.format(steps=steps, difference=early_difference, dtype=part_comparison.dtype),)
+    return (NOT_A_MEAN,)
+
+
+def _has_grown_from_rounding(early: float, steps: int, late: float, comparison: Verification) -> bool:
+    """Return whether a difference after a few steps was rounding, and grew much faster than the steps.
+
+    Other losses differ by about as much in each step.
+    """
+    return (
+        early < comparison.tolerance / _ROUNDING_MARGIN and late > _ROUNDING_MARGIN * early * comparison.steps / steps
+    )
 
 
 def _is_different(state: StateDict, other: StateDict, tolerance: float) -> bool:
+    return _find_largest_difference(state, other) > tolerance
+
+
+def _find_largest_difference(state: StateDict, other: StateDict) -> float:
     pairs = [(state[name], value) for name, value in other.items() if hasattr(value, "is_floating_point")]
-    return any(bool((_compute_difference(a, b) > tolerance).any()) for a, b in pairs)
+    return max((float(_compute_difference(a, b).max()) for a, b in pairs if a.numel()), default=0.0)
 
 
 OWN_GENERATOR_IN_DATA = (
@@ -237,6 +259,10 @@ NOT_A_MEAN = (
     "the loss of a batch is not the mean of the losses of its parts. Samples of a batch may depend on each other (a "
     "contrastive loss). Or it is a mean over something else than samples (tokens with labels of -100); then return "
     "(sum, weight) instead"
+)
+GROWN_ROUNDING = (
+    "the difference was {difference:.2g} after {steps} steps, and grew much faster than the steps. Rounding in {dtype} "
+    "does that. Verify fewer steps, or train in float64"
 )
 
 

@@ -87,6 +87,26 @@ def test_training_that_one_process_cannot_repeat_is_not_comparable(
     assert (verification.part_difference is not None) == (training_step is not add_noise_of_its_own)
 
 
+def test_rounding_that_grew_is_told_apart_from_another_loss(cluster2: dtkit.Cluster):
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(256, 16, generator=generator), torch.randint(4, (256,), generator=generator)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    run = cluster2.train(
+        model,
+        data,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9),
+        batch_size=64,
+        steps=200,
+    )
+    run.wait(60)
+    verification = run.verify(steps=200)
+    assert verification.verdict == "NOT COMPARABLE"
+    assert "Rounding in float32 does that" in verification.text()
+    assert run.verify(steps=20).verdict == "PASS"
+
+
 def test_step_with_a_collective_is_not_comparable(cluster2: dtkit.Cluster):
     verification = verify(cluster2, small.net(), small.data(), loss=None, training_step=average_by_collective)
     assert verification.verdict == "NOT COMPARABLE"

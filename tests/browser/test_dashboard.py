@@ -627,6 +627,21 @@ def test_each_metric_has_a_chart(page: Page, tmp_path: Path):
     view.screenshot(Path(os.environ.get("DTKIT_SCREENSHOTS", tmp_path)) / "metrics.png")
 
 
+def test_an_evaluation_ahead_of_the_curves_is_drawn_with_them(page: Page):
+    """Its line left the chart at the top, and the label was another point's."""
+    run = make_source(2)
+    for step, accuracy in ((50, 0.25), (100, 0.5), (run.step + 40, 0.75)):
+        run.history.add(Evaluation(step, 100, {"accuracy": accuracy}))
+    view = StaticView(page, run)
+    metric = view.root.get_by_test_id("metric-chart")
+    assert len(re.findall("[ML]", metric.locator("path.dtk-line").get_attribute("d") or "")) == 2
+    expect(metric.locator(".dtk-labels text")).to_have_text("0.500")
+    expect(metric.locator("h3")).to_contain_text("last 0.500")
+    run.advance(60)
+    view.update()
+    expect(metric.locator("h3")).to_contain_text("last 0.750")
+
+
 def test_all_evaluations_are_drawn(page: Page):
     """The last ones alone would make a long run look as if it had begun late."""
     run = make_source(2)

@@ -15,7 +15,7 @@ import { s, h, setAttr, setText } from "./elements.js";
 import { newFrame } from "./frame.js";
 import { logTicks, number, tick, ticks } from "./numbers.js";
 import { nodeName } from "./picking.js";
-import { detailInSight, LIVE, MARKED } from "./store.js";
+import { detailInSight, lastEvaluated, LIVE, MARKED } from "./store.js";
 import { newPrefix } from "./textures.js";
 
 const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
@@ -95,8 +95,7 @@ function drawChart(view, width) {
 /** Return the first and the last step of all charts, so that they have one axis. */
 function wholeRange({ store }) {
   const { curves } = store, first = curves.used ? curves.origin : 1, end = curves.origin + curves.used * curves.width - 1;
-  // An evaluation has the number of steps before it. While a run is fast, its curves follow some messages later.
-  const evaluated = Math.min(store.evaluations.at(-1)?.step ?? 0, LIVE.includes(store.status?.state) ? end + 1 : Infinity);
+  const evaluated = Math.min(store.evaluations.at(-1)?.step ?? 0, lastEvaluated(store));
   const last = Math.max(first + 1, end, evaluated);
   return [first, Math.max(first + 1, Math.min(last, store.status.step || last))];
 }

@@ -98,6 +98,14 @@ export function apply(store, content, buffers) {
   return true;
 }
 
+/**
+ * Return the last number of steps whose evaluation is drawn. While a run is fast, its curves follow some messages later,
+ * and a line to a point beyond them would leave the chart.
+ */
+export function lastEvaluated({ curves, status }) {
+  return LIVE.includes(status?.state) ? curves.origin + curves.used * curves.width : Infinity;
+}
+
 /** Return the finer curves that the kernel sent for the range in sight; null where it sent none. */
 export function detailInSight({ view: { zoom }, detail, curves }) {
   const covers = zoom && detail && detail.used && detail.width < curves.width && detail.range[0] <= zoom[0] && detail.range[1] >= zoom[1];

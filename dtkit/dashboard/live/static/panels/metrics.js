@@ -4,6 +4,7 @@ import { chart } from "../chart.js";
 import { pointGrain } from "../chart/grain.js";
 import { h } from "../elements.js";
 import { number } from "../numbers.js";
+import { lastEvaluated } from "../store.js";
 
 const MOST_METRICS = 6, ONE_LINE = { name: "metric", first: 0, nodes: 0, banded: false };
 
@@ -14,7 +15,7 @@ export function metrics(store, _send, redraw) {
     if (read !== store.evaluations) [read, points] = [store.evaluations, collectMetrics(store.evaluations)];
     for (const name of points.keys()) {
       if (shown.has(name)) continue;
-      shown.set(name, metricChart(store, name, () => points.get(name) ?? [], redraw));
+      shown.set(name, metricChart(store, name, () => upTo(lastEvaluated(store), points.get(name) ?? []), redraw));
       el.append(shown.get(name).el);
     }
     for (const one of shown.values()) one.update();
@@ -34,6 +35,10 @@ function collectMetrics(evaluations) {
   }
   for (const points of found.values()) points.sort((a, b) => a.step - b.step); // a run may have gone back
   return found;
+}
+
+function upTo(last, points) {
+  return (points.at(-1)?.step ?? 0) <= last ? points : points.filter((point) => point.step <= last);
 }
 
 function metricChart(store, name, points, redraw) {

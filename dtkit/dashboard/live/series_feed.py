@@ -112,7 +112,7 @@ class SeriesFeed:
         width = -(-(int(steps[-1]) - int(steps[0]) + 1) // MAX_POINTS)
         buckets = (steps - steps[0]) // width
         table = np.full((int(buckets[-1]) + 1, 2 + len(lines)), np.nan)
-        table[:, 0] = steps[0] + width * np.arange(len(table)) + (width - 1) / 2
+        table[:, 0] = np.minimum(steps[0] + width * np.arange(len(table)) + (width - 1) / 2, steps[-1])
         for column, (line_steps, values) in enumerate([*lines, (steps, overall)], 1):
             table[:, column] = _compute_means((line_steps - steps[0]) // width, values, len(table))
         return np.asarray(table[np.isfinite(table[:, -1])], "f4")

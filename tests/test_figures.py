@@ -193,6 +193,8 @@ def test_optional_panels_are_drawn_where_they_have_data():
     assert rate in [text.get_text() for text in figure.texts]  # a line, not a third of the height
     assert "Learning rate" not in [ax._left_title.get_text() for ax in figure.axes]
     source.lr = 0.01
+    rate = "learning rate 0.01 from the next step on, 0.1 until now"
+    assert rate in [text.get_text() for text in run_figure.draw_run(source).texts]
     source.advance(30)
     assert lines(panel(run_figure.draw_run(source), "Learning rate")) == ["0.01"]
     plain = FakeSource()

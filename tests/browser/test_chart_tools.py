@@ -233,6 +233,16 @@ def test_constant_rate_and_low_memory_take_a_line(page: Page):
     expect(view.root.get_by_test_id("learning-rate-chart")).to_contain_text("0.1, the same since the first step")
 
 
+def test_new_rate_of_a_paused_run_is_not_said_to_be_old(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(20)
+    view = StaticView(page, run)
+    run.lr = 0.02
+    view.update()
+    rate = view.root.get_by_test_id("learning-rate-chart")
+    expect(rate).to_contain_text("0.02 from the next step on, 0.1 until now")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "look", [Look("light", 600, 900), Look("dark", 800, 900), Look("dark", 1400, 900)], indirect=True

@@ -496,6 +496,18 @@ def test_comparison_shows_live_runs_with_distinct_lines(page: Page):
     assert root.locator("th b, td b, .dtk-labels b").count() == 0
 
 
+def test_names_of_runs_are_in_the_order_of_their_lines(page: Page):
+    runs = [FakeSource(steps=400, seed=k, name=f"run {k}") for k in range(2)]
+    for run, accuracy in zip(runs, (0.92, 0.93), strict=True):
+        run.advance(100)
+        for step, value in ((50, 0.1), (100, accuracy)):
+            run.history.add(Evaluation(step, 100, {"accuracy": value}))
+    builder = ComparisonMessageBuilder(dtkit.compare(runs, labels=["lower", "higher"]))
+    load_widget(page, str(ComparisonWidget._esm), builder.build_snapshot(), "light")
+    labels = page.get_by_test_id("dtkit-comparison").locator("[data-name='Validation accuracy'] .dtk-labels text")
+    expect(labels).to_have_text(["higher", "lower"])
+
+
 def receive(page: Page, content: dict[str, Any]) -> None:
     page.evaluate("(content) => window.receive(content, [])", content)
 

@@ -143,9 +143,15 @@ def _collect_title_lines(run: RunView) -> list[tuple[str, str]]:
     if verdict is not None:
         lines += [("verdict", part) for part in _wrap_line(f"{VERDICT_GLYPH} {verdict.text}")]
     if run.lr is not None and len(run.history) and not learning_rate.has_lr_changes(run.history):
-        lines.append(("lr", f"learning rate {run.lr:.3g}, the same since the first step"))
+        lines.append(("lr", f"learning rate {_describe_learning_rate(run.lr, run.history[-1].lr)}"))
     legend = describe_event_marks(run.history.events)
     return [*lines, ("marks", f"marks:  {legend}")] if legend else lines
+
+
+def _describe_learning_rate(current: float, previous: float) -> str:
+    if current != previous:
+        return f"{current:.3g} from the next step on, {previous:.3g} until now"
+    return f"{current:.3g}, the same since the first step"
 
 
 def _wrap_line(line: str) -> list[str]:

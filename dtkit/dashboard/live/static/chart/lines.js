@@ -132,7 +132,8 @@ function apart(points, x) {
 
 /** Write names at the lines' ends, apart from each other. */
 export function drawLabels(view, lineEnds, { left, top, bottom }) {
-  const ends = orderLabels(mergeLabels(view, lineEnds));
+  const isOfRuns = Boolean(view.options.lineName); // which of them is higher is what a reader looks for
+  const ends = isOfRuns ? [...lineEnds].sort((a, b) => a.y - b.y) : orderLabels(mergeLabels(view, lineEnds));
   const placed = spread(ends.map((end) => end.y), LABEL_GAP, top, bottom);
   view.layers.labels.replaceChildren(...ends.map((end, k) => {
     const text = s("text", { x: left, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);

@@ -11,11 +11,11 @@ export function learningRateChart(store, _send, redraw) {
     height: 130,
     fromZero: true,
     exact: true,
-    note: (_head, layout) => (changed(store, layout.first) ? "the same on all nodes" : `${shortRate(store.lr)}, the same since the first step`),
+    note: (_head, layout) => describeRate(store, layout.first),
     overall: (_head, last) => shortRate(last),
     format: shortRate,
     shown: (st) => known(st, st.head.charts.lr.first),
-    isFlat: (st) => !changed(st, st.head.charts.lr.first),
+    isFlat: (st) => !isRateChanging(rateRange(st, st.head.charts.lr.first)),
   }, redraw);
 }
 
@@ -23,13 +23,24 @@ function shortRate(value) {
   if (value === null) return "";
   return value >= 1e5 ? exponent(value, 4) : String(+value.toPrecision(4));
 }
-/** Return whether the learning rate changes. */
-function changed(store, column) {
+const ROUNDING = 1e-5; // curves are float32
+
+function describeRate(store, column) {
+  const [low, high] = rateRange(store, column), { lr } = store;
+  if (isRateChanging([low, high])) return "the same on all nodes";
+  if (lr !== null && Number.isFinite(low) && Math.abs(lr - low) > ROUNDING * Math.abs(low)) return `${shortRate(lr)} from the next step on, ${shortRate(low)} until now`;
+  return `${shortRate(lr)}, the same since the first step`;
+}
+function isRateChanging([low, high]) {
+  return high > low;
+}
+/** Return the lowest and the highest learning rate of all steps. */
+function rateRange(store, column) {
   const { data, used } = store.curves, { columns } = store.head;
   let [low, high] = [Infinity, -Infinity];
   for (let b = 0; b < used; b++) {
     const at = (b * columns + column) * 3;
     if (!Number.isNaN(data[at])) [low, high] = [Math.min(low, data[at]), Math.max(high, data[at + 2])];
   }
-  return high > low;
+  return [low, high];
 }

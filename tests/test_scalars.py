@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import dtkit
+from dtkit.engine.observe.call_output import CallOutput, activate_output
 from dtkit.engine.observe.step_scalars import StepScalars, weigh_scalars
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.history.scalars import ScalarRecord, ScalarTables
@@ -29,6 +30,16 @@ def test_values_count_by_the_samples_of_their_micro_batch():
     scalars.end_step(7, 4)
     assert scalars.take() == {"kl": [(7, 8.0, 4.0)], "tokens": [(7, 8.0, 4.0)], "late": [(7, 8.0, 4.0)]}
     assert scalars.take() == {}
+
+
+@pytest.mark.filterwarnings("error")  # torch warns of tensors that need gradients
+def test_function_logs_losses_as_they_are_and_means_of_pairs():
+    output = CallOutput()
+    with activate_output(output):
+        dtkit.log(loss=torch.tensor(2.0, requires_grad=True) * 3, tokens=(torch.tensor(8.0), 4), none=(0.0, 0))
+    ((kind, row),) = output.items
+    assert kind == "row"
+    assert row == {"loss": 6.0, "tokens": 2.0, "none": pytest.approx(math.nan, nan_ok=True)}
 
 
 def test_logged_tensors_keep_no_graph_and_no_later_change():

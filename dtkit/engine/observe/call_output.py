@@ -133,7 +133,7 @@ _add_logged: Callable[[dict[str, Any]], None] | None = None
 def activate_output(output: CallOutput) -> Iterator[None]:
     """Let :func:`log` add to `output` within the context."""
     with (
-        redirect_log(lambda values: output.add_row({name: float(value) for name, value in values.items()})),
+        redirect_log(lambda values: output.add_row(_to_floats(values))),
         output.capture_streams(),
     ):
         yield
@@ -165,11 +165,11 @@ def log(**values: Any) -> None:
     for name, value in values.items():
         _check_logged(name, value)
     if _add_logged is None and LOG_DESCRIPTOR_VARIABLE in os.environ:
-        line = json.dumps({name: float(value) for name, value in values.items()}) + "\n"
+        line = json.dumps(_to_floats(values)) + "\n"
         os.write(int(os.environ[LOG_DESCRIPTOR_VARIABLE]), line.encode())
         return
     if _add_logged is None:  # in the notebook, where users may try a loop first
-        print(" ".join(f"{k}={float(v):.6g}" for k, v in values.items()), file=sys.stdout)  # noqa: T201
+        print(" ".join(f"{k}={v:.6g}" for k, v in _to_floats(values).items()), file=sys.stdout)  # noqa: T201
         return
     _add_logged(values)
 
@@ -185,6 +185,18 @@ def _check_logged(name: str, value: Any) -> None:
             f"dtkit.log({name}={type(value).__name__}): values must be numbers or tensors of one element; "
             "use .item() or .mean()"
         )
+
+
+def _to_floats(values: dict[str, Any]) -> dict[str, float]:
+    return {name: _to_float(value) for name, value in values.items()}
+
+
+def _to_float(value: Any) -> float:
+    """Return a number; of a pair (sum, weight) the mean. torch warns of tensors that need gradients."""
+    if isinstance(value, tuple):
+        total, weight = map(_to_float, value)
+        return total / weight if weight else math.nan
+    return float(value.detach() if hasattr(value, "detach") else value)
 
 
 def _is_number(value: Any) -> bool:

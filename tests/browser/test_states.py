@@ -113,6 +113,21 @@ def test_labels_of_close_lines_keep_their_order_and_equal_ones_merge(page: Page)
     expect(labels).to_have_text(["all nodes"])
 
 
+def test_notices_of_a_wider_page_keep_no_room_for_a_narrow_one(page: Page):
+    page.set_viewport_size({"width": 260, "height": 900})
+    run = make_run()
+    run.delay_factors = {0: 1.5, 1: 1.5}
+    view = StaticView(page, run)
+    quiet = view.root.get_by_test_id("notices")
+    narrow = quiet.bounding_box()
+    page.set_viewport_size({"width": 1280, "height": 900})
+    view.update()
+    box = quiet.bounding_box()
+    assert narrow
+    assert box
+    assert box["height"] < narrow["height"]
+
+
 @pytest.mark.parametrize("width", [1280, slow(600)])
 def test_alternating_messages_do_not_move_the_charts(page: Page, width: int):
     page.set_viewport_size({"width": width, "height": 900})

@@ -38,13 +38,14 @@ const HELD_MS = 10_000;
 /**
  * Let an element keep its height for a while after its content has become lower, so that messages that come and go don't
  * move what is below. The returned function does so, and returns whether the element still keeps a height. It forgets the
- * former height where `isNews`.
+ * former height where `isNews`, and in another width.
  */
 function keepHeight(el) {
-  let tall = 0, until = 0;
+  let tall = 0, until = 0, wide = 0;
   return (isNews) => {
-    if (isNews) tall = 0;
     el.style.minHeight = "";
+    if (isNews || el.offsetWidth !== wide) tall = 0;
+    wide = el.offsetWidth;
     const now = el.offsetHeight;
     if (now >= tall || Date.now() > until) [tall, until] = [now, Date.now() + HELD_MS];
     el.style.minHeight = tall ? `${tall}px` : "";

@@ -43,11 +43,11 @@ def test_two_runs_of_one_class_have_two_folders(cluster: dtkit.Cluster, tmp_path
     for _ in range(2):
         run = train(cluster, steps=2)
         run.wait(60)
-        paths.append(run.save().path)
-    assert paths[0].parent != paths[1].parent
+        paths.append(run.save())
+    assert paths[0].path.parent != paths[1].path.parent
     with pytest.raises(dtkit.errors.CheckpointError, match="Give one of the folders of runs in it: Sequential-"):
         train(cluster, resume_from=tmp_path / "checkpoints")
-    resumed = train(cluster, steps=4, resume_from=paths[0].parent)
+    resumed = train(cluster, steps=4, resume_from=paths[0])
     resumed.wait(60)
     assert len(resumed.history) == 4
 

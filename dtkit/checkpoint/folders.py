@@ -54,9 +54,10 @@ def get_report_filename(rank: int) -> str:
 def parse_path(argument: str, path: Any) -> Path:
     """Return the folder that a user named. Raises TypeError or ValueError, with the argument's name."""
     call = f"{argument}={path!r}{')' * argument.count('(')}"
-    if not isinstance(path, str | Path):
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{call}: it must be the name of a folder, a text or a Path, such as 'checkpoints/first'")
-    if not str(path).strip() or "\0" in str(path):
+    path = os.fspath(path)
+    if not path.strip() or "\0" in path:
         raise ValueError(f"{call}: this is not the name of a folder. Use a name such as 'checkpoints/first'")
     try:
         return Path(path).expanduser()

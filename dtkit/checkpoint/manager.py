@@ -20,6 +20,7 @@ from dtkit._util import files, formatting, timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.checkpoint import folders, index, validation
 from dtkit.checkpoint.remote_files import read_remote_report
+from dtkit.checkpoint.result import CheckpointResult
 from dtkit.errors import CheckpointError, ClusterError
 from dtkit.types import Event
 
@@ -32,24 +33,6 @@ if TYPE_CHECKING:
 
 _NEVER_DUE = 2**31
 _WRITTEN_BYTES_PER_S = 150e6  # as two busy cores lost it: for copies, digests, and the system's part of writing
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointResult:
-    """Checkpoint that was written."""
-
-    path: Path
-    step: int
-    nbytes: int
-    duration_s: float
-    """Time from the end of the step until it was complete on disk."""
-    blocked_s: float
-    """Part of this time for which training paused."""
-
-    def __repr__(self) -> str:
-        duration, blocked = map(formatting.format_duration, (self.duration_s, self.blocked_s))
-        size = formatting.format_bytes(self.nbytes)
-        return f"saved step {self.step}, {size} in {duration} (training paused for {blocked}): {self.path}"
 
 
 @dataclasses.dataclass(frozen=True)

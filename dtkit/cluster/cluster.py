@@ -16,6 +16,7 @@ from dtkit.training.elastic_script import make_policy
 
 if TYPE_CHECKING:
     import contextlib
+    import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
@@ -234,7 +235,7 @@ class Cluster(Engines):
         checkpoint_dir: str | Path | None = None,
         keep_last: int = 3,
         checkpoint_trainable_only: bool = False,
-        resume_from: str | Path | None = None,
+        resume_from: str | os.PathLike[str] | None = None,
         on_failure: str = "repair",
         snapshot_every: int | None = None,
         name: str | None = None,
@@ -285,10 +286,10 @@ class Cluster(Engines):
             only the last checkpoint. Disk errors don't end training.
         checkpoint_trainable_only : leave frozen parameters out of checkpoints, such as those under an adapter of PEFT.
             On resuming, they come from the model that you pass.
-        resume_from : a checkpoint, or a folder of which the newest is taken. `steps` and `epochs` count from the very
-            start. Training continues from exactly that state, even with other engines or another strategy. From a model
-            that ``run.save(format=...)`` or ``save_pretrained`` wrote, training takes the weights, and begins at step 0
-            with a new optimizer.
+        resume_from : a checkpoint, as ``run.save()`` returns it, or a folder of which the newest is taken. `steps` and
+            `epochs` count from the very start. Training continues from exactly that state, even with other engines or
+            another strategy. From a model that ``run.save(format=...)`` or ``save_pretrained`` wrote, training takes
+            the weights, and begins at step 0 with a new optimizer.
         on_failure : when an engine is lost, "repair" replaces it with the state of a survivor. The fourth loss in a row
             at one step fails the run. "shrink": the others take over its shard (in this epoch, ``shuffle="shard"`` then
             repeats some rows and skips others). "pause": wait for ``run.resume()``, which repairs.

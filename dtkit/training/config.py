@@ -13,6 +13,7 @@ from dtkit.rpc.job_plan import JobDefinition, LoadingOptions
 from dtkit.rpc.protocol import JobOperations, make_call
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
@@ -61,7 +62,7 @@ class TrainConfig:
     checkpoint_dir: str | Path | None = None
     keep_last: int = 3
     checkpoint_trainable_only: bool = False
-    resume_from: str | Path | None = None
+    resume_from: str | os.PathLike[str] | None = None
     on_failure: str = "repair"
     snapshot_every: int | None = None
     name: str | None = None

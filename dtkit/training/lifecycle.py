@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dtkit._util.deadline import Deadline
-    from dtkit.checkpoint.manager import CheckpointResult
+    from dtkit.checkpoint.result import CheckpointResult
     from dtkit.history.engine_outbox import EvaluationSums, UnreadDispatches
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.job_end import JobEnd

@@ -20,6 +20,7 @@ from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER
 from dtkit.rpc.protocol import StateOperations, make_call
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
@@ -150,7 +151,7 @@ def _describe_rank_state(metadata: Any, spec: RunSpec, mesh: Mesh) -> str:
     return ", ".join(notes)
 
 
-def load_start(path: str | Path | None, model: Any) -> tuple[Any, ResumePoint | None]:
+def load_start(path: str | os.PathLike[str] | None, model: Any) -> tuple[Any, ResumePoint | None]:
     """Return the start of a training: the model, and the checkpoint at a path, or None for an exported model."""
     if path is None:
         return model, None

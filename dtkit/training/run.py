@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from dtkit.checkpoint.manager import CheckpointResult
+    from dtkit.checkpoint.result import CheckpointResult
     from dtkit.explain.base import Explanation
     from dtkit.health.stall_report import StallReport
     from dtkit.history.profile import Profile

@@ -64,6 +64,46 @@ def test_a_step_that_fails_before_its_update_is_undone_and_repeated():
         assert torch.equal(found, expected)
 
 
+class Counting(nn.Module):
+    """Writes its buffers in three ways, and counts in a plain attribute; its output depends on all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = net()
+        for name in ("in_place", "as_data", "replaced"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
+        self.register_buffer("expanded", torch.ones(1, dtype=torch.float64).expand(3))
+        self.num_forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.in_place += 1
+        self.as_data.data.add_(1)
+        self.replaced = self.replaced + 1
+        self.num_forwards += 1
+        count = self.in_place + self.as_data + self.replaced + self.num_forwards
+        result: torch.Tensor = self.inner(x) * self.expanded / (1 + 0.1 * count)
+        return result
+
+
+@pytest.mark.parametrize("failed_at", [0, 5])
+def test_undoing_a_step_restores_buffers_and_counts_of_modules(failed_at: int):
+    fault = Faulty(failed_at, RuntimeError("no loss here"))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        fault()
+        return F.cross_entropy(output, target)
+
+    made, undisturbed = make_job(Counting(), loss=loss), make_job(Counting(), loss=F.cross_entropy)
+    with pytest.raises(RuntimeError, match="no loss here"):
+        made.advance(8)
+    made.advance(8 - failed_at)
+    undisturbed.advance(8)
+    for found, expected in zip(state(made), state(undisturbed), strict=True):
+        assert torch.equal(found, expected)
+    assert made._worker.model.num_forwards == undisturbed._worker.model.num_forwards
+
+
 def test_a_step_that_fails_after_its_update_counts():
     fault = Faulty(2, RuntimeError("too late"))
 

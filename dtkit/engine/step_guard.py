@@ -1,9 +1,10 @@
 """All or nothing: a step that fails is either undone or complete.
 
-A step changes parameters and optimizer, random state, and statistics of batch normalization. Before the update, only
-random state and statistics have changed, and copies of both allow undoing the step. After the update the step counts,
-even if something fails later. SIGINT during the update is delivered after it. So only an error in the optimizer, or the
-end of the process, can leave a model partially updated. Such a model is marked, and other ranks never get its state.
+A step changes parameters and optimizer, random state, and buffers and plain numbers of modules. Before the update, the
+parameters and the optimizer are unchanged, and copies of the rest allow undoing the step. After the update the step
+counts, even if something fails later. SIGINT during the update is delivered after it. So only an error in the
+optimizer, or the end of the process, can leave a model partially updated. Such a model is marked, and other ranks never
+get its state.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit._util.torch_private import NormBase, foreach_copy_
+from dtkit.engine.module_backup import ModuleBackup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,9 +28,7 @@ class StepGuard:
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._cuda_device = device if device.type == "cuda" else None
-        modules = [module for module in model.modules() if isinstance(module, NormBase)]
-        self._norm_buffers = [b for module in modules for b in module.buffers(recurse=False)]
-        self._saved_statistics = [torch.empty_like(b) for b in self._norm_buffers]
+        self._backup = ModuleBackup(model)
         self.update_started = self.update_done = False
         """Whether the optimizer's step has started; whether it has ended."""
         self._sigint_pending = False
@@ -58,8 +57,7 @@ class StepGuard:
         self.update_started = self.update_done = self.defers_sigint = False
         self._cpu_rng_state = torch.get_rng_state()
         self._cuda_rng_state = None if self._cuda_device is None else torch.cuda.get_rng_state(self._cuda_device)
-        if self._norm_buffers:
-            foreach_copy_(self._saved_statistics, self._norm_buffers)
+        self._backup.save()
 
     def roll_back(self) -> None:
         """Undo the step. The update must not have started."""
@@ -67,8 +65,7 @@ class StepGuard:
         torch.set_rng_state(self._cpu_rng_state)
         if self._cuda_rng_state is not None and self._cuda_device is not None:
             torch.cuda.set_rng_state(self._cuda_rng_state, self._cuda_device)
-        for saved, buffer in zip(self._saved_statistics, self._norm_buffers, strict=True):
-            buffer.detach().copy_(saved)
+        self._backup.restore()
 
     def commit_step(self) -> None:
         """Complete the step, and deliver a delayed interrupt."""

@@ -14,7 +14,7 @@ from tests.support.marks import slow
 pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, default_data_collator
 
-from tests.support.hugging_face import MODELS, make_gpt2, make_llama, make_samples
+from tests.support.hugging_face import MODELS, make_gpt2, make_llama, make_mixtral, make_samples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,6 +112,21 @@ def test_ranks_with_both_ends_of_the_model_share_tied_weights(cluster2: dtkit.Cl
     run = train(cluster2, make_gpt2(), make_samples(14, "gpt2"), strategy=strategy)
     verification = run.verify(4)
     assert verification.verdict == "PASS", verification.text()
+
+
+def test_router_losses_of_a_mixture_of_experts_count_on_engines(cluster2: dtkit.Cluster):
+    samples = make_samples(1, "llama") * 8  # ranks with equal samples have equal router losses
+    model, reference = make_mixtral(), make_mixtral()
+    optimizer = make_sgd(reference.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        output = reference(**default_collate(samples))
+        assert output.aux_loss > 0
+        output.loss.backward()
+        optimizer.step()
+    run = train(cluster2, model, samples, batch_size=8, steps=2)
+    trained = run.model.state_dict()
+    assert max(float((trained[k] - v).abs().max()) for k, v in reference.state_dict().items()) <= 1e-6
 
 
 def test_norm_counts_a_tied_parameter_once(cluster2: dtkit.Cluster):

@@ -13,6 +13,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -26,6 +28,15 @@ def make_llama(**sizes: int) -> Any:
     defaults = {**_SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
     config = LlamaConfig(**(defaults | sizes))
     return LlamaForCausalLM(config).double()
+
+
+def make_mixtral() -> Any:
+    """Return a mixture of experts whose loss has a large share of the routers' loss."""
+    torch.manual_seed(0)
+    sizes = {**_SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **experts, **routers)).double()
 
 
 def make_gpt2() -> Any:

@@ -245,6 +245,12 @@ class Batches(keras.utils.PyDataset):
         ({"metrics": [3]}, "metrics has 3, which is not one of Keras"),
         ({"optimizer": "adamm"}, "optimizer is 'adamm', which Keras doesn't know as one; give a name such as 'adam'"),
         ({"optimizer": keras.optimizers.Adam}, r"optimizer is <class .*as in keras\.optimizers\.SGD\(0\.1\)"),
+        (
+            {"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())},
+            "LossScaleOptimizer.*Give its inner_optimizer",
+        ),
+        ({"optimizer": keras.optimizers.SGD(loss_scale_factor=8.0)}, "loss_scale_factor=8; dtkit doesn't scale"),
+        ({"optimizer": keras.optimizers.SGD(use_ema=True)}, "use_ema=True; fit copies the averages.*leave use_ema"),
         ({"rows": make_rows()[0]}, r"data is one array; a Keras model needs \(inputs\.\.\., target\)"),
         ({"rows": Batches()}, "data is a Keras Batches, whose items are batches; give arrays"),
         ({"validation": make_rows()[0]}, "validation is one array; a Keras model needs"),

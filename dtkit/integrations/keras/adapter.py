@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from dtkit.integrations.keras.compile_checks import check_compile_options, check_training_step
+from dtkit.integrations.keras.compile_checks import check_compile_options, check_optimizer, check_training_step
 from dtkit.integrations.keras.compile_options import CompileOptions, SavedObject
 from dtkit.integrations.keras.metrics import KerasMetrics
 from dtkit.integrations.keras.optimizer import KerasOptimizer
@@ -153,14 +153,16 @@ def _find_module_class() -> type[KerasModule]:
 
 
 def make_optimizer_factory(optimizer: Any) -> Callable[..., KerasOptimizer]:
-    """Return a function from a module to its optimizer. Raises ValueError if Keras doesn't know the optimizer."""
+    """Return a function from a module to its optimizer. Raises TypeError or ValueError for one that can't be used."""
     try:
-        saved = SavedObject.save(keras.optimizers.get(optimizer))
+        known = keras.optimizers.get(optimizer)
+        saved = SavedObject.save(known)
     except ValueError as error:
         raise ValueError(
             f"optimizer is {optimizer!r}, which Keras doesn't know as one; give a name such as 'adam', or an "
             "object, as in keras.optimizers.SGD(0.1)"
         ) from error
+    check_optimizer(known)
 
     def make_keras_optimizer(model: KerasModule) -> KerasOptimizer:
         return KerasOptimizer(model, saved.load())

@@ -257,6 +257,7 @@ class Batches(keras.utils.PyDataset):
         ({"callbacks": [keras.callbacks.EarlyStopping()]}, r"EarlyStopping of Keras.*use dtkit\.EarlyStopping\("),
         ({"callbacks": [keras.callbacks.LambdaCallback()]}, "LambdaCallback of Keras.*use a function of the run"),
         ({"lr_scheduler": keras.optimizers.schedules.ExponentialDecay(0.1, 9, 0.9)}, "give it to the optimizer"),
+        ({"optimizer": make_scheduled(), "lr_scheduler": lambda _optimizer: None}, "which would win; leave one"),
     ],
 )
 def test_what_keras_models_cannot_do_is_refused(cluster2: dtkit.Cluster, options: dict[str, Any], message: str):

@@ -245,12 +245,19 @@ class Batches(keras.utils.PyDataset):
         ({"metrics": [3]}, "metrics has 3, which is not one of Keras"),
         ({"optimizer": "adamm"}, "optimizer is 'adamm', which Keras doesn't know as one; give a name such as 'adam'"),
         ({"optimizer": keras.optimizers.Adam}, r"optimizer is <class .*as in keras\.optimizers\.SGD\(0\.1\)"),
+        (
+            {"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())},
+            "LossScaleOptimizer.*Give its inner_optimizer",
+        ),
+        ({"optimizer": keras.optimizers.SGD(loss_scale_factor=8.0)}, "loss_scale_factor=8; dtkit doesn't scale"),
+        ({"optimizer": keras.optimizers.SGD(use_ema=True)}, "use_ema=True; fit copies the averages.*leave use_ema"),
         ({"rows": make_rows()[0]}, r"data is one array; a Keras model needs \(inputs\.\.\., target\)"),
         ({"rows": Batches()}, "data is a Keras Batches, whose items are batches; give arrays"),
         ({"validation": make_rows()[0]}, "validation is one array; a Keras model needs"),
         ({"callbacks": [keras.callbacks.EarlyStopping()]}, r"EarlyStopping of Keras.*use dtkit\.EarlyStopping\("),
         ({"callbacks": [keras.callbacks.LambdaCallback()]}, "LambdaCallback of Keras.*use a function of the run"),
         ({"lr_scheduler": keras.optimizers.schedules.ExponentialDecay(0.1, 9, 0.9)}, "give it to the optimizer"),
+        ({"optimizer": make_scheduled(), "lr_scheduler": lambda _optimizer: None}, "which would win; leave one"),
     ],
 )
 def test_what_keras_models_cannot_do_is_refused(cluster2: dtkit.Cluster, options: dict[str, Any], message: str):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from tests.support import small
 from tests.support.keras_models import check_equal, check_with_tensorflow, get_bound, import_keras
 
 keras = import_keras()
@@ -53,6 +54,40 @@ def test_training_equals_one_worker(cluster: dtkit.Cluster, dtype: str, make_opt
     finally:
         keras.config.set_floatx(before[0])
         keras.config.set_dtype_policy(before[1])
+
+
+def make_schedule() -> Any:
+    return keras.optimizers.schedules.CosineDecay(0.01, 8, warmup_target=0.02, warmup_steps=3)
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.Adam(0.01),
+        lambda: keras.optimizers.AdamW(make_schedule()),
+        lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+        lambda: keras.optimizers.Lion(make_schedule()),
+        lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    ],
+)
+@pytest.mark.usefixtures("keras_in_float64")
+def test_optimizers_with_changing_learning_rates_equal_one_worker(cluster2: dtkit.Cluster, make_optimizer: Any):
+    optimizer, expected = make_optimizer(), make_model()
+    generator = np.random.default_rng(0)
+    x, y = (generator.normal(size=(ROWS, width)) for width in (4, 3))
+    run = cluster2.train(make_model(), (x, y), loss="mse", optimizer=optimizer, batch_size=ROWS, steps=small.LONG)
+    run.pause()
+    if not isinstance(optimizer.get_config()["learning_rate"], dict):
+        run.set(lr=0.003)
+    run.step(10)
+    run.stop()
+    expected.compile(loss="mse", optimizer=make_optimizer())
+    for rate in run.history.to_pandas().groupby("step")["lr"].first():
+        if not isinstance(optimizer.get_config()["learning_rate"], dict):
+            expected.optimizer.learning_rate = rate
+        expected.train_on_batch(x, y)
+    check_equal(run.model, expected)
 
 
 def list_step_rows(part: Any, table: Any) -> list[np.ndarray]:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from dtkit.integrations.keras.compile_checks import check_compile_options, check_training_step
+from dtkit.integrations.keras.compile_checks import check_compile_options, check_optimizer, check_training_step
 from dtkit.integrations.keras.compile_options import CompileOptions, SavedObject
 from dtkit.integrations.keras.metrics import KerasMetrics
-from dtkit.integrations.keras.optimizer import KerasOptimizer
+from dtkit.integrations.keras.optimizer import KerasOptimizer, has_own_schedule
 from dtkit.integrations.keras.tf_data import is_tf_dataset, read_tf_dataset
 
 if TYPE_CHECKING:
@@ -56,6 +56,11 @@ def adapt(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainCo
         if value is None:
             raise ValueError(f"{model.name} was not compiled, and {name}= was not given. Give {name}=, or compile it")
     check_compile_options(options)
+    make_optimizer = make_optimizer_factory(options.optimizer)
+    if config.lr_scheduler is not None and has_own_schedule(keras.optimizers.get(options.optimizer)):
+        raise ValueError(
+            "lr_scheduler= was given, and the optimizer has a schedule of Keras, which would win; leave one of them out"
+        )
     module = _find_module_class().of(model, options)
     metrics = (
         None if not options.metrics else {"keras": KerasMetrics(CompileOptions(options.loss, None, options.metrics))}
@@ -66,7 +71,7 @@ def adapt(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainCo
     return (
         module,
         data,
-        dataclasses.replace(config, loss=None, optimizer=make_optimizer_factory(options.optimizer), metrics=metrics),
+        dataclasses.replace(config, loss=None, optimizer=make_optimizer, metrics=metrics),
     )
 
 
@@ -153,14 +158,16 @@ def _find_module_class() -> type[KerasModule]:
 
 
 def make_optimizer_factory(optimizer: Any) -> Callable[..., KerasOptimizer]:
-    """Return a function from a module to its optimizer. Raises ValueError if Keras doesn't know the optimizer."""
+    """Return a function from a module to its optimizer. Raises TypeError or ValueError for one that can't be used."""
     try:
-        saved = SavedObject.save(keras.optimizers.get(optimizer))
+        known = keras.optimizers.get(optimizer)
+        saved = SavedObject.save(known)
     except ValueError as error:
         raise ValueError(
             f"optimizer is {optimizer!r}, which Keras doesn't know as one; give a name such as 'adam', or an "
             "object, as in keras.optimizers.SGD(0.1)"
         ) from error
+    check_optimizer(known)
 
     def make_keras_optimizer(model: KerasModule) -> KerasOptimizer:
         return KerasOptimizer(model, saved.load())

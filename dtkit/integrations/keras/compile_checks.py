@@ -1,4 +1,4 @@
-"""Check of losses and metrics in the notebook, which raises errors at once."""
+"""Check of losses, metrics and optimizers in the notebook, which raises errors at once."""
 
 from __future__ import annotations
 
@@ -47,6 +47,26 @@ def check_compile_options(options: CompileOptions) -> None:
     for metric in flatten(options.metrics):
         if metric not in _CHOSEN_BY_LABELS:
             _check("metrics", metric, keras.metrics.get)
+
+
+def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raise TypeError or ValueError for an optimizer that Keras's `fit` treats specially, where dtkit doesn't."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise TypeError(
+            f"optimizer is a {kind}, which fit gives scaled losses, and dtkit doesn't; its updates would be too small. "
+            "Give its inner_optimizer. Keras adds one for the policy 'mixed_float16'; use 'float32'"
+        )
+    if optimizer.loss_scale_factor is not None:
+        raise ValueError(
+            f"optimizer has loss_scale_factor={optimizer.loss_scale_factor:g}; dtkit doesn't scale losses, so its "
+            "updates would be too small: leave loss_scale_factor out"
+        )
+    if optimizer.use_ema:
+        raise ValueError(
+            "optimizer has use_ema=True; fit copies the averages into the model at its end, and dtkit doesn't: leave "
+            f"use_ema out of {kind}"
+        )
 
 
 def flatten(value: Any) -> list[Any]:

@@ -28,7 +28,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         optimizer.build(module.trainable)
         self._slots = _OptimizerState(list(module.parameters()), module.trainable, optimizer)
         lr = _read(optimizer.learning_rate)
-        self._has_own_schedule = not hasattr(optimizer.learning_rate, "assign")
+        self._has_own_schedule = has_own_schedule(optimizer)
         super().__init__([{"params": list(module.parameters())}], {"lr": lr})
 
     @property  # type: ignore[override]  # a view of Keras's variables
@@ -87,6 +87,11 @@ class _OptimizerState(MutableMapping[torch.Tensor, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def has_own_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Return whether a schedule of Keras, or a function, gives the learning rate."""
+    return not hasattr(optimizer.learning_rate, "assign")
 
 
 def _read(value: Any) -> float:

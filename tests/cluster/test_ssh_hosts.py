@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import dtkit
+from dtkit._util import timeouts
+from dtkit.training import recovered_data
 from tests.support.hosts import scenarios
 from tests.support.hosts.host import run as run_here
 from tests.support.hosts.processes import list_commands
@@ -123,6 +125,25 @@ def test_repair_goes_on_after_a_host_is_lost_in_the_middle_of_it(start: Callable
         assert [event.rank for event in run.history.events if event.kind == "lost"] == [1, 2, 1, 0]
         assert list_loss_events(run)[-1] == "repair"
         assert [node.host for node in cluster.nodes] == ["host1", "host2", "host2"]
+        assert_exact(run)
+    assert_nothing_left(network)
+
+
+@pytest.mark.slow
+def test_run_goes_on_after_all_hosts_lost_their_agents(
+    start: Callable[..., dtkit.Cluster], network: Network, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(timeouts, "DEFAULT_SNAPSHOT_INTERVAL_S", 0.05)
+    with start(2, ("host1:1", "host2:1")) as cluster:
+        run = train(cluster, scenarios.LONG)
+        folder = run._driver.snapshot_folder
+        wait_until(lambda: recovered_data.is_stored(folder) and any(folder.glob("step-*")))
+        for agent, node in zip(cluster._engine_group.transport._launcher.agents, cluster.nodes, strict=True):
+            network[agent.info.host].run("kill", "-9", str(agent.info.pid), str(node.pid))
+        run.wait(120)
+        assert list_loss_events(run) == ["lost", "lost", "repair"]
+        assert "from disk" in list_texts(run, "repair")[0]
+        assert [node.host for node in cluster.nodes] == ["host1", "host2"]
         assert_exact(run)
     assert_nothing_left(network)
 

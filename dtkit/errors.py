@@ -4,6 +4,7 @@
     ├── ClusterError              engines could not be started, reached or formed into a group
     │   ├── ClusterClosedError    a call on a cluster that was closed
     │   ├── EmptyEnginesError     all engines ended, and those in their place hold neither data nor job
+    │   ├── HostLostError         a host's agent has ended, was cut off or does not answer
     │   ├── VersionMismatchError  notebook and engine have versions that can't work together
     │   └── RefusedError          a request does not match the engine's owner, generation or step; nothing ran
     │       └── SupersededError   another notebook has attached to the cluster
@@ -52,6 +53,10 @@ class ClusterClosedError(ClusterError):
 
 class EmptyEnginesError(ClusterError):
     """All engines ended, and those in their place hold neither data nor job."""
+
+
+class HostLostError(ClusterError):
+    """A host's agent has ended, was cut off or does not answer. Its engines end with it."""
 
 
 class VersionMismatchError(ClusterError):

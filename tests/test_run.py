@@ -19,7 +19,7 @@ import dtkit
 from dtkit._util import timeouts
 from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.dashboard.text import run_text
-from dtkit.errors import RefusedError, RunError
+from dtkit.errors import HostLostError, RefusedError, RunError
 from dtkit.health.stall_report import StallReport
 from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.rpc.replacement import replace_lost_ranks
@@ -226,6 +226,26 @@ def test_replacement_that_is_lost_during_the_repair_is_a_loss_of_its_own():
         run.wait(10)
         events = [event for event in run.history.events if event.kind in ("lost", "repair")]
         assert [(event.kind, event.rank) for event in events] == [("lost", 1), ("lost", 1), ("repair", None)]
+
+
+def test_repair_goes_on_after_a_host_is_lost_before_it_starts_an_engine(monkeypatch):
+    engines = FakeTransport(3)
+    replace = engines.replace
+
+    def lose_host(ranks):
+        monkeypatch.setattr(engines, "replace", replace)
+        engines.end_engine(2)
+        raise HostLostError(f"the host that should start engines for {ranks} is gone")
+
+    monkeypatch.setattr(engines, "replace", lose_host)
+    with dtkit.Cluster.from_transport(engines, device="cpu") as cluster:
+        run = train(cluster, start=False, batch_size=12)
+        run.step()
+        engines.end_engine(1)
+        run.resume()
+        run.wait(10)
+        events = [event for event in run.history.events if event.kind in ("lost", "repair")]
+        assert [(event.kind, event.rank) for event in events] == [("lost", 1), ("lost", 2), ("repair", None)]
 
 
 def test_error_after_the_loss_of_all_engines_tells_what_is_lost_and_the_remedy(cluster, engines):

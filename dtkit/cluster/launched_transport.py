@@ -137,6 +137,11 @@ class LaunchedTransport(IpyparallelTransport):
     def _describe_host(self, rank: int) -> str:
         return self._launcher.describe_host(self.engine_ids[rank])
 
+    def find_lost_ranks(self) -> list[int]:
+        """Return the ranks whose engines have ended, or end because their host's agent has ended."""
+        lost_hosts = {rank for rank, engine in enumerate(self.engine_ids) if self._launcher.has_lost_host(engine)}
+        return sorted({*super().find_lost_ranks(), *lost_hosts})
+
     def _describe_loss(self) -> str:
         jobs = self._launcher.describe_ended_jobs()
         reason = f" ({jobs})" if jobs else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dtkit.errors import EmptyEnginesError, EngineError
+from dtkit.errors import EmptyEnginesError, EngineError, HostLostError
 from dtkit.rpc.protocol import DataOperations, GroupOperations, make_call
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def replace_lost_ranks(
 
     With `shrink`, the others continue and take over the lost shards; higher ranks move down. `rebuild` then builds the
     job again. It needs an engine that holds the data. If all engines are new, they get `data`; without, ClusterError is
-    raised. If more engines are lost on the way, this tries again, and calls `on_further_loss` with the reasons by rank.
-    Those ranks are numbered as before the replacement.
+    raised. If more engines or a host are lost on the way, this tries again, and calls `on_further_loss` with the
+    reasons by rank. Those ranks are numbered as before the replacement.
     """
     old_ranks = list(range(group.world_size))
     for attempt in range(_MAX_ATTEMPTS):
@@ -41,12 +41,16 @@ def replace_lost_ranks(
             if rebuild is not None:
                 _check_not_empty(is_empty=is_empty)
                 rebuild()
-        except EngineError as error:
+        except (EngineError, HostLostError) as error:
             if shrink:
                 old_ranks = [old_rank for rank, old_rank in enumerate(old_ranks) if rank not in lost_ranks]
-            stuck_ranks = {failure.rank for failure in error.failures if failure.kind == "stuck"}
+            failures = error.failures if isinstance(error, EngineError) else ()
+            stuck_ranks = {failure.rank for failure in failures if failure.kind == "stuck"}
+            # without its host, no engine may have been started for a rank that the caller knows to be lost
+            known_ranks = lost_ranks if isinstance(error, HostLostError) else ()
             lost_ranks = sorted({*group.membership.find_lost_ranks(), *stuck_ranks})
-            reasons = group.membership.explain_losses(lost_ranks, error.failures)
+            new_ranks = [rank for rank in lost_ranks if rank not in known_ranks]
+            reasons = group.membership.explain_losses(new_ranks, failures)
             if reasons:
                 on_further_loss({old_ranks[rank]: reason for rank, reason in reasons.items()})
             if not lost_ranks or attempt == _MAX_ATTEMPTS - 1:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import dtkit
+from dtkit._util import timeouts
+from dtkit.training import recovered_data
 from tests.support.hosts import scenarios
 from tests.support.hosts.host import run as run_here
 from tests.support.hosts.processes import list_commands
@@ -19,9 +21,11 @@ from tests.support.recovery import list_loss_events, wait_for_step
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from dtkit.cluster.launchers.agent_link import AgentLink
+    from dtkit.types import StoreAddress
     from tests.support.hosts.network import Network
 
 pytestmark = pytest.mark.cluster
@@ -86,6 +90,62 @@ def test_hosts_that_are_cut_off_or_lose_their_power_are_left_out(start: Callable
 def list_texts(run: dtkit.Run, kind: str) -> list[str]:
     """Return the texts of a run's events of one kind."""
     return [event.text for event in run.history.events if event.kind == kind]
+
+
+@pytest.mark.slow
+def test_repair_goes_on_after_a_host_is_lost_in_the_middle_of_it(start: Callable[..., dtkit.Cluster], network: Network):
+    def end_agent(agent: AgentLink) -> None:
+        network[agent.info.host].run("kill", "-9", str(agent.info.pid))
+
+    with start(3, ("host1:1", "host2:2")) as cluster:
+        transport = cluster._engine_group.transport
+        launcher, access = transport._launcher, transport.hosts
+        start_wave, open_store = launcher._start_wave, access.open_store
+
+        def lose_starting_host(wave: Sequence[AgentLink]) -> None:
+            del launcher._start_wave
+            end_agent(wave[0])
+            start_wave(wave)
+
+        def lose_first_host(generation: int) -> StoreAddress:
+            del access.open_store
+            end_agent(launcher.agents[0])
+            return open_store(generation)
+
+        run = train(cluster, 2 * scenarios.LONG)
+        wait_for_step(run, 50)
+        launcher._start_wave = lose_starting_host
+        network["host2"].run("kill", "-9", str(cluster.nodes[1].pid))
+        wait_until(lambda: "repair" in list_loss_events(run), 2 * NOTICED_S)
+        assert [event.rank for event in run.history.events if event.kind == "lost"] == [1, 2]
+        wait_for_step(run, run.status.step + 50)
+        access.open_store = lose_first_host
+        network["host2"].run("kill", "-9", str(cluster.nodes[1].pid))
+        run.wait(120)
+        assert [event.rank for event in run.history.events if event.kind == "lost"] == [1, 2, 1, 0]
+        assert list_loss_events(run)[-1] == "repair"
+        assert [node.host for node in cluster.nodes] == ["host1", "host2", "host2"]
+        assert_exact(run)
+    assert_nothing_left(network)
+
+
+@pytest.mark.slow
+def test_run_goes_on_after_all_hosts_lost_their_agents(
+    start: Callable[..., dtkit.Cluster], network: Network, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(timeouts, "DEFAULT_SNAPSHOT_INTERVAL_S", 0.05)
+    with start(2, ("host1:1", "host2:1")) as cluster:
+        run = train(cluster, scenarios.LONG)
+        folder = run._driver.snapshot_folder
+        wait_until(lambda: recovered_data.is_stored(folder) and any(folder.glob("step-*")))
+        for agent, node in zip(cluster._engine_group.transport._launcher.agents, cluster.nodes, strict=True):
+            network[agent.info.host].run("kill", "-9", str(agent.info.pid), str(node.pid))
+        run.wait(120)
+        assert list_loss_events(run) == ["lost", "lost", "repair"]
+        assert "from disk" in list_texts(run, "repair")[0]
+        assert [node.host for node in cluster.nodes] == ["host1", "host2"]
+        assert_exact(run)
+    assert_nothing_left(network)
 
 
 @pytest.mark.slow

@@ -7,14 +7,14 @@ import pickle
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import ipyparallel as ipp
+
 from dtkit._util import timeouts
 from dtkit._util.torch_private import get_client_engines, get_main_stream
 from dtkit.cluster.agent.agent_call import AgentCall, IdentifyCall, dump_call
-from dtkit.errors import ClusterError
+from dtkit.errors import ClusterError, HostLostError
 
 if TYPE_CHECKING:
-    import ipyparallel as ipp
-
     from dtkit.cluster.agent.protocol import AgentInfo
 
 
@@ -33,7 +33,7 @@ class AgentLink:
         return self.engine_id in self._client.ids
 
     def send(self, operation: str, **arguments: Any) -> Future[Any]:
-        """Send a call. The future returns the call's value, or raises ClusterError."""
+        """Send a call. The future returns the call's value, or raises ClusterError; HostLostError if it ended."""
         return self._send(operation, AgentCall(), [dump_call(operation, arguments)])
 
     def send_identify(self) -> Future[Any]:
@@ -44,7 +44,7 @@ class AgentLink:
         future: Future[Any] = Future()
         engine = get_client_engines(self._client).get(self.engine_id)
         if engine is None:
-            future.set_exception(ClusterError(f"{self._name} is gone: its agent has ended or was cut off"))
+            future.set_exception(self._make_loss())
             return future
         result = self._client.send_apply_request(
             get_main_stream(self._client), function, arguments, ident=engine.encode()
@@ -54,10 +54,17 @@ class AgentLink:
 
     def call(self, operation: str, timeout: float = timeouts.AGENT_CALL_TIMEOUT_S, **arguments: Any) -> Any:
         """Send a call and return its value. Raises ClusterError."""
+        return self.wait_for(self.send(operation, **arguments), operation, timeout)
+
+    def wait_for(self, future: Future[Any], operation: str, timeout: float = timeouts.AGENT_CALL_TIMEOUT_S) -> Any:
+        """Return the value of a call that was sent. Raises ClusterError; HostLostError if no answer comes."""
         try:
-            return self.send(operation, **arguments).result(timeout)
+            return future.result(timeout)
         except concurrent.futures.TimeoutError:
-            raise ClusterError(f"{self._name} did not answer within {timeout:g} s ({operation})") from None
+            raise HostLostError(f"{self._name} did not answer within {timeout:g} s ({operation})") from None
+
+    def _make_loss(self) -> HostLostError:
+        return HostLostError(f"{self._name} is gone: its agent has ended or was cut off")
 
     @property
     def _name(self) -> str:
@@ -67,6 +74,9 @@ class AgentLink:
         if done.msg_id in self._client.history:
             self._client.history.remove(done.msg_id)  # it would grow without end
         result = done.result(timeout=0)
+        if getattr(result, "ename", type(result).__name__) == ipp.error.EngineError.__name__:
+            future.set_exception(self._make_loss())  # during the call
+            return
         if not isinstance(result, list):
             text = getattr(result, "evalue", str(result))
             future.set_exception(ClusterError(f"{self._name} could not answer ({operation}): {text}"))

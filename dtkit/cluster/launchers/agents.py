@@ -17,7 +17,7 @@ from dtkit.cluster.launchers.host_access import HostAccess
 from dtkit.cluster.launchers.hosts import AgentRequest, divide_evenly
 from dtkit.cluster.launchers.launcher import Launcher
 from dtkit.cluster.launchers.registry import restore_launcher
-from dtkit.errors import ClusterError
+from dtkit.errors import ClusterError, HostLostError
 from dtkit.rpc.handshake import check_versions
 
 if TYPE_CHECKING:
@@ -187,11 +187,16 @@ class AgentLauncher(Launcher):
             counts = self._count_engines()
         self._started = []
         order = self._choose_agents(n, counts)
-        for begin in range(0, len(order), _WAVE):
-            known = {*self._client.ids}
-            wave = order[begin : begin + _WAVE]
-            self._start_wave(wave)
-            self._wait_for_engines(known, wave)
+        try:
+            for begin in range(0, len(order), _WAVE):
+                known = {*self._client.ids}
+                wave = order[begin : begin + _WAVE]
+                self._start_wave(wave)
+                self._wait_for_engines(known, wave)
+        except ClusterError:
+            for agent, pid in self._started:  # no rank will have them
+                agent.send("kill_engines", pids=[pid])
+            raise
 
     def _count_engines(self) -> dict[AgentLink, int]:
         """Return the number of engines of each agent. An agent that doesn't answer is lost, though the controller may
@@ -223,13 +228,19 @@ class AgentLauncher(Launcher):
             (agent, agent.send("start_engines", environments=[environment] * count)) for agent, count in counts.values()
         ]
         for agent, future in futures:
-            self._started += [(agent, pid) for pid in future.result(timeouts.AGENT_CALL_TIMEOUT_S)]
+            self._started += [(agent, pid) for pid in agent.wait_for(future, "start_engines")]
 
     def _wait_for_engines(self, known: set[int], wave: Sequence[AgentLink]) -> None:
+        def find_lost() -> list[AgentLink]:
+            return [agent for agent in wave if not agent.is_alive]
+
         def have_come() -> bool:
             return len(set(self._client.ids) - known) >= len(wave)
 
-        if wait_until(have_come, self._config.timeout):
+        wait_until(lambda: have_come() or bool(find_lost()), self._config.timeout)
+        if lost := find_lost():
+            raise HostLostError(f"{lost[0].info.host} was lost while its engines started")
+        if have_come():
             return
         logs = "; ".join(f"{agent.info.host}: {agent.call('read_logs') or 'no log'}" for agent in self.agents)
         raise ClusterError(
@@ -245,7 +256,7 @@ class AgentLauncher(Launcher):
         agent_by_name = {agent.info.hostname: agent for agent in self._agents}
         positions: dict[int, int] = {}
         for engine, future in identities.items():
-            hostname, pid = future.result(timeouts.AGENT_CALL_TIMEOUT_S)
+            hostname, pid = links[engine].wait_for(future, "identify")
             if (hostname, pid) in places:
                 positions[engine] = places[hostname, pid]
                 self._agent_by_engine[engine] = agent_by_name[hostname]
@@ -335,6 +346,11 @@ class AgentLauncher(Launcher):
         """Return the name of an engine's host; empty if it is unknown."""
         agent = self._agent_by_engine.get(engine_id)
         return "" if agent is None else agent.info.host
+
+    def has_lost_host(self, engine_id: int) -> bool:
+        """Return whether the agent of an engine is gone, so that the engine has ended or ends at once."""
+        agent = self._agent_by_engine.get(engine_id)
+        return agent is not None and not agent.is_alive
 
     def remove_ended_engines(self) -> None:
         """Do nothing: agents forget their engines."""

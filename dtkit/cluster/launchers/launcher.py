@@ -165,6 +165,11 @@ class Launcher:
         del engine_id
         return ""
 
+    def has_lost_host(self, engine_id: int) -> bool:
+        """Return whether an engine ends because its host's agent is gone."""
+        del engine_id
+        return False
+
     def remove_ended_engines(self) -> None:
         """Forget engines that have ended: ipyparallel keeps an event loop for each of them."""
         for name in list(self._engine_set_ids):

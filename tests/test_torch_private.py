@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Python's and numpy's, and ipykernel's answer to a request to end
 KNOWN_ELSEWHERE = {"_replace", "_fields", "_exit", "_getframe", "_current_frames", "_mmap", "_shutdown_message"}
+# transformers', which output_recorders.py does without where a version lacks them
+KNOWN_ELSEWHERE |= {"_CAN_RECORD_REGISTRY", "_can_record_outputs"}
 LOOKUPS = {"getattr", "setattr", "hasattr", "delattr", "vars"}
 
 

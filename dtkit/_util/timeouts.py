@@ -362,6 +362,8 @@ HOROVOD_CYCLE_S = 0.001
 """Pause between two cycles of a negotiation, and between two looks of a rank that joined."""
 HOROVOD_JOIN_POLL_S = 0.05
 """Time after which a waiting operation looks for joined ranks, and between two such looks."""
+HOROVOD_LOSS_CHECK_S = 1.0
+"""Time after which a waiting operation looks whether other ranks form a new group, after the loss of one."""
 HOROVOD_STALL_TIMEOUT_S = 60.0
 """Limit in the strict mode for an operation that other ranks have not submitted."""
 HOROVOD_STOP_TIMEOUT_S = 2.0

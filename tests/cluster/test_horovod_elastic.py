@@ -46,7 +46,17 @@ def end(victim: str, flag: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif not flag.exists():
         flag.touch()
+        if victim == "engine, connections stay":
+            keep_connections_open()
         os.kill(os.getppid(), signal.SIGKILL)
+
+
+def keep_connections_open() -> None:
+    """Leave a process that holds this one's connections, so that gloo doesn't notice the end of this one."""
+    if os.fork() == 0:
+        os.setsid()
+        signal.alarm(60)
+        signal.pause()
 
 
 def train(slot_to_lose: int, flag: Path, victim: str = "engine") -> dict[str, Any]:
@@ -129,6 +139,14 @@ def test_elastic_script_goes_on_with_fewer_ranks(
     assert all(result["resets"] == [(2, 2, "2")] for result in results)
     assert len(results[0]["steps"]) > EPOCHS * NUM_ROWS / (3 * BATCH)
     assert cluster.world_size == 3
+    check_usable(cluster)
+
+
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_loss_that_gloo_does_not_notice_is_noticed(cluster: dtkit.Cluster, tmp_path: Path):
+    results = cluster.torchrun(train, 0, tmp_path / "flag", "engine, connections stay", horovod=True, min_np=2)
+    check_exact(results)
+    assert len(results) == 2
     check_usable(cluster)
 
 

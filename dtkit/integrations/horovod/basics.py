@@ -41,7 +41,7 @@ def start(
     if not dist.is_initialized():
         _own_group.form(timeout_s)
     _check_comm(comm)
-    set_context(Context(_find_placement(), _get_backend()))
+    set_context(Context(_find_placement(), _get_backend(), _own_group.is_superseded))
     for process_set in process_sets if process_sets is not None and not isinstance(process_sets, str) else ():
         process_set.process_set_id = None
         add_process_set(process_set)
@@ -87,12 +87,21 @@ def _find_placement() -> Placement:
 
 def shutdown() -> None:
     """Undo `init`. A process group that existed before it stays."""
-    if not has_context():
+    _end_context(has_failed=False)
+
+
+def leave_failed_group() -> None:
+    """Undo `init` after a failed collective, and end the wait of ranks that haven't noticed the failure."""
+    _end_context(has_failed=True)
+
+
+def _end_context(*, has_failed: bool) -> None:
+    if not has_context() and not has_failed:
         set_context(None)
         return
-    are_idle = get_context().close()
+    are_idle = not has_context() or get_context().close()
     set_context(None)
-    _own_group.leave(are_idle)
+    _own_group.leave(has_failed=has_failed or not are_idle)
 
 
 atexit.register(shutdown)

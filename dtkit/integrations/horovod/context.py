@@ -19,7 +19,7 @@ from dtkit.integrations.horovod.negotiation import NegotiatingWorker
 from dtkit.integrations.horovod.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 CHECK_VARIABLE = "HOROVOD_CHECK"
 """Environment variable that switches the strict mode on."""
@@ -40,8 +40,10 @@ class Placement:
 class Context:
     """One initialization. It ends with the process group in which it was made."""
 
-    def __init__(self, placement: Placement, backend: str) -> None:
+    def __init__(self, placement: Placement, backend: str, is_superseded: Callable[[], bool]) -> None:
+        """`is_superseded` tells whether other ranks form a newer group, after the loss of one."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._is_superseded = is_superseded
         self.placement = placement
         self._backend = backend
         self.sync_root = 0
@@ -64,7 +66,7 @@ class Context:
         communicator = Communicator(ranks, self.rank, group, self._backend)
         board = JoinBoard(get_default_store(), self.rank, self.size) if set_id == 0 else None
         worker_type = NegotiatingWorker if is_strict() else Worker
-        return worker_type(communicator, board, str(set_id))
+        return worker_type(communicator, board, str(set_id), self._is_superseded)
 
     def get_worker(self, set_id: int | None) -> Worker:
         """Return the worker of a process set that contains this rank."""

@@ -8,6 +8,7 @@ ranks.
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import os
 import threading
 import time
@@ -34,6 +35,7 @@ class OwnGroup:
 
     def __init__(self) -> None:
         self._stores: dict[int, Any] = {}  # by version of the ranks; kept because rank 0 may serve the store
+        self._has_newer: Callable[[], bool] = lambda: False
         self.break_connections: Callable[[], None] | None = None
         """Ends blocked collectives; None if no group is formed."""
 
@@ -48,11 +50,22 @@ class OwnGroup:
         if set_group_timeout is not None:  # the limit after the first start: a rank may compute for long
             set_group_timeout(dt.timedelta(seconds=timeouts.FIRST_STEP_TIMEOUT_S), dist.group.WORLD)
 
-    def leave(self, are_workers_idle: bool) -> None:
-        """End the group, even if a worker waits for another rank."""
+    def is_superseded(self) -> bool:
+        """Return whether ranks form a newer group, since one was lost or started again."""
+        try:
+            return self._has_newer()
+        except (OSError, RuntimeError):  # the script has ended, or the store's rank
+            return False
+
+    def leave(self, *, has_failed: bool) -> None:
+        """End the group. If it has failed, end the collectives that still run, here and on other ranks.
+
+        torch closes a group's connections with its last reference, and an exception's traceback may hold one. So other
+        ranks could wait for this one for as long as the group's timeout.
+        """
         if self.break_connections is None:
             return
-        if not are_workers_idle:
+        if has_failed:
             self.break_connections()
         self.break_connections = None
         if dist.is_initialized():
@@ -65,7 +78,9 @@ class OwnGroup:
         if 0 not in self._stores:
             self._stores[0] = _open_store(limit)
         store, rank, size = self._stores[0]
-        return _scope(store, _find_generation(store, rank)), rank, size
+        generation = _find_generation(store, rank)
+        self._has_newer = lambda: not _is_latest(store, generation)
+        return _scope(store, generation), rank, size
 
     def _meet(self, folder: ScriptFolder, slot: int) -> tuple[Any, int, int]:
         """Wait until all ranks have arrived; return as `_find_store` does."""
@@ -79,7 +94,8 @@ class OwnGroup:
             store = self._open_file_store(folder, ranks)
             generation = _find_generation(store, rank)
             keys = [f"{_GENERATION}/{generation}/{other}" for other in range(size)]
-            while folder.read().version == ranks.version and _is_latest(store, generation):
+            self._has_newer = functools.partial(_has_newer, folder, ranks.version, store, generation)
+            while not self._has_newer():
                 if store.check(keys):
                     os.environ.update(ranks.make_environment(slot))
                     return _scope(store, generation), rank, size
@@ -117,6 +133,10 @@ def _find_generation(store: Any, rank: int) -> int:
 def _is_latest(store: Any, generation: int) -> bool:
     """Return whether this is the latest group. A restarted rank begins another one."""
     return int(store.get(_GENERATION)) == generation
+
+
+def _has_newer(folder: ScriptFolder, version: int, store: Any, generation: int) -> bool:
+    return folder.read().version != version or not _is_latest(store, generation)
 
 
 def _open_store(limit: dt.timedelta) -> tuple[Any, int, int]:

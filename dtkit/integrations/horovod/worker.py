@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 class Handle:
     """One submitted operation. `synchronize` of the interface waits for it."""
 
-    def __init__(self, collective: Collective, name: str, look_for_joined: Callable[[], None]) -> None:
+    def __init__(self, collective: Collective, name: str, look_at_others: Callable[[Handle], None]) -> None:
         self.collective, self.name = collective, name
         self.finish: Callable[[Any], Any] = lambda result: result
         """Makes the function's result of the collective's."""
-        self._look_for_joined = look_for_joined
+        self._look_at_others = look_at_others
         self._submitted_at = time.monotonic()
         self._done = threading.Event()
         self._result: Any = None
@@ -50,13 +50,13 @@ class Handle:
     def is_done(self) -> bool:
         """Return whether the operation has ended, with a result or an error."""
         if not self._done.is_set():
-            self._look_for_joined()
+            self._look_at_others(self)
         return self._done.is_set()
 
     def wait(self) -> Any:
         """Wait for the operation, and return its result. Raises HorovodInternalError if it failed."""
         while not self._done.wait(timeouts.HOROVOD_JOIN_POLL_S):
-            self._look_for_joined()
+            self._look_at_others(self)
         if self._error is not None:
             kind = MismatchError if isinstance(self._error, MismatchError) else HorovodInternalError
             raise kind(str(self._error)) from self._error
@@ -89,10 +89,13 @@ class Handle:
 
 
 class Worker:
-    """The thread of one process set. `board` is None for a set whose ranks can't join."""
+    """The thread of one process set."""
 
-    def __init__(self, communicator: Communicator, board: JoinBoard | None, name: str) -> None:
-        self.communicator, self._board = communicator, board
+    def __init__(
+        self, communicator: Communicator, board: JoinBoard | None, name: str, is_superseded: Callable[[], bool]
+    ) -> None:
+        """`board` is None for a set whose ranks can't join. `is_superseded` tells whether a newer group is formed."""
+        self.communicator, self._board, self._is_superseded = communicator, board, is_superseded
         self._queue: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
         self._names: set[str] = set()
         self._broken_by: str | None = None
@@ -109,7 +112,7 @@ class Worker:
         """
         if self._broken_by is not None:
             raise self._make_broken_error()
-        handle = Handle(collective, name, self._look_for_joined)
+        handle = Handle(collective, name, self._look_at_others)
         if finish is not None:
             handle.finish = finish
         with self._lock:
@@ -128,9 +131,16 @@ class Worker:
         self._thread.join(timeouts.HOROVOD_STOP_TIMEOUT_S)
         return not self._thread.is_alive()
 
-    def _look_for_joined(self) -> None:
-        """Help ranks that have joined: they must know which operation this rank waits for."""
-        if self._board is not None:
+    def _look_at_others(self, handle: Handle) -> None:
+        """Help ranks that have joined: they must know which operation this rank waits for.
+
+        Fail an operation that waits for a lost rank. gloo may not notice the loss: if a write fails before it reads the
+        connection's end, it waits on.
+        """
+        if handle.waited_s > timeouts.HOROVOD_LOSS_CHECK_S and self._is_superseded():
+            self._broken_by = handle.name
+            self._end(handle, HorovodInternalError(f"{handle.name} waited for a rank that was lost or started again"))
+        elif self._board is not None:
             self._board.look()
 
     def _run_loop(self) -> None:

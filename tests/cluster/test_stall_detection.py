@@ -352,10 +352,13 @@ def test_failing_watchdog_continues_and_is_logged_in_the_run(cluster2: dtkit.Clu
     (event,) = list_watchdog_events(run)
     assert event.rank == 1
     assert "ValueError: sampling failed" in event.text
-    status = cluster2.stacks().ranks[1].status
-    assert status is not None
-    assert status.op == "advance"
+    wait_until(lambda: read_op(cluster2, rank=1) == "advance")  # it is idle between two calls
     run.stop()
+
+
+def read_op(cluster: dtkit.Cluster, rank: int) -> str | None:
+    status = cluster.stacks().ranks[rank].status
+    return None if status is None else status.op
 
 
 def list_watchdog_events(run: dtkit.Run) -> list[Event]:

@@ -201,6 +201,10 @@ class FragileTransport(FakeTransport):
             self.end_engine(rank)
 
 
+def list_losses_and_repairs(run):
+    return [event for event in run.history.events if event.kind in ("lost", "repair")]
+
+
 @pytest.mark.parametrize(("on_failure", "action"), [("repair", "replaced"), ("shrink", "left out")])
 def test_engine_that_is_lost_during_a_repair_is_in_the_log(on_failure: str, action: str):
     engines = FragileTransport(3)
@@ -210,7 +214,7 @@ def test_engine_that_is_lost_during_a_repair_is_in_the_log(on_failure: str, acti
         engines.end_engine(1)
         run.resume()
         run.wait(10)
-        events = [event for event in run.history.events if event.kind in ("lost", "repair")]
+        events = list_losses_and_repairs(run)
         assert [(event.kind, event.rank) for event in events] == [("lost", 1), ("lost", 2), ("repair", None)]
         assert f"nodes 1, 2 {action}: all go on from step" in events[-1].text
 
@@ -224,7 +228,7 @@ def test_replacement_that_is_lost_during_the_repair_is_a_loss_of_its_own():
         engines.end_engine(1)
         run.resume()
         run.wait(10)
-        events = [event for event in run.history.events if event.kind in ("lost", "repair")]
+        events = list_losses_and_repairs(run)
         assert [(event.kind, event.rank) for event in events] == [("lost", 1), ("lost", 1), ("repair", None)]
 
 
@@ -244,7 +248,7 @@ def test_repair_goes_on_after_a_host_is_lost_before_it_starts_an_engine(monkeypa
         engines.end_engine(1)
         run.resume()
         run.wait(10)
-        events = [event for event in run.history.events if event.kind in ("lost", "repair")]
+        events = list_losses_and_repairs(run)
         assert [(event.kind, event.rank) for event in events] == [("lost", 1), ("lost", 2), ("repair", None)]
 
 
@@ -274,7 +278,7 @@ def test_the_fourth_loss_in_a_row_at_one_step_ends_the_run():
         run = train(cluster)
         with pytest.raises(dtkit.errors.EngineError, match="its process has ended"):
             run.wait(10)
-        events = [event for event in run.history.events if event.kind in ("lost", "repair")]
+        events = list_losses_and_repairs(run)
         assert [event.kind for event in events] == [*["lost", "repair"] * 3, "lost"]
         assert run.status.state is State.FAILED
 

@@ -1,9 +1,8 @@
 // The browser's half of the charts of a call (call_widget.py): those that a run's dashboard has for logged numbers.
 
 import { h, setAttr } from "./elements.js";
-import { mountViews } from "./mount.js";
+import { messageWidget } from "./message_widget.js";
 import { scalars } from "./panels/scalars.js";
-import { apply, newStore } from "./store.js";
 import { followTheme } from "./theme.js";
 import { toolbar } from "./toolbar.js";
 
@@ -24,22 +23,4 @@ function openCall(store) {
   return { root, redraw, dispose: () => { stopTheme(); size.disconnect(); } };
 }
 
-export default () => {
-  const store = newStore(), views = new Set();
-  store.redraw = () => { for (const redraw of views) redraw(); };
-  const receive = (content, buffers) => { apply(store, content, buffers); store.redraw(); };
-  return {
-    initialize({ model }) {
-      model.on("msg:custom", receive);
-      for (const { content, buffers } of model.get("opening")) receive(content, buffers);
-      views.add(mountViews(model.get("place"), () => openCall(store)));
-      model.send({ hello: "opened" });
-    },
-    render({ el }) {
-      const { root, redraw, dispose } = openCall(store);
-      el.append(root);
-      views.add(redraw);
-      return () => { views.delete(redraw); dispose(); };
-    },
-  };
-};
+export default () => messageWidget(openCall);

@@ -5,9 +5,8 @@ import { MILLISECONDS } from "./chart/axis.js";
 import { seriesGrain } from "./chart/grain.js";
 import { h, s, setAttr, setText } from "./elements.js";
 import { fillRow } from "./grid.js";
-import { mountViews } from "./mount.js";
+import { messageWidget } from "./message_widget.js";
 import { number } from "./numbers.js";
-import { apply, newStore } from "./store.js";
 import { followTheme } from "./theme.js";
 import { toolbar } from "./toolbar.js";
 
@@ -119,28 +118,4 @@ function openComparison(store) {
   return { root, redraw, dispose: () => { stopTheme(); size.disconnect(); } };
 }
 
-export default () => {
-  const store = newStore(), views = new Set();
-  store.redraw = () => { for (const redraw of views) redraw(); };
-  const receive = (content, buffers) => {
-    const isFirst = !store.head;
-    apply(store, content, buffers);
-    if (isFirst) store.view.log = Boolean(store.head?.steep);
-    store.redraw();
-  };
-  return {
-    initialize({ model }) {
-      model.on("msg:custom", receive);
-      const { content, buffers } = model.get("opening");
-      receive(content, buffers);
-      views.add(mountViews(model.get("place"), () => openComparison(store)));
-      model.send({ hello: "opened" });
-    },
-    render({ el }) {
-      const { root, redraw, dispose } = openComparison(store);
-      el.append(root);
-      views.add(redraw);
-      return () => { views.delete(redraw); dispose(); };
-    },
-  };
-};
+export default () => messageWidget(openComparison, (store) => { store.view.log = Boolean(store.head?.steep); });

@@ -145,7 +145,6 @@ def _find_most_advanced_rank(state: State) -> int:
 def _form_group_again() -> None:
     """Form the group, several times if a process is killed meanwhile."""
     for remaining in reversed(range(_MAX_RESETS)):
-        # waits: for workers and ranks, each with a limit
         basics.leave_failed_group()
         try:
             basics.start(timeout_s=timeouts.HOROVOD_RESET_TIMEOUT_S)

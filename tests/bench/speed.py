@@ -12,7 +12,7 @@ from torch import nn
 
 import dtkit
 from dtkit.dashboard.live.widget import Dashboard
-from tests.bench.pairs import PAIRS, alternate, ratios, report
+from tests.bench.pairs import PAIRS, Sample, alternate, ratios, report
 from tests.bench.work import LONG, SHORT, WIDE, WORKS, Work, optimizer
 
 
@@ -29,28 +29,37 @@ def comm() -> bool:
 def _against_bare(name: str, least: float) -> bool:
     print(name, flush=True)
     work = WORKS[name]
+    whole: list[float] = []
     with dtkit.Cluster(2) as cluster:
         part, model = cluster.partition(work.data(), seed=0), cluster.broadcast(work.model())
-        measured, bare = alternate(lambda: _measure_speed(cluster, model, part, work), lambda: _run_bare(name), PAIRS)
+        measured, bare = alternate(
+            lambda: _measure_speed(cluster, model, part, work, whole), lambda: _run_bare(name), PAIRS
+        )
     print(f"  {1000 / bare.median:.2f} ms a step under bare torchrun")
+    print(f"  whole runs of {work.steps} steps, with a snapshot at the end: {ratios(Sample(whole), bare)}")
     return report(f"steps per second against bare torchrun, {name}", ratios(measured, bare), least=least)
 
 
-def _measure_speed(cluster: dtkit.Cluster, model: dtkit.ModelHandle, part: dtkit.Partition, work: Work) -> float:
+def _measure_speed(
+    cluster: dtkit.Cluster, model: dtkit.ModelHandle, part: dtkit.Partition, work: Work, whole: list[float]
+) -> float:
+    """Return the steps per second of a run in its steady state; add those of the run with its end to `whole`."""
     steps = work.warm + work.steps
     options = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": steps}
     run = cluster.train(model, part, start=False, **options)
     dashboard = Dashboard(run)
     run.step(work.warm)
     start = time.perf_counter()
+    run.step(work.steps - 1)
+    seconds = time.perf_counter() - start
     run.resume()
     run._driver.wait(600)  # like run.wait(), without its text progress
-    seconds = time.perf_counter() - start
+    whole.append(work.steps / (time.perf_counter() - start))
     assert len(run.history) == 2 * steps
-    within = run.history.rows()["step_s"][2 * work.warm :].sum() / 2
+    within = run.history.rows()["step_s"][2 * work.warm : -2].sum() / 2
     print(f"  {within / seconds:.1%} of the time is within steps", flush=True)
     dashboard.close()
-    return work.steps / seconds
+    return (work.steps - 1) / seconds
 
 
 def _run_bare(name: str) -> float:

@@ -29,6 +29,7 @@ import numpy as np
 
 from dtkit._util.guard import run_guarded
 from dtkit.rpc.output_recorders import reduce_collector, register_recorders
+from dtkit.rpc.parametrized_modules import reduce_parametrized
 from dtkit.rpc.pickle_errors import PICKLE_PROTOCOL, raise_serialization_error
 
 if TYPE_CHECKING:
@@ -188,6 +189,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if kind is np.ndarray:
             return _reduce_array(obj)
         if kind.__name__ == "CompileableContextVar" and (reduced := reduce_collector(obj)) is not None:
+            return reduced
+        if kind.__name__.startswith("Parametrized") and (reduced := reduce_parametrized(obj)) is not None:
             return reduced
         if self._torch is not None and kind is self._torch.Tensor and _is_plain_tensor(obj, self._torch):
             return self._reduce_tensor(obj)

@@ -29,13 +29,15 @@ def test_labels_that_a_model_counts_are_found_by_trial(shift: bool, expected: La
     assert model.training
 
 
-def test_trial_finds_the_weight_although_the_first_samples_have_padding():
+@pytest.mark.parametrize(("shift", "expected"), [(False, PLAIN), (True, SHIFTED)])
+def test_trial_finds_the_weight_although_the_first_samples_have_padding(shift: bool, expected: LabelWeight):  # noqa: FBT001 - a parameter of the test
     def make_padded(num_rows: int) -> dict[str, torch.Tensor]:
         batch = make_tokens(num_rows)
         batch["labels"][:, LENGTH // 2 :] = -100
         return batch
 
-    assert find_label_weight(Loss(None, compute_own_loss), LanguageModel(shift=False), make_padded, None) == PLAIN
+    model = LanguageModel(shift=shift)
+    assert find_label_weight(Loss(None, compute_own_loss), model, make_padded, None) == expected
 
 
 def test_trial_of_a_model_with_a_zero_head_adds_noise():

@@ -50,7 +50,15 @@ def add_noise(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output + torch.randn_like(output), target)
 
 
-@pytest.mark.parametrize("loss", [weigh_classes, contrast])
+def contrast_labels(output: torch.Tensor, target: torch.Tensor) -> Any:
+    return contrast(output, target) * len(target), len(target)
+
+
+def divide_by_constant(output: torch.Tensor, target: torch.Tensor) -> Any:
+    return F.cross_entropy(output, target, reduction="sum"), 64.0
+
+
+@pytest.mark.parametrize("loss", [weigh_classes, contrast, contrast_labels, divide_by_constant])
 def test_loss_that_is_not_a_mean_over_samples_is_described(loss: Any):
     assert "is not the mean of the losses of its parts" in (describe_parts(Loss(loss), net(), BATCH) or "")
 
@@ -70,7 +78,10 @@ def test_sum_over_samples_is_refused():
     [
         F.cross_entropy,
         add_noise,
-        lambda output, target: (F.cross_entropy(output, target, weight=CLASS_WEIGHTS, reduction="sum"), 1.0),
+        lambda output, target: (
+            F.cross_entropy(output, target, weight=CLASS_WEIGHTS, reduction="sum"),
+            CLASS_WEIGHTS[target].sum(),
+        ),
         lambda output, target: F.cross_entropy(output, target) + 3.0,
     ],
     ids=["mean", "random", "pair", "mean and constant"],

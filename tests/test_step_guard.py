@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from typing import Any
 
@@ -102,6 +103,101 @@ def test_undoing_a_step_restores_buffers_and_counts_of_modules(failed_at: int):
     for found, expected in zip(state(made), state(undisturbed), strict=True):
         assert torch.equal(found, expected)
     assert made._worker.model.num_forwards == undisturbed._worker.model.num_forwards
+
+
+@pytest.mark.parametrize("failed_at", [0, 1, 6])
+def test_undoing_a_step_restores_the_numbers_of_numpy_and_python(failed_at: int):
+    fault = Faulty(failed_at, RuntimeError("no loss here"))
+
+    def draw(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        weight = np.random.rand() + random.random()  # noqa: NPY002 - as users' code does
+        return F.cross_entropy(output, target) * weight
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        value = draw(output, target)
+        fault()
+        return value
+
+    made, undisturbed = make_job(loss=loss), make_job(loss=draw)
+    with pytest.raises(RuntimeError, match="no loss here"):
+        made.advance(8)
+    made.advance(8 - failed_at)
+    undisturbed.advance(8)
+    for found, expected in zip(state(made), state(undisturbed), strict=True):
+        assert torch.equal(found, expected)
+
+
+class Distilled(nn.Module):
+    """Follows frozen parameters, which its forward writes in three ways: from the first step, or later."""
+
+    def __init__(self, first_write: int, *, writes_data: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.first_write, self.num_forwards = net(), first_write, 0
+        self.writes_data = writes_data
+        self.in_place, self.as_data, self.replaced = (
+            nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.num_forwards >= self.first_write:
+            self.in_place += 1
+            if self.writes_data:
+                self.as_data.data.mul_(1.1)
+            self.replaced.data = self.replaced.data + 1
+        self.num_forwards += 1
+        result: torch.Tensor = self.inner(x) / (self.in_place + self.as_data + self.replaced)
+        return result
+
+
+@pytest.mark.parametrize("failed_at", [0, 1, 6])
+def test_undoing_a_step_restores_frozen_parameters_that_it_wrote(failed_at: int):
+    fault = Faulty(failed_at, RuntimeError("no loss here"))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        fault()
+        return F.cross_entropy(output, target)
+
+    made, undisturbed = make_job(Distilled(0), loss=loss), make_job(Distilled(0), loss=F.cross_entropy)
+    with pytest.raises(RuntimeError, match="no loss here"):
+        made.advance(8)
+    assert not made.partially_updated
+    made.advance(8 - failed_at)
+    undisturbed.advance(8)
+    for found, expected in zip(state(made), state(undisturbed), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_frozen_parameters_written_late_are_copied_from_the_next_dispatch_on():
+    fault = Faulty(9, RuntimeError("no loss here"))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        fault()
+        return F.cross_entropy(output, target)
+
+    made, undisturbed = (make_job(Distilled(5, writes_data=False), loss=each) for each in (loss, F.cross_entropy))
+    for _ in range(3):
+        made.advance(3)
+    with pytest.raises(RuntimeError, match="no loss here"):
+        made.advance(3)
+    assert not made.partially_updated
+    made.advance(3)
+    undisturbed.advance(12)
+    for found, expected in zip(state(made), state(undisturbed), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_step_that_wrote_frozen_parameters_without_a_copy_is_partial():
+    fault = Faulty(5, RuntimeError("no loss here"))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        fault()
+        return F.cross_entropy(output, target)
+
+    made = make_job(Distilled(5), loss=loss)
+    with pytest.raises(RuntimeError, match="no loss here"):
+        made.advance(8)
+    assert (made.step, made.partially_updated) == (5, True)
 
 
 def test_a_step_that_fails_after_its_update_counts():

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     get_module_dict: Callable[[nn.Module], dict[str, nn.Module | None]]
     get_parameter_dict: Callable[[nn.Module], dict[str, nn.Parameter | None]]
     get_buffer_dict: Callable[[nn.Module], dict[str, torch.Tensor | None]]
+    inject_parametrized_class: Callable[[nn.Module], None]
+    inject_parametrized_property: Callable[[nn.Module, str], None]
     apply_style: Callable[..., nn.Module]
     call_uncompiled: Callable[..., Any]
     COMPILED_CALL: str
@@ -166,6 +168,7 @@ _CALLS = "Calls to engines", "a view would make ten objects a call"
 _SPARSE = "Sizes of sparse gradients", "the public methods refuse an uncoalesced tensor"
 _CUT = "Pipeline stages", "hasattr, named_children and named_parameters omit repeated layers and tied weights"
 _CACHES = "Process groups that end", "a cache of DTensor keeps meshes, and so threads and connections, alive"
+_PARAMETRIZED = "Models with parametrizations", "torch refuses to pickle them, and has no public way to make them again"
 _COMPILED_MODELS = "Compiled models", "Module.compile() skips the classes of torch.nn"
 _CPU_ATTENTION = "Sharded attention on CPUs", "torch registers its sharding for GPUs only"
 
@@ -206,6 +209,8 @@ PRIVATE_NAMES = {
     "get_module_dict": PrivateName("torch.nn", "Module._modules", *_CUT, "attribute"),
     "get_parameter_dict": PrivateName("torch.nn", "Module._parameters", *_CUT, "attribute"),
     "get_buffer_dict": PrivateName("torch.nn", "Module._buffers", *_CUT, "attribute"),
+    "inject_parametrized_class": PrivateName("torch.nn.utils.parametrize", "_inject_new_class", *_PARAMETRIZED),
+    "inject_parametrized_property": PrivateName("torch.nn.utils.parametrize", "_inject_property", *_PARAMETRIZED),
     # -- optimizers and loaders
     "foreach_norm": PrivateName(
         "torch", "_foreach_norm", "Gradient norms", "one operation a tensor is slower; clip_grad_norm_ uses it"

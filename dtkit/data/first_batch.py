@@ -38,6 +38,7 @@ from dtkit.strategies.module_modes import enter_training
 
 if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.strategies.base import TrainingProgram
     from dtkit.strategies.loss import EvalOutput, Loss
 
 _MAX_COPIED_BYTES = 64 * 2**20
@@ -70,7 +71,9 @@ def check_first_batch(
         if outcome is None:
             return None
         check_gradients_reach_model(outcome, trial.model)
-        return describe_parts(trial.loss, trial.model, trial.batch) if divides_batch else None
+        if not divides_batch:
+            return None
+        return describe_parts(trial.loss, trial.model, trial.batch, shares_router_losses=trial.shares_router_losses)
 
 
 def check_metrics(
@@ -122,6 +125,7 @@ class _Trial:
     loss: Loss
     batch: Any
     num_rows: int
+    shares_router_losses: bool
 
     def run(self) -> torch.Tensor:
         """Return the loss of the batch."""
@@ -149,7 +153,8 @@ def _prepare(
 ) -> _Trial | None:
     """Return a trial; None where there is none."""
     # unpickles: the program of this notebook
-    loss = pickling.loads(program).loss_fn
+    loaded: TrainingProgram = pickling.loads(program)
+    loss = loaded.loss_fn
     if loss.is_manual:
         return None
     source = _get_first_rows(engine_group, data, columns)
@@ -164,7 +169,9 @@ def _prepare(
         return None
     copied = _copy_model(engine_group, model)
     loss = dataclasses.replace(loss, check_ignore_index=False)
-    return None if copied is None else _Trial(copied, loss, batch, min(num_rows, len(source)))
+    if copied is None:
+        return None
+    return _Trial(copied, loss, batch, min(num_rows, len(source)), loaded.strategy.shares_router_losses)
 
 
 def _copy_model(engine_group: EngineGroup, model: Any) -> torch.nn.Module | None:

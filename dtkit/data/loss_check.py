@@ -7,6 +7,7 @@ that refers to the notebook's model has a copy of it on the engines, which is ne
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,14 @@ import torch
 from dtkit._util.guard import run_guarded
 from dtkit.engine.data.sources import map_tensors
 from dtkit.engine.label_weight import find_label_weight
+from dtkit.strategies import router_loss
 from dtkit.strategies.loss import WEIGHTED_LOSS_EXAMPLE, get_labels
 from dtkit.strategies.module_modes import module_eval_mode
 
 if TYPE_CHECKING:
     from dtkit.strategies.loss import Loss
 
-_TOLERANCE = 1e-4
+_TOLERANCE, _DOUBLE_TOLERANCE = 2e-5, 1e-6
 
 
 def check_gradients_reach_model(loss: torch.Tensor, model: torch.nn.Module) -> None:
@@ -55,32 +57,60 @@ def _find_leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     return leaves
 
 
-def describe_parts(loss: Loss, model: torch.nn.Module, batch: Any) -> str | None:
+def describe_parts(loss: Loss, model: torch.nn.Module, batch: Any, *, shares_router_losses: bool = False) -> str | None:
     """Return a warning if the loss of a batch is not the mean over its samples; else, or if unknown, None.
 
-    Raises ValueError for a sum over samples. Runs the model in evaluation.
+    With `shares_router_losses`, those of a mixture of experts are left out, since ranks compute them together. Raises
+    ValueError for a sum over samples. Runs the model in evaluation.
     """
     num_rows = _count_rows(batch)
     if num_rows < 2:
         return None
     loss = _weigh_labels(loss, model, batch)
-    # silent: the model may need what a part of these rows doesn't have
-    losses = run_guarded(lambda: _compute_parts(loss, model, _vary_target(batch), num_rows), lambda _: None)
+    with router_loss.leave_out(model, loss.training_step) if shares_router_losses else contextlib.nullcontext():
+        # silent: the model may need what a part of these rows doesn't have
+        losses = run_guarded(lambda: _compute_parts(loss, model, _vary_target(batch), num_rows), lambda _: None)
     if losses is None:
         return None
     whole, total, mean = losses
-    if not math.isfinite(whole) or not math.isfinite(mean) or _is_close(whole, mean):
+    if not math.isfinite(whole) or not math.isfinite(mean):
         return None
-    if _is_close(whole, total):
+    tolerance = _get_tolerance(model)
+    has_routers = not shares_router_losses and _has_router_loss(loss, model, batch)
+    if _is_close(whole, mean, tolerance) and not has_routers:
+        return None
+    if _is_close(whole, total, tolerance):
         raise ValueError(
             "the loss is a sum over samples: it grows with the batch, and ranks have parts of a batch. Return the mean "
             "over samples (reduction='mean'), or a pair (sum, number of samples)"
         )
     return (
-        f"the loss of {num_rows} rows ({whole:.4g}) is not the mean of the losses of its parts ({mean:.4g}), and each "
-        "rank computes the loss of its own part: training differs from one process. With weights, return a pair "
-        f"(sum, weight): {WEIGHTED_LOSS_EXAMPLE}"
+        f"the loss of {num_rows} rows ({whole:.6g}) is not the mean of the losses of its parts ({mean:.6g}), and each "
+        f"rank computes the loss of its own part: training differs from one process. {_ROUTERS if has_routers else ''}"
+        f"With weights, return a pair (sum, weight): {WEIGHTED_LOSS_EXAMPLE}"
     )
+
+
+_ROUTERS = (
+    "The routers' loss of a mixture of experts is such a loss. Ranks compute it together if a step has no "
+    "micro-batches: use DataParallel(), Sharded() or TensorParallel() without accumulate. "
+)
+
+
+def _has_router_loss(loss: Loss, model: torch.nn.Module, batch: Any) -> bool:
+    """Return whether the routers' loss of a mixture of experts is a part of the loss."""
+    if not router_loss.find_namespaces(model, loss.training_step):
+        return False
+    with module_eval_mode(model):
+        whole = _compute(loss, model, batch)
+        with router_loss.leave_out(model, loss.training_step):
+            return _compute(loss, model, batch) != whole
+
+
+def _get_tolerance(model: torch.nn.Module) -> float:
+    """Return the relative difference that rounding explains; transformers rounds losses to float32."""
+    is_double = all(p.dtype == torch.float64 for p in model.parameters())
+    return _DOUBLE_TOLERANCE if is_double else _TOLERANCE
 
 
 def _weigh_labels(loss: Loss, model: torch.nn.Module, batch: Any) -> Loss:
@@ -92,20 +122,29 @@ def _weigh_labels(loss: Loss, model: torch.nn.Module, batch: Any) -> Loss:
 
 
 def _compute_parts(loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int) -> tuple[float, float, float] | None:
-    """Return the loss of a batch, and the sum and mean of those of two parts; None for pairs and random losses."""
+    """Return the loss of a batch, and the sum and mean of those of two parts; None for random losses.
+
+    Of pairs, the mean is that of the engines: all sums by all weights.
+    """
     cut = max(1, num_rows // 3)
     with module_eval_mode(model):
         whole, again = _compute(loss, model, batch), _compute(loss, model, batch)
         first = _compute(loss, model, _take_rows(batch, slice(0, cut)))
         last = _compute(loss, model, _take_rows(batch, slice(cut, num_rows)))
-    if whole is None or first is None or last is None or whole != again:
+    if whole != again:
         return None
-    return whole, first + last, (cut * first + (num_rows - cut) * last) / num_rows
+    if whole[1] is None or first[1] is None or last[1] is None:
+        return whole[0], first[0] + last[0], (cut * first[0] + (num_rows - cut) * last[0]) / num_rows
+    return _divide(whole[0], whole[1]), math.nan, _divide(first[0] + last[0], first[1] + last[1])
 
 
-def _compute(loss: Loss, model: torch.nn.Module, batch: Any) -> float | None:
+def _compute(loss: Loss, model: torch.nn.Module, batch: Any) -> tuple[float, float | None]:
     value, weight = loss(model, batch)
-    return None if weight is not None else float(value)
+    return float(value), None if weight is None else float(weight)
+
+
+def _divide(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan
 
 
 def _count_rows(batch: Any) -> int:
@@ -136,5 +175,5 @@ def _vary_target(batch: Any) -> Any:
     return (*batch[:-1], varied)
 
 
-def _is_close(a: float, b: float) -> bool:
-    return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b))
+def _is_close(a: float, b: float, tolerance: float) -> bool:
+    return abs(a - b) <= tolerance * max(abs(a), abs(b))

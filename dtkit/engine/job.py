@@ -151,6 +151,7 @@ class Job:
         self._reset_results()
         vote_steps, begun = _choose_vote_steps(num_steps), time.perf_counter()
         with self._rng, self._step_guard.guard_sigint(), self._scalars.collect():
+            self._step_guard.begin_dispatch()
             is_ending = _return_false if explain or not num_steps else self._start_vote(should_end_early())
             for k in range(num_steps):
                 if is_ending():
@@ -214,7 +215,8 @@ class Job:
 
     def _take_step(self, *, explain: bool) -> bool:
         """Take a step, and return whether it was taken. After an exception it is complete or undone."""
-        self._step_guard.begin_step()
+        self._worker.settle()
+        self._step_guard.begin_step(self._worker.model)
         self._scalars.begin_step()
         try:
             completed = self._run_step(explain=explain)
@@ -239,7 +241,7 @@ class Job:
         elif self._step_guard.partially_updated:
             self.partially_updated = True
         else:
-            self._step_guard.roll_back()
+            self.partially_updated = not self._step_guard.roll_back()
 
     def _run_step(self, *, explain: bool) -> CompletedStep | None:
         """Load the batches, and let the worker take the step. Return None if it was not taken."""

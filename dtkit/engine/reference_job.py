@@ -16,6 +16,7 @@ from dtkit.engine.observe.tensor_values import compute_digest
 from dtkit.engine.rng import JobRng
 from dtkit.errors import CollectiveInStepError
 from dtkit.rpc.reference import Reference, ReferenceReport
+from dtkit.strategies import router_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,7 +56,11 @@ class ReferenceJob(Job):
         """Return the results that `verify` needs besides the parameters."""
         optimizers = getattr(self._worker.optimizer, "optimizers", (self._worker.optimizer,))
         is_muon = any(type(optimizer).__name__ == "Muon" for optimizer in optimizers)
-        dtype = "bfloat16" if is_muon else getattr(self._worker.model, "loss_dtype", None)
+        model = self._worker.model
+        dtype = "bfloat16" if is_muon else getattr(model, "loss_dtype", None)
+        is_double = all(p.dtype == torch.float64 for p in model.parameters())
+        if is_double and router_loss.find_namespaces(model, self.loss_fn.training_step):
+            dtype = "float32"  # in which transformers computes this loss
         return ReferenceReport(self._max_gradients, tuple(self._batch_digests), dtype, tuple(self._comparison_s))
 
     def advance(

@@ -1,10 +1,11 @@
 """All or nothing: a step that fails is either undone or complete.
 
-A step changes parameters and optimizer, random state, and buffers and plain numbers of modules. Before the update, the
-parameters and the optimizer are unchanged, and copies of the rest allow undoing the step. After the update the step
-counts, even if something fails later. SIGINT during the update is delivered after it. So only an error in the
-optimizer, or the end of the process, can leave a model partially updated. Such a model is marked, and other ranks never
-get its state.
+A step changes parameters and optimizer, random state, and buffers and plain numbers of modules. User code may also
+write to frozen parameters. Before the update, the other parameters and the optimizer are unchanged, and copies of the
+rest allow undoing the step. After the update the step counts, even if something fails later. SIGINT during the update
+is delivered after it. So few errors can leave a model partially updated: one in the optimizer, the end of the process,
+or one after a write to a frozen parameter that was not copied. Such a model is marked, and other ranks never get its
+state.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit.engine.frozen_backup import FrozenBackup
+from dtkit.engine.host_rng_backup import HostRngBackup
 from dtkit.engine.module_backup import ModuleBackup
 
 if TYPE_CHECKING:
@@ -28,7 +31,8 @@ class StepGuard:
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._cuda_device = device if device.type == "cuda" else None
-        self._backup = ModuleBackup(model)
+        self._host_rng = HostRngBackup()
+        self._watch(model)
         self.update_started = self.update_done = False
         """Whether the optimizer's step has started; whether it has ended."""
         self._sigint_pending = False
@@ -41,6 +45,15 @@ class StepGuard:
             each.register_step_pre_hook(self._on_update_start)
         optimizer.register_step_post_hook(self._on_update_end)
 
+    def _watch(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._modules, self._frozen = ModuleBackup(model), FrozenBackup(model)
+
+    def begin_dispatch(self) -> None:
+        """Find out what steps change, between two of them."""
+        self._host_rng.begin_dispatch()
+        self._frozen.begin_dispatch()
+
     def _on_update_start(self, *_: object) -> None:
         self.update_started = True
 
@@ -52,20 +65,26 @@ class StepGuard:
         """Return whether the update has started and not ended."""
         return self.update_started and not self.update_done
 
-    def begin_step(self) -> None:
-        """Copy the state that must be restored after a failed step."""
+    def begin_step(self, model: torch.nn.Module) -> None:
+        """Copy the state that must be restored after a failed step. The model may be another one than before."""
+        if model is not self._model:
+            self._watch(model)
         self.update_started = self.update_done = self.defers_sigint = False
         self._cpu_rng_state = torch.get_rng_state()
         self._cuda_rng_state = None if self._cuda_device is None else torch.cuda.get_rng_state(self._cuda_device)
-        self._backup.save()
+        self._host_rng.save()
+        self._modules.save()
+        self._frozen.save()
 
-    def roll_back(self) -> None:
-        """Undo the step. The update must not have started."""
+    def roll_back(self) -> bool:
+        """Undo the step. Return False if that isn't possible. The update must not have started."""
         assert not self.update_started
         torch.set_rng_state(self._cpu_rng_state)
         if self._cuda_rng_state is not None and self._cuda_device is not None:
             torch.cuda.set_rng_state(self._cuda_rng_state, self._cuda_device)
-        self._backup.restore()
+        self._host_rng.restore()
+        self._modules.restore()
+        return self._frozen.restore()
 
     def commit_step(self) -> None:
         """Complete the step, and deliver a delayed interrupt."""

@@ -28,6 +28,8 @@ import cloudpickle
 import numpy as np
 
 from dtkit._util.guard import run_guarded
+from dtkit.rpc.output_recorders import reduce_collector, register_recorders
+from dtkit.rpc.parametrized_modules import reduce_parametrized
 from dtkit.rpc.pickle_errors import PICKLE_PROTOCOL, raise_serialization_error
 
 if TYPE_CHECKING:
@@ -77,7 +79,9 @@ def unpack_object(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> An
     because torch has no read-only tensors.
     """
     # unpickles: sent by an engine or the notebook, in a message or a file that it names
-    return pickle.loads(header, buffers=buffers)
+    obj = pickle.loads(header, buffers=buffers)
+    register_recorders()
+    return obj
 
 
 def dumps(obj: Any, by_value: Iterable[types.ModuleType] = (), *, name: str | None = None) -> bytes:
@@ -88,7 +92,9 @@ def dumps(obj: Any, by_value: Iterable[types.ModuleType] = (), *, name: str | No
 def loads(data: bytes | memoryview) -> Any:
     """Load what :func:`dumps` returned."""
     # unpickles: passed by the caller; each caller is marked
-    return pickle.loads(data)
+    obj = pickle.loads(data)
+    register_recorders()
+    return obj
 
 
 class _ModuleFinder(pickle.Unpickler):
@@ -182,6 +188,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return importlib.import_module, (obj.__name__,)
         if kind is np.ndarray:
             return _reduce_array(obj)
+        if kind.__name__ == "CompileableContextVar" and (reduced := reduce_collector(obj)) is not None:
+            return reduced
+        if kind.__name__.startswith("Parametrized") and (reduced := reduce_parametrized(obj)) is not None:
+            return reduced
         if self._torch is not None and kind is self._torch.Tensor and _is_plain_tensor(obj, self._torch):
             return self._reduce_tensor(obj)
         return super().reducer_override(obj)

@@ -98,6 +98,8 @@ class Strategy(abc.ABC):
     """The order of each rank's actions, in a pipeline."""
     divides_batch: bool = True
     """Whether the losses of parts of a batch make one gradient, so that a loss must be a mean over samples."""
+    shares_router_losses: bool = False
+    """Whether ranks compute the routers' losses of a mixture of experts together."""
     shards_model: bool = False
     """Whether a rank keeps only a part of the model. `setup` then gets the whole model, to copy that part."""
 

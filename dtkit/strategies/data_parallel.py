@@ -107,6 +107,11 @@ class DataParallel(Strategy):
         return self.accumulate
 
     @property
+    def shares_router_losses(self) -> bool:  # type: ignore[override]  # a constant of other strategies
+        """Whether a rank computes all of its samples at once."""
+        return self.accumulate == 1
+
+    @property
     def has_plain_sums(self) -> bool:
         """Whether no option needs DDP, so that small gradients are summed in one flat buffer."""
         return self.compress is None and self.bucket_cap_mb is None and not self.find_unused_parameters
@@ -201,6 +206,7 @@ class _DataParallelWorker(ReplicatedWorker):
     def _prepare_sync(self) -> None:
         """Choose how gradients are summed over the ranks of the current process group."""
         strategy, self._ddp, self._flat_gradients = self._strategy, None, None
+        self._share_router_losses()
         if self._group is None:
             return
         if strategy.has_plain_sums and fits_flat_buffer(self._model):

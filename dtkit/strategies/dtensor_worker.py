@@ -70,6 +70,11 @@ class DTensorStrategy(Strategy):
         """Return `accumulate`."""
         return self.accumulate
 
+    @property
+    def shares_router_losses(self) -> bool:  # type: ignore[override]  # a constant of other strategies
+        """Whether a rank computes all of its samples at once."""
+        return self.accumulate == 1
+
     def check(self, world_size: int, batch_size: int) -> None:
         """Raise ValueError if no replica has enough samples for `accumulate` micro-batches."""
         self._unsharded_strategy.check(self.build_mesh(world_size).num_replicas, batch_size)
@@ -157,7 +162,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
 
     def _register_shards(self, model: nn.Module) -> None:
         """Keep references to the shards, since FSDP temporarily replaces them by whole parameters."""
-        self._model = model
+        self.model = self._model = model
         self._sharded_parameters = dict(model.named_parameters(remove_duplicate=False))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         world = self._context.group.world_size if self._context.group is not None else 1

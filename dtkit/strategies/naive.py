@@ -19,6 +19,7 @@ from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.planning.cost_model import Benchmark, ModelProfile
@@ -32,6 +33,8 @@ class NaiveDataParallel(Strategy):
 
     Parameters that the model did not use get a gradient of zeros.
     """
+
+    shares_router_losses = True
 
     def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
         """Return the cost of data parallelism without overlap."""
@@ -52,6 +55,15 @@ class NaiveDataParallel(Strategy):
 class _NaiveWorker(ReplicatedWorker):
     """One rank's copy of the model."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._share_router_losses()
+
+    def set_process_group(self, group: Group) -> None:
+        """Continue in a new generation of the process group."""
+        super().set_process_group(group)
+        self._share_router_losses()
+
     def step(
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None = None
     ) -> StepResult:
@@ -60,7 +72,7 @@ class _NaiveWorker(ReplicatedWorker):
             return self._explain_step(batches, counts, probe)
         loss_accumulator = LossAccumulator(sum(counts))
 
-        with self._share_written_tensors(counts):
+        with self._share_written_tensors(counts), self._answer_router_losses(counts):
             gradients = self._compute_local_gradients(
                 batches, loss_accumulator
             )  # 1. this rank's gradients, scaled to its share

@@ -25,6 +25,7 @@ from dtkit.strategies.base import EvalFunction, StepResult, Worker, split_state_
 from dtkit.strategies.loss import LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM, Loss
 from dtkit.strategies.module_modes import module_eval_mode
 from dtkit.strategies.module_numbers import assign_numbers, find_changes, list_numbers
+from dtkit.strategies.router_loss import RouterLosses, find_namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,8 @@ class ReplicatedWorker(Worker):
     _optimizer_differs_by_rank = False
     _num_micro_batches = 1
     """Largest number of forward passes of a rank in one step."""
+    _router_losses: RouterLosses | None = None
+    """The routers' losses that ranks compute together, if there are some."""
 
     def __init__(
         self,
@@ -129,10 +132,28 @@ class ReplicatedWorker(Worker):
         for p in self._parameters:  # the optimizer may not hold all of them
             p.grad = None
 
+    def _share_router_losses(self, process_group: ProcessGroup | None = None) -> None:
+        """Let the ranks compute routers' losses together: all, or those of a `process_group`."""
+        self._router_losses = None
+        if self._group is not None and self._group.world_size > 1 and self._num_micro_batches == 1:
+            namespaces = find_namespaces(self._model, self._loss_fn.training_step)
+            if namespaces:
+                self._router_losses = RouterLosses(namespaces, self._context, self._group, process_group)
+
+    def _answer_router_losses(self, counts: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+        """Return a context for user code in which ranks without samples take part in the routers' losses."""
+        return (
+            contextlib.nullcontext() if self._router_losses is None else self._router_losses.answer_empty_ranks(counts)
+        )
+
     def _compute_loss(self, module: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._autocast_dtype is None:
+        if self._autocast_dtype is None and self._router_losses is None:
             return self._loss_fn(module, batch)
-        with torch.autocast(self._context.device.type, dtype=self._autocast_dtype):
+        with contextlib.ExitStack() as stack:
+            if self._autocast_dtype is not None:
+                stack.enter_context(torch.autocast(self._context.device.type, dtype=self._autocast_dtype))
+            if self._router_losses is not None:
+                stack.enter_context(self._router_losses.add_up())
             return self._loss_fn(module, batch)
 
     def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -234,7 +255,7 @@ class ReplicatedWorker(Worker):
     ) -> StepResult:
         """Take a step with one explicit sum of gradients, for a probe or if a rank has no samples."""
         loss_accumulator = LossAccumulator(sum(counts))
-        with self._share_written_tensors(counts):
+        with self._share_written_tensors(counts), self._answer_router_losses(counts):
             local = self._compute_local_gradients(batches, loss_accumulator)
         wait_for_total = self._start_weight_reduce(loss_accumulator)
         self._sum_gradients(local)

@@ -170,6 +170,7 @@ class _FSDPWorker(DTensorWorker):
     ) -> None:
         super().__init__(strategy, model, loss_fn, optimizer, context)
         self._frozen_parameters = []  # ranks hold different shards of them, and no forward can write to them
+        self._share_router_losses()
 
     def _shard_model(self, model: nn.Module, group: Group) -> None:
         mesh = self._strategy.build_shard_mesh(group.world_size)
@@ -189,6 +190,7 @@ class _FSDPWorker(DTensorWorker):
     def set_process_group(self, group: Group) -> None:
         """Continue in a new generation of the process group from the next use on, and release the old one."""
         super().set_process_group(group)
+        self._share_router_losses()
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 _drop_process_groups(module)
@@ -220,7 +222,8 @@ class _FSDPWorker(DTensorWorker):
     def _run_padding_batch(self) -> None:
         """Take part in the collectives without a sample."""
         batch = self._make_padding_batch()
-        with preserve_buffers(self._model):
+        ignored = contextlib.nullcontext() if self._router_losses is None else self._router_losses.ignore_tokens()
+        with preserve_buffers(self._model), ignored:
             self._phases.enter("forward")
             loss, _ = self._compute_loss(self._model, batch)
             self._phases.enter("backward")

@@ -257,8 +257,8 @@ OWN_GENERATOR_IN_STEP = (
 RANDOM_STEP = "the model or the step draws random numbers, and each rank draws its own"
 NOT_A_MEAN = (
     "the loss of a batch is not the mean of the losses of its parts. Samples of a batch may depend on each other (a "
-    "contrastive loss). Or it is a mean over something else than samples (tokens with labels of -100); then return "
-    "(sum, weight) instead"
+    "contrastive loss, or the routers' loss of a mixture of experts in micro-batches). Or it is a mean over something "
+    "else than samples (tokens with labels of -100); then return (sum, weight) instead"
 )
 GROWN_ROUNDING = (
     "the difference was {difference:.2g} after {steps} steps, and grew much faster than the steps. Rounding in {dtype} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -40,6 +41,14 @@ class Half(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(make_one_half())
+
+
+class RandomHalf(Half):
+    """The same rows in an order that no seed covers."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = make_one_half()
+        return iter([rows[k] for k in np.random.default_rng().permutation(len(rows))])
 
 
 def make_model() -> nn.Sequential:
@@ -156,7 +165,9 @@ def test_error_of_a_dataset_is_raised_with_the_rank_that_loads(cluster2: dtkit.C
     small.check_usable(cluster2)
 
 
-@pytest.mark.parametrize("data", [Half(), slow(make_one_half)], ids=["stream", "function"])
+@pytest.mark.parametrize(
+    "data", [Half(), RandomHalf(), slow(make_one_half)], ids=["stream", "random stream", "function"]
+)
 def test_data_that_divide_themselves_are_refused(cluster2: dtkit.Cluster, data: Any):
     """Divided once more, most samples would be left out."""
     with pytest.raises(dtkit.errors.EngineError, match=r"most (samples|rows) would be left out"):

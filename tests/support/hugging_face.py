@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -37,6 +39,18 @@ def make_mixtral() -> Any:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
     routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     return MixtralForCausalLM(MixtralConfig(**sizes, **experts, **routers)).double()
+
+
+def make_qwen_moe() -> Any:
+    torch.manual_seed(0)
+    sizes = {**_SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    widths = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, **experts, **widths, **routers)).double()
+
+
+MIXTURES = {"mixtral": make_mixtral, "qwen2_moe": make_qwen_moe}
 
 
 def make_gpt2() -> Any:

@@ -2,7 +2,8 @@
 
 A stream may divide itself by ``torch.distributed.get_rank()``, by environment variables, or by files of its host.
 Divided once more, most of its samples would be left out. Ranks then see different items, although all draw the same
-random numbers. A stream with random numbers of its own also differs, but it differs each time.
+random numbers. A stream with random numbers of its own also differs, but it differs each time, and doesn't ask for its
+rank.
 """
 
 from __future__ import annotations
@@ -61,14 +62,15 @@ RANDOM_STREAM_NOTE = (
 )
 
 
-def check_same_items(checksums: Sequence[int], *, are_repeatable: bool) -> str:
+def check_same_items(checksums: Sequence[int], *, divides_itself: bool) -> str:
     """Return a note on checksums of a stream's first items by rank; "" if they are equal.
 
-    Raises ValueError if they differ and `are_repeatable`, so that each rank has items of its own.
+    A stream divides itself if it asks for its rank, or if its items differ from rank to rank but not from time to time.
+    Raises ValueError for such a stream if the checksums differ.
     """
     if len(set(checksums)) < 2:
         return ""
-    if not are_repeatable:
+    if not divides_itself:
         return RANDOM_STREAM_NOTE
     raise ValueError(
         "the stream has different items on each rank, as if it divided itself by its rank, and dtkit would divide it "

@@ -27,6 +27,7 @@ from dtkit._util.guard import run_guarded
 from dtkit.data.columns import ColumnSelection
 from dtkit.data.sharding import divide_proportionally
 from dtkit.engine.data.divided_stream import DividedStream, check_same_items
+from dtkit.engine.data.rank_queries import record_rank_queries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -241,10 +242,10 @@ class IterableBatches:
         checksums = list(sums[self._num_shards :])
         if self._group is None or len(set(checksums)) < 2:
             return []
-        are_repeatable = not any(
-            self._sum_counts([sum(not self._is_repeatable(part) for part in self._shard_iterators)])
-        )
-        return [check_same_items(checksums, are_repeatable=are_repeatable)]
+        with record_rank_queries() as queries:
+            num_random = sum(not self._is_repeatable(part) for part in self._shard_iterators)
+        num_random, num_queries = self._sum_counts([num_random, len(queries)])
+        return [check_same_items(checksums, divides_itself=num_queries > 0 or not num_random)]
 
     def _is_repeatable(self, part: ShardIterator) -> bool:
         """Return whether a part's stream begins with the same items when it is opened again."""

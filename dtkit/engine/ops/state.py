@@ -13,7 +13,6 @@ from dtkit.engine.comm.sigint import SigintHandler
 from dtkit.engine.memory_limit import MemoryLimit
 from dtkit.engine.observe.watchdog import Watchdog
 from dtkit.engine.ops.admission import check_job_step, make_released_error
-from dtkit.engine.output_recorders import register_recorders
 from dtkit.history.engine_outbox import ResultOutbox
 from dtkit.rpc import pickling
 from dtkit.rpc.payload import Payload, make_payload
@@ -131,9 +130,7 @@ class EngineState:
     def get_model(self, key: str) -> torch.nn.Module:
         """Return a model as it was sent."""
         held = self.models[key]
-        model = held.load() if isinstance(held, Payload) else held
-        register_recorders(model)
-        return model
+        return held.load() if isinstance(held, Payload) else held
 
     def get_job(self, job: str, step: int | None = None) -> Job:
         """Return a job. With a `step`, the job must be at that step."""

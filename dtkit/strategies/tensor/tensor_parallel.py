@@ -187,6 +187,18 @@ class _TensorParallelWorker(DTensorWorker):
         super().__init__(strategy, model, loss_fn, optimizer, context)
         if before is not None:
             self._check_plan(before)
+        self._share_over_replicas()
+
+    def _share_over_replicas(self) -> None:
+        if self._dp_group is not None:
+            self._share_router_losses(self._dp_group)
+
+    def settle(self) -> None:
+        """Move to the current process group. A collective if it is new."""
+        is_stale = self._has_stale_group
+        super().settle()
+        if is_stale:
+            self._share_over_replicas()
 
     def _shard_model(self, model: nn.Module, group: Group) -> None:
         axes = build_device_meshes(group, self._context.mesh, self._context.device)
@@ -225,7 +237,11 @@ class _TensorParallelWorker(DTensorWorker):
         """Run forward and backward with this replica's ranks, sum over replicas, and update the slices."""
         self._zero_grad()
         loss_accumulator = LossAccumulator(sum(counts))
-        with self._share_written_tensors(counts, self._dp_group), mark_collectives(self._phases, self._tp_ranks):
+        with (
+            self._share_written_tensors(counts, self._dp_group),
+            mark_collectives(self._phases, self._tp_ranks),
+            self._answer_router_losses(counts),
+        ):
             local_gradients = self._compute_local_gradients(batches, loss_accumulator)
         total = self._start_weight_reduce(loss_accumulator)
         self._sum_gradients(local_gradients)

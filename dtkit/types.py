@@ -320,7 +320,7 @@ class CheckpointReport(SnapshotReport):
 
 
 OutputItem = tuple[str, Any]
-"""Output of a call: ("text", line), or ("row", {name: number}) from `dtkit.log`."""
+"""Output of a call: ("text", line), ("row", {name: number}) from `dtkit.log`, or ("progress", a line without end)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -360,6 +360,16 @@ def test_text_shows_the_latest_value_of_each_name_and_sanitized_lines(cluster):
     assert repr(call) == "len on 2 nodes: running\n  [0] loss=0.5 accuracy=1\n[0] [31mred"
 
 
+def test_line_without_its_end_is_shown_until_the_end_arrives(cluster):
+    call = start(cluster)
+    cluster.listen(0, 0, [("text", "begin"), ("progress", "10%"), ("progress", "20%")])
+    assert repr(call).splitlines()[1:] == ["[0] begin", "[0] 20%"]
+    assert "[0] 20%" in call_text.format_html(call)
+    cluster.listen(0, 3, [("text", "100%"), ("progress", "  ")])
+    assert repr(call).splitlines()[1:] == ["[0] begin", "[0] 100%"]
+    assert call.output == [(0, "begin"), (0, "100%")]
+
+
 def test_html_escapes_engine_output_and_shows_only_the_last_lines(cluster):
     call = start(cluster)
     cluster.listen(0, 0, [("text", f"<b>{k}</b>") for k in range(40)])

@@ -125,6 +125,19 @@ def test_gpt2_of_transformers_is_sharded_by_heads(attn_implementation: str):
     assert (row.parameters, row.local_parameters, row.note) == (3168, 1584, "4 heads, 2 on each rank")
 
 
+def test_relative_positions_of_t5_are_sharded_by_heads():
+    pytest.importorskip("transformers")
+    from tests.support.hugging_face import make_t5
+
+    model = make_t5()
+    plan = find_plan(model, 2)
+    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"
+    assert plan.styles[name] == "heads"
+    row = next(row for row in plan.rows if row.name == name)
+    assert (row.parameters, row.local_parameters, row.note) == (128, 64, "4 heads, 2 on each rank")
+    assert name not in find_plan(model, 8).styles  # the attention is computed whole
+
+
 class ByHead(Attention):
     """Attention whose heads have their queries, keys and values together."""
 

@@ -145,10 +145,24 @@ class Cluster(Engines):
         return values, or a script's exit codes, all 0. Any other code raises EngineError and ends the other ranks. An
         interrupt ends the processes within seconds. Engines keep their state.
         """
+        asked: dict[str, Any] = {"horovod": horovod, "min_np": min_np, "max_np": max_np, "on_failure": on_failure}
+        return self.submit_torchrun(main, *args, **asked, **kwargs).display_and_wait()
+
+    def submit_torchrun(
+        self,
+        main: str | Path | Callable[..., Any],
+        *args: Any,
+        horovod: bool = False,
+        min_np: int | None = None,
+        max_np: int | None = None,
+        on_failure: Literal["repair", "shrink"] | None = None,
+        **kwargs: Any,
+    ) -> task.Task:
+        """Run a script as :meth:`torchrun` does, without waiting. The returned task displays itself."""
         asked: dict[str, Any] = {"min_np": min_np, "max_np": max_np, "on_failure": on_failure}
         policy = make_policy(self._engine_group.world_size, horovod=horovod, **asked)
         self.last_task = script_task.submit_script(self._engine_group, main, args, kwargs, self.repair, policy)
-        return self.last_task.display_and_wait()
+        return self.last_task
 
     @suggest_arguments
     def partition(

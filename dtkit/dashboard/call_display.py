@@ -95,7 +95,7 @@ class _NotebookView:
 
     def update(self) -> None:
         with self._lock:
-            if self._show_if_empty or self._call.rows or self._call.output:
+            if self._show_if_empty or self._call.rows or self._call.output or self._call.progress:
                 html = format_html(self._call, self._log_summary)
                 self._display.show({"text/html": html, "text/plain": format_text(self._call, self._log_summary)})
             if any(count > 1 for count in self._log_summary.row_counts.values()):

@@ -119,6 +119,11 @@ class CallView(Protocol):
         """Printed lines, with their rank."""
         ...
 
+    @property
+    def progress(self) -> Mapping[int, str]:
+        """The line by rank that has no end yet, such as a progress bar."""
+        ...
+
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` after every change. Return a function that ends the subscription."""
         ...

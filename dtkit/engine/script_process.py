@@ -6,9 +6,11 @@ line. Numbers that it passes to `dtkit.log` arrive through a pipe.
 
 from __future__ import annotations
 
+import codecs
 import collections
 import contextlib
 import ctypes
+import io
 import json
 import os
 import pickle
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
-from dtkit.engine.observe.call_output import LOG_DESCRIPTOR_VARIABLE
+from dtkit.engine.observe.call_output import LOG_DESCRIPTOR_VARIABLE, LineStream
 from dtkit.rpc.script_ranks import ELASTIC_VARIABLE, FOLDER_VARIABLE, SLOT_VARIABLE, ScriptFolder
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ KILLED = "ScriptKilled"
 """Kind of the error of an elastic script whose process was killed again and again."""
 
 _MAX_RESTARTS = 3
+_CHUNK_BYTES = 65536
 _MAX_KEPT_LINES = 200  # of the output, for the error
 _TRACEBACK_HEAD = "Traceback (most recent call last):"
 _STARTUP_FOLDER = Path(__file__).parent / "startup"
@@ -164,6 +167,7 @@ class _ScriptProcess:
     """One process, with threads that read its output."""
 
     def __init__(self, command: Sequence[str], folder: str, environment: Mapping[str, str], output: CallOutput) -> None:
+        self._output = output
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_MAX_KEPT_LINES)
         log_reader, log_writer = os.pipe()
         try:
@@ -185,14 +189,29 @@ class _ScriptProcess:
             os.close(log_writer)
         assert self._process.stdout is not None
         self._readers = [
-            _start_reader(self._process.stdout.fileno(), lambda line: self._add_line(output, line)),
-            _start_reader(log_reader, lambda line: output.add_row(json.loads(line))),
+            _start_reader(self._process.stdout.fileno(), self._read_lines),
+            _start_reader(log_reader, self._read_rows),
         ]
         self._log_reader = log_reader
 
-    def _add_line(self, output: CallOutput, line: str) -> None:
-        self.last_lines.append(line)
-        output.add_line(line)
+    def add_line(self, text: str) -> None:
+        """Add a printed line, and keep it for the error."""
+        self.last_lines.append(text)
+        self._output.add_line(text)
+
+    def show_progress(self, text: str) -> None:
+        """Show a line that has no end yet."""
+        self._output.show_progress(text)
+
+    def _read_lines(self, stream: io.FileIO) -> None:
+        lines, decoder = LineStream(self), codecs.getincrementaldecoder("utf-8")("replace")
+        while chunk := stream.read(_CHUNK_BYTES):  # what there is: a progress bar's line ends late
+            lines.write(decoder.decode(chunk))
+        lines.flush_partial_line()
+
+    def _read_rows(self, stream: io.FileIO) -> None:
+        for line in io.BufferedReader(stream):
+            self._output.add_row(json.loads(line))
 
     def wait(self) -> int:
         """Wait for the end, and return the exit code; negative for a signal. All processes that it started end too."""
@@ -231,13 +250,12 @@ def _make_environment(extra: Mapping[str, str], log_writer: int) -> dict[str, st
     return environment | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _start_reader(descriptor: int, take_line: Callable[[str], None]) -> threading.Thread:
-    def read_lines() -> None:
-        with os.fdopen(os.dup(descriptor), encoding="utf-8", errors="replace") as stream:
-            for line in stream:
-                take_line(line.rstrip("\n"))
+def _start_reader(descriptor: int, read: Callable[[io.FileIO], None]) -> threading.Thread:
+    def read_to_end() -> None:
+        with io.FileIO(os.dup(descriptor)) as stream:
+            read(stream)
 
-    thread = threading.Thread(target=read_lines, name="dtkit-script-output", daemon=True)
+    thread = threading.Thread(target=read_to_end, name="dtkit-script-output", daemon=True)
     thread.start()
     return thread
 

@@ -94,6 +94,7 @@ class ItemScheduler:
         """"running", "done" or "failed"."""
         self.rows: list[dict[str, Any]] = []
         self.output: list[tuple[int, str]] = []
+        self.progress: dict[int, str] = {}
         self.num_done: collections.Counter[int] = collections.Counter()
         """Items that each rank has computed."""
         self._group, self._function_call, self._source, self._repair = engine_group, function_call, source, repair
@@ -238,7 +239,10 @@ class ItemScheduler:
             if kind == "row":
                 values = {name: float(value) for name, value in content.items()}
                 self.rows.append({"rank": rank, "index": running.index, **values})
+            elif kind == "progress":
+                self.progress[rank] = content
             else:
+                self.progress.pop(rank, None)
                 self.output.append((rank, content))
 
     # -- the end ----------------------------------------------------------------------------------------------

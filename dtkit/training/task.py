@@ -52,6 +52,8 @@ class Task:
         self.name, self.world_size = name, engine_group.world_size
         self.rows: list[dict[str, Any]] = []
         self.output: list[tuple[int, str]] = []
+        self.progress: dict[int, str] = {}
+        """The line by rank that has no end yet, such as a progress bar."""
         self.state = "running"
         """"running", "done" or "failed"."""
         self.engine_group, self._repair = engine_group, repair
@@ -80,7 +82,10 @@ class Task:
                     values = {name: float(value) for name, value in content.items()}
                     self.rows.append({"rank": rank, "index": self._num_rows[rank], **values})
                     self._num_rows[rank] += 1
+                elif kind == "progress":
+                    self.progress[rank] = content
                 else:
+                    self.progress.pop(rank, None)
                     self.output.append((rank, content))
                 self._num_received[rank] += 1
         self._notify()

@@ -32,7 +32,6 @@ CASES = [
     (model, strategy) if (model, strategy) in FAST else slow((model, strategy))
     for model in MODELS
     for strategy in STRATEGIES
-    if (model, strategy) != ("t5", "tensor")
 ]
 
 
@@ -148,12 +147,6 @@ def test_collator_of_transformers_makes_the_batches(cluster2: dtkit.Cluster):
         run = train(cluster2, MODELS["classifier"](), rows, steps=2, **options)
         losses.append(run.history.loss()[1].tolist())
     assert losses[0] == pytest.approx(losses[1])
-
-
-@pytest.mark.slow
-def test_tensor_parallel_refuses_the_relative_positions_of_t5(cluster2: dtkit.Cluster):
-    with pytest.raises(dtkit.errors.EngineError, match="T5ForConditionalGeneration in 2 slices can't compute"):
-        train(cluster2, MODELS["t5"](), make_samples(14, "t5"), strategy=STRATEGIES["tensor"])
 
 
 def test_pipeline_refuses_batches_of_another_length(cluster2: dtkit.Cluster):

@@ -16,7 +16,6 @@ from torch import nn
 
 import dtkit
 from dtkit._util import timeouts
-from dtkit.training.script_task import submit_script
 from tests.support.marks import slow
 from tests.support.small import check_usable, train
 
@@ -109,7 +108,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_to_end(cluster: dtkit.Cluster, *command: Any) -> Task:
-    task = submit_script(cluster._engine_group, command[0], command[1:], {})
+    task = cluster.submit_torchrun(*command)
     task.wait(60)
     return task
 
@@ -122,6 +121,24 @@ def test_file_runs_with_its_arguments_and_helpers_in_the_working_directory(clust
     (folder / "helper.py").write_text("SCALE = 5")
     assert "total 10.0" in run_to_end(cluster2, folder / "train.py").output[0][1]
     assert cluster2.run(lambda: "helper" in __import__("sys").modules) == [False, False]
+
+
+def test_progress_bar_of_a_script_is_visible_before_its_line_ends(cluster2: dtkit.Cluster, folder: Path):
+    (folder / "t.py").write_text(
+        "import pathlib, sys, threading\n"
+        "for k in range(3):\n"
+        "    print(f'\\r{k} of 3', end='', flush=True)\n"
+        "while not pathlib.Path('go').exists():\n"
+        "    threading.Event().wait(0.05)\n"
+        "print('\\r3 of 3')\n"
+    )
+    task, seen = cluster2.submit_torchrun(folder / "t.py"), threading.Event()
+    task.subscribe(lambda: task.progress == {0: "2 of 3", 1: "2 of 3"} and seen.set())
+    assert seen.wait(30) or task.progress == {0: "2 of 3", 1: "2 of 3"}
+    assert "[1] 2 of 3" in repr(task)
+    (folder.parent / "go").touch()
+    assert task.result(30) == [0, 0]
+    assert sorted(task.output) == [(0, "3 of 3"), (1, "3 of 3")]
 
 
 def test_module_runs_as_with_python_m(cluster2: dtkit.Cluster, folder: Path):
@@ -179,7 +196,7 @@ time.sleep(86400)
 
 def start_stubborn(cluster: dtkit.Cluster, folder: Path) -> Task:
     (folder / "stubborn.py").write_text(STUBBORN)
-    task, ready = submit_script(cluster._engine_group, str(folder / "stubborn.py"), (), {}), threading.Event()
+    task, ready = cluster.submit_torchrun(folder / "stubborn.py"), threading.Event()
     task.subscribe(lambda: len(task.output) == 2 and ready.set())
     assert ready.wait(30) or len(task.output) == 2
     return task

@@ -6,10 +6,8 @@ same batches. Each script runs by ``cluster.torchrun``, and its ranks must end w
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib.metadata
-import runpy
 import sys
 import tempfile
 from pathlib import Path
@@ -21,18 +19,13 @@ from torch.utils.data import default_collate
 from transformers import ViTConfig, ViTForImageClassification
 
 import dtkit
-from dtkit.training.script_task import submit_script
 from tests.support.hugging_face import MODELS, make_llama, make_samples
+from tests.tried.script_table import INTRODUCTION, make_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PAGE = Path(__file__).parents[2] / "docs" / "tried.md"
-FOLDER = Path(__file__).parent
-SHUFFLING = "lightning"
-"""Library that shuffles the rows in its own way, also of a DataLoader that doesn't."""
-DIVIDING_BY_MORE = "trainer_language_model"
-"""Script whose loss of GPT2 is smaller by 1/16 here: it also counts the first label of each row, which has no loss."""
 TRAININGS = {
     "regression": "A linear regression",
     "conv_net": "A convolutional net",
@@ -40,23 +33,8 @@ TRAININGS = {
     "text_classification": "A small BERT of transformers, as by run_glue.py",
     "gan": "A GAN, with two optimizers",
 }
-ARGUMENTS = {
-    "trainer_text_classification": [
-        *("--output_dir=out", "--do_train", "--do_eval", "--use_cpu", "--per_device_train_batch_size=4"),
-        *("--num_train_epochs=2", "--learning_rate=1e-3", "--save_strategy=no", "--report_to=none"),
-        *("--disable_tqdm=True", "--train_sampling_strategy=sequential"),
-        "--average_tokens_across_devices=False",
-    ]
-}
-"""Arguments of scripts that take some."""
-LIBRARIES = {
-    "accelerate": "Accelerate",
-    "ddp": "DistributedDataParallel",
-    "lightning": "Lightning's Trainer",
-    "trainer": "Hugging Face's Trainer",
-}
 STRATEGIES = [dtkit.DataParallel(), dtkit.Sharded(), dtkit.TensorParallel(2), dtkit.Pipeline(2, 2)]
-BATCH, STEPS, BOUND, CHECKSUM_BOUND = 7, 4, 1e-6, 1e-5
+BATCH, STEPS, BOUND = 7, 4, 1e-6
 PACKAGES = ("torch", "transformers", "peft", "pytorch-lightning", "accelerate")
 
 
@@ -114,59 +92,6 @@ def compare_with_plain_loop(cluster: dtkit.Cluster, make: Callable[[], Any], sam
     return f"{difference:.1e}" if difference <= BOUND else f"**WRONG by {difference:.1e}**"
 
 
-def run_script(cluster: dtkit.Cluster, path: Path) -> tuple[str, float | None]:
-    """Return (whether a script's ranks end with equal parameters, their sum)."""
-    task = submit_script(cluster._engine_group, str(path), tuple(ARGUMENTS.get(path.stem, ())), {})
-    try:
-        task.wait(180)
-    except dtkit.DtkitError as error:
-        return f"**FAILED: {str(error).splitlines()[0][:120]}**", None
-    checksums = {line for _, line in task.output if line.startswith("checksum")}
-    if len(checksums) == 1:
-        return "unchanged", float(checksums.pop().removeprefix("checksum"))
-    return f"**ranks differ: {sorted(checksums)}**", None
-
-
-def compare_scripts(cluster: dtkit.Cluster, training: str) -> Iterator[str]:
-    """Yield a row for each script of a training: how it ran, and the same with dtkit."""
-    same = FOLDER / "with_dtkit" / f"{training}.py"
-    expected = runpy.run_path(str(same), {"cluster": cluster})["checksum"]
-    for path in sorted((FOLDER / "scripts").glob(f"*_{training}.py")):
-        library = path.stem.removesuffix(f"_{training}")
-        outcome, checksum = run_script(cluster, path)
-        difference = abs(expected - (checksum or 0.0))
-        result = "same" if difference < CHECKSUM_BOUND else f"**other, {difference:.1e}**"
-        if library == SHUFFLING:
-            result = "rows in another order"
-        if path.stem == DIVIDING_BY_MORE and checksum is not None:
-            result = "a smaller loss: the Trainer also counts labels that have none"
-        yield format_row(path, library, outcome, (count_lines(path), count_lines(same)), result)
-
-
-def format_row(path: Path, library: str, outcome: str, lines: tuple[int, int], result: str) -> str:
-    """Return a script's row of the table."""
-    arguments = "".join(f', "{each}"' for each in ARGUMENTS.get(path.stem, ()))
-    title = TRAININGS[path.stem.removeprefix(f"{library}_")]
-    command = f'`cluster.torchrun("{path.name}"{arguments})`'
-    more = "" if lines[1] <= lines[0] else "**"
-    return (
-        f"| {title} | {LIBRARIES[library]} | {command} | {outcome} | {lines[0]} | {more}{lines[1]}{more} | {result} |"
-    )
-
-
-def count_lines(path: Path) -> int:
-    """Return the number of lines with code."""
-    text = ast.unparse(_drop_docstrings(ast.parse(path.read_text())))
-    return sum(1 for line in text.splitlines() if line.strip())
-
-
-def _drop_docstrings(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-    return tree
-
-
 def write_page(cluster: dtkit.Cluster) -> bool:
     """Write the page; return whether all is well."""
     names = [f"`{strategy!r}`" for strategy in STRATEGIES]
@@ -177,12 +102,10 @@ def write_page(cluster: dtkit.Cluster) -> bool:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
-        *_SCRIPTS.splitlines(),
+        *INTRODUCTION.splitlines(),
         "",
-        "| training | library | command | its script ran | lines | with dtkit | parameters |",
-        "|---|---|---|---|---|---|---|",
+        *make_table(cluster, TRAININGS),
     ]
-    lines += [row for training in TRAININGS for row in compare_scripts(cluster, training)]
     versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES)
     lines += ["", *_TRAINER.splitlines(), "", f"With {versions}.", ""]
     PAGE.write_text("\n".join(lines))
@@ -194,13 +117,6 @@ _INTRODUCTION = """\
 without a change, by `cluster.train(model, samples, optimizer=make_sgd, batch_size=7, steps=4, shuffle=None,
 strategy=...)` on two engines. A cell has the largest difference of any parameter from a plain loop of PyTorch in one
 process, after four steps on the same batches. Samples have different lengths, and their padding has labels of -100."""
-
-
-_SCRIPTS = """\
-Scripts of other libraries by `cluster.torchrun`, on two ranks (`tests/tried/scripts`). Next to them the same training
-with `cluster.train` (`tests/tried/with_dtkit`): the lines of each, model and data included, formatted alike, and
-whether the trained parameters are the same. A script also needs the command `torchrun --nproc-per-node 2 SCRIPT`, or
-Accelerate's `accelerate launch`; in a notebook `cluster = dtkit.Cluster(2)` takes its place, once."""
 
 
 _TRAINER = """\

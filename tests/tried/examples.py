@@ -3,7 +3,7 @@
 ``python -m tests.tried.examples EXAMPLES NANOGPT`` takes clones of https://github.com/pytorch/examples and
 https://github.com/karpathy/nanoGPT; ``make test-all CLONES="EXAMPLES NANOGPT"`` runs it. Scripts are copied, their
 lines for GPUs are replaced by those for CPUs, and ``cluster.torchrun`` runs them on two ranks. minGPT needs hydra-core
-and boto3. nanoGPT gets random tokens. Nothing is loaded from the network.
+and boto3. nanoGPT's own script prepares the Shakespeare that minGPT brings along. Nothing is loaded from the network.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import contextlib
 import dataclasses
 import importlib
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import dtkit
-from dtkit.training.script_task import submit_script
 
 PAGE = Path(__file__).parents[2] / "docs" / "tried-examples.md"
 TIMEOUT_S, BOUND = 170.0, 1e-9
@@ -118,7 +117,7 @@ def run(cluster: dtkit.Cluster, folder: Path, script: Script) -> str:
     """Run a script in its own folder, and return what came of it."""
     path = folder / script.path
     with contextlib.chdir(path.parent):
-        task = submit_script(cluster._engine_group, path.name, script.arguments, {})
+        task = cluster.submit_torchrun(path.name, *script.arguments)
         try:
             task.wait(TIMEOUT_S)
         except (dtkit.DtkitError, TimeoutError) as error:
@@ -129,11 +128,11 @@ def run(cluster: dtkit.Cluster, folder: Path, script: Script) -> str:
     return "ran to its end" if script.expected in printed else "**ended early**"
 
 
-def write_tokens(folder: Path) -> None:
-    """Write random tokens where nanoGPT's script for characters reads text."""
-    draws = np.random.default_rng(0)
-    for name in ("train", "val"):
-        draws.integers(65, size=2000, dtype=np.uint16).tofile(folder / "data" / "shakespeare_char" / f"{name}.bin")
+def prepare_text(examples: Path, nanogpt: Path) -> None:
+    """Let nanoGPT's own script make tokens of Shakespeare, from minGPT's copy of the text that it would download."""
+    folder = nanogpt / "data" / "shakespeare_char"
+    shutil.copy(examples / "minGPT-ddp" / "mingpt" / "data" / "input.txt", folder / "input.txt")
+    subprocess.run([sys.executable, "prepare.py"], cwd=folder, check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
 def compare_nanogpt(cluster: dtkit.Cluster, folder: Path) -> list[str]:
@@ -207,7 +206,7 @@ def write_page(clones: tuple[Path, Path]) -> bool:
         shutil.copytree(clones[0] / "distributed", examples)
         shutil.copytree(clones[1], nanogpt)
         prepare(Path(temporary))
-        write_tokens(nanogpt)
+        prepare_text(examples, nanogpt)
         lines += run_all(cluster, examples, nanogpt)
     lines += [f"On CPUs, with torch {torch.__version__.partition('+')[0]}.", ""]
     PAGE.write_text("\n".join(lines))

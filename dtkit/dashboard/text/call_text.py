@@ -61,7 +61,7 @@ def format_line(rank: int, line: str) -> str:
 def format_headline(call: CallView) -> str:
     """Return a headline such as ``measure on 4 ranks: running``."""
     ranks = formatting.format_count(call.world_size, "node")
-    is_starting = call.state == "running" and call.note and not call.rows and not call.output
+    is_starting = call.state == "running" and call.note and not (call.rows or call.output or call.progress)
     note = f", {call.note}" if is_starting else ""
     return f"{formatting.sanitize_text(call.name, 60)} on {ranks}: {call.state}{note}"
 
@@ -71,7 +71,7 @@ def format_text(call: CallView, log_summary: LogSummary | None = None) -> str:
     log_summary = (log_summary or LogSummary()).update(call.rows)
     lines = [format_headline(call)]
     lines += [f"  [{rank}] {format_values(values)}" for rank, values in sorted(log_summary.latest_values.items())]
-    lines += [format_line(*line) for line in call.output[-_MAX_SHOWN_LINES:]]
+    lines += [format_line(*line) for line in [*call.output[-_MAX_SHOWN_LINES:], *_list_progress(call)]]
     return "\n".join(lines)
 
 
@@ -79,7 +79,7 @@ def format_html(call: CallView, log_summary: LogSummary | None = None) -> str:
     """Return the call as HTML: a table of the latest values, and the last printed lines."""
     log_summary = (log_summary or LogSummary()).update(call.rows)
     table = _make_table(log_summary).to_html() if log_summary.names else ""
-    return f"<div>{html.escape(format_headline(call))}</div>{table}{_format_output(call.output)}"
+    return f"<div>{html.escape(format_headline(call))}</div>{table}{_format_output(call.output, _list_progress(call))}"
 
 
 def _make_table(log_summary: LogSummary) -> Table:
@@ -95,10 +95,16 @@ def _make_table(log_summary: LogSummary) -> Table:
     return Table(header, rows)
 
 
-def _format_output(output: Sequence[tuple[int, str]]) -> str:
-    if not output:
+def _list_progress(call: CallView) -> list[tuple[int, str]]:
+    """Return the lines without an end of a running call."""
+    shown = sorted(dict(call.progress).items()) if call.state == "running" else []
+    return [(rank, line) for rank, line in shown if line.strip()]
+
+
+def _format_output(output: Sequence[tuple[int, str]], progress: Sequence[tuple[int, str]]) -> str:
+    if not output and not progress:
         return ""
     num_earlier = len(output) - _MAX_SHOWN_LINES
     earlier = f"({num_earlier:,} earlier lines are in .output)\n" if num_earlier > 0 else ""
-    lines = "\n".join(html.escape(format_line(*line)) for line in output[-_MAX_SHOWN_LINES:])
+    lines = "\n".join(html.escape(format_line(*line)) for line in [*output[-_MAX_SHOWN_LINES:], *progress])
     return f"<pre>{earlier}{lines}</pre>"

@@ -3,6 +3,8 @@
 Items are numbered and kept until the call returns them. Meanwhile a thread publishes them at most four times a second,
 also during a long computation. Published messages may be lost. The notebook uses the numbers to fill the gaps
 when the call returns.
+
+A line without its end, such as a progress bar, is published as it stands, but is not a line of the output.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dtkit._util import timeouts
 from dtkit.types import RESERVED_COLUMNS
@@ -32,13 +34,16 @@ MAX_LINES_PER_S = 100
 
 
 class CallOutput:
-    """Items of one call: ("row", {name: number}) and ("text", line)."""
+    """Items of one call: ("row", {name: number}), ("text", line), and ("progress", a line without its end)."""
 
     def __init__(self, publish: Callable[[int, list[OutputItem]], None] | None = None) -> None:
         """Publish items, numbered from `first`, by `publish(first, items)`; None keeps them for the return only."""
         self.items: list[OutputItem] = []
         self._publish = publish
         self._num_published = 0
+        self._progress: str | None = None  # not yet among the items
+        # locks: while an item is appended
+        self._lock = threading.Lock()  # no progress may follow the line that it became
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._line_budget, self._budget_updated_at, self._num_dropped = float(MAX_LINES_PER_S), time.monotonic(), 0
@@ -58,8 +63,22 @@ class CallOutput:
             return
         self._line_budget -= 1
         self._report_dropped()
-        self.items.append(("text", text))
+        with self._lock:
+            self._progress = None
+            self.items.append(("text", text))
         self._wake.set()
+
+    def show_progress(self, text: str) -> None:
+        """Publish a line that has no end yet, in place of the previous one."""
+        if self._publish is not None:
+            self._progress = text
+            self._wake.set()
+
+    def _add_progress(self) -> None:
+        with self._lock:
+            if self._progress is not None:
+                self.items.append(("progress", self._progress))
+                self._progress = None
 
     def _report_dropped(self) -> None:
         if self._num_dropped:
@@ -69,7 +88,7 @@ class CallOutput:
     @contextlib.contextmanager
     def capture_streams(self) -> Iterator[None]:
         """Capture stdout and stderr, and publish items, within the context."""
-        out, err = _LineStream(self), _LineStream(self)
+        out, err = LineStream(self), LineStream(self)
         thread = threading.Thread(target=self._publish_loop, name="dtkit-publish", daemon=True)
         if self._publish is not None:
             thread.start()
@@ -89,6 +108,7 @@ class CallOutput:
         while not self._closed.is_set():
             self._wake.wait(timeout=timeouts.OUTPUT_IDLE_TIMEOUT_S)
             self._wake.clear()
+            self._add_progress()
             items = self.items[self._num_published :]
             if items and self._publish is not None and not self._closed.is_set():
                 self._publish(self._num_published, [_encode_item(item) for item in items])
@@ -104,26 +124,50 @@ def _encode_item(item: OutputItem) -> OutputItem:
     return kind, {name: value if math.isfinite(value) else str(value) for name, value in content.items()}
 
 
-class _LineStream(io.TextIOBase):
-    """Text stream that adds whole lines to a call's output."""
+class LineTarget(Protocol):
+    """Where a :class:`LineStream` puts lines: a call's output, or an object that also keeps them."""
 
-    def __init__(self, output: CallOutput) -> None:
-        self._output, self._partial_line = output, ""
+    def add_line(self, text: str) -> None:
+        """Add a whole line."""
+
+    def show_progress(self, text: str) -> None:
+        """Show a line that has no end yet."""
+
+
+class LineStream(io.TextIOBase):
+    """Text stream that adds whole lines to its target, and shows a line that has no end yet.
+
+    As on a terminal, a carriage return begins the line again. So a progress bar is one line, with its last state.
+    """
+
+    def __init__(self, target: LineTarget) -> None:
+        self._target, self._partial_line = target, ""
 
     def writable(self) -> bool:
+        """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        *lines, self._partial_line = (self._partial_line + text).split("\n")
+        """Add whole lines, and show the rest."""
+        *lines, partial_line = (self._partial_line + text).split("\n")
         for line in lines:
-            self._output.add_line(line)
+            self._target.add_line(_keep_last_state(line))
+        shown = _keep_last_state(partial_line)
+        self._partial_line = shown + "\r" if partial_line.endswith("\r") else shown
+        if partial_line:
+            self._target.show_progress(shown)
         return len(text)
 
     def flush_partial_line(self) -> None:
         """Add the last line if it lacks its end."""
-        if self._partial_line:
-            self._output.add_line(self._partial_line)
-            self._partial_line = ""
+        if line := _keep_last_state(self._partial_line):
+            self._target.add_line(line)
+        self._partial_line = ""
+
+
+def _keep_last_state(line: str) -> str:
+    """Return what a terminal shows of a line after its carriage returns."""
+    return line.rstrip("\r").rpartition("\r")[2] if "\r" in line else line
 
 
 _add_logged: Callable[[dict[str, Any]], None] | None = None

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from dtkit._util.torch_private import apply_style, cpu_attention, cpu_attention_backward, tree_map
 from dtkit.engine.state.dtensor_shards import set_num_fused_blocks
@@ -278,6 +279,29 @@ def _gather_fused(value: Any) -> Any:
     if not isinstance(value, FusedQKV):
         return value
     return value.qkv.redistribute(value.qkv.device_mesh, [Replicate()]).flatten(-2)
+
+
+class HeadMaskSharding(TorchFunctionMode):
+    """Gives each rank's attention its heads of a mask that has heads, as T5's has, within the context.
+
+    DTensor shards a plain mask for a GPU's attention, but not for a CPU's, which takes it as a keyword.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Shard the mask of an attention by heads like its queries, and leave other functions as they are."""
+        kwargs = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention and isinstance(args[0], DTensor):
+            mask = kwargs.get("attn_mask")
+            if isinstance(mask, torch.Tensor) and not isinstance(mask, DTensor) and mask.dim() == 4:
+                kwargs["attn_mask"] = _shard_mask(mask, args[0])
+        return func(*args, **kwargs)
+
+
+def _shard_mask(mask: torch.Tensor, queries: DTensor) -> DTensor:
+    """Return a mask with the queries' placements, or replicated if it has one head for all; without communication."""
+    mesh = queries.device_mesh
+    whole = DTensor.from_local(mask, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(mesh, queries.placements) if mask.shape[1] > 1 else whole
 
 
 # --- torch's attention on DTensors --------------------------------------------------------------------------

@@ -167,7 +167,8 @@ def _find_attention_groups(module: nn.Module, projection: str, tp_size: int) -> 
                 find_uneven_heads(owner, tp_size), "" if heads else "it has no attribute for its number of heads"
             )
             first, last = ("gathered", "scattered") if why else ("heads", "rowwise")
-            yield {**dict.fromkeys(names, first), projection: last}, _describe_attention(heads, tp_size, why)
+            biases = {} if why else dict.fromkeys(_find_head_biases(module, heads), "heads")
+            yield {**dict.fromkeys(names, first), **biases, projection: last}, _describe_attention(heads, tp_size, why)
             return
     for name in _FUSED_QKV_NAMES:
         if is_linear(_find_child(module, name)):
@@ -178,6 +179,13 @@ def _find_attention_groups(module: nn.Module, projection: str, tp_size: int) -> 
             first, last = ("gathered", "scattered") if why else ("fused", "rowwise")
             yield {name: first, projection: last}, _describe_attention(heads, tp_size, why)
             return
+
+
+def _find_head_biases(module: nn.Module, heads: int | None) -> Iterator[str]:
+    """Yield embeddings of an attention with one feature per head, such as T5's biases for relative positions."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.Embedding) and child.embedding_dim == heads:
+            yield name
 
 
 def _describe_attention(heads: int | None, tp_size: int, why_not: str) -> str:

@@ -8,7 +8,8 @@ rowwise     sharded inputs of a Linear (rows of an Embedding): takes a colwise l
 gathered    as colwise, but the next layer gets all outputs
 scattered   as rowwise, but takes all inputs
 heads       as colwise, for queries, keys and values: the attention sees a whole tensor, sharded by heads;
-            an nn.MultiheadAttention computes this rank's heads (and its out_proj is rowwise)
+            an nn.MultiheadAttention computes this rank's heads (and its out_proj is rowwise);
+            an Embedding of one bias per head, as for T5's relative positions, gives this rank's heads theirs
 fused       as heads, for one layer that computes queries, keys and values in this order
 sequence    a LayerNorm or RMSNorm works on this rank's part of the sequence (the second dimension)
 loss        as colwise for the last Linear: the loss works on sharded outputs (only cross entropy can)
@@ -174,7 +175,7 @@ def _is_allowed_by_type(module: nn.Module, style: str) -> bool:
     """Return whether a linear layer or an embedding can have this style."""
     if style == "fused":
         return is_linear(module)
-    return isinstance(module, nn.Linear) or style not in ("heads", "loss")
+    return isinstance(module, nn.Linear) or style != "loss"
 
 
 def _find_attention_problems(module: nn.MultiheadAttention, tp_size: int) -> Iterator[str]:

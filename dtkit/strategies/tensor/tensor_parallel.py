@@ -38,7 +38,7 @@ from dtkit.strategies.kv_cache import disable_kv_cache
 from dtkit.strategies.options import check_count
 from dtkit.strategies.replicated import LossAccumulator
 from dtkit.strategies.tensor import plan as tensor_plan
-from dtkit.strategies.tensor.attention import register_attention_sharding
+from dtkit.strategies.tensor.attention import HeadMaskSharding, register_attention_sharding
 from dtkit.strategies.tensor.auto_plan import find_plan
 from dtkit.strategies.tensor.collective_marks import mark_collectives, rank_span
 from dtkit.strategies.tensor.layout import gather_full, redistribute_gradient, wrap_gradient
@@ -182,6 +182,8 @@ class _TensorParallelWorker(DTensorWorker):
         self._plan = self.placement = strategy.plan_for(model)
         self._coordinates = context.mesh.get_coordinates(context.group.rank)
         self._loss_fn, self._context = loss_fn, context
+        by_heads = [name for name, style in self._plan.styles.items() if style == "heads"]
+        self._has_head_biases = any(isinstance(model.get_submodule(name), nn.Embedding) for name in by_heads)
         whole = [p for p in model.parameters() if p.requires_grad]
         before = None if context.make_sample_batch is None else self._run_plan_check(model, whole, [1] * len(whole))
         super().__init__(strategy, model, loss_fn, optimizer, context)
@@ -225,6 +227,8 @@ class _TensorParallelWorker(DTensorWorker):
             stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
             if by_heads:
                 register_attention_sharding()
+            if self._has_head_biases:
+                stack.enter_context(HeadMaskSharding())
             if "loss" in styles:
                 stack.enter_context(loss_parallel())
             if by_heads or any(style == "loss" or not isinstance(style, str) for style in styles):

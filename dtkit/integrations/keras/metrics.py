@@ -75,10 +75,7 @@ class KerasMetrics:
         assert self._initial is not None
         names = [variable.name for variable in self._list_variables()]
         for k in sorted(chosen):
-            first, second = self._sums[k] - self._initial[k], after_same_batch[k] - self._sums[k]
-            if not np.isfinite(first).all() or not np.allclose(
-                first, second, rtol=_MAX_ROUNDING, atol=_MAX_ROUNDING * np.abs(first).max()
-            ):
+            if not is_sum(self._initial[k], self._sums[k], after_same_batch[k]):
                 self._not_sums.append(names[k])
         self._unchecked -= chosen
 
@@ -160,3 +157,11 @@ class KerasMetrics:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": None}
+
+
+def is_sum(initial: np.ndarray, after_batch: np.ndarray, after_same_batch: np.ndarray) -> bool:
+    """Return whether a batch has changed a variable by as much at the second time as at the first."""
+    first, second = after_batch - initial, after_same_batch - after_batch
+    if not np.isfinite(first).all():
+        return False
+    return np.allclose(first, second, rtol=_MAX_ROUNDING, atol=_MAX_ROUNDING * np.abs(first).max(initial=0))

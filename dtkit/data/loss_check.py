@@ -60,7 +60,7 @@ def describe_parts(loss: Loss, model: torch.nn.Module, batch: Any) -> str | None
 
     Raises ValueError for a sum over samples. Runs the model in evaluation.
     """
-    num_rows = _count_rows(batch)
+    num_rows = count_rows(batch)
     if num_rows < 2:
         return None
     loss = _weigh_labels(loss, model, batch)
@@ -87,7 +87,7 @@ def _weigh_labels(loss: Loss, model: torch.nn.Module, batch: Any) -> Loss:
     """Return the loss as engines compute it: with a weight, if it is a mean over labels."""
     labels = get_labels(batch)
     all_labels = labels if isinstance(labels, torch.Tensor) and labels.dim() == 1 else None
-    weight = find_label_weight(loss, model, lambda num_rows: _take_rows(batch, slice(0, num_rows)), all_labels)
+    weight = find_label_weight(loss, model, lambda num_rows: take_rows(batch, slice(0, num_rows)), all_labels)
     return dataclasses.replace(loss, label_weight=weight)
 
 
@@ -96,8 +96,8 @@ def _compute_parts(loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int
     cut = max(1, num_rows // 3)
     with module_eval_mode(model):
         whole, again = _compute(loss, model, batch), _compute(loss, model, batch)
-        first = _compute(loss, model, _take_rows(batch, slice(0, cut)))
-        last = _compute(loss, model, _take_rows(batch, slice(cut, num_rows)))
+        first = _compute(loss, model, take_rows(batch, slice(0, cut)))
+        last = _compute(loss, model, take_rows(batch, slice(cut, num_rows)))
     if whole is None or first is None or last is None or whole != again:
         return None
     return whole, first + last, (cut * first + (num_rows - cut) * last) / num_rows
@@ -108,7 +108,7 @@ def _compute(loss: Loss, model: torch.nn.Module, batch: Any) -> float | None:
     return None if weight is not None else float(value)
 
 
-def _count_rows(batch: Any) -> int:
+def count_rows(batch: Any) -> int:
     """Return the number of rows of a nested batch; 0 if its tensors differ in length."""
     lengths: set[int] = set()
 
@@ -120,7 +120,8 @@ def _count_rows(batch: Any) -> int:
     return lengths.pop() if len(lengths) == 1 else 0
 
 
-def _take_rows(batch: Any, rows: slice) -> Any:
+def take_rows(batch: Any, rows: slice) -> Any:
+    """Return a part of a nested batch."""
     return map_tensors(batch, lambda tensor: tensor[rows])
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from dtkit.errors import EngineError
 from tests.support.keras_models import (
     ROWS,
     check_equal,
@@ -93,11 +94,97 @@ def make_with_policy(policy: str) -> Any:
             lambda: keras.Sequential([keras.Input(batch_shape=(16, 3, 4)), keras.layers.LSTM(3, stateful=True)]),
             "is stateful: it keeps the state of each row",
         ),
+        (
+            lambda: make_model(keras.layers.SpectralNormalization(keras.layers.Dense(3))),
+            "rewrites its kernel in the forward pass",
+        ),
     ],
 )
 def test_layers_that_train_differently_on_several_ranks_are_refused(cluster2: dtkit.Cluster, make: Any, message: str):
     with pytest.raises(ValueError, match=message):
         train(cluster2, make())
+
+
+class Penalty(keras.layers.Layer):
+    """Layer that adds a loss."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.supports_masking = True
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+def test_losses_of_layers_count_by_rows(cluster2: dtkit.Cluster):
+    run = train(cluster2, make_model(Penalty()), batch_size=ROWS)
+    run.wait(60)
+    check_equal(run.model, fit(make_model(Penalty()), "sgd"))
+
+
+def test_losses_of_layers_beside_masked_targets_are_refused(cluster2: dtkit.Cluster):
+    embedding = keras.layers.Embedding(4, 3, mask_zero=True)
+    model = keras.Sequential([keras.Input((5,), dtype="int32"), embedding, Penalty(), keras.layers.Dense(4)])
+    words = np.random.default_rng(0).integers(4, size=(ROWS, 5))
+    with pytest.raises(EngineError, match=r"adds losses .*masked or ignored targets don't count.*in one loss function"):
+        train(cluster2, model, (words, words), loss="sparse_categorical_crossentropy").wait(60)
+
+
+class Centered(keras.layers.Layer):
+    """Layer that subtracts a running mean."""
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="mean")
+
+    def call(self, x: Any) -> Any:
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, 0))
+        return x - self.mean
+
+
+def test_running_means_of_own_layers_are_warned_of(cluster2: dtkit.Cluster):
+    with pytest.warns(UserWarning, match="the buffer 'centered/mean' changes by the rows of a batch"):
+        train(cluster2, make_model(Centered())).wait(60)
+
+
+class SquaredError(keras.Sequential):
+    """Model with a loss of its own."""
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,  # noqa: FBT001, FBT002 - Keras's signature
+    ) -> Any:
+        del x, sample_weight, training
+        return keras.ops.mean(keras.ops.square(y - y_pred))
+
+
+def test_model_that_computes_its_loss_needs_none(cluster2: dtkit.Cluster):
+    def make() -> Any:
+        keras.utils.set_random_seed(0)
+        return SquaredError([keras.Input((4,)), keras.layers.Dense(3)])
+
+    run = train(cluster2, make(), loss=None, batch_size=ROWS)
+    run.wait(60)
+    expected = make()
+    expected.compile(optimizer="sgd")
+    expected.fit(*make_rows(), batch_size=ROWS, epochs=4, verbose=0)
+    check_equal(run.model, expected)
+
+
+def test_bfloat16_trains_and_evaluates(cluster2: dtkit.Cluster):
+    run = train(cluster2, make_with_policy("mixed_bfloat16"), batch_size=ROWS, metrics=["mae"])
+    run.wait(60)
+    expected = make_with_policy("mixed_bfloat16")
+    expected.compile(loss="mse", optimizer="sgd", metrics=["mae"])
+    expected.fit(*make_rows(), batch_size=ROWS, epochs=4, verbose=0)
+    check_equal(run.model, expected, 1e-3)
+    assert run.evaluate(make_rows()).values["mae"] == pytest.approx(
+        expected.evaluate(*make_rows(), verbose=0)[1], rel=1e-2
+    )
 
 
 @pytest.mark.slow

@@ -9,7 +9,12 @@ import keras
 import numpy as np
 
 from dtkit._util.torch_private import uses_weight_decay
-from dtkit.integrations.keras.compile_checks import check_compile_options, check_optimizer, check_training_step
+from dtkit.integrations.keras.compile_checks import (
+    check_compile_options,
+    check_optimizer,
+    check_training_step,
+    is_overridden,
+)
 from dtkit.integrations.keras.compile_options import CompileOptions, SavedObject
 from dtkit.integrations.keras.layer_checks import check_layers
 from dtkit.integrations.keras.metrics import KerasMetrics
@@ -56,7 +61,7 @@ def adapt(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainCo
     arguments = CompileOptions(config.loss, config.optimizer, config.metrics)
     options = arguments.or_else(CompileOptions.of(model)).for_only_output(model)
     for name, value in (("loss", options.loss), ("optimizer", options.optimizer)):
-        if value is None:
+        if value is None and not (name == "loss" and is_overridden(model, "compute_loss")):
             raise ValueError(f"{model.name} was not compiled, and {name}= was not given. Give {name}=, or compile it")
     check_compile_options(options)
     make_optimizer = make_optimizer_factory(options.optimizer, model.trainable_variables)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import keras
 
 from dtkit.integrations.keras.saved_model import iterate_layers
-
-if TYPE_CHECKING:
-    import keras
 
 
 def check_layers(model: keras.Model) -> None:
@@ -23,4 +20,9 @@ def check_layers(model: keras.Model) -> None:
                 f"{layer.name} is stateful: it keeps the state of each row for the next batch. Each rank has other "
                 "rows, and batches of other sizes, so the states would be mixed. Leave stateful out, and give longer "
                 "sequences"
+            )
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            raise ValueError(  # noqa: TRY004 - this layer's behavior is the problem
+                f"{layer.name} rewrites its kernel in the forward pass, which a rank without rows in a step leaves "
+                "out, so ranks would differ. Leave it out, or give its layer a kernel_constraint"
             )

@@ -44,7 +44,7 @@ class KerasMetrics:
 
     def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
         """Add a batch."""
-        values = [np.asarray(tensor.detach().cpu()) for tensor in (target, output)]
+        values = [_to_numpy(tensor) for tensor in (target, output)]
         self._example = self._example or (values[0][:1], values[1][:1])
         y, y_pred = (keras.ops.convert_to_tensor(value) for value in values)
         if (mask := keras_masking.get_keras_mask(output)) is not None:
@@ -157,6 +157,12 @@ class KerasMetrics:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": None}
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Return an array; numpy has no bfloat16."""
+    tensor = tensor.detach().cpu()
+    return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
 
 
 def is_sum(initial: np.ndarray, after_batch: np.ndarray, after_same_batch: np.ndarray) -> bool:

@@ -50,7 +50,11 @@ def add_noise(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output + torch.randn_like(output), target)
 
 
-@pytest.mark.parametrize("loss", [weigh_classes, contrast])
+def contrast_in_pairs(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return len(output) * contrast(output, target), len(output)
+
+
+@pytest.mark.parametrize("loss", [weigh_classes, contrast, contrast_in_pairs])
 def test_loss_that_is_not_a_mean_over_samples_is_described(loss: Any):
     assert "is not the mean of the losses of its parts" in (describe_parts(Loss(loss), net(), BATCH) or "")
 
@@ -70,7 +74,10 @@ def test_sum_over_samples_is_refused():
     [
         F.cross_entropy,
         add_noise,
-        lambda output, target: (F.cross_entropy(output, target, weight=CLASS_WEIGHTS, reduction="sum"), 1.0),
+        lambda output, target: (
+            F.cross_entropy(output, target, weight=CLASS_WEIGHTS, reduction="sum"),
+            CLASS_WEIGHTS[target].sum(),
+        ),
         lambda output, target: F.cross_entropy(output, target) + 3.0,
     ],
     ids=["mean", "random", "pair", "mean and constant"],

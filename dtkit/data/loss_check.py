@@ -92,20 +92,28 @@ def _weigh_labels(loss: Loss, model: torch.nn.Module, batch: Any) -> Loss:
 
 
 def _compute_parts(loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int) -> tuple[float, float, float] | None:
-    """Return the loss of a batch, and the sum and mean of those of two parts; None for pairs and random losses."""
+    """Return the loss of a batch, and the sum and mean of those of two parts; None for random losses.
+
+    Parts of a pair are weighted by its weights, not by their rows. Their sum is NaN then, as it says nothing.
+    """
     cut = max(1, num_rows // 3)
     with module_eval_mode(model):
         whole, again = _compute(loss, model, batch), _compute(loss, model, batch)
         first = _compute(loss, model, take_rows(batch, slice(0, cut)))
         last = _compute(loss, model, take_rows(batch, slice(cut, num_rows)))
-    if whole is None or first is None or last is None or whole != again:
+    if whole != again:
         return None
-    return whole, first + last, (cut * first + (num_rows - cut) * last) / num_rows
+    (total, weight), (first_sum, first_weight), (last_sum, last_weight) = whole, first, last
+    if weight is None or first_weight is None or last_weight is None:
+        return total, first_sum + last_sum, (cut * first_sum + (num_rows - cut) * last_sum) / num_rows
+    if not weight or not first_weight + last_weight:
+        return None
+    return total / weight, math.nan, (first_sum + last_sum) / (first_weight + last_weight)
 
 
-def _compute(loss: Loss, model: torch.nn.Module, batch: Any) -> float | None:
+def _compute(loss: Loss, model: torch.nn.Module, batch: Any) -> tuple[float, float | None]:
     value, weight = loss(model, batch)
-    return None if weight is not None else float(value)
+    return float(value), None if weight is None else float(weight)
 
 
 def count_rows(batch: Any) -> int:

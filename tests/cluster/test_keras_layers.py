@@ -105,6 +105,29 @@ def test_layers_that_train_differently_on_several_ranks_are_refused(cluster2: dt
         train(cluster2, make())
 
 
+def test_vocabulary_of_adapt_is_refused_and_a_given_one_travels(cluster2: dtkit.Cluster):
+    pytest.importorskip("tensorflow")
+    words = np.random.default_rng(0).integers(1, 5, size=(ROWS, 3))
+
+    def make(**options: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        lookup = keras.layers.IntegerLookup(output_mode="multi_hot", **options)
+        if not options:
+            lookup.adapt(words)
+        return keras.Sequential([keras.Input((3,), dtype="int64"), lookup, keras.layers.Dense(3)])
+
+    rows = words, make_rows()[1]
+    with pytest.raises(ValueError, match=r"has a vocabulary from adapt\(\), which its configuration leaves out"):
+        train(cluster2, make(), rows)
+    vocabulary = make().layers[0].get_vocabulary(include_special_tokens=False)
+    run = train(cluster2, make(vocabulary=vocabulary), rows, batch_size=ROWS)
+    run.wait(60)
+    expected = make(vocabulary=vocabulary)
+    expected.compile(loss="mse", optimizer="sgd")
+    expected.fit(*rows, batch_size=ROWS, epochs=4, verbose=0)
+    check_equal(run.model, expected)
+
+
 class Penalty(keras.layers.Layer):
     """Layer that adds a loss."""
 

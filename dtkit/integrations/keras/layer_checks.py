@@ -6,6 +6,8 @@ import keras
 
 from dtkit.integrations.keras.saved_model import iterate_layers
 
+_LOOKUPS = (keras.layers.IntegerLookup, keras.layers.StringLookup, keras.layers.TextVectorization)
+
 
 def check_layers(model: keras.Model) -> None:
     """Raise ValueError for a layer whose training on several ranks would differ from `fit`."""
@@ -25,4 +27,9 @@ def check_layers(model: keras.Model) -> None:
             raise ValueError(  # noqa: TRY004 - this layer's behavior is the problem
                 f"{layer.name} rewrites its kernel in the forward pass, which a rank without rows in a step leaves "
                 "out, so ranks would differ. Leave it out, or give its layer a kernel_constraint"
+            )
+        if isinstance(layer, _LOOKUPS) and layer.get_config().get("vocabulary") is None:
+            raise ValueError(
+                f"{layer.name} has a vocabulary from adapt(), which its configuration leaves out. Give it "
+                "vocabulary=layer.get_vocabulary(include_special_tokens=False), or apply it to the data before"
             )

@@ -27,6 +27,11 @@ _OTHER_NAMES = {  # other libraries' names of arguments
     "validation_data": "validation",
     "workers": "num_workers",
 }
+_ROW_WEIGHTS = (
+    "rows have no weights here, but a torch loss may return a pair: the sum of weighted losses, and of weights"
+)
+_MISSING = {"class_weight": _ROW_WEIGHTS, "sample_weight": _ROW_WEIGHTS}
+"""Arguments of other libraries that have no counterpart, with what to do."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -74,7 +79,8 @@ def _refuse_unknown(unknown: Iterable[str], names: Sequence[str], call: str) -> 
         other = _OTHER_NAMES.get(name)
         similar = [other] if other in names else difflib.get_close_matches(name, names, n=1)
         takes = f"it takes {', '.join(names)}" if names else "it takes none"
-        raise TypeError(f"{call}() has no argument {name}=; {f'did you mean {similar[0]}=?' if similar else takes}")
+        hint = f"did you mean {similar[0]}=?" if similar else takes
+        raise TypeError(f"{call}() has no argument {name}=; {_MISSING.get(name, hint) if 'loss' in names else hint}")
 
 
 def _hide_own_frames(error: Exception) -> None:

@@ -158,6 +158,8 @@ def __getattr__(name: str) -> Any:
 
 _PYTREE, _FAKE, _DISTRIBUTED = "torch.utils._pytree", "torch._subclasses.fake_tensor", "torch.distributed"
 _BACKWARD, _SCHEDULES = "torch.distributed.pipelining._backward", "torch.distributed.pipelining.schedules"
+_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_FSDP_GROUPS = "Sharded strategies", "an unused module keeps its process groups alive"
 _NO_PUBLIC = "torch has no public name for it"
 _NESTED = "Batches with nested tensors", "torch has no public functions for nested containers"
 _SIZES = "Memory estimates without memory", "only fake tensors run a user's forward without allocating"
@@ -313,21 +315,9 @@ PRIVATE_NAMES = {
         f"{_DISTRIBUTED}.fsdp", "FSDPModule._get_fsdp_state", "Sharded strategies", _NO_PUBLIC, "method"
     ),
     "get_fsdp_groups": PrivateName(
-        f"{_DISTRIBUTED}.fsdp._fully_shard._fsdp_state",
-        "FSDPState._fsdp_param_groups",
-        "Sharded strategies",
-        "an unused module keeps its process groups alive",
-        "attribute",
-        since="2.12",
-        is_optional=True,
+        _FSDP, "FSDPState._fsdp_param_groups", *_FSDP_GROUPS, "attribute", since="2.12", is_optional=True
     ),
-    "get_fsdp_group": PrivateName(
-        f"{_DISTRIBUTED}.fsdp._fully_shard._fsdp_state",
-        "FSDPState._fsdp_param_group",
-        "Sharded strategies",
-        "the same, before torch had several groups a module",
-        "attribute",
-    ),
+    "get_fsdp_group": PrivateName(_FSDP, "FSDPState._fsdp_param_group", *_FSDP_GROUPS, "attribute"),  # before 2.12
     "apply_style": PrivateName(
         f"{_DISTRIBUTED}.tensor.parallel",
         "ParallelStyle._apply",
@@ -398,6 +388,12 @@ PRIVATE_NAMES = {
     # -- Keras
     "get_compile_config": PrivateName(
         "keras", "Model._compile_config", "Compiled Keras models", "the public form lacks classes", "attribute", "3.15"
+    ),
+    "get_keras_schedule": PrivateName(
+        "keras", "Optimizer._learning_rate", "Schedules of Keras", "the public name is their current value", "attribute"
+    ),
+    "uses_weight_decay": PrivateName(
+        "keras", "Optimizer._use_weight_decay", "Optimizers of Keras", "their configuration leaves it out", "method"
     ),
     "keras_masking": PrivateName("keras.src.backend.common.masking", "", "Masks", "no public name", since="3.10"),
 }

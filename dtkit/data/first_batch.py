@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from dtkit._util.guard import run_guarded
-from dtkit.data.broadcast import ModelHandle
+from dtkit.data.broadcast import ModelHandle, find_batch_norms
+from dtkit.data.buffer_check import describe_batch_statistics
 from dtkit.data.columns import ColumnSelection, is_sample_list
 from dtkit.data.distribute import DataHandle
 from dtkit.data.loss_check import check_gradients_reach_model, describe_parts
@@ -71,9 +72,15 @@ def check_first_batch(
         if outcome is None:
             return None
         check_gradients_reach_model(outcome, trial.model)
-        if not divides_batch:
-            return None
-        return describe_parts(trial.loss, trial.model, trial.batch, shares_router_losses=trial.shares_router_losses)
+        return _describe_division(trial) if divides_batch else None
+
+
+def _describe_division(trial: _Trial) -> str | None:
+    """Return a warning if ranks with parts of a batch train differently from one process with the whole batch."""
+    warning = describe_parts(trial.loss, trial.model, trial.batch, shares_router_losses=trial.shares_router_losses)
+    if warning is not None or find_batch_norms(trial.model):  # which have a warning of their own
+        return warning
+    return describe_batch_statistics(trial.loss, trial.model, trial.batch)
 
 
 def check_metrics(

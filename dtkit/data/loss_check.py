@@ -63,7 +63,7 @@ def describe_parts(loss: Loss, model: torch.nn.Module, batch: Any, *, shares_rou
     With `shares_router_losses`, those of a mixture of experts are left out, since ranks compute them together. Raises
     ValueError for a sum over samples. Runs the model in evaluation.
     """
-    num_rows = _count_rows(batch)
+    num_rows = count_rows(batch)
     if num_rows < 2:
         return None
     loss = _weigh_labels(loss, model, batch)
@@ -117,25 +117,28 @@ def _weigh_labels(loss: Loss, model: torch.nn.Module, batch: Any) -> Loss:
     """Return the loss as engines compute it: with a weight, if it is a mean over labels."""
     labels = get_labels(batch)
     all_labels = labels if isinstance(labels, torch.Tensor) and labels.dim() == 1 else None
-    weight = find_label_weight(loss, model, lambda num_rows: _take_rows(batch, slice(0, num_rows)), all_labels)
+    weight = find_label_weight(loss, model, lambda num_rows: take_rows(batch, slice(0, num_rows)), all_labels)
     return dataclasses.replace(loss, label_weight=weight)
 
 
 def _compute_parts(loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int) -> tuple[float, float, float] | None:
     """Return the loss of a batch, and the sum and mean of those of two parts; None for random losses.
 
-    Of pairs, the mean is that of the engines: all sums by all weights.
+    Parts of a pair are weighted by its weights, not by their rows. Their sum is NaN then, as it says nothing.
     """
     cut = max(1, num_rows // 3)
     with module_eval_mode(model):
         whole, again = _compute(loss, model, batch), _compute(loss, model, batch)
-        first = _compute(loss, model, _take_rows(batch, slice(0, cut)))
-        last = _compute(loss, model, _take_rows(batch, slice(cut, num_rows)))
+        first = _compute(loss, model, take_rows(batch, slice(0, cut)))
+        last = _compute(loss, model, take_rows(batch, slice(cut, num_rows)))
     if whole != again:
         return None
-    if whole[1] is None or first[1] is None or last[1] is None:
-        return whole[0], first[0] + last[0], (cut * first[0] + (num_rows - cut) * last[0]) / num_rows
-    return _divide(whole[0], whole[1]), math.nan, _divide(first[0] + last[0], first[1] + last[1])
+    (total, weight), (first_sum, first_weight), (last_sum, last_weight) = whole, first, last
+    if weight is None or first_weight is None or last_weight is None:
+        return total, first_sum + last_sum, (cut * first_sum + (num_rows - cut) * last_sum) / num_rows
+    if not weight or not first_weight + last_weight:
+        return None
+    return total / weight, math.nan, (first_sum + last_sum) / (first_weight + last_weight)
 
 
 def _compute(loss: Loss, model: torch.nn.Module, batch: Any) -> tuple[float, float | None]:
@@ -143,11 +146,7 @@ def _compute(loss: Loss, model: torch.nn.Module, batch: Any) -> tuple[float, flo
     return float(value), None if weight is None else float(weight)
 
 
-def _divide(total: float, weight: float) -> float:
-    return total / weight if weight else math.nan
-
-
-def _count_rows(batch: Any) -> int:
+def count_rows(batch: Any) -> int:
     """Return the number of rows of a nested batch; 0 if its tensors differ in length."""
     lengths: set[int] = set()
 
@@ -159,7 +158,8 @@ def _count_rows(batch: Any) -> int:
     return lengths.pop() if len(lengths) == 1 else 0
 
 
-def _take_rows(batch: Any, rows: slice) -> Any:
+def take_rows(batch: Any, rows: slice) -> Any:
+    """Return a part of a nested batch."""
     return map_tensors(batch, lambda tensor: tensor[rows])
 
 

@@ -401,6 +401,8 @@ def test_sample_weights_are_refused(cluster2: dtkit.Cluster):
     weights = np.ones(ROWS)
     with pytest.raises(ValueError, match=r"data has 3 arrays, and net takes 1 inputs and a target.*Sample weights"):
         train(cluster2, rows=(*make_rows(), weights))
+    with pytest.raises(TypeError, match=r"no argument sample_weight=; rows have no weights here"):
+        train(cluster2, sample_weight=weights)
     with pytest.raises(ValueError, match=r"validation has 3 arrays"):
         train(cluster2, validation=(*make_rows(), weights))
 

@@ -223,3 +223,110 @@ def test_bad_arguments_are_refused(cluster2: dtkit.Cluster, case: str, message: 
     with pytest.raises(EngineError, match=message):
         cluster2.run(ask_for_what_is_wrong, case)
     assert cluster2.run(len, "ab") == [2, 2]
+
+
+def make_metric(kind: str) -> Any:
+    """Return a metric of Keras's, or of a notebook's class."""
+    import keras
+
+    class Weighted(keras.metrics.Metric):  # sums, and a constant that no batch changes
+        def __init__(self) -> None:
+            super().__init__(name="weighted")
+            self.total = self.add_weight(initializer="zeros", name="total")
+            self.scale = self.add_weight(initializer="ones", name="scale")
+
+        def update_state(self, target: Any, output: Any, sample_weight: Any = None) -> None:
+            self.total.assign_add(keras.ops.sum(target * output))
+
+        def result(self) -> Any:
+            return self.scale * self.total
+
+        def reset_state(self) -> None:
+            self.total.assign(0.0)
+            self.scale.assign(1.0)
+
+    class Largest(Weighted):
+        def update_state(self, target: Any, output: Any, sample_weight: Any = None) -> None:
+            self.total.assign(keras.ops.maximum(self.total, keras.ops.max(output)))
+
+    class Error(keras.metrics.Mean):  # a mean of what it is given
+        def update_state(self, target: Any, output: Any, sample_weight: Any = None) -> None:
+            super().update_state(keras.ops.abs(target - output))
+
+    kinds = {"own": Weighted, "largest": Largest, "mean": Error, "r2": keras.metrics.R2Score, "auc": keras.metrics.AUC}
+    return kinds[kind]()
+
+
+def merge(case: str) -> list[float]:
+    """Return a metric's result after merging, in two epochs. The second engine has other rows, or none."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import torch.distributed as dist
+
+    from dtkit.integrations.tensorflow import merge_metrics
+
+    metric = make_metric(case.partition(" ")[0])
+    target, output = np.array([[0.0], [1.0], [1.0], [0.0], [1.0]]), np.array([[0.1], [0.7], [0.4], [0.6], [0.9]])
+    rank = dist.get_rank() if dist.is_initialized() else None
+    alone = rank is None or "alone" in case
+    own = slice(0, 5) if alone else slice(0, 4) if rank == 0 else slice(4, 5)
+    example = (target[:3], output[:3]) if "example" in case else None
+    results = []
+    for _ in range(2):
+        metric.reset_state()
+        if not (rank == 1 and alone):
+            metric.update_state(target[own], output[own])
+        for _ in range(0 if rank is None else 2 if "twice" in case else 1):
+            merge_metrics([metric], example)
+        results.append(float(metric.result()))
+    return results
+
+
+@pytest.mark.parametrize("case", ["mean", "auc", "r2", "r2 example alone", "own example", "own example alone"])
+def test_merged_metrics_have_the_result_of_all_rows(cluster2: dtkit.Cluster, case: str):
+    expected = train_alone(merge, case)
+    assert expected[0] == expected[1] > 0
+    assert cluster2.run(merge, case) == [pytest.approx(expected)] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("own", "the metric 'weighted' has an update_state of its own.*example="),
+        ("largest", "the metric 'weighted' has an update_state of its own.*example="),
+        ("mean twice", r"the metric 'error' was merged before and not reset since.*call reset_state\(\)"),
+        ("r2 alone", "rank 1: the metric 'r2_score' has no variables, as it has seen no batch"),
+        ("largest example", "'weighted' has the variable 'total', which is not a sum over batches.*Keep sums"),
+    ],
+)
+def test_metrics_that_cannot_be_merged_are_refused_on_all_ranks(cluster2: dtkit.Cluster, case: str, message: str):
+    with pytest.raises(EngineError, match=message):
+        cluster2.run(merge, case)
+    assert cluster2.run(len, "ab") == [2, 2]
+
+
+def decay(interface: str) -> tuple[float, float]:
+    """Return kernel and bias, which began as ones, after an update by weight decay alone that excludes biases."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import keras
+    import tensorflow as tf
+
+    if interface == "horovod":
+        import dtkit.integrations.horovod.tensorflow as ours
+
+        ours.init()
+    else:
+        from dtkit.integrations import tensorflow as ours
+    layer = keras.layers.Dense(1, kernel_initializer="ones", bias_initializer="ones")
+    layer.build((1, 1))
+    optimizer = keras.optimizers.SGD(0.1, weight_decay=1.0)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    gradients = [tf.zeros(v.shape) for v in layer.trainable_variables]
+    ours.DistributedOptimizer(optimizer).apply(gradients, layer.trainable_variables)
+    return float(layer.kernel.numpy().item()), float(layer.bias.numpy().item())
+
+
+@pytest.mark.parametrize("interface", ["own", "horovod"])
+def test_distributed_optimizers_exclude_from_weight_decay_what_the_given_one_does(
+    cluster2: dtkit.Cluster, interface: str
+):
+    assert cluster2.run(decay, interface) == [pytest.approx((0.9, 1.0))] * 2

@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from dtkit.integrations.keras.compile_checks import check_compile_options, check_optimizer, check_training_step
+from dtkit._util.torch_private import uses_weight_decay
+from dtkit.integrations.keras.compile_checks import (
+    check_compile_options,
+    check_optimizer,
+    check_training_step,
+    is_overridden,
+)
 from dtkit.integrations.keras.compile_options import CompileOptions, SavedObject
+from dtkit.integrations.keras.layer_checks import check_layers
 from dtkit.integrations.keras.metrics import KerasMetrics
 from dtkit.integrations.keras.optimizer import KerasOptimizer, has_own_schedule
 from dtkit.integrations.keras.tf_data import is_tf_dataset, read_tf_dataset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dtkit.integrations.keras.module import KerasModule
     from dtkit.training.config import TrainConfig
@@ -44,6 +51,7 @@ def adapt(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainCo
             "keras.Sequential([keras.Input(shape), layer])"
         )
     check_training_step(model)
+    check_layers(model)
     outputs = getattr(model, "outputs", None) or [None]
     if len(outputs) > 1:
         raise ValueError(
@@ -53,10 +61,10 @@ def adapt(model: Any, data: Any, config: TrainConfig) -> tuple[Any, Any, TrainCo
     arguments = CompileOptions(config.loss, config.optimizer, config.metrics)
     options = arguments.or_else(CompileOptions.of(model)).for_only_output(model)
     for name, value in (("loss", options.loss), ("optimizer", options.optimizer)):
-        if value is None:
+        if value is None and not (name == "loss" and is_overridden(model, "compute_loss")):
             raise ValueError(f"{model.name} was not compiled, and {name}= was not given. Give {name}=, or compile it")
     check_compile_options(options)
-    make_optimizer = make_optimizer_factory(options.optimizer)
+    make_optimizer = make_optimizer_factory(options.optimizer, model.trainable_variables)
     if config.lr_scheduler is not None and has_own_schedule(keras.optimizers.get(options.optimizer)):
         raise ValueError(
             "lr_scheduler= was given, and the optimizer has a schedule of Keras, which would win; leave one of them out"
@@ -157,8 +165,11 @@ def _find_module_class() -> type[KerasModule]:
     )
 
 
-def make_optimizer_factory(optimizer: Any) -> Callable[..., KerasOptimizer]:
-    """Return a function from a module to its optimizer. Raises TypeError or ValueError for one that can't be used."""
+def make_optimizer_factory(optimizer: Any, variables: Sequence[Any] = ()) -> Callable[..., KerasOptimizer]:
+    """Return a function from a module to its optimizer. Raises TypeError or ValueError for one that can't be used.
+
+    variables : those of the user's model that it trains.
+    """
     try:
         known = keras.optimizers.get(optimizer)
         saved = SavedObject.save(known)
@@ -168,9 +179,10 @@ def make_optimizer_factory(optimizer: Any) -> Callable[..., KerasOptimizer]:
             "object, as in keras.optimizers.SGD(0.1)"
         ) from error
     check_optimizer(known)
+    undecayed = [k for k, variable in enumerate(variables) if not uses_weight_decay(known, variable)]
 
     def make_keras_optimizer(model: KerasModule) -> KerasOptimizer:
-        return KerasOptimizer(model, saved.load())
+        return KerasOptimizer(model, saved.load(), undecayed)
 
     make_keras_optimizer.__name__ = str(saved.config["class_name"])
     return make_keras_optimizer

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 _MEAN = "sum_over_batch_size"  # as Keras calls it
 _CHOSEN_BY_LABELS = ("accuracy", "acc", "crossentropy", "ce")
 """Names of metrics that Keras resolves only when it sees the labels."""
+_OWN_STEPS = ("train_step", "test_step", "compute_metrics", "make_train_function", "make_test_function")
+"""Methods of a model that `fit` and `evaluate` call, and dtkit doesn't."""
 
 
 def check_training_step(model: keras.Model) -> None:
     """Raise TypeError for a model with its own training step, which dtkit wouldn't call."""
-    own = [name for name in ("train_step", "test_step") if _is_overridden(model, name)]
+    own = [name for name in _OWN_STEPS if is_overridden(model, name)]
     if own:
         raise TypeError(
             f"{type(model).__name__} has its own {own[0]}, which cluster.train doesn't call: it computes the loss and "
@@ -29,9 +31,9 @@ def check_training_step(model: keras.Model) -> None:
         )
 
 
-def _is_overridden(model: keras.Model, name: str) -> bool:
-    """Return whether the class that defines a method is not Keras's own."""
-    definer = next((kind for kind in type(model).__mro__ if name in vars(kind)), keras.Model)
+def is_overridden(value: Any, name: str) -> bool:
+    """Return whether the class that defines a method of a Keras object is not Keras's own."""
+    definer = next((kind for kind in type(value).__mro__ if name in vars(kind)), keras.Model)
     return is_custom(definer)
 
 

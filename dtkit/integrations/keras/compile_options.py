@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import keras
 
+from dtkit._util.torch_private import get_keras_schedule
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -88,7 +90,8 @@ class SavedObject:
     @classmethod
     def save(cls, value: Any) -> SavedObject:
         """Save an object."""
-        custom = {type(value).__name__: type(value)} if is_custom(type(value)) else {}
+        parts = [value, get_keras_schedule(value)] if isinstance(value, keras.optimizers.Optimizer) else [value]
+        custom = {type(part).__name__: type(part) for part in parts if is_custom(type(part))}
         # unpickles: nothing, it returns names and numbers
         return cls(keras.saving.serialize_keras_object(value), cloudpickle.dumps(custom))
 

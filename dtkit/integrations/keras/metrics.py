@@ -44,7 +44,7 @@ class KerasMetrics:
 
     def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
         """Add a batch."""
-        values = [np.asarray(tensor.detach().cpu()) for tensor in (target, output)]
+        values = [_to_numpy(tensor) for tensor in (target, output)]
         self._example = self._example or (values[0][:1], values[1][:1])
         y, y_pred = (keras.ops.convert_to_tensor(value) for value in values)
         if (mask := keras_masking.get_keras_mask(output)) is not None:
@@ -75,10 +75,7 @@ class KerasMetrics:
         assert self._initial is not None
         names = [variable.name for variable in self._list_variables()]
         for k in sorted(chosen):
-            first, second = self._sums[k] - self._initial[k], after_same_batch[k] - self._sums[k]
-            if not np.isfinite(first).all() or not np.allclose(
-                first, second, rtol=_MAX_ROUNDING, atol=_MAX_ROUNDING * np.abs(first).max()
-            ):
+            if not is_sum(self._initial[k], self._sums[k], after_same_batch[k]):
                 self._not_sums.append(names[k])
         self._unchecked -= chosen
 
@@ -160,3 +157,17 @@ class KerasMetrics:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": None}
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Return an array; numpy has no bfloat16."""
+    tensor = tensor.detach().cpu()
+    return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
+
+
+def is_sum(initial: np.ndarray, after_batch: np.ndarray, after_same_batch: np.ndarray) -> bool:
+    """Return whether a batch has changed a variable by as much at the second time as at the first."""
+    first, second = after_batch - initial, after_same_batch - after_batch
+    if not np.isfinite(first).all():
+        return False
+    return np.allclose(first, second, rtol=_MAX_ROUNDING, atol=_MAX_ROUNDING * np.abs(first).max(initial=0))

@@ -53,7 +53,8 @@ class KerasModule(torch.nn.Module):
         self.saved, self.options = saved, options
         model = saved.load()
         self.counter = TargetCounter()
-        model.compile(loss=self.counter.watch(options.loss), metrics=None, optimizer=None)
+        loss = None if options.loss is None else self.counter.watch(options.loss)  # None: the model computes its own
+        model.compile(loss=loss, metrics=None, optimizer=None)
         object.__setattr__(self, "keras_model", model)  # not a submodule: its parameters would be listed twice
         self.keras_model: keras.Model
         self.trainable = list(model.trainable_variables)
@@ -87,6 +88,19 @@ class KerasModule(torch.nn.Module):
     def compute(self, inputs: Sequence[torch.Tensor], labels: torch.Tensor | None) -> ModelOutput:
         """Return output and loss; without labels no loss."""
         raise NotImplementedError
+
+    def count_targets(self, output: Any) -> Any:
+        """Return the number of targets in the last loss; None for all of a batch. Raises ValueError for `add_loss`."""
+        count = self.counter.count(output)
+        if count is None:
+            return None
+        num_regularized = sum(variable.regularizer is not None for variable in self.trainable)
+        if len(self.keras_model.losses) > num_regularized:
+            raise ValueError(
+                f"{self.model_name} adds losses (add_loss, activity_regularizer), and masked or ignored targets don't "
+                "count in its loss: over ranks, the two means have different weights. Compute both in one loss function"
+            )
+        return count
 
     def apply_gradients(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Update the parameters from their gradients, with a Keras optimizer."""

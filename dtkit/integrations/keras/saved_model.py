@@ -15,7 +15,7 @@ import keras
 from dtkit.integrations.keras.compile_options import is_custom
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,8 @@ class SavedModel:
     backend: str
     floatx: str
     """Keras's default dtype, in which it computes losses."""
+    trainable: Sequence[bool]
+    """Whether each layer is trained, in the order of :func:`iterate_layers`. Classes of a notebook don't save it."""
 
     @classmethod
     def save(cls, model: keras.Model) -> SavedModel:
@@ -45,7 +47,8 @@ class SavedModel:
                 f"Keras can't save the configuration of {type(model).__name__}, from which engines build it. Give the "
                 "class get_config(), which returns the arguments of __init__, and let __init__ take **kwargs"
             ) from error
-        return cls(config, dict(find_custom_objects(model)), keras.backend.backend(), keras.config.floatx())
+        trainable = [layer.trainable for layer in iterate_layers(model)]
+        return cls(config, dict(find_custom_objects(model)), keras.backend.backend(), keras.config.floatx(), trainable)
 
     def load(self) -> keras.Model:
         """Return a new model with new weights. Raises RuntimeError if Keras runs with another backend here."""
@@ -71,13 +74,21 @@ class SavedModel:
                     f"Keras can't rebuild {self.config['class_name']} from its configuration: {cause}. Let __init__ "
                     "take **kwargs and pass them to super().__init__, and give the class get_config()"
                 ) from None
+        self._set_trainable(model)
         return model
+
+    def _set_trainable(self, model: keras.Model) -> None:
+        """Freeze the layers that are frozen in the saved model. Other layers are found by `copy_weights`."""
+        layers = list(iterate_layers(model))
+        for layer, trainable in zip(layers, self.trainable, strict=False):
+            if layer.trainable != trainable:
+                layer.trainable = trainable  # also that of its own layers, which follow
 
 
 def copy_weights(source: keras.Model, target: keras.Model) -> None:
     """Copy all variables. Raises ValueError if the models' variables differ."""
     variables, copies = list_variables(source), list_variables(target)
-    if [v.shape for v in variables] != [v.shape for v in copies]:
+    if [(v.shape, v.trainable) for v in variables] != [(v.shape, v.trainable) for v in copies]:
         raise ValueError(
             f"{source.name} has {len(variables)} variables, and its configuration makes {len(copies)} or others. Give "
             "its class get_config() and build(), as keras.saving asks for"

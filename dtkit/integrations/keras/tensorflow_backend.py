@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from dtkit.integrations.keras.compile_options import CompileOptions
     from dtkit.integrations.keras.saved_model import SavedModel
 
+_BFLOAT16 = tf.bfloat16.as_numpy_dtype
+
 
 class TensorFlowKerasModule(KerasModule):
     """A Keras model whose variables are copies of the module's parameters and buffers."""
@@ -111,7 +113,7 @@ class TensorFlowKerasModule(KerasModule):
         if y is None:
             return tf.zeros(()), output, mask, None
         loss = self.keras_model.compute_loss(x=x, y=y, y_pred=output, training=training)
-        return loss, output, mask, self.counter.count(output)
+        return loss, output, mask, self.count_targets(output)
 
     def _compute_step(self, x: Any, y: Any, *, training: bool) -> tuple[Any, ...]:
         """Return loss, output, number of targets, an empty tuple for each gradient or None, gradients, and others.
@@ -206,8 +208,13 @@ def _to_inputs(inputs: Sequence[torch.Tensor]) -> Any:
 
 
 def _to_tensorflow(tensor: torch.Tensor) -> Any:
+    if tensor.dtype == torch.bfloat16:  # which torch doesn't give to numpy
+        return tf.convert_to_tensor(tensor.detach().cpu().view(torch.uint16).numpy().view(_BFLOAT16))
     return tf.convert_to_tensor(tensor.detach().cpu().numpy())
 
 
 def _to_torch(value: Any) -> torch.Tensor:
-    return torch.from_numpy(np.array(value))
+    array = np.array(value)
+    if array.dtype == _BFLOAT16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

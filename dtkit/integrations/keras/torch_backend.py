@@ -35,7 +35,7 @@ class TorchKerasModule(KerasModule):
         if labels is None:
             return ModelOutput(None, logits)
         loss = model.compute_loss(x=x, y=labels, y_pred=logits, training=self.training)
-        return ModelOutput(weigh(loss, self.counter.count(logits)), logits)
+        return ModelOutput(weigh(loss, self.count_targets(logits)), logits)
 
     def apply_gradients(self, optimizer: keras.optimizers.Optimizer) -> None:
         """See :class:`KerasModule`."""

@@ -1,4 +1,4 @@
-"""Averages, sums and broadcasts of TensorFlow's values over the ranks.
+"""Averages and broadcasts of TensorFlow's values over the ranks.
 
 Values leave TensorFlow as numpy arrays. Graphs (`tf.function`, `fit`) do this by `tf.py_function`, which XLA can't
 compile: use ``compile(jit_compile=False)``. All ranks must call the same functions in the same order.
@@ -14,6 +14,7 @@ import tensorflow as tf
 import torch
 import torch.distributed as dist
 
+from dtkit.integrations.keras.weight_decay import copy_exclusions
 from dtkit.integrations.xla import refuse_xla
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimiz
 
     Distributed.__name__ = Distributed.__qualname__ = kind.__name__
     made: keras.optimizers.Optimizer = Distributed.from_config(optimizer.get_config())
+    copy_exclusions(optimizer, made)
     return made
 
 
@@ -92,11 +94,11 @@ def _average(weight: Any, *gradients: Any) -> list[np.ndarray]:
     return means
 
 
-def _check_list(name: str, values: Any, attribute: str, example: str) -> list[Any]:
-    """Return a list of objects that have an attribute. Raises TypeError for anything else, on each rank alike."""
+def _check_variables(values: Any) -> list[Any]:
+    """Return a list of variables. Raises TypeError for anything else, on each rank alike."""
     listed: list[Any] = list(values) if isinstance(values, (list, tuple)) else [None]
-    if not all(hasattr(value, attribute) for value in listed):
-        raise TypeError(f"{name} must be a list of TensorFlow's or Keras's {name}, as in {example}")
+    if not all(hasattr(value, "assign") for value in listed):
+        raise TypeError("variables must be a list of TensorFlow's or Keras's variables, as in [variable]")
     return listed
 
 
@@ -104,19 +106,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     """Copy the values of `root_rank` to all ranks. A collective, for use outside of graphs."""
     if not 0 <= root_rank < dist.get_world_size():
         raise ValueError(f"root_rank={root_rank}; the ranks are 0 to {dist.get_world_size() - 1}")
-    for variable in _check_list("variables", variables, "assign", "[variable]"):
+    for variable in _check_variables(variables):
         value = torch.from_numpy(np.array(keras.ops.convert_to_numpy(variable)))
         dist.broadcast(value, root_rank)
         variable.assign(value.numpy())
-
-
-def merge_metrics(metrics: Sequence[keras.metrics.Metric]) -> None:
-    """Add up the state of metrics over the ranks, so that each rank has the result for all rows. A collective.
-
-    Call it once at the end of an epoch: TensorFlow's own averages of means are wrong for unequal batches.
-    """
-    for metric in _check_list("metrics", metrics, "variables", "[metric]"):
-        for variable in metric.variables:
-            total = torch.from_numpy(np.array(keras.ops.convert_to_numpy(variable)))
-            dist.all_reduce(total)
-            variable.assign(total.numpy())

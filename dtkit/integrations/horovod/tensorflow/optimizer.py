@@ -15,6 +15,7 @@ from dtkit.integrations.horovod.tensorflow.gradients import (
     check_groups,
     list_layer_variables,
 )
+from dtkit.integrations.keras.weight_decay import copy_exclusions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,7 +161,9 @@ def DistributedOptimizer(
     members = {"__init__": initialize, "__module__": kind.__module__, "__doc__": kind.__doc__}
     subclass: Any = type(kind.__name__, (_DistributedMixin, kind), members)
     config = optimizer.get_config()
-    return subclass.from_config(config | ({} if name is None else {"name": name}))
+    made = subclass.from_config(config | ({} if name is None else {"name": name}))
+    copy_exclusions(optimizer, made)
+    return made
 
 
 def PartialDistributedOptimizer(optimizer: Any, *args: Any, local_layers: Any = None, **options: Any) -> Any:

@@ -22,6 +22,19 @@ def test_numbers_of_any_size_are_short(tmp_path: Path):
     assert numbers == ["5e19", "1e11", "1.3e9", "2,500,000", "30,000", "0.250", "2.0e-5"]
 
 
+def test_no_axis_has_a_single_number(tmp_path: Path):
+    limits = [[low, low * ratio] for low in (0.011, 0.3, 0.97, 7, 95) for ratio in (1.01, 1.3, 2, 3.7, 12, 1e5)]
+    counts = ", ".join(
+        f"[{low}, {high}, {name}({low}, {high}, {count})]"
+        for low, high in limits
+        for name in ("ticks", "logTicks")
+        for count in (2, 3, 5)
+    )
+    for low, high, found in evaluate_page_code(tmp_path, "numbers.js", ["ticks", "logTicks"], f"[{counts}]"):
+        assert 2 <= len(found) <= 16, (low, high, found)
+        assert low * (1 - 1e-6) <= found[0] < found[-1] <= high * (1 + 1e-6)
+
+
 def test_a_band_of_merged_buckets_leaves_out_single_slow_steps(tmp_path: Path):
     """The page and the figure of a run draw the same quantiles."""
     rows = np.random.default_rng(1).uniform(0.9, 1.1, (500, 1, 1)).astype("f4")

@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +17,11 @@ from torch import nn
 
 import dtkit
 from dtkit.dashboard import report
+from dtkit.dashboard.figures import run_figure
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower
-from dtkit.dashboard.svg_chart import MAX_POINTS, Series, choose_ticks, draw_chart
+from dtkit.dashboard.summary.ticks import choose_log_ticks, choose_ticks
+from dtkit.dashboard.svg_chart import MAX_POINTS, Series, draw_chart
+from dtkit.dashboard.text import run_text
 from dtkit.data.layers import MAX_LAYERS, summarize_model
 from dtkit.errors import EngineError
 from dtkit.rpc.reference import StepTimes
@@ -86,6 +90,41 @@ def test_evaluations_have_a_table_of_their_own(tmp_path):
     (events,) = re.findall(r"<h2>Events</h2>(.*?)<h2>", page, re.DOTALL)
     assert "paused at step 40" in events
     assert "validation loss" not in events
+
+
+def test_a_report_is_a_path_that_a_notebook_links(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    written = report.write_report(source, "my run.html")
+    assert repr(written).startswith(f"Report of ConvNet: {tmp_path}/my run.html (")
+    assert Path(written).read_text(encoding="utf-8").startswith("<!doctype html>")
+    shown = written._repr_html_()
+    assert 'href="my%20run.html"' in shown
+    assert "training loss" in shown
+
+
+def test_reports_without_a_path_are_named_after_run_and_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source, other = FakeSource(ranks=2, name="a/b: c"), FakeSource(ranks=2, name="a/b: c")
+    other.step = 1  # its start is a second later
+    for run in (source, other):
+        run.event("start", "start")
+    first, again, second = (report.write_report(run).path for run in (source, source, other))
+    assert first == again != second
+    assert first.parent == tmp_path
+    assert re.fullmatch(r"a-b-c-\d{8}-\d{6}\.html", first.name)
+
+
+def test_a_diverged_run_does_not_look_completed(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    source.end()
+    assert '<span class="state good">completed</span>' in write(source, tmp_path)
+    source.advance(20, loss=500.0)
+    assert '<span class="state bad">diverged</span>' in write(source, tmp_path)
+    assert run_text.format_run(source).splitlines()[0].endswith("diverged")
+    assert "diverged" in run_figure.draw_run(source).get_suptitle()
 
 
 def read_cards(source: FakeSource, folder) -> dict[str, tuple[str, str]]:
@@ -217,6 +256,12 @@ def test_a_deep_model_is_cut_where_its_layers_fit():
 # -- charts ----------------------------------------------------------------------------------------------
 
 
+def read_tips(page: str) -> list[list[str]]:
+    """Return the texts of each tooltip: position, and then name and value of each series."""
+    tips = re.findall(r'<g class="tip">.*?<text[^>]*>(.*?)</text>', page)
+    return [[text for text in re.findall(r">([^<>]+)</tspan>", tip) if text != "●"] for tip in tips]
+
+
 def chart(*series: Series) -> str:
     return draw_chart("Loss", "note", series, format_y=lambda y: f"{y:.3g}")
 
@@ -224,9 +269,42 @@ def chart(*series: Series) -> str:
 def test_a_tooltip_names_every_series_at_its_step():
     steps = np.arange(5.0)
     page = chart(Series("node 0", steps, steps, 0), Series("mean", steps, 2 * steps, None))
-    assert "<title>step 3\nnode 0: 3\nmean: 6</title>" in page
+    assert read_tips(page)[3] == ["step 3", "node 0", "3", "mean", "6"]
     assert page.count('<g class="strip">') == 5
     assert '<ul class="legend">' in page
+
+
+def test_a_tooltip_leaves_out_a_series_beyond_its_end():
+    short, long = np.arange(5.0), np.arange(40.0)
+    tips = read_tips(chart(Series("short", short, short, 0), Series("long", long, long, 1)))
+    assert tips[4] == ["step 4", "short", "4", "long", "4"]
+    assert tips[30] == ["step 30", "long", "30"]
+
+
+def test_the_legend_hides_the_line_of_each_series():
+    steps = np.arange(5.0)
+    page = chart(Series("node 0", steps, steps, 0), Series("mean", steps, 2 * steps, None))
+    for k in (0, 1):
+        assert f'class="toggle{k}" checked' in page
+        assert re.search(rf'<polyline class="series \w+ line{k}"', page)
+
+
+def test_a_loss_over_decades_has_a_logarithmic_axis_with_several_numbers():
+    steps = np.arange(50.0)
+    page = draw_chart(
+        "Loss", "", [Series("a", steps, 10 ** (-steps / 15), 0)], format_y="{:.3g}".format, may_be_log=True
+    )
+    numbers = [float(text) for text in re.findall(r'text-anchor="end">([0-9.e-]+)</text>', page)]
+    assert "logarithmic" in page
+    assert {0.001, 0.01, 0.1} <= set(numbers)
+
+
+@pytest.mark.parametrize("ratio", [1.02, 1.3, 2, 3.5, 9, 11, 60, 1e4, 1e9])
+@pytest.mark.parametrize("low", [0.011, 0.3, 0.97, 7])
+def test_a_logarithmic_axis_never_has_a_single_number(low, ratio):
+    found = choose_log_ticks(low, low * ratio)
+    assert 2 <= len(found) <= 16
+    assert all(low <= tick <= low * ratio for tick in found)
 
 
 def test_a_long_series_is_drawn_from_few_points_without_gaps():
@@ -251,7 +329,7 @@ def test_merged_steps_have_a_band_to_their_extremes_and_a_note():
     line, band = read_heights(page)
     assert min(band) < min(line) - 100
     assert "<small>note, mean and range of 8 steps</small>" in page
-    assert "norm: 2 (1 to 9)</title>" in page
+    assert "2 (1 to 9)" in [tip[2] for tip in read_tips(page)]
     few = chart(Series("norm", steps[:MAX_POINTS], values[:MAX_POINTS], 0))
     assert "polygon" not in few
     assert "<small>note</small>" in few
@@ -261,7 +339,7 @@ def test_evaluations_are_never_averaged():
     steps = np.arange(400.0)
     values = np.where(steps == 201, 0.957, 0.9 + 0.001 * (steps % 7))
     page = chart(Series("accuracy", steps, values, 0, exact=True))
-    shown = {float(text) for text in re.findall(r"accuracy: ([0-9.]+)</title>", page)}
+    shown = {float(tip[2]) for tip in read_tips(page)}
     assert shown <= set(np.round(values, 3))
     assert 0.957 in shown
     assert page.count('<g class="strip">') <= MAX_POINTS
@@ -275,7 +353,7 @@ def test_the_charts_of_a_report_have_the_extremes_of_its_steps(tmp_path):
     page = write(source, tmp_path)
     (chart_of_loss,) = re.findall(r"<h3>Loss .*?</figure>", page, re.DOTALL)
     assert "mean and range of 8 steps" in chart_of_loss
-    assert "(0.500 to 2.30)</title>" in chart_of_loss
+    assert "(0.500 to 2.30)</tspan>" in chart_of_loss
 
 
 def test_nothing_to_draw_is_no_chart():

@@ -365,6 +365,20 @@ def test_strategy_that_needs_all_ranks_refuses_to_shrink(strategy, why):
         assert cluster.current_run is None
 
 
+def test_the_traceback_of_an_awaited_run_has_no_frame_of_a_thread_pool(cluster, engines):
+    engines.inject_failure(1, "advance", ValueError("no such row"))
+    run = train(cluster)
+
+    async def main():
+        with pytest.raises(dtkit.errors.EngineError) as caught:
+            await run
+        return [entry.frame.code.path for entry in caught.traceback]
+
+    paths = [str(path) for path in asyncio.run(main())]
+    assert paths
+    assert not [path for path in paths if "futures" in path or path.endswith("thread.py")]
+
+
 def test_failed_run_refuses_to_continue_and_refers_to_its_exception(cluster, engines):
     run = train(cluster, start=False)
     run.step()

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -19,9 +20,10 @@ from dtkit._util.process import ProcessId
 from dtkit.cluster import cluster_file
 from dtkit.history import run_log
 from dtkit.history.history import ROW_DTYPE, History
+from dtkit.history.timeline import SPAN_DTYPE
 from dtkit.training import recovery
 from dtkit.training.recorder import Recorder
-from dtkit.types import DispatchResult, Evaluation, Event, JobPosition
+from dtkit.types import DispatchResult, Evaluation, Event, JobPosition, ReplicaCheckResult, Reply
 
 
 def rows(start: int, stop: int, ranks: int = 2) -> np.ndarray:
@@ -61,6 +63,44 @@ def test_elapsed_time_is_read_as_it_was_written(tmp_path: Path):
     assert run_log.read_elapsed(tmp_path / "run") == (7, 26.5)
     (tmp_path / "run" / "elapsed.json").write_text('{"steps": 3')
     assert run_log.read_elapsed(tmp_path / "run") == (0, 0.0)
+
+
+def make_spans(step: int, rank: int) -> np.ndarray:
+    times = np.arange(3.0) + 10 * step
+    phases = ("data", "forward", "update")
+    return np.array([(step, rank, p, -1, -1, t, t + 1) for p, t in zip(phases, times, strict=True)], SPAN_DTYPE)
+
+
+def test_the_last_step_is_read_as_it_was_written(tmp_path: Path):
+    folder, check = tmp_path / "run", ReplicaCheckResult(7, (1, 2), 5, None)
+    log = run_log.RunLog(folder)
+    spans, unknown = run_log.read_last_step(folder, 3)
+    assert (len(spans), unknown) == (0, None)
+    written_spans = np.concatenate([make_spans(6, rank) for rank in range(3)])
+    log.write_last_step(written_spans, check)
+    spans, found = run_log.read_last_step(folder, 3)
+    assert np.array_equal(spans, written_spans)
+    assert found == check
+    assert len(run_log.read_last_step(folder, 2)[0]) == 0  # of more ranks than there are now
+    for name in ("last-step.npy", "replica-check.json"):
+        (folder / name).write_bytes(b"cut o")
+    spans, unknown = run_log.read_last_step(folder, 3)
+    assert (len(spans), unknown) == (0, None)
+
+
+def test_the_timeline_after_a_failure_is_that_of_the_last_common_step():
+    """Rank 0 took a step more than rank 1, which failed; the last whole dispatch was long before."""
+    history = History()
+    group = cast("Any", SimpleNamespace(membership=SimpleNamespace(clock_offsets=[0.0, 100.0])))
+    recorder = Recorder(group, history)
+    spans = [[make_spans(step, rank) for step in range(5 - rank)] for rank in range(2)]
+    ahead = dataclasses.replace(advance(0, 5), spans=np.concatenate(spans[0]))
+    failed = dataclasses.replace(advance(0, 4), spans=np.concatenate(spans[1]))
+    assert recorder.record_common_steps({0: Reply(value=(ahead, [])), 1: Reply(value=(failed, []))}) == 4
+    found = recorder.merge_recent_spans()
+    assert found["step"].max() == 3
+    last = found[found["step"] == 3]
+    assert last[last["rank"] == 1]["begin"].tolist() == [-70.0, -69.0, -68.0]  # on the clock of rank 0
 
 
 def test_records_that_were_cut_off_are_left_out(tmp_path: Path):

@@ -18,10 +18,10 @@ def test_rates_need_two_samples():
     monitor = SystemMonitor(clock)
     monitor.sample_if_due()
     assert set(monitor.take(3)) == {"system/memory (MB)"}
-    clock.now += 1.0
+    clock.now += 0.1
     monitor.sample_if_due()  # too early
     assert monitor.take(4) == {}
-    clock.now += 1.5
+    clock.now += 2.4
     monitor.sample_if_due()
     scalars = monitor.take(5)
     assert {"system/CPU (cores)", "system/network (MB/s)", "system/memory (MB)"} <= set(scalars)
@@ -32,12 +32,24 @@ def test_rates_need_two_samples():
     assert cores >= 0
 
 
+def test_a_run_shorter_than_a_period_has_samples():
+    clock = Clock()
+    monitor = SystemMonitor(clock)
+    found = []
+    for step in range(4):  # dispatches, without the watchdog
+        found.append(monitor.take(step))
+        clock.now += 0.3
+    assert [len(scalars) for scalars in found] == [1, 3, 3, 3]
+    assert found[3]["system/memory (MB)"][0][0] == 3
+
+
 def test_several_samples_become_their_mean():
     clock = Clock()
     monitor = SystemMonitor(clock)
     for _ in range(4):
         monitor.sample_if_due()
         clock.now += 2.0
+    clock.now -= 1.9
     scalars = monitor.take(9)
     assert [rows[0][2] for rows in scalars.values()] == [4.0, 3.0, 3.0]
     assert monitor.take(10) == {}

@@ -36,6 +36,8 @@ HEARTBEAT_TIMEOUT_S = 8.0
 """Silence after which an engine counts as lost. Only for stopped engines: the end of a process is noticed at once."""
 WATCHDOG_PERIOD_S = 0.5
 """Sampling period of an engine's watchdog. A sample costs the engine a fraction of a millisecond."""
+SYSTEM_FIRST_SAMPLE_S = 0.25
+"""Shortest interval between two samples of a machine at the ends of dispatches."""
 SYSTEM_SAMPLE_S = 2.0
 """Period of the watchdog's samples of CPU, network, memory and GPU."""
 WATCHDOG_MISSED_SAMPLE_S = 1.25
@@ -318,6 +320,8 @@ SERIES_INTERVAL_S = 2.0
 """Shortest interval between two messages of a live display with numbers of the user's own or of the machines."""
 VERDICT_INTERVAL_S = 2.0
 """Interval between two verdicts of a live display, so that its line can be read."""
+VERDICT_HOLD_S = 6.0
+"""How long another verdict must be found before it replaces the shown one."""
 EFFECT_SHOWN_S = 15.0
 """How long a live display confirms a command; later the text would read as the present state."""
 PICTURE_INTERVAL_S = 2.0

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from dtkit.dashboard.summary.comparison import ComparisonRow
+    from dtkit.dashboard.written_report import WrittenReport
     from dtkit.types import RunSpec
 
 _MAX_LABEL_CHARS = 60
@@ -89,11 +90,14 @@ class Comparison:
         rows = [{**vars(row), **{f"best {name}": value for name, value in row.best.items()}} for row in self.rows]
         return pd.DataFrame(rows).drop(columns="best").set_index("label")
 
-    def report(self, path: str | Path) -> None:
-        """Write the comparison as one self-contained HTML file: table, differences, charts with tooltips."""
+    def report(self, path: str | Path = "comparison.html") -> WrittenReport:
+        """Write the comparison as one self-contained HTML file: table, differences, charts with tooltips.
+
+        Returns the file's place, which a notebook shows as a link.
+        """
         from dtkit.dashboard.comparison_report import write_comparison_report
 
-        write_comparison_report(self, path)
+        return write_comparison_report(self, path)
 
     def make_mime_bundle(self) -> dict[str, str]:
         """Return the figure with its table, a PNG, and text, which a saved notebook can show."""

@@ -13,6 +13,7 @@ from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.report_page import escape, format_page, format_table
 from dtkit.dashboard.svg_chart import Series, draw_chart
 from dtkit.dashboard.text.comparison_text import make_differences_table, make_table, make_table_note
+from dtkit.dashboard.written_report import WrittenReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,10 +39,11 @@ class ComparisonData(Protocol):
         ...
 
 
-def write_comparison_report(comparison: ComparisonData, path: str | Path) -> None:
+def write_comparison_report(comparison: ComparisonData, path: str | Path) -> WrittenReport:
     """Write the report to `path`."""
     title = f"Comparison of {formatting.format_count(len(comparison.labels), 'run')}"
     Path(path).write_text(format_page(title, _format_parts(comparison, title)), encoding="utf-8")
+    return WrittenReport(title, path)
 
 
 def _format_parts(comparison: ComparisonData, title: str) -> Iterator[str]:
@@ -58,13 +60,15 @@ def _format_parts(comparison: ComparisonData, title: str) -> Iterator[str]:
 def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iterator[str]:
     runs = list(zip(range(len(labels)), labels, histories, strict=True))
     losses = [Series(label, *history.loss(), color=k) for k, label, history in runs]
-    yield draw_chart("Loss against steps", "mean over all nodes", losses, format_y=formatting.format_loss)
+    yield draw_chart(
+        "Loss against steps", "mean over all nodes", losses, format_y=formatting.format_loss, may_be_log=True
+    )
     timed = [
         Series(label, np.cumsum(history.totals()["step_s"]), history.loss()[1], color=k) for k, label, history in runs
     ]
     yield draw_chart(
         "Loss against time", "of steps", timed, format_y=formatting.format_loss, x_name="time",
-        format_x=lambda x: formatting.format_duration(x) if x else "0",
+        format_x=lambda x: formatting.format_duration(x) if x else "0", may_be_log=True,
     )  # fmt: skip
     rates = [Series(label, *history.throughput(), color=k) for k, label, history in runs]
     yield draw_chart("Throughput", "samples/s of all nodes", rates, format_y=formatting.format_rate, from_zero=True)

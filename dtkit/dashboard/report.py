@@ -20,7 +20,15 @@ from dtkit._util import formatting, timeouts
 from dtkit._util.table import Table
 from dtkit.dashboard.figures import render, run_figure
 from dtkit.dashboard.report_charts import draw_charts, list_metric_names
-from dtkit.dashboard.report_page import escape, format_cards, format_long_table, format_page, format_table
+from dtkit.dashboard.report_page import (
+    escape,
+    format_cards,
+    format_columns,
+    format_facts,
+    format_long_table,
+    format_page,
+    format_table,
+)
 from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower, make_row
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_run_metrics
@@ -28,10 +36,12 @@ from dtkit.dashboard.summary.notices import ALERT_KINDS, collect_notices, list_e
 from dtkit.dashboard.summary.step_strip import make_step_strip
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
+from dtkit.dashboard.written_report import WrittenReport, make_file_name
 from dtkit.errors import FULL_HINT, UserCodeError
+from dtkit.types import State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from dtkit.dashboard.run_view import RunView
     from dtkit.history.history import History
@@ -42,43 +52,49 @@ _MAX_LEARNING_RATES = 40
 _Item = TypeVar("_Item")
 
 
-def write_report(run: RunView, path: str | Path, *, single_process: History | None = None) -> None:
+def write_report(
+    run: RunView, path: str | Path | None = None, *, single_process: History | None = None
+) -> WrittenReport:
     """Write the report of a run to `path`, with its speed-up over `single_process`, a history of one process.
 
     Raises ValueError if `single_process` has no steps, or more ranks than one.
     """
     scaling = _format_scaling_if_given(run, single_process)
+    cards = [*_iterate_cards(run, single_process)]
     parts = [
-        *_format_head(run, single_process),
+        *_format_head(run, cards),
         *_format_charts(run),
         *scaling,
-        *_format_settings(run),
-        *_format_model(run),
-        *_format_nodes(run),
-        *_format_schedule(run),
-        *_format_events(run),
+        format_columns(section(run) for section in (_format_settings, _format_model, _format_nodes, _format_schedule)),
         *_format_evaluations(run),
+        *_format_events(run),
         *_format_origin(run),
     ]
+    if path is None:
+        path = make_file_name(run.spec.name, next((event.time for event in run.history.events), None))
     Path(path).write_text(format_page(run.spec.name, parts), encoding="utf-8")
+    return WrittenReport(f"Report of {formatting.sanitize_text(run.spec.name, 60)}", path, cards)
 
 
-def _format_head(run: RunView, single_process: History | None) -> Iterator[str]:
+def _format_head(run: RunView, cards: Sequence[tuple[str, str, str]]) -> Iterator[str]:
     spec = run.spec
-    yield f"<h1>{escape(spec.name)}</h1>"
+    notices = collect_notices(run)
+    is_bad = run.exception is not None or any(notice.kind in ALERT_KINDS for notice in notices)
+    tone = "bad" if is_bad else "good" if run.status.state is State.COMPLETED else ""
+    yield f'<h1>{escape(spec.name)} <span class="state {tone}">{escape(name_state(run))}</span></h1>'
     tags = "".join(f" · {tag}" for tag in spec.tags)
     position = run_text.format_run(run).splitlines()[1]
     nodes = formatting.format_count(spec.world_size, "node")
     yield (
-        f'<p class="lead">{escape(f"{spec.strategy} on {nodes} · {name_state(run.status)}{tags}")}<br>'
+        f'<p class="lead">{escape(f"{spec.strategy} on {nodes}{tags}")}<br>'
         f"{escape(position)}. Written {time.strftime('%Y-%m-%d %H:%M')}.</p>"
     )
     if run.exception is not None:
         yield from _format_error(run.exception)
-    for notice in collect_notices(run):
+    for notice in notices:
         if notice.kind in ALERT_KINDS:
             yield f'<p class="error">{escape(notice.text)}</p>'
-    yield format_cards(_iterate_cards(run, single_process))
+    yield format_cards(cards)
     verdict = find_shown_verdict(run)
     if verdict is not None:
         lines = "<br>".join(map(escape, verdict.arithmetic))
@@ -148,19 +164,23 @@ def _format_charts(run: RunView) -> Iterator[str]:
 
 def _format_settings(run: RunView) -> Iterator[str]:
     spec = run.spec
-    facts = [
+    typed = [
         ("strategy", spec.strategy),
         ("optimizer", spec.optimizer),
         ("loss", spec.loss),
+        *((name, text) for name, text in spec.settings if name not in ("optimizer", "loss")),
+    ]
+    facts = [
         ("batch_size, over all nodes", f"{spec.batch_size:,}"),
+        ("learning rate", formatting.UNKNOWN if run.lr is None else f"{run.lr:.6g} at the end"),
         ("steps", f"{run.status.step:,} of {spec.steps:,}, {spec.steps_per_epoch:,} in an epoch"),
         ("samples in an epoch", f"{spec.samples:,}"),
         ("order of rows", f"{spec.shuffle}, seed {spec.seed}"),
         ("num_workers", f"{spec.num_workers}"),
-        *((name, text) for name, text in spec.settings if name not in ("optimizer", "loss")),
     ]
-    yield "<h2>Settings</h2>"
-    yield format_table(Table((), facts))
+    yield "<h2>Settings, as typed</h2>"
+    yield format_facts(Table((), typed), is_code=True)
+    yield format_facts(Table((), facts))
 
 
 def _format_model(run: RunView) -> Iterator[str]:
@@ -237,6 +257,8 @@ def _format_schedule(run: RunView) -> Iterator[str]:
     rows = run.history.rows()
     rows = rows[rows["rank"] == rows["rank"].min(initial=0)]
     changes = np.flatnonzero(np.diff(rows["lr"], prepend=np.nan) != 0)
+    if len(changes) < 2:  # the settings have it
+        return
     shown = _keep_ends(list(changes), _MAX_LEARNING_RATES)
     rates = [(f"{rows['step'][k]:,}", f"{rows['lr'][k]:.6g}") for k in shown]
     hidden = f"{len(changes):,} learning rates in all; the first and the last are shown."
@@ -294,7 +316,7 @@ def _format_origin(run: RunView) -> Iterator[str]:
         except importlib.metadata.PackageNotFoundError:
             facts.append((name, "not installed"))
     yield "<h2>Origin</h2>"
-    yield format_table(Table((), facts))
+    yield format_facts(Table((), facts))
 
 
 def _describe_commit() -> str:

@@ -37,7 +37,7 @@ def draw_charts(history: History) -> str:
 
 def _iterate_charts(history: History) -> Iterator[str]:
     loss = [*_make_series(history, LOSS, "mean"), *_make_validation_series(history, "loss", "validation")]
-    yield draw_chart("Loss", "", loss, format_y=formatting.format_loss)
+    yield draw_chart("Loss", "", loss, format_y=formatting.format_loss, may_be_log=True)
     label = format_overall_label(history.num_ranks, history.ranks_per_replica)
     yield draw_chart(
         "Throughput", "samples/s without waiting", from_zero=True, format_y=formatting.format_rate,
@@ -92,7 +92,7 @@ def _make_validation_series(history: History, name: str, label: str) -> list[Ser
     if not points:
         return []
     steps, values = np.array(points, float).T
-    return [Series(label, steps, values, 5, exact=True)]
+    return [Series(label, steps, values, 7, exact=True)]
 
 
 def _make_scalar_series(history: History, name: str) -> list[Series]:

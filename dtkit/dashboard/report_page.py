@@ -16,34 +16,60 @@ if TYPE_CHECKING:
 MAX_OPEN_ROWS = 12
 """Rows of a table that is not folded."""
 
-_LIGHT = "--page: #fff; --ink: #1a1a1a; --muted: #5f5f5f; --line: #e4e4e4; --card: #f5f7f9; --accent: #0b62a0"
-_DARK = "--page: #16191d; --ink: #e8e8e8; --muted: #a3a9b0; --line: #343a41; --card: #1f242a; --accent: #74bdf0"
+_LIGHT = (
+    "--page: #fff; --ink: #1a1a1a; --muted: #5f5f5f; --line: #e4e4e4; --card: #f5f7f9; --accent: #0b62a0; "
+    "--good: #00795a; --bad: #b84a00"
+)
+_DARK = (
+    "--page: #16191d; --ink: #e8e8e8; --muted: #a3a9b0; --line: #343a41; --card: #1f242a; --accent: #74bdf0; "
+    "--good: #35c79b; --bad: #ff8548"
+)
 
 _TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta name="color-scheme" content="light dark"><title>{title}</title><style>
-:root {{ {light}; }}
-{light_colors}
-@media (prefers-color-scheme: dark) {{ :root {{ {dark}; }} {dark_colors} }}
-body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1120px;
-  margin: 24px auto; padding: 0 16px; }}
-h1 {{ font-size: 24px; margin-bottom: 2px; }} h2 {{ font-size: 18px; margin-top: 30px; }}
+:root {{ color-scheme: light; {light}; }}
+@media (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {dark}; }} }}
+:root:has(#light:checked) {{ color-scheme: light; {light}; }}
+:root:has(#dark:checked) {{ color-scheme: dark; {dark}; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1180px;
+  margin: 24px auto; padding: 0 20px 40px; }}
+h1 {{ font-size: 26px; margin: 0; display: flex; flex-wrap: wrap; align-items: center; gap: 4px 14px; }}
+h2 {{ font-size: 18px; margin: 34px 0 10px; }}
 h3 {{ font-size: 14px; margin: 0 0 4px; }} h3 small {{ font-weight: normal; color: var(--muted); margin-left: 8px; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13.5px; }}
-th, td {{ padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); vertical-align: baseline; }}
-.scroll {{ overflow-x: auto; }} p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 0; }}
-.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 14px 0; }}
+th {{ color: var(--muted); font-weight: 600; }}
+th, td {{ padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertical-align: baseline; }}
+.facts td:first-child {{ color: var(--muted); white-space: nowrap; min-width: 0 !important; }}
+.facts td:last-child {{ min-width: 0 !important; overflow-wrap: anywhere; }}
+.code td:last-child {{ font: 12.5px/1.5 ui-monospace, monospace; }}
+.columns {{ columns: 2 460px; column-gap: 40px; }} .columns section {{ break-inside: avoid; padding-top: 1px; }}
+.columns h2 {{ margin-top: 24px; }}
+.scroll {{ overflow-x: auto; }} p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; }}
+.state {{ font-size: 13px; font-weight: 700; padding: 1px 12px; border: 1.5px solid; border-radius: 99px;
+  color: var(--muted); }} .state.good {{ color: var(--good); }} .state.bad {{ color: var(--bad); }}
+.theme {{ float: right; font-size: 12px; color: var(--muted); border: 1px solid var(--line); border-radius: 7px;
+  margin: 4px 0 0 12px; padding: 1px; }} .theme label {{ padding: 2px 9px; cursor: pointer; display: inline-block; }}
+.theme input {{ position: absolute; opacity: 0; }} .theme label:has(:checked) {{ background: var(--card);
+  color: var(--ink); border-radius: 6px; }} .theme label:has(:focus-visible) {{ outline: 2px solid var(--accent); }}
+.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(155px, 1fr)); gap: 10px; margin: 16px 0; }}
 .card {{ background: var(--card); border-radius: 8px; padding: 10px 14px; }}
-.card b {{ font-size: 21px; display: block; }}
-.card span {{ color: var(--muted); font-size: 12.5px; display: block; }}
+.card b {{ font-size: 22px; display: block; line-height: 1.35; font-variant-numeric: tabular-nums; }}
+.card span {{ color: var(--muted); font-size: 12.5px; display: block; line-height: 1.4; }}
 .verdict {{ border-left: 3px solid var(--accent); padding: 4px 12px; }}
-.error {{ color: light-dark(#b84a00, #ff8548); font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap;
+.error {{ color: var(--bad); font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap;
   max-width: none; border-left: 3px solid; padding: 4px 12px; }}
-.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 22px 28px; }}
-figure {{ margin: 0; }} details {{ margin: 8px 0; }} summary {{ cursor: pointer; color: var(--accent); }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 26px 32px; }}
+.charts figure {{ max-width: 720px; }}
+figure {{ margin: 0; min-width: 0; }} details {{ margin: 8px 0; }} summary {{ cursor: pointer; color: var(--accent); }}
 details img {{ max-width: 100%; height: auto; border-radius: 6px; }}
+@media print {{ .theme {{ display: none; }} }}
 {chart_css}
 </style></head><body>
+<div class="theme" role="radiogroup" aria-label="colors">
+<label><input type="radio" name="theme" checked>auto</label
+><label><input type="radio" name="theme" id="light">light</label
+><label><input type="radio" name="theme" id="dark">dark</label></div>
 {body}
 </body></html>
 """
@@ -52,9 +78,16 @@ details img {{ max-width: 100%; height: auto; border-radius: 6px; }}
 def format_page(title: str, parts: Iterable[str]) -> str:
     """Return the whole file."""
     return _TEMPLATE.format(
-        title=escape(title), body="\n".join(parts), light=_LIGHT, dark=_DARK, chart_css=svg_chart.CSS,
-        light_colors=svg_chart.make_color_css("light"), dark_colors=svg_chart.make_color_css("dark"),
+        title=escape(title), body="\n".join(parts), chart_css=svg_chart.make_css(),
+        light=f"{_LIGHT}; {svg_chart.make_color_variables('light')}",
+        dark=f"{_DARK}; {svg_chart.make_color_variables('dark')}",
     )  # fmt: skip
+
+
+def format_columns(sections: Iterable[Iterable[str]]) -> str:
+    """Return sections next to each other where the page is wide, and below each other elsewhere."""
+    parts = ("\n".join(section) for section in sections)
+    return f'<div class="columns">{"".join(f"<section>{part}</section>" for part in parts if part)}</div>'
 
 
 def format_cards(cards: Iterable[tuple[str, str, str]]) -> str:
@@ -69,6 +102,11 @@ def format_cards(cards: Iterable[tuple[str, str, str]]) -> str:
 def format_table(table: Table) -> str:
     """Return a table that may scroll to the side."""
     return f'<div class="scroll">{table.to_html()}</div>'
+
+
+def format_facts(table: Table, *, is_code: bool = False) -> str:
+    """Return a table of names and values, which wrap; with `is_code` in the font of code."""
+    return f'<div class="facts{" code" if is_code else ""}">{table.to_html()}</div>'
 
 
 def format_long_table(name: str, table: Table, notes: Sequence[str] = ()) -> str:

@@ -1,6 +1,7 @@
 """Line charts as SVG for a page: colors from the page's CSS, and a tooltip at each position that names every series.
 
-A chart needs no script. Invisible strips over it have the tooltips, and a line that shows where the pointer is.
+A chart needs no script. Invisible strips over it have the tooltips, and a line that shows where the pointer is. The
+entries of a legend are check boxes that hide lines.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit.dashboard.summary.comparison import is_steep
+from dtkit.dashboard.summary.ticks import choose_log_ticks, choose_ticks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,27 +27,36 @@ _MAX_DOTS = 40
 
 _WIDTH, _HEIGHT = 560, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 34
-_NUM_TICKS = 5
 
-CSS = """
-svg.chart { width: 100%; height: auto; display: block; font: 11px system-ui, sans-serif; overflow: visible; }
-.chart text { fill: var(--muted); } .chart .grid { stroke: var(--line); } .chart .axis { stroke: var(--muted); }
-.chart .series { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
-.chart .all { stroke: var(--ink); stroke-dasharray: 5 3; stroke-width: 1.9; }
-.chart .dot.all { stroke-dasharray: none; } .chart .band.all { fill: var(--ink); }
-.chart .band { stroke: none; }
-.chart .dot { fill: var(--page); stroke-width: 1.4; } .chart .strip line { stroke: var(--muted); opacity: 0; }
-.chart .strip:hover line { opacity: 1; } .chart .strip rect { fill: transparent; }
-.legend { font-size: 12px; color: var(--muted); margin: 2px 0 0; padding: 0; list-style: none; }
-.legend li { display: inline-block; margin-right: 14px; }
-.legend svg.chart { display: inline-block; width: 22px; height: 8px; margin-right: 5px; }
-"""
+_ROW_HEIGHT, _CHAR_WIDTH, _MAX_LABEL_CHARS = 15, 6.1, 34  # of a tooltip; widths are estimated
+MAX_TOGGLES = 16
+"""Series of a chart that the legend can hide."""
 
 COLORS = {
     "light": ("#0072B2", "#B87700", "#00805D", "#B0578C", "#2A86BD", "#C65500", "#767600", "#6F58B5"),
     "dark": ("#5CB3EA", "#F0B440", "#35C79B", "#E09BC4", "#8CD0F5", "#FF8A45", "#CFCF3C", "#B3A2EC"),
 }
 """Colors of series on a light and on a dark page."""
+
+_CSS = """
+svg.chart { width: 100%; height: auto; display: block; font: 11px system-ui, sans-serif; overflow: visible; }
+.chart text { fill: var(--muted); } .chart .grid { stroke: var(--line); } .chart .axis { stroke: var(--muted); }
+.chart .series { fill: none; stroke-width: 1.7; stroke-linejoin: round; stroke-linecap: round; }
+.chart .all { stroke: var(--ink); stroke-dasharray: 5 3; stroke-width: 1.9; } .chart .kall { fill: var(--ink); }
+.chart .dot.all { stroke-dasharray: none; } .chart .band.all { fill: var(--ink); }
+.chart .band { stroke: none; }
+.chart .dot { fill: var(--page); stroke-width: 1.4; } .chart .strip > line { stroke: var(--muted); opacity: 0; }
+.chart .strip > rect { fill: transparent; } .chart .strip:hover > line { opacity: 1; }
+.chart .tip { display: none; pointer-events: none; } .chart .strip:hover .tip { display: inline; }
+.chart .tip rect { fill: var(--page); stroke: var(--line); filter: drop-shadow(0 2px 5px rgb(0 0 0 / 0.25)); }
+.chart .tip text { fill: var(--ink); font-variant-numeric: tabular-nums; } .chart .tip .head { font-weight: 700; }
+.chart .tip .value { font-weight: 600; text-anchor: end; }
+.legend { font-size: 12px; color: var(--muted); margin: 2px 0 0; padding: 0; list-style: none; }
+.legend li { display: inline-block; margin-right: 14px; } .legend label { cursor: pointer; }
+.legend input { position: absolute; opacity: 0; } .legend input:not(:checked) + span { text-decoration: line-through;
+  opacity: 0.55; } .legend input:focus-visible + span { outline: 2px solid var(--accent); }
+.legend svg.chart { display: inline-block; width: 22px; height: 8px; margin-right: 5px; }
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +83,19 @@ class Series:
         return "all" if self.color is None else f"s{self.color % len(COLORS['light'])}"
 
 
-def make_color_css(scheme: str) -> str:
-    """Return the rules that give series their colors, on a "light" or a "dark" page."""
-    return " ".join(
-        f".chart .s{k} {{ stroke: {color}; }} .chart .band.s{k} {{ fill: {color}; }}"
-        for k, color in enumerate(COLORS[scheme])
+def make_css() -> str:
+    """Return the rules of all charts. The variables of :func:`make_color_variables` have the colors of series."""
+    colors = (
+        f".chart .s{k} {{ stroke: var(--s{k}); }} .chart :is(.band.s{k}, .k{k}) {{ fill: var(--s{k}); }}"
+        for k in range(len(COLORS["light"]))
     )
+    toggles = (f"figure:has(.toggle{k}:not(:checked)) .line{k} {{ display: none; }}" for k in range(MAX_TOGGLES))
+    return "\n".join([_CSS, *colors, *toggles])
+
+
+def make_color_variables(scheme: str) -> str:
+    """Return the colors of series as CSS variables, on a "light" or a "dark" page."""
+    return "; ".join(f"--s{k}: {color}" for k, color in enumerate(COLORS[scheme]))
 
 
 def draw_chart(
@@ -88,19 +107,24 @@ def draw_chart(
     format_x: Callable[[float], str] = lambda x: f"{x:,.0f}",
     x_name: str = "step",
     from_zero: bool = False,
+    may_be_log: bool = False,
 ) -> str:
-    """Return a chart with its title and its legend as HTML; an empty text without a number to draw."""
+    """Return a chart with its title and its legend as HTML; an empty text without a number to draw.
+
+    With `may_be_log`, the y axis is logarithmic where a linear one would hide the smaller values.
+    """
     drawn = [_thin_out(line) for line in series]
     drawn = [line for line in drawn if len(line.x)]
     if not drawn:
         return ""
-    frame = _Frame.around(drawn, from_zero=from_zero)
+    is_log = may_be_log and is_steep(np.concatenate([line.y for line in drawn]))
+    frame = _Frame.around(drawn, from_zero=from_zero, is_log=is_log)
     parts = [*_draw_axes(frame, format_x, format_y, x_name)]
-    parts += [_draw_band(frame, line, 0.36 / (len(drawn) + 1)) for line in drawn]
-    parts += [_draw_series(frame, line) for line in drawn]
+    parts += [_draw_band(frame, line, k, 0.36 / (len(drawn) + 1)) for k, line in enumerate(drawn)]
+    parts += [_draw_series(frame, line, k) for k, line in enumerate(drawn)]
     parts += _draw_strips(frame, drawn, format_x, format_y, x_name)
     label = html.escape(f"{title}: {'; '.join(f'{line.label} {format_y(float(line.y[-1]))}' for line in drawn)}")
-    note = ", ".join(filter(None, [note, _describe_merged(drawn)]))
+    note = ", ".join(filter(None, [note, _describe_merged(drawn), "logarithmic" if is_log else ""]))
     heading = f"<h3>{html.escape(title)} <small>{html.escape(note)}</small></h3>"
     svg = f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     return f"<figure>{heading}{svg}{_draw_legend(drawn)}</figure>"
@@ -149,12 +173,16 @@ class _Frame:
     x_high: float
     y_low: float
     y_high: float
+    is_log: bool = False
 
     @classmethod
-    def around(cls, series: Sequence[Series], *, from_zero: bool) -> _Frame:
+    def around(cls, series: Sequence[Series], *, from_zero: bool, is_log: bool) -> _Frame:
         x = np.concatenate([line.x for line in series])
         low = min(float((line.y if line.low is None else line.low).min()) for line in series)
         high = max(float((line.y if line.high is None else line.high).max()) for line in series)
+        if is_log:  # all values are positive, but a band of merged steps may reach further
+            low = max(low, min(float(line.y.min()) for line in series) / 10)
+            return cls(float(x.min()), float(x.max()), low / 1.15, high * 1.15, is_log=True)
         low = min(0.0, low) if from_zero else low
         margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
         return cls(float(x.min()), float(x.max()), low if from_zero else low - margin, high + margin)
@@ -164,17 +192,13 @@ class _Frame:
         return _LEFT + (x - self.x_low) / span * (_WIDTH - _LEFT - _RIGHT)
 
     def place_y(self, y: float) -> float:
-        return _HEIGHT - _BOTTOM - (y - self.y_low) / (self.y_high - self.y_low) * (_HEIGHT - _TOP - _BOTTOM)
+        low, high = self.y_low, self.y_high
+        if self.is_log:
+            y, low, high = (math.log10(max(value, self.y_low)) for value in (y, low, high))
+        return _HEIGHT - _BOTTOM - (y - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
-
-def choose_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers within the limits, about five of them."""
-    if high <= low:
-        return [low]
-    raw = (high - low) / _NUM_TICKS
-    power = 10.0 ** math.floor(math.log10(raw))
-    width = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
-    return [k * width for k in range(math.ceil(low / width), math.floor(high / width) + 1)]
+    def choose_y_ticks(self) -> list[float]:
+        return choose_log_ticks(self.y_low, self.y_high) if self.is_log else choose_ticks(self.y_low, self.y_high)
 
 
 def _draw_axes(
@@ -182,7 +206,7 @@ def _draw_axes(
 ) -> list[str]:
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     parts = []
-    for tick in choose_ticks(frame.y_low, frame.y_high):
+    for tick in frame.choose_y_ticks():
         y = frame.place_y(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         text = html.escape(formatting.shorten_tick(format_y(tick)))
@@ -196,23 +220,23 @@ def _draw_axes(
     return parts
 
 
-def _draw_band(frame: _Frame, series: Series, opacity: float) -> str:
+def _draw_band(frame: _Frame, series: Series, index: int, opacity: float) -> str:
     """Draw the range of the merged values; overlapping bands share the opacity of one."""
     if series.merged == 1 or series.low is None or series.high is None:
         return ""
     edges = [*zip(series.x, series.high, strict=True), *zip(series.x[::-1], series.low[::-1], strict=True)]
     points = " ".join(f"{frame.place_x(x):.1f},{frame.place_y(y):.1f}" for x, y in edges)
-    return f'<polygon class="band {series.css_class}" opacity="{opacity:.2f}" points="{points}"/>'
+    return f'<polygon class="band {series.css_class} line{index}" opacity="{opacity:.2f}" points="{points}"/>'
 
 
-def _draw_series(frame: _Frame, series: Series) -> str:
+def _draw_series(frame: _Frame, series: Series, index: int) -> str:
     places = [(frame.place_x(x), frame.place_y(y)) for x, y in zip(series.x, series.y, strict=True)]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    line = f'<polyline class="series {series.css_class}" points="{points}"/>'
+    line = f'<polyline class="series {series.css_class} line{index}" points="{points}"/>'
     if len(places) > (_MAX_DOTS if series.exact else 1):
         return line
     return line + "".join(
-        f'<circle class="dot {series.css_class}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places
+        f'<circle class="dot {series.css_class} line{index}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places
     )
 
 
@@ -223,24 +247,35 @@ def _draw_strips(
     format_y: Callable[[float], str],
     x_name: str,
 ) -> list[str]:
-    """Draw a strip with a tooltip around each position of the series with the most points."""
-    positions = max((line.x for line in series), key=len)
+    """Draw a strip with a tooltip around each position of any series; of close ones, around one of them."""
+    positions = _choose_positions(series)
     middles = [frame.place_x(float(x)) for x in positions]
     edges = [_LEFT, *((a + b) / 2 for a, b in itertools.pairwise(middles)), _WIDTH - _RIGHT]
+    reach = (frame.x_high - frame.x_low) / 100
     parts = []
     for k, x in enumerate(positions):
-        lines = [f"{x_name} {format_x(float(x))}"]
-        lines += [f"{line.label}: {_read_at(line, float(x), format_y)}" for line in series]
+        rows = [(line, _read_at(line, float(x), reach, format_y)) for line in series]
+        tip = _draw_tip(middles[k], f"{x_name} {format_x(float(x))}", [(line, text) for line, text in rows if text])
         parts.append(
             f'<g class="strip"><rect x="{edges[k]:.1f}" y="{_TOP}" width="{max(0.5, edges[k + 1] - edges[k]):.1f}" '
             f'height="{_HEIGHT - _TOP - _BOTTOM}"/><line x1="{middles[k]:.1f}" x2="{middles[k]:.1f}" y1="{_TOP}" '
-            f'y2="{_HEIGHT - _BOTTOM}"/><title>{html.escape(chr(10).join(lines))}</title></g>'
+            f'y2="{_HEIGHT - _BOTTOM}"/>{tip}</g>'
         )
     return parts
 
 
-def _read_at(series: Series, x: float, format_y: Callable[[float], str]) -> str:
-    """Return the value at the point next to `x`, with its range."""
+def _choose_positions(series: Sequence[Series]) -> np.ndarray:
+    """Return the positions of the series with the most points, and those of others beyond its ends."""
+    longest = max((line.x for line in series), key=len)
+    beyond = [line.x[(line.x < longest[0]) | (line.x > longest[-1])] for line in series]
+    positions = np.unique(np.concatenate([longest, *beyond]))
+    return positions[:: -(-len(positions) // (2 * MAX_POINTS))]
+
+
+def _read_at(series: Series, x: float, reach: float, format_y: Callable[[float], str]) -> str:
+    """Return the value at the point next to `x`, with its range; an empty text beyond the ends of the series."""
+    if not series.x[0] - reach <= x <= series.x[-1] + reach:
+        return ""
     k = int(np.argmin(np.abs(series.x - x)))
     value = format_y(float(series.y[k]))
     if series.merged == 1 or series.low is None or series.high is None:
@@ -248,12 +283,31 @@ def _read_at(series: Series, x: float, format_y: Callable[[float], str]) -> str:
     return f"{value} ({format_y(float(series.low[k]))} to {format_y(float(series.high[k]))})"
 
 
+def _draw_tip(x: float, title: str, rows: Sequence[tuple[Series, str]]) -> str:
+    """Draw a box with a row for each series, to the right of `x`, or to the left where there is more room."""
+    labels = [formatting.sanitize_text(line.label, _MAX_LABEL_CHARS) for line, _ in rows]
+    longest = max((len(label) + len(text) + 5 for label, (_, text) in zip(labels, rows, strict=True)), default=0)
+    width, height = _CHAR_WIDTH * max(len(title), longest) + 16, _ROW_HEIGHT * (len(rows) + 1) + 9
+    left = x + 10 if x < _WIDTH / 2 else x - 10 - width
+    left = min(max(0.0, left), _WIDTH - width) if width < _WIDTH else 0.0
+    lines = [f'<tspan class="head" x="{left + 8:.0f}" dy="{_ROW_HEIGHT}">{html.escape(title)}</tspan>']
+    for label, (line, text) in zip(labels, rows, strict=True):
+        key = "kall" if line.css_class == "all" else f"k{line.css_class[1:]}"
+        lines.append(
+            f'<tspan x="{left + 8:.0f}" dy="{_ROW_HEIGHT}" class="{key}">●</tspan><tspan x="{left + 22:.0f}">'
+            f'{html.escape(label)}</tspan><tspan x="{left + width - 8:.0f}" class="value">{html.escape(text)}</tspan>'
+        )
+    box = f'<rect x="{left:.0f}" y="{_TOP}" width="{width:.0f}" height="{height}" rx="5"/>'
+    return f'<g class="tip">{box}<text y="{_TOP}">{"".join(lines)}</text></g>'
+
+
 def _draw_legend(series: Sequence[Series]) -> str:
     if len(series) < 2:
         return ""
     items = "".join(
-        f'<li><svg class="chart" viewBox="0 0 22 8" aria-hidden="true"><polyline class="series {line.css_class}" '
-        f'points="0,4 22,4"/></svg>{html.escape(line.label)}</li>'
-        for line in series
+        f'<li><label title="show or hide"><input type="checkbox" class="toggle{k}" checked><span>'
+        f'<svg class="chart" viewBox="0 0 22 8" aria-hidden="true"><polyline class="series {line.css_class}" '
+        f'points="0,4 22,4"/></svg>{html.escape(line.label)}</span></label></li>'
+        for k, line in enumerate(series)
     )
     return f'<ul class="legend">{items}</ul>'

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dtkit.history.workload import Workload
+    from dtkit.types import ReplicaCheckResult
 
 ROW_DTYPE = np.dtype(
     [
@@ -91,6 +92,9 @@ class HistoryLog(Protocol):
 
     def write_elapsed(self, num_steps: int, elapsed_s: float) -> None:
         """Store how long the run was RUNNING for the first `num_steps` of its history."""
+
+    def write_last_step(self, spans: np.ndarray, check: ReplicaCheckResult | None) -> None:
+        """Store the timeline of the last step, and the last comparison of replicas."""
 
     def close(self) -> None:
         """Stop writing."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import shutil
 import time
@@ -27,7 +28,8 @@ from dtkit._util import files
 from dtkit._util.formatting import format_count
 from dtkit.history.history import ROW_DTYPE, History, decode_fields, encode_line
 from dtkit.history.scalars import ScalarRecord
-from dtkit.types import Evaluation, Event
+from dtkit.history.timeline import SPAN_DTYPE
+from dtkit.types import Evaluation, Event, ReplicaCheckResult
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +38,7 @@ RUNS_FOLDER = "runs"
 """Name of the folder of runs in a cluster's folder."""
 _ROWS_FILE, _EVENTS_FILE, _RUN_FILE, _LABEL_FILE = "rows.bin", "notes.jsonl", "order.pkl", "run.json"
 _ELAPSED_FILE = "elapsed.json"
+_SPANS_FILE, _CHECK_FILE = "last-step.npy", "replica-check.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +98,15 @@ class RunLog:
         with contextlib.suppress(OSError):
             files.replace_file(self.folder / _ELAPSED_FILE, json.dumps({"steps": num_steps, "elapsed_s": elapsed_s}))
 
+    def write_last_step(self, spans: np.ndarray, check: ReplicaCheckResult | None) -> None:
+        """Store the timeline of the last step, and the last comparison of replicas. A full disk raises no error."""
+        buffer = io.BytesIO()
+        np.save(buffer, spans, allow_pickle=False)
+        with contextlib.suppress(OSError):
+            files.replace_file(self.folder / _SPANS_FILE, buffer.getvalue())
+            if check is not None:
+                files.replace_file(self.folder / _CHECK_FILE, json.dumps(dataclasses.asdict(check)))
+
     def close(self) -> None:
         """Stop writing. Idempotent."""
         self._rows.close()
@@ -119,6 +131,19 @@ def read_elapsed(folder: Path) -> tuple[int, float]:
         return int(fields["steps"]), float(fields["elapsed_s"])
     except (OSError, ValueError, TypeError, KeyError):
         return 0, 0.0
+
+
+def read_last_step(folder: Path, num_ranks: int) -> tuple[np.ndarray, ReplicaCheckResult | None]:
+    """Return what `write_last_step` stored: no spans, and None, if it is unknown or of other ranks."""
+    spans, check = np.empty(0, SPAN_DTYPE), None
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        found = np.load(folder / _SPANS_FILE, allow_pickle=False)
+        if found.dtype == SPAN_DTYPE and found["rank"].max(initial=-1) < num_ranks:
+            spans = found
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        fields = json.loads((folder / _CHECK_FILE).read_text(encoding="utf-8"))
+        check = ReplicaCheckResult(**fields | {"differing_ranks": tuple(fields["differing_ranks"])})
+    return spans, check
 
 
 def read_labels(cluster_folder: Path) -> list[RunLabel]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dtkit.training.boundary_actions import ReplicaCheckAction
     from dtkit.training.pending_calls import PendingCalls
     from dtkit.training.progress import RunProgress
-    from dtkit.types import DispatchResult, OutputItem
+    from dtkit.types import DispatchResult, OutputItem, ReplicaCheckResult
 
     DispatchReply = tuple[DispatchResult, list[OutputItem]]
 
@@ -93,11 +93,10 @@ class StepDispatcher:
         self.explain_next_step = False
         self.explain_reports: list[Any] = []
         """What each rank saw in the last step that was explained."""
-        self.recent_spans: tuple[list[np.ndarray], Sequence[float] | None] = [], None
-        """What each rank did when in the last steps, and how far each one's clock is ahead."""
         self._engine_group, self._progress, self._calls, self._fail = engine_group, progress, calls, fail
         self._load_balancer: LoadBalancer | None = None
         self.reset_balancer()
+        progress.describe_last_step = self._describe_last_step
 
     def reset_balancer(self) -> None:
         """Assume equal speeds for the current number of ranks."""
@@ -162,9 +161,9 @@ class StepDispatcher:
         progress.recorder.record_steps(values)
         first = results[0]
         num_taken, progress.step, progress.lr = first.step - step, first.step, first.lr
-        progress.persist_elapsed()
         if num_taken:
             self._on_steps_taken(num_taken, results)
+        progress.persist_position()
         if dispatch.explain:
             self.explain_reports, self.explain_next_step = [result.step_report for result in results], False
         self.lr_updater.on_result(dispatch.lr_change, step)
@@ -183,8 +182,10 @@ class StepDispatcher:
         if balancer is not None and balancer.on_result([np.asarray(result.rows) for result in results]):
             shares = ", ".join(f"{100 * share:.0f} %" for share in balancer.shares)
             self._progress.add_event("note", f"shares of the batch by node: {shares}")
-        spans = [np.asarray(result.spans) for result in results if result.spans is not None]
-        self.recent_spans = spans, self._engine_group.membership.clock_offsets
+
+    def _describe_last_step(self) -> tuple[np.ndarray, ReplicaCheckResult | None]:
+        spans = self._progress.recorder.merge_recent_spans()
+        return spans[spans["step"] == spans["step"].max(initial=-1)], self.replica_check.checker.result
 
     def _on_stream_end(self) -> None:
         """End the run here, because a stream without length has ended on all ranks. The stream is one epoch."""

@@ -383,7 +383,7 @@ class Driver:
     def _enter(self, state: State) -> None:
         with self.progress.changed:
             self._set_state(state)
-        self.progress.persist_elapsed()
+        self.progress.persist_position()
         self._on_change()
 
     def _set_state(self, state: State) -> None:

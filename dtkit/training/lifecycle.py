@@ -163,6 +163,10 @@ class RunLifecycle:
         folder = self._engine_group.folder / run_log.RUNS_FOLDER / self._progress.plan.job
         num_steps, elapsed_s = run_log.read_elapsed(folder)
         elapsed_s += float(history.totals(num_steps)["step_s"].sum())  # of the steps that engines took alone
+        spans, check = run_log.read_last_step(folder, self._engine_group.world_size)
+        if check is None or check.step <= step:  # the run did not go back to an earlier state
+            self._progress.recorder.restore_spans(spans)
+            self._driver.replica_check.checker.result = check
         self._restore_position(step, step, last_evaluation, elapsed_s=elapsed_s)
         last_kind = next((e.kind for e in reversed(history.events) if e.kind in ("lost", "repair")), "repair")
         kind = "note" if last_kind == "repair" else "repair"  # the other notebook died before it could log the repair

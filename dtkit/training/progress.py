@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
+    import numpy as np
+
     from dtkit.history.history import History
     from dtkit.training.config import RunPlan
     from dtkit.training.recorder import Recorder
+    from dtkit.types import ReplicaCheckResult
 
 
 class RunProgress:
@@ -57,6 +60,8 @@ class RunProgress:
         self._accumulated_s = 0.0
         self._running_since: float | None = None
         self._persisted_at = -math.inf
+        self.describe_last_step: Callable[[], tuple[np.ndarray, ReplicaCheckResult | None]] | None = None
+        """Returns the timeline of the last step, and the last comparison of replicas."""
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -88,13 +93,15 @@ class RunProgress:
         since = self._running_since
         return self._accumulated_s + (0.0 if since is None else time.monotonic() - since)
 
-    def persist_elapsed(self) -> None:
-        """Store the elapsed time for a notebook that takes the run over: at most once a second while RUNNING."""
+    def persist_position(self) -> None:
+        """Store the elapsed time and the last step for a notebook that takes over: once a second while RUNNING."""
         now, log = time.monotonic(), self.history.run_log
         is_due = self.state is not State.RUNNING or now >= self._persisted_at + timeouts.ELAPSED_INTERVAL_S
         if log is not None and is_due:
             self._persisted_at = now
             log.write_elapsed(self.history.num_steps, self.elapsed_s)
+            if self.describe_last_step is not None:
+                log.write_last_step(*self.describe_last_step())
 
     @property
     def is_pausing(self) -> bool:

@@ -17,6 +17,7 @@ from dtkit._util import formatting
 from dtkit.history import comm_time
 from dtkit.history.engine_outbox import format_output
 from dtkit.history.scalars import ScalarRecord
+from dtkit.history.timeline import merge_spans
 from dtkit.types import DispatchResult, Evaluation, Event
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Recorder:
         self._extra_rows: list[np.ndarray] = []  # rows of ranks that were ahead when one failed
         self._extra_scalars: list[ScalarRecord] = []
         self._has_reported_write_error = False
+        self._recent_spans: list[np.ndarray] = []
+        self._recent_clock_offsets: list[float] | None = None
 
     @property
     def next_step(self) -> int:
@@ -54,6 +57,7 @@ class Recorder:
         ranks = range(len(values)) if ranks is None else ranks
         advances = [advance for advance, _ in values]
         rows = [np.asarray(advance.rows) for advance in advances]
+        self._keep_spans(advances, ranks)
         self._split_blocked_time(rows, advances, ranks)
         self._history.append(np.concatenate(rows))
         for rank, advance in zip(ranks, advances, strict=True):
@@ -64,6 +68,24 @@ class Recorder:
             for item in items:
                 self.add_event(step, "print", format_output(*item), rank)
         self._report_write_error(step)
+
+    def _keep_spans(self, advances: Sequence[DispatchResult], ranks: Sequence[int]) -> None:
+        """Keep what each rank did when in the last steps, and how far its clock is ahead."""
+        known = [
+            (rank, np.asarray(part.spans)) for rank, part in zip(ranks, advances, strict=True) if part.spans is not None
+        ]
+        if any(len(spans) for _, spans in known):
+            offsets = self._engine_group.membership.clock_offsets
+            self._recent_spans = [spans for _, spans in known]
+            self._recent_clock_offsets = None if offsets is None else [offsets[rank] for rank, _ in known]
+
+    def merge_recent_spans(self) -> np.ndarray:
+        """Return what each rank did when in the last steps that all of them completed, on one clock."""
+        return merge_spans(self._recent_spans, self._recent_clock_offsets)
+
+    def restore_spans(self, spans: np.ndarray) -> None:
+        """Restore the spans of another notebook, on one clock."""
+        self._recent_spans, self._recent_clock_offsets = [spans], None
 
     def _report_write_error(self, step: int) -> None:
         """Log once if the history can't be written to disk, and once when it can be written again."""
@@ -201,8 +223,11 @@ def _slice_steps(advance: DispatchResult, first: int, stop: int) -> DispatchResu
     rows = np.asarray(advance.rows)
     inside = (rows["step"] >= first) & (rows["step"] < stop)
     blocked = None if advance.blocked_spans is None else np.asarray(advance.blocked_spans)[inside]
-    scalars = _select_steps(advance.scalars, first, stop)
-    return dataclasses.replace(advance, rows=rows[inside], blocked_spans=blocked, scalars=scalars)
+    scalars, spans = _select_steps(advance.scalars, first, stop), advance.spans
+    if spans is not None:
+        every = np.asarray(spans)
+        spans = every[(every["step"] >= first) & (every["step"] < stop)]
+    return dataclasses.replace(advance, rows=rows[inside], blocked_spans=blocked, scalars=scalars, spans=spans)
 
 
 def _select_steps(scalars: Scalars, first: int, stop: int) -> Scalars:

@@ -124,10 +124,10 @@ class Run(ShownRun):
     def timeline(self) -> Timeline:
         """Picture of when each rank did what in the last steps; of a pipeline also the bubble."""
         from dtkit.history import comm_time
-        from dtkit.history.timeline import Timeline, merge_spans
+        from dtkit.history.timeline import Timeline
 
         spans = comm_time.split_message_waits(
-            merge_spans(*self._driver.steps.recent_spans), self.history.ranks_per_replica
+            self._driver.progress.recorder.merge_recent_spans(), self.history.ranks_per_replica
         )
         schedule = self._plan.options.schedule
         return Timeline(comm_time.split_collective_waits(spans), schedule=schedule, title=f" of {self.spec.name}")

@@ -63,7 +63,8 @@ class RunWaiter:
             raise TimeoutError(
                 f"the run is {status.state.name} at step {status.step} of {status.steps} after {timeout} s: {remedy}"
             )
-        self._finish()
+        self._wait_for_end_of_views()
+        self._raise_error()
 
     async def wait_async(self) -> None:
         """Wait as `wait` does, but leave the kernel free, so that buttons work. Cancelling it pauses the run.
@@ -90,7 +91,8 @@ class RunWaiter:
         finally:
             unsubscribe()
             self._set_message("")
-        await loop.run_in_executor(None, self._finish)
+        await loop.run_in_executor(None, self._wait_for_end_of_views)
+        self._raise_error()  # here, so that the traceback has no frame of the executor
 
     async def _pause_after_cancellation(self) -> None:
         """Pause at a step boundary. A second cancellation before that interrupts the engines."""
@@ -113,16 +115,19 @@ class RunWaiter:
                 "run.resume() first, or wait for another thread with run.wait(timeout=60)"
             )
 
-    def _finish(self) -> None:
-        """Turn displays into pictures, and raise the error that failed or paused the run."""
+    def _wait_for_end_of_views(self) -> None:
+        """Wait for callbacks, checkpoints and displays of an ended run."""
         from dtkit.dashboard import display
 
-        progress = self._driver.progress
-        if progress.state.has_ended:
+        if self._driver.progress.state.has_ended:
             self._finish_callbacks(timeouts.STEP_CALLBACKS_TIMEOUT_S)
             # waits: CheckpointManager.join has a default timeout
             self._driver.actions.checkpoint.manager.join()  # the caller may resume from the last checkpoint
             display.wait_until_replaced(self._run)
+
+    def _raise_error(self) -> None:
+        """Raise the error that failed or paused the run."""
+        progress = self._driver.progress
         error = progress.exception
         if progress.state is State.PAUSED and isinstance(error, EngineError) and not isinstance(error, NonFiniteError):
             raise PausedError(

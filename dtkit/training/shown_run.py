@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from dtkit._util.views import Figure
     from dtkit.dashboard.summary.verdict import Verdict
+    from dtkit.dashboard.written_report import WrittenReport
     from dtkit.history.history import History
 
 
@@ -59,15 +60,18 @@ class ShownRun(RunView):
 
         display.show(self, fault_injection=fault_injection)
 
-    def report(self, path: str | Path, *, single_process: ShownRun | History | None = None) -> None:
-        """Write the run as one self-contained HTML file.
+    def report(
+        self, path: str | Path | None = None, *, single_process: ShownRun | History | None = None
+    ) -> WrittenReport:
+        """Write the run as one self-contained HTML file. Return its place, which a notebook shows as a link.
 
-        `single_process`: the same training on one engine (a run, or its history), to show the scaling.
+        By default, `path` is a file in the current folder, named after the run and its start. `single_process` is the
+        same training on one engine (a run, or its history), to show the scaling.
         """
         from dtkit.dashboard import report
 
         history = single_process.history if isinstance(single_process, ShownRun) else single_process
-        report.write_report(self, path, single_process=history)
+        return report.write_report(self, path, single_process=history)
 
     def _ipython_display_(self) -> None:
         from dtkit.dashboard import display

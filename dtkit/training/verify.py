@@ -120,8 +120,8 @@ class Verification:
         count, largest = sum(n for n, _ in self.zero_gradient.values()), self.zero_gradient[worst][1]
         bound = ZERO_TOLERANCE.get(self.dtype, _HALF_PRECISION_TOLERANCE)
         return (
-            f"  {formatting.format_count(count, 'number')} without a gradient, in {names}: rounding of {largest:.3g} "
-            f"at most, bound {bound:g}"
+            f"  {formatting.format_count(count, 'number')} in {names}: the true gradient is zero, so the optimizer "
+            f"follows rounding there, and they differ by {largest:.3g} at most (bound {bound:g})"
         )
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ from dtkit.types import Evaluation, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
 from tests.support.lab import Look
 from tests.support.marks import slow
-from tests.support.static_view import StaticView, encode_message, load_widget
+from tests.support.static_view import StaticView, encode_message, list_overflowing, load_widget
 
 pytestmark = pytest.mark.browser
 
@@ -42,22 +42,6 @@ def make_source(ranks: int, *, slow: bool = True) -> FakeSource:
         run.lose(11)
     run.advance(40)
     return run
-
-
-def list_overflowing(page: Page) -> list[str]:
-    """Return the texts that extend beyond the dashboard or are cut off."""
-    texts: list[str] = page.evaluate("""() => {
-      const root = document.querySelector(".dtkit").getBoundingClientRect();
-      const out = [...document.querySelectorAll(".dtkit :is(text, button, li, h2, h3, p, .dtk-value, .dtk-note)")]
-        .filter((el) => el.getClientRects().length && !el.closest(".dtk-scroll, .dtk-hidden"))
-        .filter((el) => {
-          const box = el.getBoundingClientRect();
-          const cut = !el.closest("svg") && el.clientWidth && el.scrollWidth > el.clientWidth + 1;
-          return cut || box.left < root.left || box.right > root.right;
-        });
-      return out.map((el) => el.textContent);
-    }""")
-    return texts
 
 
 @pytest.mark.parametrize("ranks", [slow(1), slow(2), 4, slow(8), slow(16), slow(256)])

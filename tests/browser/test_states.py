@@ -8,11 +8,14 @@ import time
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
+import dtkit
+from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
 from dtkit.errors import EngineError
-from dtkit.types import Evaluation, Event, Failure, State
+from dtkit.types import Evaluation, Event, Failure, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
+from tests.support.lab import Look
 from tests.support.marks import slow
-from tests.support.static_view import StaticView
+from tests.support.static_view import StaticView, list_overflowing, load_widget
 
 pytestmark = pytest.mark.browser
 
@@ -227,3 +230,69 @@ def test_charts_side_by_side_begin_at_one_height(page: Page, width: int):
     assert note.evaluate("(note) => note.parentElement.scrollWidth <= note.parentElement.clientWidth")
     tools = view.root.get_by_test_id("toolbar").locator(".dtk-toolset > *:visible")
     assert len({round(box["y"] + box["height"] / 2) for tool in tools.all() if (box := tool.bounding_box())}) == 1
+
+
+def test_a_diverged_run_does_not_end_green(page: Page):
+    run = make_run()
+    run.advance(40, loss=1e4)
+    view = StaticView(page, run)
+    chip, bar = view.root.locator(".dtk-chip"), view.root.locator(".dtk-bar")
+    expect(chip).to_have_text("▶ running")
+    alert = chip.evaluate("(el) => getComputedStyle(el).color")
+    run.end()
+    view.update()
+    expect(chip).to_have_text("✕ diverged")
+    expect(chip).to_have_css("color", alert)
+    expect(bar).to_have_css("background-color", alert)
+
+
+def test_an_ended_run_offers_what_it_can_still_do(page: Page):
+    run = make_run()
+    view = StaticView(page, run, offers=["save", "kill", "slow"])
+    run.end()
+    view.update()
+    for name in ("pause", "resume", "step", "stop", "lr", "kill", "slow"):
+        expect(view.root.get_by_test_id(name)).to_be_hidden()
+    view.root.get_by_test_id("save").click()
+    assert view.sent == [{"command": "save", "value": None}]
+
+
+@pytest.mark.parametrize("look", [Look("light", 240, 900), Look("light", 320, 900)], indirect=True, ids=str)
+def test_a_sidebar_cuts_no_number(page: Page):
+    run = make_run()
+    run.consistency = ReplicaCheckResult(50, (), None)
+    run.history.add(Evaluation(40, 100, {"loss": 0.7, "accuracy": 0.75}))
+    view = StaticView(page, run, offers=["save"])
+    assert list_overflowing(page) == []
+    run.stick(1)
+    view.update()
+    assert list_overflowing(page) == []
+
+
+def test_names_of_short_runs_are_at_the_ends_of_their_lines(page: Page):
+    lengths = [400, 60, 200, 120, 350, 30, 280, 390]
+    runs = [FakeSource(steps=400, seed=k, name=f"run {k}") for k in range(len(lengths))]
+    for run, steps in zip(runs, lengths, strict=True):
+        run.advance(steps)
+    builder = ComparisonMessageBuilder(dtkit.compare(runs))
+    load_widget(page, str(ComparisonWidget._esm), builder.build_snapshot(), "light")
+    chart = page.get_by_test_id("comparison-chart").locator("svg.dtk-chart")
+    expect(chart.locator(".dtk-labels text")).to_have_count(len(lengths))
+    boxes = dict(chart.locator(".dtk-labels text").evaluate_all(_BOXES))
+    for k in range(len(lengths)):
+        left, top, right, bottom = boxes[f"run {k}"]
+        x, y = chart.locator(f".dtk-lines path.dtk-n{k}").evaluate(_LINE_END)
+        assert 0 < left - x < 30, k
+        assert abs((top + bottom) / 2 - y) < 50, k
+        others = [box for name, box in boxes.items() if name != f"run {k}"]
+        assert not [b for b in others if b[0] < right and left < b[2] and b[1] < bottom - 3 and top + 3 < b[3]], k
+
+
+_BOXES = """(all) => all.map((el) => {
+  const { left, top, right, bottom } = el.getBoundingClientRect();
+  return [el.textContent, [left, top, right, bottom]];
+})"""
+_LINE_END = """(el) => {
+  const { x, y } = el.getPointAtLength(el.getTotalLength()).matrixTransform(el.getScreenCTM());
+  return [x, y];
+}"""

@@ -118,3 +118,19 @@ def load_widget(page: Page, module: str, first_message: Message, theme: str) -> 
     css = (STATIC_FOLDER / "dashboard.css").read_text(encoding="utf-8")
     page.set_content(_PAGE.format(light=str(not dark).lower(), background="#111" if dark else "#fff", css=css))
     page.evaluate(_START, [module, *encode_message(first_message)])
+
+
+def list_overflowing(page: Page) -> list[str]:
+    """Return the texts that extend beyond the dashboard or are cut off."""
+    texts: list[str] = page.evaluate("""() => {
+      const root = document.querySelector(".dtkit").getBoundingClientRect();
+      const out = [...document.querySelectorAll(".dtkit :is(text, button, li, h2, h3, p, .dtk-value, .dtk-note)")]
+        .filter((el) => el.getClientRects().length && !el.closest(".dtk-scroll, .dtk-hidden"))
+        .filter((el) => {
+          const box = el.getBoundingClientRect();
+          const cut = !el.closest("svg") && el.clientWidth && el.scrollWidth > el.clientWidth + 1;
+          return cut || box.left < root.left || box.right > root.right;
+        });
+      return out.map((el) => el.textContent);
+    }""")
+    return texts

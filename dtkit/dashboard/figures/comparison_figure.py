@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
@@ -154,9 +154,9 @@ def _format_bytes_panel(ax: Axes, sent_bytes: Sequence[np.ndarray]) -> None:
     ax.set_xlabel("bytes sent by a node", fontsize=8, color=style.MUTED_COLOR)
     if max(ends) / min(ends) >= _LOG_BYTES_RATIO:
         ax.set_xscale("log")
-        ax.xaxis.set_major_locator(LogLocator(numticks=6))
-        ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: formatting.format_bytes(x) if x else "0"))
+        style.format_log_axis(ax.xaxis, formatting.format_bytes)
+    else:
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: formatting.format_bytes(x) if x else "0"))
 
 
 def _scale_loss_axes(panels: Sequence[Axes], run_buckets: Sequence[CurveBuckets]) -> None:
@@ -169,5 +169,4 @@ def _scale_loss_axes(panels: Sequence[Axes], run_buckets: Sequence[CurveBuckets]
 
 def _use_log_scale(ax: Axes) -> None:
     ax.set_yscale("log")
-    ax.yaxis.set_minor_locator(FixedLocator([]))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: formatting.format_loss(y)))
+    style.format_log_axis(ax.yaxis, formatting.format_loss)

@@ -194,6 +194,7 @@ def _scale_norm_axis(ax: Axes, layers: Sequence[LayerRecord]) -> None:
     norms = norms[np.isfinite(norms)]
     if len(norms) and norms.max() / norms.min() > _LOG_SCALE_RATIO:
         ax.set_xscale("log")
+        style.format_log_axis(ax.xaxis, format_number)
         ax.set_xlim(norms.min() / 2, norms.max() * 1.3)
         ax.set_xlabel("norm of the gradient, on a logarithmic scale", fontsize=8, color=MUTED_COLOR)
 

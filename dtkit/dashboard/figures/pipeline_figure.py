@@ -112,6 +112,7 @@ def _draw_transfer_norms(ax: Axes, transfers: Sequence[StageTransfer]) -> None:
     _format_micro_batch_axis(ax)
     if lines:
         ax.set_yscale("log")
+        style.format_log_axis(ax.yaxis, format_number)
         ax.margins(x=0.08, y=0.12)
 
 
@@ -132,6 +133,7 @@ def _draw_micro_batch_norms(ax: Axes, stages: Sequence[StageRecord]) -> None:
     norms = [norm for stage in shown for norm in (stage.norm, *stage.micro_batch_norms) if norm and np.isfinite(norm)]
     if norms and max(norms) > _LOG_SCALE_RATIO * min(norms):  # a linear axis would hide the small ones
         ax.set_yscale("log")
+        style.format_log_axis(ax.yaxis, format_number)
         ax.set_ylim(min(norms) / 3, max(norms) * (max(norms) / min(norms)) ** 0.35)
     elif norms:
         ax.set_ylim(0, 1.45 * max(norms))

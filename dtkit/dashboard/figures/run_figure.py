@@ -23,6 +23,7 @@ from dtkit.dashboard.figures.panels import (
 )
 from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.figures.style import ALERT_COLOR, MUTED_COLOR, TEXT_COLOR, describe_event_marks, fit_texts
+from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes
 from dtkit.dashboard.summary.notices import ALERT_KINDS, NOTICE_GLYPHS, collect_notices, list_error_lines
@@ -185,7 +186,7 @@ def _format_title(run: RunView) -> str:
             formatting.sanitize_text(spec.name, 40),
             formatting.sanitize_text(spec.strategy, 60),
             formatting.format_count(spec.world_size, "node") + left_out,
-            status.state.value,
+            name_state(run),
             f"{status.step:,} of {status.steps:,} steps",
         )
     )

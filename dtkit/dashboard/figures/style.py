@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from matplotlib.text import Annotation, Text
-from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator, StrMethodFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from dtkit._util import formatting
@@ -19,12 +19,14 @@ from dtkit.dashboard.summary.curves import MAX_NODE_LINES, Curves
 from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.dashboard.summary.notices import MARKED_EVENTS
 from dtkit.dashboard.summary.outliers import find_outliers
+from dtkit.dashboard.summary.ticks import choose_log_ticks
 from dtkit.dashboard.summary.timing import format_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -71,6 +73,25 @@ def format_step_axis(ax: Axes) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     ax.set_xlabel("step", **_SMALL_TEXT)
+
+
+class _LogTickLocator(Locator):
+    """Places at least two round numbers, also within one decade, where matplotlib may place one."""
+
+    def __call__(self) -> list[float]:
+        assert self.axis is not None
+        return self.tick_values(*self.axis.get_view_interval())
+
+    def tick_values(self, vmin: float, vmax: float) -> list[float]:
+        low, high = min(vmin, vmax), max(vmin, vmax)
+        return choose_log_ticks(low, high) if low > 0 else []
+
+
+def format_log_axis(axis: Axis, format_value: Callable[[float], str]) -> None:
+    """Format an axis that has a logarithmic scale."""
+    axis.set_major_locator(_LogTickLocator())
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: formatting.shorten_tick(format_value(value))))
 
 
 def set_title(ax: Axes, name: str, note: str = "") -> None:

@@ -153,15 +153,21 @@ class ComparisonMessageBuilder:
         """Return the tables of the kept picture, the first one with the state of each run in its second column."""
         rows, differences = self._comparison.rows, self._comparison.differences
         table = _describe_table(make_table(rows))
-        table["header"].insert(1, "state")
-        table["texts"].append(1)
-        for cells, state in zip(table["rows"], states, strict=True):
-            cells.insert(1, state)
-        table["bold"] = [[row, column + (column > 0)] for row, column in table["bold"]]
+        if set(states) - {"completed", "kept"}:
+            _insert_states(table, states)
         settings = (
             _describe_table(make_differences_table(self._comparison.labels, differences)) if differences else None
         )
         return {"table": table, "note": make_table_note(rows), "settings": settings}
+
+
+def _insert_states(table: dict[str, Any], states: Sequence[str]) -> None:
+    """Insert the state of each run as the second column."""
+    table["header"].insert(1, "state")
+    table["texts"].append(1)
+    for cells, state in zip(table["rows"], states, strict=True):
+        cells.insert(1, state)
+    table["bold"] = [[row, column + (column > 0)] for row, column in table["bold"]]
 
 
 def _get_state(run: object) -> str:

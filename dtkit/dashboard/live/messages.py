@@ -40,6 +40,7 @@ from dtkit.dashboard.summary.node_series import NODE_CHARTS, NodeSeries
 from dtkit.dashboard.summary.notices import MARKED_EVENTS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.stall import find_stall
+from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
 from dtkit.dashboard.summary.step_strip import BOX_KINDS, make_step_strip
 from dtkit.dashboard.summary.timing import PHASES, select_bars
 from dtkit.dashboard.summary.verdict import find_shown_verdict
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.lost_nodes import LostNodes
     from dtkit.dashboard.summary.step_strip import StepStrip
-    from dtkit.dashboard.summary.verdict import Verdict
     from dtkit.types import Event, NodeInfo
 
 MAX_CHANGE_BYTES = 4200
@@ -92,7 +92,7 @@ class MessageBuilder:
         self._sent_nodes: list[NodeInfo] = []
         self._sent_world_size = self._num_ranks
         self._strip_sent_at, self._strip_step, self._has_strip = -math.inf, -1, False
-        self._verdict: Verdict | None = None
+        self._steady_verdict = SteadyVerdict()
         self._verdict_due_at = -math.inf
         self.selected_rank: int | None = None
         """The highlighted node."""
@@ -225,12 +225,15 @@ class MessageBuilder:
 
     def _build_verdict(self, *, changed_only: bool) -> dict[str, Any]:
         """Return the verdict on the last seconds; empty if the page already has it."""
-        now, before = self._clock(), self._verdict
+        now, steady, has_ended = self._clock(), self._steady_verdict, self._run.status.state.has_ended
+        before = steady.shown
         if self._run.exception is not None or self._lost_nodes or self._run.stall_report is not None:
-            self._verdict, self._verdict_due_at = None, now  # no later change may come to take it back
-        elif now >= self._verdict_due_at or self._run.status.state.has_ended:  # the last word is that of run.verdict
-            self._verdict, self._verdict_due_at = find_shown_verdict(self._run), now + timeouts.VERDICT_INTERVAL_S
-        verdict = self._verdict
+            steady.update(None, now)
+            self._verdict_due_at = now  # no later change may come to take it back
+        elif now >= self._verdict_due_at or has_ended:  # the last word is that of run.verdict
+            steady.update(find_shown_verdict(self._run), now, is_final=has_ended)
+            self._verdict_due_at = now + timeouts.VERDICT_INTERVAL_S
+        verdict = steady.shown
         if changed_only and verdict == before:
             return {}
         return {"verdict": verdict and {"text": verdict.text, "arithmetic": verdict.arithmetic}}

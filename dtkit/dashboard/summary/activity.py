@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
+from dtkit.dashboard.summary.divergence import find_divergence
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
 from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_position
 from dtkit.dashboard.summary.timing import format_nodes
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.lost_nodes import LostNodes
-    from dtkit.types import Event, Status
+    from dtkit.types import Event
 
 RECOVERING_GLYPH = "↻"
 _NEWER_KINDS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "save", "lost"})
@@ -41,10 +42,13 @@ class Activity:
         return f"{self.glyph} {self.text}, {formatting.format_clock(self.seconds)}"
 
 
-def name_state(status: Status) -> str:
-    """Return the word for a run's state: "ready" for one that is paused since it was made."""
-    is_new = status.state is State.PAUSED and not status.elapsed_s
-    return "ready" if is_new else status.state.value
+def name_state(run: RunView) -> str:
+    """Return the word for a run's state: "ready" if it is paused since it was made, "diverged" if it ended so."""
+    status = run.status
+    if status.state is State.PAUSED and not status.elapsed_s:
+        return "ready"
+    has_ended_well = status.state in (State.COMPLETED, State.STOPPED)
+    return "diverged" if has_ended_well and find_divergence(run.history) is not None else status.state.value
 
 
 def find_activity(run: RunView, lost_nodes: LostNodes | None = None) -> Activity | None:

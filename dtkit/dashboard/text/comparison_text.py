@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.summary.comparison import ComparisonRow
 
 NUMBER_COLUMNS = ("nodes", "steps", "final training loss", "sent per node", "per step", "samples/s", "time")
+_FASTER_RATIO = 1.03
 _BYTE_COLUMNS = ("sent per node", "per step")
 
 
@@ -23,7 +24,10 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
 
     There are no bytes where all runs sent the same. Strategies that differ are in :func:`make_differences_table`.
     """
-    hidden = () if differ_in_bytes(rows) else _BYTE_COLUMNS
+    hidden = [
+        *(() if differ_in_bytes(rows) else _BYTE_COLUMNS),
+        *(["nodes"] if len({r.nodes for r in rows}) == 1 else []),
+    ]
     metrics = list(dict.fromkeys(name for row in rows for name in row.best))
     numbers = [name for name in NUMBER_COLUMNS if name not in hidden]
     split = numbers.index("final training loss") + 1
@@ -42,7 +46,7 @@ def _find_best_cells(
     """Return the cells (row, column) of the best run in each column that has a better and a worse."""
     keys: dict[str, list[float]] = {
         "final training loss": [-row.loss for row in rows],
-        "samples/s": [row.samples_per_s for row in rows],
+        "samples/s": _drop_equal_speeds([row.samples_per_s for row in rows]),
         **{
             f"best validation {name}": [
                 (-1 if is_better_lower(name) else 1) * row.best.get(name, math.nan) for row in rows
@@ -56,6 +60,12 @@ def _find_best_cells(
         if len(known) > 1 and max(known) > min(known):
             cells.append((values.index(max(known)), list(header).index(name)))
     return cells
+
+
+def _drop_equal_speeds(speeds: list[float]) -> list[float]:
+    """Return no speeds where the runs are equally fast: their small differences are those of a busy machine."""
+    known = [speed for speed in speeds if math.isfinite(speed)]
+    return speeds if known and max(known) >= _FASTER_RATIO * min(known) else [math.nan] * len(speeds)
 
 
 def make_table_note(rows: Sequence[ComparisonRow]) -> str:

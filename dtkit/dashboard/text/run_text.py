@@ -22,6 +22,7 @@ from dtkit.dashboard.summary.metrics import (
 )
 from dtkit.dashboard.summary.notices import NOTICE_GLYPHS, collect_notices
 from dtkit.dashboard.summary.stall import find_stall, format_line
+from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
 from dtkit.dashboard.summary.timing import WINDOW_STEPS
 from dtkit.dashboard.summary.verdict import VERDICT_GLYPH, find_shown_verdict
 from dtkit.dashboard.throttle import Throttle, start_timer
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.summary.verdict import Verdict
     from dtkit.dashboard.text.terminal import TerminalBlock
     from dtkit.types import Event, Status
 
@@ -43,7 +45,7 @@ def format_run(run: RunView) -> str:
     metrics = compute_run_metrics(run.history, spec.world_size)
     name, strategy = formatting.sanitize_text(spec.name, 60), formatting.sanitize_text(spec.strategy, 60)
     tags = "".join(f" · {formatting.sanitize_text(tag, 30)}" for tag in spec.tags)
-    head = f"{name} · {strategy} · {name_state(run.status)}{tags}"
+    head = f"{name} · {strategy} · {name_state(run)}{tags}"
     lines = [
         head,
         _format_position(run),
@@ -51,7 +53,7 @@ def format_run(run: RunView) -> str:
         *_format_efficiency(run, metrics),
         *_format_own_numbers(run),
         *_format_notices(run, metrics),
-        *_format_verdict(run),
+        *_format_verdict(find_shown_verdict(run)),
         *_format_node_lines(run, metrics),
     ]
     if run.exception is not None:
@@ -125,9 +127,8 @@ def _format_notices(run: RunView, metrics: RunMetrics) -> list[str]:
     return lines
 
 
-def _format_verdict(run: RunView) -> list[str]:
+def _format_verdict(verdict: Verdict | None) -> list[str]:
     """Return the verdict, where there is one to show."""
-    verdict = find_shown_verdict(run)
     return [] if verdict is None else [f"{VERDICT_GLYPH} {verdict.text}"]
 
 
@@ -163,6 +164,7 @@ class TextProgress:
         self._terminal: TerminalBlock | None = None
         self.num_printed_events = num_printed_events
         self._last_block: list[str] | None = None
+        self._steady_verdict = SteadyVerdict()
 
     def update(self) -> None:
         """Write the new lines of the log, and the current block."""
@@ -187,14 +189,15 @@ class TextProgress:
         """Return the lines of the current state: position, metrics, notices, and a line for each node."""
         status = self._run.status
         share = min(1.0, status.step / status.steps) if status.steps else 0.0
-        head = f"{name_state(status)} {100 * share:.0f} % {_format_position(self._run)}"
+        head = f"{name_state(self._run)} {100 * share:.0f} % {_format_position(self._run)}"
         metrics = compute_run_metrics(self._run.history, self._run.spec.world_size)
+        found = find_shown_verdict(self._run)
         details = [
             _format_metrics(metrics),
             *_format_efficiency(self._run, metrics),
             *_format_own_numbers(self._run),
             *_format_notices(self._run, metrics),
-            *_format_verdict(self._run),
+            *_format_verdict(self._steady_verdict.update(found, time.monotonic(), is_final=status.state.has_ended)),
         ]
         return [head, *(f"  {line}" for line in details), *_format_node_lines(self._run, metrics)]
 
@@ -202,7 +205,8 @@ class TextProgress:
         from dtkit.dashboard.text.terminal import TerminalBlock  # late: a log needs no rich
 
         self._terminal = self._terminal or TerminalBlock(self._stream)
-        self._terminal.show(new_lines, self._run.status, _format_position(self._run), lines)
+        head = name_state(self._run), _format_position(self._run)
+        self._terminal.show(new_lines, self._run.status, head, lines)
 
     def _take_new_events(self) -> list[Event]:
         new = self._run.history.events[self.num_printed_events :]

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from dtkit.types import Status
 
 _BAR_WIDTH = 24
-_STATE_STYLES = {"running": "bold green", "paused": "bold yellow", "completed": "bold cyan", "failed": "bold red"}
+_STATE_STYLES = {
+    "running": "bold green",
+    "paused": "bold yellow",
+    "completed": "bold cyan",
+    "failed": "bold red",
+    "diverged": "bold red",
+}
 _GLYPH_STYLES = {
     **{NOTICE_GLYPHS[kind]: "bold red" for kind in ALERT_KINDS},
     "✓": "green",
@@ -36,9 +42,12 @@ class TerminalBlock:
         self._console = Console(file=stream, force_terminal=True, highlight=False)
         self._live: Live | None = None
 
-    def show(self, new_lines: Sequence[str], status: Status, position: str, lines: Sequence[str]) -> None:
-        """Print new lines of the log above, and replace the block: the bar with `position`, and `lines` below."""
-        block = Group(_make_head(status, position), *(_color_line(line) for line in lines))
+    def show(self, new_lines: Sequence[str], status: Status, head: tuple[str, str], lines: Sequence[str]) -> None:
+        """Print new lines of the log above, and replace the block: the bar, and `lines` below.
+
+        The bar is between the texts of `head`: the word for the state, and the position.
+        """
+        block = Group(_make_head(status, *head), *(_color_line(line) for line in lines))
         if self._live is None:
             self._live = Live(
                 block, console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
@@ -56,8 +65,7 @@ class TerminalBlock:
             self._live = None
 
 
-def _make_head(status: Status, position: str) -> Table:
-    state = status.state.value
+def _make_head(status: Status, state: str, position: str) -> Table:
     head = Table.grid(padding=(0, 1))
     for _ in range(3):
         head.add_column(no_wrap=True, overflow="ellipsis")

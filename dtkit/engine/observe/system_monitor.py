@@ -2,7 +2,8 @@
 
 The watchdog's thread samples every two seconds; a sample takes less than 0.2 ms of CPU. The next dispatch that ends
 returns the means since the last one, as numbers of a step with the prefix ``system/``. So they reach the history, its
-log on disk and views like numbers of `dtkit.log`.
+log on disk and views like numbers of `dtkit.log`. At the end of a dispatch without a sample one is taken, so that short
+runs have some.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class SystemMonitor:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # locks: for a few additions
+        # locks: for one sample, which takes less than a millisecond
         self._lock = threading.Lock()  # the watchdog samples, and the serving thread takes
         self._sums: dict[str, tuple[float, int]] = {}
         self._sampled_at = float("-inf")
@@ -37,20 +38,27 @@ class SystemMonitor:
 
     def sample_if_due(self) -> None:
         """Take a sample, two seconds after the last one at the earliest."""
-        now = self._clock()
-        if now - self._sampled_at >= timeouts.SYSTEM_SAMPLE_S:
-            since, self._sampled_at = self._sampled_at, now
-            values = self._read(now - since)
-            with self._lock:
-                for name, value in values.items():
-                    total, count = self._sums.get(name, (0.0, 0))
-                    self._sums[name] = total + value, count + 1
+        self._sample_after(timeouts.SYSTEM_SAMPLE_S)
 
     def take(self, step: int) -> Scalars:
         """Return the means of the samples since the last call, as numbers of `step`."""
+        if not self._sums:
+            self._sample_after(timeouts.SYSTEM_FIRST_SAMPLE_S)
         with self._lock:
             sums, self._sums = self._sums, {}
         return {SYSTEM_PREFIX + name: [(step, total, float(count))] for name, (total, count) in sums.items()}
+
+    def _sample_after(self, seconds: float) -> None:
+        """Take a sample if the last one is at least this old."""
+        with self._lock:
+            now = self._clock()
+            since = self._sampled_at
+            if now - since < seconds:
+                return
+            self._sampled_at = now
+            for name, value in self._read(now - since).items():
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = total + value, count + 1
 
     def _read(self, seconds: float) -> dict[str, float]:
         import psutil

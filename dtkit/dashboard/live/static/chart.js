@@ -22,7 +22,7 @@ const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
 
 /**
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
- * overall(head, value). Optional: overallName, right(head): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName,
+ * overall(head, value). Optional: overallName, right(head, view): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName,
  * shown(store), exact: never smooth, joined: lines without gaps, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line),
  * axis: instead of that of all charts, inverted: draw the reciprocals of the values, canLog: the logarithmic scale of all such charts, which leaves out values that are not positive.
  */
@@ -53,7 +53,7 @@ export function chart(store, name, options, redraw) {
     if (options.inverted) view.grain.value = inverted(view.grain.value);
     if (view.isLog) view.grain.value = onlyPositive(view.grain.value);
     view.width = el.clientWidth || view.width; // none while the page reloads its styles, after a change of theme
-    if (!flat) drawChart(view, Math.max(240, view.width));
+    if (!flat) drawChart(view, Math.max(160, view.width));
     setText(note, (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view));
     drawTooltip(view, el);
     setAttr(svg, "aria-label", `${options.title}: ${describe(view)}`);
@@ -74,7 +74,7 @@ function drawChart(view, width) {
   const [low, high] = valueLimits(grain, {
     shown: view.shown, from: first, to: end, extra: inSight, isLog: view.isLog, robust: store.view.robust, fromZero: options.fromZero,
   });
-  const right = options.right?.(store.head) ?? RIGHT, plot = { width: width - LEFT - right, height: height - TOP - BOTTOM };
+  const right = options.right?.(store.head, view) ?? RIGHT, plot = { width: width - LEFT - right, height: height - TOP - BOTTOM };
   const size = view.isLog ? Math.log10 : (v) => v, { axis } = view, from = axis.of(first), long = axis.of(end) - from || 1;
   view.frame = {
     ...plot, first, end, low, high,

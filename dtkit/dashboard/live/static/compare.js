@@ -16,7 +16,17 @@ const LONGEST_LABEL = 16, HEIGHT = 240;
 function lineName({ head: { runs } }, line) {
   return runs[line].length <= LONGEST_LABEL ? runs[line] : `${line + 1}: ${runs[line].slice(0, LONGEST_LABEL - 4)}…`;
 }
-const LINES = { height: HEIGHT, canLog: true, overall: () => "", lineName, right: ({ runs }) => 24 + 7 * Math.max(5, ...runs.map((_, line) => lineName({ head: { runs } }, line).length)) };
+const LINES = { height: HEIGHT, canLog: true, overall: () => "", lineName, right: labelRoom };
+const LETTER = 7, LATE = 0.85; // of the width: lines that end before have their names within the chart
+
+/** Return the room for the names of those runs that reach the right end of a chart. */
+function labelRoom(head, { grain }) {
+  const from = Math.floor(LATE * grain.used), late = head.runs.map((_, line) => line).filter((line) => {
+    for (let at = from; at < grain.used; at++) if (!Number.isNaN(grain.value(line, at, 1))) return true;
+    return false;
+  });
+  return 24 + LETTER * Math.max(5, ...late.map((line) => lineName({ head }, line).length));
+}
 
 function stepsChart(store, redraw) {
   return chart(store, "loss", { ...LINES, title: "Loss against steps", testid: "comparison-chart", note: () => "mean over all nodes" }, redraw);

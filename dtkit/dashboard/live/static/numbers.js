@@ -48,10 +48,15 @@ export function tick(value) {
 export function ticks(low, high, count) {
   const raw = (high - low) / Math.max(1, count);
   if (!(raw > 0)) return [low];
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = power * [1, 2, 2.5, 5, 10].find((m) => m * power >= raw);
-  const found = [];
-  for (let k = Math.ceil(low / step - 1e-9); k * step <= high * (1 + 1e-9); k++) found.push(k * step);
+  const power = 10 ** Math.floor(Math.log10(raw)), factors = [10, 5, 2.5, 2, 1, 0.5], roomy = factors.filter((m) => m * power >= raw);
+  const finer = factors.filter((m) => m * power < raw);
+  let found = [];
+  for (const m of [roomy.at(-1), ...finer]) { // an axis with a single number says nothing about its scale
+    const step = m * power;
+    found = [];
+    for (let k = Math.ceil(low / step - 1e-9); k * step <= high + 1e-9 * Math.abs(high); k++) found.push(k * step);
+    if (found.length > 1) break;
+  }
   return found;
 }
 

@@ -31,7 +31,7 @@ export function drawLine(view, line, ends) {
   const hidden = !view.shown(line) || single;
   const band = !hidden && (alone ? grain.wide > 1 : !overall && (layout.banded || grain.wide > 1));
   const weight = crowd ? 0 : smoothing(view), means = weight ? movingAverage(grain, line, weight) : null;
-  const drawn = { mean: "", up: "", down: "", smooth: "", pen: "M", last: NaN, seen: 0 };
+  const drawn = { mean: "", up: "", down: "", smooth: "", pen: "M", last: NaN, end: NaN, seen: 0 };
   for (let at = 0; at < grain.used && !hidden; at++) {
     const v = grain.value(line, at, 1);
     if (Number.isNaN(v)) { if (!options.joined) drawn.pen = "M"; continue; }
@@ -43,7 +43,7 @@ export function drawLine(view, line, ends) {
       drawn.down = `L${left},${y(grain.value(line, at, 0)).toFixed(1)}${drawn.down}`;
     }
     const [from, to] = grain.span(at);
-    if (to >= first && from <= end) { drawn.last = means ? means[at] : v; drawn.seen++; }
+    if (to >= first && from <= end) { drawn.last = means ? means[at] : v; drawn.end = Number(left); drawn.seen++; }
     drawn.pen = "L";
   }
   if (drawn.seen === 1) drawn.mean += "h.01"; // a dot, with round caps
@@ -58,7 +58,7 @@ export function drawLine(view, line, ends) {
   setAttr(shade, "opacity", crowd ? 0.3 : (means ? 0.15 : 0.32) / (layout.nodes + 1)); // overlapping bands would hide the lines
   if (!drawn.seen || crowd) return;
   const label = overall ? options.overall(store.head, drawn.last) : options.lineName?.(store, line) ?? nodeName(store, line);
-  ends.push({ y: y(drawn.last), label, hue, rank: own, line });
+  ends.push({ x: drawn.end, y: y(drawn.last), label, hue, rank: own, line });
 }
 
 function drawAverage(view, line, d, look) {
@@ -132,8 +132,8 @@ function apart(points, x) {
 
 /** Write names at the lines' ends, apart from each other. */
 export function drawLabels(view, lineEnds, { left, top, bottom }) {
-  const isOfRuns = Boolean(view.options.lineName); // which of them is higher is what a reader looks for
-  const ends = isOfRuns ? [...lineEnds].sort((a, b) => a.y - b.y) : orderLabels(mergeLabels(view, lineEnds));
+  if (view.options.lineName) return drawRunLabels(view, lineEnds, { left, top, bottom });
+  const ends = orderLabels(mergeLabels(view, lineEnds));
   const placed = spread(ends.map((end) => end.y), LABEL_GAP, top, bottom);
   view.layers.labels.replaceChildren(...ends.map((end, k) => {
     const text = s("text", { x: left, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);
@@ -141,6 +141,38 @@ export function drawLabels(view, lineEnds, { left, top, bottom }) {
     return text;
   }));
 }
+const LETTER_PX = 6.6, SHORT_PX = 30, AWAY_PX = 7;
+
+/** Write each run's name next to the end of its line: within the plot if the run is shorter than others. */
+function drawRunLabels(view, ends, { left, top, bottom }) {
+  const placed = ends.map((end) => {
+    const isShort = left - end.x > SHORT_PX, wide = LETTER_PX * end.label.length;
+    const at = isShort ? Math.min(end.x + AWAY_PX, view.width - wide) : left;
+    return { ...end, isShort, at, until: at + wide };
+  });
+  for (const group of overlapping(placed)) {
+    group.sort((a, b) => a.y - b.y); // which of them is higher is what a reader looks for
+    spread(group.map(({ y }) => y), LABEL_GAP, top, bottom).forEach((y, k) => { group[k].placed = y; });
+  }
+  placed.sort((a, b) => a.placed - b.placed);
+  view.layers.labels.replaceChildren(...placed.flatMap(({ x, y, at, placed: height, label, hue, isShort }) => [
+    ...(isShort ? [s("circle", { cx: x, cy: y, r: 3, class: `dtk-${hue}` })] : []),
+    ...(Math.abs(height - y) > LABEL_GAP / 2 ? [s("path", { d: `M${x},${y}L${at - 2},${height}`, class: "dtk-leader" })] : []),
+    s("text", { x: at, y: height + 4, class: `dtk-${hue} dtk-halo` }, label),
+  ]));
+}
+/** Return labels in groups whose widths overlap. */
+function overlapping(labels) {
+  const groups = [];
+  let until = -Infinity;
+  for (const label of [...labels].sort((a, b) => a.at - b.at)) {
+    if (label.at < until) groups.at(-1).push(label);
+    else groups.push([label]);
+    until = Math.max(until, label.until);
+  }
+  return groups;
+}
+
 const SAME_PX = 3, APART_LABELS_PX = 9; // apart, so that labels don't flicker between one and several
 
 /** Return one label for all nodes and their mean while their lines end at the same height. */

@@ -8,7 +8,7 @@ const BUTTONS = [
   { command: "resume", glyph: "▶", label: "Resume", asking: "Resuming…", when: ["paused"] },
   { command: "step", glyph: "▸|", label: "Step", asking: "Stepping…", when: ["paused"] },
   { command: "stop", glyph: "■", label: "Stop", asking: "Stopping…", when: LIVE },
-  { command: "save", glyph: "↓", label: "Save", asking: "Saving…", when: LIVE, offered: true },
+  { command: "save", glyph: "↓", label: "Save", asking: "Saving…", when: [...LIVE, "completed", "stopped"], offered: true },
 ];
 const SURE_MS = 5000;
 const EFFECT_MS = 15_000; // as EFFECT_SHOWN_S; the log keeps it
@@ -51,7 +51,7 @@ export function controls(store, send, redraw) {
     for (const b of buttons) {
       const asked = store.asked.has(b.command);
       setText(b.text, asked && !store.lost ? b.asking : label(b));
-      b.el.hidden = Boolean(b.offered) && !store.head.offers.includes(b.command);
+      b.el.hidden = b.offered ? !store.head.offers.includes(b.command) : hasEnded(store); // an ended run takes no other command
       b.el.disabled = asked || store.lost || !b.when.includes(status.state);
     }
     // A button that is disabled while it has the focus passes the focus on.
@@ -63,6 +63,10 @@ export function controls(store, send, redraw) {
     setText(refusal, rate.complaint() ?? store.refused?.text ?? "");
   };
   return { el, update };
+}
+/** Return whether a run has ended for good, as far as a page knows. */
+function hasEnded(store) {
+  return !store.lost && !LIVE.includes(store.status.state);
 }
 /** End the pending state of commands that took effect. */
 function forgetAnswered(store) {
@@ -90,7 +94,7 @@ function faultField(store, ask, redraw) {
   });
   const update = () => {
     const { offers } = store.head, { world: ranks } = store.nodesNow, live = LIVE.includes(store.status.state) && !store.lost;
-    el.hidden = !offers.includes("slow") && !offers.includes("kill");
+    el.hidden = hasEnded(store) || (!offers.includes("slow") && !offers.includes("kill"));
     while (node.children.length > ranks) node.lastChild.remove();
     while (node.children.length < ranks) node.append(h("option", { value: node.children.length }, `node ${node.children.length}`));
     slow.hidden = factor.hidden = !offers.includes("slow");
@@ -130,6 +134,7 @@ function rateField(store, ask, redraw) {
     }
   });
   const update = () => {
+    el.hidden = hasEnded(store);
     input.disabled = !LIVE.includes(store.status.state) || store.lost || store.lr === null;
     if (!edited && !store.asked.has("lr") && input.value !== current()) input.value = current();
   };

@@ -4,7 +4,12 @@ import { h, setText } from "../elements.js";
 import { clock } from "../numbers.js";
 import { isReady } from "../store.js";
 
-const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", completed: "✓", stopped: "■", failed: "✕", "kernel gone": "✕" };
+const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", completed: "✓", stopped: "■", failed: "✕", diverged: "✕", "kernel gone": "✕" };
+
+/** Return whether a run that took all its steps has a loss that is useless, as name_state of summary/activity.py does. */
+function hasDivergedAtEnd({ status: { state }, notices }) {
+  return ["completed", "stopped"].includes(state) && notices.some(({ kind }) => kind === "diverged");
+}
 
 export function header(store) {
   const name = h("h2"), what = h("span", { class: "dtk-note" }), chip = h("span", { class: "dtk-chip" });
@@ -13,7 +18,7 @@ export function header(store) {
     setText(name, head.name);
     const { world } = store.nodesNow, was = head.ranks > world ? ` (was ${head.ranks})` : "";
     setText(what, `${head.strategy} · ${world} ${world === 1 ? "node" : "nodes"}${was} · batch ${head.batch.toLocaleString("en-US")}`);
-    const state = store.lost ? "kernel gone" : isReady(store) ? "ready" : status.state, doing = store.lost ? null : status.activity;
+    const state = store.lost ? "kernel gone" : isReady(store) ? "ready" : hasDivergedAtEnd(store) ? "diverged" : status.state, doing = store.lost ? null : status.activity;
     setText(chip, doing ? `${doing.glyph} ${doing.text}, ${clock(doing.seconds + (Date.now() - store.received) / 1000)}` : `${STATE_GLYPH[state] ?? ""} ${state}`);
     chip.classList.toggle("dtk-busy", Boolean(doing));
   };

@@ -41,7 +41,7 @@ export function timeline(store, _send, redraw) {
     el.hidden = !strip;
     if (el.hidden) return;
     if (strip.error) throw new Error(strip.error);
-    const width = Math.max(260, el.clientWidth || 0);
+    const width = Math.max(180, el.clientWidth || 0);
     drawStripNames(view);
     if (view.width === width && view.boxes === strip.boxes) return;
     [view.width, view.boxes] = [width, strip.boxes];

@@ -1,0 +1,45 @@
+"""The verdict as a view shows it over time: a line that stays while the measurements only vary.
+
+Two causes may be nearly equal. Their order then changes with every look, and a line that follows them can't be read.
+Another verdict replaces the shown one after it was found in each look for some seconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtkit._util import timeouts
+
+if TYPE_CHECKING:
+    from dtkit.dashboard.summary.verdict import Verdict
+
+CLOSE_GAINS = 0.05
+"""Difference of the predicted savings from which a verdict of the same cause is another one."""
+
+
+class SteadyVerdict:
+    """The verdict that a view shows. Not thread-safe. Times are monotonic, in seconds."""
+
+    def __init__(self) -> None:
+        self.shown: Verdict | None = None
+        self._other_cause: str | None = None
+        self._other_since = 0.0
+
+    def update(self, found: Verdict | None, now: float, *, is_final: bool = False) -> Verdict | None:
+        """Return the verdict to show after `found` was found; `is_final` for the last one of a run.
+
+        None, a first verdict, and one on a diverged loss show at once.
+        """
+        before = self.shown
+        if found is None or before is None or is_final or "diverged" in (found.cause, before.cause):
+            return self._show(found)
+        if found.cause == before.cause and abs(found.gain - before.gain) < CLOSE_GAINS:
+            self._other_cause = None
+            return before
+        if found.cause != self._other_cause:
+            self._other_cause, self._other_since = found.cause, now
+        return self._show(found) if now - self._other_since >= timeouts.VERDICT_HOLD_S else before
+
+    def _show(self, verdict: Verdict | None) -> Verdict | None:
+        self.shown, self._other_cause = verdict, None
+        return verdict

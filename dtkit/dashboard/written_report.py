@@ -1,0 +1,59 @@
+"""The result of ``run.report()``: a link with headline numbers in a notebook, a line of text elsewhere."""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from dtkit._util import formatting
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MAX_SHOWN_CARDS = 6
+
+
+class WrittenReport(os.PathLike[str]):
+    """A report that was written: an HTML file of its own, at `path`. ``open(report)`` and ``Path(report)`` take it."""
+
+    def __init__(self, title: str, path: str | Path, cards: Sequence[tuple[str, str, str]] = ()) -> None:
+        self.path = Path(path).absolute()
+        """Where the file is."""
+        self._title, self._cards = title, tuple(cards)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"{self._title}: {self.path} ({self._format_size()})"
+
+    def _repr_html_(self) -> str:
+        """Return a link, relative to the notebook's folder as JupyterLab needs it, over the headline numbers."""
+        cards = "".join(
+            f'<div style="border: 1px solid color-mix(in srgb, currentColor 22%, transparent); border-radius: 7px; '
+            f'padding: 5px 12px"><div style="opacity: 0.7; font-size: 12px">{html.escape(label)}</div>'
+            f'<div style="font-weight: 700; font-size: 16px">{html.escape(value)}</div></div>'
+            for label, value, _ in [card for card in self._cards if card[1] != formatting.UNKNOWN][:_MAX_SHOWN_CARDS]
+        )
+        relative = Path(os.path.relpath(self.path)).as_posix()
+        shown = str(self.path) if relative.startswith("..") else relative
+        return (
+            f'<div><p><a href="{html.escape(quote(relative))}" target="_blank" title="{html.escape(str(self.path))}">'
+            f"{html.escape(self._title)}</a>: {html.escape(shown)} ({self._format_size()})</p>"
+            f'<div style="display: flex; flex-wrap: wrap; gap: 8px">{cards}</div></div>'
+        )
+
+    def _format_size(self) -> str:
+        return formatting.format_bytes(self.path.stat().st_size) if self.path.exists() else "no longer there"
+
+
+def make_file_name(name: str, started_at: float | None = None) -> str:
+    """Return the default name of a report: the same for the same run, and another for each run."""
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:60].strip("-.") or "run"
+    moment = "" if started_at is None else time.strftime("-%Y%m%d-%H%M%S", time.localtime(started_at))
+    return f"{stem}{moment}.html"

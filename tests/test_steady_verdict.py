@@ -1,0 +1,39 @@
+"""The verdict of a view over time: it does not flip between two states."""
+
+from dtkit._util import timeouts
+from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
+from dtkit.dashboard.summary.verdict import Verdict
+
+DATA, WAITING = Verdict("data", "waiting for data: save up to 30 %", 0.3), Verdict("waiting", "nodes wait", 0.31)
+DIVERGED = Verdict("diverged", "the loss is NaN", 0.0)
+HOLD_S = timeouts.VERDICT_HOLD_S
+
+
+def test_two_causes_in_turn_leave_the_line_alone():
+    steady = SteadyVerdict()
+    shown = [steady.update((DATA, WAITING)[k % 2], 2.0 * k) for k in range(20)]
+    assert set(shown) == {DATA}
+
+
+def test_a_cause_that_lasts_replaces_the_shown_one():
+    steady = SteadyVerdict()
+    steady.update(DATA, 0.0)
+    assert steady.update(WAITING, 10.0) is DATA
+    assert steady.update(WAITING, 10.0 + HOLD_S - 0.1) is DATA
+    assert steady.update(WAITING, 10.0 + HOLD_S) is WAITING
+
+
+def test_numbers_that_vary_a_little_leave_the_line_alone():
+    steady = SteadyVerdict()
+    steady.update(DATA, 0.0)
+    assert steady.update(Verdict("data", "save up to 33 %", 0.33), 100.0) is DATA
+
+
+def test_what_can_not_wait_shows_at_once():
+    steady = SteadyVerdict()
+    steady.update(DATA, 0.0)
+    assert steady.update(DIVERGED, 0.1) is DIVERGED
+    assert steady.update(DATA, 0.2) is DATA
+    assert steady.update(WAITING, 0.3, is_final=True) is WAITING
+    assert steady.update(None, 0.4) is None
+    assert steady.update(DATA, 0.5) is DATA

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtkit._util.arguments import hide_own_frames, suggest_arguments
+from dtkit._util.arguments import hide_frames_of_methods, hide_own_frames, suggest_arguments
 from dtkit.cluster.engines import Engines
 from dtkit.data import broadcast, distribute, speed
 from dtkit.planning import planner, profiler
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _NEEDS_ENGINES = "which needs all engines"
 
 
+@hide_frames_of_methods
 class Cluster(Engines):
     """Engines on this machine (or wherever `launcher` starts them), as ranks 0 to n - 1 of one process group.
 

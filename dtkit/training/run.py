@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util.arguments import suggest_arguments
+from dtkit._util.arguments import hide_frames_of_methods, suggest_arguments
 from dtkit._util.deadline import Deadline
 from dtkit.errors import RunError
 from dtkit.history.history import History
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, RunSpec, Status
 
 
+@hide_frames_of_methods
 class Run(ShownRun):
     """One training on a cluster. As the last line of a cell, it is a live dashboard.
 

@@ -45,12 +45,11 @@ def plan() -> bool:
                 ratios.setdefault((name, "one process"), []).append(
                     _compare(name, "one process", found.one_process.step_s, measured_s)
                 )
-    return all(
-        [
-            report(f"predicted to measured step, {strategy}, {name}", Sample(found), least=ENDS[0], most=ENDS[1])
-            for (name, strategy), found in ratios.items()
-        ]
-    )
+    met = [
+        report(f"predicted to measured step, {strategy}, {name}", Sample(found), least=ENDS[0], most=ENDS[1])
+        for (name, strategy), found in ratios.items()
+    ]
+    return all(met)
 
 
 def _make_plan(cluster: dtkit.Cluster, work: Work) -> Plan:

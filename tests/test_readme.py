@@ -55,7 +55,7 @@ def how_to(root: Path, tmp_path_factory: pytest.TempPathFactory) -> NotebookNode
 def execute_blocks(sources: list[str], folder: Path) -> NotebookNode:
     cells = [new_code_cell(source.rstrip("\n")) for source in [*sources, "cluster.close()"]]
     nbformat.write(new_notebook(cells=cells), folder / "blocks.ipynb")
-    return execute(folder / "blocks.ipynb", timeout=120)
+    return execute(folder / "blocks.ipynb", timeout=240)
 
 
 def get_cell_output(done: NotebookNode, source: str) -> str:

@@ -44,7 +44,7 @@ def measure_strategy_step(
     *,
     alone: bool = False,
 ) -> float:
-    """Return the median seconds of a step under a strategy. A collective, unless this rank takes all steps `alone`.
+    """Return the mean seconds of a step under a strategy. A collective, unless this rank takes all steps `alone`.
 
     `counts` has the samples of each replica in a step.
     """
@@ -60,8 +60,16 @@ def measure_strategy_step(
 
 
 def _average_cycle(seconds: Sequence[float], length: int) -> float:
-    """Return the mean of each position's median, where every `length`-th step does more than others."""
-    return statistics.mean(statistics.median(seconds[k::length]) for k in range(length))
+    """Return the mean of each position's time, where every `length`-th step does more than others.
+
+    A run has slow steps, too, so it isn't a median. But a tenth at each end is left out: such steps are accidents.
+    """
+    return statistics.mean(_average_without_ends(seconds[k::length]) for k in range(length))
+
+
+def _average_without_ends(seconds: Sequence[float]) -> float:
+    tenth = len(seconds) // 10
+    return statistics.mean(sorted(seconds)[tenth : len(seconds) - tenth])
 
 
 class _StrategyTrial:

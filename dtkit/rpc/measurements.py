@@ -56,7 +56,7 @@ class BenchmarkOperations(ABC):
     def measure_strategy_step(
         self, *, program: bytes, strategy: bytes, model: str, data: str, counts: tuple[int, ...], alone: bool = False
     ) -> float:
-        """Return the median seconds of a step under a strategy. A collective, unless one rank takes all `alone`."""
+        """Return the mean seconds of a step under a strategy. A collective, unless one rank takes all `alone`."""
 
 
 class ProfileOperations(ABC):

@@ -95,7 +95,7 @@ class BenchmarkOps(BenchmarkOperations):
     def measure_strategy_step(
         self, *, program: bytes, strategy: bytes, model: str, data: str, counts: tuple[int, ...], alone: bool = False
     ) -> float:
-        """Return the median seconds of a step under a strategy. A collective, unless one rank takes all `alone`."""
+        """Return the mean seconds of a step under a strategy. A collective, unless one rank takes all `alone`."""
         from dtkit.engine import strategy_trial
 
         context = self._make_context()

@@ -16,6 +16,7 @@ from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 
 import dtkit
+from dtkit.strategies.base import Strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -68,6 +69,7 @@ autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 _MADE_BY_DTKIT = {"dtkit.Checkpoint", "dtkit.History", "dtkit.Partition", "dtkit.Run"}
+_STRATEGY_METHODS = {name for name in vars(Strategy) if not name.startswith("_")} | {"has_plain_sums"}
 _NO_OUTPUTS = (
     '<div class="admonition note"><p class="admonition-title">Without outputs</p><p>This page was built without '
     "running the notebook. <code>make lab</code> opens it in JupyterLab, where its results and dashboards are live. "
@@ -98,6 +100,11 @@ def hide_constructor(
 ) -> tuple[str, str] | None:
     """Leave out the constructors of classes that dtkit makes itself, such as a run."""
     return ("", returned) if kind == "class" and name in _MADE_BY_DTKIT else None
+
+
+def skip_internal(_app: Any, kind: str, name: str, _object: Any, skip: bool, _options: Any) -> bool | None:  # noqa: FBT001 - Sphinx's signature
+    """Leave out the methods of strategies that dtkit itself calls."""
+    return True if kind == "class" and name in _STRATEGY_METHODS else skip or None
 
 
 def adapt_links(_app: Any, document: str, content: list[str]) -> None:
@@ -136,6 +143,7 @@ def setup(app: Any) -> None:
     app.add_html_math_renderer("mathml", (_write_inline_math, None), (_write_block_math, None))
     app.connect("autodoc-process-docstring", make_parameter_lists)
     app.connect("autodoc-process-signature", hide_constructor)
+    app.connect("autodoc-skip-member", skip_internal)
     app.connect("source-read", adapt_links)
     app.connect("html-page-context", note_missing_outputs)
 

@@ -23,6 +23,7 @@ Bad arguments raise plain ``ValueError`` or ``TypeError``. Every message gives t
 
 from __future__ import annotations
 
+import concurrent.futures
 import linecache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -232,10 +233,12 @@ def _format_user_frames(frames: Sequence[tuple[str, int, str, str]]) -> list[str
 
 
 _OWN_FOLDER = str(Path(__file__).parent)
+_FUTURES_FOLDER = str(Path(concurrent.futures.__file__).parent)
 
 
 def _is_own_frame(file: str) -> bool:
-    return file.startswith(_OWN_FOLDER)
+    """Return whether a frame tells a user nothing: dtkit's own, and those of a future that passes an error on."""
+    return file.startswith((_OWN_FOLDER, _FUTURES_FOLDER))
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtkit.engine.error_hints import add_hints
+from dtkit.engine.error_hints import add_general_hint, add_hints
 from dtkit.engine.observe.error_report import format_message
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
             None,
             r"between 10 and 10, and the model's last layer has 10 outputs; labels must",
         ),
-        (nn.Linear(64, 10), ROWS, LABELS, use_unknown_name, r"'unknown_loss' is not defined on the engines"),
+        (nn.Linear(64, 10), ROWS, LABELS, use_unknown_name, r"'unknown_loss' is not defined where this ran"),
         (nn.Linear(64, 10), ROWS, LABELS, use_cuda, r"moves model and batches .* leave \.to\('cuda'\) and .* out"),
     ],
 )
@@ -95,3 +95,25 @@ def test_other_errors_stay_as_they_are():
     add_hints(error, [(5, {"input_ids": ROWS})], nn.Linear(64, 10))
     add_hints(error, [], nn.Linear(64, 10))
     assert format_message(error) == "something else"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ModuleNotFoundError("No module named 'einops.layers'", name="einops.layers"), "'einops' is not installed for"),
+        (MemoryError(), "memory does not suffice. In a training, use a smaller batch_size"),
+        (RuntimeError("can't allocate memory: you tried to allocate 4000000000 bytes."), "not suffice for 4 GB more"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "not suffice for 2.00 GiB more"),
+    ],
+)
+def test_errors_of_any_function_name_the_remedy_once(error: Exception, expected: str):
+    assert add_general_hint(error)
+    assert add_general_hint(error)
+    (note,) = error.__notes__
+    assert expected in note
+
+
+def test_other_errors_of_functions_get_no_hint():
+    error = ValueError("a value")
+    assert not add_general_hint(error)
+    assert not hasattr(error, "__notes__")

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 import resource
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,11 +17,13 @@ import dtkit
 from dtkit._util import formatting
 from dtkit.dashboard.text import plan_text
 from dtkit.engine import benchmark as measure
-from dtkit.engine import dry_run, memory, memory_limit, trial_training
+from dtkit.engine import dry_run, memory, memory_limit, strategy_trial, trial_training
+from dtkit.engine.data.sources import ArraySource
 from dtkit.planning import fit_check
 from dtkit.planning.cost_model import Benchmark, Cost, LinearFit, MemoryBudget, compute_ring_bytes, divide_memory
 from dtkit.planning.layer_chain import LayerChain, LayerCosts
 from dtkit.planning.plan import Plan, Shortage, build_rows, find_shortage
+from dtkit.rpc import pickling
 from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
 from dtkit.strategies.loss import Loss
 from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
@@ -734,6 +737,72 @@ def test_memory_parts_in_a_refusal_add_up_to_the_total(cluster: dtkit.Cluster, e
     refusal = r"it needs 355 kB .*\(parameters 88\.8 kB, gradients 88\.8 kB, optimizer state 178 kB\)"
     with pytest.raises(ValueError, match=refusal):  # the model as it was sent is mapped
         fit_check.check_fits(cluster._engine_group, perceptron(), adam, strategy)
+
+
+def test_short_steps_of_each_strategy_and_of_one_process_are_measured(cluster: dtkit.Cluster, engines: FakeTransport):
+    strategies = [dtkit.DataParallel(), dtkit.TensorParallel(2)]
+    found = ask(cluster, strategies=strategies)  # the double takes 10 ms for each sample of a replica
+    assert [found.get_rows(strategy)[0].step_s for strategy in strategies] == [0.08, 0.16]
+    assert found.one_process is not None
+    assert (found.one_process.rows, found.one_process.step_s, found.one_process.sent_bytes) == (16, 0.16, 0)
+    asked = [args for _, op, args in engines.served_requests if op == "measure_strategy_step"]
+    assert [args["counts"] for args in asked] == [(8, 8), (8, 8), (16,), (16,), (16,)]
+    assert [args["alone"] for args in asked] == [False, False, False, False, True]
+    assert re.search(r"^one process +0 +16 .* 160 ms$", repr(found), re.MULTILINE)
+    assert "step: measured in some steps" in repr(found)
+    assert found.strategies == tuple(map(repr, strategies))
+
+
+def test_a_plan_measures_steps_with_the_shards_of_a_partition(cluster: dtkit.Cluster, engines: FakeTransport):
+    ask(cluster, sample=cluster.partition(batch(40, 100), weights=[3, 1]), strategies=[dtkit.DataParallel()])
+    asked = [args for _, op, args in engines.served_requests if op == "measure_strategy_step"]
+    assert [args["counts"] for args in asked] == [(12, 4), (12, 4), (16,)]
+
+
+def test_long_steps_and_models_that_may_not_fit_are_estimated(cluster: dtkit.Cluster, engines: FakeTransport):
+    long = ask(cluster, batch_size=4000, sample=batch(4000, 100))
+    engines.memory_free = 400_000
+    for found in (long, ask(cluster)):
+        assert not any(row.is_measured for row in found.rows)
+        assert all(math.isnan(row.other_s) for row in found.rows)
+        assert "other" not in repr(found).split()
+    assert "measure_strategy_step" not in {op for _, op, _ in engines.served_requests}
+
+
+@pytest.mark.parametrize(("measured_s", "scale", "other_s"), [(0.4, 1.0, 0.1), (0.15, 0.5, 0.0)])
+def test_a_measured_step_bounds_the_estimates_of_its_parts(measured_s: float, scale: float, other_s: float):
+    cost = dataclasses.replace(
+        dtkit.DataParallel().estimate_cost(make_profile(), LINKS), compute_s=0.2, exposed_communication_s=0.1
+    )
+    (row,) = build_rows("a", [make_profile()], [cost], [MemoryBudget("a", 1000 * MB)], measured_s)
+    assert (row.compute_s, row.communication_s) == (pytest.approx(0.2 * scale), pytest.approx(0.1 * scale))
+    assert row.other_s == pytest.approx(other_s)
+    assert row.step_s == measured_s
+
+
+class SlowRows(ArraySource):
+    """Rows whose loading takes a planted time."""
+
+    def take(self, rows: Any) -> Any:
+        time.sleep(PLANTED_S)
+        return super().take(rows)
+
+
+PLANTED_S = 0.005
+
+
+def test_a_measured_step_includes_what_is_neither_computing_nor_communication():
+    rows = SlowRows(batch(8, 100))
+    program, strategy = (
+        pickling.dumps(each) for each in ((None, Loss(nn.CrossEntropyLoss()), sgd, False), dtkit.DataParallel())
+    )
+    context: Any = measure.BenchmarkContext(None, CPU, {"m": perceptron()}, {"d": (rows, None)})  # type: ignore[arg-type, dict-item]
+    assert strategy_trial.measure_strategy_step(context, program, strategy, "m", "d", (8,), alone=True) >= PLANTED_S
+
+
+def test_the_mean_of_steps_leaves_accidents_out_but_counts_each_position_of_a_cycle():
+    assert strategy_trial._average_cycle([1.0] * 18 + [2.0, 2.0, 100.0], 1) == pytest.approx(18 / 17)
+    assert strategy_trial._average_cycle([1.0, 1.0, 1.0, 9.0] * 5, 4) == 3.0
 
 
 def test_unknown_traffic_is_noted_and_not_shown_as_zero(cluster: dtkit.Cluster):

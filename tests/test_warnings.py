@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import time
 import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from torch import nn
 
 import dtkit
 from dtkit._util import resources
@@ -118,3 +120,38 @@ def test_misspelled_arguments_of_a_run_name_the_right_one():
 def test_constructors_keep_their_signatures_for_tooltips():
     assert next(iter(inspect.signature(dtkit.DataParallel).parameters)) == "accumulate"
     assert next(iter(inspect.signature(dtkit.EarlyStopping).parameters)) == "patience"
+
+
+def test_a_missing_argument_is_named():
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
+        with pytest.raises(TypeError, match=r"^Cluster.train\(\) needs model, data; data is missing. help\(dtkit.Clus"):
+            cluster.train(nn.Linear(2, 2), epochs=1)
+        with pytest.raises(TypeError, match="needs model, batch_size, optimizer; batch_size and optimizer are missing"):
+            cluster.plan(nn.Linear(2, 2))
+
+
+MISTAKES: dict[str, Callable[[dtkit.Cluster, dtkit.Run], object]] = {
+    "a call without an argument": lambda cluster, _: cluster.train(nn.Linear(2, 2)),
+    "a result in place of a function": lambda cluster, _: cluster.run(None),
+    "an unknown fault": lambda _, run: run.inject_fault("explode", 1),
+    "a step of a running run": lambda _, run: run.step(),
+    "an optimizer in place of a function": lambda cluster, _: cluster.plan(
+        nn.Linear(2, 2), batch_size=4, optimizer=3, sample=small.data(), loss=nn.MSELoss()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_shown_with_the_callers_frames_alone(name: str):
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
+        run = small.train(cluster, steps=100_000)
+        try:
+            MISTAKES[name](cluster, run)
+        except Exception as error:  # noqa: BLE001 - shown, as IPython does with any
+            shown = (
+                "".join(error._render_traceback_()) if hasattr(error, "_render_traceback_") else "as Python shows it"
+            )
+        run.stop()
+    files = {file.rpartition("/")[2] for file in re.findall(r'File "([^"]+)"', shown)}
+    assert files == {"test_warnings.py"}
+    assert len(shown.splitlines()) <= 15

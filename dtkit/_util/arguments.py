@@ -43,12 +43,17 @@ def suggest_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     Notebooks show that error, and others that dtkit raises for bad arguments, without dtkit's own frames.
     """
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    parameters = inspect.signature(function).parameters
+    names = [name for name in parameters if name != "self"]
+    required = {name: place for place, name in enumerate(parameters) if _is_required(parameters[name])}
 
     @functools.wraps(function)
     @hide_own_frames
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         _refuse_unknown(kwargs.keys() - set(names), names, _describe_call(function, args))
+        missing = [name for name, place in required.items() if place >= len(args) and name not in kwargs]
+        if missing:
+            _refuse_missing(missing, [name for name in required if name != "self"], _describe_call(function, args))
         return function(*args, **kwargs)
 
     return call
@@ -68,6 +73,14 @@ def hide_own_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
+def hide_frames_of_methods(cls: type[_T]) -> type[_T]:
+    """Decorate a class so that its public methods show errors for bad arguments without dtkit's own frames."""
+    for name, method in list(vars(cls).items()):
+        if inspect.isfunction(method) and not name.startswith("_"):
+            setattr(cls, name, hide_own_frames(method))
+    return cls
+
+
 def suggest_options(cls: type[_T]) -> type[_T]:
     """Decorate a dataclass so that the error for an unknown option names the one that was probably meant."""
     cls.__init__ = suggest_arguments(cls.__init__)  # type: ignore[method-assign]  # the one that dataclass has made
@@ -81,6 +94,19 @@ def _refuse_unknown(unknown: Iterable[str], names: Sequence[str], call: str) -> 
         takes = f"it takes {', '.join(names)}" if names else "it takes none"
         hint = f"did you mean {similar[0]}=?" if similar else takes
         raise TypeError(f"{call}() has no argument {name}=; {_MISSING.get(name, hint) if 'loss' in names else hint}")
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    is_named = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return is_named and parameter.default is inspect.Parameter.empty
+
+
+def _refuse_missing(missing: Sequence[str], required: Sequence[str], call: str) -> None:
+    verb = "is" if len(missing) == 1 else "are"
+    raise TypeError(
+        f"{call}() needs {', '.join(required)}; {' and '.join(missing)} {verb} missing. help(dtkit.{call}) lists what "
+        "each may be"
+    )
 
 
 def _hide_own_frames(error: Exception) -> None:

@@ -351,6 +351,10 @@ UPDATES_BUDGET_S = 0.2
 """Time that `plan` spends on measuring the optimizer's updates."""
 STEPS_BUDGET_S = 1.0
 """Time that `plan` spends on measuring the steps of one batch size."""
+STRATEGY_BUDGET_S = 0.3
+"""Time that `plan` spends on measuring the steps of one strategy."""
+MAX_TRIED_STEP_S = 0.1
+"""Longest step, by its estimate, that `plan` measures under each strategy."""
 MAX_MEASURED_STEP_S = 4.0
 """Longest step that `plan` measures."""
 

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting
+from dtkit._util.completion import hide_from_completion
 from dtkit._util.table import Table
 from dtkit.checkpoint.folders import find_newest, list_folders, parse_path
 from dtkit.checkpoint.validation import (
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _MAX_SHOWN_PROBLEMS = 5
 
 
+@hide_from_completion("check_fits", "frozen_entries", "get_tensor_entries", "summarize")
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Checkpoint:
     """Checkpoint on disk: ``dtkit.Checkpoint("runs/a")`` is the newest one in that folder, or the folder itself.

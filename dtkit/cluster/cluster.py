@@ -6,7 +6,8 @@ import dataclasses
 import importlib
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtkit._util.arguments import hide_own_frames, suggest_arguments
+from dtkit._util.arguments import hide_frames_of_methods, hide_own_frames, suggest_arguments
+from dtkit._util.completion import hide_from_completion
 from dtkit.cluster.engines import Engines
 from dtkit.data import broadcast, distribute, speed
 from dtkit.planning import planner, profiler
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _NEEDS_ENGINES = "which needs all engines"
 
 
+@hide_from_completion("from_transport", "refresh_nodes")
+@hide_frames_of_methods
 class Cluster(Engines):
     """Engines on this machine (or wherever `launcher` starts them), as ranks 0 to n - 1 of one process group.
 
@@ -368,8 +371,9 @@ class Cluster(Engines):
 
         A step on tensors without memory gives the sizes of activations and optimizer state. If the model's code needs
         numbers, the engines take real steps on a few rows instead. If the training surely fits, all ranks take some
-        real steps of a copy. They give the time and the memory overhead. Memory excludes the data, and what torch loads
-        at the first step.
+        real steps of a copy. They give the time and the memory overhead. Short steps are then taken under each strategy,
+        and by one process for comparison (``plan.one_process``). Memory excludes the data, and what torch loads at the
+        first step.
 
         `sample` is a batch or a few rows, as in ``(X[:8], y[:8])``, or a :class:`Partition`. `strategies` are those to
         compare, by default one of each kind. The other arguments, and the errors, are those of :meth:`train`. The

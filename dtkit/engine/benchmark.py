@@ -202,7 +202,7 @@ def measure_model_sizes(context: BenchmarkContext, program: bytes, model: str | 
 
     `program` has (a model without values, or None; the loss; the optimizer's factory).
     """
-    module, _, factory = _load_program(context, program, model)
+    module, _, factory, _ = load_program(context, program, model)
     (state_bytes, update_peak), reason = _try_or_explain(
         lambda: dry_run.estimate_optimizer_bytes(module, factory, context.device), (None, 0)
     )
@@ -226,7 +226,7 @@ def measure_activation_peaks(
     precision: str | None = None,
 ) -> tuple[list[ActivationPeak], str]:
     """Measure forward and backward on tensors without memory; without a result, the text gives the reason."""
-    module, loss_fn, _ = _load_program(context, program, model)
+    module, loss_fn, _, _ = load_program(context, program, model)
     batch = take_batch(context.data[data][0], _SAMPLE_ROWS, torch.device("cpu"))
     autocast = functools.partial(make_autocast, context.device, precision)
     peaks, reason = _try_or_explain(
@@ -244,7 +244,7 @@ def measure_layers(
 
     `timed` takes real steps on `rows`; the model must have values here. No collective.
     """
-    module, loss_fn, _ = _load_program(context, program, model)
+    module, loss_fn, _, _ = load_program(context, program, model)
     batch = take_batch(context.data[data][0], rows, context.device)
     return _try_or_explain(lambda: _measure_chain(module, loss_fn, batch, context.device if timed else None), None)
 
@@ -265,14 +265,19 @@ def _measure_chain(
     return LayerChain(names, costs, seconds, tuple(nbytes / len(inputs.values[0]) for nbytes in output_bytes))
 
 
-def _load_program(context: BenchmarkContext, program: bytes, model: str | None) -> tuple[Any, Loss, Any]:
-    """Return (the model, the loss, the optimizer's factory); `model` names one on this engine."""
+def load_program(
+    context: BenchmarkContext, program: bytes, model: str | None, *, checkpoint: bool = True
+) -> tuple[Any, Loss, Any, bool]:
+    """Return (the model, the loss, the optimizer's factory, whether activations are computed again in backward).
+
+    `model` names one on this engine. Without `checkpoint`, its blocks stay as they are.
+    """
     # unpickles: sent by the notebook in a call
     empty_model, loss_fn, factory, activation_checkpointing = pickling.loads(program)
     module = empty_model if model is None else context.models[model]
-    if activation_checkpointing:
+    if activation_checkpointing and checkpoint:
         module = checkpoint_blocks(module, activation_checkpointing)
-    return module, loss_fn, factory
+    return module, loss_fn, factory, bool(activation_checkpointing)
 
 
 def _try_or_explain(work: Callable[[], Any], fallback: Any) -> tuple[Any, str]:
@@ -296,7 +301,7 @@ def measure_step_times(
     track_allocations: bool = False,
 ) -> StepTimings:
     """Take real steps on all ranks at the same time, on `rows` or fewer if steps are slow. A collective."""
-    module, loss_fn, factory = _load_program(context, program, model)
+    module, loss_fn, factory, _ = load_program(context, program, model)
     start_trial = functools.partial(
         TrialTraining, context.device, module, loss_fn, factory, context.data[data][0], precision
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit._util import formatting
 from dtkit.strategies.loss import get_labels
 
 if TYPE_CHECKING:
@@ -18,14 +20,7 @@ _DIMENSION_NAMES = {1: "length", 2: "height, width", 3: "depth, height, width"}
 
 def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch.nn.Module) -> None:
     """Add notes with remedies to an error of a step. `batches` are pairs of a number of samples and a batch."""
-    if type(error) is NameError:  # not an UnboundLocalError, a mistake within the function
-        error.add_note(
-            f"{error.name!r} is not defined on the engines. Is it defined in a later cell? Functions take along what "
-            "they use from the notebook as it is when they are sent. Run the cell that defines the name first, or "
-            "import it inside the function"
-        )
-        return
-    if not batches:
+    if add_general_hint(error) or not batches:
         return
     batch, message = batches[0][1], str(error)
     target = get_labels(batch)
@@ -39,6 +34,44 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
     )
     for hint in filter(None, hints):
         error.add_note(hint)
+
+
+def add_general_hint(error: BaseException) -> bool:
+    """Add a note with a remedy to an error of any function of the user, and return whether there is one."""
+    hint = _explain_name(error) or _explain_module(error) or _explain_memory(error)
+    if hint and hint not in getattr(error, "__notes__", ()):
+        error.add_note(hint)
+    return bool(hint)
+
+
+def _explain_name(error: BaseException) -> str | None:
+    if type(error) is not NameError:  # an UnboundLocalError is a mistake within the function
+        return None
+    return (
+        f"{error.name!r} is not defined where this ran. Is it defined in a later cell? Functions take along what they "
+        "use from the notebook as it is when they are sent. Run the cell that defines the name first, or import it "
+        "inside the function"
+    )
+
+
+def _explain_module(error: BaseException) -> str | None:
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    return (
+        f"{error.name.partition('.')[0]!r} is not installed for {sys.executable}; install it there. A file of your own "
+        "is found in the folder of the notebook"
+    )
+
+
+def _explain_memory(error: BaseException) -> str | None:
+    asked = re.search(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", str(error))
+    if asked is None and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return None
+    amount = "" if asked is None else f" for {formatting.format_bytes(int(asked[1])) if asked[1] else asked[2]} more"
+    return (
+        f"this rank's memory does not suffice{amount}. In a training, use a smaller batch_size, accumulate=, or a "
+        "strategy that splits the model; cluster.plan(...) shows what fits"
+    )
 
 
 def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:

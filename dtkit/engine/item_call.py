@@ -38,8 +38,10 @@ def _compute(key: str, shared: Payload | None, item: Any) -> Payload:
 
 
 def _describe(error: Exception) -> Failure:
+    from dtkit.engine.error_hints import add_general_hint
     from dtkit.engine.session import get_session
 
+    add_general_hint(error)
     return Failure(
         rank=get_session().state.rank,
         host=socket.gethostname(),

@@ -83,6 +83,10 @@ class Session:
         kind = "refused" if isinstance(error, RefusedError) else "error"
         if kind == "error" and self.state.sigint_handler.was_interrupted:  # user code may raise KeyboardInterrupt too
             kind = "interrupted"
+        if kind == "error":
+            from dtkit.engine.error_hints import add_general_hint
+
+            add_general_hint(error)
         name, details = type(error).__name__, error_report.format_traceback(error)
         is_victim = is_lost_peer_error(error)
         if isinstance(error, ScriptError):  # another process has the error itself

@@ -44,12 +44,19 @@ class PlanRow:
     communication_s: float
     """Time that is not hidden behind computation."""
     step_s: float
-    """Time of computation on the slowest rank, and of communication."""
+    """Time of a step: measured if `is_measured`, else that of computation on the slowest rank and of communication."""
+    is_measured: bool = False
+    """Whether the engines took steps under this strategy, which they do for short steps that surely fit."""
 
     @property
     def is_traffic_counted(self) -> bool:
         """Whether bytes and time of communication are known; else `step_s` is a lower bound."""
         return not math.isnan(self.sent_bytes)
+
+    @property
+    def other_s(self) -> float:
+        """Rest of a measured step: loading rows, Python between operations, waiting for the slowest rank."""
+        return max(0.0, self.step_s - self.compute_s - self.communication_s) if self.is_measured else math.nan
 
     @property
     def fits(self) -> bool:
@@ -71,6 +78,8 @@ class Plan:
     benchmark: Benchmark
     notes: tuple[str, ...] = ()
     """Limits of the measurement, and memory that is not counted."""
+    one_process: PlanRow | None = None
+    """A training of whole batches by rank 0 alone, for comparison; it is not among `rows`."""
     find_largest_batch: Callable[[str], int] = dataclasses.field(default=lambda _: 0, repr=False, compare=False)
     """Function from a strategy's text to :meth:`largest_batch`."""
 
@@ -118,14 +127,23 @@ class Plan:
 
 
 def build_rows(
-    strategy: str, profiles: Sequence[ModelProfile], costs: Sequence[Cost], memory_budgets: Sequence[MemoryBudget]
+    strategy: str,
+    profiles: Sequence[ModelProfile],
+    costs: Sequence[Cost],
+    memory_budgets: Sequence[MemoryBudget],
+    measured_s: float | None = None,
 ) -> list[PlanRow]:
-    """Return one strategy's rows: each rank's need and its available memory."""
+    """Return one strategy's rows: each rank's need and its available memory.
+
+    If a step was measured, estimates of its parts don't exceed it.
+    """
     needed_bytes = [
         profile.sent_model + cost.persistent_bytes + cost.transient_bytes + cost.overhead
         for profile, cost in zip(profiles, costs, strict=True)
     ]
-    step_s = max(cost.compute_s for cost in costs) + max(cost.exposed_communication_s for cost in costs)
+    estimated_s = max(cost.compute_s for cost in costs) + max(cost.exposed_communication_s for cost in costs)
+    step_s = estimated_s if measured_s is None else measured_s
+    scale = min(1.0, step_s / estimated_s) if measured_s is not None and estimated_s else 1.0
     free_bytes = divide_memory(needed_bytes, memory_budgets)
     return [
         PlanRow(
@@ -141,9 +159,10 @@ def build_rows(
             needed=needed,
             free=free,
             sent_bytes=cost.sent_bytes if math.isnan(cost.sent_bytes) else round(cost.sent_bytes),
-            compute_s=cost.compute_s,
-            communication_s=cost.exposed_communication_s,
+            compute_s=scale * cost.compute_s,
+            communication_s=scale * cost.exposed_communication_s,
             step_s=step_s,
+            is_measured=measured_s is not None,
         )
         for rank, (profile, cost, needed, free) in enumerate(
             zip(profiles, costs, needed_bytes, free_bytes, strict=True)

@@ -14,9 +14,10 @@ from dtkit.dashboard.text.progress import show_progress
 from dtkit.data import broadcast
 from dtkit.data.broadcast import ModelHandle
 from dtkit.data.partition import Partition
+from dtkit.data.sharding import divide_proportionally
 from dtkit.errors import RunError
 from dtkit.planning.batch_search import find_largest_batch
-from dtkit.planning.cost_model import Benchmark
+from dtkit.planning.cost_model import Benchmark, Cost, ModelProfile
 from dtkit.planning.host_traffic import describe_host_traffic
 from dtkit.planning.plan import Plan, PlanRow, build_rows
 from dtkit.planning.profiler import ModelProfiler, PlanRequest, get_model_name
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import Strategy
 
+ONE_PROCESS = "one process"
 NOT_COUNTED_NOTE = "not counted: the data, and what torch loads at the first step"
 
 
@@ -105,7 +107,7 @@ def make_plan(
     benchmark = run_benchmark()
     with show_progress(f"planning for {get_model_name(model)}") as progress:
         profiler = ModelProfiler(engine_group, model, request, progress.update)
-        rows = []
+        rows: list[PlanRow] = []
         searches: dict[str, Callable[[], int]] = {}
         ring_bytes: dict[str, list[float]] = {}
         for strategy in strategies:
@@ -118,10 +120,11 @@ def make_plan(
             costs = [strategy.estimate_cost(profile, benchmark) for profile in profiles]
             if _is_one_ring(strategy, engine_group.world_size):
                 ring_bytes[repr(strategy)] = [cost.sent_bytes for cost in costs]
-            rows += build_rows(repr(strategy), profiles, costs, profiler.memory_budgets)
+            rows += _build_measured_rows(profiler, strategy, profiles, costs, request)
             searches[repr(strategy)] = functools.partial(
                 find_largest_batch, strategy, profiles, request.batch_size, benchmark, profiler.memory_budgets
             )
+        one_process = _plan_one_process(profiler, request, benchmark)
     traffic = describe_host_traffic(ring_bytes, [node.host for node in engine_group.nodes])
     return Plan(
         model=get_model_name(model),
@@ -130,8 +133,41 @@ def make_plan(
         rows=tuple(rows),
         benchmark=benchmark,
         notes=tuple(dict.fromkeys([*profiler.notes, *traffic, *_list_unknowns(rows), NOT_COUNTED_NOTE])),
+        one_process=one_process,
         find_largest_batch=lambda name: searches[name](),
     )
+
+
+def _build_measured_rows(
+    profiler: ModelProfiler,
+    strategy: Strategy,
+    profiles: Sequence[ModelProfile],
+    costs: Sequence[Cost],
+    request: PlanRequest,
+) -> list[PlanRow]:
+    """Return one strategy's rows, with the time of real steps if they are short and surely fit."""
+    rows = build_rows(repr(strategy), profiles, costs, profiler.memory_budgets)
+    if not profiler.can_time_steps(rows):
+        return rows
+    replicas = strategy.build_mesh(len(rows)).num_replicas
+    shards = tuple(request.sample.sizes) if isinstance(request.sample, Partition) else ()
+    weights = shards if len(shards) == replicas else (1,) * replicas
+    counts = divide_proportionally(int(request.batch_size), weights)
+    measured_s = profiler.time_strategy(strategy, counts)
+    return build_rows(repr(strategy), profiles, costs, profiler.memory_budgets, measured_s)
+
+
+def _plan_one_process(profiler: ModelProfiler, request: PlanRequest, benchmark: Benchmark) -> PlanRow:
+    """Return the row of rank 0 alone with whole batches."""
+    from dtkit.strategies.data_parallel import DataParallel
+
+    profile = dataclasses.replace(profiler.profile_ranks(None, benchmark)[0], rows=int(request.batch_size))
+    cost = Cost.for_replica(profile, sent_bytes=0.0, exposed_s=0.0)
+    arguments = ONE_PROCESS, [profile], [cost], profiler.memory_budgets[:1]
+    rows = build_rows(*arguments)
+    if profiler.can_time_steps(rows):
+        rows = build_rows(*arguments, profiler.time_one_process(DataParallel(), int(request.batch_size)))
+    return rows[0]
 
 
 def _is_one_ring(strategy: Strategy, world_size: int) -> bool:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dtkit._util import timeouts
 from dtkit.data import broadcast, distribute
 from dtkit.data.broadcast import ModelHandle
 from dtkit.data.partition import Partition
 from dtkit.data.program import pickle_program
+from dtkit.errors import EngineError
 from dtkit.planning.cost_model import Benchmark, LinearFit, MemoryBudget, ModelProfile, StepTimings
 from dtkit.planning.plan import find_shortage
 from dtkit.rpc.measurements import BenchmarkOperations
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from dtkit.planning.cost_model import ActivationPeak
     from dtkit.planning.layer_chain import LayerChain
+    from dtkit.planning.plan import PlanRow
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import Strategy
 
@@ -73,6 +76,41 @@ class ModelProfiler:
         self._profiles: dict[str | None, list[ModelProfile]] = {}
         self._layer_chains: dict[int, LayerChain | None] = {}
         self._has_run_steps = False  # whether the model fits, and times were measured
+
+    def can_time_steps(self, rows: Sequence[PlanRow]) -> bool:
+        """Return whether steps of these ranks are short and surely fit, next to all that is in memory now."""
+        needs = [round(row.needed / _USABLE_FRACTION) for row in rows]
+        budgets = [dataclasses.replace(budget, reusable=0) for budget in self.memory_budgets[: len(rows)]]
+        is_short = rows[0].step_s <= timeouts.MAX_TRIED_STEP_S
+        return self._has_run_steps and is_short and find_shortage(needs, budgets) is None
+
+    def time_strategy(self, strategy: Strategy, counts: Sequence[int]) -> float | None:
+        """Return the seconds of a real step under a strategy, or None if it fails.
+
+        `counts` has the samples of each replica.
+        """
+        self._report_progress(f"taking some steps of {get_model_name(self._model)} with {type(strategy).__name__}")
+        try:
+            return max(self._engine_group.call_all(self._make_strategy_call(strategy, counts)))
+        except EngineError as error:
+            self._add_note(f"{strategy} failed in its first steps: {error.cause.message}")
+            return None
+
+    def time_one_process(self, strategy: Strategy, batch_size: int) -> float:
+        """Return the seconds of a real step of one rank with all samples, while the others wait."""
+        self._report_progress(f"taking some steps of {get_model_name(self._model)} in one process")
+        return self._measure_on_rank_0(self._make_strategy_call(strategy, [batch_size], alone=True))
+
+    def _make_strategy_call(self, strategy: Strategy, counts: Sequence[int], *, alone: bool = False) -> Call[float]:
+        return make_call(
+            BenchmarkOperations.measure_strategy_step,
+            program=self._program,
+            strategy=self._engine_group.uploads.dumps(strategy, name="plan"),
+            model=self._get_model_key(),
+            data=self._data.key,
+            counts=tuple(counts),
+            alone=alone,
+        )
 
     def _measure_on_rank_0(self, call: Call[R]) -> R:
         return self._engine_group.call_all(call, ranks=[0])[0]

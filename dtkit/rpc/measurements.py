@@ -52,6 +52,12 @@ class BenchmarkOperations(ABC):
     ) -> StepTimings:
         """Take real steps on all ranks at the same time. A collective."""
 
+    @abstractmethod
+    def measure_strategy_step(
+        self, *, program: bytes, strategy: bytes, model: str, data: str, counts: tuple[int, ...], alone: bool = False
+    ) -> float:
+        """Return the mean seconds of a step under a strategy. A collective, unless one rank takes all `alone`."""
+
 
 class ProfileOperations(ABC):
     """Profiles of steps: see :mod:`dtkit.engine.observe.step_profile`."""

@@ -20,6 +20,7 @@ import re
 from typing import TYPE_CHECKING
 
 from dtkit._util import views
+from dtkit._util.completion import hide_from_completion
 from dtkit.schedules import builtin, validation
 from dtkit.schedules.action import Action, Row
 
@@ -34,6 +35,9 @@ IDLE_CELLS = frozenset({"", ".", "-", "_"})
 _CELL_PATTERN = re.compile(r"(\d*)([FBIW])(\d+)", re.IGNORECASE)
 
 
+@hide_from_completion(
+    "format_action", "get_bubble_formula", "get_stages", "iterate_actions", "simulate_with", "stage_ranks"
+)
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Schedule:
     """The order of each rank's actions in a pipeline. Notebooks show it as a figure.

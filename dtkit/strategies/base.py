@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dtkit._util.completion import list_options
 from dtkit.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -77,6 +78,10 @@ ALWAYS_SHOWN = {"shown": True}
 
 class Strategy(abc.ABC):
     """A way to parallelize. Subclasses are frozen dataclasses (with ``repr=False``: see `__repr__`)."""
+
+    def __dir__(self) -> list[str]:
+        """Return the options, and methods for users, for the Tab key."""
+        return list_options(self, ("plan_for",))
 
     def __repr__(self) -> str:
         """Return the strategy as users type it, without options at their defaults (but see `ALWAYS_SHOWN`)."""

@@ -227,8 +227,8 @@ def split_batch(batch: Any) -> tuple[Sequence[Any], Any]:
     if not isinstance(batch, tuple) or len(batch) < 2:
         form = f"{len(batch)} array" if isinstance(batch, tuple) else f"a {type(batch).__name__}"
         raise TypeError(
-            f"a batch of this data is {form}; with loss= it must be (inputs..., target). Use training_step=, a "
-            "function of (model, batch) that returns the loss"
+            f"a batch of this data is {form}; with loss= it must be (inputs..., target), as in (X, y). Without a "
+            "target, use training_step=, a function of (model, batch) that returns the loss"
         )
     return batch[:-1], batch[-1]
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util.arguments import suggest_arguments
+from dtkit._util.arguments import hide_frames_of_methods, suggest_arguments
+from dtkit._util.completion import hide_from_completion
 from dtkit._util.deadline import Deadline
 from dtkit.errors import RunError
 from dtkit.history.history import History
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, RunSpec, Status
 
 
+@hide_from_completion("delay_factors", "is_released", "lifecycle", "note", "placement", "post", "subscribe")
+@hide_frames_of_methods
 class Run(ShownRun):
     """One training on a cluster. As the last line of a cell, it is a live dashboard.
 
@@ -50,6 +53,9 @@ class Run(ShownRun):
     on all ranks. ``await run``, ``run.wait()`` and ``run.result()`` wait for the end, also through a pause, and raise
     the run's error. They raise :class:`~dtkit.errors.PausedError` if the run paused because it needs its caller.
     """
+
+    lifecycle: RunLifecycle
+    """What the cluster does with the run: not for users."""
 
     def __init__(self, engine_group: EngineGroup, plan: RunPlan) -> None:
         super().__init__(History(ranks_per_replica=plan.options.ranks_per_replica))
@@ -62,7 +68,6 @@ class Run(ShownRun):
         )
         self._step_times: StepTimes | None = None
         self.lifecycle = RunLifecycle(engine_group, driver, self._job, self._notify)
-        """What the cluster does with the run: not for users."""
 
     def _notify(self) -> None:
         self._step_callbacks.notify()

@@ -88,9 +88,12 @@ def _check_count(name: str, value: Any) -> None:
     if value is None and name not in ("batch_size", "keep_last"):
         return
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}={value!r}; it must be an integer")
+        raise TypeError(f"{name}={value!r}; it must be an integer, as in {name}={64 if name == 'batch_size' else 10}")
     if value < 1:
         raise ValueError(f"{name}={value}; it must be at least 1")
+
+
+_CALLABLE_EXAMPLES = {"loss": "loss=nn.CrossEntropyLoss()", "training_step": "training_step=lambda model, batch: ..."}
 
 
 def check_loss(loss: Any, step: Any) -> None:
@@ -104,7 +107,9 @@ def check_loss(loss: Any, step: Any) -> None:
         if isinstance(function, type):
             raise TypeError(f"{name}={function.__name__} is a class; give an instance: {name}={function.__name__}()")
         if function is not None and not callable(function):
-            raise TypeError(f"{name}={function!r} can't be called; give a function or a loss module")
+            raise TypeError(
+                f"{name}={function!r} can't be called; give a function or a module, as in {_CALLABLE_EXAMPLES[name]}"
+            )
     _check_reduction(loss)
 
 

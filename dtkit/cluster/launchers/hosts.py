@@ -15,6 +15,8 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from dtkit._util.completion import list_options
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
@@ -96,6 +98,10 @@ class HostLauncher(abc.ABC):
     """Name of the class among dtkit's public names."""
     has_time_limits: ClassVar[bool] = False
     """Whether a scheduler may end its jobs at a time that is known before."""
+
+    def __dir__(self) -> list[str]:
+        """Return the options, and methods for users, for the Tab key."""
+        return list_options(self, ("script", "count_agents"))
 
     @abc.abstractmethod
     def get_controller_address(self) -> str:

@@ -77,13 +77,18 @@ def _mark_free_memory(ax: Axes, row: PlanRow, end: float, y: int, unit_size: flo
 def _draw_time(ax: Axes, rows: Sequence[PlanRow]) -> None:
     longest = max(row.step_s for row in rows)
     unit, unit_size = formatting.choose_unit(longest, formatting.SECOND_UNITS)
-    computing = [(row.step_s - row.communication_s) / unit_size for row in rows]
+    others = [row.other_s / unit_size if row.is_measured else 0.0 for row in rows]
     waiting = [row.communication_s / unit_size for row in rows]
-    positions = range(len(rows))
-    ax.barh(positions, computing, height=_BAR_HEIGHT, color=style.COLORS[2], label="computing, slowest node")
-    ax.barh(
-        positions, waiting, left=computing, height=_BAR_HEIGHT, color=style.COLORS[5], label="communication not hidden"
-    )
+    computing = [row.step_s / unit_size - w - other for row, w, other in zip(rows, waiting, others, strict=True)]
+    positions, ends = range(len(rows)), [0.0] * len(rows)
+    parts = [
+        ("computing, slowest node", computing, style.COLORS[2]),
+        ("communication not hidden", waiting, style.COLORS[5]),
+        ("other: rows, Python, waiting", others, "#b9b9b9"),
+    ]
+    for name, lengths, color in parts[: 2 + any(others)]:
+        ax.barh(positions, lengths, left=ends, height=_BAR_HEIGHT, color=color, label=name)
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
     for y, row in enumerate(rows):
         sent = f"{formatting.format_bytes(row.sent_bytes)} sent"
         traffic = sent if row.is_traffic_counted else "what is sent not counted"

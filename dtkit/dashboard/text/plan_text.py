@@ -25,7 +25,7 @@ MEMORY_PARTS = (
 """Parts of a rank's memory: the field of a row, and the heading of its column."""
 
 _MAX_SHOWN_RANKS = 8  # on more ranks, each strategy is listed with its tightest rank only
-_NUM_TIMES = 3  # the last columns of an answer
+_NUM_TIMES = 4  # the last columns of an answer
 _MAX_NAMES_CHARS = 60  # characters of strategies' names in a headline
 
 
@@ -66,13 +66,29 @@ def _make_page(plan: Plan) -> TablePage:
     """Make a page of two tables: a single one would be wider than a cell."""
     shows_all_ranks = plan.world_size <= _MAX_SHOWN_RANKS
     selection = ["times: of the slowest node" if shows_all_ranks else "of each strategy, the node with least to spare"]
-    return TablePage(format_headline(plan), [_make_answer(plan), _make_parts(plan)], [*selection, *plan.notes])
+    times = _describe_times(plan)
+    return TablePage(format_headline(plan), [_make_answer(plan), _make_parts(plan)], [*selection, *times, *plan.notes])
+
+
+def _describe_times(plan: Plan) -> list[str]:
+    """Return which times of steps were measured."""
+    estimated = [name for name in plan.strategies if not plan.get_rows(name)[0].is_measured]
+    if len(estimated) == len(plan.strategies):
+        return []
+    lines = ["step: measured in some steps; other: loading rows, Python, and waiting for the slower node"]
+    return [*lines, f"estimated, not measured: the steps of {', '.join(estimated)}"] if estimated else lines
 
 
 def _make_answer(plan: Plan) -> Table:
     """Make the table with what fits, and what a step costs."""
-    header = ["strategy", "node", "samples", "needed", "free", "fits", "sent/step", "computing", "waiting", "step"]
-    return Table(header, _merge_ranks(plan, _format_answer, _drop_times), {"strategy", "node"})
+    header = ["strategy", "node", "samples", "needed", "free", "fits", "sent/step"]
+    header += ["computing", "waiting", "other", "step"]
+    rows = _merge_ranks(plan, _format_answer, _drop_times)
+    if plan.one_process is not None:
+        rows.append([plan.one_process.strategy, "0", *_format_answer(plan.one_process)])
+    if not any(row.is_measured for row in plan.rows):  # then nothing else is known
+        header, *rows = ([*cells[:-2], cells[-1]] for cells in [header, *rows])
+    return Table(header, rows, {"strategy", "node"})
 
 
 def _make_parts(plan: Plan) -> Table:
@@ -101,7 +117,7 @@ def _merge_ranks(
 
 def format_step_time(row: PlanRow) -> str:
     """Return the time of a step; a lower bound where the time of communication is not known."""
-    bound = "" if row.is_traffic_counted or math.isnan(row.step_s) else "> "
+    bound = "" if row.is_traffic_counted or row.is_measured or math.isnan(row.step_s) else "> "
     return f"{bound}{formatting.format_duration(row.step_s)}"
 
 
@@ -119,6 +135,7 @@ def _format_answer(row: PlanRow) -> list[str]:
         formatting.format_bytes(row.sent_bytes),
         formatting.format_duration(row.compute_s),
         formatting.format_duration(row.communication_s if row.is_traffic_counted else None),
+        formatting.format_duration(row.other_s if row.is_measured else None),
         format_step_time(row),
     ]
 

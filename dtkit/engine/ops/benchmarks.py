@@ -91,3 +91,14 @@ class BenchmarkOps(BenchmarkOperations):
                 context, program, model, data, rows, precision, track_allocations=track_allocations
             )
         )
+
+    def measure_strategy_step(
+        self, *, program: bytes, strategy: bytes, model: str, data: str, counts: tuple[int, ...], alone: bool = False
+    ) -> float:
+        """Return the mean seconds of a step under a strategy. A collective, unless one rank takes all `alone`."""
+        from dtkit.engine import strategy_trial
+
+        context = self._make_context()
+        return self._state.run_abortable(
+            lambda: strategy_trial.measure_strategy_step(context, program, strategy, model, data, counts, alone=alone)
+        )

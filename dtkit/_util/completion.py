@@ -1,0 +1,29 @@
+"""Names that the Tab key offers behind an object: those for users, without those that other modules of dtkit call."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+_T = TypeVar("_T")
+
+
+def hide_from_completion(*names: str) -> Callable[[type[_T]], type[_T]]:
+    """Decorate a class so that `dir` leaves out these names of its objects. They still work."""
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        missing = [name for name in names if not hasattr(cls, name) and name not in cls.__annotations__]
+        assert not missing, f"{cls.__name__} has no {', '.join(missing)}"
+        cls.__dir__ = lambda self: [name for name in object.__dir__(self) if name not in names]  # type: ignore[method-assign, assignment]
+        return cls
+
+    return decorate
+
+
+def list_options(obj: Any, others: Collection[str] = ()) -> list[str]:
+    """Return the names for `dir` of a dataclass: its fields, special names, and `others`."""
+    shown = {field.name for field in dataclasses.fields(obj)} | set(others)
+    return [name for name in object.__dir__(obj) if name in shown or name.startswith("_")]

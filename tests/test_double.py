@@ -15,13 +15,14 @@ from dtkit.engine.ops.benchmarks import BenchmarkOps
 from dtkit.engine.ops.group import GroupOps
 from dtkit.engine.session import Session
 from dtkit.errors import CheckpointError
+from dtkit.rpc import user_modules
 from dtkit.rpc.protocol import OPERATIONS, SUBJECTS, Call, GroupOperations, JobOperations, make_call
 from dtkit.testing.fake_engine import FakeEngine, FakeResults
 from dtkit.testing.fake_ops import make_operations
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.testing.in_process import InProcessTransport
 from dtkit.types import Request, State
-from tests.support.small import data, net, sgd, train
+from tests.support.small import accuracy, data, net, sgd, train
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -131,6 +132,23 @@ def use_everything(transport: Any, folder: Path) -> dict[str, set[str]]:
         cluster.plan(net(), batch_size=8, optimizer=sgd, sample=data(), loss=nn.CrossEntropyLoss())
         run.release()
     return recorded.types
+
+
+def test_evaluation_with_the_metrics_of_the_run_does_not_pickle_them_again(monkeypatch: pytest.MonkeyPatch):
+    """The search for modules that engines can't import takes a third of a short evaluation."""
+    searches: list[int] = []
+    find = user_modules.find_user_modules
+    monkeypatch.setattr(user_modules, "find_user_modules", lambda paths: (searches.append(1), find(paths))[1])
+    with dtkit.Cluster.from_transport(InProcessTransport(), device="cpu", threads=1) as cluster:
+        held_out = cluster.partition(data())
+        run = train(cluster, steps=STEPS, validation=held_out, metrics={"accuracy": accuracy})
+        run.wait(LIMIT_S)
+        before = len(searches)
+        evaluation = run.evaluate(held_out)
+        assert len(searches) == before
+        assert evaluation.values == run.evaluate(held_out, {"accuracy": accuracy}).values
+        assert "accuracy" in evaluation.values
+        assert run.evaluate(held_out, {}).values == {"loss": evaluation.values["loss"]}
 
 
 def test_fake_engine_replies_with_the_types_of_the_real_one(tmp_path: Path):

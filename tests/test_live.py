@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,7 +20,8 @@ from dtkit._util import formatting, timeouts
 from dtkit.dashboard import display
 from dtkit.dashboard.live import widget
 from dtkit.dashboard.live.bundle import bundle_modules
-from dtkit.dashboard.live.messages import MAX_CHANGE_EVENTS, MAX_LOG_LINES, MAX_MARKS, MessageBuilder
+from dtkit.dashboard.live.log_lines import MAX_LOG_LINES, MAX_MARKS
+from dtkit.dashboard.live.messages import MAX_CHANGE_EVENTS, MessageBuilder
 from dtkit.dashboard.run_view import RunView
 from dtkit.dashboard.summary import stall
 from dtkit.dashboard.summary.curves import CHARTS, LOSS, MAX_BUCKETS, Curves, downsample
@@ -594,6 +596,31 @@ def test_an_error_in_a_view_is_logged_once(caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_a_pressing_call_does_not_wait_for_a_long_interval():
+    timers, runs = Timers(), []
+    throttle = throttled(lambda: runs.append(timers.now), timers)
+    throttle.interval = 2.5
+    throttle.trigger()
+    timers.run()
+    timers.now = 1.0
+    throttle.trigger()
+    throttle.trigger(is_pressing=True)
+    timers.run()
+    assert runs == [0, 1.0]  # the timer of the first trigger makes no call
+    throttle.trigger()
+    timers.run()
+    assert runs == [0, 1.0, 3.5]
+
+
+def test_a_delayed_call_comes_sooner_with_a_trigger():
+    timers, runs = Timers(), []
+    throttle = throttled(lambda: runs.append(timers.now), timers)
+    throttle.trigger(delay_s=1.0)
+    throttle.trigger(delay_s=0.5)
+    timers.run()
+    assert runs == [0.5]
+
+
 def test_a_closed_throttle_makes_no_call():
     timers, runs = Timers(), []
     throttle = throttled(lambda: runs.append(1), timers)
@@ -693,6 +720,42 @@ def test_pending_changes_are_sent_without_further_updates(watched, timers):
     timers.run()
     assert len(sent) > 1
     assert not dashboard._message_builder.has_pending
+
+
+def test_a_timeline_that_is_not_due_sends_no_messages_meanwhile(timers, monkeypatch):
+    """Each of them had the whole state, four times a second."""
+    source = FakeSource(strips=True)
+    source.advance(10)
+    dashboard, sent = widget.Dashboard(source, clock=timers.clock, call_later=timers.later), []
+    dashboard._message_builder = MessageBuilder(source, timers.clock)
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+    monkeypatch.setattr(dashboard, "send", lambda content, buffers=(): sent.append((timers.now, content)))
+    for _ in range(3):
+        source.advance(10)
+        timers.run()
+    changes = [(at, "strip" in content) for at, content in sent if content["kind"] == "change"]
+    assert sum(has_strip for _, has_strip in changes) == 3
+    assert len(changes) <= 2 * 3
+    dashboard.close()
+
+
+def test_a_page_that_draws_slowly_gets_fewer_messages_but_pressing_ones_at_once(watched, timers):
+    source, dashboard, sent = watched
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+    timers.run()
+    for bad in (None, "1", float("nan")):
+        dashboard._on_page_message(dashboard, {"interval": bad}, [])
+    assert dashboard._throttle.interval == timeouts.LIVE_INTERVAL_S
+    dashboard._on_page_message(dashboard, {"interval": 60_000}, [])
+    assert dashboard._throttle.interval == timeouts.LIVE_LONGEST_INTERVAL_S
+    begun = timers.now
+    source.advance(1)
+    assert [at - begun for at, _ in timers.waiting] == [timeouts.LIVE_LONGEST_INTERVAL_S]
+    source.state = State.PAUSED
+    source.event("pause", "paused at step 1")
+    assert min(at for at, _ in timers.waiting) - begun <= timeouts.LIVE_INTERVAL_S
+    timers.run()
+    assert sent[-1][0]["status"]["state"] == "paused"
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "step", "stop"])
@@ -834,6 +897,27 @@ def test_a_run_that_goes_on_has_a_picture_with_its_time(notebook):
     assert display.wait_until_replaced(source, timeout=60)
     displays._draw_picture()  # too late
     assert set(handle.updates[-1][0]) == {"image/png", "text/plain"}
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, [1, 1, 2]), (1000, [0, 1, 2])])
+def test_a_run_without_a_spare_core_is_drawn_later_or_when_it_pauses(notebook, monkeypatch, threads, expected):
+    source = FakeSource(ranks=1)
+    host = socket.gethostname()
+    source.nodes = [dataclasses.replace(node, host=host, threads=threads) for node in source.nodes]
+    display.show(source)
+    displays, draws = display._displays[source], []
+    monkeypatch.setattr(display, "count_cores", lambda: 2)
+    monkeypatch.setattr(displays._throttle, "trigger", lambda: draws.append(source.state))
+    displays._start_drawing()  # after seconds
+    counts = [len(draws)]
+    source.state = State.PAUSED
+    if threads > 1:
+        source.changed()
+    counts.append(len(draws))
+    source.state = State.RUNNING
+    displays._start_drawing()  # after a minute
+    counts.append(len(draws))
+    assert counts == expected
 
 
 def test_the_note_on_a_picture_has_the_step_that_it_shows(notebook, monkeypatch: pytest.MonkeyPatch):

@@ -50,3 +50,48 @@ def test_a_band_of_merged_buckets_leaves_out_single_slow_steps(tmp_path: Path):
     values = "((g) => Array.from({length: g.used}, (_, at) => [0, 1, 2].map((which) => g.value(0, at, which))))"
     found = evaluate_page_code(tmp_path, "chart/grain.js", ["bucketGrain"], f"{values}({grain})")
     np.testing.assert_allclose(np.array(found), expected, rtol=1e-5)
+
+
+_PACED_PAGE = """((cost, until) => {
+  let now = 0, frames = [], timers = [], posted = [];
+  const drawn = [], reported = [];
+  Object.defineProperty(globalThis, "performance", { value: { now: () => now } });
+  globalThis.requestAnimationFrame = (call) => frames.push(call);
+  globalThis.setTimeout = (call, ms) => timers.push({ at: now + ms, call });
+  globalThis.clearTimeout = () => { timers = []; };
+  globalThis.MessageChannel = class {
+    port1 = { close: () => {} };
+    port2 = { postMessage: () => posted.push(this.port1) };
+  };
+  const redraw = () => requestAnimationFrame(() => { drawn.push(now); now += cost; });
+  const pacer = newPacer(redraw, (ms) => reported.push(ms));
+  const run = (calls) => { for (const call of calls.splice(0)) call(); };
+  for (let message = 0; now < until; now += 10) {
+    if (now >= message) { pacer.soon(); message += 250; }
+    const due = timers.filter(({ at }) => at <= now);
+    timers = timers.filter(({ at }) => at > now);
+    for (const { call } of due) call();
+    run(frames);
+    for (const port of posted.splice(0)) port.onmessage();
+  }
+  pacer.now();
+  run(frames);
+  return { drawn: drawn.slice(0, -1), wait: now - drawn.at(-1) - cost, reported };
+})"""
+
+
+def test_a_page_draws_rarely_where_drawing_takes_long(tmp_path: Path):
+    """On cores that are all busy, a frame takes long, and the training on them pays for it."""
+    quick, slow, frozen = (
+        evaluate_page_code(tmp_path / str(cost), "pacing.js", ["newPacer"], f"{_PACED_PAGE}({cost}, 60_000)")
+        for cost in (2, 15, 400)
+    )
+    assert len(quick["drawn"]) >= 220  # each message
+    assert quick["reported"] == []
+    assert len(slow["drawn"]) <= 20 + 0.01 * 60_000 / 15 + 1  # what may be spent at once, then a hundredth of the time
+    assert slow["reported"][-1] == 1500
+    gaps = np.diff(frozen["drawn"])
+    assert 2000 <= np.median(gaps) <= 3000  # it stays live
+    assert gaps.max() <= 3000
+    assert frozen["reported"][-1] == 2500
+    assert quick["wait"] == slow["wait"] == frozen["wait"] == 0  # what a person waits for comes at once

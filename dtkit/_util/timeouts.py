@@ -308,6 +308,10 @@ SLURM_CANCEL_TIMEOUT_S = 45.0
 
 LIVE_INTERVAL_S = 0.25
 """Period of updating a live display: smooth, at less than one percent of a core."""
+LIVE_LONGEST_INTERVAL_S = 2.5
+"""The same for a page on a busy machine, which draws less often (pacing.js)."""
+TIMER_TOLERANCE_S = 0.001
+"""How much before its time a timer may end."""
 LIVE_HEARTBEAT_S = 2.0
 """Period of the signs of life to a live display. The page misses them after five seconds (store.js)."""
 ELAPSED_INTERVAL_S = 1.0
@@ -336,6 +340,8 @@ PROGRESS_JOIN_TIMEOUT_S = 5.0
 """Limit for the thread that shows the progress to end."""
 KEPT_PICTURE_FIRST_S = 5.0
 """Delay of the first picture that a saved notebook shows of a run: many runs end or pause sooner."""
+KEPT_PICTURE_BUSY_FIRST_S = 60.0
+"""The same while the run has no core to spare: drawing takes a second or two of one."""
 KEPT_PICTURE_INTERVAL_S = 30.0
 """Shortest interval between two such pictures during a run."""
 REPLACE_TIMEOUT_S = 10.0

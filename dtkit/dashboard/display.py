@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import html
+import socket
 import sys
 import threading
 import time
@@ -19,9 +20,11 @@ from typing import TYPE_CHECKING
 from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit._util.notebook import in_notebook
+from dtkit._util.resources import count_cores
 from dtkit.dashboard.live.placement import PlacedView, place_view
 from dtkit.dashboard.text import run_text
 from dtkit.dashboard.throttle import Throttle, start_timer
+from dtkit.types import State
 
 if TYPE_CHECKING:
     from dtkit.dashboard.live.placement import Output
@@ -123,9 +126,10 @@ class _LiveDisplays:
         self._widget: Dashboard = Dashboard(run)
         self._final_throttle = Throttle(self._draw_final_picture, 0.0)
         self._throttle = Throttle(self._draw_picture, timeouts.KEPT_PICTURE_INTERVAL_S)
-        self._may_draw = False
+        self._may_draw = self._is_drawing_delayed = False
         self._unsubscribe = run.subscribe(self._on_change)
         start_timer(timeouts.KEPT_PICTURE_FIRST_S, self._start_drawing)
+        start_timer(timeouts.KEPT_PICTURE_BUSY_FIRST_S, self._start_drawing)
 
     @property
     def has_ended(self) -> bool:
@@ -154,14 +158,19 @@ class _LiveDisplays:
     def _on_change(self) -> None:
         if not self._run.status.state.has_ended:
             self.final_event.clear()  # it may have been extended
-            if self._may_draw:
-                self._throttle.trigger()
+            self._draw_soon()
         elif not self.final_event.is_set():
             self._final_throttle.trigger()
 
     def _start_drawing(self) -> None:
+        """Draw pictures from now on. The first time, a run without a core to spare is left alone while it runs."""
+        self._is_drawing_delayed = not self._may_draw and not _has_spare_core(self._run)
         self._may_draw = True
         if not self._run.status.state.has_ended:
+            self._draw_soon()
+
+    def _draw_soon(self) -> None:
+        if self._may_draw and not (self._is_drawing_delayed and self._run.status.state is State.RUNNING):
             self._throttle.trigger()
 
     def _draw_picture(self) -> None:
@@ -187,6 +196,12 @@ class _LiveDisplays:
     def _update(self, views: list[PlacedView], output: Output) -> None:
         for view in views:
             view.update(output)
+
+
+def _has_spare_core(run: RunView) -> bool:
+    """Return whether this host has more cores than the run's engines on it have threads."""
+    own = [node for node in run.nodes if node.host == socket.gethostname() and node.device == "cpu"]
+    return sum(node.threads for node in own) < count_cores()
 
 
 def _close_old_displays() -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 
 if TYPE_CHECKING:
@@ -43,25 +44,34 @@ class Throttle:
         call_later: Callable[[float, Callable[[], None]], None] = start_timer,
     ) -> None:
         self._callback, self._clock, self._call_later = callback, clock, call_later
-        self.interval = interval
-        """Shortest time between two calls, in seconds."""
+        self.interval = self._shortest_interval = interval
+        """Shortest time between two calls, in seconds. A pressing call waits for the initial one only."""
         # locks: for a few assignments
         self._lock = threading.Lock()
         self._last_call_at = float("-inf")
-        self._scheduled = self._running = self._is_retriggered = self._closed = False
+        self._due_at: float | None = None  # the time of the next call
+        self._running = self._closed = False
+        self._again: tuple[bool, float] | None = None  # a trigger during a call: whether it presses, and its delay
         self._reported: set[str] = set()
 
-    def trigger(self) -> None:
-        """Schedule a call. Any thread may trigger; the call runs on another one."""
+    def trigger(self, *, is_pressing: bool = False, delay_s: float = 0.0) -> None:
+        """Schedule a call, `delay_s` seconds from now at the earliest. Any thread may trigger; it runs on another one.
+
+        A pressing call waits only for the interval that the throttle began with.
+        """
         with self._lock:
-            if self._closed or self._scheduled:
+            if self._closed:
                 return
             if self._running:
-                self._is_retriggered = True
+                presses, least_s = self._again or (False, delay_s)
+                self._again = presses or is_pressing, min(least_s, delay_s)
                 return
-            self._scheduled = True
-            delay = max(0.0, self._last_call_at + self.interval - self._clock())
-        self._call_later(delay, self._run_callback)
+            interval, now = self._shortest_interval if is_pressing else self.interval, self._clock()
+            due_at = max(now + delay_s, self._last_call_at + interval)
+            if self._due_at is not None and self._due_at <= due_at:
+                return
+            self._due_at = due_at
+        self._call_later(due_at - now, self._run_callback)
 
     def close(self) -> None:
         """Prevent further calls."""
@@ -70,16 +80,17 @@ class Throttle:
 
     def _run_callback(self) -> None:
         with self._lock:
-            self._scheduled = False
-            if self._closed:
-                return
-            self._running, self._is_retriggered, self._last_call_at = True, False, self._clock()
+            now = self._clock()
+            if self._closed or self._due_at is None or now < self._due_at - timeouts.TIMER_TOLERANCE_S:
+                return  # an earlier timer has made this call
+            self._due_at, self._last_call_at = None, now
+            self._running, self._again = True, None
         run_guarded(self._callback, self._log_error)
         with self._lock:
             self._running = False
-            is_retriggered = self._is_retriggered
-        if is_retriggered:
-            self.trigger()
+            again = self._again
+        if again is not None:
+            self.trigger(is_pressing=again[0], delay_s=again[1])
 
     def _log_error(self, error: Exception) -> None:
         """Log an error once, and not at every update."""

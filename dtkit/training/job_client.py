@@ -165,8 +165,12 @@ class JobClient:
         handle = distribute.distribute_validation_data(
             self._engine_group, data, training_data=plan.job_spec.data_handle
         )
-        chosen = plan.options.metrics if metrics is None else metrics
-        call = plan.make_evaluation_call(handle.key, self._engine_group.uploads.dumps(dict(chosen), name="metrics"))
+        pickled_metrics = (
+            self._driver.actions.evaluation.pickled_metrics
+            if metrics is None
+            else self._engine_group.uploads.dumps(dict(metrics), name="metrics")
+        )
+        call = plan.make_evaluation_call(handle.key, pickled_metrics)
         step = self._progress.step
         return combine_evaluations(step, self._engine_group.call_all(call, timeout=timeout))
 

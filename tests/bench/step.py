@@ -83,7 +83,7 @@ def measure(group: Group) -> dict[str, Any]:
     job = ranks.make_job(group, work, DataParallel())
     loops: dict[str, Callable[[int], Any]] = {
         "dtkit": functools.partial(ranks.take_steps, job),
-        "bare": _make_bare_loop(group, work),
+        "bare": make_bare_loop(group, work),
     }
     figures: dict[str, Any] = {name: [] for name in _FIGURES}
     for take_steps in loops.values():
@@ -98,10 +98,12 @@ def measure(group: Group) -> dict[str, Any]:
     return figures | {"parts": _time_parts(job)}
 
 
-def _make_bare_loop(group: Group, work: Work) -> Callable[[int], None]:
+def make_bare_loop(group: Group, work: Work, *, compile_: bool = False) -> Callable[[int], None]:
     """Return a loop as in :mod:`tests.bench.bare`; one rank alone needs no DDP."""
     inputs, targets = (t[group.rank :: group.world_size] for t in work.data())
     model: nn.Module = work.model()
+    if compile_:
+        model = _CompiledModel(model)
     if group.world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     update, loss, batch = optimizer(list(model.parameters())), nn.CrossEntropyLoss(), work.batch // group.world_size
@@ -119,6 +121,19 @@ def _make_bare_loop(group: Group, work: Work) -> Callable[[int], None]:
             update.step()
 
     return take_steps
+
+
+class _CompiledModel(nn.Module):
+    """A model whose call is compiled. torch compiles no `nn.Sequential` by itself, since all its code is torch's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._call = torch.compile(lambda inputs: model(inputs))  # noqa: PLW0108 - torch traces no frame of its own
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._call(inputs)
+        return result
 
 
 def _time_parts(job: Job) -> dict[str, float]:

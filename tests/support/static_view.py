@@ -72,7 +72,7 @@ class StaticView:
     def sent(self) -> list[dict[str, Any]]:
         """Commands that the page sent."""
         messages: list[dict[str, Any]] = self.page.evaluate("() => window.sent")
-        return [message for message in messages if "hello" not in message and "select" not in message]
+        return [message for message in messages if not {"hello", "select", "interval"} & message.keys()]
 
     def select_rank(self, rank: int | None) -> None:
         """Answer as the kernel does when a page selects a node."""

@@ -25,6 +25,8 @@ import numpy as np
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.guard import run_guarded
+from dtkit.dashboard.live.log_lines import MAX_LOG_LINES, MAX_MARKS, build_log_line, select_log_events
+from dtkit.dashboard.live.pressing_state import read_pressing_state
 from dtkit.dashboard.summary.activity import find_activity
 from dtkit.dashboard.summary.curves import (
     CHARTS,
@@ -55,12 +57,8 @@ if TYPE_CHECKING:
 
 MAX_CHANGE_BYTES = 4200
 MAX_CHANGE_EVENTS = 12
-MAX_LOG_LINES = 200
-"""Lines of the log that a page keeps, besides the marked events."""
 MAX_SNAPSHOT_EVALUATIONS = 500
 """Evaluations of a snapshot; of more, an even choice."""
-MAX_MARKS = 60
-"""Events that a page marks on the step axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +97,7 @@ class MessageBuilder:
         self.extra_controls: Sequence[str] = ()
         """Controls that not every run has."""
         self._num_effects, self._last_effect, self._effect_at = 0, "", -math.inf
+        self._sent_pressing_state: tuple[object, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of nodes."""
@@ -112,9 +111,21 @@ class MessageBuilder:
     @property
     def has_pending(self) -> bool:
         """Whether the last change left data for the next one."""
-        is_strip_late = self._has_strip and self._strip_step != self._run.status.step
+        return self.pending_delay_s is not None
+
+    @property
+    def pending_delay_s(self) -> float | None:
+        """In how many seconds data is due that the last change left for the next one. None without such data."""
         has_unread_events = self._num_events_read < len(self._run.history.events)
-        return is_strip_late or self._curves.has_changes or has_unread_events or bool(self._unsent_events)
+        if self._curves.has_changes or has_unread_events or self._unsent_events:
+            return 0.0
+        is_strip_late = self._has_strip and self._strip_step != self._run.status.step
+        return max(0.0, self._strip_sent_at + timeouts.TIMELINE_INTERVAL_S - self._clock()) if is_strip_late else None
+
+    @property
+    def is_pressing(self) -> bool:
+        """Whether the next message has what a person waits for, or must see at once."""
+        return read_pressing_state(self._run, self._num_events_read, self._num_effects) != self._sent_pressing_state
 
     def note_effect(self, text: str) -> None:
         """Put a command that took effect into the messages of the next seconds."""
@@ -129,8 +140,8 @@ class MessageBuilder:
         content = self._build_current_state("snapshot") | {
             "head": self._build_header(),
             "nodes": self._build_nodes(),
-            "events": [_build_log_line(event) for event in select_log_events(events)],
-            "marks": [_build_log_line(event) for event in events if event.kind in MARKED_EVENTS][-MAX_MARKS:],
+            "events": [build_log_line(event) for event in select_log_events(events)],
+            "marks": [build_log_line(event) for event in events if event.kind in MARKED_EVENTS][-MAX_MARKS:],
             "evaluations": self._build_evaluations(
                 choose_evenly(range(self._num_evaluations_sent), MAX_SNAPSHOT_EVALUATIONS)
             ),
@@ -150,7 +161,7 @@ class MessageBuilder:
         if self._unsent_events:
             unsent = select_log_events(self._unsent_events)
             self._unsent_events = unsent[MAX_CHANGE_EVENTS:]
-            content["events"] = [_build_log_line(event) for event in unsent[:MAX_CHANGE_EVENTS]]
+            content["events"] = [build_log_line(event) for event in unsent[:MAX_CHANGE_EVENTS]]
         if self._num_evaluations_sent < len(history.evaluations):
             first = self._num_evaluations_sent
             self._num_evaluations_sent = min(len(history.evaluations), first + MAX_LOG_LINES)
@@ -183,6 +194,7 @@ class MessageBuilder:
         """Return the part of every message: the state, notices and metrics."""
         run, status = self._run, self._run.status
         base, self._seq = self._seq, self._seq + 1
+        self._sent_pressing_state = read_pressing_state(run, self._num_events_read, self._num_effects)
         stall = find_stall(run)
         self._metrics = compute_run_metrics(run.history, self._num_ranks, self._lost_nodes)
         stuck_ranks = [] if stall is None or stall.rank is None else [stall.rank]
@@ -349,16 +361,6 @@ class MessageBuilder:
         return np.array([bar.seconds for bar in bars])
 
 
-def select_log_events(events: Sequence[Event]) -> list[Event]:
-    """Return the events of a page's log: the last ones, and the last marked ones, which many prints don't push out.
-
-    Evaluations are not among them, since a page has a table of these.
-    """
-    lines = [event for event in events if event.kind != "evaluation"]
-    marked = [event for event in lines[:-MAX_LOG_LINES] if event.kind in MARKED_EVENTS]
-    return [*marked[-MAX_MARKS:], *lines[-MAX_LOG_LINES:]]
-
-
 def choose_evenly(indices: Sequence[int], most: int) -> Sequence[int]:
     """Return at most `most` indices, evenly apart, the last one included."""
     if len(indices) <= most:
@@ -378,17 +380,6 @@ def _pack_boxes(step_strip: StepStrip, boxes: np.ndarray) -> np.ndarray:
     packed[:, 3] = boxes["kind"] + 16 * np.clip(boxes["micro_batch"] + 1, 0, 4095)
     packed[:, 4] = boxes["stage"] + 1
     return packed
-
-
-def _build_log_line(event: Event) -> dict[str, Any]:
-    """Return an event as a line of the log. The page never reads its text as markup."""
-    return {
-        "step": event.step,
-        "kind": event.kind,
-        "text": formatting.sanitize_text(event.text, 200),
-        "time": event.time,
-        "rank": event.rank,
-    }
 
 
 def _replace_nonfinite(value: float | None) -> float | None:

@@ -1,7 +1,8 @@
 """The live view of a run: an anywidget over a :class:`~dtkit.dashboard.live.messages.MessageBuilder`.
 
 The model opens with a snapshot in the trait ``opening``, which arrives even while a cell blocks the kernel. Later
-messages are custom ones, at most four a second. The browser's half is ``static/dashboard.js`` with a module for each
+messages are custom ones, at most four a second. A page whose drawing takes long asks for fewer (``static/pacing.js``),
+but what a person waits for is sent at once. The browser's half is ``static/dashboard.js`` with a module for each
 panel; it has no build step (see :mod:`dtkit.dashboard.live.bundle`).
 
 A page loses messages until its module has loaded. Then it sends hello and gets a snapshot. A kernel that is busy with
@@ -12,6 +13,7 @@ Commands of a page arrive on the kernel's thread and are posted to the run, whic
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from pathlib import Path
@@ -96,7 +98,7 @@ class Dashboard(anywidget.AnyWidget):
                 self._send_message(self._message_builder.build_snapshot())
 
     def _request_update(self) -> None:
-        self._throttle.trigger()
+        self._throttle.trigger(is_pressing=self._message_builder.is_pressing)
         if self._is_page_ready and not self._run.status.state.has_ended:  # it may have been extended
             self._heartbeat.start()
         if self._panel_renderer.is_outdated:
@@ -128,9 +130,9 @@ class Dashboard(anywidget.AnyWidget):
             self._send_message(
                 self._message_builder.build_snapshot() if needs_snapshot else self._message_builder.build_change()
             )
-            has_pending = self._message_builder.has_pending
-        if has_pending:
-            self._throttle.trigger()
+            delay_s = self._message_builder.pending_delay_s
+        if delay_s is not None:
+            self._throttle.trigger(delay_s=delay_s)
 
     def _send_sign_of_life(self) -> bool:
         """Send a sign of life. Return False if the page needs no more of them."""
@@ -172,10 +174,13 @@ class Dashboard(anywidget.AnyWidget):
             self._select_node(content["select"])
         elif "zoom" in content:
             self._send_detail(content["zoom"])
+        elif "interval" in content:
+            self._set_interval(content["interval"])
         elif isinstance(content.get("command"), str):
             self._handle_command(content["command"], content.get("value"))
 
     def _on_hello(self) -> None:
+        self._throttle.interval = timeouts.LIVE_INTERVAL_S  # until the page knows how long its drawing takes
         with self._send_lock:
             self._is_page_ready = True
             self._send_message(self._message_builder.build_snapshot())
@@ -197,6 +202,12 @@ class Dashboard(anywidget.AnyWidget):
             with self._send_lock:
                 self._send_message(self._message_builder.build_detail(*steps))
 
+    def _set_interval(self, milliseconds: Any) -> None:
+        """Send as often as a page draws in the long run. Anything but a number is ignored."""
+        if isinstance(milliseconds, int | float) and math.isfinite(milliseconds):
+            longest, shortest = timeouts.LIVE_LONGEST_INTERVAL_S, timeouts.LIVE_INTERVAL_S
+            self._throttle.interval = min(longest, max(shortest, milliseconds / 1000))
+
     def _handle_command(self, command: str, value: Any) -> None:
         """Pass a command to the run. A refusal is shown next to the button."""
         run_guarded(
@@ -208,7 +219,7 @@ class Dashboard(anywidget.AnyWidget):
         """Report on all pages that a command took effect, or why not. Any thread may call this without the lock."""
         if kind == "effect":
             self._message_builder.note_effect(text)
-            self._throttle.trigger()
+            self._request_update()
         else:
             self.send({"kind": "refused", "command": command, "text": text})
 

@@ -3,6 +3,7 @@
 //   store.js    the state of a run; one for each model, so that all its views show the same
 //   chart.js    SVG lines over the steps, from the store's buckets
 //   panels/     one file and one function each: build(store, send, redraw) returns {el, update}
+//   pacing.js   how often messages are drawn, and sight.js which panels
 //   this file   receives messages and redraws at most once a frame
 //
 // There is no dependency and no build step: bundle.py puts the files into one module.
@@ -32,8 +33,10 @@ import { throughputChart } from "./panels/throughput.js";
 import { tiles } from "./panels/tiles.js";
 import { timeline } from "./panels/timeline.js";
 import { waffle } from "./panels/waffle.js";
+import { newPacer } from "./pacing.js";
+import { newSight } from "./sight.js";
 import { toolbar } from "./toolbar.js";
-import { apply, isLost, newStore } from "./store.js";
+import { apply, isLost, isTicking, newStore, pressing } from "./store.js";
 import { followTheme } from "./theme.js";
 
 /** What is above the charts, and the panels below their tools. */
@@ -57,6 +60,11 @@ function guarded(panel) {
   };
 }
 
+/** Return whether a panel needs no drawing. An element without a box of its own is never in sight. */
+function isAway(store, el) {
+  return !el.classList.contains("dtk-several") && store.sight.isAway(el);
+}
+
 function buildView(store, send) {
   const root = h("div", { class: "dtkit", "data-testid": "dtkit-dashboard", "data-state": "", "data-seq": 0, "data-lm-suppress-shortcuts": "true", role: "region", "aria-label": "training dashboard" });
   const body = h("div", { class: "dtk-body" });
@@ -70,11 +78,12 @@ function buildView(store, send) {
   const make = (build) => build(store, send, redraw);
   const panels = PANELS.map(make), all = [...TOP_PANELS.map(make), toolbar(store, panels), ...panels, summary(store)];
   body.append(...all.map((panel) => panel.el));
+  for (const panel of all) store.sight.watch(panel.el);
   const updates = all.map((panel) => [panel, guarded(panel)]);
   const draw = () => {
     if (!store.head) return;
     store.lost = isLost(store);
-    for (const [panel, update] of updates) if (!panel.el.classList.contains("dtk-off")) update();
+    for (const [panel, update] of updates) if (!panel.el.classList.contains("dtk-off") && !isAway(store, panel.el)) update();
     if (fillRow(body)) redraw();
     setAttr(root, "data-state", store.lost ? "lost" : store.status.state);
     setAttr(root, "data-bad", ["diverged", "differs"].some((kind) => store.notices.some((notice) => notice.kind === kind)));
@@ -89,7 +98,8 @@ function openView(store, model) {
   const { root, redraw } = buildView(store, (message) => model.send(message)), stopTheme = followTheme(root);
   const size = new ResizeObserver(redraw);
   size.observe(root);
-  const ticking = setInterval(redraw, 1000); // the elapsed time of a long step
+  const tick = () => { if (root.isConnected && isTicking(store)) store.pacer.soon(); };
+  const ticking = setInterval(tick, 1000); // the elapsed time of a long step
   redraw();
   return { root, redraw, dispose: () => { stopTheme(); size.disconnect(); clearInterval(ticking); } };
 }
@@ -97,17 +107,25 @@ function openView(store, model) {
 export default () => {
   const store = newStore(), views = new Set();
   let asked = 0;
+  store.redraw = () => { for (const redraw of views) redraw(); };
+  store.sight = newSight(store.redraw);
+  const redrawAll = () => { store.redraw(); requestAnimationFrame(store.sight.drawn); };
+  store.pacer = newPacer(redrawAll, (interval) => store.send({ interval }));
   const receive = (model, content, buffers) => {
+    const before = pressing(store);
     if (!apply(store, content, buffers) && Date.now() - asked > 1000) {
       asked = Date.now();
       model.send({ hello: "gap" });
     }
-    store.redraw();
+    if (pressing(store) === before) store.pacer.soon();
+    else {
+      store.sight.drawAll();
+      store.pacer.now();
+    }
   };
   return {
     initialize({ model }) {
       store.send = (message) => model.send(message);
-      store.redraw = () => { for (const redraw of views) redraw(); };
       model.on("msg:custom", (content, buffers) => receive(model, content, buffers));
       const { content, buffers } = model.get("opening");
       receive(model, content, buffers);

@@ -1,7 +1,8 @@
 // A widget that draws what messages bring, in all its places of the page, and sends nothing but its opening.
 
 import { mountViews } from "./mount.js";
-import { apply, newStore } from "./store.js";
+import { newPacer } from "./pacing.js";
+import { apply, newStore, pressing } from "./store.js";
 
 /**
  * Return the module of a widget. `open(store)` returns {root, redraw, dispose} of a view; `afterFirst(store)` is called
@@ -10,11 +11,13 @@ import { apply, newStore } from "./store.js";
 export function messageWidget(open, afterFirst = () => {}) {
   const store = newStore(), views = new Set();
   store.redraw = () => { for (const redraw of views) redraw(); };
+  const pacer = newPacer(store.redraw, () => {});
   const receive = (content, buffers) => {
-    const isFirst = !store.head;
+    const isFirst = !store.head, before = pressing(store);
     apply(store, content, buffers);
     if (isFirst) afterFirst(store);
-    store.redraw();
+    if (pressing(store) === before) pacer.soon();
+    else pacer.now();
   };
   return {
     initialize({ model }) {

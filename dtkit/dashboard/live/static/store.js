@@ -21,7 +21,7 @@ export function newStore() {
     seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], throughput: null, error: null, refused: null,
     notices: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], outliers: [], slow: [], slowed: [] },
     detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, effectAt: -Infinity, spot: null, strip: null, pictures: new Map(), series: new Map(),
-    beats: false, lost: false, view: newView(), send: () => {}, redraw: () => {},
+    beats: false, lost: false, view: newView(), send: () => {}, redraw: () => {}, sight: { watch: () => {}, isAway: () => false },
     log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null, // the step at the pointer
     curves: { width: 1, origin: 0, used: 0, data: new Float32Array(0) },
   };
@@ -40,6 +40,20 @@ export function isReady(store) {
 /** Return whether the kernel of a run in progress sends nothing any more. */
 export function isLost(store) {
   return store.beats && LIVE.includes(store.status?.state) && Date.now() - store.heard > SILENCE_MS;
+}
+
+const TICKING_MS = 20_000; // longer than anything that a message shows for a while
+
+/** Return whether time alone changes the view: the clock of a run in progress, or what the last message shows for a while. */
+export function isTicking(store) {
+  const isRunning = ["pending", "running"].includes(store.status?.state) && !store.lost;
+  return isRunning || store.lost !== isLost(store) || Date.now() - store.received < TICKING_MS;
+}
+
+/** Return a text that changes with what a person waits for, or must see at once. */
+export function pressing({ status, error, refused, effect, selected, nodesNow, detail, asked, head, nodes }) {
+  const { lost, stuck } = nodesNow, answers = asked.size ? [asked.size, status.step] : null;
+  return JSON.stringify([status?.state, status?.activity?.text, error, refused, effect.count, selected, lost, stuck, detail?.range, answers, head?.ranks, nodes.length]);
 }
 
 /** Apply a message. Return false if it doesn't follow the last one; the page then asks for a snapshot. */

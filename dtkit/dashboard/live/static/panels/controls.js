@@ -26,7 +26,7 @@ export function controls(store, send, redraw) {
   const click = (command) => {
     const asks = command === "stop" && !isSure();
     sure = asks ? Date.now() : 0;
-    if (asks) redraw();
+    if (asks) redrawUntilSure(redraw);
     else ask(command, null);
   };
   const buttons = BUTTONS.map((b) => {
@@ -68,6 +68,11 @@ export function controls(store, send, redraw) {
 function hasEnded(store) {
   return !store.lost && !LIVE.includes(store.status.state);
 }
+/** Draw the question now, and take it back when its time is over. */
+function redrawUntilSure(redraw) {
+  redraw();
+  setTimeout(redraw, SURE_MS + 1);
+}
 /** End the pending state of commands that took effect. */
 function forgetAnswered(store) {
   const { asked, status, lr, effect } = store;
@@ -90,7 +95,7 @@ function faultField(store, ask, redraw) {
   kill.addEventListener("click", () => {
     if (Date.now() - sure < SURE_MS) ask("kill", { rank: Number(node.value) });
     sure = Date.now() - sure < SURE_MS ? 0 : Date.now();
-    redraw();
+    redrawUntilSure(redraw);
   });
   const update = () => {
     const { offers } = store.head, { world: ranks } = store.nodesNow, live = LIVE.includes(store.status.state) && !store.lost;

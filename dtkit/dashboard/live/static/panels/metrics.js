@@ -17,8 +17,9 @@ export function metrics(store, _send, redraw) {
       if (shown.has(name)) continue;
       shown.set(name, metricChart(store, name, () => upTo(lastEvaluated(store), points.get(name) ?? []), redraw));
       el.append(shown.get(name).el);
+      store.sight.watch(shown.get(name).el);
     }
-    for (const one of shown.values()) one.update();
+    for (const one of shown.values()) if (!store.sight.isAway(one.el)) one.update();
   };
   return { el, update, title: "Metrics" };
 }

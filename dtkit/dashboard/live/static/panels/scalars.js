@@ -17,8 +17,9 @@ export function seriesPanel(store, redraw, { title, testid, pick, height }) {
       if (!pick(series) || shown.has(name)) continue;
       shown.set(name, seriesChart(store, name, { height, testid: `${testid}-chart` }, redraw));
       el.append(shown.get(name).el);
+      store.sight.watch(shown.get(name).el);
     }
-    for (const one of shown.values()) one.update();
+    for (const one of shown.values()) if (!store.sight.isAway(one.el)) one.update();
   };
   return { el, update, title };
 }

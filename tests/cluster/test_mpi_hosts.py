@@ -40,6 +40,7 @@ def test_training_is_exact_survives_losses_and_an_interrupt(start: Callable[...,
     with start() as cluster:
         assert [node.host for node in cluster.nodes] == ["host1", "host2"]
         scenarios.check_training(cluster, network)
+        scenarios.check_full_memory(cluster, network)
         scenarios.check_lost_engine(cluster, network)
         scenarios.check_interrupt(cluster)
         scenarios.check_lost_agent(cluster, network)  # a further mpirun starts another one

@@ -51,6 +51,7 @@ def test_training_is_exact_and_survives_losses_until_its_job_is_canceled(
     with start(3) as cluster:
         assert [node.host for node in cluster.nodes] == ["host1", "host1", "host2"]
         scenarios.check_training(cluster, network)
+        scenarios.check_full_memory(cluster, network)
         scenarios.check_lost_engine(cluster, network)
         scenarios.check_interrupt(cluster)
         check_node_without_power(cluster, slurm, network)
@@ -74,9 +75,9 @@ def check_node_without_power(cluster: dtkit.Cluster, slurm: Slurm, network: Netw
     run.inject_delay(0, 10)
     wait_for_step(run, 20)
     network["host2"].power_off()
-    wait_until(lambda: find_event(run, "the repair waits: Slurm job "))
+    wait_until(lambda: scenarios.find_event(run, "the repair waits: Slurm job "))
     (further,) = set(slurm.list_jobs()) - {first, others}
-    assert f"Slurm job {further} is PENDING (" in find_event(run, "the repair waits: ")
+    assert f"Slurm job {further} is PENDING (" in scenarios.find_event(run, "the repair waits: ")
     slurm.call("scancel", others)
     run.wait(150)
     assert [node.host for node in cluster.nodes] == ["host1", "host1", "host3"]
@@ -105,11 +106,6 @@ def train_slowly(cluster: dtkit.Cluster, steps: int, **options: Any) -> dtkit.Ru
     return run
 
 
-def find_event(run: dtkit.Run, text: str) -> str:
-    """Return the text of the run's event that contains a text, or nothing."""
-    return next((event.text for event in run.history.events if text in event.text), "")
-
-
 def test_time_limit_is_told_before_and_the_next_job_goes_on(
     start: Callable[..., dtkit.Cluster], slurm: Slurm, tmp_path: Path
 ):
@@ -117,14 +113,16 @@ def test_time_limit_is_told_before_and_the_next_job_goes_on(
     with start(2, dtkit.Slurm(nodes=2, time=1, checkpoint_minutes=0.9)) as cluster:
         (job,) = slurm.list_jobs()
         run = train_slowly(cluster, 1_000_000, checkpoint_dir=saved)
-        wait_until(lambda: find_event(run, "resume_from="), 60)
+        wait_until(lambda: scenarios.find_event(run, "resume_from="), 60)
         slurm.end_time_now(job)
-        assert f"Slurm job {job} ends in " in find_event(run, "writes a checkpoint before that")
-        assert str(saved) in find_event(run, "resume_from=")
+        assert f"Slurm job {job} ends in " in scenarios.find_event(run, "writes a checkpoint before that")
+        assert str(saved) in scenarios.find_event(run, "resume_from=")
         with pytest.raises(dtkit.DtkitError, match=rf"no host is left: Slurm job {job} is TIMEOUT.*resume_from="):
             run.wait(180)
-        assert find_event(run, f"is gone: its process has ended, or was silent for 8 s (Slurm job {job} is TIMEOUT")
-        assert " on host1 " in find_event(run, "node 0 lost")
+        assert scenarios.find_event(
+            run, f"is gone: its process has ended, or was silent for 8 s (Slurm job {job} is TIMEOUT"
+        )
+        assert " on host1 " in scenarios.find_event(run, "node 0 lost")
         assert slurm.list_jobs() == []
     (checkpoint,) = dtkit.list_checkpoints(saved)
     with start(2) as cluster:
@@ -137,12 +135,12 @@ def test_requeue_moves_the_run_to_a_further_job(start: Callable[..., dtkit.Clust
     with start(2, dtkit.Slurm(nodes=2, time=1, checkpoint_minutes=0.9, requeue=True)) as cluster:
         (first,) = slurm.list_jobs()
         run = train_slowly(cluster, 1_000_000)
-        wait_until(lambda: find_event(run, "all go on from step"), 120)
+        wait_until(lambda: scenarios.find_event(run, "all go on from step"), 120)
         (second,) = slurm.list_jobs()
         assert second != first
         wait_for_step(run, run.status.step + 50)
         run.stop()
-        assert find_event(run, f"Slurm job {first} is given back now")
+        assert scenarios.find_event(run, f"Slurm job {first} is given back now")
         assert list_loss_events(run)[-1] == "repair"
         assert_exact(run)
 
@@ -157,7 +155,7 @@ def test_closing_cancels_the_job_for_which_a_repair_waits(
         wait_for_step(run, 20)
         (agent,) = [a for a in cluster._engine_group.transport._launcher.agents if a.info.host == "host2"]
         network["host2"].run("kill", "-9", str(agent.info.pid))
-        wait_until(lambda: find_event(run, "the repair waits: Slurm job "))
+        wait_until(lambda: scenarios.find_event(run, "the repair waits: Slurm job "))
         assert len(slurm.list_jobs()) == 3
         assert first in slurm.list_jobs()
     wait_until(lambda: slurm.list_jobs() == [other], 30)

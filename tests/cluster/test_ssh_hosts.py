@@ -16,7 +16,7 @@ from dtkit.training import recovered_data
 from tests.support.hosts import scenarios
 from tests.support.hosts.host import run as run_here
 from tests.support.hosts.processes import list_commands
-from tests.support.hosts.training import assert_exact, assert_nothing_left, train
+from tests.support.hosts.training import assert_exact, assert_nothing_left, make_wide_model, train
 from tests.support.recovery import list_loss_events, wait_for_step
 from tests.support.waiting import wait_until
 
@@ -66,6 +66,13 @@ def test_hosts_that_are_cut_off_or_lose_their_power_are_left_out(start: Callable
     cut, dark = network["host2"], network["host3"]
     with start(3, ("host1:1", "host2:1", "host3:1")) as cluster:
         pids = [node.pid for node in cluster.nodes]
+        run = train(cluster, 1_000_000, make_wide_model())
+        wait_for_step(run, 20)
+        cut.throttle(16)
+        text = wait_until(lambda: scenarios.find_event(run, "host2: its link is slow: "), NOTICED_S)
+        assert re.search(r"slow: [\d.]+ [kM]B/s, [\d.]+ [MG]B/s elsewhere; in use \d+ %", text)
+        cut.restore()
+        run.stop(timeout=60)
         run = train(cluster, 1_000_000, on_failure="shrink")
         wait_for_step(run, 50)
         cut.cut()

@@ -7,10 +7,12 @@ import signal
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
 import psutil
 import pytest
 
 from dtkit.engine.comm.host_store import HostStore
+from dtkit.errors import ClusterError
 from tests.support.hosts.training import assert_exact, train
 from tests.support.ports import list_mechanisms
 from tests.support.recovery import list_loss_events, wait_for_step
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 SERVICES = ("mpirun", "orted", "slurmd", "slurmstepd", "srun", "sshd")
 """Programs of Open MPI, Slurm and SSH. They listen on all addresses, as docs/guides/security.md says."""
+MEMORY_FOLDERS = ("/dev/shm", "/tmp")
+"""Folders of a host in which data may be kept."""
 LONG = 1500
 """Steps of a training that a test disturbs."""
 
@@ -83,6 +87,25 @@ def check_recovered(run: dtkit.Run, cluster: dtkit.Cluster, hosts: list[str]) ->
     assert [node.host for node in cluster.nodes] == hosts
     assert list_loss_events(run) == ["lost", "repair"]
     assert_exact(run)
+
+
+def check_full_memory(cluster: dtkit.Cluster, network: Network) -> None:
+    """Take the room for data from the first host: the error names it, and the cluster goes on."""
+    host = network[cluster.nodes[0].host]
+    for folder in MEMORY_FOLDERS:
+        host.run("mount", "-o", "remount,size=1M", folder)
+    try:
+        with pytest.raises(ClusterError, match=rf"{host.name}: OSError: .*no room for 24 MB of data"):
+            cluster.partition(np.zeros(2_000_000))
+    finally:
+        for folder in MEMORY_FOLDERS:
+            host.run("mount", "-o", "remount,size=50%", folder)
+    assert cluster.run(lambda: 1) == [1] * cluster.world_size
+
+
+def find_event(run: dtkit.Run, text: str) -> str:
+    """Return the text of the run's event that contains a text, or nothing."""
+    return next((event.text for event in run.history.events if text in event.text), "")
 
 
 def check_interrupt(cluster: dtkit.Cluster) -> None:

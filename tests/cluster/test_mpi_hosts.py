@@ -27,8 +27,9 @@ def start(ssh_config: Path, network: Network, runtime: Path) -> Iterator[Callabl
     """Start a cluster on two hosts, and check at the end that nothing of it is left, here or there."""
     networks.require("mpirun")
 
-    def start(n: int = 2, hosts: tuple[str, ...] = ("host1:1", "host2:1")) -> dtkit.Cluster:
-        return dtkit.Cluster(n, launcher=make_mpi(network, ssh_config, hosts), device="cpu", threads=1)
+    def start(**options: str) -> dtkit.Cluster:
+        launcher = make_mpi(network, ssh_config, ("host1:1", "host2:1"), **options)
+        return dtkit.Cluster(2, launcher=launcher, device="cpu", threads=1)
 
     yield start
     assert_nothing_left(network)
@@ -44,3 +45,12 @@ def test_training_is_exact_survives_losses_and_an_interrupt(start: Callable[...,
         scenarios.check_lost_engine(cluster, network)
         scenarios.check_interrupt(cluster)
         scenarios.check_lost_agent(cluster, network)  # a further mpirun starts another one
+
+
+def test_agents_and_engines_reach_a_notebook_that_has_only_ipv6(start: Callable[..., dtkit.Cluster], network: Network):
+    with start(address=network.address6) as cluster:
+        launcher = cluster._engine_group.transport._launcher
+        assert launcher.controller_ip == network.address6
+        scenarios.check_training(cluster, network)
+        scenarios.check_interrupt(cluster)
+        scenarios.check_lost_engine(cluster, network)

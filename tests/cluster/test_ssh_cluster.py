@@ -11,11 +11,20 @@ import pytest
 import torch
 
 import dtkit
+from dtkit._util import timeouts
 from dtkit._util.formatting import format_bytes
+from dtkit.training import recovered_data
 from tests.support import oracle
 from tests.support.hosts import scenarios
-from tests.support.hosts.training import assert_exact, assert_nothing_left, descend, make_wide_model, train
-from tests.support.recovery import list_loss_events
+from tests.support.hosts.training import (
+    assert_exact,
+    assert_nothing_left,
+    descend,
+    make_wide_model,
+    train,
+    train_slowly,
+)
+from tests.support.recovery import list_loss_events, list_texts
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -93,6 +102,22 @@ def test_plan_predicts_the_bytes_that_cross_between_hosts(cluster: dtkit.Cluster
 def test_an_interrupt_pauses_and_a_killed_agent_is_replaced(cluster: dtkit.Cluster, network: Network):
     scenarios.check_interrupt(cluster)
     scenarios.check_lost_agent(cluster, network)
+
+
+def test_a_run_goes_on_after_all_hosts_lost_their_agents(
+    cluster: dtkit.Cluster, network: Network, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(timeouts, "DEFAULT_SNAPSHOT_INTERVAL_S", 0.05)
+    run = train_slowly(cluster, scenarios.LONG)
+    folder = run._driver.snapshot_folder
+    wait_until(lambda: recovered_data.is_stored(folder) and any(folder.glob("step-*")))
+    for agent, node in zip(cluster._engine_group.transport._launcher.agents, cluster.nodes, strict=True):
+        network[agent.info.host].run("kill", "-9", str(agent.info.pid), str(node.pid))
+    run.wait(120)
+    assert list_loss_events(run) == ["lost", "lost", "repair"]
+    assert "from disk" in list_texts(run, "repair")[0]
+    assert [node.host for node in cluster.nodes] == ["host1", "host2"]
+    assert_exact(run)
 
 
 PLANNED = [dtkit.DataParallel()]

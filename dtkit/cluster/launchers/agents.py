@@ -51,11 +51,6 @@ class AgentLauncher(Launcher):
     def start_controller(self) -> None:
         """Start the controller on the address that the hosts reach."""
         self.controller_ip = self._host_launcher.get_controller_address()
-        if ":" in self.controller_ip:
-            raise ClusterError(
-                f"agents would have to reach this machine at {self.controller_ip}, but ipyparallel's controller only "
-                "has IPv4. Name an IPv4 address of this machine with address=, or use dtkit.SSH, which needs none"
-            )
         super().start_controller()
 
     # -- agents -----------------------------------------------------------------------------------------------

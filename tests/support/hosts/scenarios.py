@@ -13,7 +13,7 @@ import pytest
 
 from dtkit.engine.comm.host_store import HostStore
 from dtkit.errors import ClusterError
-from tests.support.hosts.training import assert_exact, train
+from tests.support.hosts.training import assert_exact, train, train_slowly
 from tests.support.ports import list_mechanisms
 from tests.support.recovery import list_loss_events, wait_for_step
 
@@ -25,8 +25,8 @@ SERVICES = ("mpirun", "orted", "slurmd", "slurmstepd", "srun", "sshd")
 """Programs of Open MPI, Slurm and SSH. They listen on all addresses, as docs/guides/security.md says."""
 MEMORY_FOLDERS = ("/dev/shm", "/tmp")
 """Folders of a host in which data may be kept."""
-LONG = 1500
-"""Steps of a training that a test disturbs."""
+LONG = 300
+"""Slow steps of a training that a test disturbs."""
 
 
 def check_training(cluster: dtkit.Cluster, network: Network) -> None:
@@ -66,7 +66,7 @@ def check_store(cluster: dtkit.Cluster) -> None:
 
 def check_lost_engine(cluster: dtkit.Cluster, network: Network) -> None:
     """Kill the last rank's engine during a training: another one on its host takes its place."""
-    run, hosts = train(cluster, LONG), [node.host for node in cluster.nodes]
+    run, hosts = train_slowly(cluster, LONG), [node.host for node in cluster.nodes]
     wait_for_step(run, 50)
     network[hosts[-1]].run("kill", "-9", str(cluster.nodes[-1].pid))
     check_recovered(run, cluster, hosts)
@@ -74,7 +74,7 @@ def check_lost_engine(cluster: dtkit.Cluster, network: Network) -> None:
 
 def check_lost_agent(cluster: dtkit.Cluster, network: Network) -> None:
     """Kill the last host's agent during a training: another one on that host takes its place."""
-    run, hosts = train(cluster, LONG), [node.host for node in cluster.nodes]
+    run, hosts = train_slowly(cluster, LONG), [node.host for node in cluster.nodes]
     wait_for_step(run, 50)
     (agent,) = [a for a in cluster._engine_group.transport._launcher.agents if a.info.host == hosts[-1]]
     network[hosts[-1]].run("kill", "-9", str(agent.info.pid))
@@ -110,7 +110,7 @@ def find_event(run: dtkit.Run, text: str) -> str:
 
 def check_interrupt(cluster: dtkit.Cluster) -> None:
     """Interrupt a training: it pauses between two steps, and goes on."""
-    run = train(cluster, 100_000)
+    run = train_slowly(cluster, 100_000)
     wait_for_step(run, 50)
     timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
     timer.start()

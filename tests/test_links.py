@@ -43,6 +43,7 @@ def test_two_hosts_are_compared_with_their_own_earlier_speed():
     assert found is not None
     assert found.text.startswith("the link between a and b is slow: 2.1 MB/s, 100 MB/s before; ")
     assert find_slow_link(dict.fromkeys(pair, SLOW), {}) is None
+    assert find_slow_link({pair[0]: SLOW, pair[1]: FAST}, {}) is None  # the same cable
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,9 @@ def find_slow_link(speeds: Mapping[HostPair, LinkSpeed], best: Mapping[HostPair,
 
 
 def _find_speed_elsewhere(pair: HostPair, speeds: Mapping[HostPair, LinkSpeed]) -> float:
-    """Return the usual speed of other links, or of those that one of the two hosts has no part in; 0 without any."""
+    """Return the usual speed between other hosts, or where one of the two hosts has no part; 0 if there is none."""
     least = COMPARABLE * speeds[pair].num_bytes
-    others = {other: speed.rate for other, speed in speeds.items() if other != pair and speed.num_bytes >= least}
+    others = {other: speed.rate for other, speed in speeds.items() if {*other} != {*pair} and speed.num_bytes >= least}
     groups = [[rate for other, rate in others.items() if host not in other] for host in pair]
     return max((statistics.median_high(rates) for rates in [[*others.values()], *groups] if rates), default=0.0)
 

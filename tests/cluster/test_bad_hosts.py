@@ -235,6 +235,10 @@ def pbs(slurm: Slurm, network: Network, home: Path) -> Iterator[Callable[..., dt
 GPUS = "#PBS -V\n#PBS -o {output_file}\n#PBS -l nodes=1:gpus=9\n{program_and_args}\n"
 
 
+def test_two_jobs_of_pbs_on_one_host(refuses: Callable[..., None], pbs: Callable[..., dtkit.Batch]):
+    refuses(pbs(), r"two agents run on host1, .*: ask for whole hosts in template=, such as `#PBS -l nodes=1:ppn=4`")
+
+
 def test_more_gpus_than_pbs_has(refuses: Callable[..., None], pbs: Callable[..., dtkit.Batch]):
     refuses(pbs(template=f"#!/bin/bash\n{GPUS}"), r"PBS refused the job: .*[Rr]equested .*not available")
 

@@ -82,7 +82,7 @@ def get_sum(item: int, array: Any) -> float:
 def test_closing_cancels_the_job_for_which_a_repair_waits(
     start_by_slurm: Callable[..., dtkit.Cluster], slurm: Slurm, network: Network
 ):
-    with start_by_slurm(2) as cluster:
+    with start_by_slurm(2, dtkit.Slurm(nodes=2, address=network.address6)) as cluster:  # the nodes have both
         (first,) = slurm.list_jobs()
         other = slurm.call("sbatch", "--parsable", "--nodelist=host3", "--exclusive", *slurms.SLEEP).strip()
         run = train(cluster, 100_000)

@@ -73,11 +73,13 @@ def assert_one_timeline(cluster: dtkit.Cluster) -> None:
 def test_a_link_that_becomes_slow_is_told_and_does_no_harm(cluster: dtkit.Cluster, network: Network):
     run = train(cluster, 100_000, make_wide_model())
     detector = run._driver.calls._link_detector
-    wait_until(lambda: detector._best)  # its speed before
-    network["host2"].throttle(16)
-    text = wait_until(lambda: scenarios.find_event(run, "the link between host1 and host2 is slow: "), 30)
-    assert re.search(r"slow: [\d.]+ [kM]B/s, [\d.]+ [MG]B/s before; in use \d+ % of the time. Name another", text)
-    run.stop(timeout=60)
+    try:
+        wait_until(lambda: detector._best)  # its speed before
+        network["host2"].throttle(16)
+        text = wait_until(lambda: scenarios.find_event(run, "the link between host1 and host2 is slow: "), 30)
+        assert re.search(r"slow: [\d.]+ [kM]B/s, [\d.]+ [MG]B/s before; in use \d+ % of the time. Name another", text)
+    finally:
+        run.stop(timeout=60)
     assert list_loss_events(run) == []
     assert_exact(run, make_wide_model())
 

@@ -56,7 +56,7 @@ def train_slowly(cluster: dtkit.Cluster, steps: int, **options: Any) -> dtkit.Ru
 
 def make_mpi(network: Network, ssh_config: Path, hosts: tuple[str, ...], **options: str) -> dtkit.MPI:
     """Return a launcher that reaches these hosts by SSH, with Open MPI's own traffic on the bridge."""
-    bridge = f"{network.address}/24"
+    bridge = network.interface  # of the same name on each host
     settings = [("plm_rsh_args", f"-F {ssh_config}"), ("oob_tcp_if_include", bridge), ("btl_tcp_if_include", bridge)]
     arguments = tuple(word for name, value in settings for word in ("--mca", name, value))
     return dtkit.MPI(hosts=hosts, arguments=arguments, **{"address": network.address} | options)

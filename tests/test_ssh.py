@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ from dtkit.cluster.launchers.registry import restore_launcher
 from dtkit.cluster.launchers.ssh import explain_failure, list_ports, replace_ports
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
 CONNECTION = {"key": "", "interface": "tcp://127.0.0.1", "registration": 5000, "control": 5001, "hb_ping": [5002, 5003]}
 
@@ -23,10 +24,11 @@ def test_hosts_have_slots(hosts: list[str]):
     assert dtkit.SSH(hosts).slots == {"gpu1": 4, "user@gpu2": 1}
 
 
-def test_hosts_come_from_a_file(tmp_path: Path):
+@pytest.mark.parametrize("kind", [str, Path])
+def test_hosts_come_from_a_file(tmp_path: Path, kind: Callable[[Path], str | Path]):
     file = tmp_path / "hosts"
     file.write_text("# of the lab\ngpu1 slots=4\n\ngpu2:2  # new\n")
-    assert dtkit.SSH(str(file)).slots == {"gpu1": 4, "gpu2": 2}
+    assert dtkit.SSH(kind(file)).slots == {"gpu1": 4, "gpu2": 2}
 
 
 def test_engines_fill_one_host_after_the_other():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dtkit.engine.comm import tcp
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -142,3 +143,28 @@ def interrupted_at(count: int, work: Callable[[], None]) -> bool:
     finally:
         sys.settrace(previous)
     return True
+
+
+def test_links_count_what_other_hosts_have_acknowledged():
+    before = tcp.list_sockets()
+    with contextlib.ExitStack() as stack:
+        ends = []
+        for source in ("127.0.0.1", "127.0.0.2"):  # the first connection stays on its host
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            caller = socket.create_connection(listener.getsockname(), source_address=(source, 0))
+            ends.append((stack.enter_context(caller), stack.enter_context(listener.accept()[0])))
+        group = tcp.GroupConnections()
+        group.add(before, {caller.getsockname()[1] for caller, _ in ends})
+        caller, called = ends[1]
+        caller.sendall(bytes(100_000))
+        received = 0
+        while received < 100_000:
+            received += len(called.recv(100_000))
+        wait_until(lambda: group.list_links()[0].acked_bytes >= 100_000)
+        sent, answered = group.list_links()
+        assert (sent.local, sent.remote) == (caller.getsockname(), called.getsockname())
+        assert (answered.local, answered.remote) == (sent.remote, sent.local)
+        assert sent.rate > 0
+        assert 0 <= sent.busy_s < 60
+        group.close()
+        assert group.list_links() == []

@@ -272,6 +272,8 @@ MENTIONED_CLOCK_ERROR_S = 0.005
 """Uncertainty of timelines from which a cluster mentions it."""
 MIRROR_PERIOD_S = 0.25
 """Period at which the notebook compares its folder with those of the hosts."""
+LINK_CHECK_S = 2.0
+"""Period of comparing the speeds of links between hosts. Two checks in a row name a slow one."""
 JOB_POLL_S = 0.5
 """Period of reading the state of the jobs that run agents."""
 REACH_TIMEOUT_S = 5.0

@@ -96,6 +96,13 @@ def observe_rank(folder: Path, node: NodeInfo) -> RankObservation:
     return RankObservation(node.rank, node.host, node.pid, process_state, age_s, status)
 
 
+def list_statuses(folder: Path, nodes: Sequence[NodeInfo]) -> list[tuple[str, EngineStatus]]:
+    """Return (host, last status) of each rank that has a status, if the ranks are on several hosts."""
+    if len({node.host for node in nodes}) < 2:
+        return []
+    return [(node.host, status) for node in nodes if (status := read_status(folder, node)) is not None]
+
+
 def read_status(folder: Path, node: NodeInfo) -> EngineStatus | None:
     """Return the last status of a rank's watchdog, or None if this engine has no readable one here."""
     try:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtkit.health.frames import Frame, find_user_frame
+from dtkit.health.links import LinkTraffic
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,6 +63,8 @@ class EngineStatus:
     """The serving thread's stack, innermost first, without the frames that every call has; empty if idle."""
     threads: dict[str, tuple[Frame, ...]] = dataclasses.field(default_factory=dict)
     """Stacks of other threads that run user code, such as batch loaders, by name."""
+    links: tuple[LinkTraffic, ...] = ()
+    """Connections to ranks of other hosts."""
 
     def get_user_frame(self) -> Frame | None:
         """Return the innermost user's frame, else the innermost frame."""
@@ -77,11 +80,16 @@ class EngineStatus:
         fields = json.loads(text)
         fields["stack"] = _decode_frames(fields["stack"])
         fields["threads"] = {name: _decode_frames(rows) for name, rows in fields["threads"].items()}
+        fields["links"] = tuple(_decode_link(link) for link in fields["links"])
         return cls(**fields)
 
 
 def _decode_frames(rows: list[dict[str, object]]) -> tuple[Frame, ...]:
     return tuple(Frame(**row) for row in rows)  # type: ignore[arg-type]
+
+
+def _decode_link(row: dict[str, Any]) -> LinkTraffic:
+    return LinkTraffic(**{**row, "local": tuple(row["local"]), "remote": tuple(row["remote"])})
 
 
 def get_status_path(folder: Path, rank: int) -> Path:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from dtkit._util import timeouts
 from dtkit._util.formatting import name_nodes
 from dtkit.health.detector import StallDetector
-from dtkit.health.stacks import StatusProbe
+from dtkit.health.links import SlowLinkDetector
+from dtkit.health.stacks import StatusProbe, list_statuses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -107,6 +108,7 @@ class PendingCalls:
         hosts = engine_group.transport.hosts
         inspect = None if hosts is None else hosts.inspect_process
         self.stall_detector = StallDetector(StatusProbe(engine_group.folder, lambda: engine_group.nodes, inspect))
+        self._link_detector = SlowLinkDetector(lambda: list_statuses(engine_group.folder, engine_group.nodes))
         self._engine_group, self._progress = engine_group, progress
         self._on_answered, self._on_change = on_answered, on_change
 
@@ -211,7 +213,10 @@ class PendingCalls:
             self.interruption.schedule(self.stall_detector.median_step_s, is_stuck=is_stuck)
 
     def check_for_stalls(self) -> None:
-        """Identify the rank that the others wait for, if a dispatch is overdue."""
+        """Identify the rank that the others wait for, if a dispatch is overdue, and a slow link between hosts."""
+        slow_link = self._link_detector.check(time.monotonic())
+        if slow_link is not None:
+            self._progress.add_event("note", slow_link.text)
         report = self.stall_detector.check(time.monotonic())
         if report is not None:
             kind = "stuck" if report.kind == "stuck" else "note"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import dtkit
+from tests.support.hosts.training import assert_nothing_left
 from tests.support.keras_models import import_keras
 from tests.support.marks import slow
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
     from tests.support.hosts.network import Network
+    from tests.support.hosts.slurm import Slurm
 
 _FAILED = pytest.StashKey[bool]()
 
@@ -90,6 +93,21 @@ def home(network: Network, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(exist_ok=True)
     monkeypatch.setenv("HOME", str(folder))
     return folder
+
+
+@pytest.fixture
+def start_by_slurm(slurm: Slurm, network: Network, home: Path, runtime: Path) -> Iterator[Callable[..., dtkit.Cluster]]:
+    """Start a cluster on two nodes, and check at the end that nothing of it is left."""
+
+    def start(n: int = 4, launcher: dtkit.Slurm | None = None, **options: Any) -> dtkit.Cluster:
+        launcher = launcher or dtkit.Slurm(nodes=2)
+        return dtkit.Cluster(n, launcher=launcher, device="cpu", threads=1, **options)
+
+    yield start
+    wait_until(lambda: not slurm.list_jobs(), 30)
+    assert_nothing_left(network)
+    wait_until(lambda: not list(runtime.glob("dtkit-*")), 30)
+    assert list(home.rglob("slurm-*.log")) == []
 
 
 @pytest.hookimpl(wrapper=True)

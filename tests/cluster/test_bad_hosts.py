@@ -122,9 +122,9 @@ def test_other_versions_by_ssh(refuses: Callable[..., None], ssh_config: Path, n
         (TWO_HOSTS, {"python": "/no/python"}, r"mpirun has ended.*/no/python: No such file.*Name the Python"),
         (TWO_HOSTS, {"mpirun": "/no/mpirun"}, r"/no/mpirun is not on this notebook's PATH. Install Open MPI"),
         (TWO_HOSTS, {"address": "127.0.0.1"}, r"host\d can't reach .* at 127.0.0.1, port \d+: .*address="),
-        (TWO_HOSTS, {"address": "fd64::fe"}, r"at fd64::fe, but ipyparallel's controller only has IPv4.*dtkit.SSH"),
+        (TWO_HOSTS, {"device": "cuda"}, r"device='cuda', but not every host has a usable CUDA device"),
     ],
-    ids=["unknown host", "no Python", "no mpirun", "wrong address", "IPv6"],
+    ids=["unknown host", "no Python", "no mpirun", "wrong address", "GPUs"],
 )
 def test_wrong_hosts_by_mpi(
     refuses: Callable[..., None],
@@ -135,7 +135,8 @@ def test_wrong_hosts_by_mpi(
     message: str,
 ):
     networks.require("mpirun")
-    refuses(make_mpi(network, ssh_config, hosts, **options), message)
+    device = options.pop("device", "cpu")
+    refuses(make_mpi(network, ssh_config, hosts, **options), message, device=device)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +169,8 @@ def test_other_versions_by_mpi(refuses: Callable[..., None], network: Network, s
         ({"gpus_per_node": 9}, r"Requested node configuration is not available.*gpu:2"),
         ({"python": "/no/python"}, r"Slurm job \d+ is FAILED.*/no/python: No such file.*Name the Python"),
         ({"setup": ["set -e", "nomodule load cuda"]}, r"Slurm job \d+ is FAILED.*nomodule: .*setup="),
-        ({"address": "fd64::fe"}, r"at fd64::fe, but ipyparallel's controller only has IPv4.*dtkit.SSH"),
     ],
-    ids=["unknown host", "partition", "GPUs", "no Python", "setup", "IPv6"],
+    ids=["unknown host", "partition", "GPUs", "no Python", "setup"],
 )
 def test_wrong_request_to_slurm(
     refuses: Callable[..., None], slurm: Slurm, home: Path, options: dict[str, Any], message: str
@@ -186,18 +186,78 @@ def test_other_versions_by_slurm(refuses: Callable[..., None], slurm: Slurm, hom
     assert list(home.rglob("slurm-*.log")) == []
 
 
-@pytest.mark.parametrize(
+UNREACHABLE = pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("ClusterName=dtkit", "ClusterName=dtkit\nSlurmctldPort=7999", "Unable to contact slurm controller"),
-        ("/munge/socket", "/munge/none", "Munge"),
+        (
+            "ClusterName=dtkit",
+            "ClusterName=dtkit\nSlurmctldPort=7999\nMessageTimeout=2",
+            "Unable to contact slurm controller",
+        ),
+        ("/munge/socket", "/munge/none", "[Mm]unge"),
     ],
     ids=["closed port", "no key"],
 )
+
+
+@pytest.fixture
+def misconfigure(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Replace a text in the configuration that Slurm's commands read."""
+
+    def misconfigure(old: str, new: str) -> None:
+        config = slurm.folder / "wrong.conf"
+        config.write_text(slurm.config.read_text().replace(old, new))
+        monkeypatch.setenv("SLURM_CONF", str(config))
+
+    return misconfigure
+
+
+@UNREACHABLE
 def test_slurm_that_does_not_answer(
-    refuses: Callable[..., None], slurm: Slurm, monkeypatch: pytest.MonkeyPatch, old: str, new: str, words: str
+    refuses: Callable[..., None], misconfigure: Callable[[str, str], None], old: str, new: str, words: str
 ):
-    config = slurm.folder / "wrong.conf"
-    config.write_text(slurm.config.read_text().replace(old, new))
-    monkeypatch.setenv("SLURM_CONF", str(config))
+    misconfigure(old, new)
     refuses(dtkit.Slurm(nodes=2), rf"sinfo can't list Slurm's nodes: .*{words}.*try `sinfo` in a terminal")
+
+
+# -- PBS, by Slurm's commands -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pbs(slurm: Slurm, network: Network, home: Path) -> Iterator[Callable[..., dtkit.Batch]]:
+    """Make launchers, of which no job and no file may be left."""
+    networks.require("qsub", "qstat", "qdel")
+    yield lambda **options: dtkit.Batch("PBS", nodes=2, address=network.address, **options)
+    assert slurm.list_jobs() == []
+    assert list((home / ".cache" / "dtkit").iterdir()) == []
+
+
+GPUS = "#PBS -V\n#PBS -o {output_file}\n#PBS -l nodes=1:gpus=9\n{program_and_args}\n"
+
+
+def test_two_jobs_of_pbs_on_one_host(refuses: Callable[..., None], pbs: Callable[..., dtkit.Batch]):
+    refuses(pbs(), r"two agents run on host1, .*: ask for whole hosts in template=, such as `#PBS -l nodes=1:ppn=4`")
+
+
+def test_more_gpus_than_pbs_has(refuses: Callable[..., None], pbs: Callable[..., dtkit.Batch]):
+    refuses(pbs(template=f"#!/bin/bash\n{GPUS}"), r"PBS refused the job: .*[Rr]equested .*not available")
+
+
+def test_other_versions_by_pbs(refuses: Callable[..., None], pbs: Callable[..., dtkit.Batch], network: Network):
+    refuses(pbs(python=make_other_torch(network), template=f"#!/bin/bash\n{WHOLE_HOST}"), VERSIONS)
+
+
+WHOLE_HOST = GPUS.replace("gpus=9", "ppn=4")
+
+
+@UNREACHABLE
+def test_pbs_that_does_not_answer(
+    refuses: Callable[..., None],
+    pbs: Callable[..., dtkit.Batch],
+    misconfigure: Callable[[str, str], None],
+    old: str,
+    new: str,
+    words: str,
+):
+    misconfigure(old, new)
+    refuses(pbs(), rf"PBS refused the job: .*{words}")

@@ -52,6 +52,7 @@ def test_training_is_exact_and_a_lost_agent_is_replaced_by_a_further_job(
 ):
     with start() as cluster:
         scenarios.check_training(cluster, network)
+        scenarios.check_full_memory(cluster, network)
         scenarios.check_lost_engine(cluster, network)
         scenarios.check_lost_agent(cluster, network)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import psutil
@@ -10,7 +11,7 @@ import pytest
 import dtkit
 from tests.support.hosts import network as networks
 from tests.support.hosts import scenarios
-from tests.support.hosts.training import assert_nothing_left, make_mpi
+from tests.support.hosts.training import assert_exact, assert_nothing_left, make_mpi, train
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ def start(ssh_config: Path, network: Network, runtime: Path) -> Iterator[Callabl
     """Start a cluster on two hosts, and check at the end that nothing of it is left, here or there."""
     networks.require("mpirun")
 
-    def start(n: int = 2, hosts: tuple[str, ...] = ("host1:1", "host2:1")) -> dtkit.Cluster:
-        return dtkit.Cluster(n, launcher=make_mpi(network, ssh_config, hosts), device="cpu", threads=1)
+    def start(hosts: tuple[str, ...] = ("host1:1", "host2:1"), **options: str) -> dtkit.Cluster:
+        launcher = make_mpi(network, ssh_config, hosts, **options)
+        return dtkit.Cluster(2, launcher=launcher, device="cpu", threads=1)
 
     yield start
     assert_nothing_left(network)
@@ -40,6 +42,22 @@ def test_training_is_exact_survives_losses_and_an_interrupt(start: Callable[...,
     with start() as cluster:
         assert [node.host for node in cluster.nodes] == ["host1", "host2"]
         scenarios.check_training(cluster, network)
+        scenarios.check_full_memory(cluster, network)
         scenarios.check_lost_engine(cluster, network)
         scenarios.check_interrupt(cluster)
         scenarios.check_lost_agent(cluster, network)  # a further mpirun starts another one
+
+
+def test_hosts_without_ipv4_train_and_replace_an_engine(start: Callable[..., dtkit.Cluster], network: Network):
+    with contextlib.ExitStack() as stack:
+        for host in network.hosts[:2]:
+            host.use_only_ipv6()
+            stack.callback(host.use_ipv4_too)
+        with start(("host1-by-ipv6:1", "host2-by-ipv6:1"), address=network.address6) as cluster:
+            launcher = cluster._engine_group.transport._launcher
+            assert launcher.controller_ip == network.address6
+            assert [agent.info.address for agent in launcher.agents] == [host.address6 for host in network.hosts[:2]]
+            run = train(cluster)
+            run.wait(60)
+            assert_exact(run)
+            scenarios.check_lost_engine(cluster, network)

@@ -15,14 +15,13 @@ from torch import nn
 
 import dtkit
 from tests.support.hosts import scenarios
-from tests.support.hosts.slurm import URGENT
-from tests.support.hosts.training import assert_exact, assert_nothing_left, descend, make_wide_model, train
-from tests.support.recovery import list_loss_events, wait_for_step
+from tests.support.hosts import slurm as slurms
+from tests.support.hosts.training import assert_exact, descend, make_wide_model, train
+from tests.support.recovery import wait_for_step
 from tests.support.waiting import ends_soon, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
     from tests.support.hosts.network import Network
     from tests.support.hosts.slurm import Slurm
@@ -30,27 +29,13 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
-@pytest.fixture
-def start(slurm: Slurm, network: Network, home: Path, runtime: Path) -> Iterator[Callable[..., dtkit.Cluster]]:
-    """Start a cluster on two nodes, and check at the end that nothing of it is left."""
-
-    def start(n: int = 4, launcher: dtkit.Slurm | None = None, **options: Any) -> dtkit.Cluster:
-        launcher = launcher or dtkit.Slurm(nodes=2)
-        return dtkit.Cluster(n, launcher=launcher, device="cpu", threads=1, **options)
-
-    yield start
-    wait_until(lambda: not slurm.list_jobs(), 30)
-    assert_nothing_left(network)
-    wait_until(lambda: not list(runtime.glob("dtkit-*")), 30)
-    assert list(home.rglob("slurm-*.log")) == []
-
-
 def test_training_is_exact_and_survives_losses_until_its_job_is_canceled(
-    start: Callable[..., dtkit.Cluster], slurm: Slurm, network: Network
+    start_by_slurm: Callable[..., dtkit.Cluster], slurm: Slurm, network: Network
 ):
-    with start(3) as cluster:
+    with start_by_slurm(3) as cluster:
         assert [node.host for node in cluster.nodes] == ["host1", "host1", "host2"]
         scenarios.check_training(cluster, network)
+        scenarios.check_full_memory(cluster, network)
         scenarios.check_lost_engine(cluster, network)
         scenarios.check_interrupt(cluster)
         check_node_without_power(cluster, slurm, network)
@@ -68,15 +53,15 @@ def test_training_is_exact_and_survives_losses_until_its_job_is_canceled(
 def check_node_without_power(cluster: dtkit.Cluster, slurm: Slurm, network: Network) -> None:
     """Turn a node off while no other one is free: the run waits for a further job, which gets all data and models."""
     (first,) = slurm.list_jobs()
-    others = slurm.call("sbatch", "--parsable", "--nodelist=host3", "--exclusive", *SLEEP).strip()
+    others = slurm.call("sbatch", "--parsable", "--nodelist=host3", "--exclusive", *slurms.SLEEP).strip()
     large = cluster.partition((np.ones((1_000_000, 2)), np.zeros((1_000_000, 1))))  # 24 MB, which the new host needs
     run = train(cluster, 300, model=make_wide_model())
     run.inject_delay(0, 10)
     wait_for_step(run, 20)
     network["host2"].power_off()
-    wait_until(lambda: find_event(run, "the repair waits: Slurm job "))
+    wait_until(lambda: scenarios.find_event(run, "the repair waits: Slurm job "))
     (further,) = set(slurm.list_jobs()) - {first, others}
-    assert f"Slurm job {further} is PENDING (" in find_event(run, "the repair waits: ")
+    assert f"Slurm job {further} is PENDING (" in scenarios.find_event(run, "the repair waits: ")
     slurm.call("scancel", others)
     run.wait(150)
     assert [node.host for node in cluster.nodes] == ["host1", "host1", "host3"]
@@ -94,78 +79,25 @@ def get_sum(item: int, array: Any) -> float:
     return float(array.sum())
 
 
-SLEEP = ("--output=/dev/null", "--wrap", "sleep 600")
-
-
-def train_slowly(cluster: dtkit.Cluster, steps: int, **options: Any) -> dtkit.Run:
-    """Train at such a pace that one process can soon repeat it."""
-    run = train(cluster, steps, start=False, **options)
-    run.inject_delay(0, 50)
-    run.resume()
-    return run
-
-
-def find_event(run: dtkit.Run, text: str) -> str:
-    """Return the text of the run's event that contains a text, or nothing."""
-    return next((event.text for event in run.history.events if text in event.text), "")
-
-
-def test_time_limit_is_told_before_and_the_next_job_goes_on(
-    start: Callable[..., dtkit.Cluster], slurm: Slurm, tmp_path: Path
-):
-    saved = tmp_path / "saved"
-    with start(2, dtkit.Slurm(nodes=2, time=1, checkpoint_minutes=0.9)) as cluster:
-        (job,) = slurm.list_jobs()
-        run = train_slowly(cluster, 1_000_000, checkpoint_dir=saved)
-        wait_until(lambda: find_event(run, "resume_from="), 60)
-        slurm.end_time_now(job)
-        assert f"Slurm job {job} ends in " in find_event(run, "writes a checkpoint before that")
-        assert str(saved) in find_event(run, "resume_from=")
-        with pytest.raises(dtkit.DtkitError, match=rf"no host is left: Slurm job {job} is TIMEOUT.*resume_from="):
-            run.wait(180)
-        assert find_event(run, f"is gone: its process has ended, or was silent for 8 s (Slurm job {job} is TIMEOUT")
-        assert " on host1 " in find_event(run, "node 0 lost")
-        assert slurm.list_jobs() == []
-    (checkpoint,) = dtkit.list_checkpoints(saved)
-    with start(2) as cluster:
-        run = train(cluster, checkpoint.step + 50, resume_from=saved)
-        run.wait(60)
-        assert_exact(run)
-
-
-def test_requeue_moves_the_run_to_a_further_job(start: Callable[..., dtkit.Cluster], slurm: Slurm):
-    with start(2, dtkit.Slurm(nodes=2, time=1, checkpoint_minutes=0.9, requeue=True)) as cluster:
-        (first,) = slurm.list_jobs()
-        run = train_slowly(cluster, 1_000_000)
-        wait_until(lambda: find_event(run, "all go on from step"), 120)
-        (second,) = slurm.list_jobs()
-        assert second != first
-        wait_for_step(run, run.status.step + 50)
-        run.stop()
-        assert find_event(run, f"Slurm job {first} is given back now")
-        assert list_loss_events(run)[-1] == "repair"
-        assert_exact(run)
-
-
 def test_closing_cancels_the_job_for_which_a_repair_waits(
-    start: Callable[..., dtkit.Cluster], slurm: Slurm, network: Network
+    start_by_slurm: Callable[..., dtkit.Cluster], slurm: Slurm, network: Network
 ):
-    with start(2) as cluster:
+    with start_by_slurm(2, dtkit.Slurm(nodes=2, address=network.address6)) as cluster:  # the nodes have both
         (first,) = slurm.list_jobs()
-        other = slurm.call("sbatch", "--parsable", "--nodelist=host3", "--exclusive", *SLEEP).strip()
+        other = slurm.call("sbatch", "--parsable", "--nodelist=host3", "--exclusive", *slurms.SLEEP).strip()
         run = train(cluster, 100_000)
         wait_for_step(run, 20)
         (agent,) = [a for a in cluster._engine_group.transport._launcher.agents if a.info.host == "host2"]
         network["host2"].run("kill", "-9", str(agent.info.pid))
-        wait_until(lambda: find_event(run, "the repair waits: Slurm job "))
+        wait_until(lambda: scenarios.find_event(run, "the repair waits: Slurm job "))
         assert len(slurm.list_jobs()) == 3
         assert first in slurm.list_jobs()
     wait_until(lambda: slurm.list_jobs() == [other], 30)
     slurm.call("scancel", other)
 
 
-def test_interrupt_while_the_job_waits_cancels_it(start: Callable[..., dtkit.Cluster], slurm: Slurm):
-    slurm.call("sbatch", "--nodes=3", "--exclusive", *SLEEP)
+def test_interrupt_while_the_job_waits_cancels_it(start_by_slurm: Callable[..., dtkit.Cluster], slurm: Slurm):
+    slurm.call("sbatch", "--nodes=3", "--exclusive", *slurms.SLEEP)
     wait_until(lambda: len(slurm.list_jobs()) == 1)
     done = threading.Event()
 
@@ -177,7 +109,7 @@ def test_interrupt_while_the_job_waits_cancels_it(start: Callable[..., dtkit.Clu
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        start(timeout=2)  # waiting in the queue doesn't count
+        start_by_slurm(timeout=2)  # waiting in the queue doesn't count
     thread.join(60)
     assert len(slurm.list_jobs()) == 1
     slurm.call("scancel", *slurm.list_jobs())
@@ -190,13 +122,13 @@ def get_kind() -> str | None:
 
 
 def test_notebook_inside_an_allocation_uses_its_nodes(
-    start: Callable[..., dtkit.Cluster], slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    start_by_slurm: Callable[..., dtkit.Cluster], slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ):
-    job = slurm.call("sbatch", "--parsable", "--nodes=2", *SLEEP).strip()
+    job = slurm.call("sbatch", "--parsable", "--nodes=2", *slurms.SLEEP).strip()
     wait_until(lambda: slurm.call("squeue", "--noheader", f"--jobs={job}", "--format=%T").strip() == "RUNNING")
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    with start(2, dtkit.Slurm(python=f"env KIND=command {sys.executable}")) as cluster:
+    with start_by_slurm(2, dtkit.Slurm(python=f"env KIND=command {sys.executable}")) as cluster:
         assert cluster.run(get_kind) == ["command"] * 2
         assert [node.host for node in cluster.nodes] == ["host1", "host2"]
         assert cluster.run(os.getpid)
@@ -204,28 +136,9 @@ def test_notebook_inside_an_allocation_uses_its_nodes(
     slurm.call("scancel", job)
 
 
-def test_preempted_job_is_named_and_its_checkpoint_goes_on_in_another(
-    start: Callable[..., dtkit.Cluster], slurm: Slurm, tmp_path: Path
-):
-    saved = tmp_path / "saved"
-    with start(2) as cluster:
-        (job,) = slurm.list_jobs()
-        run = train_slowly(cluster, 100_000, checkpoint_dir=saved, checkpoint_every=10)
-        wait_for_step(run, 25)
-        urgent = slurm.call("sbatch", "--parsable", f"--partition={URGENT}", "--nodes=3", "--exclusive", *SLEEP)
-        with pytest.raises(dtkit.DtkitError, match=rf"Slurm job {job} is PREEMPTED.*resume_from="):
-            run.wait(60)
-    slurm.call("scancel", urgent.strip())
-    last = max(checkpoint.step for checkpoint in dtkit.list_checkpoints(saved))
-    with start(2) as cluster:
-        run = train(cluster, last + 50, resume_from=saved)
-        run.wait(60)
-        assert_exact(run)
-
-
-def test_address_that_the_nodes_do_not_reach_is_told_soon(start: Callable[..., dtkit.Cluster]):
+def test_address_that_the_nodes_do_not_reach_is_told_soon(start_by_slurm: Callable[..., dtkit.Cluster]):
     with (
         ends_soon(),
         pytest.raises(dtkit.errors.ClusterError, match=r"host\d can't reach .* 127\.0\.0\.1, port \d+: .*address="),
     ):
-        start(2, dtkit.Slurm(nodes=2, address="127.0.0.1"))
+        start_by_slurm(2, dtkit.Slurm(nodes=2, address="127.0.0.1"))

@@ -11,11 +11,20 @@ import pytest
 import torch
 
 import dtkit
+from dtkit._util import timeouts
 from dtkit._util.formatting import format_bytes
+from dtkit.training import recovered_data
 from tests.support import oracle
 from tests.support.hosts import scenarios
-from tests.support.hosts.training import assert_exact, assert_nothing_left, descend, make_wide_model, train
-from tests.support.recovery import list_loss_events, wait_for_step
+from tests.support.hosts.training import (
+    assert_exact,
+    assert_nothing_left,
+    descend,
+    make_wide_model,
+    train,
+    train_slowly,
+)
+from tests.support.recovery import list_loss_events, list_texts
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -61,14 +70,18 @@ def assert_one_timeline(cluster: dtkit.Cluster) -> None:
     assert spans["end"].max() - spans["begin"].min() < 60
 
 
-def test_a_link_of_two_megabits_a_second_does_no_harm(cluster: dtkit.Cluster, network: Network):
-    run = train(cluster, scenarios.LONG)
-    wait_for_step(run, 50)
-    network["host2"].throttle(2)
-    wait_for_step(run, 150)
-    run.stop()
+def test_a_link_that_becomes_slow_is_told_and_does_no_harm(cluster: dtkit.Cluster, network: Network):
+    run = train(cluster, 100_000, make_wide_model())
+    detector = run._driver.calls._link_detector
+    try:
+        wait_until(lambda: detector._best)  # its speed before
+        network["host2"].throttle(16)
+        text = wait_until(lambda: scenarios.find_event(run, "the link between host1 and host2 is slow: "), 30)
+        assert re.search(r"slow: [\d.]+ [kM]B/s, [\d.]+ [MG]B/s before; in use \d+ % of the time. Name another", text)
+    finally:
+        run.stop(timeout=60)
     assert list_loss_events(run) == []
-    assert_exact(run)
+    assert_exact(run, make_wide_model())
 
 
 def test_plan_predicts_the_bytes_that_cross_between_hosts(cluster: dtkit.Cluster, network: Network):
@@ -91,6 +104,22 @@ def test_plan_predicts_the_bytes_that_cross_between_hosts(cluster: dtkit.Cluster
 def test_an_interrupt_pauses_and_a_killed_agent_is_replaced(cluster: dtkit.Cluster, network: Network):
     scenarios.check_interrupt(cluster)
     scenarios.check_lost_agent(cluster, network)
+
+
+def test_a_run_goes_on_after_all_hosts_lost_their_agents(
+    cluster: dtkit.Cluster, network: Network, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(timeouts, "DEFAULT_SNAPSHOT_INTERVAL_S", 0.05)
+    run = train_slowly(cluster, scenarios.LONG)
+    folder = run._driver.snapshot_folder
+    wait_until(lambda: recovered_data.is_stored(folder) and any(folder.glob("step-*")))
+    for agent, node in zip(cluster._engine_group.transport._launcher.agents, cluster.nodes, strict=True):
+        network[agent.info.host].run("kill", "-9", str(agent.info.pid), str(node.pid))
+    run.wait(120)
+    assert list_loss_events(run) == ["lost", "lost", "repair"]
+    assert "from disk" in list_texts(run, "repair")[0]
+    assert [node.host for node in cluster.nodes] == ["host1", "host2"]
+    assert_exact(run)
 
 
 PLANNED = [dtkit.DataParallel()]
@@ -165,15 +194,7 @@ def test_boosted_trees_are_refused_on_several_hosts(cluster: dtkit.Cluster):
 
 
 def test_a_host_without_room_for_data_is_named(cluster: dtkit.Cluster, network: Network):
-    for folder in ("/dev/shm", "/tmp"):
-        network["host1"].run("mount", "-o", "remount,size=1M", folder)
-    try:
-        with pytest.raises(dtkit.errors.ClusterError, match=r"host1: OSError: .*no room for 24 MB of data"):
-            cluster.partition(np.zeros(2_000_000))
-    finally:
-        for folder in ("/dev/shm", "/tmp"):
-            network["host1"].run("mount", "-o", "remount,size=50%", folder)
-    assert cluster.run(lambda: 1) == [1, 1]
+    scenarios.check_full_memory(cluster, network)
 
 
 def test_a_slow_link_does_no_harm_and_is_told(network: Network, ssh_config: Path):

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit._util import timeouts
-from dtkit.training import recovered_data
 from tests.support.hosts import scenarios
 from tests.support.hosts.host import run as run_here
 from tests.support.hosts.processes import list_commands
-from tests.support.hosts.training import assert_exact, assert_nothing_left, train
-from tests.support.recovery import list_loss_events, wait_for_step
+from tests.support.hosts.training import assert_exact, assert_nothing_left, make_wide_model, train, train_slowly
+from tests.support.recovery import list_loss_events, list_texts, wait_for_step
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -66,12 +64,19 @@ def test_hosts_that_are_cut_off_or_lose_their_power_are_left_out(start: Callable
     cut, dark = network["host2"], network["host3"]
     with start(3, ("host1:1", "host2:1", "host3:1")) as cluster:
         pids = [node.pid for node in cluster.nodes]
-        run = train(cluster, 1_000_000, on_failure="shrink")
+        run = train(cluster, 1_000_000, make_wide_model())
+        wait_for_step(run, 20)
+        cut.throttle(16)
+        text = wait_until(lambda: scenarios.find_event(run, "host2: its link is slow: "), NOTICED_S)
+        assert re.search(r"slow: [\d.]+ [kM]B/s, [\d.]+ [MG]B/s elsewhere; in use \d+ %", text)
+        cut.restore()
+        run.stop(timeout=60)
+        run = train_slowly(cluster, 1_000_000, on_failure="shrink")
         wait_for_step(run, 50)
         cut.cut()
         step = run.status.step
         cut.restore()
-        wait_for_step(run, step + 100)
+        wait_for_step(run, step + 50)
         assert [node.pid for node in cluster.nodes] == pids  # a cut within the grace does no harm
         cut.cut()
         wait_until(lambda: list_loss_events(run) == ["lost", "repair"], NOTICED_S)
@@ -85,11 +90,6 @@ def test_hosts_that_are_cut_off_or_lose_their_power_are_left_out(start: Callable
         assert re.search(r"node 1 lost at step \d+: .*engine.* on host3 ", list_texts(run, "lost")[-1])
         assert_exact(run)
     assert_nothing_left(network)
-
-
-def list_texts(run: dtkit.Run, kind: str) -> list[str]:
-    """Return the texts of a run's events of one kind."""
-    return [event.text for event in run.history.events if event.kind == kind]
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_repair_goes_on_after_a_host_is_lost_in_the_middle_of_it(start: Callable
             end_agent(launcher.agents[0])
             return open_store(generation)
 
-        run = train(cluster, 2 * scenarios.LONG)
+        run = train_slowly(cluster, 2 * scenarios.LONG)
         wait_for_step(run, 50)
         launcher._start_wave = lose_starting_host
         network["host2"].run("kill", "-9", str(cluster.nodes[1].pid))
@@ -130,25 +130,6 @@ def test_repair_goes_on_after_a_host_is_lost_in_the_middle_of_it(start: Callable
 
 
 @pytest.mark.slow
-def test_run_goes_on_after_all_hosts_lost_their_agents(
-    start: Callable[..., dtkit.Cluster], network: Network, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(timeouts, "DEFAULT_SNAPSHOT_INTERVAL_S", 0.05)
-    with start(2, ("host1:1", "host2:1")) as cluster:
-        run = train(cluster, scenarios.LONG)
-        folder = run._driver.snapshot_folder
-        wait_until(lambda: recovered_data.is_stored(folder) and any(folder.glob("step-*")))
-        for agent, node in zip(cluster._engine_group.transport._launcher.agents, cluster.nodes, strict=True):
-            network[agent.info.host].run("kill", "-9", str(agent.info.pid), str(node.pid))
-        run.wait(120)
-        assert list_loss_events(run) == ["lost", "lost", "repair"]
-        assert "from disk" in list_texts(run, "repair")[0]
-        assert [node.host for node in cluster.nodes] == ["host1", "host2"]
-        assert_exact(run)
-    assert_nothing_left(network)
-
-
-@pytest.mark.slow
 def test_hosts_without_ipv4_train_and_replace_an_engine(start: Callable[..., dtkit.Cluster], network: Network):
     hosts = [network["host1"], network["host2"]]
     for host in hosts:
@@ -157,7 +138,7 @@ def test_hosts_without_ipv4_train_and_replace_an_engine(start: Callable[..., dtk
         with start(2, ("host1-by-ipv6:1", "host2-by-ipv6:1")) as cluster:
             agents = cluster._engine_group.transport._launcher.agents
             assert [agent.info.address for agent in agents] == [host.address6 for host in hosts]
-            run = train(cluster, scenarios.LONG)
+            run = train_slowly(cluster, scenarios.LONG)
             wait_for_step(run, 50)
             network["host2"].run("kill", "-9", str(cluster.nodes[1].pid))
             run.wait(120)
@@ -211,13 +192,13 @@ def test_python_may_be_a_command_that_enters_a_container(start: Callable[..., dt
     script.write_text(CONTAINER)
     with start(2, ("host1:1", "host2:1"), python=f"env KIND=container sh {script} {sys.executable}") as cluster:
         assert cluster.run(get_kind) == ["container"] * 2
-        run = train(cluster, scenarios.LONG)
+        run = train_slowly(cluster, scenarios.LONG)
         wait_for_step(run, 50)
         run.inject_fault("kill", 1)
         scenarios.check_recovered(run, cluster, ["host1", "host2"])
         assert sum(cluster.partition(np.zeros((1000, 1000))).sizes) == 1000
         (agent,) = [a for a in cluster._engine_group.transport._launcher.agents if a.info.host == "host2"]
-        run = train(cluster, scenarios.LONG)
+        run = train_slowly(cluster, scenarios.LONG)
         wait_for_step(run, 50)
         agent.send("stop")  # its process is the first one of the container
         scenarios.check_recovered(run, cluster, ["host1", "host2"])

@@ -19,3 +19,8 @@ def wait_for_step(run: dtkit.Run, step: int) -> None:
 
 def list_loss_events(run: dtkit.Run) -> list[str]:
     return [event.kind for event in run.history.events if event.kind in ("lost", "repair")]
+
+
+def list_texts(run: dtkit.Run, kind: str) -> list[str]:
+    """Return the texts of a run's events of one kind."""
+    return [event.text for event in run.history.events if event.kind == kind]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
+from dtkit.cluster import ipv6
 from dtkit.cluster.agent import hangup, host_agent
 from dtkit.cluster.engine_arguments import make_engine_arguments
 from dtkit.cluster.launchers.hosts import AGENT_FILE_VARIABLE, REFUSAL
@@ -27,13 +28,15 @@ def main() -> None:
     check_controller(agent, fields["connection"])
     hangup.exit_on_hangup()
     os.environ.update(agent.make_variables(fields["connection"]))
+    if ipv6.is_ipv6(fields["connection"]["interface"]):
+        ipv6.allow_ipv6_in_engine()
     sys.argv[1:] = make_engine_arguments(timeouts.CONTROLLER_SILENT_S, timeouts.HEARTBEAT_PERIOD_S)
     runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
 
 
 def check_controller(agent: host_agent.HostAgent, connection: Mapping[str, Any]) -> None:
     """End this process with one line if the notebook's controller can't be reached from here."""
-    address, port = connection["interface"].rpartition("/")[2], connection["registration"]
+    address, port = ipv6.strip_brackets(connection["interface"]), connection["registration"]
     reason = agent.try_to_reach(address, port)
     if reason is not None:
         agent.stop()

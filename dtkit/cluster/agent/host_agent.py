@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import resources, timeouts
-from dtkit.cluster import reaper
+from dtkit.cluster import ipv6, reaper
 from dtkit.cluster.agent import addresses
 from dtkit.cluster.agent.checkpoint_files import CheckpointFiles
 from dtkit.cluster.agent.folder_mirror import FolderMirror
@@ -69,7 +69,7 @@ class HostAgent:
         """Return this host's name, folder, address and resources. Raises LookupError for an unknown interface."""
         interfaces = addresses.list_interfaces()
         if interface is None:
-            address = addresses.choose_address(self._connection["interface"].rpartition("/")[2])
+            address = addresses.choose_address(ipv6.strip_brackets(self._connection["interface"]))
             interface = addresses.find_interface(address, interfaces)
         else:
             address = addresses.find_address(interface, interfaces)

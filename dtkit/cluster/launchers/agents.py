@@ -51,11 +51,6 @@ class AgentLauncher(Launcher):
     def start_controller(self) -> None:
         """Start the controller on the address that the hosts reach."""
         self.controller_ip = self._host_launcher.get_controller_address()
-        if ":" in self.controller_ip:
-            raise ClusterError(
-                f"agents would have to reach this machine at {self.controller_ip}, but ipyparallel's controller only "
-                "has IPv4. Name an IPv4 address of this machine with address=, or use dtkit.SSH, which needs none"
-            )
         super().start_controller()
 
     # -- agents -----------------------------------------------------------------------------------------------
@@ -134,10 +129,8 @@ class AgentLauncher(Launcher):
         self._agents = [agent for agent in self._agents if agent.is_alive] + came
         names = [agent.info.hostname for agent in self._agents]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ClusterError(
-                f"two agents run on {', '.join(twice)}: name each host once, with all its engines, as in 'gpu1:4'. "
-                "A host is known by the name that `hostname` prints there"
-            )
+            remedy = self._host_launcher.one_agent_remedy
+            raise ClusterError(f"two agents run on {', '.join(twice)}, as `hostname` prints there: {remedy}")
 
     def _check_reachable(self) -> None:
         """Raise ClusterError with all addresses if a host can't reach the first one."""

@@ -75,6 +75,9 @@ class Batch(HostLauncher):
     """
 
     name: ClassVar[str] = "Batch"
+    one_agent_remedy: ClassVar[str] = (
+        "ask for whole hosts in template=, such as `#PBS -l nodes=1:ppn=4` on hosts with four cores, or for fewer nodes"
+    )
 
     system: str
     _: dataclasses.KW_ONLY

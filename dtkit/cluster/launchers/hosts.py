@@ -98,6 +98,8 @@ class HostLauncher(abc.ABC):
     """Name of the class among dtkit's public names."""
     has_time_limits: ClassVar[bool] = False
     """Whether a scheduler may end its jobs at a time that is known before."""
+    one_agent_remedy: ClassVar[str] = "name each host once, with all its engines, as in 'gpu1:4'"
+    """What to do if two agents came to one host."""
 
     def __dir__(self) -> list[str]:
         """Return the options, and methods for users, for the Tab key."""

@@ -10,6 +10,7 @@ import psutil
 
 from dtkit._util import timeouts
 from dtkit._util.process import ProcessId
+from dtkit.cluster import ipv6
 from dtkit.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -54,8 +55,9 @@ class Launcher:
     def start_controller(self) -> None:
         """Start the process through which every message goes."""
         period_s = compute_heartbeat_period(self._config)
+        uses_ipv6 = ipv6.is_ipv6(self.controller_ip)
         self._cluster = ipp.Cluster(
-            controller_ip=self.controller_ip,
+            controller_ip="" if uses_ipv6 else self.controller_ip,
             engine_launcher_class="local" if self._config.hosts is not None else self._config.launcher,
             profile_dir=str(self._folder),
             cluster_id="dtkit",
@@ -66,10 +68,11 @@ class Launcher:
                 f"--HeartMonitor.max_heartmonitor_misses={round(timeouts.HEARTBEAT_TIMEOUT_S / period_s)}",
                 "--IPController.enable_curve=True",
                 f"--DictDB.record_limit={_HUB_RECORD_LIMIT}",
+                *(ipv6.list_controller_arguments(self.controller_ip) if uses_ipv6 else ()),
             ],
         )
         # waits: ipyparallel starts a process and returns
-        self._cluster.start_controller_sync()
+        self._cluster.start_controller_sync(**({"controller_cmd": ipv6.get_controller_command()} if uses_ipv6 else {}))
         self._find_controller()  # now, while it runs
 
     def connect(self) -> ipp.Client:

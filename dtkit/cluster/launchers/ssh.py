@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import psutil
 
@@ -59,12 +59,14 @@ class SSH(HostLauncher):
 
     name: ClassVar[str] = "SSH"
 
-    hosts: Sequence[str] | str
+    hosts: Sequence[str] | str | os.PathLike[str]
     python: str = "python3"
     ssh_options: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        lines = _read_host_file(self.hosts) if isinstance(self.hosts, str) else list(self.hosts)
+        lines = (
+            _read_host_file(os.fspath(self.hosts)) if isinstance(self.hosts, str | os.PathLike) else list(self.hosts)
+        )
         slots = dict(_parse_host(line) for line in lines)
         if not slots or len(slots) < len(lines):
             raise ValueError(
@@ -78,7 +80,7 @@ class SSH(HostLauncher):
     @property
     def slots(self) -> dict[str, int]:
         """Number of engines by host."""
-        return dict(_parse_host(text) for text in self.hosts)
+        return dict(_parse_host(text) for text in cast("tuple[str, ...]", self.hosts))
 
     def get_controller_address(self) -> str:
         """Return loopback: agents come by forwarded ports."""
@@ -88,7 +90,7 @@ class SSH(HostLauncher):
         """Fill one host after the other. Raises ValueError if all together have too few engines."""
         if num_engines > sum(self.slots.values()):
             raise ValueError(
-                f"Cluster({num_engines}): {', '.join(self.hosts)} have {sum(self.slots.values())} engines together. "
+                f"Cluster({num_engines}): {', '.join(cast('tuple[str, ...]', self.hosts))} have {sum(self.slots.values())} engines together. "
                 "Ask for fewer engines, or give the hosts larger numbers"
             )
         chosen = {}

@@ -78,9 +78,10 @@ class Group:
             timeout=dt.timedelta(seconds=spec.timeout_s),
         )
         sys.excepthook = hook  # torch wraps it again in each generation
-        self._connections = tcp.GroupConnections()
+        self.connections = tcp.GroupConnections()
+        """Gloo's connections to the other ranks."""
         self._find_connections(before)
-        self._can_count_sent_bytes = "nccl" not in spec.backend and self._connections.count_sent_bytes() is not None
+        self._can_count_sent_bytes = "nccl" not in spec.backend and self.connections.count_sent_bytes() is not None
         self._payload_bytes = 0.0
         self.timeout_s = spec.timeout_s
         """Timeout of each later collective."""
@@ -101,7 +102,7 @@ class Group:
         ports = torch.zeros(self.world_size, _MAX_PORTS, dtype=torch.int64)
         ports[self.rank, : len(local_ports)] = torch.tensor(local_ports, dtype=torch.int64)
         dist.all_reduce(ports)
-        self._connections.add(known_sockets, set(ports.flatten().tolist()) - {0})
+        self.connections.add(known_sockets, set(ports.flatten().tolist()) - {0})
 
     def all_reduce(self, tensor: torch.Tensor, process_group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Sum in place over all ranks, or over those of a `process_group` along an axis of a mesh."""
@@ -180,7 +181,7 @@ class Group:
 
         For NCCL and systems other than Linux, return the payload of the all-reduces by the formula for rings.
         """
-        counted = self._connections.count_sent_bytes() if self._can_count_sent_bytes else None
+        counted = self.connections.count_sent_bytes() if self._can_count_sent_bytes else None
         link_bytes = 0 if self._host_link is None else self._host_link.sent_bytes
         return (round(self._payload_bytes) if counted is None else counted) + link_bytes
 
@@ -281,14 +282,14 @@ class Group:
 
     def has_lost_connection(self) -> bool:
         """Return whether a connection to another rank has ended, or is about to end."""
-        return self.is_broken or self._connections.has_closed()
+        return self.is_broken or self.connections.has_closed()
 
     def abort(self) -> None:
         """Make every rank's blocked collective raise. The group is unusable afterwards. Any thread may call it."""
         self.is_broken = True
         if self._host_link is not None:
             self._host_link.shut_down()
-        self._connections.shut_down()
+        self.connections.shut_down()
         if "nccl" in self.backend:
             abort_groups()
 
@@ -296,7 +297,7 @@ class Group:
         """Leave the group, even if peers have ended."""
         if self._host_link is not None:
             self._host_link.close()
-        self._connections.close()
+        self.connections.close()
         if self._pending_vote is not None and not self._pending_vote.is_completed():
             hold_group_until_done(self._pending_vote, dist.group.WORLD, self.timeout_s)
             self._pending_vote = None

@@ -17,16 +17,19 @@ import time
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
+from dtkit.health.links import LinkTraffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# Offsets in struct tcp_info of linux/tcp.h: tcpi_notsent_bytes (Linux 4.6 and later), and tcpi_bytes_sent, followed by
+# Offsets in struct tcp_info of linux/tcp.h: tcpi_bytes_acked, tcpi_notsent_bytes, tcpi_delivery_rate, which is followed
+# by tcpi_busy_time and tcpi_rwnd_limited in microseconds (Linux 4.9 and later), and tcpi_bytes_sent, followed by
 # tcpi_bytes_retrans (4.19 and later). The first byte is the state.
-_TCP_INFO, _NOTSENT_OFFSET, _BYTES_SENT_OFFSET = 11, 144, 200
+_TCP_INFO, _BYTES_ACKED_OFFSET, _NOTSENT_OFFSET, _DELIVERY_RATE_OFFSET, _BYTES_SENT_OFFSET = 11, 120, 144, 160, 200
 _TCP_INFO_SIZE = _BYTES_SENT_OFFSET + 16
 _TCP_ESTABLISHED = b"\x01"
+_MAX_LINKS = 16  # per rank, in its status
 
 
 def list_sockets() -> set[int]:
@@ -84,6 +87,20 @@ class GroupConnections:
             (buffered,) = struct.unpack_from("=I", info, _NOTSENT_OFFSET)
             total += sent - retransmitted + buffered
         return total
+
+    def list_links(self) -> list[LinkTraffic]:
+        """Return the traffic of the connections to other hosts: those with the most bytes. Any thread may call it."""
+        links = []
+        for connection, _ in list(self._sockets_by_inode.values()):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                local, remote = connection.getsockname()[:2], connection.getpeername()[:2]
+                info = _read_tcp_info(connection) if local[0] != remote[0] else b""
+                if len(info) == _TCP_INFO_SIZE:
+                    (acked_bytes,) = struct.unpack_from("=Q", info, _BYTES_ACKED_OFFSET)
+                    rate, busy_us, receiver_us = struct.unpack_from("=QQQ", info, _DELIVERY_RATE_OFFSET)
+                    busy_s = (busy_us - receiver_us) / 1e6
+                    links.append(LinkTraffic(local, remote, acked_bytes, busy_s, float(rate)))
+        return sorted(links, key=lambda link: -link.acked_bytes)[:_MAX_LINKS]
 
     def has_closed(self) -> bool:
         """Return whether one of them has been closed, at either end; False if the system doesn't report it."""

@@ -37,10 +37,11 @@ from dtkit.health.status import IDLE, EngineStatus, get_dump_path, get_status_pa
 from dtkit.history.comm_time import MESSAGE_PHASES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from dtkit.engine.observe.phase_timer import PhaseTimer
     from dtkit.health.frames import Frame
+    from dtkit.health.links import LinkTraffic
     from dtkit.mesh import Mesh
     from dtkit.types import GroupSpec, Request
 
@@ -141,6 +142,7 @@ class Watchdog:
         self._warned = False
         self._dump_file: IO[str] | None = None
         self._main_thread_id = threading.main_thread().ident or 0
+        self._list_links: Callable[[], Sequence[LinkTraffic]] = list
 
     # -- called by the session --------------------------------------------------------------------------------
 
@@ -166,6 +168,10 @@ class Watchdog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._sample_loop, name="dtkit-watchdog", daemon=True)
             self._thread.start()
+
+    def watch_links(self, list_links: Callable[[], Sequence[LinkTraffic]]) -> None:
+        """Report the traffic with other hosts, too, which a function returns."""
+        self._list_links = list_links
 
     def stop(self) -> None:
         """Stop writing the status until `start` is called again."""
@@ -251,6 +257,7 @@ class Watchdog:
             can_dump_stacks=self._dump_file is not None and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL,
             stack=stack if is_busy else (),
             threads=stack_sampler.sample_helper_threads(thread_id) if is_busy else {},
+            links=tuple(self._list_links()),
         )
 
     def _update_progress(self, position: tuple[object, ...], details: tuple[object, ...], now: float) -> None:

@@ -77,6 +77,7 @@ class GroupOps(GroupOperations):
         checks.check_folder_writable(state.cluster_folder)
         state.watchdog.start(spec)
         state.group = Group(spec, memory_limit.lift_data_limit)
+        state.watchdog.watch_links(state.group.connections.list_links)
         state.set_collective_timeout(step_timeout or timeouts.FIRST_STEP_TIMEOUT_S)
         state.run_abortable(lambda: self._rebind_jobs(ranks_changed=ranks_changed))
         if had_group:  # reference cycles keep the old group's threads and connections

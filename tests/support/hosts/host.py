@@ -107,16 +107,20 @@ class Host:
     def restore(self) -> None:
         """Connect the cable again, at full speed."""
         run("ip", "link", "set", self._cable, "up")
-        subprocess.run(["tc", "qdisc", "delete", "dev", self._cable, "root"], capture_output=True, check=False)
+        for prefix in ((), self._enter()):
+            device = self.interface if prefix else self._cable
+            command = [*prefix, "tc", "qdisc", "delete", "dev", device, "root"]
+            subprocess.run(command, capture_output=True, check=False, timeout=COMMAND_S)
 
     def slow_down(self, delay_ms: int) -> None:
         """Delay all that is sent to the host."""
         run("tc", "qdisc", "replace", "dev", self._cable, "root", "netem", "delay", f"{delay_ms}ms")
 
     def throttle(self, mbit_per_s: int) -> None:
-        """Limit the speed of all that is sent to the host."""
-        limits = ("rate", f"{mbit_per_s}mbit", "burst", "32kb", "latency", "400ms")
-        run("tc", "qdisc", "replace", "dev", self._cable, "root", "tbf", *limits)
+        """Limit the speed of all that is sent to the host, and of all that it sends."""
+        limits = ("root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", "32kb", "latency", "400ms")
+        run("tc", "qdisc", "replace", "dev", self._cable, *limits)
+        self.run("tc", "qdisc", "replace", "dev", self.interface, *limits)
 
     def _connect_cable(self) -> None:
         pid = str(self._get_init().pid)

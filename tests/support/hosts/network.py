@@ -29,6 +29,7 @@ class Network:
         """Name of the network interface, the same on this machine and on each host."""
         self.address = f"{subnet}.254"
         """Address of this machine on the bridge."""
+        self.address6 = f"{subnet6}::fe"
         self.folder = folder
         """Folder that all hosts see."""
         hosts_file = folder / "etc-hosts"

@@ -7,11 +7,13 @@ import signal
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
 import psutil
 import pytest
 
 from dtkit.engine.comm.host_store import HostStore
-from tests.support.hosts.training import assert_exact, train
+from dtkit.errors import ClusterError
+from tests.support.hosts.training import assert_exact, train, train_slowly
 from tests.support.ports import list_mechanisms
 from tests.support.recovery import list_loss_events, wait_for_step
 
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
 
 SERVICES = ("mpirun", "orted", "slurmd", "slurmstepd", "srun", "sshd")
 """Programs of Open MPI, Slurm and SSH. They listen on all addresses, as docs/guides/security.md says."""
-LONG = 1500
-"""Steps of a training that a test disturbs."""
+MEMORY_FOLDERS = ("/dev/shm", "/tmp")
+"""Folders of a host in which data may be kept."""
+LONG = 300
+"""Slow steps of a training that a test disturbs."""
 
 
 def check_training(cluster: dtkit.Cluster, network: Network) -> None:
@@ -62,7 +66,7 @@ def check_store(cluster: dtkit.Cluster) -> None:
 
 def check_lost_engine(cluster: dtkit.Cluster, network: Network) -> None:
     """Kill the last rank's engine during a training: another one on its host takes its place."""
-    run, hosts = train(cluster, LONG), [node.host for node in cluster.nodes]
+    run, hosts = train_slowly(cluster, LONG), [node.host for node in cluster.nodes]
     wait_for_step(run, 50)
     network[hosts[-1]].run("kill", "-9", str(cluster.nodes[-1].pid))
     check_recovered(run, cluster, hosts)
@@ -70,7 +74,7 @@ def check_lost_engine(cluster: dtkit.Cluster, network: Network) -> None:
 
 def check_lost_agent(cluster: dtkit.Cluster, network: Network) -> None:
     """Kill the last host's agent during a training: another one on that host takes its place."""
-    run, hosts = train(cluster, LONG), [node.host for node in cluster.nodes]
+    run, hosts = train_slowly(cluster, LONG), [node.host for node in cluster.nodes]
     wait_for_step(run, 50)
     (agent,) = [a for a in cluster._engine_group.transport._launcher.agents if a.info.host == hosts[-1]]
     network[hosts[-1]].run("kill", "-9", str(agent.info.pid))
@@ -85,9 +89,28 @@ def check_recovered(run: dtkit.Run, cluster: dtkit.Cluster, hosts: list[str]) ->
     assert_exact(run)
 
 
+def check_full_memory(cluster: dtkit.Cluster, network: Network) -> None:
+    """Take the room for data from the first host: the error names it, and the cluster goes on."""
+    host = network[cluster.nodes[0].host]
+    for folder in MEMORY_FOLDERS:
+        host.run("mount", "-o", "remount,size=1M", folder)
+    try:
+        with pytest.raises(ClusterError, match=rf"{host.name}: OSError: .*no room for 24 MB of data"):
+            cluster.partition(np.zeros(2_000_000))
+    finally:
+        for folder in MEMORY_FOLDERS:
+            host.run("mount", "-o", "remount,size=50%", folder)
+    assert cluster.run(lambda: 1) == [1] * cluster.world_size
+
+
+def find_event(run: dtkit.Run, text: str) -> str:
+    """Return the text of the run's event that contains a text, or nothing."""
+    return next((event.text for event in run.history.events if text in event.text), "")
+
+
 def check_interrupt(cluster: dtkit.Cluster) -> None:
     """Interrupt a training: it pauses between two steps, and goes on."""
-    run = train(cluster, 100_000)
+    run = train_slowly(cluster, 100_000)
     wait_for_step(run, 50)
     timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
     timer.start()

@@ -24,6 +24,8 @@ GPUS_PER_HOST = 2
 PARTITION = "train"
 URGENT = "urgent"
 """Partition whose jobs end those of the other one."""
+SLEEP = ("--output=/dev/null", "--wrap", "sleep 600")
+"""Options of sbatch for a job that only takes hosts."""
 
 
 class Slurm:
@@ -51,6 +53,15 @@ class Slurm:
     def end_time_now(self, job: str) -> None:
         """Let the time limit of a job be over. Slurm looks for such jobs each 30 s."""
         self.call("scontrol", "update", f"JobId={job}", f"EndTime={time.strftime('%Y-%m-%dT%H:%M:%S')}")
+
+    def shorten(self, job: str) -> None:
+        """Leave a job less than a minute."""
+        self.call("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+
+    def preempt(self) -> str:
+        """Submit a job that needs all hosts and ends those of the other partition. Return its id."""
+        job = self.call("sbatch", "--parsable", f"--partition={URGENT}", "--nodes=3", "--exclusive", *SLEEP)
+        return job.strip()
 
     def wait_until_idle(self) -> None:
         """Wait until all hosts can take jobs."""
@@ -116,6 +127,7 @@ GresTypes=gpu
 ReturnToService=2
 SlurmdTimeout=10
 KillWait=3
+MessageTimeout=10
 PreemptType=preempt/partition_prio
 PreemptMode=CANCEL
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1,sched_min_interval=0

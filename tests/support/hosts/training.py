@@ -46,9 +46,17 @@ def train(
     return cluster.train(model or oracle.mlp(), cluster.partition(oracle.data()), **arguments | options)
 
 
+def train_slowly(cluster: dtkit.Cluster, steps: int, **options: Any) -> dtkit.Run:
+    """Train at a pace of some 10 ms, so that a test can disturb the run, and one process soon repeats it."""
+    run = train(cluster, steps, start=False, **options)
+    run.inject_delay(0, 20)
+    run.resume()
+    return run
+
+
 def make_mpi(network: Network, ssh_config: Path, hosts: tuple[str, ...], **options: str) -> dtkit.MPI:
     """Return a launcher that reaches these hosts by SSH, with Open MPI's own traffic on the bridge."""
-    bridge = f"{network.address}/24"
+    bridge = network.interface  # of the same name on each host
     settings = [("plm_rsh_args", f"-F {ssh_config}"), ("oob_tcp_if_include", bridge), ("btl_tcp_if_include", bridge)]
     arguments = tuple(word for name, value in settings for word in ("--mca", name, value))
     return dtkit.MPI(hosts=hosts, arguments=arguments, **{"address": network.address} | options)

@@ -186,7 +186,7 @@ FETCH_INTERRUPT_GRACE_S = 0.1
 CLOSE_CALLBACKS_TIMEOUT_S = 10.0
 """Limit for callbacks to finish their background work when the cluster closes."""
 
-# -- experiment trackers ----------------------------------------------------------------------------------------
+# -- experiment trackers, and searches for hyper-parameters -----------------------------------------------------
 
 TRACKER_INTERVAL_S = 2.0
 """Period of writing a run's records to an experiment tracker."""
@@ -199,10 +199,7 @@ TRACKER_STEP_S = 0.002
 TRACKER_LAST_WRITE_S = 3.0
 """Time for records that a tracker has not received when the run ends."""
 GIT_TIMEOUT_S = 3.0
-"""Limit for git to name the commit."""
-
-# -- a search for hyper-parameters ------------------------------------------------------------------------------
-
+"""Limit for git to name the commit of a report or of a tracked run."""
 SEARCH_POLL_S = 0.02
 """Polling period for the questions of trials on engines, and for their answers."""
 SEARCH_ANSWER_TIMEOUT_S = 60.0
@@ -390,8 +387,6 @@ HOROVOD_MEETING_TIMEOUT_S = 1800.0
 """Limit for all ranks to arrive. Some may compute for long, or start on a new engine; a failed script ends the wait."""
 HOROVOD_MEETING_POLL_S = 0.02
 """Pause between two looks for ranks that arrive."""
-GIT_TIMEOUT_S = 5.0
-"""Limit for git to name the commit of a report."""
 LESSON_TIMEOUT_S = 60.0
 """Default limit for a lesson to wait for a condition of a run."""
 
@@ -399,7 +394,5 @@ LESSON_TIMEOUT_S = 60.0
 
 HELD_CALL_TIMEOUT_S = 600.0
 """Limit for a test to release a call that it holds."""
-PEER_TIMEOUT_S = 5.0
-"""Limit for another fake rank to join a collective."""
-FAKE_ENGINE_JOIN_TIMEOUT_S = 5.0
-"""Limit for the thread of a fake engine to end."""
+FAKE_ENGINE_TIMEOUT_S = 5.0
+"""Limit for other fake ranks to join a collective, and for a fake engine's thread to end."""

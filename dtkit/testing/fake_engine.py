@@ -116,7 +116,7 @@ class FakeEngine:
                 arrived.set_exception(error)
                 raise
         try:
-            return arrived.result(timeouts.PEER_TIMEOUT_S)
+            return arrived.result(timeouts.FAKE_ENGINE_TIMEOUT_S)
         except TimeoutError:
             raise RuntimeError(LOST_PEER_MESSAGE) from None
 

@@ -200,7 +200,7 @@ class FakeTransport(FakeResults):
             worker.inbox.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(timeout=timeouts.FAKE_ENGINE_JOIN_TIMEOUT_S)
+                thread.join(timeout=timeouts.FAKE_ENGINE_TIMEOUT_S)
 
     # -- an engine --------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ def _make_empty(kind: type[nn.Module]) -> nn.Module:
 def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
     from dtkit._util.torch_private import inject_parametrized_class, inject_parametrized_property
 
-    module.__setstate__(state)
+    module.__setstate__(state)  # type: ignore[no-untyped-call]
     inject_parametrized_class(module)
     for name in state["_modules"]["parametrizations"]:
         inject_parametrized_property(module, name)

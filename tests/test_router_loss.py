@@ -62,3 +62,8 @@ def test_sums_of_parts_give_the_loss_of_the_whole(mask: torch.Tensor | None):
     ]
     loss = router_loss._compute_loss(parts[0] + parts[1], 4)
     assert float(loss) == pytest.approx(float(load_function("mixtral")(gates, 4, 2, mask)), rel=1e-6)
+
+
+def test_mixture_of_experts_is_known_by_its_config():
+    assert router_loss.is_in_model(make_mixtral())
+    assert not router_loss.is_in_model(make_llama())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+import dtkit
 from dtkit.strategies import router_loss
 
 pytest.importorskip("transformers")
@@ -62,3 +63,13 @@ def test_sums_of_parts_give_the_loss_of_the_whole(mask: torch.Tensor | None):
     ]
     loss = router_loss._compute_loss(parts[0] + parts[1], 4)
     assert float(loss) == pytest.approx(float(load_function("mixtral")(gates, 4, 2, mask)), rel=1e-6)
+
+
+def test_mixture_of_experts_is_known_by_its_config():
+    assert router_loss.is_in_model(make_mixtral())
+    assert not router_loss.is_in_model(make_llama())
+
+
+def test_pipeline_refuses_the_routers_loss():
+    with pytest.raises(ValueError, match=r"adds the routers' loss .*output_router_logits = False"):
+        dtkit.Pipeline(2, 2).check_model(make_mixtral())

@@ -170,6 +170,7 @@ _CALLS = "Calls to engines", "a view would make ten objects a call"
 _SPARSE = "Sizes of sparse gradients", "the public methods refuse an uncoalesced tensor"
 _CUT = "Pipeline stages", "hasattr, named_children and named_parameters omit repeated layers and tied weights"
 _CACHES = "Process groups that end", "a cache of DTensor keeps meshes, and so threads and connections, alive"
+_FUSED = "Norms, scales and copies of many tensors", "one operation a tensor is slower; clip_grad_norm_ uses them"
 _PARAMETRIZED = "Models with parametrizations", "torch refuses to pickle them, and has no public way to make them again"
 _COMPILED_MODELS = "Compiled models", "Module.compile() skips the classes of torch.nn"
 _CPU_ATTENTION = "Sharded attention on CPUs", "torch registers its sharding for GPUs only"
@@ -214,18 +215,9 @@ PRIVATE_NAMES = {
     "inject_parametrized_class": PrivateName("torch.nn.utils.parametrize", "_inject_new_class", *_PARAMETRIZED),
     "inject_parametrized_property": PrivateName("torch.nn.utils.parametrize", "_inject_property", *_PARAMETRIZED),
     # -- optimizers and loaders
-    "foreach_norm": PrivateName(
-        "torch", "_foreach_norm", "Gradient norms", "one operation a tensor is slower; clip_grad_norm_ uses it"
-    ),
-    "foreach_mul_": PrivateName(
-        "torch", "_foreach_mul_", "Gradient scales", "one operation a tensor is slower; clip_grad_norm_ uses it"
-    ),
-    "foreach_copy_": PrivateName(
-        "torch",
-        "_foreach_copy_",
-        "Gradients in one buffer, and copies of statistics",
-        "one operation a tensor is slower",
-    ),
+    "foreach_norm": PrivateName("torch", "_foreach_norm", *_FUSED),
+    "foreach_mul_": PrivateName("torch", "_foreach_mul_", *_FUSED),
+    "foreach_copy_": PrivateName("torch", "_foreach_copy_", *_FUSED),
     "LAST_LR": PrivateName(
         "torch.optim.lr_scheduler", "LRScheduler._last_lr", "Schedules of a changed rate", _NO_PUBLIC, "key"
     ),

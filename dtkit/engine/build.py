@@ -23,6 +23,7 @@ from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.engine.reference_job import ReferenceJob
 from dtkit.engine.stream_trial import is_whole_batch
 from dtkit.mesh import Mesh
+from dtkit.strategies import router_loss
 from dtkit.strategies.activation_checkpointing import checkpoint_blocks
 from dtkit.strategies.module_modes import enter_training
 
@@ -84,6 +85,7 @@ def build_job(
     if location[0].rank == 0:
         job.notes += _describe_choices(program.loss_fn, type(model).__name__, holds_batches=holds_batches)
         job.notes += loaded.notes if isinstance(loaded, IterableBatches) else []
+        job.notes += _describe_routers(model, program.strategy, context.mesh.num_replicas)
     return job
 
 
@@ -97,6 +99,13 @@ def _describe_choices(loss: Loss, model_name: str, *, holds_batches: bool) -> li
     if loss.label_weight is not None:
         lines.append(f"the loss is a mean over {loss.label_weight}: each rank counts by the number of its labels")
     return lines
+
+
+def _describe_routers(model: torch.nn.Module, strategy: Strategy, num_replicas: int) -> list[str]:
+    """Return a line if a mixture of experts has a routers' loss that ranks don't compute together."""
+    has_parts = strategy.divides_batch and num_replicas * strategy.num_micro_batches > 1
+    is_shared = strategy.shares_router_losses and bool(router_loss.find_namespaces(model))
+    return [router_loss.PART_NOTE] if has_parts and not is_shared and router_loss.is_in_model(model) else []
 
 
 def _take_batches_apart(

@@ -54,7 +54,8 @@ class DataParallel(Strategy):
     ----------
     accumulate
         Number of micro-batches of a rank's samples in a step; more of them need less memory. `batch_size` is still the
-        number of samples per update. A rank with fewer samples has one micro-batch per sample.
+        number of samples per update. A rank with fewer samples has one micro-batch per sample. The routers' loss of a
+        mixture of experts is then that of each micro-batch.
     clip_grad_norm
         Largest norm of the whole gradient; a larger gradient is scaled down to it.
     precision

@@ -143,6 +143,19 @@ def find_namespaces(model: torch.nn.Module, training_step: Any = None) -> list[_
     return [n for n in namespaces if callable(n.get(FUNCTION_NAME)) and _is_known(n[FUNCTION_NAME])]
 
 
+def is_in_model(model: torch.nn.Module) -> bool:
+    """Return whether a model of transformers adds the routers' loss to its own."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return any(getattr(config, "output_router_logits", False) is True for config in configs)
+
+
+PART_NOTE = (
+    "the routers' loss of the mixture of experts is that of each rank's part of a batch, or of each micro-batch: "
+    "training differs from one process. DataParallel(), Sharded() and TensorParallel() without accumulate compute it "
+    "together"
+)
+
+
 @contextlib.contextmanager
 def leave_out(model: torch.nn.Module, training_step: Any = None) -> Iterator[None]:
     """Within the context, known functions of the routers' loss return 0."""

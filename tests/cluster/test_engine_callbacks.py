@@ -160,3 +160,28 @@ def test_failing_callback_fails_the_run_with_its_line(cluster2: dtkit.Cluster):
 def test_callback_of_another_kind_is_refused(cluster2: dtkit.Cluster):
     with pytest.raises(TypeError, match=r"on_engine has .*; each must be a dtkit\.EngineCallback"):
         small.train(cluster2, on_engine=[print])
+
+
+class CheckOptimized(dtkit.EngineCallback):
+    """Callback that raises if the optimizer updates parameters of another model."""
+
+    def after_step(self, context: Any) -> None:
+        optimized = {id(p) for group in context.optimizer.param_groups for p in group["params"]}
+        assert optimized == {id(p) for p in context.model.parameters()}
+
+
+def fail_on_rank_1() -> None:
+    if torch.distributed.get_rank() == 1:
+        raise LookupError("on purpose")
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("name", ["sharded", slow("tensor")])
+def test_callback_has_the_model_that_is_updated_after_the_group_is_formed_again(cluster2: dtkit.Cluster, name: str):
+    run = start(cluster2, on_engine=[CheckOptimized()], strategy=STRATEGIES[name], steps=STEPS, start=False)
+    run.step(2)
+    with pytest.raises(dtkit.errors.EngineError, match="on purpose"):
+        cluster2.run(fail_on_rank_1)
+    run.resume()
+    run.wait(60)
+    assert run.status.step == STEPS

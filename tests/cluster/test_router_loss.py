@@ -80,6 +80,7 @@ def test_micro_batches_with_routers_are_told_and_not_comparable(cluster2: dtkit.
     samples = make_samples(NUM_SAMPLES, "mixtral")
     with pytest.warns(UserWarning, match=r"The routers' loss of a mixture of experts .* without accumulate"):
         run = train(cluster2, make_mixtral(), samples, dtkit.DataParallel(accumulate=2))
+    assert any("the routers' loss" in event.text for event in run.history.events)  # also of models without a trial
     verification = run.verify(2)
     assert verification.verdict == "NOT COMPARABLE"
     assert "routers' loss" in verification.text()

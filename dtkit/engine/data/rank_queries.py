@@ -6,8 +6,6 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -17,6 +15,8 @@ _VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMP
 @contextlib.contextmanager
 def record_rank_queries() -> Iterator[list[str]]:
     """Yield a list that gets the names of the ways in which code within the context asks for its rank."""
+    import torch.distributed as dist
+
     queries: list[str] = []
     environment: Any = type(os.environ)
     read_variable = environment.__getitem__

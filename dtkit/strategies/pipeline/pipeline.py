@@ -35,6 +35,7 @@ from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.planning.layer_chain import LayerChain, LayerCosts
 from dtkit.schedules.schedule import Schedule
+from dtkit.strategies import router_loss
 from dtkit.strategies.activation_checkpointing import refuse_batch_norm
 from dtkit.strategies.base import Strategy, Worker
 from dtkit.strategies.data_parallel import DataParallel
@@ -225,7 +226,16 @@ class Pipeline(Strategy):
         return round((1 + has_halves) * profile.gradients * max(sizes) / sum(sizes)) if any(sizes) else 0
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise ValueError if `model` has too few layers in a chain, or lacks those that `split` names."""
+        """Raise ValueError if `model` has too few layers in a chain, or lacks those that `split` names.
+
+        So for a mixture of experts with the routers' loss: stages don't record the routers' outputs.
+        """
+        if router_loss.is_in_model(model):
+            raise ValueError(
+                f"{type(model).__name__} adds the routers' loss to its own (output_router_logits=True), and stages "
+                "don't record the routers' outputs. Use strategy=dtkit.Sharded() or dtkit.DataParallel(), or set "
+                "model.config.output_router_logits = False"
+            )
         self._find_split_points(self._find_layer_names(model))
 
     def plan_for(self, model: nn.Module, *inputs: torch.Tensor) -> StageCut:

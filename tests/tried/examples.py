@@ -117,7 +117,7 @@ def run(cluster: dtkit.Cluster, folder: Path, script: Script) -> str:
     """Run a script in its own folder, and return what came of it."""
     path = folder / script.path
     with contextlib.chdir(path.parent):
-        task = cluster.submit_torchrun(path.name, *script.arguments)
+        task = cluster.submit(path.name, *script.arguments)
         try:
             task.wait(TIMEOUT_S)
         except (dtkit.DtkitError, TimeoutError) as error:

@@ -65,8 +65,10 @@ class Cluster(Engines):
 
         The path of a script, or "-m" and a module's name, runs as by :meth:`torchrun`: ``cluster.submit("train.py")``.
         """
-        submit = script_task.submit_script if isinstance(fn, (str, os.PathLike)) else task.submit
-        self.last_task = submit(self._engine_group, fn, args, kwargs, self.repair)
+        if isinstance(fn, (str, os.PathLike)):
+            self.last_task = script_task.submit_script(self._engine_group, fn, args, kwargs, self.repair)
+        else:
+            self.last_task = task.submit(self._engine_group, fn, args, kwargs, self.repair)
         return self.last_task
 
     def map(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtkit._util.arguments import hide_frames_of_methods, hide_own_frames, suggest_arguments
@@ -17,7 +18,6 @@ from dtkit.training.elastic_script import make_policy
 
 if TYPE_CHECKING:
     import contextlib
-    import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
@@ -63,9 +63,15 @@ class Cluster(Engines):
         """
         return self.submit(fn, *args, **kwargs).display_and_wait()
 
-    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> task.Task:
-        """Call a function as :meth:`run` does, without waiting. The returned task displays itself."""
-        self.last_task = task.submit(self._engine_group, fn, args, kwargs, self.repair)
+    def submit(self, fn: Callable[..., Any] | str | Path, *args: Any, **kwargs: Any) -> task.Task:
+        """Call a function as :meth:`run` does, without waiting. The returned task displays itself.
+
+        The path of a script, or "-m" and a module's name, runs as by :meth:`torchrun`: ``cluster.submit("train.py")``.
+        """
+        if isinstance(fn, (str, os.PathLike)):
+            self.last_task = script_task.submit_script(self._engine_group, fn, args, kwargs, self.repair)
+        else:
+            self.last_task = task.submit(self._engine_group, fn, args, kwargs, self.repair)
         return self.last_task
 
     def map(
@@ -148,24 +154,10 @@ class Cluster(Engines):
         return values, or a script's exit codes, all 0. Any other code raises EngineError and ends the other ranks. An
         interrupt ends the processes within seconds. Engines keep their state.
         """
-        asked: dict[str, Any] = {"horovod": horovod, "min_np": min_np, "max_np": max_np, "on_failure": on_failure}
-        return self.submit_torchrun(main, *args, **asked, **kwargs).display_and_wait()
-
-    def submit_torchrun(
-        self,
-        main: str | Path | Callable[..., Any],
-        *args: Any,
-        horovod: bool = False,
-        min_np: int | None = None,
-        max_np: int | None = None,
-        on_failure: Literal["repair", "shrink"] | None = None,
-        **kwargs: Any,
-    ) -> task.Task:
-        """Run a script as :meth:`torchrun` does, without waiting. The returned task displays itself."""
         asked: dict[str, Any] = {"min_np": min_np, "max_np": max_np, "on_failure": on_failure}
         policy = make_policy(self._engine_group.world_size, horovod=horovod, **asked)
         self.last_task = script_task.submit_script(self._engine_group, main, args, kwargs, self.repair, policy)
-        return self.last_task
+        return self.last_task.display_and_wait()
 
     @suggest_arguments
     def partition(

@@ -108,7 +108,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_to_end(cluster: dtkit.Cluster, *command: Any) -> Task:
-    task = cluster.submit_torchrun(*command)
+    task = cluster.submit(*command)
     task.wait(60)
     return task
 
@@ -132,7 +132,7 @@ def test_progress_bar_of_a_script_is_visible_before_its_line_ends(cluster2: dtki
         "    threading.Event().wait(0.05)\n"
         "print('\\r3 of 3')\n"
     )
-    task, seen = cluster2.submit_torchrun(folder / "t.py"), threading.Event()
+    task, seen = cluster2.submit(folder / "t.py"), threading.Event()
     task.subscribe(lambda: task.progress == {0: "2 of 3", 1: "2 of 3"} and seen.set())
     assert seen.wait(30) or task.progress == {0: "2 of 3", 1: "2 of 3"}
     assert "[1] 2 of 3" in repr(task)
@@ -196,7 +196,7 @@ time.sleep(86400)
 
 def start_stubborn(cluster: dtkit.Cluster, folder: Path) -> Task:
     (folder / "stubborn.py").write_text(STUBBORN)
-    task, ready = cluster.submit_torchrun(folder / "stubborn.py"), threading.Event()
+    task, ready = cluster.submit(folder / "stubborn.py"), threading.Event()
     task.subscribe(lambda: len(task.output) == 2 and ready.set())
     assert ready.wait(30) or len(task.output) == 2
     return task

@@ -49,7 +49,7 @@ def make_table(cluster: dtkit.Cluster, trainings: Mapping[str, str]) -> list[str
 
 def run_script(cluster: dtkit.Cluster, path: Path) -> tuple[str, float | None]:
     """Return (whether a script's ranks end with equal parameters, their sum)."""
-    task = cluster.submit_torchrun(path, *ARGUMENTS.get(path.stem, ()))
+    task = cluster.submit(path, *ARGUMENTS.get(path.stem, ()))
     try:
         task.wait(180)
     except dtkit.DtkitError as error:

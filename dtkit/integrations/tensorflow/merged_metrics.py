@@ -100,7 +100,6 @@ def _read_state(metric: keras.metrics.Metric, example: _Example) -> _State:
         problem.append(f"raised {type(error).__name__}: {error}")
         return []
 
-    # silent: nothing, since all ranks report it
     initial = run_guarded(read, report)
     if len(values) < len(initial):  # the example has made the others
         values = initial

@@ -293,8 +293,8 @@ def test_merged_metrics_have_the_result_of_all_rows(cluster2: dtkit.Cluster, cas
     [
         ("own", "the metric 'weighted' has an update_state of its own.*example="),
         ("largest", "the metric 'weighted' has an update_state of its own.*example="),
-        ("mean twice", r"the metric 'error' was merged before and not reset since.*call reset_state\(\)"),
-        ("r2 alone", "rank 1: the metric 'r2_score' has no variables, as it has seen no batch"),
+        ("mean twice", r"the metric 'mean' was merged before and not reset since.*call reset_state\(\)"),
+        ("r2 alone", "rank 1: the metric 'r2_score' lacks variables, as it has seen no batch"),
         ("largest example", "'weighted' has the variable 'total', which is not a sum over batches.*Keep sums"),
     ],
 )

@@ -100,9 +100,9 @@ def _read_state(metric: keras.metrics.Metric, example: _Example) -> _State:
         problem.append(f"raised {type(error).__name__}: {error}")
         return []
 
-    # silent: nothing, since all ranks report it
     initial = run_guarded(read, report)
-    values = values or initial  # built by the example
+    if len(values) < len(initial):  # the example has made the others
+        values = initial
     for variable, value in zip(metric.variables, values, strict=False):
         variable.assign(value)
     return _State(metric.name, initial, values, problem[0] if problem else None)
@@ -113,7 +113,7 @@ def _try_example(
 ) -> list[np.ndarray]:
     """Note a variable that is not a sum. Return the variables before any batch."""
     metric.update_state(*example)
-    if not initial:  # Keras makes some variables at the first batch
+    if len(initial) < len(metric.variables):  # Keras makes some at the first batch
         type(metric).reset_state(metric)
         initial = _read(metric)
         metric.update_state(*example)
@@ -150,10 +150,11 @@ def _check_states(by_rank: Sequence[Sequence[_State]]) -> None:
                 kind: type[Exception] = ValueError if "reset_state" in state.problem else TypeError
                 raise kind(f"rank {rank}: the metric {state.name!r} {state.problem}")
         shapes = [[value.shape for value in state.values] for state in states]
+        most = max(map(len, shapes))
         for rank, found in enumerate(shapes):
-            if not found:
+            if not most or len(found) < most:
                 raise ValueError(
-                    f"rank {rank}: the metric {states[rank].name!r} has no variables, as it has seen no batch. Update "
+                    f"rank {rank}: the metric {states[rank].name!r} lacks variables, as it has seen no batch. Update "
                     "it on each rank, or give example=(targets, outputs)"
                 )
             if found != shapes[0]:

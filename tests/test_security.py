@@ -27,6 +27,7 @@ from dtkit.cluster.forkserver.client import ForkServerClient
 from dtkit.cluster.launchers import launcher as launcher_module
 from dtkit.dashboard import report
 from dtkit.dashboard.text import call_text
+from dtkit.dashboard.written_report import WrittenReport
 from dtkit.data.partition import Partition
 from dtkit.engine import server
 from dtkit.engine.entrypoint import Entrypoint
@@ -294,6 +295,7 @@ PAGES: dict[str, Any] = {  # a class that shows itself as HTML -> one that is fu
     "Stacks": lambda *_: _stacks(),
     "StepExplanation": lambda *_: step_reports.make_explanation(step_reports.RANKS[:1], (HOSTILE,), model=HOSTILE),
     "Verification": lambda *_: dataclasses.replace(verify_changed_state(modules=(HOSTILE,)), verdict=HOSTILE),
+    "WrittenReport": lambda folder, _: WrittenReport(HOSTILE, f"{folder}/{HOSTILE}.html", [(HOSTILE,) * 3]),
 }
 
 

@@ -36,20 +36,24 @@ class WrittenReport(os.PathLike[str]):
         """Return a link, relative to the notebook's folder as JupyterLab needs it, over the headline numbers."""
         cards = "".join(
             f'<div style="border: 1px solid color-mix(in srgb, currentColor 22%, transparent); border-radius: 7px; '
-            f'padding: 5px 12px"><div style="opacity: 0.7; font-size: 12px">{html.escape(label)}</div>'
-            f'<div style="font-weight: 700; font-size: 16px">{html.escape(value)}</div></div>'
+            f'padding: 5px 12px"><div style="opacity: 0.7; font-size: 12px">{_escape(label)}</div>'
+            f'<div style="font-weight: 700; font-size: 16px">{_escape(value)}</div></div>'
             for label, value, _ in [card for card in self._cards if card[1] != formatting.UNKNOWN][:_MAX_SHOWN_CARDS]
         )
         relative = Path(os.path.relpath(self.path)).as_posix()
         shown = str(self.path) if relative.startswith("..") else relative
         return (
-            f'<div><p><a href="{html.escape(quote(relative))}" target="_blank" title="{html.escape(str(self.path))}">'
-            f"{html.escape(self._title)}</a>: {html.escape(shown)} ({self._format_size()})</p>"
+            f'<div><p><a href="{html.escape(quote(relative))}" target="_blank" title="{_escape(str(self.path))}">'
+            f"{_escape(self._title)}</a>: {_escape(shown)} ({self._format_size()})</p>"
             f'<div style="display: flex; flex-wrap: wrap; gap: 8px">{cards}</div></div>'
         )
 
     def _format_size(self) -> str:
         return formatting.format_bytes(self.path.stat().st_size) if self.path.exists() else "no longer there"
+
+
+def _escape(text: str) -> str:
+    return html.escape(formatting.sanitize_text(text, 500))
 
 
 def make_file_name(name: str, started_at: float | None = None) -> str:

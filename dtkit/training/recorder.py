@@ -84,7 +84,9 @@ class Recorder:
         return merge_spans(self._recent_spans, self._recent_clock_offsets)
 
     def restore_spans(self, spans: np.ndarray) -> None:
-        """Restore the spans of another notebook, on one clock."""
+        """Restore the spans of another notebook, on one clock, unless engines kept those of later steps."""
+        if spans["step"].max(initial=-1) <= self.merge_recent_spans()["step"].max(initial=-1):
+            return
         self._recent_spans, self._recent_clock_offsets = [spans], None
 
     def _report_write_error(self, step: int) -> None:

@@ -255,6 +255,9 @@ def test_an_ended_run_offers_what_it_can_still_do(page: Page):
         expect(view.root.get_by_test_id(name)).to_be_hidden()
     view.root.get_by_test_id("save").click()
     assert view.sent == [{"command": "save", "value": None}]
+    run.end(State.FAILED)
+    view.update()
+    expect(view.root.get_by_test_id("save")).to_be_hidden()
 
 
 @pytest.mark.parametrize("look", [Look("light", 240, 900), Look("light", 320, 900)], indirect=True, ids=str)

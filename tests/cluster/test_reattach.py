@@ -44,6 +44,19 @@ def test_attach_continues_the_run_of_a_killed_kernel():
             check_run_continues(cluster)
 
 
+def test_attach_shows_the_timeline_and_the_last_comparison_of_replicas():
+    with notebook() as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        with dtkit.attach() as cluster:
+            run = cluster.current_run
+            assert run is not None
+            assert run.timeline.ranks == [0, 1]
+            assert run.timeline.steps[-1] < run.status.step
+            assert run.consistency is not None
+            assert run.consistency.differing_ranks == ()
+
+
 @pytest.mark.slow
 def test_attach_after_a_kill_during_a_pause_continues_the_run(tmp_path: Path):
     """The request to end a dispatch early must not outlive the notebook.

@@ -51,7 +51,8 @@ export function controls(store, send, redraw) {
     for (const b of buttons) {
       const asked = store.asked.has(b.command);
       setText(b.text, asked && !store.lost ? b.asking : label(b));
-      b.el.hidden = b.offered ? !store.head.offers.includes(b.command) : hasEnded(store); // an ended run takes no other command
+      const isOffered = !b.offered || store.head.offers.includes(b.command);
+      b.el.hidden = !isOffered || (hasEnded(store) && !b.when.includes(status.state)); // an ended run takes few commands
       b.el.disabled = asked || store.lost || !b.when.includes(status.state);
     }
     // A button that is disabled while it has the focus passes the focus on.

@@ -34,7 +34,7 @@ export function stepTime(store, _send, redraw) {
     setText(straggler, time.straggler ? `▲ ${time.straggler}` : "");
     straggler.hidden = !time.straggler;
     const bars = read(store);
-    draw(view, svg, bars, Math.max(260, el.clientWidth || 0));
+    draw(view, svg, bars, Math.max(190, el.clientWidth || 0));
     drawLegend(legend, head.phases.filter((_, k) => seen(bars, k)), view.prefix);
     const bar = bars[view.pointed];
     if (bar && view.spot) view.tip.show(...view.spot, `${bar.label}: ${duration(bar.whole)} a step`, phaseRows(bar, head.phases));

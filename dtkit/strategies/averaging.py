@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from dtkit.types import Fingerprint
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class OuterSGD:
     """DiLoCo's outer optimizer, by default as in its paper. ``OuterSGD(1.0, 0.0)`` is plain averaging."""
 
@@ -70,6 +70,10 @@ class OuterSGD:
             raise ValueError(
                 f"momentum={self.momentum}; it must be at least 0 and less than 1. Use momentum=0.9, or 0 for none"
             )
+
+    def __repr__(self) -> str:
+        """Return the optimizer as users type it."""
+        return format_options(self)
 
     def build_optimizer(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer for these parameters."""

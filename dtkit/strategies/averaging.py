@@ -32,6 +32,7 @@ from dtkit.strategies.base import (
     StepResult,
     Strategy,
     Worker,
+    format_options,
     make_optimizer,
     split_state_dict,
 )

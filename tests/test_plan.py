@@ -786,7 +786,8 @@ class SlowRows(ArraySource):
     """Rows whose loading takes a planted time."""
 
     def take(self, rows: Any) -> Any:
-        time.sleep(PLANTED_S)  # sleeps: the cost that the measurement has to find
+        # sleeps: the cost that the measurement has to find
+        time.sleep(PLANTED_S)
         return super().take(rows)
 
 

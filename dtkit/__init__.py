@@ -1,5 +1,18 @@
 """Distributed training of PyTorch models, driven and watched from a notebook.
 
+    cluster = dtkit.Cluster(2)  # start two engines
+    run = cluster.train(
+        model, (X, y), loss=nn.CrossEntropyLoss(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        batch_size=64, epochs=10,
+    )
+    run  # the live dashboard; run.pause(), run.step(), run.resume(), run.set(lr=...)
+    await run  # in a script, run.wait()
+    run.verify()  # PASS if the result equals that of one process
+
+``dtkit.Cluster?`` and ``dtkit.Cluster.train?`` list all options. ``dtkit.attach()`` takes a cluster over after a
+restart of the kernel. ``cluster.plan`` predicts what each strategy costs, and ``cluster.run`` calls your own function
+on every rank. Results are in `dtkit.types`, errors in `dtkit.errors`, and lessons in `dtkit.lessons`.
+
 All public names are here. Each is imported from its module at its first use, so that ``import dtkit`` loads neither
 torch nor matplotlib nor ipyparallel.
 """

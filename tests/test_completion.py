@@ -44,3 +44,12 @@ def test_a_name_to_hide_must_exist():
         @hide_from_completion("gone")
         class Any:
             pass
+
+
+def test_earlier_runs_show_what_is_left_of_them():
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
+        assert repr(cluster.earlier_runs) == "EarlierRuns(no paused run was replaced, 0 runs kept for verify())"
+        first = small.train(cluster, start=False)
+        first.step()
+        small.train(cluster, start=False).stop()
+        assert repr(cluster.earlier_runs) == "EarlierRuns(replaced=Sequential, 1 run kept for verify())"

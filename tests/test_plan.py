@@ -268,46 +268,47 @@ def test_a_plan_lists_the_strategies_that_fit():
 
 def test_a_plan_is_shown_as_text_and_html():
     lines = repr(make_plan(free=500 * MB)).splitlines()
-    assert len(lines) == 1 + (1 + 2) + (1 + 2) + 2
-    assert len({len(line) for line in lines[1:4]}) == len({len(line) for line in lines[4:7]}) == 1
-    assert max(map(len, lines)) <= 110  # it fits a cell
+    assert len(lines) == 1 + 3 * (1 + 2) + 2
+    assert all(len({len(line) for line in lines[k : k + 3]}) == 1 for k in (1, 4, 7))
+    assert max(map(len, lines)) <= 100  # it fits a cell
     assert "490 MB" in lines[2]
     assert "NO" in lines[3]
     page = make_plan(model="<b>")._repr_html_()
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
-    assert page.count("<tr>") == 6
+    assert page.count("<tr>") == 9
     assert "data:image/png" in page
 
 
 def test_a_plan_of_many_ranks_shows_the_tightest_one():
     many = make_plan(ranks=12)
-    assert len(repr(many).splitlines()) == 1 + (1 + 2) + (1 + 2) + 2
+    assert len(repr(many).splitlines()) == 1 + 3 * (1 + 2) + 2
     assert "least to spare" in repr(many)
     assert len(many.to_pandas()) == 24
 
 
 def test_a_plan_shows_the_answer_before_its_parts():
-    answer, parts = plan_text._make_page(make_plan()).tables
-    assert answer.header[:6] == ["strategy", "node", "samples", "needed", "free", "fits"]
+    fit, step, parts = plan_text._make_page(make_plan()).tables
+    assert fit.header == ["strategy", "node", "samples", "needed", "free", "fits"]
+    assert step.header == ["a step of", "node", "sent", "computing", "waiting", "in all"]
     assert parts.header[2:] == [name for _, name in plan_text.MEMORY_PARTS]
 
 
 def test_a_plan_repeats_no_row_for_equal_ranks():
     plan = make_plan(ranks=3)
     rows = [dataclasses.replace(row, rows=row.rows + (row.rank == 1)) for row in plan.rows]
-    answer, parts = plan_text._make_page(dataclasses.replace(plan, rows=tuple(rows))).tables
-    assert [row[:2] for row in answer.rows[:2]] == [["DataParallel()", "0, 2"], ["DataParallel()", "1"]]
-    assert [row[1] for row in parts.rows] == ["all", "all"]
+    fit, *others = plan_text._make_page(dataclasses.replace(plan, rows=tuple(rows))).tables
+    assert [row[:2] for row in fit.rows[:2]] == [["DataParallel()", "0, 2"], ["DataParallel()", "1"]]
+    assert [[row[1] for row in table.rows] for table in others] == [["all", "all"]] * 2
 
 
 def test_a_plan_repeats_no_row_for_ranks_of_nearly_equal_speed():
     plan = make_plan()
     rows = [dataclasses.replace(row, compute_s=row.compute_s * (1 + row.rank / 100)) for row in plan.rows]
-    answer, _ = plan_text._make_page(dataclasses.replace(plan, rows=tuple(rows))).tables
-    assert [row[1] for row in answer.rows] == ["all", "all"]
+    _, step, _ = plan_text._make_page(dataclasses.replace(plan, rows=tuple(rows))).tables
+    assert [row[1] for row in step.rows] == ["all", "all"]
     slowest = max(row.compute_s for row in rows if row.strategy == "DataParallel()")
-    assert answer.rows[0][answer.header.index("computing")] == formatting.format_duration(slowest)
+    assert step.rows[0][step.header.index("computing")] == formatting.format_duration(slowest)
 
 
 def test_html_aligns_names_to_the_left_and_keeps_units_with_numbers():
@@ -316,7 +317,7 @@ def test_html_aligns_names_to_the_left_and_keeps_units_with_numbers():
     tables = plan_text._make_page(make_plan()).tables
     assert len(cells) == sum(3 * len(table.header) for table in tables)
     names = [style for style in cells if "text-align: left" in style]
-    assert len(names) == 2 * 3 * 2
+    assert len(names) == 3 * 3 * 2
     assert all("white-space: nowrap" in style for style in cells if style not in names)
 
 
@@ -360,7 +361,7 @@ def test_a_step_whose_communication_is_not_counted_is_a_lower_bound():
     plan = make_plan()
     rows = [dataclasses.replace(row, sent_bytes=math.nan, communication_s=0.0, step_s=112e-6) for row in plan.rows]
     unknown = dataclasses.replace(plan, rows=tuple(rows))
-    assert re.split(" {2,}", repr(unknown).splitlines()[2])[-2:] == ["—", "> 112 µs"]
+    assert re.split(" {2,}", repr(unknown).splitlines()[5])[-2:] == ["—", "> 112 µs"]
     texts = [text.get_text() for text in unknown.figure().axes[1].texts]
     assert set(texts) == {"> 112 µs, what is sent not counted"}
 
@@ -748,8 +749,9 @@ def test_short_steps_of_each_strategy_and_of_one_process_are_measured(cluster: d
     asked = [args for _, op, args in engines.served_requests if op == "measure_strategy_step"]
     assert [args["counts"] for args in asked] == [(8, 8), (8, 8), (16,), (16,), (16,)]
     assert [args["alone"] for args in asked] == [False, False, False, False, True]
-    assert re.search(r"^one process +0 +16 .* 160 ms$", repr(found), re.MULTILINE)
-    assert "step: measured in some steps" in repr(found)
+    assert re.search(r"^one process +0 +16 .* yes$", repr(found), re.MULTILINE)
+    assert re.search(r"^one process +0 +0 B .* 160 ms$", repr(found), re.MULTILINE)
+    assert "in all: measured in some steps" in repr(found)
     assert found.strategies == tuple(map(repr, strategies))
 
 
@@ -784,6 +786,7 @@ class SlowRows(ArraySource):
     """Rows whose loading takes a planted time."""
 
     def take(self, rows: Any) -> Any:
+        # sleeps: the cost that the measurement has to find
         time.sleep(PLANTED_S)
         return super().take(rows)
 

@@ -11,7 +11,7 @@ from dtkit._util import formatting
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-_MAX_UNBROKEN_CHARS = 36  # a longer text may wrap; a shorter one stays on one line
+_MAX_UNBROKEN_CHARS = 24  # a longer text may wrap; a shorter one stays on one line
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,23 +55,23 @@ class Cluster(Engines):
 
     """
 
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every rank, inside the process group, and return the results by rank.
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``function(*args, **kwargs)`` on every rank, inside the process group, and return the results by rank.
 
         The cell shows live what ranks print, and charts of what they pass to :func:`dtkit.log`. ``cluster.last_task``
         keeps these numbers: ``rows``, ``to_pandas()`` and ``figure()``. An interrupt reaches the engines.
         """
-        return self.submit(fn, *args, **kwargs).display_and_wait()
+        return self.submit(function, *args, **kwargs).display_and_wait()
 
-    def submit(self, fn: Callable[..., Any] | str | Path, *args: Any, **kwargs: Any) -> task.Task:
+    def submit(self, function: Callable[..., Any] | str | Path, /, *args: Any, **kwargs: Any) -> task.Task:
         """Call a function as :meth:`run` does, without waiting. The returned task displays itself.
 
         The path of a script, or "-m" and a module's name, runs as by :meth:`torchrun`: ``cluster.submit("train.py")``.
         """
-        if isinstance(fn, (str, os.PathLike)):
-            self.last_task = script_task.submit_script(self._engine_group, fn, args, kwargs, self.repair)
+        if isinstance(function, (str, os.PathLike)):
+            self.last_task = script_task.submit_script(self._engine_group, function, args, kwargs, self.repair)
         else:
-            self.last_task = task.submit(self._engine_group, fn, args, kwargs, self.repair)
+            self.last_task = task.submit(self._engine_group, function, args, kwargs, self.repair)
         return self.last_task
 
     def map(
@@ -363,9 +363,9 @@ class Cluster(Engines):
 
         A step on tensors without memory gives the sizes of activations and optimizer state. If the model's code needs
         numbers, the engines take real steps on a few rows instead. If the training surely fits, all ranks take some
-        real steps of a copy. They give the time and the memory overhead. Short steps are then taken under each strategy,
-        and by one process for comparison (``plan.one_process``). Memory excludes the data, and what torch loads at the
-        first step.
+        real steps of a copy. They give the time and the memory overhead. Short steps are then taken under each
+        strategy, and by one process for comparison (``plan.one_process``). Memory excludes the data, and what torch
+        loads at the first step.
 
         `sample` is a batch or a few rows, as in ``(X[:8], y[:8])``, or a :class:`Partition`. `strategies` are those to
         compare, by default one of each kind. The other arguments, and the errors, are those of :meth:`train`. The

@@ -5,8 +5,7 @@ the samples of each rank since the last averaging. Ranks send parameters once in
 sends gradients in each step. With `every=1` and plain SGD both are equal up to rounding.
 
 With an outer optimizer it is DiLoCo (Douillard et al., 2023). The difference between the parameters after the last
-averaging and the new mean is then the gradient of the outer optimizer. Each rank keeps the state of its inner
-optimizer.
+averaging and the new mean is then its gradient. Each rank keeps the state of its inner optimizer.
 
 Between two averagings only a rank itself knows whether its gradients are finite. A rank with a gradient that is not
 finite makes no updates until the next averaging. Then all ranks are informed, and stop before they average.
@@ -32,6 +31,7 @@ from dtkit.strategies.base import (
     StepResult,
     Strategy,
     Worker,
+    format_options,
     make_optimizer,
     split_state_dict,
 )
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from dtkit.types import Fingerprint
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class OuterSGD:
     """DiLoCo's outer optimizer, by default as in its paper. ``OuterSGD(1.0, 0.0)`` is plain averaging."""
 
@@ -70,6 +70,8 @@ class OuterSGD:
             raise ValueError(
                 f"momentum={self.momentum}; it must be at least 0 and less than 1. Use momentum=0.9, or 0 for none"
             )
+
+    __repr__ = format_options
 
     def build_optimizer(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer for these parameters."""

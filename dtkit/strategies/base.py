@@ -76,6 +76,13 @@ ALWAYS_SHOWN = {"shown": True}
 """Metadata of a field that `repr` shows even at its default."""
 
 
+def format_options(obj: Any) -> str:
+    """Return a dataclass as users type it, without options at their defaults (but see `ALWAYS_SHOWN`)."""
+    shown = [f for f in dataclasses.fields(obj) if f.metadata == ALWAYS_SHOWN or getattr(obj, f.name) != f.default]
+    options = [f"{f.name}={getattr(obj, f.name)!r}" for f in shown]
+    return f"{type(obj).__name__}({', '.join(options)})"
+
+
 class Strategy(abc.ABC):
     """A way to parallelize. Subclasses are frozen dataclasses (with ``repr=False``: see `__repr__`)."""
 
@@ -84,11 +91,8 @@ class Strategy(abc.ABC):
         return list_options(self, ("plan_for",))
 
     def __repr__(self) -> str:
-        """Return the strategy as users type it, without options at their defaults (but see `ALWAYS_SHOWN`)."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
-        shown = [f for f in fields if f.metadata == ALWAYS_SHOWN or getattr(self, f.name) != f.default]
-        options = [f"{f.name}={getattr(self, f.name)!r}" for f in shown]
-        return f"{type(self).__name__}({', '.join(options)})"
+        """Return the strategy as users type it."""
+        return format_options(self)
 
     @property
     def num_micro_batches(self) -> int:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from dtkit._util import formatting
+from dtkit._util.completion import hide_from_completion
 from dtkit._util.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ _MEMORY_FRACTION = 0.05
 """Largest part of the free memory for earlier runs' inputs."""
 
 
+@hide_from_completion("add")
 class EarlierRuns:
     """Earlier runs whose data and model the engines keep. They are freed with the last reference to a run."""
 
@@ -31,6 +34,12 @@ class EarlierRuns:
         self._runs: list[weakref.ref[Run]] = []
         self.replaced: Run | None = None
         """The last run that was paused when a later training took its place."""
+
+    def __repr__(self) -> str:
+        """Return the replaced run, if there is one, and how many earlier runs engines can still repeat."""
+        kept = [reference for reference in self._runs if reference() is not None]
+        replaced = "no paused run was replaced" if self.replaced is None else f"replaced={self.replaced.spec.name}"
+        return f"EarlierRuns({replaced}, {formatting.format_count(len(kept), 'run')} kept for verify())"
 
     def add(self, run: Run) -> None:
         """Free a run's job, but keep its inputs. Frees the oldest runs' inputs if memory is short.

@@ -166,7 +166,7 @@ class Run(ShownRun):
         return self._waiter.call("pause", timeout=timeout)
 
     def resume(self, timeout: float | None = None) -> None:
-        """Continue."""
+        """Continue after a pause, from the same step."""
         self._waiter.call("resume", timeout=timeout)
 
     @suggest_arguments

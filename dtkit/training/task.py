@@ -297,32 +297,35 @@ def _describe_position(failure: Failure | None) -> str:
 
 def submit(
     engine_group: EngineGroup,
-    fn: Callable[..., Any],
+    function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     repair: Callable[[], object] | None = None,
 ) -> Task:
     """See :meth:`dtkit.Cluster.submit`; `repair` replaces engines that are gone."""
-    check_callable(engine_group, fn)
+    check_callable(engine_group, function)
 
     def make_function_call(payload: Payload) -> Call[Any]:
         return make_call(FunctionOperations.call_function, payload=payload)
 
-    return start_on_all_ranks(Task(engine_group, get_name(fn), repair), (fn, args, kwargs), make_function_call)
+    return start_on_all_ranks(
+        Task(engine_group, get_name(function), repair), (function, args, kwargs), make_function_call
+    )
 
 
-def check_callable(engine_group: EngineGroup, fn: Any) -> None:
+def check_callable(engine_group: EngineGroup, function: Any) -> None:
     """Raise TypeError for an object that can't be called, and ClusterClosedError for a closed cluster."""
     engine_group.check_open()
-    if not callable(fn):
+    if not callable(function):
         raise TypeError(
-            f"fn is a {type(fn).__name__}, which can't be called; give a function, as in cluster.run(main, x)"
+            f"function is a {type(function).__name__}, which can't be called; give a function, as in "
+            "cluster.run(main, x)"
         )
 
 
-def get_name(fn: Any) -> str:
+def get_name(function: Any) -> str:
     """Return a name for a function."""
-    return str(getattr(fn, "__name__", type(fn).__name__))
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def start_on_all_ranks(

@@ -25,7 +25,7 @@ MEMORY_PARTS = (
 """Parts of a rank's memory: the field of a row, and the heading of its column."""
 
 _MAX_SHOWN_RANKS = 8  # on more ranks, each strategy is listed with its tightest rank only
-_NUM_TIMES = 4  # the last columns of an answer
+_NUM_TIMES = 4  # the last columns of a step
 _MAX_NAMES_CHARS = 60  # characters of strategies' names in a headline
 
 
@@ -63,11 +63,11 @@ def _describe_fit(fitting: Sequence[str], strategies: Sequence[str]) -> str:
 
 
 def _make_page(plan: Plan) -> TablePage:
-    """Make a page of two tables: a single one would be wider than a cell."""
+    """Make a page of three tables: a single one would be wider than a cell."""
     shows_all_ranks = plan.world_size <= _MAX_SHOWN_RANKS
     selection = ["times: of the slowest node" if shows_all_ranks else "of each strategy, the node with least to spare"]
-    times = _describe_times(plan)
-    return TablePage(format_headline(plan), [_make_answer(plan), _make_parts(plan)], [*selection, *times, *plan.notes])
+    tables = [_make_fit(plan), _make_steps(plan), _make_parts(plan)]
+    return TablePage(format_headline(plan), tables, [*selection, *_describe_times(plan), *plan.notes])
 
 
 def _describe_times(plan: Plan) -> list[str]:
@@ -75,20 +75,28 @@ def _describe_times(plan: Plan) -> list[str]:
     estimated = [name for name in plan.strategies if not plan.get_rows(name)[0].is_measured]
     if len(estimated) == len(plan.strategies):
         return []
-    lines = ["step: measured in some steps; other: loading rows, Python, and waiting for the slower node"]
+    lines = ["in all: measured in some steps; other: loading rows, Python, and waiting for the slower node"]
     return [*lines, f"estimated, not measured: the steps of {', '.join(estimated)}"] if estimated else lines
 
 
-def _make_answer(plan: Plan) -> Table:
-    """Make the table with what fits, and what a step costs."""
-    header = ["strategy", "node", "samples", "needed", "free", "fits", "sent/step"]
-    header += ["computing", "waiting", "other", "step"]
-    rows = _merge_ranks(plan, _format_answer, _drop_times)
-    if plan.one_process is not None:
-        rows.append([plan.one_process.strategy, "0", *_format_answer(plan.one_process)])
+def _make_fit(plan: Plan) -> Table:
+    """Make the table of what fits."""
+    header = ["strategy", "node", "samples", "needed", "free", "fits"]
+    return Table(header, [*_merge_ranks(plan, _format_fit), *_list_one_process(plan, _format_fit)], set(header[:2]))
+
+
+def _make_steps(plan: Plan) -> Table:
+    """Make the table of what a step costs."""
+    header = ["a step of", "node", "sent", "computing", "waiting", "other", "in all"]
+    rows = [*_merge_ranks(plan, _format_step, _drop_times), *_list_one_process(plan, _format_step)]
     if not any(row.is_measured for row in plan.rows):  # then nothing else is known
         header, *rows = ([*cells[:-2], cells[-1]] for cells in [header, *rows])
-    return Table(header, rows, {"strategy", "node"})
+    return Table(header, rows, set(header[:2]))
+
+
+def _list_one_process(plan: Plan, format_cells: Callable[[PlanRow], list[str]]) -> list[list[str]]:
+    row = plan.one_process
+    return [] if row is None else [[row.strategy, str(row.rank), *format_cells(row)]]
 
 
 def _make_parts(plan: Plan) -> Table:
@@ -122,16 +130,21 @@ def format_step_time(row: PlanRow) -> str:
 
 
 def _drop_times(cells: list[str]) -> list[str]:
-    """Return the cells of an answer without its times, which differ by some percent between equal ranks."""
+    """Return the cells of a step without its times, which differ by some percent between equal ranks."""
     return cells[:-_NUM_TIMES]
 
 
-def _format_answer(row: PlanRow) -> list[str]:
+def _format_fit(row: PlanRow) -> list[str]:
     return [
         f"{row.rows:,}",
         formatting.format_bytes(row.needed),
         formatting.format_bytes(row.free),
         "yes" if row.fits else "NO",
+    ]
+
+
+def _format_step(row: PlanRow) -> list[str]:
+    return [
         formatting.format_bytes(row.sent_bytes),
         formatting.format_duration(row.compute_s),
         formatting.format_duration(row.communication_s if row.is_traffic_counted else None),

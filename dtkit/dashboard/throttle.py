@@ -86,11 +86,15 @@ class Throttle:
             self._due_at, self._last_call_at = None, now
             self._running, self._again = True, None
         run_guarded(self._callback, self._log_error)
-        with self._lock:
-            self._running = False
-            again = self._again
+        again = self._end_call()
         if again is not None:
             self.trigger(is_pressing=again[0], delay_s=again[1])
+
+    def _end_call(self) -> tuple[bool, float] | None:
+        """Return whether the next call presses and its delay, if one was triggered during this one."""
+        with self._lock:
+            self._running = False
+            return self._again
 
     def _log_error(self, error: Exception) -> None:
         """Log an error once, and not at every update."""

@@ -747,6 +747,8 @@ def test_a_page_that_draws_slowly_gets_fewer_messages_but_pressing_ones_at_once(
         dashboard._on_page_message(dashboard, {"interval": bad}, [])
     assert dashboard._throttle.interval == timeouts.LIVE_INTERVAL_S
     dashboard._on_page_message(dashboard, {"interval": 60_000}, [])
+    dashboard._on_page_message(dashboard, {"hello": "gap"}, [])
+    timers.run()
     assert dashboard._throttle.interval == timeouts.LIVE_LONGEST_INTERVAL_S
     begun = timers.now
     source.advance(1)
@@ -756,6 +758,8 @@ def test_a_page_that_draws_slowly_gets_fewer_messages_but_pressing_ones_at_once(
     assert min(at for at, _ in timers.waiting) - begun <= timeouts.LIVE_INTERVAL_S
     timers.run()
     assert sent[-1][0]["status"]["state"] == "paused"
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+    assert dashboard._throttle.interval == timeouts.LIVE_INTERVAL_S
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "step", "stop"])

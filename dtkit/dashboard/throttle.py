@@ -91,7 +91,7 @@ class Throttle:
             self.trigger(is_pressing=again[0], delay_s=again[1])
 
     def _end_call(self) -> tuple[bool, float] | None:
-        """Return what was asked for during the call that has ended."""
+        """Return whether the next call presses and its delay, if one was triggered during this one."""
         with self._lock:
             self._running = False
             return self._again

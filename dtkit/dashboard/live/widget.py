@@ -169,7 +169,7 @@ class Dashboard(anywidget.AnyWidget):
         if not isinstance(content, dict):
             return
         if "hello" in content:
-            self._on_hello()
+            self._on_hello(is_new=content["hello"] == "opened")
         elif "select" in content:
             self._select_node(content["select"])
         elif "zoom" in content:
@@ -179,8 +179,9 @@ class Dashboard(anywidget.AnyWidget):
         elif isinstance(content.get("command"), str):
             self._handle_command(content["command"], content.get("value"))
 
-    def _on_hello(self) -> None:
-        self._throttle.interval = timeouts.LIVE_INTERVAL_S  # until the page knows how long its drawing takes
+    def _on_hello(self, *, is_new: bool) -> None:
+        if is_new:  # and doesn't know yet how long its drawing takes
+            self._throttle.interval = timeouts.LIVE_INTERVAL_S
         with self._send_lock:
             self._is_page_ready = True
             self._send_message(self._message_builder.build_snapshot())

@@ -78,7 +78,7 @@ function buildView(store, send) {
   const make = (build) => build(store, send, redraw);
   const panels = PANELS.map(make), all = [...TOP_PANELS.map(make), toolbar(store, panels), ...panels, summary(store)];
   body.append(...all.map((panel) => panel.el));
-  for (const panel of all) store.sight.watch(panel.el);
+  for (const panel of panels) store.sight.watch(panel.el);
   const updates = all.map((panel) => [panel, guarded(panel)]);
   const draw = () => {
     if (!store.head) return;

@@ -51,9 +51,9 @@ export function isTicking(store) {
 }
 
 /** Return a text that changes with what a person waits for, or must see at once. */
-export function pressing({ status, error, refused, effect, selected, nodesNow, detail, asked, head, nodes }) {
+export function pressing({ status, error, refused, effect, selected, picking, nodesNow, detail, asked, head, nodes }) {
   const { lost, stuck } = nodesNow, answers = asked.size ? [asked.size, status.step] : null;
-  return JSON.stringify([status?.state, status?.activity?.text, error, refused, effect.count, selected, lost, stuck, detail?.range, answers, head?.ranks, nodes.length]);
+  return JSON.stringify([status?.state, status?.activity?.text, error, refused, effect.count, selected, picking, lost, stuck, detail?.range, answers, head?.ranks, nodes.length]);
 }
 
 /** Apply a message. Return false if it doesn't follow the last one; the page then asks for a snapshot. */

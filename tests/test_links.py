@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from dtkit.health.links import HostPair, LinkSpeed, LinkTraffic, SlowLinkDetector, find_slow_link
+from dtkit.health.link_traffic import LinkTraffic
+from dtkit.health.links import HostPair, LinkSpeed, SlowLinkDetector, find_slow_link
 from dtkit.health.status import EngineStatus
 
 ADDRESSES = ("10.0.0.1", "10.0.0.2")

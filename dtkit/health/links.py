@@ -27,20 +27,6 @@ MIN_BUSY, SLOW_RATIO, COMPARABLE = 0.5, 4.0, 0.25
 _REMEDY = "Name another network between the hosts with interface=, or start the cluster without that host"
 
 
-@dataclasses.dataclass(frozen=True)
-class LinkTraffic:
-    """One connection of an engine to a rank of another host, as the engine's kernel counts since its start."""
-
-    local: tuple[str, int]
-    """Address and port of this end."""
-    remote: tuple[str, int]
-    acked_bytes: int
-    busy_s: float
-    """Seconds in which sent bytes waited for the network, not for the receiver."""
-    rate: float
-    """Last speed that the kernel measured, in bytes per second."""
-
-
 class HostPair(NamedTuple):
     """Hosts at the two ends of a link, by name."""
 

@@ -81,7 +81,7 @@ def test_requeue_follows_a_preempted_job_but_not_a_canceled_one(
         folder = run._driver.snapshot_folder
         wait_until(lambda: recovered_data.is_stored(folder) and any(folder.glob("step-*")))
         urgent = slurm.preempt()
-        waits = wait_until(lambda: scenarios.find_event(run, "the repair waits: Slurm job "))
+        waits = wait_until(lambda: scenarios.find_event(run, "the repair waits: 0 of 2 hosts are here; Slurm job "))
         assert f"Slurm job {first} is PREEMPTED" in scenarios.find_event(run, "node 0 lost")
         slurm.call("scancel", urgent)
         wait_until(lambda: list_loss_events(run)[-1] == "repair", 120)

@@ -129,7 +129,7 @@ def find_slow_link(speeds: Mapping[HostPair, LinkSpeed], best: Mapping[HostPair,
     for pair, speed in speeds.items():
         references = [(_find_speed_elsewhere(pair, speeds), False), (best.get(pair, 0.0), True)]
         fitting = [reference for reference in references if speed.rate * SLOW_RATIO < reference[0]]
-        if speed.busy >= MIN_BUSY and fitting:
+        if speed.busy >= MIN_BUSY and speed.num_bytes and fitting:  # without bytes it is cut, not slow
             slow[pair] = fitting[0]
     if not slow:
         return None

@@ -86,6 +86,7 @@ def check_recovered(run: dtkit.Run, cluster: dtkit.Cluster, hosts: list[str]) ->
     run.wait(120)
     assert [node.host for node in cluster.nodes] == hosts
     assert list_loss_events(run) == ["lost", "repair"]
+    assert find_event(run, " slow: ") == ""
     assert_exact(run)
 
 

@@ -88,11 +88,13 @@ def test_requeue_follows_a_preempted_job_but_not_a_canceled_one(
         (second,) = slurm.list_jobs()
         assert f"Slurm job {second} is PENDING" in waits
         wait_for_step(run, run.status.step + 50)
+        run.pause(timeout=60)
+        assert_exact(run)
+        run.resume()
         slurm.call("scancel", second)
         with pytest.raises(dtkit.DtkitError, match=rf"Slurm job {second} is CANCELLED.*resume_from="):
             run.wait(60)
         assert slurm.list_jobs() == []
-        assert_exact(run)
 
 
 def test_preempted_job_is_named_and_its_checkpoint_goes_on_in_another(

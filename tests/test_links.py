@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from dtkit.health.links import HostPair, LinkSpeed, LinkTraffic, SlowLinkDetector, find_slow_link
+from dtkit.health.link_traffic import LinkTraffic
+from dtkit.health.links import HostPair, LinkSpeed, SlowLinkDetector, find_slow_link
 from dtkit.health.status import EngineStatus
 
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
@@ -48,8 +49,8 @@ def test_two_hosts_are_compared_with_their_own_earlier_speed():
 
 @pytest.mark.parametrize(
     "changed",
-    [{"busy": 0.4}, {"rate": 30e6}, {"num_bytes": 5e6}],
-    ids=["rarely in use", "not so slow", "others carry less"],
+    [{"busy": 0.4}, {"rate": 30e6}, {"num_bytes": 5e6}, {"num_bytes": 0, "rate": 0}],
+    ids=["rarely in use", "not so slow", "others carry less", "cut"],
 )
 def test_a_link_that_delays_nobody_is_no_news(changed: dict[str, float]):
     speeds = {RING[0]: dataclasses.replace(SLOW, **changed), RING[1]: FAST, RING[2]: FAST}

@@ -26,6 +26,7 @@ from dtkit.engine.observe.watchdog import Watchdog
 from dtkit.health import frames, stacks
 from dtkit.health.diagnosis import RankObservation
 from dtkit.health.frames import Frame
+from dtkit.health.link_traffic import LinkTraffic
 from dtkit.health.stack_dump import get_process_state
 from dtkit.health.status import EngineStatus, get_dump_path, get_status_path, remove_status_files
 from dtkit.types import GroupSpec, NodeInfo, Request
@@ -148,6 +149,13 @@ def test_status_reports_the_blocked_fraction_of_the_current_job(watchdog: Watchd
     with watchdog.track_request(request("call_function") if not waiting else Request("call_function", 1, 3, {})):
         assert watchdog.sample(spec).blocked_fraction is None
     assert watchdog.sample(spec).blocked_fraction is None
+
+
+def test_status_has_the_traffic_with_other_hosts(watchdog: Watchdog, spec: GroupSpec):
+    assert watchdog.sample(spec).links == ()
+    link = LinkTraffic(("10.0.0.1", 5000), ("10.0.0.2", 5001), 10, 0.5, 1e6)
+    watchdog.watch_links(lambda: [link])
+    assert EngineStatus.from_json(watchdog.sample(spec).to_json()).links == (link,)
 
 
 def test_status_files_are_private_and_not_written_after_stop(watchdog: Watchdog, spec: GroupSpec, tmp_path: Path):

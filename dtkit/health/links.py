@@ -27,20 +27,6 @@ MIN_BUSY, SLOW_RATIO, COMPARABLE = 0.5, 4.0, 0.25
 _REMEDY = "Name another network between the hosts with interface=, or start the cluster without that host"
 
 
-@dataclasses.dataclass(frozen=True)
-class LinkTraffic:
-    """One connection of an engine to a rank of another host, as the engine's kernel counts since its start."""
-
-    local: tuple[str, int]
-    """Address and port of this end."""
-    remote: tuple[str, int]
-    acked_bytes: int
-    busy_s: float
-    """Seconds in which sent bytes waited for the network, not for the receiver."""
-    rate: float
-    """Last speed that the kernel measured, in bytes per second."""
-
-
 class HostPair(NamedTuple):
     """Hosts at the two ends of a link, by name."""
 
@@ -143,7 +129,7 @@ def find_slow_link(speeds: Mapping[HostPair, LinkSpeed], best: Mapping[HostPair,
     for pair, speed in speeds.items():
         references = [(_find_speed_elsewhere(pair, speeds), False), (best.get(pair, 0.0), True)]
         fitting = [reference for reference in references if speed.rate * SLOW_RATIO < reference[0]]
-        if speed.busy >= MIN_BUSY and fitting:
+        if speed.busy >= MIN_BUSY and speed.num_bytes and fitting:  # without bytes it is cut, not slow
             slow[pair] = fitting[0]
     if not slow:
         return None

@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from dtkit.health.frames import Frame, find_user_frame
-from dtkit.health.links import LinkTraffic
+from dtkit.health.link_traffic import LinkTraffic
 
 if TYPE_CHECKING:
     from pathlib import Path

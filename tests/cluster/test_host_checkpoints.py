@@ -9,7 +9,8 @@ import pytest
 
 import dtkit
 from dtkit.checkpoint.remote_files import placed_on_hosts
-from tests.support.hosts.training import assert_exact, assert_nothing_left, make_wide_model, train
+from tests.support.hosts import scenarios
+from tests.support.hosts.training import assert_exact, assert_nothing_left, make_wide_model, train, train_slowly
 from tests.support.recovery import wait_for_step
 from tests.support.waiting import wait_until
 
@@ -56,7 +57,7 @@ def test_a_full_disk_is_told_with_its_host_and_training_goes_on(
     cluster: dtkit.Cluster, network: Network, tmp_path: Path
 ):
     # its file needs more room than the status files that engines free all the time
-    run = train(cluster, 1500, make_wide_model())
+    run = train_slowly(cluster, scenarios.LONG, model=make_wide_model())
     wait_for_step(run, 50)
     saved = run.save(tmp_path / "before")
     full = network["host1"]  # of rank 0, which writes the model

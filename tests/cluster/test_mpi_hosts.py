@@ -11,7 +11,7 @@ import pytest
 import dtkit
 from tests.support.hosts import network as networks
 from tests.support.hosts import scenarios
-from tests.support.hosts.training import assert_exact, assert_nothing_left, make_mpi, train
+from tests.support.hosts.training import assert_nothing_left, make_mpi
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -57,7 +57,5 @@ def test_hosts_without_ipv4_train_and_replace_an_engine(start: Callable[..., dtk
             launcher = cluster._engine_group.transport._launcher
             assert launcher.controller_ip == network.address6
             assert [agent.info.address for agent in launcher.agents] == [host.address6 for host in network.hosts[:2]]
-            run = train(cluster)
-            run.wait(60)
-            assert_exact(run)
+            scenarios.check_training(cluster, network)
             scenarios.check_lost_engine(cluster, network)

@@ -80,7 +80,9 @@ def test_ssh_reaches_each_host_by_its_name(network: Network, ssh_config: Path):
 
 def test_slurm_runs_a_task_on_each_host_and_gives_it_a_gpu(slurm: Slurm):
     task = "echo $(hostname) $CUDA_VISIBLE_DEVICES"
-    lines = slurm.call("srun", "--nodes=2", "--ntasks=4", "--gpus-per-task=1", "sh", "-c", task).splitlines()
+    lines = slurm.call(
+        "srun", "--nodelist=host1,host2", "--ntasks=4", "--gpus-per-task=1", "sh", "-c", task
+    ).splitlines()
     assert sorted(lines) == ["host1 0", "host1 1", "host2 0", "host2 1"]
     wait_until(lambda: not slurm.list_jobs())
 

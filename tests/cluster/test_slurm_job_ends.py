@@ -81,18 +81,20 @@ def test_requeue_follows_a_preempted_job_but_not_a_canceled_one(
         folder = run._driver.snapshot_folder
         wait_until(lambda: recovered_data.is_stored(folder) and any(folder.glob("step-*")))
         urgent = slurm.preempt()
-        waits = wait_until(lambda: scenarios.find_event(run, "the repair waits: Slurm job "))
+        waits = wait_until(lambda: scenarios.find_event(run, "the repair waits: 0 of 2 hosts are here; Slurm job "))
         assert f"Slurm job {first} is PREEMPTED" in scenarios.find_event(run, "node 0 lost")
         slurm.call("scancel", urgent)
         wait_until(lambda: list_loss_events(run)[-1] == "repair", 120)
         (second,) = slurm.list_jobs()
         assert f"Slurm job {second} is PENDING" in waits
         wait_for_step(run, run.status.step + 50)
+        run.pause(timeout=60)
+        assert_exact(run)
+        run.resume()
         slurm.call("scancel", second)
         with pytest.raises(dtkit.DtkitError, match=rf"Slurm job {second} is CANCELLED.*resume_from="):
             run.wait(60)
         assert slurm.list_jobs() == []
-        assert_exact(run)
 
 
 def test_preempted_job_is_named_and_its_checkpoint_goes_on_in_another(

@@ -78,9 +78,13 @@ class SSH(HostLauncher):
         object.__setattr__(self, "ssh_options", tuple(self.ssh_options))
 
     @property
+    def _host_lines(self) -> tuple[str, ...]:
+        return cast("tuple[str, ...]", self.hosts)
+
+    @property
     def slots(self) -> dict[str, int]:
         """Number of engines by host."""
-        return dict(_parse_host(text) for text in cast("tuple[str, ...]", self.hosts))
+        return dict(_parse_host(text) for text in self._host_lines)
 
     def get_controller_address(self) -> str:
         """Return loopback: agents come by forwarded ports."""
@@ -90,8 +94,8 @@ class SSH(HostLauncher):
         """Fill one host after the other. Raises ValueError if all together have too few engines."""
         if num_engines > sum(self.slots.values()):
             raise ValueError(
-                f"Cluster({num_engines}): {', '.join(cast('tuple[str, ...]', self.hosts))} have {sum(self.slots.values())} engines together. "
-                "Ask for fewer engines, or give the hosts larger numbers"
+                f"Cluster({num_engines}): {', '.join(self._host_lines)} have {sum(self.slots.values())} engines "
+                "together. Ask for fewer engines, or give the hosts larger numbers"
             )
         chosen = {}
         for host, count in self.slots.items():

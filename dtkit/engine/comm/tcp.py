@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
-from dtkit.health.links import LinkTraffic
+from dtkit.health.link_traffic import LinkTraffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from dtkit.engine.observe.phase_timer import PhaseTimer
     from dtkit.health.frames import Frame
-    from dtkit.health.links import LinkTraffic
+    from dtkit.health.link_traffic import LinkTraffic
     from dtkit.mesh import Mesh
     from dtkit.types import GroupSpec, Request
 

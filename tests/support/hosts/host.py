@@ -165,7 +165,7 @@ class Host:
     def list_listening(self) -> list[tuple[str, str]]:
         """Return (program, address) of each socket that listens on the host, UDP included."""
         lines = [line.split() for line in self.run("ss", "-Hlntup").splitlines()]
-        return [(words[-1].split('"')[1], words[4].rpartition(":")[0]) for words in lines]
+        return [(words[-1].split('"')[1], words[4].rpartition(":")[0].strip("[]")) for words in lines]
 
     def count_bytes(self) -> int:
         """Return the bytes that have crossed the host's cable, in both directions."""

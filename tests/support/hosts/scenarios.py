@@ -43,7 +43,7 @@ def check_ports(cluster: dtkit.Cluster, network: Network) -> None:
     """Check that hosts listen on loopback and one address each, and this machine on the controller's, with a key."""
     launcher = cluster._engine_group.transport._launcher
     for agent in launcher.agents:
-        sockets = network[agent.info.host].list_listening()
+        sockets = network[agent.info.hostname].list_listening()
         own = {(name, address) for name, address in sockets if name not in SERVICES}
         assert {address for _, address in own} == {"127.0.0.1", agent.info.address}
     here = set()
@@ -86,6 +86,7 @@ def check_recovered(run: dtkit.Run, cluster: dtkit.Cluster, hosts: list[str]) ->
     run.wait(120)
     assert [node.host for node in cluster.nodes] == hosts
     assert list_loss_events(run) == ["lost", "repair"]
+    assert find_event(run, " slow: ") == ""
     assert_exact(run)
 
 

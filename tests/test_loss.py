@@ -122,7 +122,7 @@ def test_invalid_losses_raise(name):
 def test_batch_without_a_target_needs_a_training_step(given, form):
     loss_fn = Loss(nn.CrossEntropyLoss(), None)
     for call in (loss_fn, loss_fn.evaluate_batch):
-        with pytest.raises(TypeError, match=rf"a batch of this data is {form}; with loss= .*Use training_step="):
+        with pytest.raises(TypeError, match=rf"a batch of this data is {form}; with loss= .*as in \(X, y\)\. .*use training_step="):
             call(model(), given)
 
 

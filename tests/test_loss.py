@@ -121,8 +121,9 @@ def test_invalid_losses_raise(name):
 )
 def test_batch_without_a_target_needs_a_training_step(given, form):
     loss_fn = Loss(nn.CrossEntropyLoss(), None)
+    message = rf"a batch of this data is {form}; with loss= .*, as in \(X, y\)\. .* use training_step="
     for call in (loss_fn, loss_fn.evaluate_batch):
-        with pytest.raises(TypeError, match=rf"a batch of this data is {form}; with loss= .*Use training_step="):
+        with pytest.raises(TypeError, match=message):
             call(model(), given)
 
 

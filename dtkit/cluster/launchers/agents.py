@@ -126,11 +126,12 @@ class AgentLauncher(Launcher):
             agent.info = agent.call("describe", interface=self._config.interface)
         order = {name: k for k, name in enumerate(self._num_engines or hosts)}
         came.sort(key=lambda agent: (order.get(agent.info.host, len(order)), agent.info.host))
-        self._agents = [agent for agent in self._agents if agent.is_alive] + came
-        names = [agent.info.hostname for agent in self._agents]
+        agents = [agent for agent in self._agents if agent.is_alive] + came
+        names = [agent.info.hostname for agent in agents]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             remedy = self._host_launcher.one_agent_remedy
             raise ClusterError(f"two agents run on {', '.join(twice)}, as `hostname` prints there: {remedy}")
+        self._agents = agents  # only now: the caller cancels those that are refused
 
     def _check_reachable(self) -> None:
         """Raise ClusterError with all addresses if a host can't reach the first one."""

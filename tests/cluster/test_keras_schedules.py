@@ -72,7 +72,7 @@ def test_new_learning_rate_scales_a_schedule(cluster2: dtkit.Cluster, make_sched
     run.wait(60)
     rates = [0.1, 0.05, 0.2, 0.1, 0.0, 0.1]
     assert list_rates(run) == pytest.approx(rates)
-    check_equal(run.model, train_alone(rates))
+    check_equal(run.model, train_alone(list_rates(run)))  # a schedule's rates are in float32
 
 
 def test_scaled_schedule_goes_on_from_a_checkpoint(cluster2: dtkit.Cluster, tmp_path: Path):
@@ -92,7 +92,7 @@ def test_scaled_schedule_goes_on_from_a_checkpoint(cluster2: dtkit.Cluster, tmp_
     )
     resumed.wait(60)
     assert list_rates(resumed)[-2:] == pytest.approx([0.2, 0.1])
-    check_equal(resumed.model, train_alone([0.1, 0.4, 0.2, 0.1]))
+    check_equal(resumed.model, train_alone([*list_rates(run), *list_rates(resumed)[-2:]]))
 
 
 def test_new_learning_rate_where_a_schedule_is_at_zero_holds_for_one_update(
@@ -105,7 +105,7 @@ def test_new_learning_rate_where_a_schedule_is_at_zero_holds_for_one_update(
     run.wait(60)
     rates = [0.1, 0.05, 0.0, 0.3, 0.0, 0.0]
     assert list_rates(run) == pytest.approx(rates)
-    check_equal(run.model, train_alone(rates))
+    check_equal(run.model, train_alone(list_rates(run)))  # a schedule's rates are in float32
     assert "lr=0.3 holds for one update: the schedule is at 0 there" in capsys.readouterr().out
 
 

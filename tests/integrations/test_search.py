@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import pytest
 
 from dtkit.integrations.search.channel import EngineEnd, NotebookEnd, TrialStart
@@ -124,6 +125,16 @@ def test_a_trial_asks_its_study(tmp_path: Path):
         wait_until(lambda: len(notebook.calls) == 7, 10)
     assert notebook.calls[3] == ("report", [0.5, 2])
     assert list(tmp_path.iterdir()) == []  # all questions and answers were read
+
+
+class PrunedTrial(GridTrial):
+    def should_prune(self) -> Any:
+        return np.bool_(True)
+
+
+def test_a_pruner_may_answer_with_a_numpy_bool(tmp_path: Path):
+    with Answering(tmp_path, PrunedTrial(0, {})) as notebook:
+        assert Trial(notebook.start).should_prune() is True
 
 
 def test_only_methods_of_trials_can_be_called(tmp_path: Path):

@@ -93,7 +93,9 @@ class NotebookEnd:
             path.unlink()
             answer = run_guarded(lambda: self._compute(question), _describe_error)  # noqa: B023 - called at once
             if question["needs_answer"]:
-                replace_file(Path(f"{self._prefix}.{self._num_answered}.answer"), json.dumps(answer))
+                replace_file(
+                    Path(f"{self._prefix}.{self._num_answered}.answer"), json.dumps(answer, default=_unpack_scalar)
+                )
             self._num_answered += 1
         return self._num_answered > first
 
@@ -105,3 +107,10 @@ class NotebookEnd:
 
 def _describe_error(error: Exception) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _unpack_scalar(value: Any) -> Any:
+    """Return the number or truth value of a numpy scalar: some of Optuna's pruners answer with one."""
+    if not hasattr(value, "item"):
+        raise TypeError(f"a study answered with a {type(value).__name__}, which can't be sent")
+    return value.item()

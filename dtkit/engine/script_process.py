@@ -243,9 +243,14 @@ class _ScriptProcess:
         os.close(self._log_reader)
 
 
+_FORCING_COLORS = ("FORCE_COLOR", "CLICOLOR_FORCE")
+"""Variables that ipykernel sets. Progress bars would take the pipe for a terminal, and move its cursor."""
+
+
 def _make_environment(extra: Mapping[str, str], log_writer: int) -> dict[str, str]:
     """Return the process's environment, whose first import is :mod:`dtkit.engine.startup.sitecustomize`."""
-    environment = {**os.environ, **extra, LOG_DESCRIPTOR_VARIABLE: str(log_writer)}
+    inherited = {name: value for name, value in os.environ.items() if name not in _FORCING_COLORS}
+    environment = {**inherited, **extra, LOG_DESCRIPTOR_VARIABLE: str(log_writer)}
     paths = [str(_STARTUP_FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
     return environment | {"PYTHONPATH": os.pathsep.join(paths)}
 

@@ -210,8 +210,9 @@ class _ScriptProcess:
         lines.flush_partial_line()
 
     def _read_rows(self, stream: io.FileIO) -> None:
-        for line in io.BufferedReader(stream):
-            self._output.add_row(json.loads(line))
+        with io.BufferedReader(stream) as lines:
+            for line in lines:
+                self._output.add_row(json.loads(line))
 
     def wait(self) -> int:
         """Wait for the end, and return the exit code; negative for a signal. All processes that it started end too."""

@@ -210,8 +210,9 @@ class _ScriptProcess:
         lines.flush_partial_line()
 
     def _read_rows(self, stream: io.FileIO) -> None:
-        for line in io.BufferedReader(stream):
-            self._output.add_row(json.loads(line))
+        with io.BufferedReader(stream) as lines:
+            for line in lines:
+                self._output.add_row(json.loads(line))
 
     def wait(self) -> int:
         """Wait for the end, and return the exit code; negative for a signal. All processes that it started end too."""
@@ -243,9 +244,14 @@ class _ScriptProcess:
         os.close(self._log_reader)
 
 
+_FORCING_COLORS = ("FORCE_COLOR", "CLICOLOR_FORCE")
+"""Variables that ipykernel sets. Progress bars would take the pipe for a terminal, and move its cursor."""
+
+
 def _make_environment(extra: Mapping[str, str], log_writer: int) -> dict[str, str]:
     """Return the process's environment, whose first import is :mod:`dtkit.engine.startup.sitecustomize`."""
-    environment = {**os.environ, **extra, LOG_DESCRIPTOR_VARIABLE: str(log_writer)}
+    inherited = {name: value for name, value in os.environ.items() if name not in _FORCING_COLORS}
+    environment = {**inherited, **extra, LOG_DESCRIPTOR_VARIABLE: str(log_writer)}
     paths = [str(_STARTUP_FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
     return environment | {"PYTHONPATH": os.pathsep.join(paths)}
 

@@ -86,7 +86,9 @@ def compare_with_plain_loop(cluster: dtkit.Cluster, make: Callable[[], Any], sam
         )
         run.wait(120)
     except (dtkit.DtkitError, ValueError) as error:
-        return f"refused: {str(error).splitlines()[0][:120]}"
+        reason = str(error).splitlines()[0][:120]
+        has_lost_engine = any(failure.is_engine_gone for failure in getattr(error, "failures", ()))
+        return f"**an engine ended: {reason}**" if has_lost_engine else f"refused: {reason}"
     state = run.model.state_dict()
     difference = max(float((state[name] - value).abs().max()) for name, value in expected.items() if value.numel())
     return f"{difference:.1e}" if difference <= BOUND else f"**WRONG by {difference:.1e}**"

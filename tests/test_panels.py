@@ -666,7 +666,15 @@ def test_a_report_is_one_self_contained_file(tmp_path):
     assert not re.search(r"<script|<link|<img src=x|https?://", page)
     assert page.count("data:image/png;base64,") == 1
     assert "&lt;script&gt;alert(1)" in page
-    for heading in ("Charts", "Speed-up over one process", "Settings", "Nodes", "Learning rates", "Events", "Origin"):
+    for heading in (
+        "Charts",
+        "Speed-up over one process",
+        "Settings, as typed",
+        "Nodes",
+        "Learning rates",
+        "Events",
+        "Origin",
+    ):
         assert f"<h2>{heading}</h2>" in page
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
     assert all(str(node.pid) in cells for node in source.nodes)

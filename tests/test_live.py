@@ -23,7 +23,7 @@ from dtkit.dashboard.live.bundle import bundle_modules
 from dtkit.dashboard.live.log_lines import MAX_LOG_LINES, MAX_MARKS
 from dtkit.dashboard.live.messages import MAX_CHANGE_EVENTS, MessageBuilder
 from dtkit.dashboard.run_view import RunView
-from dtkit.dashboard.summary import stall
+from dtkit.dashboard.summary import spare_core, stall
 from dtkit.dashboard.summary.curves import CHARTS, LOSS, MAX_BUCKETS, Curves, downsample
 from dtkit.dashboard.summary.notices import MARKED_EVENTS
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
@@ -910,7 +910,7 @@ def test_a_run_without_a_spare_core_is_drawn_later_or_when_it_pauses(notebook, m
     source.nodes = [dataclasses.replace(node, host=host, threads=threads) for node in source.nodes]
     display.show(source)
     displays, draws = display._displays[source], []
-    monkeypatch.setattr(display, "count_cores", lambda: 2)
+    monkeypatch.setattr(spare_core, "count_cores", lambda: 2)
     monkeypatch.setattr(displays._throttle, "trigger", lambda: draws.append(source.state))
     displays._start_drawing()  # after seconds
     counts = [len(draws)]

@@ -52,7 +52,7 @@ def test_a_band_of_merged_buckets_leaves_out_single_slow_steps(tmp_path: Path):
     np.testing.assert_allclose(np.array(found), expected, rtol=1e-5)
 
 
-_PACED_PAGE = """((cost, until) => {
+_PACED_PAGE = """((cost, until, spare) => {
   let now = 0, frames = [], timers = [], posted = [];
   const drawn = [], reported = [];
   Object.defineProperty(globalThis, "performance", { value: { now: () => now } });
@@ -64,7 +64,7 @@ _PACED_PAGE = """((cost, until) => {
     port2 = { postMessage: () => posted.push(this.port1) };
   };
   const redraw = () => requestAnimationFrame(() => { drawn.push(now); now += cost; });
-  const pacer = newPacer(redraw, (ms) => reported.push(ms));
+  const pacer = newPacer(redraw, (ms) => reported.push(ms), () => spare);
   const run = (calls) => { for (const call of calls.splice(0)) call(); };
   for (let message = 0; now < until; now += 10) {
     if (now >= message) { pacer.soon(); message += 250; }
@@ -82,12 +82,15 @@ _PACED_PAGE = """((cost, until) => {
 
 def test_a_page_draws_rarely_where_drawing_takes_long(tmp_path: Path):
     """On cores that are all busy, a frame takes long, and the training on them pays for it."""
-    quick, slow, frozen = (
-        evaluate_page_code(tmp_path / str(cost), "pacing.js", ["newPacer"], f"{_PACED_PAGE}({cost}, 60_000)")
-        for cost in (2, 15, 400)
+    quick, slow, frozen, spare = (
+        evaluate_page_code(
+            tmp_path / cost, "pacing.js", ["newPacer"], f"{_PACED_PAGE}({cost}, 60_000, {has_spare_core})"
+        )
+        for cost, has_spare_core in (("2", "false"), ("15", "false"), ("400", "false"), ("16", "true"))
     )
     assert len(quick["drawn"]) >= 220  # each message
     assert quick["reported"] == []
+    assert len(spare["drawn"]) >= 220  # nothing waits for the core that it takes
     assert len(slow["drawn"]) <= 20 + 0.01 * 60_000 / 15 + 1  # what may be spent at once, then a hundredth of the time
     assert slow["reported"][-1] == 1500
     gaps = np.diff(frozen["drawn"])

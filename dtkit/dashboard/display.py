@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import html
-import socket
 import sys
 import threading
 import time
@@ -20,8 +19,8 @@ from typing import TYPE_CHECKING
 from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit._util.notebook import in_notebook
-from dtkit._util.resources import count_cores
 from dtkit.dashboard.live.placement import PlacedView, place_view
+from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.text import run_text
 from dtkit.dashboard.throttle import Throttle, start_timer
 from dtkit.types import State
@@ -164,7 +163,7 @@ class _LiveDisplays:
 
     def _start_drawing(self) -> None:
         """Draw pictures from now on. The first time, a run without a core to spare is left alone while it runs."""
-        self._is_drawing_delayed = not self._may_draw and not _has_spare_core(self._run)
+        self._is_drawing_delayed = not self._may_draw and not has_spare_core(self._run)
         self._may_draw = True
         if not self._run.status.state.has_ended:
             self._draw_soon()
@@ -196,12 +195,6 @@ class _LiveDisplays:
     def _update(self, views: list[PlacedView], output: Output) -> None:
         for view in views:
             view.update(output)
-
-
-def _has_spare_core(run: RunView) -> bool:
-    """Return whether this host has more cores than the run's engines on it have threads."""
-    own = [node for node in run.nodes if node.host == socket.gethostname() and node.device == "cpu"]
-    return sum(node.threads for node in own) < count_cores()
 
 
 def _close_old_displays() -> None:

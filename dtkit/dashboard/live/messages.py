@@ -41,6 +41,7 @@ from dtkit.dashboard.summary.metrics import build_tiles, compute_epoch, compute_
 from dtkit.dashboard.summary.node_series import NODE_CHARTS, NodeSeries
 from dtkit.dashboard.summary.notices import MARKED_EVENTS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.outliers import find_outliers
+from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
 from dtkit.dashboard.summary.step_strip import BOX_KINDS, make_step_strip
@@ -270,6 +271,7 @@ class MessageBuilder:
             "phases": PHASES,
             "kinds": BOX_KINDS,
             "offers": list(self.extra_controls),
+            "has_spare_core": has_spare_core(self._run),
         }
 
     def _build_evaluations(self, indices: Sequence[int]) -> list[dict[str, Any]]:

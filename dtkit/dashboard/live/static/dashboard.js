@@ -110,7 +110,7 @@ export default () => {
   store.redraw = () => { for (const redraw of views) redraw(); };
   store.sight = newSight(store.redraw);
   const redrawAll = () => { store.redraw(); requestAnimationFrame(store.sight.drawn); };
-  store.pacer = newPacer(redrawAll, (interval) => store.send({ interval }));
+  store.pacer = newPacer(redrawAll, (interval) => store.send({ interval }), () => Boolean(store.head?.has_spare_core));
   const receive = (model, content, buffers) => {
     const before = pressing(store);
     if (!apply(store, content, buffers) && Date.now() - asked > 1000) {

@@ -722,6 +722,21 @@ def test_pending_changes_are_sent_without_further_updates(watched, timers):
     assert not dashboard._message_builder.has_pending
 
 
+def test_curves_keep_up_with_the_state_on_a_page_that_draws_slowly(watched, timers):
+    """A change has few points, and a page that draws slowly gets few changes: charts were thousands of steps behind."""
+    source, dashboard, sent = watched
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+    dashboard._on_page_message(dashboard, {"interval": 2500}, [])
+    timers.run()
+    begun = timers.now
+    sent.clear()
+    source.advance(400)
+    timers.run()
+    assert len(sent) > 2
+    assert not dashboard._message_builder.has_pending_curves
+    assert timers.now - begun <= timeouts.LIVE_LONGEST_INTERVAL_S + len(sent) * timeouts.LIVE_INTERVAL_S
+
+
 def test_a_timeline_that_is_not_due_sends_no_messages_meanwhile(timers, monkeypatch):
     """Each of them had the whole state, four times a second."""
     source = FakeSource(strips=True)

@@ -115,6 +115,11 @@ class MessageBuilder:
         return self.pending_delay_s is not None
 
     @property
+    def has_pending_curves(self) -> bool:
+        """Whether the last change left curves for the next one."""
+        return self._curves.has_changes
+
+    @property
     def pending_delay_s(self) -> float | None:
         """In how many seconds data is due that the last change left for the next one. None without such data."""
         has_unread_events = self._num_events_read < len(self._run.history.events)

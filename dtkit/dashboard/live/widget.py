@@ -130,9 +130,9 @@ class Dashboard(anywidget.AnyWidget):
             self._send_message(
                 self._message_builder.build_snapshot() if needs_snapshot else self._message_builder.build_change()
             )
-            delay_s = self._message_builder.pending_delay_s
-        if delay_s is not None:
-            self._throttle.trigger(delay_s=delay_s)
+            delay_s, has_curves = self._message_builder.pending_delay_s, self._message_builder.has_pending_curves
+        if delay_s is not None:  # curves that didn't fit would fall behind at a page's slower pace
+            self._throttle.trigger(delay_s=delay_s, is_pressing=has_curves)
 
     def _send_sign_of_life(self) -> bool:
         """Send a sign of life. Return False if the page needs no more of them."""

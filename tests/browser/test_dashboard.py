@@ -560,6 +560,24 @@ def test_loss_has_a_logarithmic_scale(page: Page, tmp_path: Path):
     page.wait_for_function("([line, before]) => line.getAttribute('d') === before", arg=[line.element_handle(), before])
 
 
+def test_bands_that_reach_zero_have_a_logarithmic_scale(page: Page):
+    """A scale without zero gave a path without a number, and browsers drew wedges across the chart."""
+    run = FakeSource(ranks=2, steps=5000)
+    for _ in range(40):
+        run.advance(99)
+        run.advance(1, loss=0.0)
+    view = StaticView(page, run)
+    view.root.get_by_test_id("scale").click()
+    band = view.root.get_by_test_id("loss-chart").locator("path.dtk-band[d]:not([d=''])").first
+    expect(band).to_be_attached()
+    paths = (
+        view.root.get_by_test_id("loss-chart")
+        .locator("path")
+        .evaluate_all("all => all.map((p) => p.getAttribute('d'))")
+    )
+    assert not [path for path in paths if "NaN" in (path or "")]
+
+
 def test_an_evaluation_after_the_last_step_is_in_sight(page: Page):
     """It is made after as many steps, one more than the last step's number."""
     run = FakeSource(ranks=2)

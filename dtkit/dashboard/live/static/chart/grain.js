@@ -95,9 +95,10 @@ export function valueLimits(grain, { shown, from, to, extra, isLog, robust, from
   for (let at = 0; at < grain.used; at++) {
     if (grain.span(at)[1] < from || grain.span(at)[0] > to) continue;
     for (let line = 0; line < grain.lines; line++) {
-      const least = shown(line) ? grain.value(line, at, 0) : NaN;
-      if (Number.isNaN(least)) continue;
-      low = Math.min(low, least);
+      const mean = shown(line) ? grain.value(line, at, 1) : NaN;
+      if (Number.isNaN(mean)) continue;
+      const least = grain.value(line, at, 0); // NaN on a logarithmic scale, where it is 0
+      low = Math.min(low, Number.isNaN(least) ? mean : least);
       high = Math.max(high, grain.value(line, at, 2));
       if (robust) means.push(grain.value(line, at, 1));
     }

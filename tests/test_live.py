@@ -918,6 +918,23 @@ def test_a_run_that_goes_on_has_a_picture_with_its_time(notebook):
     assert set(handle.updates[-1][0]) == {"image/png", "text/plain"}
 
 
+def test_a_run_without_a_spare_core_keeps_its_text_up_to_date(notebook, monkeypatch):
+    """A notebook that is saved meanwhile said "no step yet", whatever the run had done."""
+    source = FakeSource(ranks=1)
+    source.nodes = [dataclasses.replace(node, host=socket.gethostname(), threads=1000) for node in source.nodes]
+    display.show(source)
+    (_, handle), displays = notebook[1], display._displays[source]
+    monkeypatch.setattr(displays._text_throttle, "trigger", displays._refresh_text)
+    source.advance(7)
+    displays._start_drawing()
+    [(data, _)] = handle.updates
+    assert "Step 7 of 400 at " in data["text/html"]
+    assert "<img" not in data["text/html"]
+    displays._draw_picture()
+    displays._refresh_text()
+    assert "<img" in handle.updates[-1][0]["text/html"]
+
+
 @pytest.mark.parametrize(("threads", "expected"), [(1, [1, 1, 2]), (1000, [0, 1, 2])])
 def test_a_run_without_a_spare_core_is_drawn_later_or_when_it_pauses(notebook, monkeypatch, threads, expected):
     source = FakeSource(ranks=1)

@@ -125,6 +125,7 @@ class _LiveDisplays:
         self._widget: Dashboard = Dashboard(run)
         self._final_throttle = Throttle(self._draw_final_picture, 0.0)
         self._throttle = Throttle(self._draw_picture, timeouts.KEPT_PICTURE_INTERVAL_S)
+        self._text_throttle = Throttle(self._refresh_text, timeouts.KEPT_PICTURE_INTERVAL_S)
         self._may_draw = self._is_drawing_delayed = False
         self._unsubscribe = run.subscribe(self._on_change)
         start_timer(timeouts.KEPT_PICTURE_FIRST_S, self._start_drawing)
@@ -151,6 +152,7 @@ class _LiveDisplays:
         """End the live view; its pictures stay."""
         self._unsubscribe()
         self._throttle.close()
+        self._text_throttle.close()
         self._final_throttle.close()
         self._widget.close()
 
@@ -162,19 +164,29 @@ class _LiveDisplays:
             self._final_throttle.trigger()
 
     def _start_drawing(self) -> None:
-        """Draw pictures from now on. The first time, a run without a core to spare is left alone while it runs."""
+        """Draw pictures from now on. The first time, a run without a core to spare gets a text while it runs."""
         self._is_drawing_delayed = not self._may_draw and not has_spare_core(self._run)
         self._may_draw = True
         if not self._run.status.state.has_ended:
             self._draw_soon()
 
     def _draw_soon(self) -> None:
-        if self._may_draw and not (self._is_drawing_delayed and self._run.status.state is State.RUNNING):
-            self._throttle.trigger()
+        if not self._may_draw:
+            return
+        is_text = self._is_drawing_delayed and self._run.status.state is State.RUNNING
+        (self._text_throttle if is_text else self._throttle).trigger()
+
+    def _refresh_text(self) -> None:
+        """Show the present numbers until there is a picture. Runs on a view's thread."""
+        with self._lock:
+            if self._is_drawing_delayed and not self._run.status.state.has_ended:
+                output = _make_text_output(_describe_picture(self._run), run_text.format_run(self._run))
+                self._update([view for view in self._views if view.shows_pictures_meanwhile], output)
 
     def _draw_picture(self) -> None:
         """Refresh the picture during the run. Runs on a view's thread."""
         if any(view.shows_pictures_meanwhile for view in self._views):
+            self._is_drawing_delayed = False  # also after a pause: no text replaces the picture
             started_at = time.thread_time()
             output = _make_meanwhile_output(self._run)
             drawing_s = time.thread_time() - started_at

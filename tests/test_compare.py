@@ -227,6 +227,15 @@ def test_the_table_names_training_and_validation_and_explains_only_its_columns()
     assert "validation" not in note
 
 
+def test_a_learning_rate_that_a_function_hides_is_compared():
+    runs = [FakeSource(ranks=1) for _ in range(3)]
+    runs[1].lr = 0.02
+    for run in runs[:2]:
+        run.advance(3)
+    assert dtkit.compare(runs).differences == [("first learning rate", "0.1", "0.02", "—")]
+    assert dtkit.compare([runs[0], runs[0]]).differences == []
+
+
 def test_metrics_and_differing_settings_are_compared():
     one = with_metrics("DataParallel()", [0.5, 0.9, 0.8])
     other = with_metrics("Sharded()", [0.6, 0.7, 0.75])

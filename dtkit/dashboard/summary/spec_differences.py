@@ -9,6 +9,7 @@ from dtkit._util import formatting
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dtkit.history.history import History
     from dtkit.types import RunSpec
 
 _FIELDS = ("strategy", "world_size", "batch_size", "optimizer", "loss", "shuffle", "seed", "num_workers", "samples")
@@ -24,6 +25,12 @@ def list_differences(specs: Sequence[RunSpec | None]) -> list[tuple[str, ...]]:
     ]
     known = [k for k, values in enumerate(settings, 1) if values is not None]
     return [row for row in rows if len({row[k] for k in known}) > 1]
+
+
+def list_first_rate_differences(histories: Sequence[History]) -> list[tuple[str, ...]]:
+    """Return ("first learning rate", its text in each run) if runs differ in it; a dash for a run without a step."""
+    rates = [formatting.UNKNOWN if not len(history) else f"{history[0].lr:g}" for history in histories]
+    return [("first learning rate", *rates)] if len(set(rates) - {formatting.UNKNOWN}) > 1 else []
 
 
 def _collect(spec: RunSpec) -> dict[str, str]:

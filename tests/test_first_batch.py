@@ -104,6 +104,13 @@ def test_first_rows_are_refused_before_anything_is_sent(
     assert not transport.has_sent
 
 
+def test_targets_that_torch_repeats_for_each_output_are_refused(transport: RecordingTransport, cluster: dtkit.Cluster):
+    inputs = torch.randn(28, 8)
+    with pytest.raises(ValueError, match=r"shape \(\d+, 1\) with targets of shape \(\d+,\): torch repeats both"):
+        train(cluster, nn.Linear(8, 1), (inputs, inputs[:, 0]), loss=nn.MSELoss())
+    assert not transport.has_sent
+
+
 def test_error_of_the_first_rows_names_the_users_line(cluster: dtkit.Cluster):
     with pytest.raises(FirstBatchError) as caught:
         train(cluster, loss=call_unknown)

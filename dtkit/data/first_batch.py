@@ -23,7 +23,7 @@ from dtkit.data.broadcast import ModelHandle, find_batch_norms
 from dtkit.data.buffer_check import describe_batch_statistics
 from dtkit.data.columns import ColumnSelection, is_sample_list
 from dtkit.data.distribute import DataHandle
-from dtkit.data.loss_check import check_gradients_reach_model, describe_parts
+from dtkit.data.loss_check import check_gradients_reach_model, check_target_shape, describe_parts
 from dtkit.data.notebook_data import NUM_FIRST_ROWS, copy_first_rows
 from dtkit.data.partition import Partition
 from dtkit.engine.data.random_state import preserve_generators
@@ -66,11 +66,14 @@ def check_first_batch(
         trial = run_guarded(lambda: _prepare(engine_group, model, program, data, columns), lambda _: None)
         if trial is None:
             return None
-        outcome = run_guarded(trial.run, trial.explain)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            outcome = run_guarded(trial.run, trial.explain)
         if isinstance(outcome, FirstBatchError):
             raise outcome
         if outcome is None:
             return None
+        check_target_shape([str(warning.message) for warning in caught])
         check_gradients_reach_model(outcome, trial.model)
         return _describe_division(trial) if divides_batch else None
 

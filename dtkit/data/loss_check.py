@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +23,33 @@ from dtkit.strategies.loss import WEIGHTED_LOSS_EXAMPLE, get_labels
 from dtkit.strategies.module_modes import module_eval_mode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from dtkit.strategies.loss import Loss
 
 _TOLERANCE, _DOUBLE_TOLERANCE = 2e-5, 1e-6
+
+
+_SIZE_WARNING = re.compile(
+    r"Using a target size \(torch\.Size\(\[([\d, ]*)\]\)\) that is different to "
+    r"the input size \(torch\.Size\(\[([\d, ]*)\]\)\)"
+)
+"""What torch's losses warn of, such as `torch.nn.functional.mse_loss`."""
+
+
+def check_target_shape(warnings: Iterable[str]) -> None:
+    """Raise ValueError if a loss repeats targets along another number of axes than outputs have.
+
+    The loss then compares each output with every target. The strings are the warnings that it has caused.
+    """
+    for match in filter(None, map(_SIZE_WARNING.search, warnings)):
+        target, output = (tuple(int(size) for size in text.split(", ") if size) for text in match.groups())
+        if len(target) != len(output):
+            raise ValueError(
+                f"the loss compares outputs of shape {output} with targets of shape {target}: torch repeats both, so "
+                "that each output meets every target. Give both one shape, for example by y[:, None] for the targets, "
+                "or by squeeze(1) for the outputs"
+            )
 
 
 def check_gradients_reach_model(loss: torch.Tensor, model: torch.nn.Module) -> None:

@@ -389,6 +389,7 @@ def test_failed_run_refuses_to_continue_and_refers_to_its_exception(cluster, eng
     for ask in (run.resume, run.stop, lambda: run.extend(steps=1)):
         with pytest.raises(dtkit.errors.RunError, match=r"run\.exception says why.*resume_from=path"):
             ask()
+    assert str(run.verdict) == "failed after 1 step: run.exception has the error"  # no advice on speed
 
 
 def paused_for_a_lost_engine(cluster: dtkit.Cluster, engines: FakeTransport) -> dtkit.Run:

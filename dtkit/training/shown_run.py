@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dtkit._util import formatting
 from dtkit._util.guard import Subscribers
 from dtkit.dashboard.run_view import RunView
 
@@ -36,9 +37,16 @@ class ShownRun(RunView):
     @property
     def verdict(self) -> Verdict:
         """The run's bottleneck and a remedy, in one line. ``run.verdict.explain()`` prints the numbers."""
-        from dtkit.dashboard.summary.verdict import find_verdict
+        from dtkit.dashboard.summary.verdict import Verdict, find_verdict
 
-        return find_verdict(self.history, self.spec)
+        verdict = find_verdict(self.history, self.spec)
+        if self.exception is None or verdict.cause == "diverged":
+            return verdict
+        return Verdict(
+            "failed",
+            f"failed after {formatting.format_count(self.status.step, 'step')}: run.exception has the error",
+            0.0,
+        )
 
     def figure(self) -> Figure:
         """Return a matplotlib Figure of the run, at any time: loss and throughput, per node and together."""

@@ -51,7 +51,7 @@ class Verdict:
     """A run's bottleneck and its remedy, in one line. `explain()` prints the numbers behind it."""
 
     cause: str
-    """One of "diverged", "data", "straggler", "communication", "overhead", "bubble", "cut", "waiting", "computing" and
+    """One of "failed", "diverged", "data", "straggler", "communication", "overhead", "bubble", "cut", "waiting", "computing" and
     "unknown".
     """
     text: str

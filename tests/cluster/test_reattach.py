@@ -44,8 +44,9 @@ def test_attach_continues_the_run_of_a_killed_kernel():
             check_run_continues(cluster)
 
 
-def test_attach_shows_the_timeline_and_the_last_comparison_of_replicas():
+def test_attach_shows_the_timeline_and_the_last_comparison_of_replicas(tmp_path: Path):
     with notebook() as process:
+        wait_until(lambda: list(tmp_path.rglob("replica-check.json")), 30)  # the notebook stores it once a second
         process.send_signal(signal.SIGKILL)
         process.wait(10)
         with dtkit.attach() as cluster:

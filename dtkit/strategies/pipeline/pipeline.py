@@ -89,7 +89,8 @@ class Pipeline(Strategy):
         Names of the layers at which the second and later stages begin. By default dtkit cuts the chain of layers so
         that the slowest stage is as fast as possible.
     balance_by
-        Cost of a layer for dtkit's cut: its measured "time", or its "parameters".
+        Cost of a layer for dtkit's cut: its measured "time", or its "parameters". Measured times may cut another run
+        elsewhere. Each stage draws its own dropout, so use `split` or "parameters" to repeat a run with dropout.
     clip_grad_norm
         Largest norm of the whole gradient, over all stages.
 

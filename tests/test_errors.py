@@ -108,7 +108,7 @@ def loss(output, target):
         return output.sum()
 
 cluster = dtkit.Cluster.from_transport(FakeTransport(1), device="cpu")
-data = torch.zeros(8, 4), torch.zeros(8)
+data = torch.zeros(8, 4), torch.zeros(8, 1)
 options = dict(optimizer=torch.optim.SGD, batch_size=4, steps=2)
 ''')
 for cell in (

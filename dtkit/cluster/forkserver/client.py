@@ -49,7 +49,7 @@ class ForkServerClient:
         if self.find_server() is None:
             self.start()
         try:
-            return self._send(ForkRequest(n), timeout).engines
+            return self._ask_for_engines(n, timeout)
         except TimeoutError:
             raise ClusterError(
                 f"loading torch for the engines took longer than {timeout:g} s; give it longer with timeout="
@@ -58,6 +58,19 @@ class ForkServerClient:
             raise ClusterError(
                 f"the engines could not be started, because loading torch failed:\n{self._read_log()}"
             ) from None
+
+    def _ask_for_engines(self, n: int, timeout: float) -> list[int]:
+        """Ask the server, and another one if it was just being killed: without an error in its log."""
+        try:
+            return self._send(ForkRequest(n), timeout).engines
+        except TimeoutError:
+            raise
+        except (OSError, ValueError):
+            self.wait(timeouts.FORK_REQUEST_TIMEOUT_S)
+            if self.find_server() is not None or self._read_log():
+                raise
+            self.start()
+            return self._send(ForkRequest(n), timeout).engines
 
     def find_server(self) -> int | None:
         """Return the server's pid, or None if it has ended."""

@@ -251,7 +251,7 @@ def test_slow_rank_is_reported_as_straggler_and_continues(cluster3: dtkit.Cluste
     run.resume()
     report, _ = wait_for_report(cluster3, kind="straggler")
     assert report.rank == 2
-    assert report.phase in ("forward", "backward")
+    assert report.phase in ("forward", "backward", "step")  # a sample may also meet the beginning of a step
     assert "slowed 10x on purpose" in report.reason
     before = run.status.step
     wait_until(lambda: run.status.step > before)

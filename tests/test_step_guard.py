@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,6 +19,9 @@ from dtkit.strategies import averaging
 from dtkit.strategies.averaging import ParameterAveraging
 from dtkit.strategies.loss import Loss
 from tests.support.in_process_job import CPU, data, make_job, net, sgd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def noisy() -> nn.Module:
@@ -47,6 +50,17 @@ class Faulty:
         self._left -= 1
         if self._left == -1:
             raise self._error
+
+
+def make_faulty_loss(at: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return a loss that raises once, in the call with the given number."""
+    fault = Faulty(at, RuntimeError("no loss here"))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        fault()
+        return F.cross_entropy(output, target)
+
+    return loss
 
 
 def test_a_step_that_fails_before_its_update_is_undone_and_repeated():
@@ -89,12 +103,7 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("failed_at", [0, 5])
 def test_undoing_a_step_restores_buffers_and_counts_of_modules(failed_at: int):
-    fault = Faulty(failed_at, RuntimeError("no loss here"))
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        fault()
-        return F.cross_entropy(output, target)
-
+    loss = make_faulty_loss(failed_at)
     made, undisturbed = make_job(Counting(), loss=loss), make_job(Counting(), loss=F.cross_entropy)
     with pytest.raises(RuntimeError, match="no loss here"):
         made.advance(8)
@@ -152,12 +161,7 @@ class Distilled(nn.Module):
 
 @pytest.mark.parametrize("failed_at", [0, 1, 6])
 def test_undoing_a_step_restores_frozen_parameters_that_it_wrote(failed_at: int):
-    fault = Faulty(failed_at, RuntimeError("no loss here"))
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        fault()
-        return F.cross_entropy(output, target)
-
+    loss = make_faulty_loss(failed_at)
     made, undisturbed = make_job(Distilled(0), loss=loss), make_job(Distilled(0), loss=F.cross_entropy)
     with pytest.raises(RuntimeError, match="no loss here"):
         made.advance(8)
@@ -169,12 +173,7 @@ def test_undoing_a_step_restores_frozen_parameters_that_it_wrote(failed_at: int)
 
 
 def test_frozen_parameters_written_late_are_copied_from_the_next_dispatch_on():
-    fault = Faulty(9, RuntimeError("no loss here"))
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        fault()
-        return F.cross_entropy(output, target)
-
+    loss = make_faulty_loss(9)
     made, undisturbed = (make_job(Distilled(5, writes_data=False), loss=each) for each in (loss, F.cross_entropy))
     for _ in range(3):
         made.advance(3)
@@ -188,12 +187,7 @@ def test_frozen_parameters_written_late_are_copied_from_the_next_dispatch_on():
 
 
 def test_a_step_that_wrote_frozen_parameters_without_a_copy_is_partial():
-    fault = Faulty(5, RuntimeError("no loss here"))
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        fault()
-        return F.cross_entropy(output, target)
-
+    loss = make_faulty_loss(5)
     made = make_job(Distilled(5), loss=loss)
     with pytest.raises(RuntimeError, match="no loss here"):
         made.advance(8)

@@ -39,7 +39,7 @@ def test_time_limit_is_told_before_and_the_next_job_goes_on(
         slurm.shorten(job)
         wait_until(lambda: scenarios.find_event(run, "resume_from="), 60)
         slurm.end_time_now(job)
-        run.inject_delay(0, 500)  # less work until Slurm looks
+        run.inject_delay(0, 100)  # less work until Slurm looks
         assert f"Slurm job {job} ends in " in scenarios.find_event(run, "writes a checkpoint before that")
         assert str(saved) in scenarios.find_event(run, "resume_from=")
         with pytest.raises(dtkit.DtkitError, match=rf"no host is left: Slurm job {job} is TIMEOUT.*resume_from="):

@@ -80,6 +80,27 @@ def test_a_rate_set_by_hand_scales_the_whole_schedule(name):
     assert rest == pytest.approx((2 * np.array(reference(SCHEDULES[name], 12)[5:])).tolist(), rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rate_of_0_suspends_a_schedule_that_goes_on_afterwards(name):
+    found, optimizer = rates(SCHEDULES[name], groups=2)
+    run(found, optimizer, 5)
+    found.set_lr(0.0)
+    assert run(found, optimizer, 3) == [0.0] * 3
+    expected = reference(SCHEDULES[name], 12)
+    found.set_lr(2 * expected[8])
+    ratio = 10 if name != "OneCycle" else 1  # its max_lr is the same for all groups
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(2 * expected[8] / ratio)
+    assert run(found, optimizer, 4) == pytest.approx([2 * rate for rate in expected[8:]], rel=1e-6, abs=1e-9)
+
+
+def test_suspended_plateau_schedule_still_reduces_its_own_rate():
+    found, optimizer = rates(plateau)
+    found.set_lr(0.0)
+    assert run(found, optimizer, 8) == [0.0] * 8
+    found.set_lr(0.3)
+    assert run(found, optimizer, 5) == [0.3] * 4 + [0.15]
+
+
 def test_groups_keep_their_proportion_under_a_schedule():
     found, optimizer = rates(SCHEDULES["Cosine"], groups=2)
     run(found, optimizer, 3)

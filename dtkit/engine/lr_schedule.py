@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from torch.optim import lr_scheduler
 from dtkit._util.torch_private import CHILD_SCHEDULERS, LAST_LR
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.state.visitor import StateVisitor
@@ -26,6 +27,7 @@ class LearningRates:
     def __init__(self, program: TrainingProgram, optimizer: torch.optim.Optimizer) -> None:
         self._param_groups = optimizer.param_groups
         self._ratios = [1.0] * len(self._param_groups)
+        self._held: list[float] | None = None  # the groups' own rates while the user's rate is 0
         self._uses_train_loss = not program.has_validation
         self._epoch_losses: list[
             tuple[torch.Tensor | float, torch.Tensor | float]
@@ -39,14 +41,43 @@ class LearningRates:
                 group.setdefault("initial_lr", group["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """Set the first group's rate, and scale the others and the schedule in proportion."""
+        """Set the first group's rate, and scale the others and the schedule in proportion.
+
+        Nothing could be scaled back from 0. So 0 only suspends the groups' own rates, which the schedule still changes.
+        """
+        if self._held is not None:
+            self._assign(self._held)
+            self._held = None
         first = self._param_groups[0]["lr"]
+        if first and not lr:
+            self._suspend()
+            return
         if first:  # from 0, the ratios stay the same
             self._ratios = [group["lr"] / first for group in self._param_groups]
         if self.lr_schedule is not None and first:
             self.lr_schedule.scale_base_lrs(lr / first)
         for group, ratio in zip(self._param_groups, self._ratios, strict=True):
             group["lr"] = lr * ratio
+
+    def _suspend(self) -> None:
+        self._held = [float(group["lr"]) for group in self._param_groups]
+        self._assign([0.0] * len(self._held))
+
+    def _assign(self, rates: Sequence[float]) -> None:
+        for group, rate in zip(self._param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    @contextlib.contextmanager
+    def _with_own_rates(self) -> Iterator[None]:
+        """Let the schedule read and change the groups' own rates, also while the user's rate is 0."""
+        if self._held is None:
+            yield
+            return
+        self._assign(self._held)
+        try:
+            yield
+        finally:
+            self._suspend()
 
     def step_after_update(
         self, step_result: StepResult, num_updates: int, steps_per_epoch: int, group: Group | None
@@ -56,7 +87,8 @@ class LearningRates:
             return
         epoch_ended = num_updates % steps_per_epoch == 0
         self._num_updates = num_updates
-        self.lr_schedule.step(epoch_ended=epoch_ended)
+        with self._with_own_rates():
+            self.lr_schedule.step(epoch_ended=epoch_ended)
         if self.lr_schedule.needs_metric and self._uses_train_loss:
             if step_result.loss is not None:
                 self._epoch_losses.append((step_result.loss * step_result.loss_weight, step_result.loss_weight))
@@ -66,8 +98,9 @@ class LearningRates:
                 self.step_after_epoch(sums[0], sums[1], group)
 
     def visit_state(self, visitor: StateVisitor) -> None:
-        """Visit the ratios of rates, the schedule, and the losses of the epoch so far."""
+        """Visit the ratios of rates, the suspended rates, the schedule, and the losses of the epoch so far."""
         self._ratios = visitor.visit_value("lr ratios", self._ratios)
+        self._held = visitor.visit_value("lr held", self._held)
         self._num_updates = visitor.visit_value("lr updates", self._num_updates)
         if self.lr_schedule is None:
             return
@@ -84,7 +117,8 @@ class LearningRates:
         """Step after an update whose step failed later, so that its loss is unknown. No-op if that has been done."""
         if self.lr_schedule is not None and num_updates != self._num_updates:
             self._num_updates = num_updates
-            self.lr_schedule.step(epoch_ended=num_updates % steps_per_epoch == 0)
+            with self._with_own_rates():
+                self.lr_schedule.step(epoch_ended=num_updates % steps_per_epoch == 0)
 
     def step_after_evaluation(self, num_updates: int, loss_sum: float, weight: float, group: Group | None) -> None:
         """Step with the loss of held-out data, after `num_updates` updates. A repeated call replaces the first one.
@@ -94,21 +128,20 @@ class LearningRates:
         """
         if self.lr_schedule is None or not self.lr_schedule.needs_metric:
             return
-        if self._before_evaluation is not None and self._before_evaluation["updates"] == num_updates:
-            self._restore_before_evaluation(self.lr_schedule, self._before_evaluation)
-        else:
-            rates = [float(group["lr"]) for group in self._param_groups]
-            self._before_evaluation = {
-                "updates": num_updates,
-                "rates": rates,
-                "schedule": self.lr_schedule.state_dict(),
-            }
+        with self._with_own_rates():
+            if self._before_evaluation is not None and self._before_evaluation["updates"] == num_updates:
+                self._restore_before_evaluation(self.lr_schedule, self._before_evaluation)
+            else:
+                self._before_evaluation = {
+                    "updates": num_updates,
+                    "rates": [float(group["lr"]) for group in self._param_groups],
+                    "schedule": self.lr_schedule.state_dict(),
+                }
         self.step_after_epoch(loss_sum, weight, group)
 
     def _restore_before_evaluation(self, lr_schedule: LRSchedule, before: dict[str, Any]) -> None:
         lr_schedule.load_state_dict(before["schedule"])
-        for group, rate in zip(self._param_groups, before["rates"], strict=True):
-            group["lr"] = rate
+        self._assign(before["rates"])
 
     def step_after_epoch(self, loss_sum: float, weight: float, group: Group | None) -> None:
         """Step with the mean loss of all ranks, if the schedule needs it. A collective then."""
@@ -117,7 +150,8 @@ class LearningRates:
         sums = torch.tensor([loss_sum, weight], dtype=torch.float64)
         loss_sum, weight = (sums if group is None else group.all_reduce(sums)).tolist()
         if weight:
-            self.lr_schedule.step_with_metric(loss_sum / weight)
+            with self._with_own_rates():
+                self.lr_schedule.step_with_metric(loss_sum / weight)
 
 
 class LRSchedule:

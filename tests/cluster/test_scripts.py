@@ -56,6 +56,18 @@ def test_torchrun_script_runs_unchanged_and_repeatedly(cluster2):
 
 
 @pytest.mark.slow
+def test_accelerate_does_not_train_the_ranks_apart_without_a_gpu(cluster2):
+    def count_processes() -> tuple[int, str]:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator()
+        return accelerator.num_processes, type(accelerator.prepare(nn.Linear(2, 1))).__name__
+
+    pytest.importorskip("accelerate")
+    assert cluster2.torchrun(count_processes) == [(2, "DistributedDataParallel")] * 2
+
+
+@pytest.mark.slow
 def test_failing_script_leaves_the_cluster_usable(cluster2):
     def bad_script() -> None:
         dist.init_process_group("gloo")

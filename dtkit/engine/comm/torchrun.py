@@ -48,9 +48,16 @@ def set_environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def make_rank_environment(spec: GroupSpec) -> dict[str, str]:
-    """Return the variables from which libraries such as Lightning read this process's rank."""
+    """Return the variables from which libraries such as Lightning and Accelerate read this process's rank.
+
+    Without a GPU, Accelerate takes each rank for a process of its own, and the ranks would train apart in silence.
+    ``accelerate launch --cpu`` therefore sets ACCELERATE_USE_CPU, which Hugging Face's Trainer reads as well.
+    """
     rank = str(spec.rank)
-    return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(spec.world_size)}
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(spec.world_size)}
+    if spec.device == "cpu":
+        names["ACCELERATE_USE_CPU"] = os.environ.get("ACCELERATE_USE_CPU", "true")
+    return names
 
 
 def make_torchrun_environment(spec: GroupSpec, port: int, restart_count: int) -> dict[str, str]:

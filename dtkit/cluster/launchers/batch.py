@@ -1,7 +1,7 @@
 """Agents as jobs of PBS, LSF, HTCondor or SGE. ipyparallel knows the commands of these schedulers.
 
-Each host is a job of its own. PBS is tested with its commands for Slurm (Debian's slurm-wlm-torque). The others were
-never run on a real scheduler; tests check only their scripts.
+Each host is a job of its own. PBS is tested with its commands for Slurm (Debian's slurm-wlm-torque). SGE was tried by
+hand with Grid Engine 8.1.9 on one host. LSF and HTCondor were never run; tests check only their scripts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _DIRECTIVES = {  # the job's name, the environment, its output, and the queue if
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Batch(HostLauncher):
-    """Engines on hosts that a scheduler gives: "PBS", "LSF", "HTCondor" or "SGE". Of these, only PBS was tried.
+    """Engines on hosts that a scheduler gives: "PBS", "LSF", "HTCondor" or "SGE". LSF and HTCondor are untried.
 
     nodes : number of hosts; each one is a job. Ask for whole hosts in the template, since two agents can't share one.
     template : the script to submit, with ipyparallel's words: ``{program_and_args}`` becomes the agent's command, and

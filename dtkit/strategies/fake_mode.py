@@ -7,7 +7,7 @@ from typing import Any
 from dtkit._util.torch_private import FakeTensorMode
 
 
-class SharedFakeMode(FakeTensorMode):
+class SharedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # of __init_subclass__
     """Fake tensors without values, whose copies belong to the same mode.
 
     torch's exporter copies a parameter that several stages use. The copy of a plain mode has the addresses of the weak

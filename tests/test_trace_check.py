@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing import reductions
 from torch.utils import checkpoint
 
 from dtkit.planning.layer_chain import LayerCosts
@@ -116,3 +117,29 @@ def test_model_whose_trace_would_train_differently_is_refused(model: Any, reason
     cut = StageCut(("blocks.0", "blocks.1"), LayerCosts((1.0, 1.0)), (0, 1))
     with pytest.raises(ValueError, match=reason) if reason else contextlib.nullcontext():
         split_model(model(), cut, ModelInputs((torch.ones(4, 2),)), CPU)
+
+
+class SharedScale(Blocks):
+    """Both stages use one parameter. torch's fake tensors keep a weak reference to the constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x) * self.scale * torch.tensor(2.0)) * self.scale
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch: its exporter warns of its own code
+def test_a_trace_copies_no_weak_reference_to_a_storage(monkeypatch):
+    """A copy would be given back twice, which writes into freed memory and crashes engines later."""
+    copies: list[int] = []
+
+    def reduce(reference: reductions.StorageWeakRef, protocol: int) -> Any:
+        copies.append(reference.cdata)
+        return object.__reduce_ex__(reference, protocol)
+
+    monkeypatch.setattr(reductions.StorageWeakRef, "__reduce_ex__", reduce)
+    cut = StageCut(("blocks.0", "blocks.1"), LayerCosts((1.0, 1.0)), (0, 1))
+    split_model(SharedScale(), cut, ModelInputs((torch.zeros(2, 2),)), CPU)
+    assert not copies

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dtkit._util.torch_private import FakeTensorMode, TorchDispatchMode, get_storage_id, tree_leaves, tree_map
+from dtkit._util.torch_private import TorchDispatchMode, get_storage_id, tree_leaves, tree_map
 from dtkit.planning.cost_model import ActivationPeak
 from dtkit.strategies.base import make_optimizer
+from dtkit.strategies.fake_mode import SharedFakeMode
 from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
 from dtkit.strategies.module_modes import enter_training
 
@@ -97,7 +98,7 @@ def estimate_peaks(
     length = _get_batch_length(batch)
     loss_fn = dataclasses.replace(loss_fn, check_ignore_index=False)  # this check reads values
     peaks = []
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+    with SharedFakeMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
         fake_model = enter_training(copy_to_meta(model, device))
         for count in row_counts:
             fake_batch = tree_map(lambda leaf, count=count: _resize_leaf(leaf, length, count, device), batch)

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from dtkit._util.guard import run_guarded
-from dtkit._util.torch_private import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
+from dtkit._util.torch_private import TorchDispatchMode, tree_leaves, tree_map
 from dtkit.planning.layer_chain import LayerCosts
+from dtkit.strategies.fake_mode import SharedFakeMode
 from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
 from dtkit.strategies.module_modes import enter_training
 from dtkit.strategies.pipeline.cut import count_parameters, find_layer_chain
@@ -198,7 +199,7 @@ def _trace_shapes(model: nn.Module, inputs: ModelInputs) -> tuple[set[int], tupl
     """
     before: set[int] = set()
     outputs: list[int] = []
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng([]):
+    with SharedFakeMode(allow_non_fake_inputs=True), torch.random.fork_rng([]):
         view = enter_training(copy_to_meta(model, torch.device("cpu")))
         prepare_for_trace(view)
         layers = [layer for _, layer in find_layer_chain(view)]

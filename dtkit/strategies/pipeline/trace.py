@@ -21,13 +21,13 @@ from torch.distributed import pipelining
 
 from dtkit._util.guard import run_guarded
 from dtkit._util.torch_private import (
-    FakeTensorMode,
     get_buffer_dict,
     get_module_dict,
     get_parameter_dict,
     is_fake,
     tree_flatten,
 )
+from dtkit.strategies.fake_mode import SharedFakeMode
 from dtkit.strategies.meta_copy import make_empty_like
 from dtkit.strategies.module_modes import enter_training, evaluation_mode
 from dtkit.strategies.pipeline.cut import find_layer_chain
@@ -93,7 +93,7 @@ def _trace_and_split(
 
     def trace() -> tuple[pipelining.Pipe, TreeSpec]:
         starts = dict.fromkeys(split_points, pipelining.SplitPoint.BEGINNING)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        with SharedFakeMode(allow_non_fake_inputs=True) as fake:
             shapes = {id(t): make_empty_like(t, device) for t in (*model.parameters(), *model.buffers())}
             like = inputs.replace_values([make_empty_like(t, device) for t in inputs.values])
         view, marked = (copy.deepcopy(model, dict[int, Any](shapes)) for _ in range(2))

@@ -370,6 +370,16 @@ def test_line_without_its_end_is_shown_until_the_end_arrives(cluster):
     assert call.output == [(0, "begin"), (0, "100%")]
 
 
+@pytest.mark.parametrize(
+    ("line", "shown"), [("  File", "  File"), ("\tx = 1", " " * 8 + "x = 1"), (" \x1bred ", " red")]
+)
+def test_printed_lines_keep_their_indentation(cluster, line, shown):
+    call = start(cluster)
+    cluster.listen(0, 0, [("text", line)])
+    assert repr(call).splitlines()[1:] == [f"[0] {shown}"]
+    assert f"[0] {shown}" in call_text.format_html(call)
+
+
 def test_html_escapes_engine_output_and_shows_only_the_last_lines(cluster):
     call = start(cluster)
     cluster.listen(0, 0, [("text", f"<b>{k}</b>") for k in range(40)])

@@ -11,6 +11,7 @@ length, which can be trained on but not divided into shards (:class:`StreamHandl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -30,7 +31,7 @@ from dtkit.engine.data import iterable
 from dtkit.rpc.protocol import DataOperations, make_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.rpc.engine_group import EngineGroup
 
@@ -218,13 +219,23 @@ def _make_even_shards(num_samples: int, ranks: int) -> tuple[np.ndarray, list[in
 def _send_data(
     engine_group: EngineGroup, notebook_data: NotebookData, rows: np.ndarray, sizes: Sequence[int]
 ) -> DataHandle:
-    key = engine_group.make_key("data")
     packed = engine_group.uploads.pack((notebook_data.data, rows), name="data")
-    with show_progress(f"sending {formatting.format_bytes(packed.nbytes)} to {engine_group.world_size} engines"):
+    title = f"sending {formatting.format_bytes(packed.nbytes)} to {engine_group.world_size} engines"
+    with show_progress(title), _make_data_key(engine_group) as key:
         engine_group.call_all_with_payload(
             lambda payload: make_call(DataOperations.load_data, key=key, payload=payload, sizes=tuple(sizes)), packed
         )
     return DataHandle(engine_group, key, notebook_data.num_samples, notebook_data.columns, packed.nbytes)
+
+
+@contextlib.contextmanager
+def _make_data_key(engine_group: EngineGroup) -> Iterator[str]:
+    """Yield a new key. If the data do not reach all engines, free what the others have stored under it."""
+    key = engine_group.make_key("data")
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(engine_group.free_later, key)
+        yield key
+        on_failure.pop_all()
 
 
 # --- functions and streams, which engines call or iterate over --------------------------------------------------
@@ -274,11 +285,10 @@ def _load_on_engines(engine_group: EngineGroup, data: Any, columns: ColumnSelect
     load = sources.load_source if _is_function(data) else sources.as_source
     if _is_function(data):
         iterable.accepts_rank(data)  # refuses one that can't be called
-    key = engine_group.make_key("data")
     payload = engine_group.uploads.upload(
         engine_group.uploads.pack(functools.partial(load, data, columns), name="data")
     )
-    with show_progress("loading data on the engines"):
+    with show_progress("loading data on the engines"), _make_data_key(engine_group) as key:
         try:
             lengths = engine_group.call_all(make_call(DataOperations.load_data, key=key, payload=payload, sizes=None))
         finally:

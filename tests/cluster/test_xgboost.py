@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -103,6 +104,39 @@ def test_training_goes_on_after_the_loss_of_an_engine(tmp_path: Path):
         assert found.history["train"]["calls"][-1] < 8  # stored rounds are not trained again
         assert np.abs(found.predict(X) - undisturbed.predict(X)).max() < 1e-5
         check_usable(cluster)
+
+
+@pytest.mark.parametrize("on_failure", ["repair", slow("shrink")])
+def test_engine_lost_while_rows_are_placed_does_not_end_the_training(tmp_path: Path, on_failure: str):
+    flag = tmp_path / "flag"
+
+    def load_and_die() -> Any:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1 and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return load_digits(return_X_y=True)
+
+    X, y = load_digits(return_X_y=True)
+    with dtkit.Cluster(2, threads=1) as cluster:
+        found = cluster.train_xgboost(
+            PARAMS, (X, y), 3, evals={"again": load_and_die}, on_failure=cast("Any", on_failure)
+        )
+        assert (found.restarts, found.num_rounds) == (1, 3)
+        assert found.history["again"] == found.history["train"]
+        assert cluster.world_size == (1 if on_failure == "shrink" else 2)
+        gc.collect()  # the error that was caught held both partitions
+        part = cluster.partition((X, y))  # frees the others, also what the survivor had of the lost call
+        assert cluster.run(count_partitions) == [1] * cluster.world_size
+        del part
+        check_usable(cluster)
+
+
+def count_partitions() -> int:
+    from dtkit.engine.session import get_session
+
+    return len(get_session().state.data)
 
 
 @pytest.mark.slow

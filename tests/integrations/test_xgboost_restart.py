@@ -82,6 +82,35 @@ def test_a_restart_trains_only_the_remaining_rounds(
     assert result.history == {"train": {"rmse": [0.5] * (num_stored + 1)}}  # of each attempt's stored rounds, once
 
 
+def test_rows_that_an_engine_was_lost_with_are_placed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    training = make_training(tmp_path, monkeypatch, [])
+    place, calls = training._cluster.partition, []
+
+    def lose_an_engine_with_the_second(data: Any) -> Any:
+        calls.append(data)
+        if len(calls) == 2:
+            raise LOSS
+        return place(data)
+
+    training._cluster.partition = lose_an_engine_with_the_second
+    training._data |= {"validation": [1], "other": [2]}
+    result = training.run(20, None, SimpleNamespace(Booster=Booster))
+    assert calls == [[], [1], [1], [2]]  # the new engine has what was placed before
+    assert (training.repairs, training.attempts, result.restarts) == ([1], [(20, None)], 1)
+    assert "rank 1 was lost; another one starts, and the training goes on after 0 rounds" in capsys.readouterr().out
+
+
+def test_rows_are_placed_again_where_all_engines_are_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    training = make_training(tmp_path, monkeypatch, [b"8"])
+    training._group.membership.find_lost_ranks = lambda: [0, 1]
+    place, calls = training._cluster.partition, []
+    training._cluster.partition = lambda data: calls.append(data) or place(data)
+    assert training.run(20, None, SimpleNamespace(Booster=Booster)).restarts == 1
+    assert calls == [[], []]
+
+
 def test_the_last_stored_model_is_kept_when_the_training_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     training = make_training(tmp_path, monkeypatch, [b"2", b"4", b"6", b"7"])
     with pytest.raises(EngineError):

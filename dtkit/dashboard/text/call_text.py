@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.run_view import CallView
 
+_MAX_INDENTATION = 100
 _MAX_SHOWN_LINES = 30  # earlier lines are in `output` only
 
 
@@ -54,8 +55,10 @@ def format_values(values: Mapping[str, float]) -> str:
 
 
 def format_line(rank: int, line: str) -> str:
-    """Return a printed line with its rank."""
-    return f"[{rank}] {formatting.sanitize_text(line)}"
+    """Return a printed line with its rank. It keeps its indentation, as tables and tracebacks need it."""
+    line = line.expandtabs()
+    indentation = min(len(line) - len(line.lstrip(" ")), _MAX_INDENTATION)
+    return f"[{rank}] {' ' * indentation}{formatting.sanitize_text(line.lstrip(' '))}"
 
 
 def format_headline(call: CallView) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import timeouts
 from dtkit.data.partition import Partition
 from dtkit.errors import EngineError, format_ranks
-from dtkit.integrations.xgboost.checks import check_arguments, check_options
+from dtkit.integrations.xgboost.checks import TRAIN, check_arguments, check_options
 from dtkit.integrations.xgboost.result import BoostingResult
 from dtkit.integrations.xgboost.stored import read_stored
 from dtkit.rpc.replacement import replace_lost_ranks
@@ -113,10 +113,16 @@ class _Training:
         self._group, self._cluster, self._params = recovery.engine_group, recovery.cluster, dict(params)
         self._recovery = recovery
         self._options, self._stop_rounds = options, early_stopping_rounds
-        self._train = self._place(data)
-        self._evals = {name: self._place(rows) for name, rows in evals.items()}
+        self._data = {TRAIN: data, **evals}
+        self._placed: dict[str, Partition] = {}
         self._path: Path = self._group.folder / f"{self._group.make_key('xgboost')}.ubj"
         self._history: dict[str, dict[str, list[float]]] = {}
+
+    def _place_rows(self) -> None:
+        """Place the rows that are not on the engines yet. A new engine has those that were there before the loss."""
+        for name, data in self._data.items():
+            if name not in self._placed:
+                self._placed[name] = self._place(data)
 
     def _place(self, data: Any) -> Partition:
         placed: Partition = data if isinstance(data, Partition) else self._cluster.partition(data)
@@ -133,6 +139,7 @@ class _Training:
             while True:
                 done = 0 if start is None else _load(xgboost, start).num_boosted_rounds() - first
                 try:
+                    self._place_rows()
                     results = self._train_once(num_rounds - done, start)
                 except EngineError as error:
                     start = self._take_stored() or start
@@ -140,6 +147,8 @@ class _Training:
                         self._keep_incomplete(xgboost, None if start is given else start, restarts)
                         raise
                     restarts += 1
+                    if len(self._group.membership.find_lost_ranks()) == self._group.world_size:
+                        self._placed.clear()  # new engines alone have no rows
                     self._recovery.recover(error, 0 if start is None else _load(xgboost, start).num_boosted_rounds())
                 except KeyboardInterrupt:
                     start = self._take_stored() or start
@@ -157,11 +166,11 @@ class _Training:
     def _train_once(self, num_rounds: int, start: bytes | None) -> list[dict[str, Any]]:
         from dtkit.integrations.xgboost.worker import BoostingOrder, train_on_rank
 
-        keys = {name: placed.source.key for name, placed in self._evals.items()}
+        keys = {name: placed.source.key for name, placed in self._placed.items()}
         order = BoostingOrder(
             self._params,
             num_rounds,
-            self._train.source.key,
+            keys.pop(TRAIN),
             keys,
             self._stop_rounds,
             self._history,

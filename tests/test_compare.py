@@ -173,6 +173,12 @@ def test_strategies_are_named_once_in_a_comparison():
     assert text.splitlines()[0].split()[:2] == ["run", "steps"]
 
 
+def test_runs_may_be_arguments():
+    comparison = dtkit.compare(make_source(), make_source(), make_source().history, labels=["a", "b", "c"])
+    assert list(comparison.labels) == ["a", "b", "c"]
+    assert len(comparison.rows) == 3
+
+
 def test_labels_may_be_given():
     assert list(dtkit.compare([make_source(), make_source()], labels=["a", "b"]).labels) == ["a", "b"]
 
@@ -181,12 +187,17 @@ def test_labels_may_be_given():
     ("call", "error", "said"),
     [
         (lambda: dtkit.compare([]), ValueError, r"compare\(\[\]\).*at least one run"),
-        (lambda: dtkit.compare(FakeSource()), TypeError, r"write compare\(\[run, other\]\)"),
-        (lambda: dtkit.compare(FakeSource().history), TypeError, r"a History.*write compare\(\[run, other\]\)"),
+        (dtkit.compare, ValueError, r"nothing to compare; give at least one run"),
+        (lambda: dtkit.compare(FakeSource()), TypeError, r"call compare\(run, other\)"),
+        (lambda: dtkit.compare(FakeSource().history), TypeError, r"a History.*call compare\(run, other\)"),
+        (lambda: dtkit.compare([FakeSource()], FakeSource()), TypeError, "a list next to other arguments"),
+        (lambda: dtkit.compare([FakeSource()], ["a"]), TypeError, r"labels need their name.*labels=\['a'\]"),
+        (lambda: dtkit.compare(FakeSource(), FakeSource(), ["a", "b"]), TypeError, r"labels=\['a', 'b'\]"),
+        (lambda: dtkit.compare(FakeSource(), 3), TypeError, "item 1 is 3;"),
         (lambda: dtkit.compare("run.jsonl"), TypeError, r"'run.jsonl'"),
         (lambda: dtkit.compare(["run.jsonl"]), TypeError, r"item 0 is 'run.jsonl'.*from_jsonl"),
         (lambda: dtkit.compare([FakeSource(), 3]), TypeError, "item 1 is 3;"),
-        (lambda: dtkit.compare(3), TypeError, r"compare\(3\): it takes a list"),
+        (lambda: dtkit.compare(3), TypeError, r"compare\(3\): it takes runs"),
         (lambda: dtkit.compare([FakeSource()], labels=["a", "b"]), ValueError, "are 2 for 1 run"),
         (lambda: dtkit.compare([FakeSource()] * 2, labels=["a", "a"]), ValueError, "the same label"),
         (lambda: dtkit.compare([FakeSource()], labels="a"), TypeError, "a list with a name for each"),

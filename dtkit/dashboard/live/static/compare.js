@@ -128,4 +128,4 @@ function openComparison(store) {
   return { root, redraw, dispose: () => { stopTheme(); size.disconnect(); } };
 }
 
-export default () => messageWidget(openComparison, (store) => { store.view.log = Boolean(store.head?.steep); });
+export default () => messageWidget(openComparison, (store) => { store.view.log = store.head?.steep ? true : null; });

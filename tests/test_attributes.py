@@ -39,6 +39,14 @@ def test_the_error_names_what_was_meant_once(name: str, meant: str):
     assert shown.lower().count("did you mean") == 1
 
 
+def test_notebooks_show_the_error_without_own_frames():
+    with pytest.raises(AttributeError) as caught:
+        dtkit.History().losss  # type: ignore[attr-defined]  # noqa: B018 - the access is the test
+    shown = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]  # IPython's protocol
+    assert "did you mean history.loss?" in shown
+    assert "_util/attributes.py" not in shown
+
+
 def test_an_unlike_name_lists_what_there_is():
     with pytest.raises(AttributeError, match="thing has no attribute 'xyzzy'; it has broken, name, resume"):
         Thing().xyzzy  # type: ignore[attr-defined]  # noqa: B018 - the access is the test

@@ -39,7 +39,7 @@ def test_a_loss_far_above_its_start_is_the_first_notice_and_the_verdict(tmp_path
     assert verdict is not None
     assert verdict.cause == "diverged"
     assert verdict.text == (
-        "the loss grew 3e+05 times since step 1, from 2.00 to 6e+05: lower the learning rate (0.1 now), or set "
+        "the loss grew 3e+05 times since step 1: lower the learning rate (0.1 now), or set the strategy's "
         "clip_grad_norm="
     )
     assert verdict.arithmetic[-1].startswith("6e+05 / 2.00 = 3e+05")

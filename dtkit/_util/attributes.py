@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dtkit._util.arguments import hide_own_frames
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -25,6 +27,7 @@ def suggest_attributes(owner: str) -> Callable[[type[_T]], type[_T]]:
     """
 
     def decorate(cls: type[_T]) -> type[_T]:
+        @hide_own_frames
         def refuse(self: object, name: str) -> Any:
             if name.startswith("_") or hasattr(type(self), name):  # a protocol's look, or a property's own error
                 return object.__getattribute__(self, name)

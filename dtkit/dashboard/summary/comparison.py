@@ -70,9 +70,13 @@ def differ_in_bytes(rows: Sequence[ComparisonRow]) -> bool:
 
 
 def is_steep(losses: np.ndarray, ratio: float = _STEEP_RATIO) -> bool:
-    """Return whether losses are all positive and so different that a linear axis would hide the smaller ones."""
+    """Return whether losses are so different that a linear axis would hide the smaller ones.
+
+    None of them is negative. Zeros don't count: they have no place on a logarithmic axis.
+    """
     known = losses[np.isfinite(losses)]
-    return bool(len(known) and known.min() > 0 and known.max() / known.min() >= ratio)
+    positive = known[known > 0]
+    return bool(len(positive) and known.min() >= 0 and positive.max() / positive.min() >= ratio)
 
 
 _LOWER_WORDS = ("loss", "error", "perplexity", "mse", "mae", "rmse", "distance", "divergence", "kl")

@@ -165,6 +165,8 @@ def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:
 
 
 def _describe_loss(run: RunView, metrics: RunMetrics) -> str:
+    if run.history.evaluations:  # whose window would make a narrow tile two lines high
+        return _describe_latest_loss(run, metrics)
     window = min(WINDOW_STEPS, run.history.num_steps)
     return ", ".join(filter(None, [f"{window} steps" if window > 1 else "", _describe_latest_loss(run, metrics)]))
 

@@ -105,8 +105,8 @@ def find_verdict(history: History, spec: RunSpec) -> Verdict:
     """Return the verdict on the last steps of a history. How fast a training is matters only while it converges."""
     divergence = find_divergence(history)
     if divergence is not None:
-        remedy = f"lower the learning rate ({divergence.lr:g} now), or set clip_grad_norm="
-        return Verdict("diverged", f"{divergence.text}: {remedy}", 0.0, divergence.arithmetic)
+        remedy = f"lower the learning rate ({divergence.lr:g} now), or set the strategy's clip_grad_norm="
+        return Verdict("diverged", f"the {divergence.short}: {remedy}", 0.0, divergence.arithmetic)
     if history.num_steps <= MIN_STEPS:
         steps = formatting.format_count(history.num_steps, "step")
         return Verdict("unknown", f"{steps} so far: a verdict needs {MIN_STEPS + 1}", 0.0)

@@ -231,7 +231,7 @@ def draw_end_labels(ax: Axes, labels: Sequence[tuple[str, float, str]]) -> None:
     heights = [float((y - low) / (high - low)) for y in known]
     for (text, _, color), y in zip(ordered, spread_positions(heights, _MIN_LABEL_GAP), strict=True):
         ax.annotate(
-            text, (1.012, y), xycoords="axes fraction", va="center", fontsize=8, fontweight="bold",
+            text, (1.02, y), xycoords="axes fraction", va="center", fontsize=8, fontweight="bold",
             color=color, gid="end", annotation_clip=False,
         )  # fmt: skip
 

@@ -70,6 +70,12 @@ def test_a_loss_that_falls_and_explodes_is_compared_with_its_best_steps():
     assert divergence.arithmetic[0] == f"best so far, 20 steps up to step 119: {best:.4f}"
 
 
+def test_an_explosion_is_found_within_few_steps():
+    falling = np.geomspace(2.0, 0.05, 120)
+    found = [find_divergence(make_history([*falling, *[1e9] * num])) is not None for num in (4, 5)]
+    assert found == [False, True]
+
+
 def test_the_best_steps_of_a_growing_history_are_found_by_parts():
     falling = np.geomspace(2.0, 0.05, 120)
     losses = np.array([*falling, *[2.2] * 30])

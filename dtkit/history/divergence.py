@@ -75,13 +75,12 @@ def _find_growth(history: History, early: np.ndarray, last: np.ndarray, block: i
     start = _measure_start(early)
     best = min(start, _get_best_block(history, block), key=lambda level: level.loss)
     present = last[last["step"] > best.step]
-    num_needed = MIN_STEPS if best is start else block // 2
     lowest = min(early["loss"].min(), present["loss"].min(initial=math.inf))
-    if len(present) < num_needed or not np.isfinite(present["loss"]).all() or lowest < 0:
+    if len(present) < MIN_STEPS or not np.isfinite(present["loss"]).all() or lowest < 0:
         return None
     loss = float(np.median(present["loss"]))
     is_far = loss > MIN_RATIO * start.loss > 0
-    is_lost = loss > MIN_GROWTH * best.loss > 0 and loss > _BACK_AT_START * start.loss
+    is_lost = loss > MIN_GROWTH * best.loss > 0 and loss > _BACK_AT_START * start.loss and len(present) >= block // 2
     return _describe_growth(best, loss, len(present), _get_lr(history)) if is_far or is_lost else None
 
 

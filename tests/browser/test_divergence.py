@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
+from dtkit.errors import NonFiniteError
+from dtkit.types import Failure, State
 from tests.support.fake_source import FakeSource
 from tests.support.static_view import StaticView, list_overflowing
 
@@ -37,6 +39,16 @@ def test_a_diverging_run_says_so_in_its_head(page: Page, width: int):
     expect(scale).to_have_attribute("aria-pressed", "false")
     view.update()
     expect(scale).to_have_attribute("aria-pressed", "false")
+
+
+def test_a_run_that_paused_because_of_nan_says_so_in_its_head(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(20)
+    run.state = State.PAUSED
+    run.exception = NonFiniteError([Failure(0, "here", "NonFinite", "the loss is NaN", "", step=20)])
+    view = StaticView(page, run)
+    expect(view.root.locator(".dtk-chip")).to_have_text("✕ paused, not finite")
+    expect(view.root).to_have_attribute("data-bad", "true")
 
 
 def test_a_logarithmic_axis_has_few_numbers(page: Page):

@@ -86,7 +86,7 @@ function buildView(store, send) {
     for (const [panel, update] of updates) if (!panel.el.classList.contains("dtk-off") && !isAway(store, panel.el)) update();
     if (fillRow(body)) redraw();
     setAttr(root, "data-state", store.lost ? "lost" : store.status.state);
-    setAttr(root, "data-bad", ["diverged", "differs"].some((kind) => store.notices.some((notice) => notice.kind === kind)));
+    setAttr(root, "data-bad", Boolean(store.error) || ["diverged", "differs"].some((kind) => store.notices.some((notice) => notice.kind === kind)));
     setAttr(root, "data-step", store.status.step);
     setAttr(root, "data-seq", store.seq);
   };

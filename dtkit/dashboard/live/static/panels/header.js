@@ -11,6 +11,7 @@ function describeState(store) {
   const { status: { state, diverged } } = store;
   if (store.lost) return "✕ kernel gone";
   if (isReady(store)) return "ready";
+  if (store.error && state === "paused") return `✕ paused, ${store.error.startsWith("NonFiniteError") ? "not finite" : "error"}`;
   if (!diverged || state === "failed") return `${STATE_GLYPH[state] ?? ""} ${state}`;
   return LIVE.includes(state) ? `↗ ${state}, ${diverged}` : "✕ diverged";
 }

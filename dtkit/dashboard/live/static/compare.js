@@ -96,7 +96,7 @@ function tableRow({ texts, bold }, cells, row, name) {
     const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = name(row, column);
     const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
     if (run !== null) cell.append(runLine(run), h("span", {}, ` ${run + 1}: ${text}`));
-    else cell.append(text);
+    else cell.append(...text.split(/(?<=\()/).flatMap((part) => [part, h("wbr")])); // a strategy breaks after its bracket
     return cell;
   }));
 }

@@ -130,11 +130,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _make_attribute_error(name: str) -> AttributeError:
-    import difflib
+    from dtkit._util.attributes import describe_missing
 
-    similar = difflib.get_close_matches(name, __all__, n=1)
-    hint = f"did you mean dtkit.{similar[0]}?" if similar else f"it has {', '.join(__all__)}"
-    return AttributeError(f"module 'dtkit' has no attribute {name!r}; {hint}")
+    return AttributeError(describe_missing("dtkit", name, __all__), name="", obj=None)
 
 
 def __dir__() -> list[str]:

@@ -224,7 +224,7 @@ class Event:
     """The kind of the mark.
 
     One of "start", "pause", "resume", "stop", "lr", "error", "note", "evaluation", "done", "print", "stuck", "lost",
-    "repair" and "save".
+    "repair", "save" and "diverged".
     """
     text: str
     time: float

@@ -50,11 +50,9 @@ def test_the_html_of_a_comparison_is_a_figure_and_an_escaped_table():
     assert '<img src="data:image/png;base64,' in page
     assert page.count("<tr>") == 3
     assert "<script>" not in page
-    assert "Odd(&#x27;&lt;script&gt;&#x27;)" in page
-    numbers = re.findall(r'style="text-align: right; ([^"]*)"', page)
-    assert numbers == ["white-space: nowrap"] * 3 * (
-        len(comparison_text.NUMBER_COLUMNS) - 3
-    )  # equal bytes and nodes are hidden
+    assert "Odd(<wbr>&#x27;&lt;script&gt;&#x27;)" in page
+    numbers = re.findall(r'<td style="text-align: right; white-space: nowrap;', page)
+    assert len(numbers) == 2 * (len(comparison_text.NUMBER_COLUMNS) - 3)  # equal bytes and nodes are hidden
     assert 'alt="Loss against steps and time. DataParallel(): loss ' in page
     assert comparison._repr_png_().startswith(b"\x89PNG")
 
@@ -173,6 +171,12 @@ def test_strategies_are_named_once_in_a_comparison():
     assert text.splitlines()[0].split()[:2] == ["run", "steps"]
 
 
+def test_runs_may_be_arguments():
+    comparison = dtkit.compare(make_source(), make_source(), make_source().history, labels=["a", "b", "c"])
+    assert list(comparison.labels) == ["a", "b", "c"]
+    assert len(comparison.rows) == 3
+
+
 def test_labels_may_be_given():
     assert list(dtkit.compare([make_source(), make_source()], labels=["a", "b"]).labels) == ["a", "b"]
 
@@ -181,12 +185,17 @@ def test_labels_may_be_given():
     ("call", "error", "said"),
     [
         (lambda: dtkit.compare([]), ValueError, r"compare\(\[\]\).*at least one run"),
-        (lambda: dtkit.compare(FakeSource()), TypeError, r"write compare\(\[run, other\]\)"),
-        (lambda: dtkit.compare(FakeSource().history), TypeError, r"a History.*write compare\(\[run, other\]\)"),
+        (dtkit.compare, ValueError, r"nothing to compare; give at least one run"),
+        (lambda: dtkit.compare(FakeSource()), TypeError, r"call compare\(run, other\)"),
+        (lambda: dtkit.compare(FakeSource().history), TypeError, r"a History.*call compare\(run, other\)"),
+        (lambda: dtkit.compare([FakeSource()], FakeSource()), TypeError, "a list next to other arguments"),
+        (lambda: dtkit.compare([FakeSource()], ["a"]), TypeError, r"labels need their name.*labels=\['a'\]"),
+        (lambda: dtkit.compare(FakeSource(), FakeSource(), ["a", "b"]), TypeError, r"labels=\['a', 'b'\]"),
+        (lambda: dtkit.compare(FakeSource(), 3), TypeError, "item 1 is 3;"),
         (lambda: dtkit.compare("run.jsonl"), TypeError, r"'run.jsonl'"),
         (lambda: dtkit.compare(["run.jsonl"]), TypeError, r"item 0 is 'run.jsonl'.*from_jsonl"),
         (lambda: dtkit.compare([FakeSource(), 3]), TypeError, "item 1 is 3;"),
-        (lambda: dtkit.compare(3), TypeError, r"compare\(3\): it takes a list"),
+        (lambda: dtkit.compare(3), TypeError, r"compare\(3\): it takes runs"),
         (lambda: dtkit.compare([FakeSource()], labels=["a", "b"]), ValueError, "are 2 for 1 run"),
         (lambda: dtkit.compare([FakeSource()] * 2, labels=["a", "a"]), ValueError, "the same label"),
         (lambda: dtkit.compare([FakeSource()], labels="a"), TypeError, "a list with a name for each"),

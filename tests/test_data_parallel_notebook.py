@@ -42,6 +42,9 @@ def test_only_the_skewed_partition_warns(done: ExecutedNotebook):
     text = join_stream(done.notebook, "stderr")
     assert text.count("Warning") == 1
     assert "UserWarning: the classes of rank 1's rows differ" in text
+    printed = join_stream(done.notebook, "stdout")
+    assert "takes its place" not in printed
+    assert "there is none" not in printed  # a metric without data for it
 
 
 def test_partitions_and_the_explained_step_have_tables_and_pictures(done: ExecutedNotebook):

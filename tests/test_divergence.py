@@ -9,9 +9,10 @@ import pytest
 
 from dtkit.dashboard import report
 from dtkit.dashboard.live.messages import MessageBuilder
-from dtkit.dashboard.summary.divergence import find_divergence
 from dtkit.dashboard.summary.verdict import find_shown_verdict
+from dtkit.history.divergence import find_divergence
 from dtkit.history.history import ROW_DTYPE, History
+from dtkit.training.divergence_watch import DivergenceWatch
 from tests.support.fake_source import FakeSource
 
 
@@ -38,22 +39,94 @@ def test_a_loss_far_above_its_start_is_the_first_notice_and_the_verdict(tmp_path
     assert verdict is not None
     assert verdict.cause == "diverged"
     assert verdict.text == (
-        "the loss is 6e+05, 3e+05 times that of the first step: lower the learning rate (0.1 now), or set "
+        "the loss grew 3e+05 times since step 1: lower the learning rate (0.1 now), or set the strategy's "
         "clip_grad_norm="
     )
-    assert verdict.arithmetic[-1].startswith("6e+05 / 2.00 = 3e+05, more than 10")
+    assert verdict.arithmetic[-1].startswith("6e+05 / 2.00 = 3e+05")
     notices = MessageBuilder(source).build_snapshot().content["notices"]
-    text = "the training diverged: the loss is 6e+05, 3e+05 times that of the first step"
+    text = "the training diverged: the loss grew 3e+05 times since step 1, from 2.00 to 6e+05"
     assert notices[0] == {"kind": "diverged", "text": text}
     report.write_report(source, tmp_path / "run.html")
     assert text in (tmp_path / "run.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("loss", "text"), [(math.nan, "the loss is NaN"), (math.inf, "the loss is inf")])
+@pytest.mark.parametrize(
+    ("loss", "text"), [(math.nan, "the loss is NaN since step 2"), (math.inf, "the loss is inf since step 2")]
+)
 def test_a_loss_that_is_not_finite_is_named(loss, text):
     divergence = find_divergence(make_history([2.0, 1.5, loss]))
     assert divergence is not None
     assert divergence.text == text
+
+
+def test_a_loss_that_falls_and_explodes_is_compared_with_its_best_steps():
+    falling = np.geomspace(2.0, 0.05, 120)
+    history = make_history([*falling, *[2.2] * 30])
+    divergence = find_divergence(history)
+    assert divergence is not None
+    best = falling[-20:].mean()
+    assert divergence.short == f"loss grew {2.2 / best:.0f} times since step 119"
+    assert divergence.text == f"the {divergence.short}, from {best:.4f} to 2.20"
+    assert divergence.arithmetic[0] == f"best so far, 20 steps up to step 119: {best:.4f}"
+
+
+def test_an_explosion_is_found_within_few_steps():
+    falling = np.geomspace(2.0, 0.05, 120)
+    found = [find_divergence(make_history([*falling, *[1e9] * num])) is not None for num in (4, 5)]
+    assert found == [False, True]
+
+
+def test_the_best_steps_of_a_growing_history_are_found_by_parts():
+    falling = np.geomspace(2.0, 0.05, 120)
+    losses = np.array([*falling, *[2.2] * 30])
+    growing = make_history(losses[:7])
+    for first in range(7, len(losses), 13):
+        find_divergence(growing)
+        growing.append(make_history(losses).rows(first, first + 13))
+    assert find_divergence(growing) == find_divergence(make_history(losses))
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [*np.geomspace(2, 1e-3, 100), *[0.1] * 30],  # a warm restart: worse than before, far from the start
+        [*[2.3] * 60, *np.geomspace(2.3, 15, 30), *np.geomspace(15, 1, 60)],  # a warm-up with a hump
+        [2.0, 300.0, *np.geomspace(5, 0.5, 100)],  # a first update that is too large
+    ],
+)
+def test_a_rise_within_what_training_does_is_no_divergence(losses):
+    assert not any(find_divergence(make_history(losses[:n])) for n in range(1, len(losses) + 1))
+
+
+def test_a_divergence_is_logged_once_and_again_after_a_recovery():
+    losses = [2.0] * 20 + [500.0] * 30 + [1.0] * 40 + [500.0] * 30
+    history, rows = History(), make_history(losses).rows()
+    watch = DivergenceWatch(history)
+    found = []
+    for step in range(len(losses)):
+        history.append(rows[step : step + 1])
+        found += [(step, divergence.short)] if (divergence := watch.find_new()) else []
+    assert [text.partition(" times ")[2] for _, text in found] == ["since step 0", "since step 79"]
+    assert 20 < found[0][0] < 50
+    assert found[1][0] > 90
+
+
+def test_a_view_shows_a_divergence_in_its_head():
+    run = make_diverged_run()
+    assert MessageBuilder(run).build_snapshot().content["status"]["diverged"] == "loss grew 3e+05 times since step 1"
+    healthy = FakeSource(ranks=2)
+    healthy.advance(50)
+    assert MessageBuilder(healthy).build_snapshot().content["status"]["diverged"] is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("share", [0.05, 0.2])
+def test_losses_of_single_samples_that_are_mostly_tiny_are_no_divergence(seed, share):
+    """A network that has nearly fitted its data: a few samples are wrong, the others have no loss."""
+    random = np.random.default_rng(seed)
+    losses = np.where(random.random(1500) < share, 3 * random.random(1500), 1e-4)
+    losses[:40] = 2.3
+    assert not any(find_divergence(make_history(losses[:n], samples=1)) for n in range(1, 1501, 7))
 
 
 def test_a_run_that_recovers_has_not_diverged():

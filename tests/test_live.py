@@ -546,6 +546,19 @@ def test_every_figure_panel_has_a_live_counterpart():
     assert kept <= live_ones
 
 
+def test_a_confirmation_ends_with_the_next_event():
+    source = FakeSource(ranks=2)
+    source.advance(20)
+    builder = MessageBuilder(source)
+    source.event("pause", "paused at step 20")
+    builder.note_effect("paused at step 20 on all nodes")
+    assert builder.build_snapshot().content["effect"] == {"count": 1, "text": "paused at step 20 on all nodes"}
+    source.event("print", "a line of the user's own")
+    assert builder.build_change().content["effect"]["text"]
+    source.event("resume", "resume at step 20")
+    assert builder.build_change().content["effect"] == {"count": 1, "text": ""}
+
+
 # -- throttling ------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,15 @@ def test_numbers_that_vary_a_little_leave_the_line_alone():
     assert steady.update(Verdict("data", "save up to 33 %", 0.33), 100.0) is DATA
 
 
+def test_a_share_in_the_text_follows_the_measurements():
+    """Nothing holds the run back all the time, but the line must not name other shares than the tiles."""
+    first, later = (Verdict("computing", f"computing is {share} % of a step", 0.0) for share in (90, 60))
+    steady = SteadyVerdict()
+    steady.update(first, 0.0)
+    assert steady.update(later, 10.0) is first
+    assert steady.update(later, 10.0 + HOLD_S) is later
+
+
 def test_what_can_not_wait_shows_at_once():
     steady = SteadyVerdict()
     steady.update(DATA, 0.0)

@@ -204,7 +204,7 @@ def test_a_stage_without_a_loss_has_a_dash_and_a_nan_loss_is_shown():
     assert [line.split()[3] for line in nodes] == ["—", "0.500", "—", "0.500"]
     source.advance(1, loss=float("nan"))
     notice, *_ = lines = run_text.format_run(source).splitlines()[3:]
-    assert notice == "✕ the training diverged: the loss is NaN"
+    assert notice == "✕ the training diverged: the loss is NaN since step 2"
     assert [line.split()[3] for line in lines[-4:]] == ["—", "NaN", "—", "NaN"]
 
 

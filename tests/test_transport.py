@@ -43,6 +43,19 @@ def test_the_message_of_a_lost_engine_has_the_remedy_of_a_started_cluster():
     )
 
 
+def test_the_message_of_an_engine_that_was_killed_on_purpose_says_so():
+    transport = make_launched("")
+    alive: Any = SimpleNamespace(ids=[7])
+    alive.send_signal = lambda *_args, **_options: alive.ids.clear()
+    transport._client = alive
+    assert transport.kill([0])
+    transport._client = CLIENT
+    assert lost_message(transport) == (
+        "the engine of rank 0 is gone: dtkit ended its process, as it was told to. cluster.repair() starts another one "
+        "in its place"
+    )
+
+
 def test_error_of_a_lost_engine_that_the_user_started_promises_no_replacement():
     transport = IpyparallelTransport(CLIENT, [7])
     message = lost_message(transport)

@@ -81,6 +81,11 @@ def test_elements_with_zero_gradient_of_all_parameters_are_one_line():
     ]
 
 
+def test_elements_with_zero_gradient_that_are_equal_are_called_so():
+    gradients = {"w": torch.tensor([1.0, 0, 1], dtype=torch.float64)}
+    assert "and they are equal to the last bit\n" in f"{verify_changed_state({}, gradients).text()}\n"
+
+
 def test_a_small_gradient_does_not_count_as_zero():
     gradients = {"w": torch.tensor([1.0, 1e-9, 1.0], dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
     found = verify_changed_state({"w": [0, 5e-11, 0]}, gradients)

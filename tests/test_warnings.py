@@ -89,6 +89,10 @@ def test_misspelled_argument_names_the_right_one(options: dict[str, int], messag
             lambda: dtkit.DataParallel(bucket_mb=3),
             r"^DataParallel\(\) has no argument bucket_mb=; did you mean",
         ),
+        (
+            lambda: dtkit.Cluster.train(None, None, None, clip_grad_norm=1.0),
+            r"clip_grad_norm=; it is an option of the strategy, as in strategy=dtkit\.DataParallel\(clip_grad_norm=",
+        ),
         (lambda: dtkit.Pipeline(stage=2), r"^Pipeline\(\) has no argument stage=; did you mean stages=\?"),
         (lambda: dtkit.Sharded(precison="bf16"), r"^Sharded\(\) has no argument precison=; did you mean precision=\?"),
         (

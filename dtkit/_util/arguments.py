@@ -32,6 +32,7 @@ _ROW_WEIGHTS = (
 )
 _MISSING = {"class_weight": _ROW_WEIGHTS, "sample_weight": _ROW_WEIGHTS}
 """Arguments of other libraries that have no counterpart, with what to do."""
+_STRATEGY_OPTIONS = ("accumulate", "clip_grad_norm", "compile", "compress", "precision")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -66,7 +67,7 @@ def hide_own_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
-        except (TypeError, ValueError, FileNotFoundError) as error:
+        except (TypeError, ValueError, AttributeError, FileNotFoundError) as error:
             _hide_own_frames(error)
             raise
 
@@ -91,6 +92,9 @@ def _refuse_unknown(unknown: Iterable[str], names: Sequence[str], call: str) -> 
     for name in unknown:
         other = _OTHER_NAMES.get(name)
         similar = [other] if other in names else difflib.get_close_matches(name, names, n=1)
+        if name in _STRATEGY_OPTIONS and "strategy" in names:
+            hint = f"it is an option of the strategy, as in strategy=dtkit.DataParallel({name}=...)"
+            raise TypeError(f"{call}() has no argument {name}=; {hint}")
         takes = f"it takes {', '.join(names)}" if names else "it takes none"
         hint = f"did you mean {similar[0]}=?" if similar else takes
         raise TypeError(f"{call}() has no argument {name}=; {_MISSING.get(name, hint) if 'loss' in names else hint}")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import itertools
+import re
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
-_MAX_UNBROKEN_CHARS = 24  # a longer text may wrap; a shorter one stays on one line
+_MAX_UNBROKEN_CHARS = 14  # a longer text may wrap; a shorter one stays on one line
+_PADDING = "padding: 0.3em 0.4em"  # JupyterLab's is wider, and a table of seven columns would be cut off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Table:
     """Names of the columns that hold text; the others hold numbers."""
     bold_cells: Collection[tuple[int, int]] = ()
     """Cells (row, column) that HTML shows in bold."""
+    is_stacked: bool = False
+    """Whether HTML shows the first column as lines of their own, above the rows that share it: for many columns."""
 
     def to_text(self, indent: str = "") -> str:
         """Return the table as lines of text, with two spaces between columns."""
@@ -40,8 +45,9 @@ class Table:
     def to_html(self) -> str:
         """Return the table as HTML with every cell escaped."""
         head = f"<thead>{self._format_row(self.header, 'th')}</thead>" if self.header else ""
-        body = "".join(self._format_row(row, "td", index) for index, row in enumerate(self.rows))
-        return f"<table>{head}<tbody>{body}</tbody></table>"
+        body = "".join(self._format_stacks() if self.is_stacked else self._format_rows())
+        head = f"<thead>{self._format_stacked_header()}</thead>" if self.is_stacked else head
+        return f"<table style='font-size: 0.92em'>{head}<tbody>{body}</tbody></table>"
 
     def _is_text(self, column: int) -> bool:
         return not self.header or self.header[column] in self.text_columns
@@ -49,13 +55,37 @@ class Table:
     def _format_row(self, cells: Sequence[str], tag: str, row: int = -1) -> str:
         return f"<tr>{''.join(self._format_cell(k, cell, tag, row) for k, cell in enumerate(cells))}</tr>"
 
+    def _format_rows(self) -> Iterator[str]:
+        for index, row in enumerate(self.rows):
+            yield self._format_row(row, "td", index)
+
+    def _format_stacked_header(self) -> str:
+        return f"<tr>{''.join(self._format_cell(k, cell, 'th', -1) for k, cell in enumerate(self.header) if k)}</tr>"
+
+    def _format_stacks(self) -> Iterator[str]:
+        span = len(self.header) - 1
+        for name, group in itertools.groupby(enumerate(self.rows), key=lambda item: item[1][0]):
+            style = f"text-align: left; {_PADDING}; padding-bottom: 0"
+            yield f'<tr><td colspan="{span}" style="{style}">{_add_breaks(html.escape(_clean(name)))}</td></tr>'
+            for index, row in group:
+                cells = (self._format_cell(k, cell, "td", index) for k, cell in enumerate(row) if k)
+                yield f"<tr>{''.join(cells)}</tr>"
+
     def _format_cell(self, column: int, cell: str, tag: str, row: int) -> str:
-        style = "text-align: right; white-space: nowrap"  # a number is never cut from its unit
+        style = "text-align: right"
+        if tag == "td":
+            style += "; white-space: nowrap"  # a number is never cut from its unit
+        text = html.escape(_clean(cell))
         if self._is_text(column):
             style = f"text-align: left; min-width: {min(len(cell), _MAX_UNBROKEN_CHARS)}ch"
-        text = html.escape(_clean(cell))
+            text = _add_breaks(text)
         text = f"<b>{text}</b>" if (row, column) in self.bold_cells else text
-        return f'<{tag} style="{style}">{text}</{tag}>'
+        return f'<{tag} style="{style}; {_PADDING}">{text}</{tag}>'
+
+
+def _add_breaks(text: str) -> str:
+    """Let a name break after a bracket and between its words, as in ``ParameterAveraging(every=8)``."""
+    return re.sub(r"\(|(?<=[a-z])(?=[A-Z])", lambda match: f"{match[0]}<wbr>", text)
 
 
 def _clean(cell: str) -> str:

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting
+from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit._util.table import Table
 from dtkit.checkpoint.folders import find_newest, list_folders, parse_path
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _MAX_SHOWN_PROBLEMS = 5
 
 
+@suggest_attributes("checkpoint")
 @hide_from_completion("check_fits", "frozen_entries", "get_tensor_entries", "summarize")
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Checkpoint:

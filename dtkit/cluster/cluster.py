@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtkit._util.arguments import hide_frames_of_methods, hide_own_frames, suggest_arguments
+from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit.cluster.engines import Engines
 from dtkit.data import broadcast, distribute, speed
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _NEEDS_ENGINES = "which needs all engines"
 
 
+@suggest_attributes("cluster")
 @hide_from_completion("from_transport", "refresh_nodes")
 @hide_frames_of_methods
 class Cluster(Engines):

@@ -41,6 +41,7 @@ _NO_ENGINE = -1
 class LaunchedTransport(IpyparallelTransport):
     """Transport over a controller, engines and spare engines of its own."""
 
+    _remedy = REPAIR_REMEDY
     on_refill: Callable[[], object]
     """Called in a thread after spare engines were started."""
 
@@ -145,7 +146,7 @@ class LaunchedTransport(IpyparallelTransport):
     def _describe_loss(self) -> str:
         jobs = self._launcher.describe_ended_jobs()
         reason = f" ({jobs})" if jobs else ""
-        return f"its process has ended, or was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}. {REPAIR_REMEDY}"
+        return f"its process has ended, or was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}"
 
     def end_processes(self, pids: Sequence[int]) -> None:
         """End these engines at once. The controller forgets a stopped engine, which no message can end."""

@@ -48,12 +48,14 @@ class IpyparallelTransport:
 
     hosts: Hosts | None = None
     on_queue: Callable[[str], object] = bool
+    _remedy = _ATTACHED_REMEDY
 
     def __init__(self, client: ipp.Client, engine_ids: list[int]) -> None:
         self._client = client
         _drop_late_replies(client)
         self.engine_ids = list(engine_ids)
         self._entrypoint = Entrypoint()
+        self._killed_ids: set[int] = set()
 
     def send(
         self, rank: int, message: bytes, listen: Callable[[int, list[Any]], None] | None = None
@@ -98,7 +100,9 @@ class IpyparallelTransport:
         """See :class:`~dtkit.rpc.transport.Transport`."""
         host = self._describe_host(rank)
         where = f" on {host}" if host else ""
-        return f"the engine of rank {rank}{where} is gone: {self._describe_loss()}"
+        is_killed = self.engine_ids[rank] in self._killed_ids
+        reason = "dtkit ended its process, as it was told to" if is_killed else self._describe_loss()
+        return f"the engine of rank {rank}{where} is gone: {reason}. {self._remedy}"
 
     def _describe_host(self, rank: int) -> str:
         """Return the name of a rank's host, or "" if it is unknown."""
@@ -106,8 +110,8 @@ class IpyparallelTransport:
         return ""
 
     def _describe_loss(self) -> str:
-        """Return why an engine may be gone, with a remedy."""
-        return f"its process has ended, or its controller receives no heartbeats. {_ATTACHED_REMEDY}"
+        """Return why an engine may be gone."""
+        return "its process has ended, or its controller receives no heartbeats"
 
     def interrupt(self, ranks: Sequence[int], *, wake: bool = False) -> None:
         """Send SIGINT through each engine's nanny."""
@@ -129,6 +133,7 @@ class IpyparallelTransport:
         targets = [self.engine_ids[rank] for rank in ranks if self.engine_ids[rank] in self._client.ids]
         if not targets:
             return True
+        self._killed_ids.update(targets)
         self._client.send_signal(signal.SIGKILL, targets=targets, block=False)
         return wait_until(lambda: not set(targets) & set(self._client.ids), timeout)
 

@@ -138,18 +138,18 @@ class Comparison:
         return f"{image}{make_table(rows).to_html()}<small>{make_table_note(rows)}</small>{settings}"
 
 
-def compare(runs: Iterable[Comparable | History], labels: Sequence[str] | None = None) -> Comparison:
+def compare(
+    *runs: Comparable | History | Iterable[Comparable | History], labels: Sequence[str] | None = None
+) -> Comparison:
     """Compare several runs: loss against steps and against the bytes that each rank sent.
 
-    `runs` are runs, also while they train, or histories (``dtkit.History.from_jsonl(path)``). `labels` name them in the
-    figure. Without labels, a run has its name, and its strategy where runs of that name differ in it. Runs of one name
-    are named by strategy, and equal ones are numbered.
+    `runs` are runs, also while they train, or histories (``dtkit.History.from_jsonl(path)``): ``compare(run, other)``,
+    or one list of them. `labels` name them in the figure. Without labels, a run has its name, and its strategy where
+    runs of that name differ in it. Runs of one name are named by strategy, and equal ones are numbered.
 
     Raises TypeError for anything else, and ValueError for an empty list or for labels that don't fit.
     """
     items = _to_list(runs)
-    if not items:
-        raise ValueError("compare([]): there is nothing to compare; give at least one run, as in compare([run, other])")
     for k, run in enumerate(items):
         if not isinstance(run, History) and not (isinstance(run, Comparable) and isinstance(run.history, History)):
             raise TypeError(
@@ -162,11 +162,43 @@ def compare(runs: Iterable[Comparable | History], labels: Sequence[str] | None =
     return Comparison(checked_labels, histories, strategies, items)
 
 
-def _to_list(runs: Any) -> list[Any]:
-    """Return the runs. A single run is refused, because it would be taken for a list of its records."""
-    if isinstance(runs, str | History) or hasattr(runs, "history") or not isinstance(runs, Iterable):
-        raise TypeError(f"compare({_describe_value(runs)}): it takes a list of runs; write compare([run, other])")
-    return list(runs)
+def _to_list(runs: Sequence[Any]) -> list[Any]:
+    """Return the runs: the arguments themselves, or those of a single list."""
+    first, *others = runs or ([],)
+    if others:
+        _refuse_lists(runs)
+        return list(runs)
+    if _is_run(first):
+        raise TypeError(
+            f"compare({_describe_value(first)}): one run has nothing to be compared with; call compare(run, other), or "
+            "compare([run]) for its curves alone"
+        )
+    if isinstance(first, str) or not isinstance(first, Iterable):
+        raise TypeError(
+            f"compare({_describe_value(first)}): it takes runs; call compare(run, other) or compare([run, other])"
+        )
+    items = list(first)
+    if not items:
+        raise ValueError("compare([]): there is nothing to compare; give at least one run, as in compare(run, other)")
+    return items
+
+
+def _refuse_lists(runs: Sequence[Any]) -> None:
+    """Refuse a list next to other arguments: labels without their name, or a list of runs with a further run."""
+    lists = [run for run in runs if isinstance(run, Iterable) and not _is_run(run) and not isinstance(run, str)]
+    for items in map(list, lists):
+        if items and all(isinstance(item, str) for item in items):
+            raise TypeError(f"compare(..., {items!r}): labels need their name: compare(run, other, labels={items!r})")
+    if lists:
+        raise TypeError(
+            f"compare(...) got {_describe_value(lists[0])} next to other arguments; give all runs as arguments, as in "
+            "compare(run, other), or all in one list"
+        )
+
+
+def _is_run(value: object) -> bool:
+    """Return whether a value is meant as one run. A history is a sequence of its records, too."""
+    return isinstance(value, History) or hasattr(value, "history")
 
 
 def _describe_value(value: object) -> str:

@@ -54,8 +54,9 @@ def _iterate_charts(history: History) -> Iterator[str]:
     if np.unique(history.column("lr")[np.isfinite(history.column("lr"))]).size > 1:
         yield draw_chart("Learning rate", "", _make_series(history, LR, "lr"), format_y=formatting.format_loss)
     yield draw_chart(
-        "Gradient norm", "over all nodes", _make_series(history, GRAD_NORM, "norm"), format_y=formatting.format_loss
-    )
+        "Gradient norm", "over all nodes", _make_series(history, GRAD_NORM, "norm"), format_y=formatting.format_loss,
+        may_be_log=True,
+    )  # fmt: skip
 
 
 def list_metric_names(history: History) -> list[str]:

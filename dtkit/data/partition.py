@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit._util import formatting, views
+from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit._util.stacklevel import find_caller_stacklevel
 from dtkit.data.sharding import Shard, build_shards, check_labels, to_index
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _MAX_SHOWN_RANKS = 32
 
 
+@suggest_attributes("partition")
 @hide_from_completion("flatten_indices", "format_headline", "to_dict", "to_json")
 class Partition:
     """Partition of `n` rows into one shard for each rank. Notebooks show it as a table and a figure.

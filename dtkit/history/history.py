@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit.history.scalars import SYSTEM_PREFIX, ScalarRecord, ScalarTables
 from dtkit.types import Evaluation, Event, StepRecord
@@ -140,6 +141,7 @@ class _GrowingArray:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
+@suggest_attributes("history")
 @hide_from_completion(
     "add", "append", "close_run_log", "copy_until", "count_scalar_records", "extend", "list_scalar_records"
 )

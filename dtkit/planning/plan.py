@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting, views
+from dtkit._util.attributes import suggest_attributes
 from dtkit.planning.cost_model import divide_memory
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class PlanRow:
         return self.needed <= self.free
 
 
+@suggest_attributes("plan")
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Memory and time of each strategy, one row for each strategy and rank; see :meth:`dtkit.Cluster.plan`.

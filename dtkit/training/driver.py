@@ -284,11 +284,11 @@ class Driver:
         progress = self.progress
         is_running = progress.state is State.RUNNING and not self.actions.callbacks.runner.is_running
         self.steps.lr_updater.request(command.value, command.answer if is_running else None)
+        # Dispatches in flight have the old one.
+        progress.recorder.add_event(progress.next_step, "lr", f"learning rate {command.value:g}")
         if not is_running:
             progress.lr = command.value
             resolve(command.answer, progress.step)
-        # Dispatches in flight have the old one.
-        progress.recorder.add_event(progress.next_step, "lr", f"learning rate {command.value:g}")
         self._on_change()
 
     def _handle_save(self, command: _Command) -> None:

@@ -18,6 +18,7 @@ from dtkit.history import comm_time
 from dtkit.history.engine_outbox import format_output
 from dtkit.history.scalars import ScalarRecord
 from dtkit.history.timeline import merge_spans
+from dtkit.training.divergence_watch import DivergenceWatch
 from dtkit.types import DispatchResult, Evaluation, Event
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Recorder:
         self._extra_rows: list[np.ndarray] = []  # rows of ranks that were ahead when one failed
         self._extra_scalars: list[ScalarRecord] = []
         self._has_reported_write_error = False
+        self._divergence_watch = DivergenceWatch(history)
         self._recent_spans: list[np.ndarray] = []
         self._recent_clock_offsets: list[float] | None = None
 
@@ -68,6 +70,9 @@ class Recorder:
             for item in items:
                 self.add_event(step, "print", format_output(*item), rank)
         self._report_write_error(step)
+        divergence = self._divergence_watch.find_new()
+        if divergence is not None:
+            self.add_event(self.next_step, "diverged", divergence.text)
 
     def _keep_spans(self, advances: Sequence[DispatchResult], ranks: Sequence[int]) -> None:
         """Keep what each rank did when in the last steps, and how far its clock is ahead."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util.arguments import hide_frames_of_methods, suggest_arguments
+from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit._util.deadline import Deadline
 from dtkit.errors import RunError
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, RunSpec, Status
 
 
+@suggest_attributes("run")
 @hide_from_completion("delay_factors", "is_released", "lifecycle", "note", "placement", "post", "subscribe")
 @hide_frames_of_methods
 class Run(ShownRun):

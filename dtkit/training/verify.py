@@ -119,9 +119,10 @@ class Verification:
         names = f"{worst} and {formatting.format_count(others, 'other parameter')}" if others else worst
         count, largest = sum(n for n, _ in self.zero_gradient.values()), self.zero_gradient[worst][1]
         bound = ZERO_TOLERANCE.get(self.dtype, _HALF_PRECISION_TOLERANCE)
+        differ = f"differ by {largest:.3g} at most (bound {bound:g})" if largest else "are equal to the last bit"
         return (
             f"  {formatting.format_count(count, 'number')} in {names}: the true gradient is zero, so the optimizer "
-            f"follows rounding there, and they differ by {largest:.3g} at most (bound {bound:g})"
+            f"follows rounding there, and they {differ}"
         )
 
     def __repr__(self) -> str:

@@ -70,6 +70,18 @@ def test_paused_run_without_a_verdict_has_no_line_for_it(page: Page):
     expect(view.root.get_by_test_id("verdict")).to_be_hidden()
 
 
+def test_confirmation_of_a_command_disappears_when_something_newer_happens(page: Page):
+    run = make_run()
+    view = StaticView(page, run)
+    effect = view.root.get_by_test_id("effect")
+    run.event("pause", "paused at step 50")
+    view.report_effect("paused at step 50 on all nodes")
+    expect(effect).to_have_text("✓ paused at step 50 on all nodes")
+    run.event("resume", "resume at step 50")  # from a cell
+    view.update()
+    expect(effect).to_have_text("")
+
+
 def test_confirmation_of_a_command_disappears(page: Page):
     page.clock.install()
     view = StaticView(page, make_run())

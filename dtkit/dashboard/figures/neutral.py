@@ -14,11 +14,13 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyBboxPatch, Patch
 from matplotlib.text import Text
+from matplotlib.ticker import FixedFormatter
 from PIL import Image
 
 from dtkit.dashboard.figures.style import GRID_COLOR, MUTED_COLOR, TEXT_COLOR
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 NEUTRAL_COLOR = "#767676"
@@ -32,6 +34,9 @@ _NUM_COLORS = 256
 def make_neutral(figure: Figure) -> None:
     """Change the figure's colors to those for any theme."""
     _remove_backgrounds(figure)
+    for ax in figure.axes:
+        for axis in (ax.xaxis, ax.yaxis):
+            _make_future_ticks_neutral(axis)
     for line in figure.findobj(Line2D):
         if to_hex(line.get_color()) in _INKS:
             line.set_color(NEUTRAL_COLOR)
@@ -41,6 +46,13 @@ def make_neutral(figure: Figure) -> None:
     for text in figure.findobj(Text):
         if to_hex(text.get_color()) in _INKS and not _is_on_box(text):
             text.set_color(NEUTRAL_COLOR)
+
+
+def _make_future_ticks_neutral(axis: Axis) -> None:
+    """Give the colors to ticks that a later layout adds, which has room for more of them. Names are never added."""
+    axis.set_tick_params(grid_color=_FAINT_COLOR, grid_alpha=_FAINT_ALPHA)
+    if not isinstance(axis.get_major_formatter(), FixedFormatter):
+        axis.set_tick_params(color=NEUTRAL_COLOR, labelcolor=NEUTRAL_COLOR)
 
 
 def shrink_png(png: bytes) -> bytes:

@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator, 
 from matplotlib.transforms import ScaledTranslation
 
 from dtkit._util import formatting
+from dtkit.dashboard.summary.comparison import MANY_ORDERS, is_steep
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES, Curves
 from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.dashboard.summary.notices import MARKED_EVENTS
@@ -39,13 +40,14 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A
 TEXT_COLOR, MUTED_COLOR, GRID_COLOR, ALERT_COLOR = "#1a1a1a", "#5f5f5f", "#e4e4e4", "#b84a00"
 EVENT_GLYPHS = {
     "pause": "‖", "resume": "▶", "lr": "lr", "error": "✕", "stop": "■", "lost": "†", "repair": "+", "save": "↓",
-    "stuck": "⊘",
+    "stuck": "⊘", "diverged": "↗",
 }  # fmt: skip
 _EVENT_WORDS = {
     "pause": "paused", "resume": "resumed", "lr": "new learning rate", "error": "error", "stop": "stopped",
     "lost": "lost", "repair": "repaired", "save": "saved", "stuck": "stuck",
+    "diverged": "diverged",
 }  # fmt: skip
-_URGENT_EVENTS = ("error", "lost", "stuck")
+_URGENT_EVENTS = ("error", "lost", "stuck", "diverged")
 _OUTLIER_COLORS = (5, 6, 3, 2)  # indices of colors that stand out from the band's blue
 _OUTLIER_DASHES = ("-", (0, (6, 1.6)), (0, (1.6, 1.6)), (0, (6, 1.6, 1.6, 1.6)))
 _NARROW_WIDTH_IN = 7.5  # below this width a legend has several rows
@@ -188,6 +190,14 @@ def draw_lines(ax: Axes, buckets: CurveBuckets, layout: ChartLayout, overall_lab
     draw_end_labels(ax, collect_line_labels(ax))
 
 
+def scale_by_span(ax: Axes, buckets: CurveBuckets) -> None:
+    """Make an axis logarithmic where the values of its lines span many orders, as the live view does."""
+    if is_steep(buckets.values[..., 1], MANY_ORDERS):
+        ax.set_yscale("log")
+        format_log_axis(ax.yaxis, formatting.format_loss)
+        draw_end_labels(ax, collect_line_labels(ax))
+
+
 def draw_band(ax: Axes, steps: np.ndarray, values: np.ndarray, color: str, alpha: float) -> None:
     """Draw a band from the smallest to the largest value of each bucket, where they differ."""
     if np.nanmax(values[:, 2] - values[:, 0], initial=0) > 0:
@@ -215,12 +225,13 @@ def draw_end_labels(ax: Axes, labels: Sequence[tuple[str, float, str]]) -> None:
     """Write each line's name at its end, in its color, and apart from the other names."""
     for old in [t for t in ax.texts if t.get_gid() == "end"]:
         old.remove()
-    low, high = ax.get_ylim()
+    scale = ax.yaxis.get_transform().transform  # of a logarithmic axis, the logarithm
     ordered = sorted(labels, key=lambda label: label[1])
-    heights = [(y - low) / (high - low) for _, y, _ in ordered]
+    low, *known, high = scale(np.array([ax.get_ylim()[0], *(y for _, y, _ in ordered), ax.get_ylim()[1]]))
+    heights = [float((y - low) / (high - low)) for y in known]
     for (text, _, color), y in zip(ordered, spread_positions(heights, _MIN_LABEL_GAP), strict=True):
         ax.annotate(
-            text, (1.012, y), xycoords="axes fraction", va="center", fontsize=8, fontweight="bold",
+            text, (1.02, y), xycoords="axes fraction", va="center", fontsize=8, fontweight="bold",
             color=color, gid="end", annotation_clip=False,
         )  # fmt: skip
 

@@ -100,8 +100,7 @@ class ComparisonMessageBuilder:
         values, width, origin = self._align_curves()
         series = self._make_series()
         states = [_get_state(run) for run in self._comparison.runs]
-        last_steps = [history.totals()["step"][-1:] for history in self._comparison.histories]
-        step = int(max((steps[0] for steps in last_steps if len(steps)), default=0))
+        step = max((_find_last_step(history) for history in self._comparison.histories), default=0)
         content: dict[str, Any] = {
             "kind": "snapshot",
             "seq": self._seq,
@@ -168,6 +167,12 @@ def _insert_states(table: dict[str, Any], states: Sequence[str]) -> None:
     for cells, state in zip(table["rows"], states, strict=True):
         cells.insert(1, state)
     table["bold"] = [[row, column + (column > 0)] for row, column in table["bold"]]
+
+
+def _find_last_step(history: History) -> int:
+    """Return the last step of the curves or the evaluations. A final evaluation counts the steps before it."""
+    steps = history.totals(history.num_steps - 1)["step"]
+    return max(int(steps.max(initial=0)), max((e.step for e in history.evaluations), default=0))
 
 
 def _get_state(run: object) -> str:

@@ -25,6 +25,7 @@ import numpy as np
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.guard import run_guarded
+from dtkit.dashboard.live.last_effect import LastEffect
 from dtkit.dashboard.live.log_lines import MAX_LOG_LINES, MAX_MARKS, build_log_line, select_log_events
 from dtkit.dashboard.live.pressing_state import read_pressing_state
 from dtkit.dashboard.summary.activity import find_activity
@@ -47,6 +48,7 @@ from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
 from dtkit.dashboard.summary.step_strip import BOX_KINDS, make_step_strip
 from dtkit.dashboard.summary.timing import PHASES, select_bars
 from dtkit.dashboard.summary.verdict import find_shown_verdict
+from dtkit.history.divergence import find_divergence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,7 +99,7 @@ class MessageBuilder:
         """The highlighted node."""
         self.extra_controls: Sequence[str] = ()
         """Controls that not every run has."""
-        self._num_effects, self._last_effect, self._effect_at = 0, "", -math.inf
+        self._last_effect = LastEffect(clock)
         self._sent_pressing_state: tuple[object, ...] = ()
 
     def __len__(self) -> int:
@@ -131,11 +133,13 @@ class MessageBuilder:
     @property
     def is_pressing(self) -> bool:
         """Whether the next message has what a person waits for, or must see at once."""
-        return read_pressing_state(self._run, self._num_events_read, self._num_effects) != self._sent_pressing_state
+        return (
+            read_pressing_state(self._run, self._num_events_read, self._last_effect.count) != self._sent_pressing_state
+        )
 
     def note_effect(self, text: str) -> None:
         """Put a command that took effect into the messages of the next seconds."""
-        self._num_effects, self._last_effect, self._effect_at = self._num_effects + 1, text, self._clock()
+        self._last_effect.note(text, self._run.history.events)
 
     def build_snapshot(self) -> Message:
         """Return everything that a page needs, downsampled."""
@@ -200,14 +204,13 @@ class MessageBuilder:
         """Return the part of every message: the state, notices and metrics."""
         run, status = self._run, self._run.status
         base, self._seq = self._seq, self._seq + 1
-        self._sent_pressing_state = read_pressing_state(run, self._num_events_read, self._num_effects)
+        self._sent_pressing_state = read_pressing_state(run, self._num_events_read, self._last_effect.count)
         stall = find_stall(run)
         self._metrics = compute_run_metrics(run.history, self._num_ranks, self._lost_nodes)
         stuck_ranks = [] if stall is None or stall.rank is None else [stall.rank]
         self._outliers = find_outliers(self._metrics, {*self._lost_nodes, *stuck_ranks})
         epoch, epochs = compute_epoch(run.spec, status.step)
-        is_effect_recent = self._clock() - self._effect_at < timeouts.EFFECT_SHOWN_S
-        error, activity = run.exception, find_activity(run, self._lost_nodes)
+        error, activity, divergence = run.exception, find_activity(run, self._lost_nodes), find_divergence(run.history)
         return {
             "kind": kind,
             "seq": self._seq,
@@ -221,6 +224,7 @@ class MessageBuilder:
                 "elapsed": _replace_nonfinite(status.elapsed_s),
                 "remaining": None if activity else _replace_nonfinite(status.remaining_s),
                 "activity": None if activity is None else dataclasses.asdict(activity),
+                "diverged": None if divergence is None else divergence.short,
                 "message": "" if stall else formatting.sanitize_text(status.message),  # a notice has the same text
             },
             "lr": _replace_nonfinite(run.lr),
@@ -238,7 +242,7 @@ class MessageBuilder:
             },
             **self._build_verdict(changed_only=kind == "change"),
             "selected": self.selected_rank,
-            "effect": {"count": self._num_effects, "text": self._last_effect if is_effect_recent else ""},
+            "effect": self._last_effect.describe(run.history.events),
         }
 
     def _build_verdict(self, *, changed_only: bool) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import time
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
-from dtkit.dashboard.summary.divergence import find_divergence
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
 from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_position
 from dtkit.dashboard.summary.timing import format_nodes
+from dtkit.history.divergence import find_divergence
 from dtkit.types import State
 
 if TYPE_CHECKING:

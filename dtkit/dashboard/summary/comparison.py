@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtkit.history.mean_loss import FINAL_LOSS_STEPS, compute_mean_loss
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dtkit.history.history import History
 
-FINAL_LOSS_STEPS = 20
-"""Steps over which the final loss is averaged. The loss of a single step is mostly noise."""
-
-
 _SAME_BYTES_RATIO = 1.05
 _STEEP_RATIO = 50.0  # from this ratio of losses on, an axis is logarithmic
+MANY_ORDERS = 1000.0
+"""Ratio of values from which a panel of one run becomes logarithmic by itself, as in ``static/chart/grain.js``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +69,14 @@ def differ_in_bytes(rows: Sequence[ComparisonRow]) -> bool:
     return bool(known) and max(known) > _SAME_BYTES_RATIO * min(known)
 
 
-def is_steep(losses: np.ndarray) -> bool:
-    """Return whether losses are all positive and so different that a linear axis would hide the smaller ones."""
+def is_steep(losses: np.ndarray, ratio: float = _STEEP_RATIO) -> bool:
+    """Return whether losses are so different that a linear axis would hide the smaller ones.
+
+    None of them is negative. Zeros don't count: they have no place on a logarithmic axis.
+    """
     known = losses[np.isfinite(losses)]
-    return bool(len(known) and known.min() > 0 and known.max() / known.min() >= _STEEP_RATIO)
-
-
-def compute_mean_loss(totals: np.ndarray) -> float:
-    """Return the mean loss of some steps by weight; NaN without one."""
-    known = totals[totals["weight"] != 0]  # the others have no samples, or no stage with a loss
-    return float((known["loss"] * known["weight"]).sum() / known["weight"].sum()) if len(known) else math.nan
+    positive = known[known > 0]
+    return bool(len(positive) and known.min() >= 0 and positive.max() / positive.min() >= ratio)
 
 
 _LOWER_WORDS = ("loss", "error", "perplexity", "mse", "mae", "rmse", "distance", "divergence", "kl")

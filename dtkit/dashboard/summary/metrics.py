@@ -10,11 +10,11 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.activity import find_activity
-from dtkit.dashboard.summary.comparison import compute_mean_loss
 from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall, format_short
 from dtkit.dashboard.summary.timing import WINDOW_STEPS, StepTiming, compute_step_timing, format_nodes
+from dtkit.history.mean_loss import compute_mean_loss
 from dtkit.history.workload import Efficiency
 
 if TYPE_CHECKING:
@@ -165,6 +165,8 @@ def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:
 
 
 def _describe_loss(run: RunView, metrics: RunMetrics) -> str:
+    if run.history.evaluations:  # whose window would make a narrow tile two lines high
+        return _describe_latest_loss(run, metrics)
     window = min(WINDOW_STEPS, run.history.num_steps)
     return ", ".join(filter(None, [f"{window} steps" if window > 1 else "", _describe_latest_loss(run, metrics)]))
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.activity import describe_last_repair
-from dtkit.dashboard.summary.divergence import find_divergence
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_sentence
 from dtkit.dashboard.summary.timing import format_nodes
 from dtkit.errors import EngineError, NonFiniteError
+from dtkit.history.divergence import find_divergence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +39,7 @@ NOTICE_GLYPHS = {
 ALERT_KINDS = ("lost", "stuck", "differs", "diverged")
 """Kinds of notices that are alerts."""
 
-MARKED_EVENTS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "lost", "repair", "save"})
+MARKED_EVENTS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "lost", "repair", "save", "diverged"})
 """Kinds of events with a mark on the step axis. The others are in the log only."""
 
 

@@ -6,6 +6,7 @@ Another verdict replaces the shown one after it was found in each look for some 
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.summary.verdict import Verdict
 
 CLOSE_GAINS = 0.05
-"""Difference of the predicted savings from which a verdict of the same cause is another one."""
+"""Difference of the savings, or of a share in the text, from which a verdict of the same cause is another one."""
 
 
 class SteadyVerdict:
@@ -33,7 +34,7 @@ class SteadyVerdict:
         before = self.shown
         if found is None or before is None or is_final or "diverged" in (found.cause, before.cause):
             return self._show(found)
-        if found.cause == before.cause and abs(found.gain - before.gain) < CLOSE_GAINS:
+        if _is_close(found, before):
             self._other_cause = None
             return before
         if found.cause != self._other_cause:
@@ -43,3 +44,14 @@ class SteadyVerdict:
     def _show(self, verdict: Verdict | None) -> Verdict | None:
         self.shown, self._other_cause = verdict, None
         return verdict
+
+
+def _is_close(found: Verdict, shown: Verdict) -> bool:
+    """Return whether two verdicts say the same. A share in the text must not contradict the tile beside it for long."""
+    pairs = list(zip(_list_shares(found.text), _list_shares(shown.text), strict=False))
+    differences = [found.gain - shown.gain, *(one - other for one, other in pairs)]
+    return found.cause == shown.cause and all(abs(difference) < CLOSE_GAINS for difference in differences)
+
+
+def _list_shares(text: str) -> list[float]:
+    return [float(percent) / 100 for percent in re.findall(r"([\d.]+) %", text)]

@@ -109,8 +109,14 @@ class PhaseBar:
     """Whether this rank keeps the others waiting."""
 
 
-def compute_step_timing(history: History, num_ranks: int, num_steps: int = WINDOW_STEPS) -> StepTiming:
-    """Return the timing of the last `num_steps` steps."""
+def count_window_steps(history: History) -> int:
+    """Return the number of last steps that means are taken over. The first step of a run warms up, and is left out."""
+    return min(WINDOW_STEPS, max(1, history.num_steps - 1))
+
+
+def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
+    """Return the timing of the last steps, the same ones for all views."""
+    num_steps = count_window_steps(history)
     steps = history.totals(history.num_steps - num_steps)["step"]
     rows = history.rows(len(history) - num_steps * num_ranks)
     rows = rows[(rows["rank"] < num_ranks) & (rows["rank"] >= 0)]

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import formatting
-from dtkit.dashboard.summary.divergence import find_divergence
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall
-from dtkit.dashboard.summary.timing import PHASES, WINDOW_STEPS, compute_step_timing, format_nodes
+from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, format_nodes
+from dtkit.history.divergence import find_divergence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -105,13 +105,12 @@ def find_verdict(history: History, spec: RunSpec) -> Verdict:
     """Return the verdict on the last steps of a history. How fast a training is matters only while it converges."""
     divergence = find_divergence(history)
     if divergence is not None:
-        remedy = f"lower the learning rate ({divergence.lr:g} now), or set clip_grad_norm="
-        return Verdict("diverged", f"{divergence.text}: {remedy}", 0.0, divergence.arithmetic)
-    num_steps = min(WINDOW_STEPS, history.num_steps - 1)
-    if num_steps < MIN_STEPS:
+        remedy = f"lower the learning rate ({divergence.lr:g} now), or set the strategy's clip_grad_norm="
+        return Verdict("diverged", f"the {divergence.short}: {remedy}", 0.0, divergence.arithmetic)
+    if history.num_steps <= MIN_STEPS:
         steps = formatting.format_count(history.num_steps, "step")
         return Verdict("unknown", f"{steps} so far: a verdict needs {MIN_STEPS + 1}", 0.0)
-    timing = compute_step_timing(history, spec.world_size, num_steps)
+    timing = compute_step_timing(history, spec.world_size)
     ranks = np.flatnonzero(np.isfinite(timing.seconds).all(axis=1))
     if not timing.is_measured or not len(ranks):
         return Verdict("unknown", "the phases of the steps were not measured", 0.0)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit._util.table import Table
-from dtkit.dashboard.summary.comparison import FINAL_LOSS_STEPS, differ_in_bytes, is_better_lower
+from dtkit.dashboard.summary.comparison import differ_in_bytes, is_better_lower
+from dtkit.history.mean_loss import FINAL_LOSS_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -102,7 +102,7 @@ def _list_one_process(plan: Plan, format_cells: Callable[[PlanRow], list[str]]) 
 def _make_parts(plan: Plan) -> Table:
     """Make the table with the parts of the memory that is needed."""
     header = ["needed by", "node", *(name for _, name in MEMORY_PARTS)]
-    return Table(header, _merge_ranks(plan, _format_parts), {"needed by", "node"})
+    return Table(header, _merge_ranks(plan, _format_parts), {"needed by", "node"}, is_stacked=True)
 
 
 def _merge_ranks(

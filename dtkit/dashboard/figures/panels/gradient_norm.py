@@ -23,6 +23,7 @@ def draw(ax: Axes, history: History) -> None:
     part = downsample(history, GRAD_NORM, ranks)
     style.draw_lines(ax, part, layout, formatting.format_loss(style.get_last_value(part)))
     style.draw_band(ax, part.middle_steps, part.values[:, -1], style.TEXT_COLOR, 0.14)
+    style.scale_by_span(ax, part)
     style.set_title(ax, "Gradient norm", "over all nodes, before clipping")
     style.mark_events(ax, history.events)
 

@@ -21,7 +21,9 @@ def draw(ax: Axes, history: History) -> None:
     """Draw the panel."""
     ranks = history.num_ranks
     (layout,) = make_chart_layouts([LOSS], ranks)
-    style.draw_lines(ax, downsample(history, LOSS, ranks), layout, "mean")
+    buckets = downsample(history, LOSS, ranks)
+    style.draw_lines(ax, buckets, layout, "mean")
+    style.scale_by_span(ax, buckets)
     style.draw_outliers(ax, history, LOSS, MAX_BUCKETS)
     style.set_title(ax, "Loss", style.describe_lines(layout))
     _draw_validation(ax, history)

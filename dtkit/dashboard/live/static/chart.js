@@ -7,7 +7,7 @@
 //   chart/tooltip.js  the box at the pointer
 
 import { xAxis } from "./chart/axis.js";
-import { bucketGrain, inverted, movingAverage, onlyPositive, valueLimits } from "./chart/grain.js";
+import { bucketGrain, inverted, movingAverage, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
 import { drawLabels, drawLine, drawPoints, drawSpots, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
 import { newTooltip, within } from "./chart/tooltip.js";
@@ -24,7 +24,7 @@ const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
  * overall(head, value). Optional: overallName, right(head, view): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName,
  * shown(store), exact: never smooth, joined: lines without gaps, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line),
- * axis: instead of that of all charts, inverted: draw the reciprocals of the values, canLog: the logarithmic scale of all such charts, which leaves out values that are not positive.
+ * axis: instead of that of all charts, inverted: draw the reciprocals of the values, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that are not positive.
  */
 export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });
@@ -41,7 +41,6 @@ export function chart(store, name, options, redraw) {
   listenToChart(view, redraw);
   const update = () => {
     view.layout = options.layout?.(store) ?? store.head.charts[name];
-    view.isLog = Boolean(options.canLog) && store.view.log;
     const isLate = !store.curves.used && !store.head.runs && !LIVE.includes(store.status.state); // no step will come
     el.hidden = isLate || !(options.shown?.(store) ?? true);
     if (el.hidden) return;
@@ -51,6 +50,7 @@ export function chart(store, name, options, redraw) {
     view.height = frame.height() ?? options.height ?? 200;
     view.grain = options.grain?.(store) ?? bucketGrain(detailInSight(store) ?? store.curves, store.head.columns, view.layout, options.merged);
     if (options.inverted) view.grain.value = inverted(view.grain.value);
+    view.isLog = Boolean(options.canLog) && isLogScale(view);
     if (view.isLog) view.grain.value = onlyPositive(view.grain.value);
     view.width = el.clientWidth || view.width; // none while the page reloads its styles, after a change of theme
     if (!flat) drawChart(view, Math.max(160, view.width));
@@ -59,6 +59,13 @@ export function chart(store, name, options, redraw) {
     setAttr(svg, "aria-label", `${options.title}: ${describe(view)}`);
   };
   return { el, update, title: options.title };
+}
+
+/** Return whether a chart is logarithmic: as chosen, or since its values once spanned many orders. */
+function isLogScale({ store: { view }, name, options, grain }) {
+  const key = options.testid + name;
+  if (view.log === null && !view.autoLog.has(key) && spansOrders(grain)) view.autoLog.add(key);
+  return view.log ?? view.autoLog.has(key);
 }
 
 function drawChart(view, width) {
@@ -95,7 +102,7 @@ function drawChart(view, width) {
 /** Return the first and the last step of all charts, so that they have one axis. */
 function wholeRange({ store }) {
   const { curves } = store, first = curves.used ? curves.origin : 1, end = curves.origin + curves.used * curves.width - 1;
-  const evaluated = Math.min(store.evaluations.at(-1)?.step ?? 0, lastEvaluated(store));
+  const evaluated = store.head.runs ? store.status.step : Math.min(store.evaluations.at(-1)?.step ?? 0, lastEvaluated(store));
   const last = Math.max(first + 1, end, evaluated);
   return [first, Math.max(first + 1, Math.min(last, store.status.step || last))];
 }

@@ -79,23 +79,42 @@ function tableOf(read, { testid, label, isLegend }) {
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": testid }, scroll, note);
   let shown = "";
   const update = () => {
-    const { table, text } = read(), now = JSON.stringify([table, text]);
-    el.hidden = !table;
-    if (!table || now === shown) return;
+    const { table: wide, text } = read(), isTurned = Boolean(wide && isLegend) && isTooWide(wide, el.clientWidth);
+    const now = JSON.stringify([wide, text, isTurned]);
+    el.hidden = !wide;
+    if (!wide || now === shown) return;
     shown = now;
-    scroll.replaceChildren(h("table", {}, h("thead", {}, tableRow(table, table.header, -1)), h("tbody", {}, ...table.rows.map((cells, row) => tableRow(table, cells, row, isLegend)))));
+    const table = isTurned ? turned(wide) : wide, name = (row, column) => (isLegend && (isTurned ? row < 0 && column > 0 : row >= 0 && !column) ? (isTurned ? column - 1 : row) : null);
+    scroll.replaceChildren(h("table", {}, h("thead", {}, tableRow(table, table.header, -1, name)), h("tbody", {}, ...table.rows.map((cells, row) => tableRow(table, cells, row, name)))));
     setText(note, text ?? "");
   };
   return { el, update };
 }
-function tableRow({ texts, bold }, cells, row, isLegend) {
-  return h("tr", row < 0 ? {} : { "data-run": row }, ...cells.map((text, column) => {
-    const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column);
+/** Return a row of cells. `name(row, column)` is the number of the run that a cell names, or null. */
+function tableRow({ texts, bold }, cells, row, name) {
+  return h("tr", row < 0 ? {} : { "data-row": row }, ...cells.map((text, column) => {
+    const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = name(row, column);
     const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
-    if (isLegend && !column) cell.append(runLine(row), h("span", {}, ` ${row + 1}: ${text}`));
-    else cell.append(text);
+    if (run !== null) cell.append(runLine(run), h("span", {}, ` ${run + 1}: ${text}`));
+    else cell.append(...text.split(/(?<=\()/).flatMap((part) => [part, h("wbr")])); // a strategy breaks after its bracket
     return cell;
   }));
+}
+const COLUMN_PX = 70, NAME_PX = 150;
+
+/** Return whether a table of runs would be cut off, while one with a column for each run would not. */
+function isTooWide({ header, rows }, width) {
+  return width > 0 && NAME_PX + COLUMN_PX * (header.length - 1) > width && rows.length < header.length - 1;
+}
+/** Return a table with its rows as columns. */
+function turned({ header, rows, bold }) {
+  const [corner, ...names] = header;
+  return {
+    header: [corner, ...rows.map(([run]) => run)],
+    rows: names.map((name, column) => [name, ...rows.map((cells) => cells[column + 1])]),
+    texts: [0],
+    bold: bold.map(([row, column]) => [column - 1, row + 1]),
+  };
 }
 function runLine(k) {
   return s("svg", { width: 34, height: 10, "aria-hidden": "true" }, s("path", { d: "M1,5h32", class: `dtk-line dtk-n${k % 8} dtk-dash${k % 4}` }));
@@ -128,4 +147,4 @@ function openComparison(store) {
   return { root, redraw, dispose: () => { stopTheme(); size.disconnect(); } };
 }
 
-export default () => messageWidget(openComparison, (store) => { store.view.log = Boolean(store.head?.steep); });
+export default () => messageWidget(openComparison, (store) => { store.view.log = store.head?.steep ? true : null; });

@@ -86,16 +86,25 @@ function buildView(store, send) {
     for (const [panel, update] of updates) if (!panel.el.classList.contains("dtk-off") && !isAway(store, panel.el)) update();
     if (fillRow(body)) redraw();
     setAttr(root, "data-state", store.lost ? "lost" : store.status.state);
-    setAttr(root, "data-bad", ["diverged", "differs"].some((kind) => store.notices.some((notice) => notice.kind === kind)));
+    setAttr(root, "data-bad", Boolean(store.error) || ["diverged", "differs"].some((kind) => store.notices.some((notice) => notice.kind === kind)));
     setAttr(root, "data-step", store.status.step);
     setAttr(root, "data-seq", store.seq);
   };
   return { root, redraw };
 }
 
+/** Send a message. The comm of a kernel that was just shut down throws; the view soon says itself that the kernel is gone. */
+function sendTo(model, message) {
+  try {
+    model.send(message);
+  } catch (error) {
+    console.warn("dtkit: a message was not sent", error);
+  }
+}
+
 /** Return a view that follows the theme and its size: {root, redraw, dispose}. */
 function openView(store, model) {
-  const { root, redraw } = buildView(store, (message) => model.send(message)), stopTheme = followTheme(root);
+  const { root, redraw } = buildView(store, (message) => sendTo(model, message)), stopTheme = followTheme(root);
   const size = new ResizeObserver(redraw);
   size.observe(root);
   const tick = () => { if (root.isConnected && isTicking(store)) store.pacer.soon(); };
@@ -125,7 +134,7 @@ export default () => {
   };
   return {
     initialize({ model }) {
-      store.send = (message) => model.send(message);
+      store.send = (message) => sendTo(model, message);
       model.on("msg:custom", (content, buffers) => receive(model, content, buffers));
       const { content, buffers } = model.get("opening");
       receive(model, content, buffers);

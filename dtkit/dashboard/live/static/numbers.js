@@ -60,14 +60,21 @@ export function ticks(low, high, count) {
   return found;
 }
 
-/** Return round values between low and high for a logarithmic scale: powers of ten, with 2 and 5 where there is room. */
+/** Return round values between low and high for a logarithmic scale: powers of ten, with others between them where there is room. */
 export function logTicks(low, high, count) {
-  const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high)), decades = last - first;
-  const every = Math.max(1, Math.ceil(decades / count)), factors = decades > count ? [1] : decades > 2 ? [1, 3] : [1, 2, 5];
-  const found = [];
-  for (let power = first; power <= last; power += every) for (const f of factors) found.push(f * 10 ** power);
-  const within = found.filter((v) => v >= low && v <= high);
+  const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high)), most = 1.5 * count;
+  let within = [];
+  for (const factors of [[1, 2, 5], [1, 3], [1]]) {
+    within = roundPowers(first, last, 1, factors).filter((v) => v >= low && v <= high);
+    if (within.length <= most) break;
+  }
+  if (within.length > most) within = roundPowers(first, last, Math.ceil((last - first) / count), [1]).filter((v) => v >= low && v <= high);
   return within.length > 1 ? within : ticks(low, high, count);
+}
+function roundPowers(first, last, every, factors) {
+  const found = [];
+  for (let power = Math.ceil(first / every) * every; power <= last; power += every) for (const f of factors) found.push(f * 10 ** power);
+  return found;
 }
 
 export function share(part) {

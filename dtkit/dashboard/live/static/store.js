@@ -8,7 +8,7 @@ const SILENCE_MS = 5000;
 export const LIVE = ["pending", "running", "paused"];
 
 /** The kinds of events with a mark on the step axis, and the mark. */
-export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", stop: "■", lost: "†", repair: "+", save: "↓", stuck: "⊘" };
+export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", stop: "■", lost: "†", repair: "+", save: "↓", stuck: "⊘", diverged: "↗" };
 
 /**
  * Return an empty store. `curves.data` is Float32 of shape (buckets, columns, 3): smallest, mean, largest; `head.charts`
@@ -27,9 +27,15 @@ export function newStore() {
   };
 }
 
-/** Return the settings of the chart tools: `zoom` has the first and last step in sight, `hidden` the keys of lines. */
+/** Return the settings of the chart tools: `log` is null where each chart chooses its scale, and `autoLog` has those that chose a
+ * logarithmic one; `zoom` has the first and last step in sight, `hidden` the keys of lines. */
 function newView() {
-  return { x: "step", smooth: 0, log: false, robust: false, zoom: null, hidden: new Set() };
+  return { x: "step", smooth: 0, log: null, autoLog: new Set(), robust: false, zoom: null, hidden: new Set() };
+}
+
+/** Return whether the logarithmic scale is on: as chosen, or in some chart by itself. */
+export function isLogShown({ log, autoLog }) {
+  return log ?? autoLog.size > 0;
 }
 
 /** Return whether a run waits for its first start. */

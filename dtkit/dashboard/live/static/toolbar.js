@@ -5,12 +5,14 @@ import { zoomTo } from "./chart/pointer.js";
 import { h, setAttr, setText } from "./elements.js";
 import { nodeName } from "./picking.js";
 import { panelsMenu } from "./panels_menu.js";
+import { isLogShown } from "./store.js";
 
 /** Return the toolbar; `panels` are those of the menu. */
 export function toolbar(store, panels) {
   const axis = axisField(store), smooth = smoothField(store);
-  const scale = toggle(store, "log", "log y", "logarithmic scale of losses and norms", "scale");
-  const robust = toggle(store, "robust", "trim outliers", "limits of the y axes without the rarest values", "robust");
+  const { view } = store;
+  const scale = toggle(store, "log", "log y", "logarithmic scale of losses and norms; a chart chooses it by itself where its values span three orders", "scale", () => isLogShown(view));
+  const robust = toggle(store, "robust", "trim outliers", "limits of the y axes without the rarest values", "robust", () => view.robust);
   const reset = h("button", { type: "button", class: "dtk-tool", "data-testid": "reset-zoom", title: "show all steps (double click, or 0 in a chart); drag over a chart to zoom" }, "↔ all steps");
   reset.addEventListener("click", () => zoomTo(store, null));
   const menu = panels ? panelsMenu(store, panels) : null, legend = legendField(store);
@@ -56,10 +58,10 @@ function smoothField(store) {
   return { el: h("label", { class: "dtk-field" }, "smooth", slider, shown), update };
 }
 
-function toggle(store, key, label, title, testid) {
+function toggle(store, key, label, title, testid, isOn) {
   const el = h("button", { type: "button", class: "dtk-tool", title, "data-testid": testid }, label);
-  el.addEventListener("click", () => { store.view[key] = !store.view[key]; store.redraw(); });
-  return { el, update: () => setAttr(el, "aria-pressed", store.view[key]) };
+  el.addEventListener("click", () => { store.view[key] = !isOn(); store.redraw(); });
+  return { el, update: () => setAttr(el, "aria-pressed", isOn()) };
 }
 
 /** Return {key, label, hue} of each line that can be hidden, in all charts. */

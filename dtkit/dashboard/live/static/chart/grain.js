@@ -74,6 +74,21 @@ export function onlyPositive(value) {
   return (line, at, which) => { const v = value(line, at, which); return v > 0 ? v : NaN; };
 }
 
+const ORDERS = 1000;
+
+/** Return whether values are so different that a linear axis would hide the smaller ones. None is negative; zeros don't count. */
+export function spansOrders(grain) {
+  let [low, high] = [Infinity, -Infinity];
+  for (let at = 0; at < grain.used; at++) {
+    for (let line = 0; line < grain.lines; line++) {
+      const v = grain.value(line, at, 1);
+      if (v < 0) return false;
+      if (v > 0) [low, high] = [Math.min(low, v), Math.max(high, v)];
+    }
+  }
+  return high >= ORDERS * low;
+}
+
 /** Return the exponential moving average of a line's means, without the bias of its start; NaN stays NaN. */
 export function movingAverage(grain, line, weight) {
   let sum = 0, norm = 0;

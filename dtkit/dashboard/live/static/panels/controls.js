@@ -42,8 +42,9 @@ export function controls(store, send, redraw) {
   const rate = rateField(store, ask, redraw), faults = faultField(store, ask, redraw);
   const refusal = h("span", { class: "dtk-refusal", role: "alert" });
   const effect = h("span", { class: "dtk-effect dtk-note", role: "status", "data-testid": "effect" });
+  const answer = h("div", { class: "dtk-answer" }, effect, " ", refusal); // its place is kept while answers may come
   const el = h("div", { class: "dtk-controls", role: "group", "aria-label": "controls" },
-    ...buttons.map((b) => b.el), rate.el, faults.el, h("div", { class: "dtk-answer" }, effect, " ", refusal));
+    ...buttons.map((b) => b.el), rate.el, faults.el, answer);
   const update = () => {
     const { status } = store;
     forgetAnswered(store);
@@ -59,6 +60,7 @@ export function controls(store, send, redraw) {
     if (active?.disabled && el.contains(active)) buttons.find((b) => !b.el.disabled && !b.el.hidden)?.el.focus();
     rate.update();
     faults.update();
+    answer.classList.toggle("dtk-live", !hasEnded(store));
     const isNew = store.effect.text && Date.now() - store.effectAt < EFFECT_MS;
     setText(effect, isNew && status.state !== "failed" ? `✓ ${store.effect.text}` : "");
     setText(refusal, rate.complaint() ?? store.refused?.text ?? "");

@@ -2,13 +2,18 @@
 
 import { h, setText } from "../elements.js";
 import { clock } from "../numbers.js";
-import { isReady } from "../store.js";
+import { isReady, LIVE } from "../store.js";
 
-const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", completed: "✓", stopped: "■", failed: "✕", diverged: "✕", "kernel gone": "✕" };
+const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", completed: "✓", stopped: "■", failed: "✕" };
 
-/** Return whether a run that took all its steps has a loss that is useless, as name_state of summary/activity.py does. */
-function hasDivergedAtEnd({ status: { state }, notices }) {
-  return ["completed", "stopped"].includes(state) && notices.some(({ kind }) => kind === "diverged");
+/** Return the state in words. A run whose loss diverged says so; at its end that is its state, as name_state of summary/activity.py has it. */
+function describeState(store) {
+  const { status: { state, diverged } } = store;
+  if (store.lost) return "✕ kernel gone";
+  if (isReady(store)) return "ready";
+  if (store.error && state === "paused") return `✕ paused, ${store.error.startsWith("NonFiniteError") ? "not finite" : "error"}`;
+  if (!diverged || state === "failed") return `${STATE_GLYPH[state] ?? ""} ${state}`;
+  return LIVE.includes(state) ? `↗ ${state}, ${diverged}` : "✕ diverged";
 }
 
 export function header(store) {
@@ -18,8 +23,8 @@ export function header(store) {
     setText(name, head.name);
     const { world } = store.nodesNow, was = head.ranks > world ? ` (was ${head.ranks})` : "";
     setText(what, `${head.strategy} · ${world} ${world === 1 ? "node" : "nodes"}${was} · batch ${head.batch.toLocaleString("en-US")}`);
-    const state = store.lost ? "kernel gone" : isReady(store) ? "ready" : hasDivergedAtEnd(store) ? "diverged" : status.state, doing = store.lost ? null : status.activity;
-    setText(chip, doing ? `${doing.glyph} ${doing.text}, ${clock(doing.seconds + (Date.now() - store.received) / 1000)}` : `${STATE_GLYPH[state] ?? ""} ${state}`);
+    const doing = store.lost ? null : status.activity;
+    setText(chip, doing ? `${doing.glyph} ${doing.text}, ${clock(doing.seconds + (Date.now() - store.received) / 1000)}` : describeState(store));
     chip.classList.toggle("dtk-busy", Boolean(doing));
   };
   return { el: h("header", {}, name, what, chip), update };

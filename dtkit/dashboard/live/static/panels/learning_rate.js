@@ -14,7 +14,7 @@ export function learningRateChart(store, _send, redraw) {
     note: (_head, layout) => describeRate(store, layout.first),
     overall: (_head, last) => shortRate(last),
     format: shortRate,
-    shown: (st) => known(st, st.head.charts.lr.first),
+    shown: (st) => !st.curves.used || known(st, st.head.charts.lr.first), // before the first step its place is kept
     isFlat: (st) => !isRateChanging(rateRange(st, st.head.charts.lr.first)),
   }, redraw);
 }
@@ -28,6 +28,7 @@ const ROUNDING = 1e-5; // curves are float32
 function describeRate(store, column) {
   const [low, high] = rateRange(store, column), { lr } = store;
   if (isRateChanging([low, high])) return "the same on all nodes";
+  if (!Number.isFinite(low)) return lr === null ? "no step yet" : `${shortRate(lr)} from the first step on`;
   if (lr !== null && Number.isFinite(low) && Math.abs(lr - low) > ROUNDING * Math.abs(low)) return `${shortRate(lr)} from the next step on, ${shortRate(low)} until now`;
   return `${shortRate(lr)}, the same since the first step`;
 }

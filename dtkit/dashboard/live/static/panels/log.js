@@ -3,7 +3,7 @@
 import { h, setAttr, setText } from "../elements.js";
 import { number } from "../numbers.js";
 
-const KINDS = { all: () => true, alerts: (e) => ["error", "lost", "stuck"].includes(e.kind), control: (e) => ["pause", "resume", "stop", "lr", "start", "save", "repair", "done"].includes(e.kind), prints: (e) => e.kind === "print" };
+const KINDS = { all: () => true, alerts: (e) => ["error", "lost", "stuck", "diverged"].includes(e.kind), control: (e) => ["pause", "resume", "stop", "lr", "start", "save", "repair", "done"].includes(e.kind), prints: (e) => e.kind === "print" };
 
 export function log(store) {
   const lines = h("div", { class: "dtk-log", role: "log", "aria-live": "off", tabindex: "0", "data-testid": "log", "aria-label": "log of events" });

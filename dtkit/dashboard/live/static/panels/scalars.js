@@ -25,7 +25,7 @@ export function seriesPanel(store, redraw, { title, testid, pick, height }) {
 }
 
 function seriesChart(store, name, { height, testid }, redraw) {
-  const { title, unit, system } = store.series.get(name), of = () => store.series.get(name);
+  const { title: own, unit, system } = store.series.get(name), of = () => store.series.get(name), title = unit ? `${own} (${unit})` : own;
   return chart(store, name, {
     title, unit, testid, height,
     fromZero: system, exact: system, joined: true,

@@ -8,6 +8,7 @@ export function tiles(store) {
     while (el.children.length < store.tiles.length) {
       el.append(h("div", { role: "listitem", class: "dtk-tile" }, h("div", { class: "dtk-note" }), h("div", { class: "dtk-value" }), h("div", { class: "dtk-note" })));
     }
+    el.style.setProperty("--columns", store.tiles.length);
     store.tiles.forEach((tile, k) => {
       const [label, value, note] = el.children[k].children;
       setText(label, tile.label); setText(value, tile.value); setText(note, tile.note);

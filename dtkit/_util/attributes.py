@@ -1,0 +1,41 @@
+"""Errors of misspelled attributes: the name that was meant. IPython doesn't show Python's own suggestions."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dtkit._util.arguments import hide_own_frames
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_T = TypeVar("_T")
+
+
+def describe_missing(owner: str, name: str, names: Sequence[str]) -> str:
+    """Return the text of an AttributeError: what was probably meant, or all that there is."""
+    similar = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {owner}.{similar[0]}?" if similar else f"it has {', '.join(names)}"
+    return f"{owner} has no attribute {name!r}; {hint}"
+
+
+def suggest_attributes(owner: str) -> Callable[[type[_T]], type[_T]]:
+    """Decorate a class so that the error for an unknown attribute names the one that was probably meant.
+
+    `owner` is how users write an object of this class, such as "run".
+    """
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        @hide_own_frames
+        def refuse(self: object, name: str) -> Any:
+            if name.startswith("_") or hasattr(type(self), name):  # a protocol's look, or a property's own error
+                return object.__getattribute__(self, name)
+            names = [known for known in dir(self) if not known.startswith("_")]
+            # Without a name and an object of its own, Python would add a second suggestion.
+            raise AttributeError(describe_missing(owner, name, names), name="", obj=None)
+
+        cls.__getattr__ = refuse  # type: ignore[attr-defined]  # Python's hook for names that it did not find
+        return cls
+
+    return decorate

@@ -1,0 +1,162 @@
+"""Divergence of a training: a loss that is not finite any more, or that lost what the training had gained.
+
+Single steps are noise, so the present is the median of the last steps. It is compared with two others: the start,
+which is the loss of the first samples, and the best block of steps so far. A training has diverged if its loss is far
+above the start, or far above the best block and back at the start. A rise that stays below the start, such as that
+after a warm restart, is not one. A loss that is negative at times, such as that of a policy or a critic, has no scale,
+and is judged only by being finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtkit._util import formatting
+from dtkit.history.mean_loss import FINAL_LOSS_STEPS, compute_mean_loss
+
+if TYPE_CHECKING:
+    from dtkit.history.history import History
+
+MIN_RATIO = 10
+"""Ratio of the present loss to the start from which a training has diverged."""
+MIN_GROWTH = 20
+"""Ratio of the present loss to the best one from which a training has diverged, if it is back at the start."""
+START_SAMPLES = 32
+"""Samples of the start: whole first steps with at least as many."""
+MIN_STEPS = 5
+"""Steps after the start that a judgment needs."""
+_BACK_AT_START = 0.8  # share of the start's loss; a network whose units all died is a little below it
+_MIN_BLOCK_SAMPLES = 64  # of the best and of the present; with fewer samples, a few easy ones are a block of their own
+_EARLY_STEPS = 256  # among which a loss that can be negative is so
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """A diverged loss in words, the learning rate of the last step, and the numbers behind it."""
+
+    text: str
+    short: str
+    """The text without its numbers, for the head of a view: ``loss grew 40 times since step 120``."""
+    lr: float
+    arithmetic: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Level:
+    """A loss that the present is compared with: the start, or the best block of steps."""
+
+    loss: float
+    step: int
+    """The last of its steps."""
+    num_steps: int
+
+
+def find_divergence(history: History) -> Divergence | None:
+    """Return how the loss diverged; None if it did not, or if there are too few steps to judge."""
+    early = _select_known(history.totals(0, _EARLY_STEPS))
+    if not len(early):
+        return None
+    block = max(FINAL_LOSS_STEPS, math.ceil(_MIN_BLOCK_SAMPLES / max(1, int(early["samples"][0]))))
+    last = _select_known(history.totals(history.num_steps - block))
+    if not len(last):
+        return None
+    if not math.isfinite(last["loss"][-1]):
+        return _describe_nonfinite(history)
+    return _find_growth(history, early, last, block)
+
+
+def _find_growth(history: History, early: np.ndarray, last: np.ndarray, block: int) -> Divergence | None:
+    start = _measure_start(early)
+    best = min(start, _get_best_block(history, block), key=lambda level: level.loss)
+    present = last[last["step"] > best.step]
+    lowest = min(early["loss"].min(), present["loss"].min(initial=math.inf))
+    if len(present) < MIN_STEPS or not np.isfinite(present["loss"]).all() or lowest < 0:
+        return None
+    loss = float(np.median(present["loss"]))
+    is_far = loss > MIN_RATIO * start.loss > 0
+    is_lost = loss > MIN_GROWTH * best.loss > 0 and loss > _BACK_AT_START * start.loss and len(present) >= block // 2
+    return _describe_growth(best, loss, len(present), _get_lr(history)) if is_far or is_lost else None
+
+
+def _measure_start(early: np.ndarray) -> _Level:
+    first = early[: int(np.searchsorted(np.cumsum(early["samples"]), START_SAMPLES)) + 1]
+    return _Level(compute_mean_loss(first), int(first["step"].max()), len(first))
+
+
+def _describe_nonfinite(history: History) -> Divergence:
+    totals = _select_known(history.totals())  # once in a run, so its length doesn't matter
+    finite = np.flatnonzero(np.isfinite(totals["loss"]))
+    first = totals[finite[-1] + 1 if len(finite) else 0]
+    loss, step = formatting.format_loss(float(totals["loss"][-1])), int(first["step"])
+    text = f"the loss is {loss} since step {step:,}"
+    return Divergence(
+        text, f"loss is {loss} since step {step:,}", _get_lr(history), (f"loss of step {step:,}: {loss}",)
+    )
+
+
+def _describe_growth(best: _Level, present: float, num_present: int, lr: float) -> Divergence:
+    ratio = present / best.loss
+    times = f"{ratio:,.0f}" if ratio < 1e5 else formatting.format_loss(ratio)
+    before, now = formatting.format_loss(best.loss), formatting.format_loss(present)
+    short = f"loss grew {times} times since step {best.step:,}"
+    return Divergence(
+        f"the {short}, from {before} to {now}",
+        short,
+        lr,
+        (
+            f"best so far, {formatting.format_count(best.num_steps, 'step')} up to step {best.step:,}: {before}",
+            f"median of the last {formatting.format_count(num_present, 'step')}: {now}",
+            f"{now} / {before} = {times}: the training lost what it had gained",
+        ),
+    )
+
+
+def _get_lr(history: History) -> float:
+    return float(history.rows(len(history) - 1)["lr"][-1])
+
+
+def _select_known(totals: np.ndarray) -> np.ndarray:
+    """Return the steps that have a loss."""
+    return np.asarray(totals[totals["weight"] != 0])
+
+
+class _BestBlock:
+    """The best block of a history so far. Each look reads the new steps alone, since a run may have many."""
+
+    def __init__(self) -> None:
+        self.level = _Level(math.inf, -1, 0)
+        self._num_read = 0
+
+    def update(self, history: History, block: int) -> None:
+        """Read the blocks that are complete, each from the step after the last one."""
+        num_blocks = (history.num_steps - self._num_read) // block
+        totals = history.totals(self._num_read, self._num_read + num_blocks * block)
+        self._num_read += len(totals)
+        if not num_blocks:
+            return
+        blocks = totals.reshape(num_blocks, block)
+        weight = blocks["weight"]
+        with np.errstate(invalid="ignore"):  # blocks without a loss have NaN, which is never the least
+            means = np.where(weight != 0, blocks["loss"] * weight, 0).sum(axis=1) / weight.sum(axis=1)
+        means[np.isnan(means)] = np.inf
+        least = int(np.argmin(means))
+        if means[least] < self.level.loss:
+            self.level = _Level(float(means[least]), int(blocks["step"][least, -1]), block)
+
+
+def _get_best_block(history: History, block: int) -> _Level:
+    with _lock:
+        best = _best_blocks.setdefault(history, _BestBlock())
+        best.update(history, block)
+        return best.level
+
+
+# locks: while a view or the run reads new steps
+_lock = threading.Lock()
+_best_blocks: weakref.WeakKeyDictionary[History, _BestBlock] = weakref.WeakKeyDictionary()

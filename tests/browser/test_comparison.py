@@ -1,0 +1,72 @@
+"""A comparison in a page: nothing is cut off or on top of another, at any width."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from playwright.sync_api import Page, expect
+
+import dtkit
+from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
+from dtkit.types import Evaluation
+from tests.support.fake_source import FakeSource
+from tests.support.static_view import load_widget
+
+pytestmark = pytest.mark.browser
+
+_CUT_CELLS = """(table) => {
+  const { right } = table.closest(".dtk-scroll").getBoundingClientRect();
+  return [...table.querySelectorAll("th, td")].filter((cell) => {
+    const range = document.createRange();
+    range.selectNodeContents(cell);
+    const text = range.getBoundingClientRect(), box = cell.getBoundingClientRect();
+    return text.right > box.right + 1 || text.right > right + 1;
+  }).map((cell) => cell.textContent);
+}"""
+_JUPYTERLAB = (
+    "() => document.head.insertAdjacentHTML('beforeend', '<style>svg { max-width: 100%; height: auto; }</style>')"
+)
+
+
+def show_runs(page: Page) -> None:
+    """Show a short run next to a longer one. As in a real run, the last evaluation counts the steps before it."""
+    runs = [
+        FakeSource(steps=400, seed=k, name=name) for k, name in enumerate(["wide net, learning rate 0.05", "second"])
+    ]
+    for run, steps, rate in zip(runs, (120, 200), (0.05, 0.1), strict=True):
+        optimizer = f"lambda p: torch.optim.SGD(p, lr={rate}, momentum=0.9)"
+        run.spec = dataclasses.replace(run.spec, optimizer=optimizer, strategy=f"ParameterAveraging(every={steps})")
+        run.sends = lambda step, steps=steps: 1000 * steps + 0 * step
+        run.advance(steps)
+        for step in range(40, steps + 2, 40):
+            run.history.add(Evaluation(step + 1, 100, {"loss": 1.0 / step, "accuracy": step / 400}))
+    load_widget(
+        page, str(ComparisonWidget._esm), ComparisonMessageBuilder(dtkit.compare(*runs)).build_snapshot(), "light"
+    )
+    page.evaluate(_JUPYTERLAB)
+
+
+@pytest.mark.parametrize("width", [600, 800, 1400])
+def test_tables_of_runs_are_neither_cut_nor_overlap(page: Page, width: int):
+    page.set_viewport_size({"width": width - 130, "height": 900})  # JupyterLab's own margins
+    show_runs(page)
+    for testid in ("runs-table", "settings-table"):
+        table = page.get_by_test_id(testid).locator("table")
+        expect(table).to_be_visible()
+        assert table.evaluate(_CUT_CELLS) == [], testid
+    table = page.get_by_test_id("runs-table")
+    expect(table.get_by_text("1: wide net, learning rate 0.05")).to_be_visible()
+    expect(table.locator(".dtk-best").first).to_be_visible()
+    assert table.locator("thead th").count() == (3 if width < 1400 else 10)  # a column for each run, or a row
+
+
+def test_the_longer_run_ends_at_its_last_evaluation(page: Page):
+    show_runs(page)
+    chart = page.locator("[data-name='Validation accuracy'] svg.dtk-lines-chart")
+    expect(chart.locator(".dtk-labels text")).to_have_text(["second", "1: wide net, le…"])
+    ends = chart.evaluate("""(svg) => [...svg.querySelectorAll(".dtk-lines path")].map((path) => path.getBBox())
+      .map(({ x, width }) => x + width)""")
+    plot = chart.locator(".dtk-grid line").first.evaluate("(line) => line.x2.baseVal.value")
+    assert ends[1] == pytest.approx(plot, abs=1)
+    assert chart.locator(".dtk-labels circle").count() == 1  # the longer run needs no dot within the plot

@@ -1,0 +1,87 @@
+"""A diverged loss in a page: the head says so, and the axis becomes logarithmic by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from playwright.sync_api import Page, expect
+
+from dtkit.errors import NonFiniteError
+from dtkit.types import Failure, State
+from tests.support.fake_source import FakeSource
+from tests.support.static_view import StaticView, list_overflowing
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.mark.parametrize("width", [470, 1270])
+def test_a_diverging_run_says_so_in_its_head(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    run = FakeSource(ranks=1, name="A network")
+    run.advance(120, loss=np.geomspace(2.0, 0.05, 120))
+    view = StaticView(page, run)
+    chip, scale = view.root.locator(".dtk-chip"), view.root.get_by_test_id("scale")
+    expect(chip).to_have_text("▶ running")
+    expect(scale).to_have_attribute("aria-pressed", "false")
+    run.advance(30, loss=2.2e7)
+    run.event("diverged", "the loss grew 3e+08 times since step 120")
+    view.update()
+    expect(chip).to_contain_text("↗ running, loss grew 3.")
+    expect(chip).to_contain_text("times since step 120")
+    view.root.get_by_test_id("log").scroll_into_view_if_needed()
+    expect(view.root.get_by_test_id("log").locator(".dtk-event-diverged")).to_be_visible()
+    expect(view.root.get_by_test_id("loss-chart").locator(".dtk-mark-diverged text")).to_have_text("↗")
+    expect(scale).to_have_attribute("aria-pressed", "true")
+    ticks = view.root.get_by_test_id("loss-chart").locator(".dtk-grid text").all_text_contents()
+    assert {"1", "10k"} <= set(ticks) or {"0.1", "100"} <= set(ticks), ticks
+    assert list_overflowing(page) == []
+    scale.click()  # the user's choice counts
+    expect(scale).to_have_attribute("aria-pressed", "false")
+    view.update()
+    expect(scale).to_have_attribute("aria-pressed", "false")
+
+
+def test_a_run_that_paused_because_of_nan_says_so_in_its_head(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(20)
+    run.state = State.PAUSED
+    run.exception = NonFiniteError([Failure(0, "here", "NonFinite", "the loss is NaN", "", step=20)])
+    view = StaticView(page, run)
+    expect(view.root.locator(".dtk-chip")).to_have_text("✕ paused, not finite")
+    expect(view.root).to_have_attribute("data-bad", "true")
+
+
+def test_a_logarithmic_axis_has_few_numbers(page: Page):
+    """A low panel over ten orders: numbers that touch can't be read."""
+    run = FakeSource(ranks=1)
+    run.advance(100)
+    run.history.rows()["grad_norm"][:] = np.geomspace(1e-4, 1e6, 100)
+    run.history._totals.read(0, 100)["grad_norm"][:] = np.geomspace(1e-4, 1e6, 100)
+    view = StaticView(page, run)
+    places = (
+        view.root.get_by_test_id("gradient-norm-chart")
+        .locator(".dtk-grid text[text-anchor='end']")
+        .evaluate_all("(all) => all.map((el) => el.getBoundingClientRect().top)")
+    )
+    heights = np.sort(places)
+    assert len(heights) >= 3
+    assert np.diff(heights).min() >= 13
+
+
+def test_the_place_of_the_learning_rate_is_kept_before_the_first_step(page: Page):
+    run = FakeSource(ranks=2)
+    view = StaticView(page, run)
+    place = view.root.get_by_test_id("learning-rate-chart").bounding_box()
+    assert place
+    run.advance(3)
+    view.update()
+    now = view.root.get_by_test_id("learning-rate-chart").bounding_box()
+    assert now
+    assert now["height"] == place["height"]
+
+
+def test_a_page_whose_kernel_was_shut_down_throws_nothing(page: Page):
+    view = StaticView(page, FakeSource(ranks=2))
+    page.evaluate("() => { window.sent.push = () => { throw new Error('Cannot send'); }; }")
+    view.root.get_by_test_id("pause").click()  # the page fixture reports errors
+    expect(view.root.get_by_test_id("pause")).to_contain_text("Pausing")

@@ -1,0 +1,85 @@
+"""Errors of misspelled attributes: the name that was meant, once, and a property's own errors untouched."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import traceback
+
+import pytest
+
+import dtkit
+from dtkit._util.attributes import suggest_attributes
+from dtkit.planning.plan import Plan
+
+
+@suggest_attributes("thing")
+class Thing:
+    """Has a name, and a property that fails."""
+
+    def __init__(self) -> None:
+        self.name = "a"
+
+    def resume(self) -> None:
+        """Do nothing."""
+
+    @property
+    def broken(self) -> int:
+        """A mistake of its own."""
+        missing: object = self.name
+        return missing.real_mistake  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("name", "meant"), [("nmae", "name"), ("resum", "resume")])
+def test_the_error_names_what_was_meant_once(name: str, meant: str):
+    with pytest.raises(AttributeError) as caught:
+        getattr(Thing(), name)
+    assert str(caught.value) == f"thing has no attribute '{name}'; did you mean thing.{meant}?"
+    shown = "".join(traceback.format_exception(caught.value))  # Python adds suggestions of its own
+    assert shown.lower().count("did you mean") == 1
+
+
+def test_notebooks_show_the_error_without_own_frames():
+    with pytest.raises(AttributeError) as caught:
+        dtkit.History().losss  # type: ignore[attr-defined]  # noqa: B018 - the access is the test
+    shown = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]  # IPython's protocol
+    assert "did you mean history.loss?" in shown
+    assert "_util/attributes.py" not in shown
+
+
+def test_an_unlike_name_lists_what_there_is():
+    with pytest.raises(AttributeError, match="thing has no attribute 'xyzzy'; it has broken, name, resume"):
+        Thing().xyzzy  # type: ignore[attr-defined]  # noqa: B018 - the access is the test
+
+
+def test_the_error_of_a_property_is_its_own():
+    with pytest.raises(AttributeError, match="real_mistake"):
+        Thing().broken  # noqa: B018 - the access is the test
+
+
+def test_protocols_look_for_names_without_a_suggestion():
+    thing = pickle.loads(pickle.dumps(copy.deepcopy(Thing())))
+    assert thing.name == "a"
+    assert not hasattr(thing, "_repr_html_")
+    assert getattr(thing, "sizes", None) is None
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "meant"),
+    [
+        (dtkit.Run, "resum", "run.resume"),
+        (dtkit.Run, "histroy", "run.history"),
+        (Plan, "fiting", "plan.fitting"),
+        (dtkit.Partition, "size", "partition.sizes"),
+        (dtkit.Cluster, "trian", "cluster.train"),
+        (dtkit.History, "losss", "history.loss"),
+    ],
+)
+def test_what_users_hold_has_suggestions(cls: type, name: str, meant: str):
+    with pytest.raises(AttributeError, match=f"did you mean {meant}\\?"):
+        getattr(cls.__new__(cls), name)
+
+
+def test_the_package_has_suggestions():
+    with pytest.raises(AttributeError, match=r"dtkit has no attribute 'compar'; did you mean dtkit\.compare\?"):
+        dtkit.compar  # noqa: B018 - the access is the test

@@ -15,6 +15,7 @@ from dtkit._util.torch_private import BatchNormBase
 from dtkit.engine.data.item_checksum import compute_item_checksum
 from dtkit.engine.data.sample_seeds import SampleSeeds
 from dtkit.engine.data.sources import to_device
+from dtkit.engine.module_backup import undo_module_writes
 from dtkit.errors import ClusterError
 from dtkit.strategies.module_modes import module_eval_mode
 
@@ -128,7 +129,7 @@ def _find_modules_with_2d_input(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     batch = to_device(batch, device)
     try:
-        with module_eval_mode(model):
+        with undo_module_writes(model), module_eval_mode(model):
             loss.split_batch(batch)[0].pass_to(model)
     finally:
         for handle in handles:

@@ -15,6 +15,7 @@ import torch
 
 from dtkit.engine.data.random_state import preserve_generators, seed_generators
 from dtkit.engine.data.sources import map_tensors
+from dtkit.engine.module_backup import undo_module_writes
 from dtkit.strategies import router_loss
 from dtkit.strategies.loss import DEFAULT_IGNORE_INDEX, LabelWeight, get_labels
 from dtkit.strategies.module_modes import module_eval_mode
@@ -110,7 +111,7 @@ class _Trial:
     def _compute_loss(self, model: torch.nn.Module, batch: Any) -> float | None:
         """Return the mean loss in evaluation, with fixed random numbers; None for a pair."""
         without_routers = router_loss.leave_out(model, self._loss.training_step)
-        with module_eval_mode(model), preserve_generators(), without_routers:
+        with undo_module_writes(model), module_eval_mode(model), preserve_generators(), without_routers:
             seed_generators(0)
             value, weight = self._loss(model, batch)
         return None if weight is not None else float(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,8 @@ from dtkit.engine.state.dtensor_shards import get_local_tensor
 from dtkit.strategies.module_numbers import assign_numbers, find_changes, list_numbers
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dtkit.strategies.module_numbers import Number
 
 _MAX_BYTES = 16 * 2**20
@@ -70,3 +73,17 @@ class ModuleBackup:
             if not torch.equal(saved, live):  # some buffers can't be written, such as expanded ones
                 live.copy_(saved)
         assign_numbers(self._model, self._numbers)
+
+
+@contextlib.contextmanager
+def undo_module_writes(model: torch.nn.Module) -> Iterator[None]:
+    """Undo what forward passes within the context write into modules, so that a trial doesn't change the training.
+
+    Some mixtures of experts store in evaluation how many tokens an expert takes, and use that number in training.
+    """
+    backup = ModuleBackup(model)
+    backup.save()
+    try:
+        yield
+    finally:
+        backup.restore()

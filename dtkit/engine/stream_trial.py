@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util.guard import run_guarded
 from dtkit.engine.data.random_state import preserve_generators, seed_generators
 from dtkit.engine.data.whole_batches import count_common_rows, split_rows
+from dtkit.engine.module_backup import undo_module_writes
 from dtkit.strategies.module_modes import module_eval_mode
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def is_whole_batch(item: Any, model: torch.nn.Module, loss: Loss, collate: Calla
 
 def _can_train_on(make_batch: Callable[[], Any], model: torch.nn.Module, loss: Loss) -> bool:
     def try_loss() -> bool:
-        with module_eval_mode(model), preserve_generators():
+        with undo_module_writes(model), module_eval_mode(model), preserve_generators():
             seed_generators(0)
             loss(model, make_batch())
         return True

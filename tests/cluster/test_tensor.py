@@ -172,3 +172,22 @@ def test_invalid_plan_is_refused_before_training(cluster: dtkit.Cluster, plan: d
     with ends_soon(), pytest.raises((ValueError, dtkit.errors.EngineError), match=f"(?s){message}"):
         train(cluster, make_net(LearnedActivation), strategy=TensorParallel(2, plan))
     check_usable(cluster)
+
+
+class ReorderedFeatures(nn.Module):
+    """Model that reads features by their index in the whole layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)[:, torch.arange(7, -1, -1)])
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_plan_is_named_whatever_error_the_slices_raise(cluster: dtkit.Cluster):
+    """An IndexError of torch said neither that slices were tried, nor what to do."""
+    plan = {"first": "colwise", "second": "rowwise"}
+    with ends_soon(), pytest.raises(dtkit.errors.EngineError, match=r"(?s)can't compute \(IndexError: .*The plan was"):
+        train(cluster, make_net(ReorderedFeatures), strategy=TensorParallel(2, plan))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dtkit.engine.data.random_state import GeneratorStates, seed_generators
+from dtkit.engine.module_backup import undo_module_writes
 from dtkit.engine.state.dtensor_shards import get_local_tensor
 from dtkit.strategies.dtensor_worker import sum_global_squares
 from dtkit.strategies.module_modes import evaluation_mode
@@ -82,7 +83,7 @@ def run_plan_check(
     states = GeneratorStates.capture()
     seed_generators(_CHECK_SEED)
     try:  # cudnn can't run recurrent layers backward in evaluation
-        with evaluation_mode(model), torch.backends.cudnn.flags(enabled=False):
+        with undo_module_writes(model), evaluation_mode(model), torch.backends.cudnn.flags(enabled=False):
             output = loss_fn.evaluate_batch(model, batch)
             loss = gather_full(output.loss)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dtkit._util.arguments import suggest_options
+from dtkit._util.guard import run_guarded
 from dtkit.engine.comm.process_group import is_lost_peer_error
 from dtkit.engine.data.sources import to_device
 from dtkit.engine.state.dtensor_shards import get_local_tensor
@@ -315,13 +316,15 @@ class _TensorParallelWorker(DTensorWorker):
     def _check_plan(self, before: PlanCheckResult) -> None:
         """Raise ValueError if the sliced model computes something else than the whole model did."""
         assert self._group is not None
-        try:
-            after = self._run_plan_check(self._model, self._parameters, self._num_holders)
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+
+        def refuse(error: Exception) -> NoReturn:
             if is_lost_peer_error(error):
-                raise
+                raise error
             problem = f"can't compute ({type(error).__name__}: {error})"
             raise ValueError(self._format_plan_error(problem, PARTIAL_OUTPUT_ADVICE)) from error
+
+        # The whole model could compute the same rows, so any error is the plan's.
+        after = run_guarded(lambda: self._run_plan_check(self._model, self._parameters, self._num_holders), refuse)
         self._group.all_reduce(after.grad_squares)
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
         difference = describe_difference(before, after, names)

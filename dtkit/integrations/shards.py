@@ -16,7 +16,7 @@ def read_shard(key: str) -> tuple[list[np.ndarray], np.ndarray]:
 
     from dtkit.engine.session import get_session
 
-    source, shards = get_session().state.data[key]
+    source, shards = get_session().state.get_data(key)
     rows = np.asarray(shards.get_rows(dist.get_rank()))
     return [np.asarray(column) for column in _to_sequence(source.take(rows))], rows
 

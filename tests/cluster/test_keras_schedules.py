@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from tests.support.keras_models import (
@@ -33,12 +34,12 @@ def list_rates(run: dtkit.Run) -> list[float]:
     return list(run.history.to_pandas().groupby("step")["lr"].first())
 
 
-def train_alone(rates: list[float]) -> Any:
-    """Return the model that one worker trains with a rate for each step."""
+def train_alone(rates: list[float], dtype: type[np.floating[Any]] = np.float32) -> Any:
+    """Return the model that one worker trains with a rate for each step. `dtype` is the one of the schedule's rates."""
     expected = make_model()
     expected.compile(loss="mse", optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
     for rate in rates:
-        expected.optimizer.learning_rate = rate
+        expected.optimizer.learning_rate = float(dtype(rate))
         expected.train_on_batch(*make_rows())
     return expected
 
@@ -58,8 +59,12 @@ class Halving(keras.optimizers.schedules.LearningRateSchedule):
         return {}
 
 
-@pytest.mark.parametrize("make_schedule", [lambda: keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), Halving])
-def test_new_learning_rate_scales_a_schedule(cluster2: dtkit.Cluster, make_schedule: Any):
+@pytest.mark.parametrize(
+    ("make_schedule", "dtype"),
+    [(lambda: keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), np.float32), (Halving, np.float64)],
+    ids=["of Keras", "own"],
+)
+def test_new_learning_rate_scales_a_schedule(cluster2: dtkit.Cluster, make_schedule: Any, dtype: Any):
     run = start(cluster2, make_schedule())
     run.step(2)
     run.set(lr=0.2)
@@ -72,7 +77,7 @@ def test_new_learning_rate_scales_a_schedule(cluster2: dtkit.Cluster, make_sched
     run.wait(60)
     rates = [0.1, 0.05, 0.2, 0.1, 0.0, 0.1]
     assert list_rates(run) == pytest.approx(rates)
-    check_equal(run.model, train_alone(list_rates(run)))  # a schedule's rates are in float32
+    check_equal(run.model, train_alone(list_rates(run), dtype))
 
 
 def test_scaled_schedule_goes_on_from_a_checkpoint(cluster2: dtkit.Cluster, tmp_path: Path):
@@ -105,7 +110,7 @@ def test_new_learning_rate_where_a_schedule_is_at_zero_holds_for_one_update(
     run.wait(60)
     rates = [0.1, 0.05, 0.0, 0.3, 0.0, 0.0]
     assert list_rates(run) == pytest.approx(rates)
-    check_equal(run.model, train_alone(list_rates(run)))  # a schedule's rates are in float32
+    check_equal(run.model, train_alone(list_rates(run)))
     assert "lr=0.3 holds for one update: the schedule is at 0 there" in capsys.readouterr().out
 
 

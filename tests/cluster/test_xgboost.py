@@ -147,7 +147,7 @@ def test_others_take_over_the_rows_of_a_lost_engine(tmp_path: Path, capsys: pyte
         undisturbed = cluster.train_xgboost(PARAMS, part, 8)
         metric = make_killing_metric(tmp_path / "flag")
         found = cluster.train_xgboost(PARAMS, part, 8, custom_metric=metric, on_failure="shrink")
-        assert "the engine of rank 1 was lost; the others take over its rows" in capsys.readouterr().out
+        assert "the engine of rank 1 was lost: the others take over the rows" in capsys.readouterr().out
         assert (found.restarts, found.num_rounds, cluster.world_size) == (1, 8, 2)
         # 64 features of 17 values have the same bins on any ranks
         assert np.abs(found.predict(X) - undisturbed.predict(X)).max() < 1e-5

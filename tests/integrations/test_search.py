@@ -74,6 +74,12 @@ def test_an_objective_that_cannot_be_called_is_refused():
         search(group, 3, SPACE, bool)  # type: ignore[arg-type]
 
 
+def test_a_misspelled_option_names_the_right_one():
+    group: Any = SimpleNamespace(check_open=bool)
+    with pytest.raises(TypeError, match=r"search\(\) has no argument n_trial=; did you mean n_trials=\?"):
+        search(group, len, SPACE, bool, n_trial=3)  # type: ignore[call-arg]
+
+
 def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(ImportError, match=r"dtkit-jupyter\[optuna\].*space="):

@@ -75,7 +75,7 @@ def test_a_restart_trains_only_the_remaining_rounds(
     result = training.run(20, start, SimpleNamespace(Booster=Booster))
     assert training.attempts == attempts
     assert (len(training.repairs), result.restarts) == (len(stored), len(stored))
-    lines = [f"rank 1 was lost; .* goes on after {int(model or 0)} rounds" for _, model in attempts[1:]]
+    lines = [f"rank 1 was lost: .* goes on after {int(model or 0)} rounds" for _, model in attempts[1:]]
     assert re.search(".*\n.*".join(lines), capsys.readouterr().out)
     assert not training._path.exists()
     num_stored = sum(model is not None for model in stored)
@@ -99,7 +99,7 @@ def test_rows_that_an_engine_was_lost_with_are_placed_again(
     result = training.run(20, None, SimpleNamespace(Booster=Booster))
     assert calls == [[], [1], [1], [2]]  # the new engine has what was placed before
     assert (training.repairs, training.attempts, result.restarts) == ([1], [(20, None)], 1)
-    assert "rank 1 was lost; another one starts, and the training goes on after 0 rounds" in capsys.readouterr().out
+    assert "the engine of rank 1 was lost: replaced, and the training goes on after 0 rounds" in capsys.readouterr().out
 
 
 def test_rows_are_placed_again_where_all_engines_are_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -68,7 +68,7 @@ class JobOps(JobOperations):
         location = state.get_group(), state.get_device()
         state.memory_trackers[job] = PeakMemoryTracker(location[1], None if isinstance(stored, Payload) else stored)
         key = definition.data
-        data = state.streams[key] if key in state.streams else state.data[key]
+        data = state.streams[key] if key in state.streams else state.get_data(key)
         model = state.get_model(definition.model)
         with redirect_log(ignore_logged):  # trials of the loss belong to no step
             return state.run_abortable(
@@ -150,7 +150,7 @@ class JobOps(JobOperations):
         training, rank = state.get_job(job, step), state.get_group().rank
         # unpickles: sent by the notebook in a call
         metrics_by_name = pickling.loads(metrics)
-        source, shards = state.data[data]
+        source, shards = state.get_data(data)
         parts = shards.split_for_replicas(training.context.mesh.num_replicas)
         rows = parts[training.context.shards[0]]
         batches = load_evaluation_batches(

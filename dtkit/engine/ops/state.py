@@ -13,6 +13,7 @@ from dtkit.engine.comm.sigint import SigintHandler
 from dtkit.engine.memory_limit import MemoryLimit
 from dtkit.engine.observe.watchdog import Watchdog
 from dtkit.engine.ops.admission import check_job_step, make_released_error
+from dtkit.errors import EmptyEnginesError
 from dtkit.history.engine_outbox import ResultOutbox
 from dtkit.rpc import pickling
 from dtkit.rpc.payload import Payload, make_payload
@@ -126,6 +127,15 @@ class EngineState:
         return payload.load(group.broadcast_buffers(buffers, payload.sizes))
 
     # -- what is held -----------------------------------------------------------------------------------------
+
+    def get_data(self, key: str) -> tuple[RowSource, Shards]:
+        """Return the rows of a partition, and which rank has which. Raises EmptyEnginesError if they are gone."""
+        if key not in self.data:
+            raise EmptyEnginesError(
+                "these rows are not on the engines any more: all engines ended, and new ones have none of their data. "
+                "Place the rows again, by cluster.partition(...) or by the arrays themselves"
+            )
+        return self.data[key]
 
     def get_model(self, key: str) -> torch.nn.Module:
         """Return a model as it was sent."""

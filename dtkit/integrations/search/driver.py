@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
+from dtkit._util.arguments import suggest_arguments
 from dtkit._util.notebook import UpdatableDisplay, in_notebook
 from dtkit.dashboard import call_display
 from dtkit.dashboard.text.progress import show_progress
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from dtkit.types import Failure
 
 
+@suggest_arguments
 def search(
     engine_group: EngineGroup,
     objective: Callable[..., Any],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.formatting import format_count
+
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
@@ -83,5 +85,5 @@ class BoostingResult:
         )
         state = "" if self.is_complete else ", incomplete"
         best = "" if self.best_iteration is None else f", best round {self.best_iteration}"
-        restarts = f", {self.restarts} restarts" if self.restarts else ""
-        return f"BoostingResult({self.num_rounds} rounds{best}{restarts}{state}: {last})"
+        restarts = f", {format_count(self.restarts, 'restart')}" if self.restarts else ""
+        return f"BoostingResult({format_count(self.num_rounds, 'round')}{best}{restarts}{state}: {last})"

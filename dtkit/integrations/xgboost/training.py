@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
+from dtkit._util.formatting import format_count
 from dtkit.data.partition import Partition
 from dtkit.errors import EngineError, format_ranks
 from dtkit.integrations.xgboost.checks import TRAIN, check_arguments, check_options
@@ -53,10 +54,10 @@ class Recovery:
         holds_run = run is not None and not run.is_released
         shrinks = self.on_failure == "shrink" and not holds_run and len(lost) < group.world_size
         gone = [failure.rank for failure in error.failures if failure.is_engine_gone]  # other errors are consequences
-        remedy = "the others take over its rows" if shrinks else "another one starts"
-        print(  # noqa: T201 - the training goes on, so nothing is raised
-            f"the engine of {format_ranks(gone)} was lost; {remedy}, and the training goes on after {num_rounds} rounds"
-        )
+        loss = f"the engine of {format_ranks(gone)} was lost" if len(gone) == 1 else f"{format_ranks(gone)} were lost"
+        remedy = "the others take over the rows" if shrinks else "replaced"
+        rounds = format_count(num_rounds, "round")
+        print(f"{loss}: {remedy}, and the training goes on after {rounds}")  # noqa: T201 - so nothing is raised
         if shrinks:
             replace_lost_ranks(group, lost, shrink=True)
         else:
@@ -195,7 +196,7 @@ class _Training:
             result = BoostingResult(_load(xgboost, model), self._history, restarts, is_complete=False)
             _last_result[:] = [result]
             print(  # noqa: T201 - the cell shows no result after an interrupt or an error
-                f"ended after {result.num_rounds} rounds; "
+                f"ended after {format_count(result.num_rounds, 'round')}; "
                 "dtkit.integrations.xgboost.get_last_result() has the model, and xgb_model= goes on with it"
             )
 

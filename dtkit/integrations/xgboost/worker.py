@@ -113,7 +113,7 @@ def _get_matrices(keys: Mapping[str, str]) -> dict[str, xgboost.DMatrix]:
     _known_matrices.clear()
     matrices = {}
     for name, key in keys.items():
-        _, shards = state.data[key]
+        _, shards = state.get_data(key)
         known_generation, matrix = known.get(shards, (None, None))
         matrices[name] = _make_matrix(key) if matrix is None or known_generation != generation else matrix
         _known_matrices[shards] = generation, matrices[name]

@@ -12,6 +12,7 @@ from dtkit.dashboard.summary.timing import (
     format_nodes,
     select_bars,
 )
+from dtkit.dashboard.summary.verdict import find_verdict
 from dtkit.history.history import ROW_DTYPE, History
 from tests.support.fake_source import FakeSource
 
@@ -32,8 +33,8 @@ def taken_apart(ranks=4, slow=None, steps=100, seed=0):
 def test_step_time_and_throughput_are_those_of_the_bars():
     """Where nodes are slow in turn, the mean of the slowest node's steps exceeds the time that passed."""
     history = History()
-    rows = np.zeros(80, ROW_DTYPE)
-    rows["step"], rows["rank"], rows["samples"] = np.repeat(np.arange(40), 2), np.tile([0, 1], 40), 32
+    rows = np.zeros(82, ROW_DTYPE)  # an even number of steps after the first one, which does not count
+    rows["step"], rows["rank"], rows["samples"] = np.repeat(np.arange(41), 2), np.tile([0, 1], 41), 32
     rows["step_s"] = np.where((rows["step"] + rows["rank"]) % 2, 0.03, 0.01)
     history.append(rows)
     metrics = compute_run_metrics(history, 2)
@@ -100,6 +101,18 @@ def test_slow_computing_without_waiting_names_no_straggler():
     history = source(slow={1: 2.0}).history
     history.rows()["wait_s"][:] = 0
     assert compute_step_timing(history, 4).straggler is None
+
+
+def test_tiles_and_verdict_leave_the_first_step_out():
+    """One look at the same steps: the tile must not show a waiting time that the verdict does not know."""
+    run = source(2, steps=20)
+    rows = run.history.rows()
+    rows["wait_s"][:2], rows["step_s"][:2] = 100.0, 101.0  # the first step warms up
+    metrics = compute_run_metrics(run.history, 2)
+    assert metrics.timing.num_steps == 19
+    assert metrics.timing.waiting_share < 0.1
+    assert metrics.step_s < 1
+    assert "waiting" not in find_verdict(run.history, run.spec).text
 
 
 @pytest.mark.parametrize(("ranks", "enough"), [(2, 9), (4, 12), (64, 20)])  # with the first step, which does not count

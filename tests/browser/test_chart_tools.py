@@ -114,6 +114,8 @@ def test_limits_can_ignore_outliers(page: Page):
     run.advance(1, loss=5000.0)
     run.advance(150)
     view = StaticView(page, run)
+    view.root.get_by_test_id("scale").click()  # the axis was logarithmic by itself
+    expect(view.root.get_by_test_id("scale")).to_have_attribute("aria-pressed", "false")
     assert "4,000" in list_ticks(view)
     view.root.get_by_test_id("robust").click()
     expect(view.root.get_by_test_id("robust")).to_have_attribute("aria-pressed", "true")
@@ -279,7 +281,7 @@ def show_numbers(page: Page, samples: slice) -> StaticView:
 
 def test_one_sample_of_the_machines_use_takes_a_line(page: Page):
     chart = show_numbers(page, slice(1)).root.get_by_test_id("system-chart").first
-    expect(chart.locator("h3")).to_contain_text("CPU mean 1.00 cores")
+    expect(chart.locator("h3")).to_contain_text("CPU (cores) mean 1.00")
     expect(chart.locator("svg.dtk-chart")).to_be_hidden()
 
 
@@ -290,7 +292,7 @@ def test_logged_numbers_and_the_machines_use_have_charts(page: Page):
     expect(own.locator("h3")).to_contain_text("kl mean 59.0")
     charts = view.root.get_by_test_id("system-chart")
     expect(charts).to_have_count(2)
-    expect(charts.first.locator("h3")).to_contain_text("CPU mean 51.0 cores")
+    expect(charts.first.locator("h3")).to_contain_text("CPU (cores) mean 51.0")
     assert charts.first.locator("path.dtk-line:not([d=''])").count() == 3
     charts.first.locator("svg.dtk-chart").hover(position={"x": 200, "y": 40})
     expect(charts.first.get_by_test_id("tooltip")).to_contain_text("cores")

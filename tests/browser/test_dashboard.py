@@ -238,7 +238,7 @@ def test_empty_panels_are_hidden_before_the_first_step(page: Page):
     run = FakeSource(ranks=2)
     run.state = State.PENDING
     view = StaticView(page, run)
-    for panel in ("time-panel", "gradient-norm-chart", "learning-rate-chart"):
+    for panel in ("time-panel", "gradient-norm-chart"):
         expect(view.root.get_by_test_id(panel)).to_be_hidden()
     assert view.root.get_by_test_id("loss-chart").locator("text").all_text_contents() == ["no step yet"]
     run.state = State.RUNNING

@@ -13,7 +13,7 @@ from dtkit.dashboard.summary.activity import find_activity
 from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall, format_short
-from dtkit.dashboard.summary.timing import WINDOW_STEPS, StepTiming, compute_step_timing, format_nodes
+from dtkit.dashboard.summary.timing import StepTiming, compute_step_timing, count_window_steps, format_nodes
 from dtkit.history.mean_loss import compute_mean_loss
 from dtkit.history.workload import Efficiency
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RunMetrics:
-    """Means over the last ``WINDOW_STEPS`` steps; None before the first one. Samples per second, and seconds.
+    """Means over the last steps (:func:`count_window_steps`); None before the first one. Times are in seconds.
 
     `by_rank` has a row per rank and the columns loss, throughput while it does not wait for others, memory in bytes.
     Unknown values are NaN.
@@ -52,10 +52,11 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
     by_rank, silent = np.full((num_ranks, 3), np.nan), np.ones(num_ranks, bool)
     timing = compute_step_timing(history, num_ranks)
     lost_nodes = update_lost_nodes({}, history.events) if lost_nodes is None else lost_nodes
-    totals = history.totals(history.num_steps - WINDOW_STEPS)
+    window = count_window_steps(history)
+    totals = history.totals(history.num_steps - window)
     if not len(totals):
         return RunMetrics(None, None, None, None, by_rank, timing, silent, lost_nodes)
-    rows = history.rows(len(history) - WINDOW_STEPS * num_ranks)
+    rows = history.rows(len(history) - window * num_ranks)
     rows = rows[rows["rank"] < num_ranks]
     rank = rows["rank"]
     by_rank[rank, 0], silent[rank] = (
@@ -167,7 +168,7 @@ def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:
 def _describe_loss(run: RunView, metrics: RunMetrics) -> str:
     if run.history.evaluations:  # whose window would make a narrow tile two lines high
         return _describe_latest_loss(run, metrics)
-    window = min(WINDOW_STEPS, run.history.num_steps)
+    window = count_window_steps(run.history)
     return ", ".join(filter(None, [f"{window} steps" if window > 1 else "", _describe_latest_loss(run, metrics)]))
 
 

@@ -11,7 +11,7 @@ from dtkit.dashboard.text.table_page import TablePage
 if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
 
-_HEADER = ["node", "engine id", "host", "pid", "device", "memory free", "threads", "backend"]
+_HEADER = ["node", "engine id", "host", "pid", "device", "memory free", "threads"]
 
 
 def make_page(group: EngineGroup, device_note: str) -> TablePage:
@@ -28,7 +28,6 @@ def make_page(group: EngineGroup, device_note: str) -> TablePage:
             node.device,
             f"{formatting.format_bytes(node.memory_free)} of {formatting.format_bytes(node.memory_total)}",
             str(node.threads),
-            backend,
         ]
         for node in group.nodes
     ]
@@ -38,4 +37,4 @@ def make_page(group: EngineGroup, device_note: str) -> TablePage:
     if (clocks := group.membership.clocks) is not None:
         notes += clocks.describe([node.host for node in group.nodes])
     headline = f"Cluster of {formatting.format_count(group.world_size, 'engine')}, {backend}"
-    return TablePage(headline, [Table(_HEADER, rows, {"host", "device", "backend"})], notes)
+    return TablePage(headline, [Table(_HEADER, rows, {"host", "device"})], notes)

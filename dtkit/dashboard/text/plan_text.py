@@ -91,7 +91,7 @@ def _make_steps(plan: Plan) -> Table:
     rows = [*_merge_ranks(plan, _format_step, _drop_times), *_list_one_process(plan, _format_step)]
     if not any(row.is_measured for row in plan.rows):  # then nothing else is known
         header, *rows = ([*cells[:-2], cells[-1]] for cells in [header, *rows])
-    return Table(header, rows, set(header[:2]))
+    return Table(header, rows, set(header[:2]), is_stacked=True)
 
 
 def _list_one_process(plan: Plan, format_cells: Callable[[PlanRow], list[str]]) -> list[list[str]]:

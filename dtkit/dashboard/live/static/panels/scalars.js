@@ -36,7 +36,6 @@ function seriesChart(store, name, { height, testid }, redraw) {
     overall: (_head, last) => (of().lines > 1 ? "mean" : number(last)),
   }, redraw);
 }
-function note({ points, lines, values, unit }) {
-  const last = values[points * (lines + 1) - 1];
-  return `${lines > 1 ? "mean " : ""}${number(last)}${unit ? ` ${unit}` : ""}`;
+function note({ points, lines, values }) {
+  return `${lines > 1 ? "mean " : ""}${number(values[points * (lines + 1) - 1])}`;
 }

@@ -15,8 +15,8 @@ from dtkit._util.torch_private import BatchNormBase
 from dtkit.engine.data.item_checksum import compute_item_checksum
 from dtkit.engine.data.sample_seeds import SampleSeeds
 from dtkit.engine.data.sources import to_device
-from dtkit.engine.module_backup import undo_module_writes
 from dtkit.errors import ClusterError
+from dtkit.strategies.module_backup import undo_module_writes
 from dtkit.strategies.module_modes import module_eval_mode
 
 if TYPE_CHECKING:

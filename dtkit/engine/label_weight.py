@@ -15,9 +15,9 @@ import torch
 
 from dtkit.engine.data.random_state import preserve_generators, seed_generators
 from dtkit.engine.data.sources import map_tensors
-from dtkit.engine.module_backup import undo_module_writes
 from dtkit.strategies import router_loss
 from dtkit.strategies.loss import DEFAULT_IGNORE_INDEX, LabelWeight, get_labels
+from dtkit.strategies.module_backup import undo_module_writes
 from dtkit.strategies.module_modes import module_eval_mode
 
 if TYPE_CHECKING:

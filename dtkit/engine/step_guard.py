@@ -19,7 +19,7 @@ import torch
 
 from dtkit.engine.frozen_backup import FrozenBackup
 from dtkit.engine.host_rng_backup import HostRngBackup
-from dtkit.engine.module_backup import ModuleBackup
+from dtkit.strategies.module_backup import ModuleBackup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util.guard import run_guarded
 from dtkit.engine.data.random_state import preserve_generators, seed_generators
 from dtkit.engine.data.whole_batches import count_common_rows, split_rows
-from dtkit.engine.module_backup import undo_module_writes
+from dtkit.strategies.module_backup import undo_module_writes
 from dtkit.strategies.module_modes import module_eval_mode
 
 if TYPE_CHECKING:

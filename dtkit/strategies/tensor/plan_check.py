@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from dtkit.engine.data.random_state import GeneratorStates, seed_generators
-from dtkit.engine.module_backup import undo_module_writes
 from dtkit.engine.state.dtensor_shards import get_local_tensor
 from dtkit.strategies.dtensor_worker import sum_global_squares
+from dtkit.strategies.module_backup import undo_module_writes
 from dtkit.strategies.module_modes import evaluation_mode
 from dtkit.strategies.tensor.layout import gather_full, redistribute_gradient
 

@@ -12,7 +12,7 @@ import dtkit
 from tests.support.marks import slow
 
 pytest.importorskip("transformers")
-from transformers import AutoModelForCausalLM, default_data_collator
+from transformers import AutoModelForCausalLM, MBartConfig, MBartForConditionalGeneration, default_data_collator
 
 from tests.support.hugging_face import MODELS, make_gpt2, make_llama, make_mixtral, make_samples
 
@@ -167,3 +167,28 @@ def test_pipeline_refuses_labels_that_cannot_mark_padding(cluster2: dtkit.Cluste
     samples = [sample | {"labels": torch.tensor(0.5)} for sample in make_samples(8, "classifier")]
     with pytest.raises(dtkit.errors.EngineError, match=r"the batch has float32 labels, .* Give loss="):
         train(cluster2, MODELS["classifier"](), samples, strategy=dtkit.Pipeline(2, 2))
+
+
+def make_mbart() -> Any:
+    """Return a model whose decoder begins with the last label of each row."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    return MBartForConditionalGeneration(MBartConfig(**sizes, **heads, dropout=0.0, pad_token_id=0)).double()
+
+
+@pytest.mark.slow
+def test_model_that_needs_a_label_in_each_row_names_the_padding(cluster2: dtkit.Cluster):
+    samples = make_samples(16, "t5")
+    options: dict[str, Any] = {"strategy": dtkit.Pipeline(2, 2), "shuffle": None}
+    with pytest.raises(dtkit.errors.EngineError, match=r"(?s)out of bounds.*all labels of a padding row are -100"):
+        train(cluster2, make_mbart(), samples, **options, steps=1)
+    run = train(cluster2, make_mbart(), samples, **options, batch_size=8, steps=2)
+    expected = make_mbart().train()
+    optimizer = make_sgd(expected.parameters())
+    for batch in (samples[:8], samples[8:]):
+        optimizer.zero_grad()
+        expected(**default_collate(batch)).loss.backward()
+        optimizer.step()
+    for p, q in zip(run.model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-7)  # transformers computes the loss in float32

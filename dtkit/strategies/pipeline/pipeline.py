@@ -43,6 +43,7 @@ from dtkit.strategies.loss import ModelInputs
 from dtkit.strategies.options import check_choice, check_count, check_names, check_positive
 from dtkit.strategies.pipeline import layer_costs
 from dtkit.strategies.pipeline.cut import StageCut, balance_stages, even_out_ranks, find_layer_chain, find_named_starts
+from dtkit.strategies.pipeline.masked_rows import require_maskable_labels
 from dtkit.strategies.pipeline.stage import infer_stage_io
 from dtkit.strategies.pipeline.tied_weights import find_tied_parameters
 from dtkit.strategies.pipeline.trace import (
@@ -55,7 +56,6 @@ from dtkit.strategies.pipeline.trace import (
 from dtkit.strategies.pipeline.worker import (
     PipelineWorker,
     PlacedStages,
-    require_maskable_labels,
     require_tensor_inputs,
 )
 

@@ -20,8 +20,9 @@ from dtkit.engine.state.shards import MODEL_PREFIX
 from dtkit.errors import format_ranks
 from dtkit.strategies import gradients, written_tensors
 from dtkit.strategies.base import EvalFunction, StepResult, Strategy, Worker, make_optimizer, split_state_dict
-from dtkit.strategies.loss import DEFAULT_IGNORE_INDEX, LOSS_IS_WEIGHTED_SUM, EvalOutput
+from dtkit.strategies.loss import LOSS_IS_WEIGHTED_SUM, EvalOutput
 from dtkit.strategies.module_modes import module_eval_mode
+from dtkit.strategies.pipeline.masked_rows import explain_masked_rows, mask_labels
 from dtkit.strategies.pipeline.stage import StageRunner
 from dtkit.strategies.pipeline.tied_weights import TiedCopies
 from dtkit.strategies.pipeline.trace import to_model_name
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.engine.state.visitor import StateVisitor
-    from dtkit.strategies.loss import Loss, ModelInputs
+    from dtkit.strategies.loss import Loss
     from dtkit.strategies.pipeline.cut import StageCut
     from dtkit.strategies.pipeline.stage import StageIO
     from dtkit.strategies.pipeline.tied_weights import TiedParameter
@@ -182,7 +183,8 @@ class PipelineWorker(Worker):
         self._phases.enter(BETWEEN_PHASES)
         with contextlib.nullcontext() if probe is None else probe.observe_stages(self._stages.torch_stages):
             inputs, targets = [x for x, _, _ in padded], [(target, count) for _, target, count in padded]
-            self._stages.run_schedule(inputs, targets, [k for k, (_, _, count) in enumerate(padded) if not count])
+            with explain_masked_rows(self._loss_fn, [count for _, _, count in padded], self._micro_batch_size):
+                self._stages.run_schedule(inputs, targets, [k for k, (_, _, count) in enumerate(padded) if not count])
 
     def _share_written_tensors(self, counts: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """Return a context for user code, after which all replicas have the counters that it wrote."""
@@ -215,7 +217,7 @@ class PipelineWorker(Worker):
                 batch = _select_rows(batch, self._make_padding_index(count, rows))
             inputs, target = self._loss_fn.split_batch(batch)
             if self._loss_fn.is_from_model and 0 < count < rows:
-                inputs, target = _mask_padding(inputs, target, count)
+                inputs, target = mask_labels(inputs, target, count)
             padded.append((require_tensor_inputs(inputs.values), target, count))
         return padded
 
@@ -302,7 +304,7 @@ class PipelineWorker(Worker):
             index = torch.arange(start, start + rows, device=self._context.device).clamp_(max=num_rows - 1)
             inputs, part = self._loss_fn.split_batch(_select_rows(batch, index))
             if self._loss_fn.is_from_model:
-                inputs, part = _mask_padding(inputs, part, min(rows, num_rows - start))
+                inputs, part = mask_labels(inputs, part, min(rows, num_rows - start))
             output = self._stages.run_forward(require_tensor_inputs(inputs.values))
             if self._stages.has_last_stage:
                 outputs.append(self._loss_fn.evaluate_output(output, part) if self._loss_fn.is_from_model else output)
@@ -324,13 +326,6 @@ def _select_rows(batch: Any, index: torch.Tensor) -> Any:
     return map_tensors(batch, lambda t: t.index_select(0, index))
 
 
-def _mask_padding(inputs: ModelInputs, labels: torch.Tensor, count: int) -> tuple[ModelInputs, torch.Tensor]:
-    """Return the inputs and labels of a padded micro-batch, in which the model's loss counts only the first rows."""
-    masked = labels.clone()
-    masked[count:] = DEFAULT_IGNORE_INDEX
-    return inputs.replace_named("labels", masked), masked
-
-
 def _join_evaluations(parts: Sequence[EvalOutput], target: torch.Tensor, rows: int) -> EvalOutput:
     """Return the output and the loss of all rows from those of micro-batches of `rows`, the last of them padded."""
     num_rows, outputs = len(target), [part.output for part in parts]
@@ -341,18 +336,6 @@ def _join_evaluations(parts: Sequence[EvalOutput], target: torch.Tensor, rows: i
     counts = [min(rows, num_rows - start) for start in range(0, num_rows, rows)]
     means = [part.loss * count for part, count in zip(parts, counts, strict=True)]
     return EvalOutput(output, target, torch.stack(means).sum() / num_rows, None)
-
-
-def require_maskable_labels(labels: Any) -> None:
-    """Raise ValueError if a model's own loss can't leave rows out, as labels that aren't integers."""
-    if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
-        return
-    kind = f"{str(labels.dtype).removeprefix('torch.')} labels" if isinstance(labels, torch.Tensor) else "no labels"
-    raise ValueError(
-        f"the batch has {kind}, and the model computes its own loss. A pipeline pads its micro-batches, and only "
-        f"integer labels can say which rows are padding (by {DEFAULT_IGNORE_INDEX}). Give "
-        "loss=, a function of (output, target)"
-    )
 
 
 def require_tensor_inputs(inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:

@@ -7,6 +7,7 @@ import importlib
 import tensorflow as tf
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator, unused-ignore]  # AutoGraph can't read the import's code, and warns
 def refuse_xla() -> None:
     """Raise NotImplementedError while a function is traced for XLA, where TensorFlow's own error names no remedy."""
     try:

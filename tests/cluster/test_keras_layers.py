@@ -212,5 +212,6 @@ def test_bfloat16_trains_and_evaluates(cluster2: dtkit.Cluster):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(960)  # as long as the other process may take
 def test_this_holds_with_the_tensorflow_backend():
     check_with_tensorflow(__file__, "-m", "not slow")

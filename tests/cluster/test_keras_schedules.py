@@ -115,5 +115,6 @@ def test_new_learning_rate_where_a_schedule_is_at_zero_holds_for_one_update(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(960)  # as long as the other process may take
 def test_this_holds_with_the_tensorflow_backend():
     check_with_tensorflow(__file__, "-m", "not slow")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -16,12 +17,16 @@ def accept_dropped_arguments() -> None:
 
     `compile` ignores `experimental_run_tf_function`, which switched off a way of running that Keras no longer has.
     Unless the script asks for XLA, `compile` doesn't use it with Horovod's optimizers. Optimizers take `lr`, and have
-    an attribute of this name. Only a script's own process calls this function.
+    an attribute of this name, for which `tf.keras.backend.set_value` works. Only a script's own process calls this
+    function.
     """
     _change_options(keras.Model, "compile", _change_compile)
     _change_options(keras.optimizers.Optimizer, "__init__", _rename_lr)
     if not hasattr(keras.optimizers.Optimizer, "lr"):
         keras.optimizers.Optimizer.lr = property(_get_rate, _set_rate)
+    if keras.backend.backend() == "tensorflow":
+        tensorflow = importlib.import_module("tensorflow")
+        tensorflow.keras.backend.set_value = _set_value  # Keras 3's own one fails for Keras 3's variables
 
 
 def _change_options(kind: Any, name: str, change: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
@@ -48,6 +53,10 @@ def _change_compile(args: tuple[Any, ...], options: dict[str, Any]) -> None:
 def _rename_lr(_args: tuple[Any, ...], options: dict[str, Any]) -> None:
     if "lr" in options:
         options["learning_rate"] = options.pop("lr")
+
+
+def _set_value(variable: Any, value: Any) -> None:
+    variable.assign(value)
 
 
 def _get_rate(optimizer: Any) -> Any:

@@ -276,7 +276,9 @@ def test_a_plan_is_shown_as_text_and_html():
     page = make_plan(model="<b>")._repr_html_()
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
-    assert page.count("<tr>") == 9 + 2 * 2  # the two strategies are lines of their own in two tables
+    assert page.count("<tr>") == 9 + 2 * (
+        2 + 1
+    )  # the two strategies and a caption are lines of their own in two tables
     assert "data:image/png" in page
 
 
@@ -309,6 +311,13 @@ def test_a_plan_repeats_no_row_for_ranks_of_nearly_equal_speed():
     assert [row[1] for row in step.rows] == ["all", "all"]
     slowest = max(row.compute_s for row in rows if row.strategy == "DataParallel()")
     assert step.rows[0][step.header.index("computing")] == formatting.format_duration(slowest)
+
+
+def test_a_bar_axis_has_few_numbers():
+    """Each has its unit, and more of them would touch."""
+    for ax in make_plan().figure().axes:
+        low, high = ax.get_xlim()
+        assert 2 <= len([tick for tick in ax.get_xticks() if low <= tick <= high]) <= 6
 
 
 def test_html_aligns_names_to_the_left_and_keeps_units_with_numbers():

@@ -66,7 +66,9 @@ class Table:
 
     def _format_stacked_header(self) -> str:
         names = list(enumerate(self.header))[self._num_stacked :]
-        return f"<tr>{''.join(self._format_cell(k, name, 'th', -1) for k, name in names)}</tr>"
+        style = f"text-align: left; {_PADDING}"
+        caption = f'<tr><th colspan="{len(names)}" style="{style}">{html.escape(self.header[0])}</th></tr>'
+        return f"{caption}<tr>{''.join(self._format_cell(k, name, 'th', -1) for k, name in names)}</tr>"
 
     def _format_stacks(self) -> Iterator[str]:
         num = self._num_stacked

@@ -31,7 +31,7 @@ class Table:
     bold_cells: Collection[tuple[int, int]] = ()
     """Cells (row, column) that HTML shows in bold."""
     is_stacked: bool = False
-    """Whether HTML shows the first column as lines of their own, above the rows that share it: for many columns."""
+    """Whether HTML shows the leading columns of text as a line of its own above each row: for many columns."""
 
     def to_text(self, indent: str = "") -> str:
         """Return the table as lines of text, with two spaces between columns."""
@@ -59,17 +59,26 @@ class Table:
         for index, row in enumerate(self.rows):
             yield self._format_row(row, "td", index)
 
+    @property
+    def _num_stacked(self) -> int:
+        """Leading columns of text, which a stacked table shows above the numbers."""
+        return sum(1 for _ in itertools.takewhile(self._is_text, range(len(self.header))))
+
     def _format_stacked_header(self) -> str:
-        return f"<tr>{''.join(self._format_cell(k, cell, 'th', -1) for k, cell in enumerate(self.header) if k)}</tr>"
+        names = list(enumerate(self.header))[self._num_stacked :]
+        style = f"text-align: left; {_PADDING}"
+        caption = f'<tr><th colspan="{len(names)}" style="{style}">{html.escape(self.header[0])}</th></tr>'
+        return f"{caption}<tr>{''.join(self._format_cell(k, name, 'th', -1) for k, name in names)}</tr>"
 
     def _format_stacks(self) -> Iterator[str]:
-        span = len(self.header) - 1
-        for name, group in itertools.groupby(enumerate(self.rows), key=lambda item: item[1][0]):
-            style = f"text-align: left; {_PADDING}; padding-bottom: 0"
-            yield f'<tr><td colspan="{span}" style="{style}">{_add_breaks(html.escape(_clean(name)))}</td></tr>'
-            for index, row in group:
-                cells = (self._format_cell(k, cell, "td", index) for k, cell in enumerate(row) if k)
-                yield f"<tr>{''.join(cells)}</tr>"
+        num = self._num_stacked
+        style = f"text-align: left; {_PADDING}; padding-bottom: 0"
+        for index, row in enumerate(self.rows):
+            others = [f"{self.header[k]} {row[k]}" for k in range(1, num) if row[k] != "all"]
+            line = _add_breaks(html.escape(_clean(", ".join([row[0], *others]))))
+            cells = (self._format_cell(k, cell, "td", index) for k, cell in list(enumerate(row))[num:])
+            yield f'<tr><td colspan="{len(self.header) - num}" style="{style}">{line}</td></tr>'
+            yield f"<tr>{''.join(cells)}</tr>"
 
     def _format_cell(self, column: int, cell: str, tag: str, row: int) -> str:
         style = "text-align: right"

@@ -151,6 +151,7 @@ def write_beside(ax: Axes, text: str, x: float, y: float, **text_style: Any) -> 
 
 def format_bar_axis(ax: Axes, legend_columns: int, fontsize: float, unit: str = "") -> None:
     """Format the x axis of horizontal bars: numbers with their unit, and a legend below it."""
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=5))  # more numbers with units would touch
     ax.xaxis.set_major_formatter(StrMethodFormatter(f"{{x:,g}} {unit}".rstrip()))
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.11), ncols=legend_columns, fontsize=fontsize, frameon=False)
 

@@ -1,0 +1,55 @@
+"""A training whose loss explodes: its log says so once, and an engine killed on purpose is told as such."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    import dtkit
+
+pytestmark = pytest.mark.cluster
+
+
+def train(cluster: dtkit.Cluster, factor: float, **options: Any) -> dtkit.Run:
+    torch.manual_seed(0)
+    X = torch.randn(640, 8)
+    return cluster.train(
+        nn.Linear(8, 1),
+        (X, X.sum(1, keepdim=True)),
+        loss=nn.MSELoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.05),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 if k < 60 else factor),
+        batch_size=16,
+        epochs=3,
+        **options,
+    )
+
+
+def test_a_loss_that_explodes_is_one_event_of_the_log(cluster2: dtkit.Cluster):
+    run = train(cluster2, 25.0)
+    run.wait(60)
+    (event,) = [event for event in run.history.events if event.kind == "diverged"]
+    assert 60 < event.step < 120
+    assert "times since step" in event.text
+    assert run.verdict.cause == "diverged"
+
+
+def test_a_loss_that_falls_is_no_event(cluster2: dtkit.Cluster):
+    run = train(cluster2, 1.0)
+    run.wait(60)
+    assert "diverged" not in {event.kind for event in run.history.events}
+
+
+def test_a_node_killed_on_purpose_is_told_as_such(cluster2: dtkit.Cluster):
+    run = train(cluster2, 1.0, start=False)
+    run.step(3)
+    run.inject_fault("kill", 1)
+    run.resume()
+    run.wait(90)
+    (event,) = [event for event in run.history.events if event.kind == "lost"]
+    assert "dtkit ended its process, as it was told to" in event.text
+    assert "silent" not in event.text

@@ -43,7 +43,9 @@ def test_each_metric_has_a_panel():
     accuracy = panel(figure, "accuracy")
     (line,) = [line for line in accuracy.get_lines() if line.get_gid() == "metric accuracy"]
     assert line.get_ydata().tolist() == [0.1, 0.2, 0.5]
-    assert accuracy._right_title.get_text() == "last 0.500, lowest 0.100, highest 0.500"
+    assert (
+        accuracy._right_title.get_text() == "last 0.500, lowest 0.100"
+    )  # without the rest, for which there is no room
     assert not [ax for ax in figure.axes if ax._left_title.get_text() in ("loss", "broken")]
 
 
@@ -56,6 +58,12 @@ def test_a_long_headline_stays_within_its_figure(width):
     figure.canvas.draw()
     assert figure.get_suptitle().count("\n") >= 1
     assert figure._suptitle.get_window_extent().x1 <= width * figure.dpi
+
+
+def test_the_picture_fits_a_cell_in_a_window_of_800_px():
+    source = FakeSource(ranks=2)
+    source.advance(30)
+    assert render.get_css_width(run_figure.draw_run(source)) <= 620
 
 
 def test_each_node_has_a_line_and_a_label():
@@ -168,7 +176,7 @@ def test_step_time_bars_show_the_phases(ranks):
             left += bar.get_width()
     labels = [label.get_text() for label in ax.get_yticklabels()]
     assert labels == ["node 0", "▲ node 1", *(f"node {k}" for k in range(2, ranks))]
-    assert ax._right_title.get_text() == f"▲ {timing.straggler.text}"
+    assert ax._right_title.get_text() == f"▲ {timing.straggler.text.partition(': ')[0]}"  # the share has no room
     assert [text.get_text() for text in ax.get_legend().get_texts()] == list(PHASES)
     looks = {(str(patch.get_hatch()), patch.get_facecolor()) for patch in ax.get_legend().get_patches()}
     assert (

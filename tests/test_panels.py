@@ -207,7 +207,7 @@ def test_the_title_lists_stuck_and_left_out_nodes_and_event_marks():
     figure = run_figure.draw_run(source)
     assert " · 3 nodes (was 4) · " in figure._suptitle.get_text()
     first, second, *others = get_notice_texts(figure)
-    assert first.startswith("⊘ node 2 is stuck in forward of step 41, and the others wait for it. It is at train")
+    assert first.startswith("⊘ node 2 is stuck in forward of step 41, and the others wait for it. It is at ")
     assert second.startswith("    ")  # a long notice is wrapped
     assert others == [
         "○ 3 nodes: 1 of 4 was lost and left out",

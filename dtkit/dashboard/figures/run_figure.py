@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
     Panel = Callable[[Axes, History], None]
 
-_WIDTH_IN, _ROW_HEIGHT_IN, _LOW_ROW_HEIGHT_IN = 9.0, 2.9, 2.2
+_WIDTH_IN, _ROW_HEIGHT_IN, _LOW_ROW_HEIGHT_IN = 6.7, 2.9, 2.2  # fits JupyterLab's cell in a window of 800 px
 _TITLE_LINE_HEIGHT_IN = 0.24
-_TITLE_LINE_CHARS = 112
+_TITLE_CHARS, _TITLE_LINE_CHARS = 72, 82
 
 
 def draw_run(run: RunView, panels: Sequence[Panel] | None = None) -> Figure:
@@ -62,10 +62,10 @@ def draw_run(run: RunView, panels: Sequence[Panel] | None = None) -> Figure:
         else _arrange_rows(panels, wide_panels, [panel for panel, is_wide in custom.items() if is_wide])
     )
     heights = [wide_panels.get(row[0]) or _get_row_height(row, run.spec.world_size) for row in rows]
-    title_lines = _collect_title_lines(run)
-    title_height = _TITLE_LINE_HEIGHT_IN * (1 + len(title_lines)) + 0.14
+    title, title_lines = textwrap.wrap(_format_title(run), _TITLE_CHARS), _collect_title_lines(run)
+    title_height = _TITLE_LINE_HEIGHT_IN * (len(title) + len(title_lines)) + 0.14
     figure = create_figure(_WIDTH_IN, sum(heights) + title_height)
-    _draw_title(figure, run, title_lines, title_height)
+    _draw_title(figure, title, title_lines, title_height)
     if has_failed_early:  # nothing was measured
         return figure
     grid = figure.add_gridspec(len(rows), 2, height_ratios=heights)
@@ -159,17 +159,17 @@ def _wrap_line(line: str) -> list[str]:
     return textwrap.wrap(line, _TITLE_LINE_CHARS, subsequent_indent="    ", drop_whitespace=False)
 
 
-def _draw_title(figure: Figure, run: RunView, lines: Sequence[tuple[str, str]], title_height: float) -> None:
-    """Draw a line on the run, and `lines` below it, into the top `title_height` inches."""
+def _draw_title(figure: Figure, title: list[str], lines: Sequence[tuple[str, str]], title_height: float) -> None:
+    """Draw the title, and `lines` below it, into the top `title_height` inches."""
     height = figure.get_figheight()
     engine = figure.get_layout_engine()
     assert isinstance(engine, ConstrainedLayoutEngine)
     engine.set(rect=(0, 0, 1, 1 - title_height / height), h_pad=0.08, hspace=0.04)
     text_style: dict[str, Any] = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
     figure.suptitle(
-        _format_title(run), y=1 - 0.09 / height, fontsize=11.5, fontweight="bold", color=TEXT_COLOR, **text_style
+        "\n".join(title), y=1 - 0.09 / height, fontsize=11, fontweight="bold", color=TEXT_COLOR, **text_style
     )
-    for k, (kind, line) in enumerate(lines, 1):
+    for k, (kind, line) in enumerate(lines, len(title)):
         is_alert = kind in (*ALERT_KINDS, "error")
         figure.text(
             y=1 - (0.11 + _TITLE_LINE_HEIGHT_IN * k) / height, s=line, fontsize=9.5, gid=f"notice-{kind}",
@@ -178,7 +178,7 @@ def _draw_title(figure: Figure, run: RunView, lines: Sequence[tuple[str, str]], 
 
 
 def _format_title(run: RunView) -> str:
-    """Return model, strategy, nodes, state and steps of a run in one line."""
+    """Return model, strategy, nodes, state and steps of a run."""
     spec, status, num_initial_nodes = run.spec, run.status, count_initial_nodes(run)
     left_out = f" (was {num_initial_nodes:,})" if num_initial_nodes > spec.world_size else ""
     return " · ".join(

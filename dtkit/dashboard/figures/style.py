@@ -116,10 +116,14 @@ def _fit_titles(ax: Axes, titles: Mapping[str | None, Text], gap: float) -> None
     if name is None or note is None:
         return
     while note.get_text() and name.get_window_extent().x1 + gap > note.get_window_extent().x0:
-        note.set_text(note.get_text().rpartition(", ")[0])
+        note.set_text(_drop_last_part(note.get_text()))
     room = (ax.get_window_extent().x1 - name.get_window_extent().x0) / max(1.0, name.get_window_extent().width)
     if room < 1:
         name.set_text(formatting.sanitize_text(name.get_text(), int(room * len(name.get_text()))))
+
+
+def _drop_last_part(text: str) -> str:
+    return text[: max(text.rfind(", "), text.rfind(": "), 0)]
 
 
 def _spread_end_labels(ax: Axes, labels: Sequence[Annotation]) -> None:

@@ -28,7 +28,7 @@ PHASE_STYLES: dict[str, dict[str, Any]] = {
 }
 """Color and hatching of each phase, as in the live view."""
 
-_MIN_SHARE_WIDTH, _MIN_TIME_WIDTH = 0.045, 0.11  # of the axis; shorter segments have no share, or no time
+_MIN_SHARE_WIDTH, _MIN_TIME_WIDTH = 0.06, 0.16  # of the axis; shorter segments have no share, or no time
 _MIN_LEGEND_LENGTH = 0.004  # of the longest bar; phases that are always shorter have no legend entry
 
 

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 import dtkit
-from dtkit.checkpoint import folders, index, json_values, safetensors_file, validation
+from dtkit.checkpoint import checkpoint, folders, index, json_values, safetensors_file, validation
 from dtkit.checkpoint.manager import CheckpointPolicy, CheckpointRequest
 from dtkit.checkpoint.safetensors_file import FileReader
 from dtkit.engine.data.random_state import GeneratorStates, derive_seed
@@ -357,6 +357,22 @@ def test_a_process_killed_while_saving_leaves_complete_checkpoints(whole: Path, 
     saved = write_checkpoint(tmp_path, 10**7).future.result(20)
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert dtkit.Checkpoint(tmp_path).path == saved.path
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile_gives_way_to_a_newer_one(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    newer: list[Path] = []
+
+    def find_before_the_run_saves(path: Path) -> Path:
+        found = folders.find_newest(path)
+        if not newer:
+            newer.append(write_checkpoint(tmp_path, 6, keep_last=1).future.result(20).path)
+        return found
+
+    monkeypatch.setattr(checkpoint, "find_newest", find_before_the_run_saves)
+    assert dtkit.Checkpoint(tmp_path).path == newer[0]
+    assert not whole.exists()
 
 
 def test_keep_last_removes_older_checkpoints_and_overwrites_none(tmp_path: Path):

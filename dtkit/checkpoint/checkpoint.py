@@ -62,9 +62,9 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         """Read its metadata. Raises CheckpointError if there is none, or if it can't be read."""
-        folder = find_newest(parse_path("Checkpoint(path", path))
+        folder, metadata = _read_newest(parse_path("Checkpoint(path", path))
         object.__setattr__(self, "path", folder)
-        object.__setattr__(self, "metadata", read_metadata(folder))
+        object.__setattr__(self, "metadata", metadata)
 
     @property
     def step(self) -> int:
@@ -206,6 +206,19 @@ class Checkpoint:
         return f"<p>Checkpoint <code>{html.escape(str(self.path))}</code></p>{table}"
 
 
+def _read_newest(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the newest checkpoint's folder and metadata. A run may remove it meanwhile, since it has a newer one."""
+    folder = find_newest(path)
+    while True:
+        try:
+            return folder, read_metadata(folder)
+        except CheckpointError:
+            newer = find_newest(path)
+            if newer == folder:
+                raise
+            folder = newer
+
+
 def _compare_tensors(saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[str]:
     """Return the differences between a checkpoint's tensors and a model's."""
     problems = []
@@ -243,7 +256,8 @@ class Checkpoints(list[Checkpoint]):
             try:
                 self.append(Checkpoint(folder))
             except CheckpointError as error:
-                self.broken[folder] = str(error)
+                if folder.exists():  # else a run has removed it meanwhile
+                    self.broken[folder] = str(error)
 
     def _build_table(self) -> Table:
         rows = []

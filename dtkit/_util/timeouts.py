@@ -50,6 +50,8 @@ STALL_LIMIT_S = 5.0
 """Shortest delay of a dispatch before its ranks are compared. Statuses from before the delay have expired by then."""
 ALL_RANKS_STALL_LIMIT_S = 30.0
 """The same limit where all ranks are alike: a long step or a compilation isn't the fault of one rank."""
+CALL_STALL_LIMIT_S = 10.0
+"""Time that all ranks of a call of the user's function wait in collectives before this is told."""
 STRAGGLER_HOLDOFF_S = 5.0
 """Delay after a recovery until ranks are compared again. By then, the watchdogs count no sample of the stall."""
 FRESH_STATUS_TIMEOUT_S = 1.5

@@ -21,6 +21,7 @@ from dtkit.dashboard.text import call_text
 from dtkit.errors import DtkitError, EngineError, format_ranks
 from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.protocol import FunctionOperations, make_call
+from dtkit.training.call_stall import CallStallWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -104,13 +105,17 @@ class Task:
 
     def _collect_replies(self, payload: Payload) -> None:
         """Wait for all ranks, and collect their results."""
+        watch = CallStallWatch(self.engine_group, self._tell)
         try:
             replies = self.engine_group.gather_replies(
-                self._futures, timeouts.TASK_TIMEOUT_S, first_grace_s=self.first_grace_s
+                self._futures, timeouts.TASK_TIMEOUT_S, first_grace_s=self.first_grace_s, on_poll=watch.check
             )
         finally:
             self.engine_group.uploads.discard(payload)
         self._process_replies(replies)
+
+    def _tell(self, text: str) -> None:
+        print(f"{self.name}: {text}")  # noqa: T201 - it may be for minutes the only sign of life
 
     def _process_replies(self, replies: Sequence[Reply[Any]]) -> None:
         for rank, reply in enumerate(replies):

@@ -343,3 +343,20 @@ def get_rank_variables() -> list[str | None]:
 def test_functions_see_their_rank_in_the_environment(cluster2: dtkit.Cluster):
     """Lightning takes a process without these variables for rank 0."""
     assert cluster2.run(get_rank_variables) == [["0", "0", "2"], ["1", "1", "2"]]
+
+
+def test_ranks_that_wait_for_one_that_has_returned_are_told(cluster2, capsys):
+    def sum_often() -> None:
+        for _ in range(1 + dist.get_rank()):
+            dist.all_reduce(torch.ones(1))
+
+    task = cluster2.submit(sum_often)
+    texts: list[str] = []
+
+    def has_told() -> bool:
+        texts.append(capsys.readouterr().out)
+        return "sum_often: rank 0 keeps the other one waiting: it has returned from the call" in "".join(texts)
+
+    wait_until(has_told, 60)
+    task.cancel()
+    check_usable(cluster2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dtkit.training.call_stall import describe_stall
-from tests.test_stall_detector import seen
+from tests.support.observations import seen
 
 WAITING: dict[str, Any] = {"op": "call", "job": None, "stalled_s": 12.0}
 RETURNED: dict[str, Any] = {"op": None, "job": None, "is_blocked": False, "stalled_s": 13.0, "stack": ()}

@@ -17,6 +17,8 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dtkit._util import timeouts
 from dtkit._util.formatting import format_count, name_nodes, name_nodes_at_start
 from dtkit.errors import DtkitError, EngineError, SupersededError, drop_consequential_refusals
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from dtkit.history.history import History
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.pending_calls import PendingCall, PendingCalls
     from dtkit.training.progress import RunProgress
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 
 _MAX_RETRIES = 3  # most failed calls in a row, without a step between them
 _MAX_ENGINE_LOSSES = 3  # most losses in a row at one step; replacements would be lost for the same reason
+_MAX_SEARCHED_ROWS = 100_000  # of the history's end; a lost engine's last steps are among them
 
 _RESUME_REMEDY = "run.resume(), or the button Resume, starts another one in its place and continues"
 
@@ -157,6 +161,8 @@ class FailureHandler:
         progress.rewind(result.step, result.lr)
         self._rewind(result.step)
         if result.lost_ranks:
+            if gap := describe_missing_rows(progress.history, result.lost_ranks, result.step):
+                progress.add_event("note", gap)
             progress.add_event("repair", self._describe_repair(old_world_size, old_step, result))
         else:
             progress.add_event("note", _describe_rewind(old_step, result, name_nodes(reason)))
@@ -236,6 +242,20 @@ class FailureHandler:
 def _name_resume(failure: Failure) -> Failure:
     """Return a failure whose remedy is that of a paused run."""
     return dataclasses.replace(failure, message=failure.message.replace(REPAIR_REMEDY, _RESUME_REMEDY))
+
+
+def describe_missing_rows(history: History, lost_ranks: Sequence[int], step: int) -> str | None:
+    """Return which steps before `step` a lost engine took and could not report any more; None if there are none."""
+    rows = history.rows(max(0, len(history) - _MAX_SEARCHED_ROWS))
+    for rank in lost_ranks:
+        last = rows["step"][rows["rank"] == rank].max(initial=-1)
+        missing = np.unique(rows["step"][(rows["step"] > last) & (rows["step"] < step)])
+        if last >= 0 and len(missing):
+            return (
+                f"what node {rank} measured in steps {missing[0]:,} to {missing[-1]:,} went with its engine: losses "
+                "and times there are those of the other nodes"
+            )
+    return None
 
 
 def _find_gone(failures: Sequence[Failure]) -> set[int]:

@@ -1,0 +1,33 @@
+"""Steps whose measurements were lost with an engine."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dtkit.history.history import ROW_DTYPE, History
+from dtkit.training.failures import describe_missing_rows
+
+
+def make_history(steps_by_rank: dict[int, int]) -> History:
+    """Return a history in which each rank has reported that many steps."""
+    history = History()
+    for rank, num_steps in steps_by_rank.items():
+        rows = np.zeros(num_steps, ROW_DTYPE)
+        rows["step"], rows["rank"], rows["loss"], rows["weight"] = np.arange(num_steps), rank, 1.0, 1.0
+        history.append(rows)
+    return history
+
+
+def test_steps_that_a_lost_engine_did_not_report_are_named():
+    history = make_history({0: 300, 1: 170})
+    assert describe_missing_rows(history, [1], 294) == (
+        "what node 1 measured in steps 170 to 293 went with its engine: losses and times there are those of the other "
+        "nodes"
+    )
+
+
+def test_nothing_is_said_where_nothing_is_missing():
+    history = make_history({0: 300, 1: 170})
+    assert describe_missing_rows(history, [0], 300) is None
+    assert describe_missing_rows(history, [1], 170) is None  # all went back to the last step that it reported
+    assert describe_missing_rows(make_history({0: 5}), [1], 5) is None

@@ -11,6 +11,7 @@ import pytest
 import dtkit
 from dtkit.dashboard.figures import comparison_figure
 from dtkit.dashboard.text import comparison_text
+from dtkit.history.history import History
 from dtkit.types import Evaluation
 from tests.support.comparison_sources import make_source
 from tests.support.fake_source import FakeSource
@@ -236,6 +237,14 @@ def test_the_table_names_training_and_validation_and_explains_only_its_columns()
     assert "validation" not in note
 
 
+def with_losses(history: History, losses: list[float]) -> np.ndarray:
+    """Return further rows of one rank with these losses."""
+    rows = np.repeat(history.rows(len(history) - 1), len(losses))
+    rows["step"] += 1 + np.arange(len(losses))
+    rows["loss"] = losses
+    return rows
+
+
 def test_a_learning_rate_that_a_function_hides_is_compared():
     runs = [FakeSource(ranks=1) for _ in range(3)]
     runs[1].lr = 0.02
@@ -243,6 +252,19 @@ def test_a_learning_rate_that_a_function_hides_is_compared():
         run.advance(3)
     assert dtkit.compare(runs).differences == [("first learning rate", "0.1", "0.02", "—")]
     assert dtkit.compare([runs[0], runs[0]]).differences == []
+
+
+def test_rates_set_by_hand_and_a_divergence_are_compared():
+    quiet, steered, lost = (FakeSource(ranks=1) for _ in range(3))
+    for run in (quiet, steered, lost):
+        run.advance(40)
+    for lr in (0.05, 0.02, 0.0, 0.01):
+        steered.event("lr", f"learning rate {lr:g}")
+    lost.history.append(with_losses(lost.history, [float("nan")] * 3))
+    assert dtkit.compare(quiet, steered, lost).differences == [
+        ("learning rate set by hand", "—", "1 more, 0.02 from step 40, 0 from step 40, 0.01 from step 40", "—"),
+        ("divergence", "—", "—", "loss is NaN since step 41"),
+    ]
 
 
 def test_metrics_and_differing_settings_are_compared():

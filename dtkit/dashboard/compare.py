@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from dtkit._util import formatting
 from dtkit._util.notebook import in_notebook
 from dtkit.dashboard.summary.comparison import make_row
-from dtkit.dashboard.summary.spec_differences import list_differences, list_first_rate_differences
+from dtkit.dashboard.summary.spec_differences import (
+    list_differences,
+    list_event_differences,
+    list_first_rate_differences,
+)
 from dtkit.dashboard.text.comparison_text import (
     describe_rows,
     make_differences_table,
@@ -68,12 +72,13 @@ class Comparison:
 
     @property
     def differences(self) -> list[tuple[str, ...]]:
-        """Settings in which the runs differ: (setting, its text in each run)."""
+        """What sets the runs apart: (setting, its text in each run), also rates set by hand and a divergence."""
         rows = list_differences([run.spec if isinstance(run, Comparable) else None for run in self.runs])
         if not any(
             name == "optimizer" for name, *_ in rows
         ):  # whose text may have the rate, unless a function hides it
             rows += list_first_rate_differences(self.histories)
+        rows += list_event_differences(self.histories)
         return [row for row in rows if row[1:] != self.labels]  # labels show this setting
 
     @property

@@ -133,7 +133,7 @@ def _format_steps_panel(ax: Axes, run_buckets: Sequence[CurveBuckets]) -> None:
 
 
 def _format_time_panel(ax: Axes, run_buckets: Sequence[CurveBuckets]) -> None:
-    style.set_title(ax, "Loss against time", "of steps, without the time between dispatches")
+    style.set_title(ax, "Loss against time", "of steps, without pauses")
     ax.set_xlabel("time", fontsize=8, color=style.MUTED_COLOR)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
     ax.xaxis.set_major_formatter(

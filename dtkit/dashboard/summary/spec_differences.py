@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
+from dtkit.history.divergence import find_divergence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
     from dtkit.types import RunSpec
 
+_MAX_SHOWN_CHANGES = 3
 _FIELDS = ("strategy", "world_size", "batch_size", "optimizer", "loss", "shuffle", "seed", "num_workers", "samples")
 
 
@@ -31,6 +33,22 @@ def list_first_rate_differences(histories: Sequence[History]) -> list[tuple[str,
     """Return ("first learning rate", its text in each run) if runs differ in it; a dash for a run without a step."""
     rates = [formatting.UNKNOWN if not len(history) else f"{history[0].lr:g}" for history in histories]
     return [("first learning rate", *rates)] if len(set(rates) - {formatting.UNKNOWN}) > 1 else []
+
+
+def list_event_differences(histories: Sequence[History]) -> list[tuple[str, ...]]:
+    """Return what happened to some of the runs and is in no setting: learning rates set by hand, and a divergence."""
+    changes = [_describe_rate_changes(history) for history in histories]
+    found = [find_divergence(history) for history in histories]
+    ends = [formatting.UNKNOWN if divergence is None else divergence.short for divergence in found]
+    rows = [("learning rate set by hand", *changes), ("divergence", *ends)]
+    return [row for row in rows if set(row[1:]) != {formatting.UNKNOWN}]
+
+
+def _describe_rate_changes(history: History) -> str:
+    changes = [event for event in history.events if event.kind == "lr"]
+    shown = [f"{event.text.rpartition(' ')[2]} from step {event.step:,}" for event in changes[-_MAX_SHOWN_CHANGES:]]
+    more = len(changes) - len(shown)
+    return ", ".join([*([f"{more} more"] if more else []), *shown]) or formatting.UNKNOWN
 
 
 def _collect(spec: RunSpec) -> dict[str, str]:

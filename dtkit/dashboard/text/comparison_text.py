@@ -76,7 +76,7 @@ def make_table_note(rows: Sequence[ComparisonRow]) -> str:
         parts.append("best validation: the best of all evaluations of a run, on the rows of validation=")
     if differ_in_bytes(rows):
         parts.append("bytes: sent by one node")
-    return "; ".join([*parts, "time: without that between dispatches"])
+    return "; ".join([*parts, "time: the sum of all steps, without pauses"])
 
 
 def make_differences_table(labels: Sequence[str], differences: Sequence[tuple[str, ...]]) -> Table:

@@ -375,3 +375,11 @@ def test_a_run_without_steps_has_a_report(tmp_path):
     source = FakeSource(ranks=2)
     source.spec = dataclasses.replace(source.spec, model=None)
     assert "No step yet." in write(source, tmp_path)
+
+
+def test_a_missing_folder_is_told_before_a_report_is_made(tmp_path: Path):
+    source = FakeSource(ranks=1)
+    with pytest.raises(FileNotFoundError, match=r"no/such does not exist\. Create it"):
+        report.write_report(source, tmp_path / "no/such/report.html")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        dtkit.compare(source, source).report(tmp_path / "no/such/report.html")

@@ -13,7 +13,7 @@ from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.report_page import escape, format_page, format_table
 from dtkit.dashboard.svg_chart import Series, draw_chart
 from dtkit.dashboard.text.comparison_text import make_differences_table, make_table, make_table_note
-from dtkit.dashboard.written_report import WrittenReport
+from dtkit.dashboard.written_report import WrittenReport, check_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,7 +40,8 @@ class ComparisonData(Protocol):
 
 
 def write_comparison_report(comparison: ComparisonData, path: str | Path) -> WrittenReport:
-    """Write the report to `path`."""
+    """Write the report to `path`, whose folder exists."""
+    check_folder(path)
     title = f"Comparison of {formatting.format_count(len(comparison.labels), 'run')}"
     Path(path).write_text(format_page(title, _format_parts(comparison, title)), encoding="utf-8")
     return WrittenReport(title, path)

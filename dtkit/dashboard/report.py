@@ -36,7 +36,7 @@ from dtkit.dashboard.summary.notices import ALERT_KINDS, collect_notices, list_e
 from dtkit.dashboard.summary.step_strip import make_step_strip
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
-from dtkit.dashboard.written_report import WrittenReport, make_file_name
+from dtkit.dashboard.written_report import WrittenReport, check_folder, make_file_name
 from dtkit.errors import FULL_HINT, UserCodeError
 from dtkit.types import State
 
@@ -57,8 +57,11 @@ def write_report(
 ) -> WrittenReport:
     """Write the report of a run to `path`, with its speed-up over `single_process`, a history of one process.
 
-    Raises ValueError if `single_process` has no steps, or more ranks than one.
+    Raises ValueError if `single_process` has no steps, or more ranks than one, and FileNotFoundError if the folder of
+    `path` does not exist.
     """
+    if path is not None:
+        check_folder(path)
     scaling = _format_scaling_if_given(run, single_process)
     cards = [*_iterate_cards(run, single_process)]
     parts = [

@@ -56,6 +56,15 @@ def _escape(text: str) -> str:
     return html.escape(formatting.sanitize_text(text, 500))
 
 
+def check_folder(path: str | Path) -> None:
+    """Raise FileNotFoundError if the folder of a report does not exist, before the report is made."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"report({str(path)!r}): the folder {folder} does not exist. Create it, or name another"
+        )
+
+
 def make_file_name(name: str, started_at: float | None = None) -> str:
     """Return the default name of a report: the same for the same run, and another for each run."""
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:60].strip("-.") or "run"

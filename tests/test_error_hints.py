@@ -62,6 +62,13 @@ CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
             None,
             r"shape \(64,\)\. A layer expects 32 values .* got 64; make that layer nn.Linear\(64",
         ),
+        (
+            nn.Linear(64, 10),
+            ROWS.reshape(-1, 1, 8, 8),
+            LABELS,
+            None,
+            r"shape \(1, 8, 8\)\. .*put nn\.Flatten\(\) before",
+        ),
         (nn.Linear(64, 10), ROWS, LABELS.float(), None, r"targets are float32, and class labels must be int64"),
         (nn.Linear(64, 10), ROWS, LABELS.int(), None, r"targets are int32, and class labels must be int64"),
         (

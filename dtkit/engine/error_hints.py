@@ -144,10 +144,12 @@ def _explain_features(message: str, inputs: Any) -> str | None:
     sample = _get_sample_shape(inputs)
     if shapes is None or sample is None:
         return None
-    return (
-        f"A sample has shape {sample}. A layer expects {shapes[2]} values in its last dimension, and got {shapes[1]}; "
-        f"make that layer nn.Linear({shapes[1]}, ...), or reshape the data"
+    start = (
+        f"A sample has shape {sample}. A layer expects {shapes[2]} values in its last dimension, and got {shapes[1]}"
     )
+    if len(sample) > 1 and math.prod(sample) == int(shapes[2]):
+        return f"{start}; put nn.Flatten() before that layer, or reshape the data, as in X.reshape(len(X), -1)"
+    return f"{start}; make that layer nn.Linear({shapes[1]}, ...), or reshape the data"
 
 
 def _explain_target(message: str, target: Any, model: torch.nn.Module) -> str | None:

@@ -126,6 +126,42 @@ def test_constructors_keep_their_signatures_for_tooltips():
     assert next(iter(inspect.signature(dtkit.EarlyStopping).parameters)) == "patience"
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda cluster, x, y: cluster.train(nn.Linear(4, 3), x, y, epochs=1),
+            r"takes only model and data .* Tensor of shape \(64,\) as .* one tuple: cluster.train\(model, \(X, y\), \.",
+        ),
+        (
+            lambda cluster, x, y: cluster.partition(x.numpy(), y.numpy()),
+            r"got the ndarray of shape \(64,\) as argument 2; give data as one tuple: cluster.partition\(\(X, y\), ",
+        ),
+        (
+            lambda cluster, x, y: cluster.plan(nn.Linear(4, 3), (x, y), batch_size=8, optimizer=small.sgd),
+            r"takes only model .* the tuple as argument 2; .*: cluster.plan\(model, batch_size=\.\.\., sample=\(X, y\), ",
+        ),
+        (
+            lambda cluster, x, y: cluster.plan(nn.Linear(4, 3), 64),
+            r"got the int as argument 2; give it by name, as in batch_size=",
+        ),
+        (
+            lambda cluster, x, y: cluster.train(nn.Linear(4, 3), (x, y), small.sgd),
+            r"got the function as argument 3; give it by name, as in optimizer=.*; help\(dtkit.Cluster.train\) lists",
+        ),
+        (lambda cluster, x, y: cluster.broadcast(nn.Linear(4, 3), "cpu"), "got the str as argument 2; leave it out"),
+    ],
+    ids=["train", "partition", "plan", "plan with a number", "optimizer", "broadcast"],
+)
+def test_too_many_arguments_without_a_name(call: Callable[..., object], message: str):
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
+        with pytest.raises(TypeError, match=message) as caught:
+            call(cluster, *small.data())
+    shown = "".join(caught.value._render_traceback_())  # type: ignore[attr-defined]  # IPython's protocol
+    assert "_util" not in shown
+    assert __file__ in shown
+
+
 def test_a_missing_argument_is_named():
     with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
         with pytest.raises(TypeError, match=r"^Cluster.train\(\) needs model, data; data is missing. help\(dtkit.Clus"):

@@ -47,11 +47,15 @@ def suggest_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     parameters = inspect.signature(function).parameters
     names = [name for name in parameters if name != "self"]
     required = {name: place for place, name in enumerate(parameters) if _is_required(parameters[name])}
+    positional = [name for name in parameters if parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    takes_any_number = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())
 
     @functools.wraps(function)
     @hide_own_frames
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         _refuse_unknown(kwargs.keys() - set(names), names, _describe_call(function, args))
+        if len(args) > len(positional) and not takes_any_number:
+            _refuse_positional(args, positional, list(parameters), _describe_call(function, args))
         missing = [name for name, place in required.items() if place >= len(args) and name not in kwargs]
         if missing:
             _refuse_missing(missing, [name for name in required if name != "self"], _describe_call(function, args))
@@ -98,6 +102,27 @@ def _refuse_unknown(unknown: Iterable[str], names: Sequence[str], call: str) -> 
         takes = f"it takes {', '.join(names)}" if names else "it takes none"
         hint = f"did you mean {similar[0]}=?" if similar else takes
         raise TypeError(f"{call}() has no argument {name}=; {_MISSING.get(name, hint) if 'loss' in names else hint}")
+
+
+def _refuse_positional(args: Sequence[object], positional: Sequence[str], names: Sequence[str], call: str) -> None:
+    """Refuse arguments without a name beyond those that may have none. Such arrays are mostly parts of the data."""
+    extra, taken = args[len(positional)], [name for name in positional if name != "self"]
+    others = [name for name in names if name not in positional]
+    example = call[0].lower() + call[1:] if "." in call else call  # cluster.train, as users write it
+    is_array = hasattr(extra, "__array__")
+    if is_array and taken[-1:] == ["data"] and hasattr(args[len(positional) - 1], "__array__"):
+        remedy = f"give data as one tuple: {example}({', '.join([*taken[:-1], '(X, y)'])}, ...)"
+    elif "sample" in others and (is_array or isinstance(extra, (tuple, dict))):
+        needed = "batch_size=..., sample=(X, y)" if "batch_size" in others else "sample=(X, y)"
+        remedy = f"give data as sample: {example}({', '.join(taken)}, {needed}, ...)"
+    elif others:
+        remedy = f"give it by name, as in {others[0]}=...; help(dtkit.{call}) lists the names"
+    else:
+        remedy = "leave it out"
+    allowed = f"only {' and '.join(taken)} without a name" if taken else "no argument without a name"
+    shape = f" of shape {tuple(getattr(extra, 'shape', ()))}" if is_array else ""
+    kind = f"the {type(extra).__name__}{shape}"
+    raise TypeError(f"{call}() takes {allowed}, and got {kind} as argument {len(taken) + 1}; {remedy}")
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

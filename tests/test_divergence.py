@@ -10,7 +10,7 @@ import pytest
 from dtkit.dashboard import report
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.verdict import find_shown_verdict
-from dtkit.history.divergence import find_divergence
+from dtkit.history.divergence import find_divergence, find_ruined_step
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.training.divergence_watch import DivergenceWatch
 from tests.support.fake_source import FakeSource
@@ -44,7 +44,9 @@ def test_a_loss_far_above_its_start_is_the_first_notice_and_the_verdict(tmp_path
     )
     assert verdict.arithmetic[-1].startswith("6e+05 / 2.00 = 3e+05")
     notices = MessageBuilder(source).build_snapshot().content["notices"]
-    text = "the training diverged: the loss grew 3e+05 times since step 1, from 2.00 to 6e+05"
+    text = (
+        "the training diverged: the loss grew 3e+05 times since step 1, from 2.00 to 6e+05 (median of the last steps)"
+    )
     assert notices[0] == {"kind": "diverged", "text": text}
     report.write_report(source, tmp_path / "run.html")
     assert text in (tmp_path / "run.html").read_text(encoding="utf-8")
@@ -66,8 +68,25 @@ def test_a_loss_that_falls_and_explodes_is_compared_with_its_best_steps():
     assert divergence is not None
     best = falling[-20:].mean()
     assert divergence.short == f"loss grew {2.2 / best:.0f} times since step 119"
-    assert divergence.text == f"the {divergence.short}, from {best:.4f} to 2.20"
+    assert divergence.text == f"the {divergence.short}, from {best:.4f} to 2.20 (median of the last steps)"
     assert divergence.arithmetic[0] == f"best so far, 20 steps up to step 119: {best:.4f}"
+
+
+@pytest.mark.parametrize(
+    ("losses", "step"),
+    [
+        ([*np.geomspace(2.0, 0.05, 120), *[2.2] * 30], 119),
+        ([*np.geomspace(2.0, 0.05, 120), *np.geomspace(1, 1e34, 20)], 119),
+        ([2.3, 1e5, 1e20], 0),  # at once
+        ([2.3, 300.0], None),  # may be noise
+        ([2.0, 1.5, math.nan], None),  # data may cause it
+        ([-2.0, 1e5], None),
+        ([2.0, 1.5, 1.0], None),
+        ([], None),
+    ],
+)
+def test_the_step_that_ruined_the_parameters_is_known(losses, step):
+    assert find_ruined_step(make_history(losses)) == step
 
 
 def test_an_explosion_is_found_within_few_steps():

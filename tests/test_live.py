@@ -457,6 +457,24 @@ def test_every_phase_of_a_stuck_node_has_a_description(phase, step, tile, place)
     assert stall.format_sentence(found).startswith(f"node 1 {place}, and the others wait for it. It is at train.py:12")
 
 
+@pytest.mark.parametrize(
+    ("phase", "tile", "badge", "sentence"),
+    [
+        ("forward", "last in forward, 12 s", ", last seen in forward", ", last seen in forward of step 1, and"),
+        ("unknown", "12 s", "", ", last seen in step 1, and"),
+        ("idle", "not in the call, 12 s", None, ": not in the call, and"),
+    ],
+)
+def test_a_stopped_node_was_only_seen_where_it_last_reported(phase, tile, badge, sentence):
+    source = FakeSource(ranks=2)
+    source.stick(1, phase=phase)
+    found = dataclasses.replace(source.stall_report, is_stopped=True)
+    assert stall.format_short(found) == f"⊘ node 1 stopped: {tile}"
+    assert badge is None or stall.format_position(found) == f"stopped: node 1{badge}"
+    text = f"node 1 is stopped{sentence} the others wait for it. It was last at train.py:12"
+    assert stall.format_sentence(found).startswith(text)
+
+
 def test_values_equal_on_all_ranks_have_one_line():
     source = FakeSource(ranks=4)
     source.advance(10)

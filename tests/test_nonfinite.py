@@ -68,6 +68,21 @@ def test_nonfinite_gradients_are_attributed_to_the_last_affected_stage(last: int
     assert f"those of this rank's stage {last}" in messages[rank]
 
 
+@pytest.mark.parametrize(
+    ("step", "end"),
+    [
+        (120, "learning rate, or resume_from= a checkpoint from before step 120; run.stop() ends this run"),
+        (0, "learning rate; run.stop() ends this run"),
+    ],
+)
+def test_a_loss_that_exploded_before_has_another_remedy(step: int, end: str):
+    advances = [DispatchResult(None, 5, 0.1, "nonfinite", math.inf, ())]
+    (failure,) = build_nonfinite_failures(5, advances, NODES, ruined_step=step)
+    assert f"since step {step}, so the parameters are ruined already: run.resume() would fail again" in failure.message
+    assert failure.message.endswith(end)
+    assert "run.set(" not in failure.message
+
+
 def test_a_view_shows_the_whole_remedy_and_names_the_error_once():
     advances = [DispatchResult(None, 5, 0.1, "nonfinite", math.nan, ())] * 4
     (line,) = list_error_lines(NonFiniteError(build_nonfinite_failures(5, advances, NODES)))

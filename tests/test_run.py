@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from dtkit.errors import HostLostError, RefusedError, RunError
 from dtkit.health.stall_report import StallReport
 from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.rpc.replacement import replace_lost_ranks
+from dtkit.testing import fake_ops
 from dtkit.testing.fake_engine import LOST_PEER_MESSAGE
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.task import Task
@@ -463,6 +465,21 @@ def test_nonfinite_gradient_pauses_all_ranks_and_the_step_can_be_repeated(cluste
     assert run.exception is None
     run.wait(10)
     assert list(run.history.totals()["step"]) == list(range(40))
+
+
+def test_nonfinite_gradient_after_the_loss_exploded_asks_for_another_training(cluster, engines, monkeypatch):
+    build_rows = fake_ops._Jobs._build_rows
+
+    def explode(self, job, start, stop):
+        rows = build_rows(self, job, start, stop)
+        rows["loss"] *= np.where(rows["step"] > 5, 1e9, 1)
+        return rows
+
+    monkeypatch.setattr(fake_ops._Jobs, "_build_rows", explode)
+    engines.inject_nonfinite(20, ranks=[0])
+    run = train(cluster)
+    with pytest.raises(dtkit.errors.NonFiniteError, match=r"since step \d+, so the parameters are ruined"):
+        run.wait(10)
 
 
 def test_nonfinite_gradient_error_reports_that_all_losses_are_finite(cluster, engines):

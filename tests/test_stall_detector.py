@@ -168,6 +168,8 @@ def test_stall_report_of_a_stopped_rank_has_its_own_remedy(world: World):
     assert found is not None
     assert "is stopped (SIGSTOP) and was last seen in a collective of step 12" in found.reason
     assert found.remedy == "`kill -CONT 101` on here lets it go on"
+    assert found.is_stopped
+    assert " It was last at " in found.text
 
 
 def test_stall_is_reported_once_and_again_when_it_changes(world: World):

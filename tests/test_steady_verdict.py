@@ -29,6 +29,14 @@ def test_numbers_that_vary_a_little_leave_the_line_alone():
     assert steady.update(Verdict("data", "save up to 33 %", 0.33), 100.0) is DATA
 
 
+def test_another_node_that_is_the_slowest_replaces_the_shown_one():
+    first, other = (Verdict("straggler", f"without node {rank}", 0.3, (), (rank,)) for rank in (0, 1))
+    steady = SteadyVerdict()
+    steady.update(first, 0.0)
+    assert steady.update(other, 10.0) is first
+    assert steady.update(other, 10.0 + HOLD_S) is other
+
+
 def test_a_share_in_the_text_follows_the_measurements():
     """Nothing holds the run back all the time, but the line must not name other shares than the tiles."""
     first, later = (Verdict("computing", f"computing is {share} % of a step", 0.0) for share in (90, 60))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dtkit._util import timeouts
 from dtkit.dashboard.figures.run_figure import draw_run
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.verdict import MIN_STEPS, find_shown_verdict, find_verdict
-from dtkit.dashboard.text.run_text import format_run
+from dtkit.dashboard.text.run_text import TextProgress, format_run
 from dtkit.history.history import ROW_DTYPE, History
 from tests.support.fake_source import FakeSource
 
@@ -135,6 +137,42 @@ def test_text_and_picture_have_the_verdict():
     assert "→ without the straggler (node 1) 1.8 times as fast" in format_run(source)
     texts = [text.get_text() for text in draw_run(source).texts]
     assert any(text.startswith("→ without the straggler (node 1)") for text in texts)
+
+
+def make_run_whose_nodes_wait_in_turn() -> FakeSource:
+    source = FakeSource(ranks=2)
+    for k in range(60):
+        source.slowness = {k % 2: 2.0}
+        source.advance(1)
+    return source
+
+
+def test_no_node_is_marked_while_the_page_says_that_none_is_always_the_slowest():
+    source, now = make_run_whose_nodes_wait_in_turn(), [0.0]
+    builder = MessageBuilder(source, clock=lambda: now[0])
+    assert "none is always the slowest" in builder.build_snapshot().content["verdict"]["text"]
+    source.slowness = {1: 2.0}
+    marked = []
+    for _ in range(5):  # the line stays for some seconds
+        source.advance(50)
+        content = builder.build_change().content
+        is_marked = bool(content["nodes_now"]["slow"])
+        assert bool(content["time"]["straggler"]) == any(bar["slow"] for bar in content["time"]["bars"]) == is_marked
+        assert (builder._steady_verdict.shown.cause == "straggler") == is_marked
+        marked.append(content["nodes_now"]["slow"])
+        now[0] += timeouts.VERDICT_HOLD_S / 2
+    assert marked[0] == []
+    assert marked[-1] == [1]
+
+
+def test_no_node_is_marked_in_text_while_the_line_says_that_none_is_always_the_slowest():
+    source = make_run_whose_nodes_wait_in_turn()
+    progress = TextProgress(source, io.StringIO(), is_tty=False)
+    progress.format_block()
+    source.slowness = {1: 2.0}
+    source.advance(100)
+    text = "\n".join(progress.format_block())
+    assert ("none is always the slowest" in text) == ("keeps the others waiting" not in text)
 
 
 def test_a_page_takes_its_verdict_back_with_the_message_of_an_error():

@@ -33,11 +33,17 @@ class StallReport:
     remedy: str
     stalled_s: float
     """Seconds without progress."""
+    is_stopped: bool = False
+    """Whether the rank's process is stopped (SIGSTOP). Its position is then the last one that it has reported."""
 
     @property
     def text(self) -> str:
         """Reason, location and remedy as one text."""
-        location = f" It is at {self.location}." if self.location and self.rank is not None else ""
+        location = (
+            f" It {'was last' if self.is_stopped else 'is'} at {self.location}."
+            if self.location and self.rank is not None
+            else ""
+        )
         return f"{self.reason}.{location} {self.remedy}".strip()
 
     @property
@@ -90,7 +96,8 @@ def report_stuck(cause: str, observation: RankObservation, world_size: int) -> S
         "place": _format_position(observation.status),
         "others": "the other one" if world_size == 2 else "the others",
     }
-    return _make_report(observation, "stuck", reason.format(**values), remedy.format(**values))
+    report = _make_report(observation, "stuck", reason.format(**values), remedy.format(**values))
+    return dataclasses.replace(report, is_stopped=cause == "stopped")
 
 
 def report_straggler(observation: RankObservation) -> StallReport:

@@ -31,6 +31,8 @@ START_SAMPLES = 32
 """Samples of the start: whole first steps with at least as many."""
 MIN_STEPS = 5
 """Steps after the start that a judgment needs."""
+MIN_JUMP = 1000
+"""Ratio of a single step's loss to the start from which it isn't noise."""
 _BACK_AT_START = 0.8  # share of the start's loss; a network whose units all died is a little below it
 _MIN_BLOCK_SAMPLES = 64  # of the best and of the present; with fewer samples, a few easy ones are a block of their own
 _EARLY_STEPS = 256  # among which a loss that can be negative is so
@@ -44,6 +46,8 @@ class Divergence:
     short: str
     """The text without its numbers, for the head of a view: ``loss grew 40 times since step 120``."""
     lr: float
+    since_step: int
+    """The last step before the loss grew, or the first one whose loss is not finite."""
     arithmetic: tuple[str, ...]
 
 
@@ -71,6 +75,22 @@ def find_divergence(history: History) -> Divergence | None:
     return _find_growth(history, early, last, block)
 
 
+def find_ruined_step(history: History) -> int | None:
+    """Return the last step before the loss grew so far that the parameters are ruined.
+
+    None if it did not grow, or if the last loss is not finite, which data alone may cause.
+    """
+    known = _select_known(history.totals())  # read only when a step fails
+    if not len(known) or not math.isfinite(known["loss"][-1]):
+        return None
+    divergence = find_divergence(history)
+    if divergence is not None:
+        return divergence.since_step
+    start = _measure_start(known)  # a loss that explodes at once leaves too few steps for a median
+    is_far = known["loss"].min() >= 0 and known["loss"][-1] > MIN_JUMP * start.loss > 0
+    return start.step if is_far and known["step"][-1] > start.step else None
+
+
 def _find_growth(history: History, early: np.ndarray, last: np.ndarray, block: int) -> Divergence | None:
     start = _measure_start(early)
     best = min(start, _get_best_block(history, block), key=lambda level: level.loss)
@@ -95,9 +115,8 @@ def _describe_nonfinite(history: History) -> Divergence:
     first = totals[finite[-1] + 1 if len(finite) else 0]
     loss, step = formatting.format_loss(float(totals["loss"][-1])), int(first["step"])
     text = f"the loss is {loss} since step {step:,}"
-    return Divergence(
-        text, f"loss is {loss} since step {step:,}", _get_lr(history), (f"loss of step {step:,}: {loss}",)
-    )
+    short, arithmetic = f"loss is {loss} since step {step:,}", (f"loss of step {step:,}: {loss}",)
+    return Divergence(text, short, _get_lr(history), step, arithmetic)
 
 
 def _describe_growth(best: _Level, present: float, num_present: int, lr: float) -> Divergence:
@@ -106,9 +125,10 @@ def _describe_growth(best: _Level, present: float, num_present: int, lr: float) 
     before, now = formatting.format_loss(best.loss), formatting.format_loss(present)
     short = f"loss grew {times} times since step {best.step:,}"
     return Divergence(
-        f"the {short}, from {before} to {now}",
+        f"the {short}, from {before} to {now} (median of the last steps)",
         short,
         lr,
+        best.step,
         (
             f"best so far, {formatting.format_count(best.num_steps, 'step')} up to step {best.step:,}: {before}",
             f"median of the last {formatting.format_count(num_present, 'step')}: {now}",

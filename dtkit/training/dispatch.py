@@ -17,6 +17,7 @@ import numpy as np
 
 from dtkit._util import timeouts
 from dtkit.errors import NonFiniteError
+from dtkit.history.divergence import find_ruined_step
 from dtkit.rpc.protocol import JobOperations, make_call
 from dtkit.training.learning_rate import LearningRateChange, LearningRateUpdater
 from dtkit.training.load_balancing import LoadBalancer
@@ -198,7 +199,9 @@ class StepDispatcher:
     def _on_nonfinite(self, results: Sequence[DispatchResult]) -> None:
         progress = self._progress
         progress.needs_resync = True
-        failures = build_nonfinite_failures(progress.step, results, self._engine_group.nodes)
+        failures = build_nonfinite_failures(
+            progress.step, results, self._engine_group.nodes, ruined_step=find_ruined_step(progress.history)
+        )
         progress.pause_for(NonFiniteError(failures))
         progress.add_event("error", f"not finite at step {progress.step}; all nodes paused before the update")
 

@@ -18,19 +18,34 @@ if TYPE_CHECKING:
 
     from dtkit.types import DispatchResult
 
+_RUINED_REMEDY = (
+    "The loss grew since step {step:,}, so the parameters are ruined already: run.resume() would fail again. Train "
+    "again with a lower learning rate{or_checkpoint}; run.stop() ends this run"
+)
 _REMEDY = (
     "All ranks paused before that update: parameters are as after the step before. Lower the learning rate "
     "(run.set(lr=...)) or repair the data or the loss; run.resume() takes the same step again, run.stop() ends the run"
 )
 
 
-def build_nonfinite_failures(step: int, advances: Sequence[DispatchResult], nodes: Sequence[Any]) -> list[Failure]:
-    """Return one failure for each rank of origin. If that is unknown, return one failure without a rank to blame."""
+def build_nonfinite_failures(
+    step: int, advances: Sequence[DispatchResult], nodes: Sequence[Any], *, ruined_step: int | None = None
+) -> list[Failure]:
+    """Return one failure for each rank of origin. If that is unknown, return one failure without a rank to blame.
+
+    `ruined_step` is the last step before the loss exploded; None if it was fine until now.
+    """
+    remedy = _REMEDY if ruined_step is None else _describe_ruin(ruined_step)
     hosts = {node.rank: node.host for node in nodes}
     return [
-        Failure(rank, hosts.get(rank, "?"), "NonFinite", f"{message}. {_REMEDY}", "", step=step, kind="nonfinite")
+        Failure(rank, hosts.get(rank, "?"), "NonFinite", f"{message}. {remedy}", "", step=step, kind="nonfinite")
         for rank, message in _find_causes(advances).items()
     ]
+
+
+def _describe_ruin(step: int) -> str:
+    or_checkpoint = f", or resume_from= a checkpoint from before step {step:,}" if step else ""  # none is before step 0
+    return _RUINED_REMEDY.format(step=step, or_checkpoint=or_checkpoint)
 
 
 def _find_causes(advances: Sequence[DispatchResult]) -> dict[int, str]:

@@ -206,7 +206,9 @@ class MessageBuilder:
         base, self._seq = self._seq, self._seq + 1
         self._sent_pressing_state = read_pressing_state(run, self._num_events_read, self._last_effect.count)
         stall = find_stall(run)
-        self._metrics = compute_run_metrics(run.history, self._num_ranks, self._lost_nodes)
+        verdict = self._build_verdict(changed_only=kind == "change")  # before the metrics, which must agree with it
+        metrics = compute_run_metrics(run.history, self._num_ranks, self._lost_nodes)
+        self._metrics = self._steady_verdict.match(metrics)
         stuck_ranks = [] if stall is None or stall.rank is None else [stall.rank]
         self._outliers = find_outliers(self._metrics, {*self._lost_nodes, *stuck_ranks})
         epoch, epochs = compute_epoch(run.spec, status.step)
@@ -240,7 +242,7 @@ class MessageBuilder:
                 "slow": list(self._metrics.timing.straggler.ranks) if self._metrics.timing.straggler else [],
                 "slowed": sorted(run.delay_factors),
             },
-            **self._build_verdict(changed_only=kind == "change"),
+            **verdict,
             "selected": self.selected_rank,
             "effect": self._last_effect.describe(run.history.events),
         }

@@ -36,22 +36,28 @@ def find_stall(run: RunView) -> StallReport | None:
 
 def format_short(stall: StallReport) -> str:
     """Return a short text such as ``⊘ node 1 stuck: forward, 12 s``."""
-    subject = "no node moves" if stall.rank is None else f"node {stall.rank} stuck"
-    details = [_describe_phase(stall), formatting.format_clock(stall.stalled_s)]
+    subject = "no node moves" if stall.rank is None else f"node {stall.rank} {_name_condition(stall)}"
+    phase = _describe_phase(stall)
+    is_past = stall.is_stopped and phase and stall.phase != IDLE
+    details = [f"last in {phase}" if is_past else phase, formatting.format_clock(stall.stalled_s)]
     return f"{STUCK_GLYPH} {subject}: {', '.join(filter(None, details))}"
 
 
 def format_position(stall: StallReport) -> str:
     """Return a text such as ``stuck: node 1 in forward``, without the seconds."""
-    phase = _describe_phase(stall)
-    return "stuck: no node moves" if stall.rank is None else f"stuck: node {stall.rank}{phase and f' in {phase}'}"
+    if stall.rank is None:
+        return "stuck: no node moves"
+    phase, seen = _describe_phase(stall), ", last seen" if stall.is_stopped else ""
+    return f"{_name_condition(stall)}: node {stall.rank}{phase and f'{seen} in {phase}'}"
 
 
 def format_sentence(stall: StallReport) -> str:
     """Return a sentence with node, position and remedy, without the seconds."""
     if stall.rank is None:
         return f"no node moves. {formatting.name_nodes(stall.remedy)}".strip()
-    sentence = f"node {stall.rank} is stuck{_describe_position(stall)}, and the others wait for it."
+    place = _describe_position(stall)
+    seen = ", last seen" if stall.is_stopped and place.startswith(" in ") else ""
+    sentence = f"node {stall.rank} is {_name_condition(stall)}{seen}{place}, and the others wait for it."
     return f"{sentence} {_format_details(stall)}".strip()
 
 
@@ -61,8 +67,12 @@ def format_line(stall: StallReport) -> str:
 
 
 def _format_details(stall: StallReport) -> str:
-    location = f"It is at {stall.location}. " if stall.location else ""
+    location = f"It {'was last' if stall.is_stopped else 'is'} at {stall.location}. " if stall.location else ""
     return f"{location}{formatting.name_nodes(stall.remedy)}"
+
+
+def _name_condition(stall: StallReport) -> str:
+    return "stopped" if stall.is_stopped else "stuck"
 
 
 def _describe_position(stall: StallReport) -> str:

@@ -6,12 +6,14 @@ Another verdict replaces the shown one after it was found in each look for some 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
 
 if TYPE_CHECKING:
+    from dtkit.dashboard.summary.metrics import RunMetrics
     from dtkit.dashboard.summary.verdict import Verdict
 
 CLOSE_GAINS = 0.05
@@ -41,6 +43,12 @@ class SteadyVerdict:
             self._other_cause, self._other_since = found.cause, now
         return self._show(found) if now - self._other_since >= timeouts.VERDICT_HOLD_S else before
 
+    def match(self, metrics: RunMetrics) -> RunMetrics:
+        """Return the metrics to show beside the shown verdict: while it says that no node is the slowest, none is."""
+        if self.shown is None or self.shown.cause != "waiting" or metrics.timing.straggler is None:
+            return metrics
+        return dataclasses.replace(metrics, timing=dataclasses.replace(metrics.timing, straggler=None))
+
     def _show(self, verdict: Verdict | None) -> Verdict | None:
         self.shown, self._other_cause = verdict, None
         return verdict
@@ -50,7 +58,8 @@ def _is_close(found: Verdict, shown: Verdict) -> bool:
     """Return whether two verdicts say the same. A share in the text must not contradict the tile beside it for long."""
     pairs = list(zip(_list_shares(found.text), _list_shares(shown.text), strict=False))
     differences = [found.gain - shown.gain, *(one - other for one, other in pairs)]
-    return found.cause == shown.cause and all(abs(difference) < CLOSE_GAINS for difference in differences)
+    is_same = (found.cause, found.slow_ranks) == (shown.cause, shown.slow_ranks)
+    return is_same and all(abs(difference) < CLOSE_GAINS for difference in differences)
 
 
 def _list_shares(text: str) -> list[float]:

@@ -59,6 +59,8 @@ class Verdict:
     """Share of the time for the same samples that the remedy is predicted to save; 0 if nothing holds the run back."""
     arithmetic: tuple[str, ...] = ()
     """Lines with the measured numbers, and how the prediction follows from them."""
+    slow_ranks: tuple[int, ...] = ()
+    """Ranks that keep the others waiting, if they are the cause."""
 
     def explain(self) -> None:
         """Print the line, and the arithmetic behind it."""
@@ -190,6 +192,7 @@ def _judge_straggler(facts: _Measurements) -> Verdict | None:
             ),
             *lines,
         ),
+        facts.timing.straggler.ranks,
     )
 
 

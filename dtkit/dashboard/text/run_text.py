@@ -190,14 +190,15 @@ class TextProgress:
         status = self._run.status
         share = min(1.0, status.step / status.steps) if status.steps else 0.0
         head = f"{name_state(self._run)} {100 * share:.0f} % {_format_position(self._run)}"
-        metrics = compute_run_metrics(self._run.history, self._run.spec.world_size)
         found = find_shown_verdict(self._run)
+        verdict = self._steady_verdict.update(found, time.monotonic(), is_final=status.state.has_ended)
+        metrics = self._steady_verdict.match(compute_run_metrics(self._run.history, self._run.spec.world_size))
         details = [
             _format_metrics(metrics),
             *_format_efficiency(self._run, metrics),
             *_format_own_numbers(self._run),
             *_format_notices(self._run, metrics),
-            *_format_verdict(self._steady_verdict.update(found, time.monotonic(), is_final=status.state.has_ended)),
+            *_format_verdict(verdict),
         ]
         return [head, *(f"  {line}" for line in details), *_format_node_lines(self._run, metrics)]
 

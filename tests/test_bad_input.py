@@ -85,6 +85,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a strategy's name": ({"strategy": "ddp"}, TypeError, "must be a dtkit strategy"),
     "an empty name": ({"name": " "}, TypeError, "name=' '; it must be a text"),
     "one text as tags": ({"tags": "baseline"}, TypeError, r"tags='baseline'; it must be a list of texts"),
+    "a scheduler's class": (
+        {"lr_scheduler": torch.optim.lr_scheduler.StepLR},
+        TypeError,
+        r"lr_scheduler=StepLR also needs step_size, .*lambda optimizer: StepLR\(optimizer, step_size=...\)",
+    ),
     "a seed below 0": ({"seed": -1}, ValueError, "seed=-1; it must be an integer from 0 up"),
 }
 

@@ -6,6 +6,7 @@ optimizer, are raised while the job is built, before `train` returns.
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from dtkit.training.callbacks import EarlyStopping
 from dtkit.training.recovery import FAILURE_MODES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import Strategy
@@ -172,10 +173,26 @@ def _check_lr_scheduler(config: TrainConfig) -> None:
             "torch scheduler, since every rank builds its own: "
             "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
         )
+    if config.lr_scheduler is not None and (missing := _list_further_parameters(config.lr_scheduler)):
+        name = getattr(config.lr_scheduler, "__name__", "it")
+        raise TypeError(
+            f"lr_scheduler={name} also needs {', '.join(missing)}, but every rank calls it with the optimizer alone: "
+            f"lr_scheduler=lambda optimizer: {name}(optimizer, {missing[0]}=...)"
+        )
     if config.lr_scheduler_every not in ("step", "epoch"):
         raise ValueError(
             f"lr_scheduler_every={config.lr_scheduler_every!r}; it must be 'step' (after every update) or 'epoch'"
         )
+
+
+def _list_further_parameters(factory: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters without a default, behind the first one."""
+    try:
+        parameters = [*inspect.signature(factory).parameters.values()][1:]
+    except ValueError:  # written in C
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
 
 
 def _check_callbacks(config: TrainConfig) -> None:

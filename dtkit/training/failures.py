@@ -40,8 +40,8 @@ _MAX_ENGINE_LOSSES = 3  # most losses in a row at one step; replacements would b
 _RESUME_REMEDY = "run.resume(), or the button Resume, starts another one in its place and continues"
 
 _SUPERSEDED_MESSAGE = (
-    "another notebook has taken this cluster over, and the run with it, after step {step}. This one shows what was "
-    "until then; dtkit.attach(name, force=True) takes it back"
+    "another notebook, or this one by attaching again, has taken this cluster over, and the run with it, after step "
+    "{step}. This run shows what was until then; dtkit.attach(name, force=True) takes it back"
 )
 
 

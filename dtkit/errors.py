@@ -69,7 +69,7 @@ class RefusedError(ClusterError):
 
 
 class SupersededError(RefusedError):
-    """Another notebook has attached to the cluster, and owns it now."""
+    """Another notebook, or this one by attaching again, has taken the cluster over."""
 
 
 class RunError(DtkitError):

@@ -147,7 +147,7 @@ def make_run_whose_nodes_wait_in_turn() -> FakeSource:
     return source
 
 
-def test_no_node_is_marked_while_the_page_says_that_none_is_always_the_slowest():
+def test_no_node_is_marked_while_the_page_says_none_is_slowest():
     source, now = make_run_whose_nodes_wait_in_turn(), [0.0]
     builder = MessageBuilder(source, clock=lambda: now[0])
     assert "none is always the slowest" in builder.build_snapshot().content["verdict"]["text"]
@@ -165,7 +165,7 @@ def test_no_node_is_marked_while_the_page_says_that_none_is_always_the_slowest()
     assert marked[-1] == [1]
 
 
-def test_no_node_is_marked_in_text_while_the_line_says_that_none_is_always_the_slowest():
+def test_no_node_is_marked_in_text_beside_a_line_that_says_none_is_slowest():
     source = make_run_whose_nodes_wait_in_turn()
     progress = TextProgress(source, io.StringIO(), is_tty=False)
     progress.format_block()

@@ -54,7 +54,8 @@ def make_info(folder: Path, notebook: ProcessId) -> cluster_file.ClusterInfo:
 
 def test_clusters_that_compete_are_warned_of(tmp_path: Path):
     own, left = ProcessId.from_pid(), ProcessId(1, 0.0)
-    with pytest.warns(ClusterWarning, match="this notebook already has a with 2 engines; close it first"):
+    advice = r"already has a with 2 engines; close it first with its close\(\), or, .*dtkit.attach\('a'\).close\(\)$"
+    with pytest.warns(ClusterWarning, match=advice):
         cluster_file.warn_of_unused([make_info(tmp_path / "a", own)])
     mine = dataclasses.replace(make_info(tmp_path / "b", left), started_at=time.time() - 300)
     advice = r"b still has 2 engines of a notebook in this folder that has ended. They were started 5 min 0 s ago, and "

@@ -211,7 +211,10 @@ def warn_of_unused(running: Sequence[ClusterInfo]) -> None:
     for info in running:
         engines = formatting.format_count(len(info.engine_ids), "engine")
         if info.notebook == ProcessId.from_pid():
-            advice = f"this notebook already has {info.name} with {engines}; close it first with its close()"
+            advice = (
+                f"this notebook already has {info.name} with {engines}; close it first with its close(), or, if no "
+                f"variable names it any more, with dtkit.attach({info.name!r}).close()"
+            )
         elif info.is_left_here:
             age = formatting.format_duration(max(0.0, time.time() - info.started_at))
             lease = info.describe_lease()

@@ -128,7 +128,7 @@ class EngineGroup:
         """Raise SupersededError if another notebook has taken these engines over."""
         if self.is_superseded:
             raise SupersededError(
-                "another notebook has taken this cluster over; "
+                "another notebook, or this one by attaching again, has taken this cluster over; "
                 f"dtkit.attach({self.folder.name!r}, force=True) takes it back"
             )
 

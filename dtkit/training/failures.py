@@ -44,8 +44,8 @@ _MAX_SEARCHED_ROWS = 100_000  # of the history's end; a lost engine's last steps
 _RESUME_REMEDY = "run.resume(), or the button Resume, starts another one in its place and continues"
 
 _SUPERSEDED_MESSAGE = (
-    "another notebook has taken this cluster over, and the run with it, after step {step}. This one shows what was "
-    "until then; dtkit.attach(name, force=True) takes it back"
+    "another notebook, or this one by attaching again, has taken this cluster over, and the run with it, after step "
+    "{step}. This run shows what was until then; dtkit.attach(name, force=True) takes it back"
 )
 
 

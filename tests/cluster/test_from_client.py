@@ -73,10 +73,10 @@ def test_last_client_to_attach_owns_the_engines(cluster: dtkit.Cluster, client: 
     run = train(cluster, start=False)
     with dtkit.Cluster.from_client(client) as other:
         check_usable(other)
-        with pytest.raises(dtkit.errors.EngineError, match="another notebook has attached since"):
+        with pytest.raises(dtkit.errors.EngineError, match="or this one by attaching again, has taken"):
             cluster.run(print)
         run.resume()
-        with pytest.raises(dtkit.errors.RefusedError, match="another notebook has taken this cluster over"):
+        with pytest.raises(dtkit.errors.RefusedError, match="or this one by attaching again, has taken"):
             run.wait(60)
         check_usable(other)
 

@@ -230,7 +230,7 @@ def test_superseded_notebook_raises_and_leaves_the_cluster_alone(tmp_path: Path)
 def check_taken_over(process: subprocess.Popen[str], cluster: dtkit.Cluster) -> None:
     check_run_continues(cluster)
     printed, _ = process.communicate("", timeout=30)
-    assert "SupersededError another notebook has taken this cluster over" in printed
+    assert "SupersededError another notebook, or this one by attaching again, has taken" in printed
     check_usable(cluster)
 
 
@@ -351,10 +351,10 @@ def test_superseded_notebook_cannot_change_the_persisted_run(tmp_path: Path):
         assert execute_line(process, "run.note('I am still here')") == "done\n"
         assert execute_line(process, "run.resume()") == "done\n"
         assert execute_line(process, "run.wait(60)").startswith(
-            "SupersededError another notebook has taken this cluster over"
+            "SupersededError another notebook, or this one by attaching again, has taken"
         )
         assert execute_line(process, "cluster.repair()").startswith(
-            "SupersededError another notebook has taken this cluster over"
+            "SupersededError another notebook, or this one by attaching again, has taken"
         )
         execute_line(process, "run.note('and on')")
         execute_line(process, "run.release()")

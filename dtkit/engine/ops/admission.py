@@ -41,8 +41,8 @@ def check_not_older(owner: int, current_owner: int) -> None:
 def make_superseded_error(owner: int, caller: int) -> SupersededError:
     """Return the error for a call that did not come from the engine's owner."""
     return SupersededError(
-        f"this engine belongs to owner {owner}, the call came from owner {caller}: another notebook has attached "
-        "since. Attach again to take the cluster back"
+        f"this engine belongs to owner {owner}, the call came from owner {caller}: another notebook, or "
+        "this one by attaching again, has taken this cluster over since. Attach again to take it back"
     )
 
 

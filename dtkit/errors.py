@@ -114,12 +114,18 @@ class UserCodeError(DtkitError):
 
 
 class FirstBatchError(UserCodeError):
-    """Model or loss refuse the first rows, as a trial in the notebook has shown. No step was taken."""
+    """Model, loss or metrics refuse the first rows, as a trial in the notebook has shown. No step was taken."""
 
-    def __init__(self, message: str, user_frames: Sequence[tuple[str, int, str, str]], traceback: str) -> None:
+    def __init__(
+        self,
+        message: str,
+        user_frames: Sequence[tuple[str, int, str, str]],
+        traceback: str,
+        part: str = "the first batch",
+    ) -> None:
         self._traceback = traceback
         position_lines = [*_format_user_frames(user_frames), FULL_HINT]
-        super().__init__(_fit_lines(f"the first batch fails, before the training starts: {message}", position_lines))
+        super().__init__(_fit_lines(f"{part} fails, before the training starts: {message}", position_lines))
 
     @property
     def full(self) -> str:

@@ -70,6 +70,8 @@ CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
             r"shape \(1, 8, 8\)\. .*put nn\.Flatten\(\) before",
         ),
         (nn.Linear(64, 10), ROWS, LABELS.float(), None, r"targets are float32, and class labels must be int64"),
+        (nn.Linear(64, 10), ROWS, LABELS[:, None], None, r"have shape \(5, 1\), .* shape \(5,\), .*as in y\[:, 0\]"),
+        (nn.Linear(64, 10), ROWS, nn.functional.one_hot(LABELS, 10), None, r"have shape \(5, 10\), .*y\.argmax\(1\)"),
         (nn.Linear(64, 10), ROWS, LABELS.int(), None, r"targets are int32, and class labels must be int64"),
         (
             nn.Linear(64, 10),

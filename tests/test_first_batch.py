@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 import dtkit
 from dtkit.errors import FirstBatchError
 from dtkit.testing.fake_transport import FakeTransport
-from tests.support.small import data, net, train
+from tests.support.small import accuracy, data, net, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -104,6 +105,91 @@ def test_first_rows_are_refused_before_anything_is_sent(
     assert not transport.has_sent
 
 
+class Counted(nn.Module):
+    """Model that counts its calls, and keeps statistics of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout())
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if not self.training:
+            assert not torch.is_grad_enabled()
+        return self.layers(inputs)
+
+
+def load_samples(inputs: torch.Tensor) -> Any:
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, TARGETS), batch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ((INPUTS, TARGETS.float()), r"targets are float32, and class labels must be int64"),
+        ((INPUTS[:20, :3], TARGETS[:20]), r"sample has shape \(3,\)\. A layer expects 4 values"),
+        (DOUBLES, r"data are float64, and the model is float32"),
+        ((INPUTS, TARGETS[:, None]), r"targets of a batch have shape \(8, 1\), .*shape \(8,\), .*as in y\[:, 0\]"),
+        ((INPUTS, F.one_hot(TARGETS)), r"shape \(8, 3\), and class labels .*y\.argmax\(1\)"),
+        (INPUTS, r"a batch of this data is 1 array; with loss= it must be"),
+        (Samples(INPUTS.double()), "data are float64"),
+        (load_samples(INPUTS.double()), "data are float64"),
+    ],
+    ids=["labels", "features", "float64", "column", "one-hot", "no target", "Dataset", "DataLoader"],
+)
+def test_first_rows_of_validation_data_are_refused_before_anything_is_sent(
+    cluster: dtkit.Cluster, transport: RecordingTransport, rows: Any, expected: str
+):
+    with pytest.raises(FirstBatchError, match=r"^the first batch of validation= fails, before ") as error:
+        train(cluster, validation=rows)
+    assert re.search(expected, str(error.value), re.DOTALL), error.value
+    assert not transport.has_sent
+
+
+def test_validation_data_of_a_partition_are_tried_too(cluster: dtkit.Cluster):
+    partition = cluster.partition(DOUBLES)
+    with pytest.raises(FirstBatchError, match=r"of validation= fails.*\n.*data are float64"):
+        train(cluster, validation=partition)
+
+
+def test_validation_targets_that_torch_repeats_are_refused(transport: RecordingTransport, cluster: dtkit.Cluster):
+    inputs = torch.randn(28, 8)
+    with pytest.raises(ValueError, match=r"^validation=: the loss .* shape \(\d+, 1\) with targets of shape \(\d+,\)"):
+        train(
+            cluster,
+            nn.Linear(8, 1),
+            (inputs, inputs[:, :1]),
+            loss=nn.MSELoss(),
+            validation=(inputs, inputs[:, 0]),
+        )
+    assert not transport.has_sent
+
+
+def test_table_of_validation_data_is_tried_with_the_columns_of_the_training_data(cluster: dtkit.Cluster):
+    table = pd.DataFrame({**{f"x{k}": INPUTS[:, k].numpy() for k in range(4)}, "y": TARGETS.numpy()})
+    more = table.assign(unused=1.0)[["unused", "y", "x3", "x2", "x1", "x0"]]
+    train(cluster, rows=table, target="y", validation=more, metrics={"acc": accuracy}, start=False).stop()
+    with pytest.raises(FirstBatchError, match=r"of validation= fails.*\n.*data are float64"):
+        train(cluster, rows=table, target="y", validation=DOUBLES)
+
+
+@pytest.mark.filterwarnings("ignore:.*normalizes with the statistics")
+@pytest.mark.parametrize(
+    "rows",
+    [(INPUTS, TARGETS), (INPUTS[:1], TARGETS[:1]), load_samples(INPUTS), Samples(INPUTS), lambda: DOUBLES],
+    ids=["arrays", "one row", "DataLoader", "Dataset", "function"],
+)
+def test_fine_validation_data_are_tried_without_a_trace(cluster: dtkit.Cluster, rows: Any):
+    model = Counted()
+    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    train(cluster, model, validation=rows, metrics={"acc": accuracy}, start=False).stop()
+    assert model.calls == 0
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
 def test_targets_that_torch_repeats_for_each_output_are_refused(transport: RecordingTransport, cluster: dtkit.Cluster):
     inputs = torch.randn(28, 8)
     with pytest.raises(ValueError, match=r"shape \(\d+, 1\) with targets of shape \(\d+,\): torch repeats both"):
@@ -132,6 +218,14 @@ def name_wrong(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.arg_max(1).eq(target).float().mean()
 
 
+def average_booleans(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == target).mean()
+
+
+def need_one_value(output: torch.Tensor, target: torch.Tensor) -> float:
+    return (output.argmax(1) == target).float().item()
+
+
 def need_two_classes(output: torch.Tensor, target: torch.Tensor) -> float:
     raise ValueError(f"only one class is in {target} and {output}")
 
@@ -140,9 +234,11 @@ def need_two_classes(output: torch.Tensor, target: torch.Tensor) -> float:
     ("metric", "expected"),
     [
         (compare_rows, r"TypeError: metric 'acc' returned a tensor of shape \(8,\).*\.float\(\)\.mean\(\)"),
+        (average_booleans, r"metric 'acc': RuntimeError: mean\(\).*A comparison gives booleans.*\.float\(\)\.mean\(\)"),
+        (need_one_value, r"metric 'acc': RuntimeError: .*cannot be converted to Scalar.*in need_one_value"),
         (name_wrong, r"metric 'acc': AttributeError: .*arg_max.*test_first_batch.py, line \d+, in name_wrong"),
     ],
-    ids=["shape", "name"],
+    ids=["shape", "booleans", "several values", "name"],
 )
 def test_metrics_are_tried_before_anything_is_sent(
     cluster: dtkit.Cluster, transport: RecordingTransport, metric: Any, expected: str

@@ -140,7 +140,7 @@ def test_constructors_keep_their_signatures_for_tooltips():
         ),
         (
             lambda cluster, x, y: cluster.plan(nn.Linear(4, 3), (x, y), batch_size=8, optimizer=small.sgd),
-            r"takes only model .* the tuple as argument 2; .*: cluster.plan\(model, batch_size=\.\.\., sample=\(X, y\), ",
+            r"only model .* the tuple as argument 2; .*: cluster.plan\(model, batch_size=\.\.\., sample=\(X, y\), ",
         ),
         (
             lambda cluster, x, y: cluster.plan(nn.Linear(4, 3), 64),

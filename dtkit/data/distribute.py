@@ -74,11 +74,11 @@ def partition_data(
     seed: int | None = None,
     target: Any = None,
     columns: Any = None,
-    check: Callable[[Partition], None] | None = None,
+    check: Callable[[Partition, ColumnSelection], None] | None = None,
 ) -> Partition:
     """Partition data: see :meth:`dtkit.Cluster.partition`. `check` may refuse the partition before rows are sent."""
     request = _PartitionRequest(engine_group, {"by": by, "weights": weights, "seed": seed}, labels, check)
-    data, selection = _unwrap_data_loader(data, ColumnSelection.from_arguments(target, columns))
+    data, selection = unwrap_data_loader(data, ColumnSelection.from_arguments(target, columns))
     if not _is_loaded_by_engines(data):
         return request.partition_notebook_data(inspect_data(data, selection))
     _refuse_to_partition(data)
@@ -94,13 +94,13 @@ def distribute_training_data(
     *,
     seed: int,
     columns: ColumnSelection,
-    check: Callable[[Partition], None],
+    check: Callable[[Partition, ColumnSelection], None],
     check_stream: Callable[[], None],
 ) -> Partition | StreamHandle:
     """Distribute the `data` of ``train``: partition its rows, permuted by `seed`, or set up a stream.
 
-    Rows that are read in blocks are not permuted, so that each engine reads blocks of its own. `check_stream` may
-    refuse a stream.
+    Rows that are read in blocks are not permuted, so that each engine reads blocks of its own. `check` gets the
+    partition, and the columns of a table. `check_stream` may refuse a stream.
     """
     options = {"by": "contiguous", "weights": None, "seed": seed}
     if not _is_loaded_by_engines(data):
@@ -127,13 +127,13 @@ def distribute_validation_data(
     if isinstance(data, Partition):
         return get_data_handle(engine_group, data)
     selection = ColumnSelection.from_arguments(None) if training_data is None else training_data.columns
-    data, selection = _unwrap_data_loader(data, selection)
+    data, selection = unwrap_data_loader(data, selection)
     if _is_loaded_by_engines(data):
         return _shard_engine_data(engine_group, data, selection)
     return _send_validation_rows(engine_group, inspect_data(data, selection, for_evaluation=True))
 
 
-def _unwrap_data_loader(data: Any, columns: ColumnSelection) -> tuple[Any, ColumnSelection]:
+def unwrap_data_loader(data: Any, columns: ColumnSelection) -> tuple[Any, ColumnSelection]:
     """Return a DataLoader's Dataset and the selection with its collate_fn; other data as they are."""
     if not is_data_loader(data):
         return data, columns
@@ -183,7 +183,7 @@ class _PartitionRequest:
     engine_group: EngineGroup
     options: dict[str, Any]
     labels: Any
-    check: Callable[[Partition], None] | None
+    check: Callable[[Partition, ColumnSelection], None] | None
 
     def partition_notebook_data(self, notebook_data: NotebookData) -> Partition:
         """Partition rows of the notebook, and send them after all checks."""
@@ -191,7 +191,7 @@ class _PartitionRequest:
         partition = Partition(notebook_data.num_samples, self.engine_group.world_size, labels=labels, **self.options)
         partition.note = notebook_data.note
         if self.check is not None:
-            self.check(partition)
+            self.check(partition, notebook_data.columns)
         handle = _send_data(self.engine_group, notebook_data, partition.flatten_indices(), partition.sizes)
         handle.first_rows = copy_first_rows(notebook_data.data)
         partition.source = handle
@@ -203,7 +203,7 @@ class _PartitionRequest:
         ranks = self.engine_group.world_size
         partition = Partition(data_handle.num_samples, ranks, labels=self.labels, source=data_handle, **self.options)
         if self.check is not None:
-            self.check(partition)
+            self.check(partition, data_handle.columns)
         indices = partition.flatten_indices()
         self.engine_group.call_all(
             make_call(DataOperations.set_shards, key=data_handle.key, indices=indices, sizes=partition.sizes)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import re
 import traceback
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,13 @@ from dtkit._util.guard import run_guarded
 from dtkit.data.broadcast import ModelHandle, find_batch_norms
 from dtkit.data.buffer_check import describe_batch_statistics
 from dtkit.data.columns import ColumnSelection, is_sample_list
-from dtkit.data.distribute import DataHandle
+from dtkit.data.distribute import DataHandle, unwrap_data_loader
 from dtkit.data.loss_check import check_gradients_reach_model, check_target_shape, describe_parts
 from dtkit.data.notebook_data import NUM_FIRST_ROWS, copy_first_rows
 from dtkit.data.partition import Partition
 from dtkit.engine.data.random_state import preserve_generators
 from dtkit.engine.data.sources import ArraySource, as_source, map_tensors
-from dtkit.engine.error_hints import add_hints
+from dtkit.engine.error_hints import add_general_hint, add_hints
 from dtkit.engine.evaluation import compute_metrics
 from dtkit.engine.observe.error_report import format_message, format_traceback, list_user_frames
 from dtkit.engine.stateful_metrics import is_stateful
@@ -47,6 +48,11 @@ _MAX_COPIED_BYTES = 64 * 2**20
 _FEWEST_ROWS = 2  # of large rows, and of a Dataset, whose code may be slow
 _MAX_ELEMENTS = 2**20
 """Numbers in a batch up to which the forward pass is short."""
+_CERTAIN_METRIC_ERRORS = re.compile(
+    "must match the size|could not infer output dtype|Boolean value of Tensor with more than one|"
+    "cannot be converted to Scalar"
+)
+"""Errors of torch that any number of rows causes."""
 
 
 def check_first_batch(
@@ -86,27 +92,53 @@ def _describe_division(trial: _Trial) -> str | None:
     return describe_batch_statistics(trial.loss, trial.model, trial.batch)
 
 
-def check_metrics(
+def check_validation(
     engine_group: EngineGroup, model: Any, program: bytes, validation: Any, columns: ColumnSelection, metrics: Any
 ) -> None:
-    """Raise FirstBatchError if a metric refuses the first rows of the validation data, or returns no number.
+    """Raise FirstBatchError if model, loss or a metric refuse the first rows of the validation data.
 
-    No-op for errors that a few rows can cause, such as a score that needs two classes, and where there is no trial.
+    The model is in evaluation mode, without gradients. `columns` are those of the training data. Raise ValueError for
+    targets that the loss would repeat for each output.
+
+    No-op for errors whose remedy is not known, or that a few rows can cause, such as a score that needs two classes,
+    and where there is no trial.
     """
     with preserve_generators(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # silent: what can't be copied or read here, the engines report when they get it
-        trial = run_guarded(lambda: _prepare(engine_group, model, program, validation, columns), lambda _: None)
-        # silent: as above
-        copied = run_guarded(lambda: _copy_as_sent(engine_group, dict(metrics)), lambda _: None)
-        # silent: the model was tried on the training data; here it may only need its engines
-        output = None if trial is None else run_guarded(trial.evaluate, lambda _: None)
-        if output is None or copied is None:
+        trial = run_guarded(
+            lambda: _prepare_validation(engine_group, model, program, validation, columns), lambda _: None
+        )
+        if trial is None:
             return
-        for name, metric in copied.items():
-            try_metric = functools.partial(_try_metric, name, metric, output, engine_group.world_size)
-            if (error := run_guarded(try_metric, functools.partial(_explain_metric, name))) is not None:
-                raise error
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            output = run_guarded(trial.evaluate, trial.explain)
+        if isinstance(output, FirstBatchError):
+            raise output
+        if output is None:
+            return
+        check_target_shape([str(warning.message) for warning in caught], "validation=: ")
+        if metrics:
+            _check_metrics(engine_group, output, metrics)
+
+
+def _prepare_validation(
+    engine_group: EngineGroup, model: Any, program: bytes, validation: Any, columns: ColumnSelection
+) -> _Trial | None:
+    rows, columns = unwrap_data_loader(validation, columns)
+    trial = _prepare(engine_group, model, program, rows, columns)
+    return None if trial is None else dataclasses.replace(trial, part="the first batch of validation=")
+
+
+def _check_metrics(engine_group: EngineGroup, output: EvalOutput, metrics: Any) -> None:
+    """Raise FirstBatchError if a metric refuses the output, or returns no number."""
+    # silent: what can't be copied here, the engines report when they get it
+    copied = run_guarded(lambda: _copy_as_sent(engine_group, dict(metrics)), lambda _: None)
+    for name, metric in (copied or {}).items():
+        try_metric = functools.partial(_try_metric, name, metric, output, engine_group.world_size)
+        if (error := run_guarded(try_metric, functools.partial(_explain_metric, name))) is not None:
+            raise error
 
 
 def _try_metric(name: str, metric: Any, output: EvalOutput, world_size: int) -> None:
@@ -118,9 +150,10 @@ def _try_metric(name: str, metric: Any, output: EvalOutput, world_size: int) -> 
 
 def _explain_metric(name: str, error: Exception) -> FirstBatchError | None:
     """Return the error for the user; None if a larger batch may have none."""
-    is_shape_error = isinstance(error, RuntimeError) and "must match the size" in str(error)
-    if not is_shape_error and not isinstance(error, (TypeError, AttributeError, NameError, IndexError)):
+    is_certain = isinstance(error, RuntimeError) and _CERTAIN_METRIC_ERRORS.search(str(error)) is not None
+    if not is_certain and not isinstance(error, (TypeError, AttributeError, NameError, IndexError)):
         return None
+    add_general_hint(error)
     message = f"{type(error).__name__}: {format_message(error)}"
     if "metric '" not in message and "metric of Keras" not in message:
         message = f"metric {name!r}: {message}"
@@ -136,6 +169,8 @@ class _Trial:
     batch: Any
     num_rows: int
     shares_router_losses: bool
+    part: str = "the first batch"
+    """What the user calls this batch."""
 
     def run(self) -> torch.Tensor:
         """Return the loss of the batch."""
@@ -155,7 +190,7 @@ class _Trial:
         if not is_own_check and not getattr(error, "__notes__", ()):
             return None
         message = f"{type(error).__name__}: {format_message(error)}"
-        return FirstBatchError(message, list_user_frames(error), format_traceback(error))
+        return FirstBatchError(message, list_user_frames(error), format_traceback(error), self.part)
 
 
 def _prepare(
@@ -168,7 +203,7 @@ def _prepare(
     if loss.is_manual:
         return None
     source = _get_first_rows(engine_group, data, columns)
-    if source is None:
+    if source is None or not len(source):
         return None
     num_rows = NUM_FIRST_ROWS if isinstance(source, ArraySource) else _FEWEST_ROWS
     batch = _make_batch(source, num_rows)

@@ -37,18 +37,19 @@ _SIZE_WARNING = re.compile(
 """What torch's losses warn of, such as `torch.nn.functional.mse_loss`."""
 
 
-def check_target_shape(warnings: Iterable[str]) -> None:
+def check_target_shape(warnings: Iterable[str], where: str = "") -> None:
     """Raise ValueError if a loss repeats targets along another number of axes than outputs have.
 
-    The loss then compares each output with every target. The strings are the warnings that it has caused.
+    The loss then compares each output with every target. The strings are the warnings that it has caused. `where`
+    begins the message.
     """
     for match in filter(None, map(_SIZE_WARNING.search, warnings)):
         target, output = (tuple(int(size) for size in text.split(", ") if size) for text in match.groups())
         if len(target) != len(output):
             raise ValueError(
-                f"the loss compares outputs of shape {output} with targets of shape {target}: torch repeats both, so "
-                "that each output meets every target. Give both one shape, for example by y[:, None] for the targets, "
-                "or by squeeze(1) for the outputs"
+                f"{where}the loss compares outputs of shape {output} with targets of shape {target}: torch repeats "
+                "both, so that each output meets every target. Give both one shape, for example by y[:, None] for the "
+                "targets, or by squeeze(1) for the outputs"
             )
 
 

@@ -38,7 +38,7 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
 
 def add_general_hint(error: BaseException) -> bool:
     """Add a note with a remedy to an error of any function of the user, and return whether there is one."""
-    hint = _explain_name(error) or _explain_module(error) or _explain_memory(error)
+    hint = _explain_name(error) or _explain_module(error) or _explain_memory(error) or _explain_mean(error)
     if hint and hint not in getattr(error, "__notes__", ()):
         error.add_note(hint)
     return bool(hint)
@@ -72,6 +72,14 @@ def _explain_memory(error: BaseException) -> str | None:
         f"this rank's memory does not suffice{amount}. In a training, use a smaller batch_size, accumulate=, or a "
         "strategy that splits the model; cluster.plan(...) shows what fits"
     )
+
+
+def _explain_mean(error: BaseException) -> str | None:
+    mean = re.search(r"mean\(\): could not infer output dtype.* Got: (\w+)", str(error))
+    if mean is None:
+        return None
+    kind = "A comparison gives booleans, which" if mean[1] == "Bool" else "Whole numbers"
+    return f"{kind} have no mean in torch; convert them first, as in (output.argmax(1) == target).float().mean()"
 
 
 def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -161,6 +169,12 @@ def _explain_target(message: str, target: Any, model: torch.nn.Module) -> str | 
         return f"The targets are {name}, and class labels must be int64; convert them, as in y.astype('int64')"
     if re.search(r"Found dtype Long but expected", message):
         return f"The targets are {name}, and this loss expects floats; convert them, as in y.astype('float32')"
+    if re.search(r"multi-target not supported|floating point type for target with class probabilities", message):
+        remedy = "y[:, 0]" if targets.shape[1:] == (1,) else "y.argmax(1) for rows of 0 and 1"
+        return (
+            f"The targets of a batch have shape {tuple(targets.shape)}, and class labels must have shape "
+            f"{tuple(targets.shape[:1])}, one number for each sample; convert them, as in {remedy}"
+        )
     if re.search(r"Target -?\d+ is out of bounds", message):
         low, high = int(targets.min()), int(targets.max())
         sizes = [m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear)]

@@ -286,11 +286,15 @@ def _partition_data(
     engine_group: EngineGroup, model: Any, data: Any, config: TrainConfig, strategy: Strategy, program: bytes
 ) -> Partition | StreamHandle:
     """Return the data as a partition that fits these options. They are checked before raw data is sent."""
-    from dtkit.data.first_batch import check_first_batch, check_metrics
+    from dtkit.data.first_batch import check_first_batch, check_validation
 
     columns = ColumnSelection.from_arguments(config.target, config.columns, config.collate_fn)
 
-    def check(part: Partition) -> None:
+    def check_held_out(training_columns: ColumnSelection) -> None:
+        if config.validation is not None:
+            check_validation(engine_group, model, program, config.validation, training_columns, config.metrics)
+
+    def check(part: Partition, training_columns: ColumnSelection) -> None:
         check_batch_size(config, part)
         if isinstance(data, Partition):
             distribute.get_data_handle(engine_group, part)
@@ -300,24 +304,27 @@ def _partition_data(
         problem = check_first_batch(engine_group, model, program, data, columns, divides_batch=divides_batch)
         if problem is not None:
             warnings.warn(problem, stacklevel=find_caller_stacklevel())
-        if config.metrics and config.validation is not None:
-            check_metrics(engine_group, model, program, config.validation, columns, config.metrics)
+        check_held_out(training_columns)
 
     def check_stream_fits() -> None:
         check_stream(engine_group, config)
         fit_check.check_fits(engine_group, model, config.optimizer_factory, strategy)
 
-    if not isinstance(data, Partition):
-        return distribute.distribute_training_data(
-            engine_group,
-            data,
-            seed=config.seed,
-            columns=columns,
-            check=check,
-            check_stream=check_stream_fits,
-        )
-    check(data)
-    return data
+    if isinstance(data, Partition):
+        # a partition of another cluster is refused by `check`
+        check(data, data.source.columns if isinstance(data.source, DataHandle) else columns)
+        return data
+    sent = distribute.distribute_training_data(
+        engine_group,
+        data,
+        seed=config.seed,
+        columns=columns,
+        check=check,
+        check_stream=check_stream_fits,
+    )
+    if isinstance(sent, StreamHandle):  # no `check`
+        check_held_out(sent.columns)
+    return sent
 
 
 def _warn_about_batch_norm(engine_group: EngineGroup, model_handle: ModelHandle, strategy: Strategy) -> None:

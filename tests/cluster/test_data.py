@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import dtkit
+from dtkit.errors import FirstBatchError
 from dtkit.rpc.engine_group import EngineGroup
 from tests.support import small
 from tests.support.marks import slow
@@ -267,6 +268,12 @@ def test_stream_ends_on_all_ranks_at_the_same_step(cluster2: dtkit.Cluster, name
 def batches() -> Iterator[Any]:
     x, y = small.data()
     yield from zip(x.split(16), y.split(16), strict=True)
+
+
+def test_validation_data_beside_a_stream_are_tried_before_the_first_step(cluster2: dtkit.Cluster):
+    x, y = small.data()
+    with pytest.raises(FirstBatchError, match=r"of validation= fails.*\n.*data are float64"):
+        small.train(cluster2, rows=stream, steps=6, validation=(x.double(), y))
 
 
 def test_stream_of_whole_batches_is_taken_apart(cluster2: dtkit.Cluster, capsys: pytest.CaptureFixture[str]):

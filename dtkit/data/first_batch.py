@@ -14,7 +14,7 @@ import io
 import re
 import traceback
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ from dtkit.strategies import loss as loss_module
 from dtkit.strategies.module_modes import enter_training
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import TrainingProgram
     from dtkit.strategies.loss import EvalOutput, Loss
@@ -48,6 +50,7 @@ _MAX_COPIED_BYTES = 64 * 2**20
 _FEWEST_ROWS = 2  # of large rows, and of a Dataset, whose code may be slow
 _MAX_ELEMENTS = 2**20
 """Numbers in a batch up to which the forward pass is short."""
+_T = TypeVar("_T")
 _CERTAIN_METRIC_ERRORS = re.compile(
     "must match the size|could not infer output dtype|Boolean value of Tensor with more than one|"
     "cannot be converted to Scalar"
@@ -72,14 +75,9 @@ def check_first_batch(
         trial = run_guarded(lambda: _prepare(engine_group, model, program, data, columns), lambda _: None)
         if trial is None:
             return None
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            outcome = run_guarded(trial.run, trial.explain)
-        if isinstance(outcome, FirstBatchError):
-            raise outcome
+        outcome = _try(trial, trial.run)
         if outcome is None:
             return None
-        check_target_shape([str(warning.message) for warning in caught])
         check_gradients_reach_model(outcome, trial.model)
         return _describe_division(trial) if divides_batch else None
 
@@ -111,16 +109,24 @@ def check_validation(
         )
         if trial is None:
             return
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            output = run_guarded(trial.evaluate, trial.explain)
-        if isinstance(output, FirstBatchError):
-            raise output
-        if output is None:
-            return
-        check_target_shape([str(warning.message) for warning in caught], "validation=: ")
-        if metrics:
+        output = _try(trial, trial.evaluate, "validation=: ")
+        if output is not None and metrics:
             _check_metrics(engine_group, output, metrics)
+
+
+def _try(trial: _Trial, take: Callable[[], _T], where: str = "") -> _T | None:
+    """Return what `take` returns, or None after an error whose remedy is not known. Raise FirstBatchError after others.
+
+    Targets that the loss would repeat for each output are refused; `where` begins that message.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome = run_guarded(take, trial.explain)
+    if isinstance(outcome, FirstBatchError):
+        raise outcome
+    if outcome is not None:
+        check_target_shape([str(warning.message) for warning in caught], where)
+    return outcome
 
 
 def _prepare_validation(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import socket
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,13 +15,14 @@ import torch
 
 from dtkit._util.resources import find_loopback_interface
 from dtkit.engine.comm import host_link
-from dtkit.engine.comm.host_link import CHUNK_BYTES, MAX_BYTES_OF_MORE_RANKS, MAX_BYTES_OF_TWO_RANKS, HostLink
+from dtkit.engine.comm.host_link import HostLink
+from dtkit.engine.comm.host_memory import PIECE_BYTES
 from dtkit.engine.comm.process_group import is_lost_peer_error
+from dtkit.planning.cost_model import MAX_WHOLE_SUM_BYTES
 from dtkit.types import GroupSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -73,25 +76,54 @@ def test_all_ranks_get_the_same_sum_in_the_order_of_ranks(num_ranks: int, dtype:
         assert {link.sent_bytes for link in links} == {(num_ranks - 1) * expected.nbytes}
 
 
-@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 1, MAX_BYTES_OF_TWO_RANKS // 4])
-def test_sums_of_any_size_end(size: int):
-    """Both ranks send before they receive, so a chunk must fit into the sockets."""
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    "size",
+    [0, 1, MAX_WHOLE_SUM_BYTES // 4, MAX_WHOLE_SUM_BYTES // 4 + 1, PIECE_BYTES // 4, 3 * PIECE_BYTES // 4 + 2],
+)
+def test_sums_of_any_size_end_again_and_again(num_ranks: int, size: int):
+    """By sockets, all ranks send before they receive; by memory, a piece waits until others have read one before."""
+    numbers = torch.arange(float(size))
+
+    def add(rank: int, link: HostLink) -> list[torch.Tensor]:
+        owns = [numbers * (rank + 1) + k for k in range(4)]
+        for own in owns:
+            assert link.can_sum(own)
+            link.all_reduce(own)
+        return owns
+
+    total = sum(range(1, num_ranks + 1))
+    with linked(num_ranks) as links:
+        for owns in on_all(links, add):
+            assert all(torch.equal(own, numbers * total + k * num_ranks) for k, own in enumerate(owns))
+        expected_bytes = num_ranks - 1 if 4 * size <= MAX_WHOLE_SUM_BYTES else 2 * (num_ranks - 1) / num_ranks
+        assert {link.sent_bytes for link in links} == {4 * round(expected_bytes * 4 * size)}
+
+
+def test_large_sums_are_added_in_the_order_of_ranks():
+    tensors = [torch.randn(100_000, generator=torch.Generator().manual_seed(k)) for k in range(3)]
 
     def add(rank: int, link: HostLink) -> torch.Tensor:
-        own = torch.full((size,), rank + 1.0)
-        assert link.can_sum(own)
+        own = tensors[rank].clone()
         link.all_reduce(own)
         return own
 
-    with linked(2) as links:
-        assert all(torch.equal(result, torch.full((size,), 3.0)) for result in on_all(links, add))
-        assert not links[0].can_sum(torch.zeros(MAX_BYTES_OF_TWO_RANKS // 4 + 1))
-
-
-def test_more_than_two_ranks_leave_to_a_ring_what_it_sends_with_fewer_bytes():
     with linked(3) as links:
-        assert links[0].can_sum(torch.zeros(MAX_BYTES_OF_MORE_RANKS // 4))
-        assert not links[0].can_sum(torch.zeros(MAX_BYTES_OF_MORE_RANKS // 4 + 1))
+        for result in on_all(links, add):
+            assert torch.equal(result, tensors[0] + tensors[1] + tensors[2])
+
+
+def test_shared_memory_ends_with_the_links():
+    def count() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:dtkit")
+
+    before = count()
+    with linked(2) as links:
+        on_all(links, lambda _, link: link.all_reduce(torch.zeros(MAX_WHOLE_SUM_BYTES)))
+        assert count() == before + 4
+    del links
+    assert count() == before
 
 
 def test_a_started_sum_is_finished_before_a_later_one():
@@ -105,11 +137,12 @@ def test_a_started_sum_is_finished_before_a_later_one():
         assert on_all(links, add) == [[21.0, 3.0, 201.0]] * 2
 
 
-def test_a_rank_that_ends_or_aborts_ends_the_wait_of_the_others():
+@pytest.mark.parametrize("size", [3, MAX_WHOLE_SUM_BYTES])
+def test_a_rank_that_ends_or_aborts_ends_the_wait_of_the_others(size: int):
     def add(rank: int, link: HostLink) -> None:
         if rank == 1:
             link.shut_down()
-        link.all_reduce(torch.zeros(3))
+        link.all_reduce(torch.zeros(size))
 
     with linked(3) as links:
         errors = on_all(links, add)

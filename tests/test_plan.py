@@ -25,6 +25,7 @@ from dtkit.planning.layer_chain import LayerChain, LayerCosts
 from dtkit.planning.plan import Plan, Shortage, build_rows, find_shortage
 from dtkit.rpc import pickling
 from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
+from dtkit.strategies.flat_gradients import MAX_FLAT_BYTES_OF_ONE_HOST
 from dtkit.strategies.loss import Loss
 from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
 from dtkit.strategies.naive import NaiveDataParallel
@@ -101,17 +102,26 @@ def test_data_parallel_cost_is_one_replica_and_one_all_reduce():
 @pytest.mark.parametrize(("ranks", "sent"), [(2, 4000), (4, 3 * 4000)])
 def test_small_gradients_are_sent_to_each_other_rank_of_the_host(ranks: int, sent: int):
     links = dataclasses.replace(make_benchmark(ranks, overlap=1.0), direct_sum_timings=((8, 1e-5), (8000, 2e-5)))
-    small, large = make_profile(gradients=4000), make_profile(gradients=8004)
+    small = make_profile(gradients=4000)
     for cost in (dtkit.DataParallel().estimate_cost(small, links), ParameterAveraging(1).estimate_cost(small, links)):
         assert cost.sent_bytes == sent
         assert (
             cost.exposed_communication_s == pytest.approx(links.estimate_sum_s(4000)) == pytest.approx(1.5e-5, rel=0.01)
         )
-    for strategy, profile in ((dtkit.DataParallel(), large), (dtkit.DataParallel(bucket_cap_mb=1), small)):
+    assert "directly on one host" in repr(links)
+
+
+def test_larger_gradients_of_one_host_are_summed_in_shared_memory_or_by_ddp():
+    links = dataclasses.replace(make_benchmark(4, overlap=0.0), direct_sum_timings=((8, 1e-5), (8000, 2e-5)))
+    medium, large = (make_profile(gradients=MAX_FLAT_BYTES_OF_ONE_HOST + extra) for extra in (0, 4))
+    cost = dtkit.DataParallel().estimate_cost(medium, links)
+    assert cost.sent_bytes == compute_ring_bytes(medium.gradients, 4)
+    assert cost.exposed_communication_s == links.estimate_sum_s(medium.gradients)
+    assert cost.transient_bytes == max(medium.gradients, cost.activations)  # copied into the buffer
+    for strategy, profile in ((dtkit.DataParallel(), large), (dtkit.DataParallel(bucket_cap_mb=1), medium)):
         cost = strategy.estimate_cost(profile, links)
-        assert cost.sent_bytes == compute_ring_bytes(profile.gradients, ranks)
+        assert cost.sent_bytes == compute_ring_bytes(profile.gradients, 4)
         assert cost.exposed_communication_s == links.estimate_all_reduce_s(profile.gradients)
-    assert "by sockets of the host" in repr(links)
 
 
 def test_backward_hides_all_but_the_last_bucket():

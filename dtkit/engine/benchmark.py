@@ -66,7 +66,7 @@ def measure_links(context: BenchmarkContext, dtype: str) -> LinkSpeeds:
     flops, multiply = _measure_matmul_flops(context, kind)
     if context.group.world_size == 1:
         return LinkSpeeds(flops, [], {}, 1.0)
-    timings = _time_all_reduces(context)
+    timings = _time_growing_sums(context, _time_all_reduce)
     return LinkSpeeds(
         flops,
         timings,
@@ -89,12 +89,14 @@ def _measure_matmul_flops(context: BenchmarkContext, dtype: torch.dtype) -> tupl
     return 2 * n**3 / take_fast_quartile(seconds), multiply
 
 
-def _time_all_reduces(context: BenchmarkContext) -> list[tuple[int, float]]:
-    """Return (bytes, seconds) of growing all-reduces, until one takes too long on any rank."""
+def _time_growing_sums(
+    context: BenchmarkContext, time_sum: Callable[[BenchmarkContext, torch.Tensor], float]
+) -> list[tuple[int, float]]:
+    """Return (bytes, seconds) of growing sums, until one takes too long on any rank."""
     timings: list[tuple[int, float]] = []
     for size in ALL_REDUCE_BYTES:
         tensor = torch.zeros(size // 4, device=context.device)
-        seconds = [_time_all_reduce(context, tensor) for _ in range(NUM_PINGS if size < 1024**2 else 6)]
+        seconds = [time_sum(context, tensor) for _ in range(NUM_PINGS if size < 1024**2 else 6)]
         timings.append((size, statistics.median(seconds[1:])))
         if context.group.all_reduce_any(timings[-1][1] > timeouts.MAX_ALL_REDUCE_S):
             break
@@ -102,18 +104,15 @@ def _time_all_reduces(context: BenchmarkContext) -> list[tuple[int, float]]:
 
 
 def _time_direct_sums(context: BenchmarkContext) -> list[tuple[int, float]]:
-    """Return (bytes, seconds) of sums by sockets between ranks of one host; empty if there are none."""
-    tensors = [torch.zeros(size // 4, device=context.device) for size in ALL_REDUCE_BYTES]
-    return [
-        (tensor.nbytes, statistics.median(_time_direct_sum(context, tensor) for _ in range(NUM_PINGS)))
-        for tensor in tensors
-        if context.group.can_sum_directly(tensor)
-    ]
+    """Return (bytes, seconds) of sums by sockets and memory of one host; empty if there are none."""
+    if not context.group.can_sum_directly(torch.zeros(1, device=context.device)):
+        return []
+    return _time_growing_sums(context, _time_direct_sum)
 
 
 def _time_direct_sum(context: BenchmarkContext, tensor: torch.Tensor) -> float:
     start = time.perf_counter()
-    context.group.all_reduce_small(tensor)
+    context.group.all_reduce(tensor)
     return time.perf_counter() - start
 
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from dtkit.planning.layer_chain import LayerChain
 
 
+MAX_WHOLE_SUM_BYTES = 2**16  # of a direct sum in which each rank sends all numbers to each other one
+
+
 # --- measurements -------------------------------------------------------------------------------------------
 
 
@@ -180,7 +183,7 @@ class Benchmark:
     """Share of an all-reduce that a computation of the same length hides, from 0 to 1."""
     duration_s: float
     direct_sum_timings: tuple[tuple[int, float], ...] = ()
-    """Bytes and seconds of a sum by sockets between ranks of one host, up to the largest that goes this way."""
+    """Bytes and seconds of a direct sum, by sockets and memory of the ranks' one host. Empty for several hosts."""
 
     @classmethod
     def memory_only(cls, world_size: int) -> Benchmark:
@@ -196,19 +199,20 @@ class Benchmark:
         """Return the seconds of an all-reduce, by linear interpolation and extrapolation of the measurements."""
         return _interpolate(self.all_reduce_timings, nbytes)
 
-    def sums_directly(self, nbytes: float) -> bool:
-        """Return whether a sum of plain numbers goes by sockets: each rank sends it to each other one."""
-        return bool(self.direct_sum_timings) and nbytes <= self.direct_sum_timings[-1][0]
+    @property
+    def sums_directly(self) -> bool:
+        """Whether ranks sum plain numbers by sockets and memory of their host, without gloo."""
+        return bool(self.direct_sum_timings)
 
     def estimate_sum_s(self, nbytes: float) -> float:
         """Return the seconds of a sum of plain numbers: a direct one, or else an all-reduce."""
-        if self.sums_directly(nbytes):
+        if self.sums_directly:
             return _interpolate(self.direct_sum_timings, nbytes)
         return self.estimate_all_reduce_s(nbytes)
 
     def compute_sum_bytes(self, nbytes: float) -> float:
         """Return the bytes that a rank sends in a sum of plain numbers."""
-        if self.sums_directly(nbytes):
+        if self.sums_directly and nbytes <= MAX_WHOLE_SUM_BYTES:
             return (self.world_size - 1) * nbytes
         return compute_ring_bytes(nbytes, self.world_size)
 

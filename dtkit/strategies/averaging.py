@@ -222,7 +222,7 @@ class _AveragingWorker(ReplicatedWorker):
         if self._group is not None:
             self._phases.enter("sync")
             mean.mul_(self._averaging_weight)
-            self._group.all_reduce_small(flat)  # includes the weight, as its first element
+            self._group.all_reduce(flat)  # includes the weight, as its first element
             if flat[0]:
                 mean.div_(flat[0])
             else:  # without any samples, parameters stay

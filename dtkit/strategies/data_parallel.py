@@ -29,7 +29,7 @@ from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import compression
 from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
 from dtkit.strategies.compiled_model import CompiledModel
-from dtkit.strategies.flat_gradients import MAX_FLAT_BYTES, FlatGradients, fits_flat_buffer
+from dtkit.strategies.flat_gradients import FlatGradients, choose_max_flat_bytes, fits_flat_buffer
 from dtkit.strategies.manual_optimization import ManualWorker
 from dtkit.strategies.options import check_choice, check_count, check_flag, check_positive
 from dtkit.strategies.replicated import AUTOCAST_DTYPES, LossAccumulator, ReplicatedWorker
@@ -136,8 +136,8 @@ class DataParallel(Strategy):
     def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
         """Return the cost of an all-reduce in buckets, which overlaps with backward except for the last bucket.
 
-        Small gradients are one flat buffer, and nothing overlaps. Micro-batches accumulate in separate gradients before
-        they are copied into the buckets.
+        Small gradients are copied into one flat buffer after backward, and nothing overlaps. Those of micro-batches are
+        copied into the buckets.
         """
         sent, kept, besides = compression.estimate_compression(self.compress, profile)
         whole = benchmark.estimate_all_reduce_s(sent)
@@ -145,13 +145,16 @@ class DataParallel(Strategy):
         backward_s = profile.backward_s.predict(profile.rows / self.accumulate)
         exposed_s = whole - min(benchmark.overlap * (whole - last), backward_s)
         sent_bytes = compute_ring_bytes(sent, benchmark.world_size)
-        if self.has_plain_sums and profile.gradients <= MAX_FLAT_BYTES:
+        is_flat = self.has_plain_sums and profile.gradients <= choose_max_flat_bytes(
+            is_one_host=benchmark.sums_directly
+        )
+        if is_flat:
             exposed_s, sent_bytes = benchmark.estimate_sum_s(sent), benchmark.compute_sum_bytes(sent)
         return Cost.for_replica(
             profile,
             micro_batches=self.accumulate,
             gradients=profile.gradients * (1 if self.accumulate == 1 else 2) + kept,
-            temporaries=max(profile.update_temporaries, besides),
+            temporaries=max(profile.update_temporaries, besides, profile.gradients if is_flat else 0),
             sent_bytes=sent_bytes,
             exposed_s=exposed_s,
         )
@@ -210,7 +213,8 @@ class _DataParallelWorker(ReplicatedWorker):
         self._share_router_losses()
         if self._group is None:
             return
-        if strategy.has_plain_sums and fits_flat_buffer(self._model):
+        is_one_host = self._group.can_sum_directly(torch.zeros(1, device=self._context.device))
+        if strategy.has_plain_sums and fits_flat_buffer(self._model, choose_max_flat_bytes(is_one_host=is_one_host)):
             self._flat_gradients = FlatGradients(self._parameters)
         elif self._group.world_size > 1 or strategy.compress is not None:
             self._ddp = self._wrap_in_ddp(self._group)
@@ -295,7 +299,7 @@ class _DataParallelWorker(ReplicatedWorker):
         if self._flat_gradients is not None and self._group is not None and self._group.world_size > 1:
             buffer = self._flat_gradients.collect()
             self._phases.enter("sync")
-            self._group.all_reduce_small(buffer)
+            self._group.all_reduce(buffer)
 
     def _compute_grad_norm(self) -> float:
         flat = self._flat_gradients

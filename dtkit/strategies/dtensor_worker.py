@@ -195,7 +195,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         ).sum()
         assert self._group is not None
         self._phases.enter("sync")
-        self._group.all_reduce_small(total)
+        self._group.all_reduce(total)
         self._phases.enter("update")
         return float(total.sqrt())
 

@@ -1,8 +1,8 @@
-"""Gradients of a small model in one buffer, which ranks sum by one all-reduce after backward.
+"""Gradients in one buffer, which ranks sum by one all-reduce after backward.
 
 DDP overlaps the all-reduce of a bucket with the computation of the next ones. Small gradients fit into its first
 bucket, so nothing overlaps, but DDP's own work in each step remains. One flat buffer costs less, and its norm is one
-operation.
+operation. Ranks of one host sum larger buffers, too, by memory that they share: there, nothing is worth overlapping.
 """
 
 from __future__ import annotations
@@ -18,15 +18,24 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_FLAT_BYTES = 2**20  # DDP's first bucket: larger gradients have several, which overlap with backward
+MAX_FLAT_BYTES_OF_ONE_HOST = 2**25  # beyond, a second copy of all gradients costs more memory than it saves time
 MAX_FLAT_BYTES_AT_ONCE = 2**28  # of a model whose backward returns all gradients at its end: nothing overlaps
 
 
-def fits_flat_buffer(model: torch.nn.Module) -> bool:
-    """Return whether a model's gradients are dense, of one type, and too few to overlap, and so fit one buffer."""
+def choose_max_flat_bytes(*, is_one_host: bool) -> int:
+    """Return the most bytes of gradients in one buffer, for ranks of one host or of several."""
+    return MAX_FLAT_BYTES_OF_ONE_HOST if is_one_host else MAX_FLAT_BYTES
+
+
+def fits_flat_buffer(model: torch.nn.Module, max_bytes: int) -> bool:
+    """Return whether a model's gradients are dense, of one type, and at most `max_bytes`.
+
+    Gradients that backward returns at once may have up to `MAX_FLAT_BYTES_AT_ONCE`.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if any(getattr(module, "sparse", False) is True for module in model.modules()):  # embeddings
         return False
-    limit = MAX_FLAT_BYTES_AT_ONCE if getattr(model, "has_gradients_at_once", False) else MAX_FLAT_BYTES
+    limit = MAX_FLAT_BYTES_AT_ONCE if getattr(model, "has_gradients_at_once", False) else max_bytes
     has_one_type = len({(p.dtype, p.device) for p in parameters}) == 1
     return has_one_type and not any(p.is_complex() for p in parameters) and sum(p.nbytes for p in parameters) <= limit
 

@@ -127,7 +127,7 @@ class ManualWorker(ReplicatedWorker):
         if index is not None:
             votes[index] = 1
         self._phases.enter("sync")
-        self._group.all_reduce_small(votes)
+        self._group.all_reduce(votes)
         chosen = votes.nonzero().flatten().tolist()
         if len(chosen) > 1:
             names = [f"optimizers[{k}].step()" for k in chosen if k < len(self._optimizers)]

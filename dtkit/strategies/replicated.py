@@ -196,7 +196,7 @@ class ReplicatedWorker(Worker):
     def _all_reduce_flat(self, flat: torch.Tensor) -> None:
         if self._group is not None:
             self._phases.enter("sync")
-            self._group.all_reduce_small(flat)
+            self._group.all_reduce(flat)
 
     def _compute_local_gradients(
         self, batches: Sequence[tuple[int, Any]], loss_accumulator: LossAccumulator

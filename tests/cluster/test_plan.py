@@ -264,8 +264,7 @@ def make_plan(cluster: dtkit.Cluster, **changes: Any) -> Any:
 @pytest.mark.parametrize("cluster", [2, 4], indirect=True)
 def test_predicted_bytes_of_a_small_model_are_sent(cluster: dtkit.Cluster):
     plan = make_plan(cluster, strategies=[dtkit.DataParallel()])
-    timings = plan.benchmark.direct_sum_timings
-    assert timings[-1][0] == (2**20 if cluster.world_size == 2 else 2**16)
+    assert plan.benchmark.sums_directly
     run = train(cluster, net(), data(), steps=30)
     run.wait(60)
     rows = run.history.rows()

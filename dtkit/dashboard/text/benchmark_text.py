@@ -77,5 +77,5 @@ def _make_size_table(benchmark: Benchmark) -> Table:
         sums = (
             formatting.format_duration(direct[size]) if size in direct else formatting.UNKNOWN for size, _ in timings
         )
-        rows.append(["by sockets of the host", *sums])
+        rows.append(["directly on one host", *sums])
     return Table(header, rows, header[:1])

@@ -89,7 +89,7 @@ class Group:
         self.is_broken = False
         self._pending_vote: dist.Work | None = None  # the last one without a wait for its result
         self.on_direct_sum: Callable[[torch.Tensor], None] | None = None
-        """Function that gets the result of each sum by sockets, which torch's hooks don't see, in an explained step."""
+        """Function that gets the result of each direct sum, which torch's hooks don't see, in an explained step."""
         self._host_link: host_link.HostLink | None = None
         self._host_link = host_link.connect(spec, self.barrier)
 
@@ -106,8 +106,13 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor, process_group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Sum in place over all ranks, or over those of a `process_group` along an axis of a mesh."""
+        link, world = self._host_link, dist.group.WORLD
+        if process_group is None and link is not None and link.can_sum(tensor):
+            link.all_reduce(tensor)
+            if self.on_direct_sum is not None:
+                self.on_direct_sum(tensor)
+            return tensor
         self._count_payload(tensor, self.world_size if process_group is None else process_group.size())
-        world = dist.group.WORLD
         if process_group is None and world is not None and not (tensor.is_complex() or tensor.is_sparse):
             # waits: a collective, limited by the process group's timeout
             world.allreduce(
@@ -118,17 +123,8 @@ class Group:
         return tensor
 
     def can_sum_directly(self, tensor: torch.Tensor) -> bool:
-        """Return whether `all_reduce_small` sums a tensor by sockets between the ranks of one host."""
+        """Return whether `all_reduce` sums a tensor by sockets or memory of the ranks' host."""
         return self._host_link is not None and self._host_link.can_sum(tensor)
-
-    def all_reduce_small(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum in place over all ranks, by the fastest way for a small tensor."""
-        if self._host_link is None or not self._host_link.can_sum(tensor):
-            return self.all_reduce(tensor)
-        self._host_link.all_reduce(tensor)
-        if self.on_direct_sum is not None:
-            self.on_direct_sum(tensor)
-        return tensor
 
     def start_all_reduce_small(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to sum one number in place over all ranks, and return a function that waits for it."""
@@ -137,7 +133,7 @@ class Group:
             # waits: a collective, limited by the process group's timeout
             return lambda: future.wait()[0]
         if self.on_direct_sum is not None:  # an explained step waits for each collective
-            self.all_reduce_small(tensor)
+            self.all_reduce(tensor)
             return lambda: tensor
         return self._host_link.start_all_reduce(tensor)
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from dtkit._util.torch_private import TorchDispatchMode, functional_collectives, resolve_group, tree_leaves
 from dtkit.engine.observe.step_probe import StepProbe
 from dtkit.engine.observe.tensor_values import compute_digest, count_storage_bytes
+from dtkit.planning.cost_model import MAX_WHOLE_SUM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +66,8 @@ class CollectiveProbe(StepProbe):
         self._sent_after = self._group.count_sent_bytes()
 
     def _record_direct_sum(self, total: torch.Tensor) -> None:
-        self._record("all_reduce", total.nbytes, [total], tuple(range(self._group.world_size)), is_direct=True)
+        ranks = tuple(range(self._group.world_size))
+        self._record("all_reduce", total.nbytes, [total], ranks, is_direct=total.nbytes <= MAX_WHOLE_SUM_BYTES)
 
     def _record(
         self,

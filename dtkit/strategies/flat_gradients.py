@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_FLAT_BYTES = 2**20  # DDP's first bucket: larger gradients have several, which overlap with backward
-MAX_FLAT_BYTES_OF_ONE_HOST = 2**25  # beyond, a second copy of all gradients costs more memory than it saves time
+MAX_FLAT_BYTES_OF_ONE_HOST = 2**27  # beyond, a second copy of all gradients costs more memory than it saves time
 MAX_FLAT_BYTES_AT_ONCE = 2**28  # of a model whose backward returns all gradients at its end: nothing overlaps
 
 

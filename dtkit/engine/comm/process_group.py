@@ -106,13 +106,14 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor, process_group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Sum in place over all ranks, or over those of a `process_group` along an axis of a mesh."""
+        num_ranks = self.world_size if process_group is None else process_group.size()
         link, world = self._host_link, dist.group.WORLD
-        if process_group is None and link is not None and link.can_sum(tensor):
+        if num_ranks == self.world_size and link is not None and link.can_sum(tensor):
             link.all_reduce(tensor)
             if self.on_direct_sum is not None:
                 self.on_direct_sum(tensor)
             return tensor
-        self._count_payload(tensor, self.world_size if process_group is None else process_group.size())
+        self._count_payload(tensor, num_ranks)
         if process_group is None and world is not None and not (tensor.is_complex() or tensor.is_sparse):
             # waits: a collective, limited by the process group's timeout
             world.allreduce(

@@ -146,7 +146,8 @@ class HostLink:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, and give the shared memory back."""
+        self._memory = None
         for connection in self._connections:
             connection.close()
 

@@ -82,6 +82,20 @@ def test_each_node_has_a_line_and_a_label():
     np.testing.assert_allclose(drawn.get_ydata(), values, rtol=1e-6)
 
 
+def test_steps_without_rows_are_a_gap_with_single_steps_as_dots():
+    source = FakeSource(ranks=2)
+    for steps_with, steps_without in ((20, 10), (1, 10), (20, 0)):
+        source.advance(steps_with)
+        source.lose(1)
+        source.advance(steps_without)
+        source.event("repair", "node 1 replaced")
+    loss = run_figure.draw_run(source).axes[0]
+    both, gaps = loss.get_lines()[:2]
+    assert np.isfinite(both.get_ydata()).all()
+    assert np.isnan(gaps.get_ydata()).sum() == 20
+    assert (both.get_markevery(), gaps.get_markevery()) == ([], [30])
+
+
 @pytest.mark.parametrize("ranks", [9, 256])
 def test_many_nodes_are_drawn_as_a_band_with_the_mean(ranks):
     source = FakeSource(ranks=ranks)

@@ -10,6 +10,7 @@ from playwright.sync_api import Locator, Page, expect
 
 import dtkit
 from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
+from dtkit.dashboard.summary.curves import MAX_BUCKETS
 from dtkit.errors import EngineError
 from dtkit.types import Evaluation, Event, Failure, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
@@ -291,6 +292,21 @@ def test_a_sidebar_cuts_no_number(page: Page):
     run.stick(1)
     view.update()
     assert list_overflowing(page) == []
+
+
+@pytest.mark.parametrize("steps", [40, 400])
+def test_steps_without_rows_are_a_gap_in_line_and_band(page: Page, steps: int):
+    run = FakeSource(ranks=3, steps=3 * steps)
+    run.advance(steps)
+    run.lose(1)
+    run.advance(steps)  # without rows of node 1
+    run.event("repair", "node 1 replaced")
+    run.advance(steps)
+    chart = StaticView(page, run).root.get_by_test_id("loss-chart")
+    drawn = {k: (chart.locator(f"path.dtk-line[data-rank='{k}']").get_attribute("d") or "").count("M") for k in (0, 1)}
+    assert drawn == {0: 1, 1: 2}
+    bands = {k: (chart.locator(f"path.dtk-band.dtk-n{k}").get_attribute("d") or "").count("M") for k in (0, 1)}
+    assert bands == ({0: 1, 1: 2} if 3 * steps > MAX_BUCKETS else {0: 0, 1: 0})
 
 
 def test_names_of_short_runs_are_at_the_ends_of_their_lines(page: Page):

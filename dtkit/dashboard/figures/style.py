@@ -210,9 +210,14 @@ def draw_band(ax: Axes, steps: np.ndarray, values: np.ndarray, color: str, alpha
 
 
 def _draw_line(ax: Axes, steps: np.ndarray, values: np.ndarray, label: str, **style: Any) -> None:
-    """Draw the mean of each bucket, as dots where there are too few for a line."""
-    marker = "o" if np.isfinite(values[:, 1]).sum() < 3 else ""
-    ax.plot(steps, values[:, 1], marker=marker, markersize=4, label=label, gid=label, **style)
+    """Draw the mean of each bucket, with a gap where it is unknown, and dots where there are too few for a line."""
+    known = np.isfinite(values[:, 1])
+    neighbors = np.pad(known, 1)
+    alone = known if known.sum() < 3 else known & ~neighbors[:-2] & ~neighbors[2:]
+    ax.plot(
+        steps, values[:, 1], marker="o", markersize=4, markevery=[int(k) for k in np.flatnonzero(alone)], label=label,
+        gid=label, **style,
+    )  # fmt: skip
 
 
 def collect_line_labels(ax: Axes) -> list[tuple[str, float, str]]:

@@ -187,6 +187,7 @@ def _format_title(run: RunView) -> str:
             formatting.sanitize_text(spec.strategy, 60),
             formatting.format_count(spec.world_size, "node") + left_out,
             name_state(run),
-            f"{status.step:,} of {status.steps:,} steps",
+            f"{status.step:,} of {status.steps:,} steps"
+            + (f" in {formatting.format_elapsed(status.elapsed_s)}".replace(" ", "\u00a0") if status.step else ""),
         )
     )

@@ -17,7 +17,7 @@ export function nodesTable(store) {
       body.replaceChildren(...store.nodes.map((node) => nodeRow(store, node)));
       built = store.nodes;
       const hosts = new Set(store.nodes.map((n) => n.host)).size;
-      setText(note, hosts ? `${store.nodes.length} on ${hosts} ${hosts === 1 ? "host" : "hosts"}${store.nodes.length > 1 ? " · samples/s without waiting for others" : ""}` : "");
+      setText(note, hosts ? `${store.nodes.length} on ${hosts} ${hosts === 1 ? "host" : "hosts"}${store.nodes.length > 1 ? " · loss of the last step, samples/s without waiting for others" : ""}` : "");
     }
     store.nodes.forEach((node, k) => {
       const [loss, rate, memory] = store.ranks.subarray(3 * node.rank, 3 * node.rank + 3);

@@ -231,7 +231,7 @@ def _format_scaling(run: RunView, single_process: History) -> Iterator[str]:
     ]
     yield "<h2>Speed-up over one process</h2>"
     yield format_table(Table(("", "samples/s", "speed-up", "of the ideal"), rows, {""}))
-    yield "<p>Means over all steps but the first, which warms up. The ideal is the speed of one process times the number of nodes.</p>"
+    yield "<p>Means over all steps but the first. The ideal is the speed of one process times the number of nodes.</p>"
 
 
 def _format_nodes(run: RunView) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The static figure of a run: lines, labels, bands, and marks."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -242,6 +243,17 @@ def test_replica_checks_and_delays_are_listed_below_the_title():
     alert = get_notices(run_figure.draw_run(source))[0]
     assert alert.get_text() == "✕ nodes 1 and 3 differ since step 20: parameters are no longer equal"
     assert (alert.get_color(), alert.get_weight()) == (style.ALERT_COLOR, "bold")
+
+
+def test_no_line_below_the_title_ends_within_a_command():
+    source = FakeSource(ranks=2)
+    source.advance(30)
+    source.stick(1)
+    for length in range(1, 40):  # the command comes at every place of a line
+        remedy = f"{'x' * length} `kill -CONT 12345` on host0 lets it go on"
+        source.stall_report = dataclasses.replace(source.stall_report, remedy=remedy)
+        (line,) = [line for kind, line in run_figure._collect_title_lines(source) if "kill" in line]
+        assert "`kill -CONT 12345`" in line
 
 
 def find_overlapping_texts(figure):

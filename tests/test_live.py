@@ -404,7 +404,7 @@ def test_a_stall_is_sent_until_it_ends():
     content = builder.build_change().content
     nodes = {tile["label"]: tile for tile in content["tiles"]}["nodes"]
     assert nodes == {"label": "nodes", "value": "4 / 4", "note": "⊘ node 1 stuck: forward, 12 s", "alert": True}
-    assert content["nodes_now"]["stuck"] == [1]
+    assert (content["nodes_now"]["stuck"], content["nodes_now"]["stopped"]) == ([1], [])
     assert content["notices"] == [
         {
             "kind": "stuck",

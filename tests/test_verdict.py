@@ -165,6 +165,23 @@ def test_no_node_is_marked_while_the_page_says_none_is_slowest():
     assert marked[-1] == [1]
 
 
+def test_marks_of_a_slow_node_come_and_go_with_the_verdict_on_it():
+    source, now = FakeSource(ranks=2), [0.0]
+    source.advance(100)
+    builder = MessageBuilder(source, clock=lambda: now[0])
+    assert builder.build_snapshot().content["nodes_now"]["slow"] == []
+    seen = []
+    for slowness in [{1: 2.0}] * 6 + [{}] * 6:
+        source.slowness = slowness
+        source.advance(60)
+        now[0] += timeouts.VERDICT_INTERVAL_S
+        slow = builder.build_change().content["nodes_now"]["slow"]
+        shown = builder._steady_verdict.shown
+        assert slow == [1] * (shown.cause == "straggler")
+        seen.append(shown.cause)
+    assert (seen[0], seen[5], seen[6], seen[-1]) == ("computing", "straggler", "straggler", "computing")
+
+
 def test_no_node_is_marked_in_text_beside_a_line_that_says_none_is_slowest():
     source = make_run_whose_nodes_wait_in_turn()
     progress = TextProgress(source, io.StringIO(), is_tty=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 
@@ -59,6 +60,24 @@ def test_stuck_node_is_in_the_head(page: Page):
     expect(view.root.get_by_test_id("verdict")).to_have_css("list-style-type", "none")  # there is nothing to unfold
     expect(view.root.locator(".dtk-chip")).to_have_text(re.compile(r"^⊘ stuck: node 1 in forward, 1\d s$"))
     expect(view.root.locator(".dtk-ends")).not_to_contain_text("left")
+
+
+def test_a_stopped_node_is_stopped_in_all_words_and_its_remedy_stays_whole(page: Page):
+    page.set_viewport_size({"width": 800, "height": 900})
+    run = make_run()
+    view = StaticView(page, run)
+    run.stick(1)
+    assert run.stall_report is not None
+    for length in (0, 4, 8, 12, 16, 20):  # the command comes at several places of a line
+        remedy = f"{'x' * length} `kill -CONT 12345` on host0 lets it go on"
+        run.stall_report = dataclasses.replace(run.stall_report, is_stopped=True, remedy=remedy)
+        view.update()
+        command = view.root.get_by_test_id("alert").locator(".dtk-command")
+        expect(command).to_have_text("`kill -CONT 12345`")
+        assert command.evaluate("(el) => el.getClientRects().length === 1 && el.offsetHeight < 30")
+    expect(view.root.locator(".dtk-chip")).to_contain_text("⊘ stopped: node 1")
+    button = view.root.get_by_test_id("nodes-table").locator("tr[data-rank='1'] button")
+    expect(button).to_have_attribute("aria-label", "highlight node 1, stopped")
 
 
 def test_paused_run_without_a_verdict_has_no_line_for_it(page: Page):

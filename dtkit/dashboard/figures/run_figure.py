@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,12 @@ def _describe_learning_rate(current: float, previous: float) -> str:
 
 
 def _wrap_line(line: str) -> list[str]:
-    return textwrap.wrap(line, _TITLE_LINE_CHARS, subsequent_indent="    ", drop_whitespace=False)
+    # No line breaks within a `command`.
+    whole = re.sub(r"`[^`]+`", lambda command: command[0].replace(" ", "\u00a0"), line)
+    wrapped = textwrap.wrap(
+        whole, _TITLE_LINE_CHARS, subsequent_indent="    ", drop_whitespace=False, break_on_hyphens=False
+    )
+    return [part.replace("\u00a0", " ") for part in wrapped]
 
 
 def _draw_title(figure: Figure, title: list[str], lines: Sequence[tuple[str, str]], title_height: float) -> None:

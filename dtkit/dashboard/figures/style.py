@@ -44,7 +44,7 @@ EVENT_GLYPHS = {
 }  # fmt: skip
 _EVENT_WORDS = {
     "pause": "paused", "resume": "resumed", "lr": "new learning rate", "error": "error", "stop": "stopped",
-    "lost": "lost", "repair": "repaired", "save": "saved", "stuck": "stuck",
+    "lost": "lost", "repair": "repaired", "save": "saved", "stuck": "stuck or stopped",
     "diverged": "diverged",
 }  # fmt: skip
 _URGENT_EVENTS = ("error", "lost", "stuck", "diverged")

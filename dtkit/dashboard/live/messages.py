@@ -238,6 +238,7 @@ class MessageBuilder:
                 "world": run.spec.world_size,
                 "lost": sorted(self._lost_nodes),
                 "stuck": stuck_ranks,
+                "stopped": stuck_ranks if stall and stall.is_stopped else [],
                 "outliers": self._outliers,
                 "slow": list(self._metrics.timing.straggler.ranks) if self._metrics.timing.straggler else [],
                 "slowed": sorted(run.delay_factors),

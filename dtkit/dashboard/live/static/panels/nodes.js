@@ -2,7 +2,7 @@
 
 import { h, setAttr, setText } from "../elements.js";
 import { bytes, number } from "../numbers.js";
-import { CONDITION_GLYPH, CONDITION_WORDS, condition, pick, pickedClass } from "../picking.js";
+import { CONDITION_GLYPH, condition, describeCondition, pick, pickedClass } from "../picking.js";
 
 const COLUMNS = ["node", "engine", "host", "pid", "device", "memory", "threads", "loss", "samples/s"];
 
@@ -42,5 +42,5 @@ function drawNodeState(store, row, rank) {
   setAttr(row, "class", `${what ? `dtk-is-${what}` : ""}${picked ? " dtk-picked" : ""}`);
   setText(button, `${CONDITION_GLYPH[what]} ${rank}`.trim());
   setAttr(button, "aria-pressed", picked);
-  setAttr(button, "aria-label", `highlight node ${rank}${what ? `, ${CONDITION_WORDS[what]}` : ""}`);
+  setAttr(button, "aria-label", `highlight node ${rank}${what ? `, ${describeCondition(store, rank)}` : ""}`);
 }

@@ -913,6 +913,7 @@ def test_an_ended_run_has_a_picture_and_stays_live(notebook):
         assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
         assert "completed" in data["text/plain"]
         assert metadata["image/png"]["width"] > 500
+        assert "unconfined" not in metadata["image/png"]  # it would scroll in a narrow cell
     assert get_widget(source).comm is not None
 
 

@@ -538,7 +538,8 @@ def test_stop_asks_once_and_a_bad_learning_rate_is_refused(page: Page):
 
 
 def test_a_refused_learning_rate_is_marked_and_has_no_check_mark(page: Page):
-    view = StaticView(page, make_source(2))
+    run = make_source(2)
+    view = StaticView(page, run)
     rate, answer = view.root.get_by_test_id("lr"), view.root.locator(".dtk-answer")
     view.report_effect("resumed at step 50 on all nodes")
     expect(answer).to_contain_text("✓ resumed at step 50")
@@ -555,6 +556,12 @@ def test_a_refused_learning_rate_is_marked_and_has_no_check_mark(page: Page):
     view.report_effect("paused at step 50 on all nodes")
     assert (answer.inner_text()).strip() == "✓ paused at step 50 on all nodes"
     assert "dispatch" not in (rate.get_attribute("title") or "")
+    rate.fill("-3")
+    rate.press("Enter")
+    expect(answer).to_contain_text("-3 is not a learning rate")
+    run.end()
+    view.update()
+    expect(answer).not_to_contain_text("learning rate")
 
 
 def test_run_that_has_not_started_is_ready(page: Page):

@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
+from dtkit.types import State
 
 if TYPE_CHECKING:
     from dtkit.dashboard.summary.metrics import RunMetrics
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
 CLOSE_GAINS = 0.05
 """Difference of the savings, or of a share in the text, from which a verdict of the same cause is another one."""
+
+
+def is_at_rest(state: State) -> bool:
+    """Return whether a run takes no steps, so that no later look would correct an older line."""
+    return state.has_ended or state is State.PAUSED
 
 
 class SteadyVerdict:
@@ -31,7 +37,7 @@ class SteadyVerdict:
         self._straggler: Straggler | None = None
 
     def update(self, found: Verdict | None, now: float, *, is_final: bool = False) -> Verdict | None:
-        """Return the verdict to show after `found` was found; `is_final` for the last one of a run.
+        """Return the verdict to show after `found` was found; `is_final` while the run is at rest.
 
         None, a first verdict, and one on a diverged loss show at once.
         """

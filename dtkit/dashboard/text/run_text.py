@@ -22,7 +22,7 @@ from dtkit.dashboard.summary.metrics import (
 )
 from dtkit.dashboard.summary.notices import NOTICE_GLYPHS, collect_notices
 from dtkit.dashboard.summary.stall import find_stall, format_line
-from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
+from dtkit.dashboard.summary.steady_verdict import SteadyVerdict, is_at_rest
 from dtkit.dashboard.summary.timing import WINDOW_STEPS
 from dtkit.dashboard.summary.verdict import VERDICT_GLYPH, find_shown_verdict
 from dtkit.dashboard.throttle import Throttle, start_timer
@@ -200,7 +200,7 @@ class TextProgress:
         share = min(1.0, status.step / status.steps) if status.steps else 0.0
         head = f"{name_state(self._run)} {100 * share:.0f} % {_format_position(self._run)}"
         found = find_shown_verdict(self._run)
-        verdict = self._steady_verdict.update(found, time.monotonic(), is_final=status.state.has_ended)
+        verdict = self._steady_verdict.update(found, time.monotonic(), is_final=is_at_rest(status.state))
         metrics = self._steady_verdict.match(compute_run_metrics(self._run.history, self._run.spec.world_size))
         details = [
             _format_metrics(metrics),

@@ -61,6 +61,7 @@ export function controls(store, send, redraw) {
     rate.update();
     faults.update();
     answer.classList.toggle("dtk-live", !hasEnded(store));
+    if (store.refused?.command === "lr" && hasEnded(store)) store.refused = null; // there is no rate any more
     // One answer at a time: a check mark next to a refusal would read as if the refused command had worked.
     const isRefused = store.refused && store.refusedAt >= store.effectAt;
     const isNew = store.effect.text && !isRefused && Date.now() - store.effectAt < EFFECT_MS;

@@ -328,6 +328,23 @@ def test_steps_without_rows_are_a_gap_in_line_and_band(page: Page, steps: int):
     assert bands == ({0: 1, 1: 2} if 3 * steps > MAX_BUCKETS else {0: 0, 1: 0})
 
 
+def test_a_narrow_head_and_its_tiles_keep_all_words_in_few_lines(page: Page):
+    page.set_viewport_size({"width": 480, "height": 900})
+    run = FakeSource(ranks=2, steps=1_000_000)
+    run.remaining_s = 2320.0
+    run.advance(1)
+    view = StaticView(page, run)
+    tile = view.root.get_by_test_id("tiles").locator(".dtk-tile").nth(1)
+    before = tile.bounding_box()
+    run.advance(60)
+    view.update()
+    expect(tile).to_contain_text("spread 0.")
+    assert tile.bounding_box() == before  # the charts below stay where they are
+    texts = view.root.locator(".dtk-ends > span")
+    expect(texts.last).to_contain_text("38 min")
+    assert texts.evaluate_all("(all) => all.every((el) => el.scrollWidth <= el.clientWidth)")
+
+
 def test_names_of_short_runs_are_at_the_ends_of_their_lines(page: Page):
     lengths = [400, 60, 200, 120, 350, 30, 280, 390]
     runs = [FakeSource(steps=400, seed=k, name=f"run {k}") for k in range(len(lengths))]

@@ -12,7 +12,7 @@ from dtkit._util import formatting
 from dtkit.dashboard.summary.activity import find_activity
 from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
-from dtkit.dashboard.summary.stall import find_stall, format_short
+from dtkit.dashboard.summary.stall import find_stall, format_place
 from dtkit.dashboard.summary.timing import StepTiming, compute_step_timing, count_window_steps, format_nodes
 from dtkit.history.mean_loss import compute_mean_loss
 from dtkit.history.speed import compute_speed
@@ -100,6 +100,8 @@ class Tile:
     value: str
     note: str
     alert: bool = False
+    window: str = ""
+    """Steps that the number is the mean over, written before the note where there is room."""
 
 
 def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
@@ -109,7 +111,12 @@ def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
         yield Tile("throughput", formatting.format_rate(metrics.throughput), _describe_rate(metrics))
     else:
         yield Tile("throughput", formatting.UNKNOWN, "no steps are taken")
-    yield Tile("mean loss", formatting.format_loss(metrics.loss), _describe_loss(run, metrics))
+    yield Tile(
+        "mean loss",
+        formatting.format_loss(metrics.loss),
+        _describe_latest_loss(run, metrics),
+        window=_name_loss_window(run),
+    )
     slow = metrics.timing.straggler
     yield Tile(
         "step time",
@@ -162,18 +169,16 @@ def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:
     if metrics.lost_nodes:
         return Tile("nodes", alive, f"✕ {format_nodes(sorted(metrics.lost_nodes))} lost", alert=True)
     if stall is not None:
-        return Tile("nodes", alive, format_short(stall), alert=True)
+        return Tile("nodes", alive, format_place(stall), alert=True)
     if num_initial > world:
         return Tile("nodes", alive, f"was {num_initial:,}: {num_initial - world:,} left out")
     hosts = len({node.host for node in run.nodes})
     return Tile("nodes", alive, f"on {formatting.format_count(hosts, 'host')}" if hosts else "")
 
 
-def _describe_loss(run: RunView, metrics: RunMetrics) -> str:
-    if run.history.evaluations:  # whose window would make a narrow tile two lines high
-        return _describe_latest_loss(run, metrics)
+def _name_loss_window(run: RunView) -> str:
     window = count_window_steps(run.history)
-    return ", ".join(filter(None, [f"{window} steps" if window > 1 else "", _describe_latest_loss(run, metrics)]))
+    return f"{window} steps" if window > 1 and not run.history.evaluations else ""  # their text fills a tile
 
 
 def _describe_latest_loss(run: RunView, metrics: RunMetrics) -> str:

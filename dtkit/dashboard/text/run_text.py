@@ -127,7 +127,8 @@ def _format_own_numbers(run: RunView) -> list[str]:
 def _format_notices(run: RunView, metrics: RunMetrics) -> list[str]:
     """Return the notices: stalls, replica checks, delays, and stragglers."""
     stall = find_stall(run)
-    lines = [] if stall is None else [formatting.sanitize_text(format_line(stall))]
+    is_past = stall is not None and stall.rank in metrics.lost_nodes
+    lines = [] if stall is None or is_past else [formatting.sanitize_text(format_line(stall))]
     notices = [notice for notice in collect_notices(run) if notice.kind != "stuck"]
     lines += [f"{NOTICE_GLYPHS[notice.kind]} {notice.text}" for notice in notices]
     if metrics.timing.straggler is not None:

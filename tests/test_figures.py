@@ -11,6 +11,8 @@ from dtkit._util import formatting
 from dtkit.dashboard.figures import render, run_figure, style
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.errors import EngineError
+from dtkit.health.diagnosis import RankObservation
+from dtkit.health.stall_report import report_stuck
 from dtkit.types import Evaluation, Failure, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
 
@@ -243,6 +245,15 @@ def test_replica_checks_and_delays_are_listed_below_the_title():
     alert = get_notices(run_figure.draw_run(source))[0]
     assert alert.get_text() == "✕ nodes 1 and 3 differ since step 20: parameters are no longer equal"
     assert (alert.get_color(), alert.get_weight()) == (style.ALERT_COLOR, "bold")
+
+
+def test_the_legend_of_marks_tells_stopped_nodes_from_stuck_ones():
+    source = FakeSource(ranks=4)
+    source.advance(30)
+    observation = RankObservation(2, "host0", 1234, "stopped")
+    source.event("stuck", formatting.name_nodes(report_stuck("stopped", observation, 4).text), rank=2)
+    source.event("stuck", "node 1 keeps the others waiting", rank=1)
+    assert style.describe_event_marks(source.history.events) == "⊘ node 2 stopped   ⊘ node 1 stuck"
 
 
 def test_no_line_below_the_title_ends_within_a_command():

@@ -22,6 +22,7 @@ from dtkit.dashboard.summary.notices import MARKED_EVENTS
 from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.ticks import choose_log_ticks
 from dtkit.dashboard.summary.timing import format_nodes
+from dtkit.health.stall_report import STOPPED_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,7 +45,7 @@ EVENT_GLYPHS = {
 }  # fmt: skip
 _EVENT_WORDS = {
     "pause": "paused", "resume": "resumed", "lr": "new learning rate", "error": "error", "stop": "stopped",
-    "lost": "lost", "repair": "repaired", "save": "saved", "stuck": "stuck or stopped",
+    "lost": "lost", "repair": "repaired", "save": "saved", "stuck": "stuck",
     "diverged": "diverged",
 }  # fmt: skip
 _URGENT_EVENTS = ("error", "lost", "stuck", "diverged")
@@ -321,12 +322,18 @@ def mark_events(ax: Axes, events: Sequence[Event]) -> None:
 
 def describe_event_marks(events: Sequence[Event]) -> str:
     """Return a legend of the marks of these events, with their nodes; an empty text without marks."""
-    ranks_by_kind: dict[str, set[int]] = {}
+    ranks_by_text: dict[tuple[str, str], set[int]] = {}
     for event in events:
         if event.kind in MARKED_EVENTS:
-            ranks_by_kind.setdefault(event.kind, set()).update(() if event.rank is None else {event.rank})
-    nodes = {kind: f"{format_nodes(sorted(ranks))} " if ranks else "" for kind, ranks in ranks_by_kind.items()}
-    return "   ".join(f"{EVENT_GLYPHS[kind]} {nodes[kind]}{_EVENT_WORDS[kind]}" for kind in ranks_by_kind)
+            ranks = ranks_by_text.setdefault((EVENT_GLYPHS[event.kind], _name_event(event)), set())
+            ranks.update(() if event.rank is None else {event.rank})
+    nodes = [f"{format_nodes(sorted(ranks))} " if ranks else "" for ranks in ranks_by_text.values()]
+    return "   ".join(f"{glyph} {name}{word}" for (glyph, word), name in zip(ranks_by_text, nodes, strict=True))
+
+
+def _name_event(event: Event) -> str:
+    """Return the word for an event. A stall may be that of a process that was stopped."""
+    return "stopped" if event.kind == "stuck" and STOPPED_WORDS in event.text else _EVENT_WORDS[event.kind]
 
 
 def get_last_value(buckets: CurveBuckets) -> float:

@@ -1,5 +1,6 @@
 """The static figure of a run: lines, labels, bands, and marks."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -10,6 +11,8 @@ from dtkit._util import formatting
 from dtkit.dashboard.figures import render, run_figure, style
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.errors import EngineError
+from dtkit.health.diagnosis import RankObservation
+from dtkit.health.stall_report import report_stuck
 from dtkit.types import Evaluation, Failure, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
 
@@ -82,6 +85,20 @@ def test_each_node_has_a_line_and_a_label():
     np.testing.assert_allclose(drawn.get_ydata(), values, rtol=1e-6)
 
 
+def test_steps_without_rows_are_a_gap_with_single_steps_as_dots():
+    source = FakeSource(ranks=2)
+    for steps_with, steps_without in ((20, 10), (1, 10), (20, 0)):
+        source.advance(steps_with)
+        source.lose(1)
+        source.advance(steps_without)
+        source.event("repair", "node 1 replaced")
+    loss = run_figure.draw_run(source).axes[0]
+    both, gaps = loss.get_lines()[:2]
+    assert np.isfinite(both.get_ydata()).all()
+    assert np.isnan(gaps.get_ydata()).sum() == 20
+    assert (both.get_markevery(), gaps.get_markevery()) == ([], [30])
+
+
 @pytest.mark.parametrize("ranks", [9, 256])
 def test_many_nodes_are_drawn_as_a_band_with_the_mean(ranks):
     source = FakeSource(ranks=ranks)
@@ -141,7 +158,8 @@ def test_the_title_has_model_strategy_and_progress():
     source.advance(12)
     source.state = State.PAUSED
     figure = run_figure.draw_run(source)
-    assert figure.get_suptitle() == "$Net_0$ <b> · DataParallel() · 4 nodes · paused · 12 of 400 steps"
+    title = figure.get_suptitle().replace("\n", " ").replace("\u00a0", " ")
+    assert title == "$Net_0$ <b> · DataParallel() · 4 nodes · paused · 12 of 400 steps in 1.2 s"
     assert render.render_png(figure).startswith(b"\x89PNG")
 
 
@@ -227,6 +245,26 @@ def test_replica_checks_and_delays_are_listed_below_the_title():
     alert = get_notices(run_figure.draw_run(source))[0]
     assert alert.get_text() == "✕ nodes 1 and 3 differ since step 20: parameters are no longer equal"
     assert (alert.get_color(), alert.get_weight()) == (style.ALERT_COLOR, "bold")
+
+
+def test_the_legend_of_marks_tells_stopped_nodes_from_stuck_ones():
+    source = FakeSource(ranks=4)
+    source.advance(30)
+    observation = RankObservation(2, "host0", 1234, "stopped")
+    source.event("stuck", formatting.name_nodes(report_stuck("stopped", observation, 4).text), rank=2)
+    source.event("stuck", "node 1 keeps the others waiting", rank=1)
+    assert style.describe_event_marks(source.history.events) == "⊘ node 2 stopped   ⊘ node 1 stuck"
+
+
+def test_no_line_below_the_title_ends_within_a_command():
+    source = FakeSource(ranks=2)
+    source.advance(30)
+    source.stick(1)
+    for length in range(1, 40):  # the command comes at every place of a line
+        remedy = f"{'x' * length} `kill -CONT 12345` on host0 lets it go on"
+        source.stall_report = dataclasses.replace(source.stall_report, remedy=remedy)
+        (line,) = [line for kind, line in run_figure._collect_title_lines(source) if "kill" in line]
+        assert "`kill -CONT 12345`" in line
 
 
 def find_overlapping_texts(figure):

@@ -27,6 +27,7 @@ from dtkit.dashboard.summary import spare_core, stall
 from dtkit.dashboard.summary.curves import CHARTS, LOSS, MAX_BUCKETS, Curves, downsample
 from dtkit.dashboard.summary.notices import MARKED_EVENTS
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
+from dtkit.dashboard.text import run_text
 from dtkit.dashboard.throttle import Throttle
 from dtkit.history.history import History
 from dtkit.types import Evaluation, ReplicaCheckResult, State, StepRecord
@@ -336,12 +337,13 @@ def test_tiles_agree_with_the_records():
         formatting.format_duration(totals["samples"].mean() / throughput),
         "mean of 50 steps",
     )
-    assert (tiles["mean loss"]["value"], tiles["mean loss"]["note"]) == ("0.250", "50 steps, spread 0")
+    loss = tiles["mean loss"]
+    assert (loss["value"], loss["window"], loss["note"]) == ("0.250", "50 steps", "spread 0")
     assert not any(tile["alert"] for tile in tiles.values())
     rows = source.history.rows(150 * 4)
     waiting = f"{100 * rows['wait_s'].sum() / rows['step_s'].sum():.0f} %"
     assert (tiles["waiting"]["value"], tiles["waiting"]["note"]) == (waiting, "of all nodes' time")
-    assert tiles["nodes"] == {"label": "nodes", "value": "4 / 4", "note": "on 1 host", "alert": False}
+    assert tiles["nodes"] == {"label": "nodes", "value": "4 / 4", "note": "on 1 host", "alert": False, "window": ""}
     assert list(tiles) == ["throughput", "mean loss", "step time", "waiting", "nodes"]
 
 
@@ -351,10 +353,8 @@ def test_the_loss_tile_is_a_mean_by_samples_over_the_steps_it_names():
     source.history.append([StepRecord(49, 0, 1, 2, 8.0, 2, 0.1, 0, 0, 0, 0, 0.1, 1)])  # the rest of an epoch
     tiles = {tile["label"]: tile for tile in MessageBuilder(source).build_snapshot().content["tiles"]}
     mean = (48 * 64 * 0.5 + 2 * 8.0) / (48 * 64 + 2)
-    assert (tiles["mean loss"]["value"], tiles["mean loss"]["note"]) == (
-        formatting.format_loss(mean),
-        "48 steps",
-    )  # without the first one
+    loss = tiles["mean loss"]
+    assert (loss["value"], loss["window"]) == (formatting.format_loss(mean), "48 steps")  # without the first one
 
 
 def test_the_live_time_panel_has_the_bars_of_the_figure():
@@ -403,8 +403,8 @@ def test_a_stall_is_sent_until_it_ends():
     source.stick(1)
     content = builder.build_change().content
     nodes = {tile["label"]: tile for tile in content["tiles"]}["nodes"]
-    assert nodes == {"label": "nodes", "value": "4 / 4", "note": "⊘ node 1 stuck: forward, 12 s", "alert": True}
-    assert content["nodes_now"]["stuck"] == [1]
+    assert nodes == {"label": "nodes", "value": "4 / 4", "note": "⊘ node 1 stuck: forward", "alert": True, "window": ""}
+    assert (content["nodes_now"]["stuck"], content["nodes_now"]["stopped"]) == ([1], [])
     assert content["notices"] == [
         {
             "kind": "stuck",
@@ -417,7 +417,7 @@ def test_a_stall_is_sent_until_it_ends():
     said = content["notices"]
     source.stick(1, seconds=40.0)
     content = builder.build_change().content
-    assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ node 1 stuck: forward, 40 s"
+    assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ node 1 stuck: forward"
     assert content["notices"] == said  # a screen reader repeats an alert whenever its text changes
     source.stall_report, source.message = None, ""
     content = builder.build_change().content
@@ -425,12 +425,22 @@ def test_a_stall_is_sent_until_it_ends():
     assert [mark["kind"] for mark in builder.build_snapshot().content["marks"]] == ["stuck", "stuck"]
 
 
+def test_the_remedy_for_a_stopped_node_ends_with_its_loss():
+    source = FakeSource(ranks=4)
+    source.advance(30)
+    source.stick(1)
+    source.lose(1)
+    (notice,) = MessageBuilder(source).build_snapshot().content["notices"]
+    assert notice == {"kind": "lost", "text": "node 1 was lost at step 30; 3 nodes of 4 left"}
+    assert "stuck" not in run_text.format_run(source)
+
+
 def test_a_stall_of_all_nodes_is_shown_and_a_straggler_is_not_stuck():
     source = FakeSource(ranks=4)
     source.advance(30)
     source.stick(None, seconds=75.0)
     content = MessageBuilder(source).build_snapshot().content
-    assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ no node moves: 1 min 15 s"
+    assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ no node moves"
     assert content["notices"][0]["text"] == "no node moves. cluster.stacks() shows the position of all nodes"
     assert content["nodes_now"]["stuck"] == []
     source.stall_report = dataclasses.replace(source.stall_report, kind="straggler", rank=2)
@@ -913,6 +923,7 @@ def test_an_ended_run_has_a_picture_and_stays_live(notebook):
         assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
         assert "completed" in data["text/plain"]
         assert metadata["image/png"]["width"] > 500
+        assert "unconfined" not in metadata["image/png"]  # it would scroll in a narrow cell
     assert get_widget(source).comm is not None
 
 

@@ -27,6 +27,7 @@ from dtkit.dashboard.summary.timing import compute_step_timing, select_bars
 from dtkit.dashboard.summary.verdict import find_verdict
 from dtkit.dashboard.text import run_text
 from dtkit.history.scalars import ScalarRecord
+from dtkit.history.speed import compute_speed
 from dtkit.history.timeline import SPAN_DTYPE, Timeline, convert_simulation
 from dtkit.schedules.schedule import Schedule
 from dtkit.types import Evaluation, Event, State
@@ -171,7 +172,7 @@ def test_replaced_and_left_out_nodes_are_sent():
     ]  # of the last 50 steps
     for content in (change, later):
         nodes = next(tile for tile in content["tiles"] if tile["label"] == "nodes")
-        assert nodes == {"label": "nodes", "value": "3 / 3", "note": "was 4: 1 left out", "alert": False}
+        assert nodes == {"label": "nodes", "value": "3 / 3", "note": "was 4: 1 left out", "alert": False, "window": ""}
         assert content["notices"] == [{"kind": "fewer", "text": "3 nodes: 1 of 4 was lost and left out"}]
         assert (content["nodes_now"]["world"], content["nodes_now"]["lost"]) == (3, [])
 
@@ -678,7 +679,7 @@ def test_a_report_is_one_self_contained_file(tmp_path):
         assert f"<h2>{heading}</h2>" in page
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
     assert all(str(node.pid) in cells for node in source.nodes)
-    rates = [np.median(s.history.throughput()[1]) for s in (source, alone)]
+    rates = [compute_speed(run.history).samples_per_s for run in (source, alone)]
     assert f"{rates[0] / rates[1]:.2f}" in cells
     assert cells[cells.index("51") + 1] == "0.01"
     assert "learning rate 0.01 &lt;img" in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -256,6 +257,17 @@ def test_a_partition_is_shown_as_text_html_and_png(by: str) -> None:
     assert "class 2" in page
     assert 'src="data:image/png;base64,' in page
     assert part._repr_png_().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("world_size", "num_classes"), [(2, 10), (10, 2), (3, 4)])
+def test_tables_of_a_partition_are_narrow(world_size: int, num_classes: int) -> None:
+    part = Partition(300, world_size, by="stratified", labels=np.arange(300) % num_classes)
+    page = part._repr_html_()
+    heads = [head.count("<th ") for head in re.findall("<thead>(.*?)</thead>", page)]
+    assert heads == [3, 1 + min(world_size, num_classes)]
+    assert page.count(f">{300 // world_size // num_classes}</td>") >= world_size * num_classes
+    (narrowest,) = re.findall(r"min-width: (\d+)px", page)
+    assert int(narrowest) <= 460  # the width of a cell in a window of 600 px
 
 
 def test_the_figure_shows_rows_and_the_balance_of_classes() -> None:

@@ -286,7 +286,7 @@ def test_the_legend_hides_the_line_of_each_series():
     page = chart(Series("node 0", steps, steps, 0), Series("mean", steps, 2 * steps, None))
     for k in (0, 1):
         assert f'class="toggle{k}" checked' in page
-        assert re.search(rf'<polyline class="series \w+ line{k}"', page)
+        assert re.search(rf'<path class="series \w+ line{k}"', page)
 
 
 def test_a_loss_over_decades_has_a_logarithmic_axis_with_several_numbers():
@@ -317,9 +317,30 @@ def test_a_long_series_is_drawn_from_few_points_without_gaps():
 
 def read_heights(page: str) -> tuple[list[float], list[float]]:
     """Return the heights of the points of the line and of the band, in pixels from the top."""
-    (line,) = re.findall(r'<polyline class="series [^"]*" points="([^"]*)"', page)
-    (band,) = re.findall(r'<polygon class="band [^"]*" opacity="[^"]*" points="([^"]*)"', page) or [""]
-    return [[float(point.partition(",")[2]) for point in points.split()] for points in (line, band)]
+    (line,) = re.findall(r'<path class="series [^"]*" d="([^"]*)"', page)
+    (band,) = re.findall(r'<path class="band [^"]*" opacity="[^"]*" d="([^"]*)"', page) or [""]
+    return [[float(height) for height in re.findall(r",([\d.]+)", shape)] for shape in (line, band)]
+
+
+@pytest.mark.parametrize("num_steps", [40, 1000])
+def test_steps_without_rows_are_a_gap_in_line_and_band_of_the_report(num_steps):
+    steps = np.arange(float(num_steps))
+    values = np.where((steps > 0.4 * num_steps) & (steps < 0.6 * num_steps), np.nan, 1 + steps % 2)
+    page = chart(Series("node 1", steps, values, 0))
+    (line,) = re.findall(r'<path class="series [^"]*" d="([^"]*)"', page)
+    assert line.count("M") == 2
+    bands = re.findall(r'<path class="band [^"]*" opacity="[^"]*" d="([^"]*)"', page)
+    assert [band.count("M") for band in bands] == [2] * (num_steps > MAX_POINTS)
+    tips = read_tips(page)
+    assert tips[len(tips) // 2][1:] == []  # nothing is known there
+    assert "nan" not in page.lower()
+
+
+def test_a_single_known_step_between_gaps_is_a_dot():
+    steps = np.arange(9.0)
+    page = chart(Series("node 1", steps, np.array([1, 1, 1, np.nan, 1, np.nan, 1, 1, 1]), 0))
+    (line,) = re.findall(r'<path class="series [^"]*" d="([^"]*)"', page)
+    assert [part.endswith("h.01") for part in line.split("M")[1:]] == [False, True, False]
 
 
 def test_merged_steps_have_a_band_to_their_extremes_and_a_note():

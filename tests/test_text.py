@@ -41,6 +41,11 @@ class Terminal(io.StringIO):
         (formatting.format_duration, 43.2, "43 s"),
         (formatting.format_duration, 59.9, "1 min 0 s"),
         (formatting.format_duration, 3780, "1 h 3 min"),
+        (formatting.format_elapsed, 0.05, "0 s"),
+        (formatting.format_elapsed, 1.29, "1.2 s"),
+        (formatting.format_elapsed, 9.99, "9.9 s"),
+        (formatting.format_elapsed, 59.9, "59 s"),
+        (formatting.format_elapsed, None, "—"),
         (formatting.format_clock, 0.9, "0 s"),
         (formatting.format_clock, 125, "2 min 5 s"),
         (formatting.format_percent, 0.337, "34 %"),
@@ -105,12 +110,13 @@ def test_the_summary_has_state_metrics_and_a_line_for_each_node():
     source = FakeSource(ranks=4, name="Net")
     source.advance(101)
     source.advance(50, loss=0.5)
-    head, where, now, verdict, *nodes = run_text.format_run(source).splitlines()
+    head, where, now, verdict, note, *nodes = run_text.format_run(source).splitlines()
     assert verdict.startswith("→ computing is ")
     assert head == "Net · DataParallel() · running"
-    assert where == "step 151 of 400, epoch 1 of 2, 15 s, 12 s left"
-    assert now.startswith("loss 0.500, ")
+    assert where == "step 151 of 400, epoch 1 of 2, 15 s elapsed, 12 s left"
+    assert now.startswith("last 50 steps: loss 0.500, ")
     assert "samples/s" in now
+    assert note == "  each node: loss of the last step, samples/s without waiting (last 50 steps), memory"
     assert [line.split()[:4] for line in nodes] == [["node", str(k), "loss", "0.500"] for k in range(4)]
     assert nodes[3].endswith("318 MB  host0 cpu")
 
@@ -130,7 +136,7 @@ def test_the_summary_has_delays_stragglers_and_agreement():
     assert said[:2] == ["✓ parameters identical on 4 nodes, checked at step 40", "▼ node 1 slowed 2x on purpose"]
     assert re.fullmatch(r"▲ node 1 keeps the others waiting: \d\d % of node [023]'s step", said[2])
     assert said[3].startswith("→ without the straggler (node 1) 1.8 times as fast")
-    assert said[4].startswith("  node 0")
+    assert said[5].startswith("  node 0")
     source.consistency = ReplicaCheckResult(50, (2,), 40)
     progress = run_text.TextProgress(source, io.StringIO(), is_tty=False)
     assert "  ✕ node 2 differs since step 40: parameters are no longer equal" in progress.format_block()
@@ -159,13 +165,13 @@ def test_the_summary_has_stuck_and_left_out_nodes():
         "⊘ node 1 stuck: forward, 12 s. It is at train.py:12 in step. cluster.stacks() shows the position of all nodes"
     )
     assert progress.format_block()[2] == f"  {said}"
-    assert progress.format_block()[3].startswith("  node 0 ")  # the stall is shown once
+    assert progress.format_block()[4].startswith("  node 0 ")  # the stall is shown once
     source.stall_report = None
     source.shrink(3)
     source.advance(40)
     lines = run_text.format_run(source).splitlines()
     assert lines[3] == "○ 3 nodes: 1 of 4 was lost and left out"
-    assert [line.split()[:2] for line in lines[5:]] == [["node", str(k)] for k in range(3)]
+    assert [line.split()[:2] for line in lines[6:]] == [["node", str(k)] for k in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -193,14 +199,14 @@ def test_summary_of_many_nodes_is_shortened():
     source.advance(1)
     lines = run_text.format_run(source).splitlines()
     assert lines[-1] == "  and 241 more nodes"
-    assert len(lines) == 3 + 16
+    assert len(lines) == 4 + 16
 
 
 def test_a_stage_without_a_loss_has_a_dash_and_a_nan_loss_is_shown():
     source = FakeSource(ranks=4, stages=2)
     source.advance(1, loss=0.5)
-    _, _, now, *nodes = run_text.format_run(source).splitlines()
-    assert now.startswith("loss 0.500, ")
+    _, _, now, _, *nodes = run_text.format_run(source).splitlines()
+    assert now.startswith("last step: loss 0.500, ")
     assert [line.split()[3] for line in nodes] == ["—", "0.500", "—", "0.500"]
     source.advance(1, loss=float("nan"))
     notice, *_ = lines = run_text.format_run(source).splitlines()[3:]
@@ -262,9 +268,9 @@ def test_a_terminal_shows_one_block_with_the_log_above_it(screen):
     progress.close()
     shown = [line for line in read_screen(screen.getvalue()) if line]
     assert shown[0].endswith("[1] hello")
-    assert re.fullmatch(r"running +\S+ +step 2 of 400, epoch 1 of 2, 0 s, 12 s left", shown[1])
+    assert re.fullmatch(r"running +\S+ +step 2 of 400, epoch 1 of 2, 0.2 s elapsed, 12 s left", shown[1])
     assert shown[3] == "  validation at step 2: loss 0.500, accuracy 0.750"
-    assert [line.split()[:2] for line in shown[4:]] == [["node", "0"], ["node", "1"]]
+    assert [line.split()[:2] for line in shown[5:]] == [["node", "0"], ["node", "1"]]
     assert not any("validation loss" in line for line in shown)  # the line on the last validation is updated instead
     assert "\x1b[1;32mrunning" in screen.getvalue()
     assert screen.getvalue().endswith("\x1b[?25h")  # the cursor is back

@@ -15,6 +15,7 @@ from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.verdict import MIN_STEPS, find_shown_verdict, find_verdict
 from dtkit.dashboard.text.run_text import TextProgress, format_run
 from dtkit.history.history import ROW_DTYPE, History
+from dtkit.types import State
 from tests.support.fake_source import FakeSource
 
 SPEC = FakeSource(ranks=2).spec
@@ -163,6 +164,37 @@ def test_no_node_is_marked_while_the_page_says_none_is_slowest():
         now[0] += timeouts.VERDICT_HOLD_S / 2
     assert marked[0] == []
     assert marked[-1] == [1]
+
+
+def test_marks_of_a_slow_node_come_and_go_with_the_verdict_on_it():
+    source, now = FakeSource(ranks=2), [0.0]
+    source.advance(100)
+    builder = MessageBuilder(source, clock=lambda: now[0])
+    assert builder.build_snapshot().content["nodes_now"]["slow"] == []
+    seen = []
+    for slowness in [{1: 2.0}] * 6 + [{}] * 6:
+        source.slowness = slowness
+        source.advance(60)
+        now[0] += timeouts.VERDICT_INTERVAL_S
+        slow = builder.build_change().content["nodes_now"]["slow"]
+        shown = builder._steady_verdict.shown
+        assert slow == [1] * (shown.cause == "straggler")
+        seen.append(shown.cause)
+    assert (seen[0], seen[5], seen[6], seen[-1]) == ("computing", "straggler", "straggler", "computing")
+
+
+def test_a_paused_run_has_the_verdict_on_its_last_steps():
+    source, now = FakeSource(ranks=2), [0.0]
+    source.advance(100)
+    builder = MessageBuilder(source, clock=lambda: now[0])
+    builder.build_snapshot()
+    source.slowness = {1: 2.0}
+    source.advance(60)
+    now[0] += 0.1
+    source.state = State.PAUSED  # no later message comes
+    content = builder.build_change().content
+    assert "without the straggler (node 1)" in content["verdict"]["text"]
+    assert content["nodes_now"]["slow"] == [1]
 
 
 def test_no_node_is_marked_in_text_beside_a_line_that_says_none_is_slowest():

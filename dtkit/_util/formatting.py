@@ -62,6 +62,16 @@ def format_clock(seconds: float) -> str:
     return _format_long_duration(max(0, int(seconds)))
 
 
+def format_elapsed(seconds: float | None) -> str:
+    """Return how long a run took, the same in every view: ``4.2 s``, ``43 s``, ``2 min 5 s``, ``1 h 3 min``.
+
+    It is rounded down, as a clock shows it: a view that counts does not jump back when the run ends.
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    return f"{int(10 * seconds) / 10:.1f} s" if 0.1 <= seconds < 10 else format_clock(seconds)
+
+
 def _format_long_duration(seconds_total: int) -> str:
     """Return whole seconds in their two largest units."""
     minutes, seconds = divmod(seconds_total, 60)

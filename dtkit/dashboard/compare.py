@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.summary.comparison import ComparisonRow
     from dtkit.dashboard.written_report import WrittenReport
-    from dtkit.types import RunSpec
+    from dtkit.types import RunSpec, Status
 
 _MAX_LABEL_CHARS = 60
 
@@ -55,6 +55,12 @@ class Comparable(Protocol):
     def history(self) -> History:
         """Records of every rank and step."""
         ...
+
+
+@runtime_checkable
+class _HasStatus(Protocol):
+    @property
+    def status(self) -> Status: ...
 
 
 class Comparison:
@@ -84,7 +90,8 @@ class Comparison:
     @property
     def rows(self) -> list[ComparisonRow]:
         """A row for each run, as of now."""
-        return [make_row(*item) for item in zip(self.labels, self.histories, self._strategies, strict=True)]
+        elapsed = [run.status.elapsed_s if isinstance(run, _HasStatus) else None for run in self.runs]
+        return [make_row(*item) for item in zip(self.labels, self.histories, self._strategies, elapsed, strict=True)]
 
     def figure(self) -> Figure:
         """Return loss against steps, time, and bytes where they differ, and each metric, as a matplotlib Figure."""

@@ -69,8 +69,7 @@ def make_static_output(run: RunView) -> Output:
 
     figure = draw_run(run)
     png = base64.b64encode(render_notebook_png(figure)).decode("ascii")
-    # "unconfined" is JupyterLab's: the picture scrolls in a narrow cell, where a smaller one could not be read.
-    metadata = {"image/png": {"width": get_css_width(figure), "unconfined": True}}
+    metadata = {"image/png": {"width": get_css_width(figure)}}  # or as wide as a narrower cell
     return {"image/png": png, "text/plain": run_text.format_run(run)}, metadata
 
 

@@ -6,8 +6,10 @@ as typed, the model, nodes, learning rates, events and versions.
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import importlib.metadata
+import math
 import platform
 import subprocess
 import time
@@ -38,6 +40,7 @@ from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
 from dtkit.dashboard.written_report import WrittenReport, check_folder, make_file_name
 from dtkit.errors import FULL_HINT, UserCodeError
+from dtkit.history.speed import compute_speed
 from dtkit.types import State
 
 if TYPE_CHECKING:
@@ -118,7 +121,10 @@ def _format_error(error: BaseException) -> Iterator[str]:
 
 def _iterate_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
     """Return the headline numbers: the best of loss and metrics, speed, duration, and the cost against one process."""
-    history, metrics = run.history, compute_run_metrics(run.history, run.spec.world_size)
+    history, rate = run.history, compute_speed(run.history).samples_per_s
+    metrics = compute_run_metrics(history, run.spec.world_size)
+    if math.isfinite(rate):
+        metrics = dataclasses.replace(metrics, throughput=rate)
     if metrics.loss is not None:
         yield "training loss", formatting.format_loss(make_row("", history, "").loss), "mean of the last 20 steps"
     for name in ["loss", *list_metric_names(history)]:
@@ -126,21 +132,21 @@ def _iterate_cards(run: RunView, single_process: History | None) -> Iterator[tup
         if best is not None:
             word = "lowest" if is_better_lower(name) else "highest"
             yield f"validation {name}", formatting.format_loss(best[1]), f"{word}, at step {best[0]:,}"
-    yield "throughput", formatting.format_rate(_compute_median_throughput(history)), "samples/s in the median step"
+    yield "throughput", formatting.format_rate(rate), "samples/s over all steps"
     efficiency = compute_efficiency(run, metrics)
     if efficiency is not None and efficiency.tokens_per_s is not None:
         yield "tokens", formatting.format_rate(efficiency.tokens_per_s), "tokens/s"
     if efficiency is not None and efficiency.mfu is not None:
         yield "MFU", formatting.format_percent(efficiency.mfu), efficiency.mfu_note
-    yield "duration", formatting.format_duration(run.status.elapsed_s), f"{run.status.step:,} steps"
+    yield "duration", formatting.format_elapsed(run.status.elapsed_s), f"{run.status.step:,} steps, without pauses"
     yield from _iterate_cost_cards(run, single_process)
 
 
 def _iterate_cost_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
     """Return the speed-up over one process and what a sample costs, or how to measure them."""
     if single_process is not None:
-        ratio = _compute_median_throughput(run.history) / _compute_median_throughput(single_process)
-        source = "median step of both histories"
+        ratio = compute_speed(run.history).samples_per_s / compute_speed(single_process).samples_per_s
+        source = "samples/s over all steps of both histories"
     elif run.step_times is not None:
         if not run.step_times.are_comparable(run.spec.world_size):
             yield "cost against one process", formatting.UNKNOWN, "other programs used the processors of run.verify()"
@@ -211,7 +217,7 @@ def _format_scaling_if_given(run: RunView, single_process: History | None) -> It
 def _format_scaling(run: RunView, single_process: History) -> Iterator[str]:
     """Compare the throughput with that of one process."""
     num_ranks = run.spec.world_size
-    throughput, single_throughput = _compute_median_throughput(run.history), _compute_median_throughput(single_process)
+    throughput, single_throughput = (compute_speed(history).samples_per_s for history in (run.history, single_process))
     speed_up = throughput / single_throughput
     nodes = formatting.format_count(num_ranks, "node")
     rows = [
@@ -225,14 +231,7 @@ def _format_scaling(run: RunView, single_process: History) -> Iterator[str]:
     ]
     yield "<h2>Speed-up over one process</h2>"
     yield format_table(Table(("", "samples/s", "speed-up", "of the ideal"), rows, {""}))
-    yield "<p>Medians over the steps. The ideal is the speed of one process times the number of nodes.</p>"
-
-
-def _compute_median_throughput(history: History) -> float:
-    """Return samples per second of all ranks in the median step, because single steps may be disturbed."""
-    totals = history.totals()
-    timed = totals[totals["step_s"] > 0]
-    return float(np.median(timed["samples"] / timed["step_s"])) if len(timed) else float("nan")
+    yield "<p>Means over all steps but the first. The ideal is the speed of one process times the number of nodes.</p>"
 
 
 def _format_nodes(run: RunView) -> Iterator[str]:

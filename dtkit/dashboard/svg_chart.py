@@ -64,7 +64,7 @@ class Series:
     """A line, and a band from `low` to `high` where each value is the mean of `merged` steps; `band` is its name.
 
     Its `color` is a number, or None for the dashed line over all. Values that are `exact`, such as evaluations, are
-    never averaged, and have dots where they are few.
+    never averaged, and have dots where they are few. NaN in the others is a gap: rows that went with an engine.
     """
 
     label: str
@@ -137,23 +137,36 @@ def _describe_merged(series: Sequence[Series]) -> str:
 
 def _thin_out(series: Series) -> Series:
     """Return the series without what can't be drawn, and at most ``MAX_POINTS`` points."""
-    known = np.isfinite(series.x) & np.isfinite(series.y)
-    x, y, low, high = (
-        None if values is None else np.asarray(values[known], float)
-        for values in (series.x, series.y, series.low, series.high)
-    )
-    assert x is not None
-    assert y is not None
-    if series.exact:
-        kept = _choose_extremes(y)
+    placed = np.isfinite(series.x)
+    x, y = series.x[placed].astype(float), np.where(np.isfinite(series.y), series.y, np.nan)[placed]
+    known = np.flatnonzero(np.isfinite(y))
+    if series.exact or not len(known):
+        kept = known[_choose_extremes(y[known])]
         return dataclasses.replace(series, x=x[kept], y=y[kept])
-    width = -(-len(x) // MAX_POINTS)
-    if width > 1:
-        first = np.arange(0, len(x), width)
-        count = np.diff(np.append(first, len(x)))
-        low, high = np.minimum.reduceat(y, first), np.maximum.reduceat(y, first)
-        x, y = np.add.reduceat(x, first) / count, np.add.reduceat(y, first) / count
-    return dataclasses.replace(series, x=x, y=y, low=low, high=high, merged=series.merged * width)
+    inner = slice(known[0], known[-1] + 1)
+    low, high = (None if edge is None else edge[placed][inner].astype(float) for edge in (series.low, series.high))
+    cut = dataclasses.replace(series, x=x[inner], y=y[inner], low=low, high=high)
+    return _merge_neighbors(cut, -(-len(cut.x) // MAX_POINTS))
+
+
+def _merge_neighbors(series: Series, width: int) -> Series:
+    """Return the means of each `width` values; NaN where none of them is known."""
+    if width == 1:
+        return series
+    x, y, first = series.x, series.y, np.arange(0, len(series.x), width)
+    count = np.add.reduceat(np.isfinite(y).astype(float), first)
+    mean = np.full(len(first), np.nan)
+    np.divide(np.add.reduceat(np.nan_to_num(y), first), count, out=mean, where=count > 0)
+    return dataclasses.replace(
+        series, x=np.add.reduceat(x, first) / np.diff(np.append(first, len(x))), y=mean,
+        low=np.fmin.reduceat(y, first), high=np.fmax.reduceat(y, first), merged=series.merged * width,
+    )  # fmt: skip
+
+
+def _split_at_gaps(values: np.ndarray) -> list[np.ndarray]:
+    """Return the indices of each part without a gap."""
+    known = np.flatnonzero(np.isfinite(values))
+    return np.split(known, np.flatnonzero(np.diff(known) > 1) + 1)
 
 
 def _choose_extremes(values: np.ndarray) -> np.ndarray:
@@ -178,10 +191,10 @@ class _Frame:
     @classmethod
     def around(cls, series: Sequence[Series], *, from_zero: bool, is_log: bool) -> _Frame:
         x = np.concatenate([line.x for line in series])
-        low = min(float((line.y if line.low is None else line.low).min()) for line in series)
-        high = max(float((line.y if line.high is None else line.high).max()) for line in series)
+        low = min(float(np.nanmin(line.y if line.low is None else line.low)) for line in series)
+        high = max(float(np.nanmax(line.y if line.high is None else line.high)) for line in series)
         if is_log:  # all values are positive, but a band of merged steps may reach further
-            low = max(low, min(float(line.y.min()) for line in series) / 10)
+            low = max(low, min(float(np.nanmin(line.y)) for line in series) / 10)
             return cls(float(x.min()), float(x.max()), low / 1.15, high * 1.15, is_log=True)
         low = min(0.0, low) if from_zero else low
         margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
@@ -224,19 +237,26 @@ def _draw_band(frame: _Frame, series: Series, index: int, opacity: float) -> str
     """Draw the range of the merged values; overlapping bands share the opacity of one."""
     if series.merged == 1 or series.low is None or series.high is None:
         return ""
-    edges = [*zip(series.x, series.high, strict=True), *zip(series.x[::-1], series.low[::-1], strict=True)]
-    points = " ".join(f"{frame.place_x(x):.1f},{frame.place_y(y):.1f}" for x, y in edges)
-    return f'<polygon class="band {series.css_class} line{index}" opacity="{opacity:.2f}" points="{points}"/>'
+    shape = ""
+    for part in _split_at_gaps(series.y):
+        edges = [(k, series.high[k]) for k in part] + [(k, series.low[k]) for k in part[::-1]]
+        points = "L".join(f"{frame.place_x(series.x[k]):.1f},{frame.place_y(y):.1f}" for k, y in edges)
+        shape += f"M{points}Z"
+    return f'<path class="band {series.css_class} line{index}" opacity="{opacity:.2f}" d="{shape}"/>'
 
 
 def _draw_series(frame: _Frame, series: Series, index: int) -> str:
-    places = [(frame.place_x(x), frame.place_y(y)) for x, y in zip(series.x, series.y, strict=True)]
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    line = f'<polyline class="series {series.css_class} line{index}" points="{points}"/>'
+    shape, places = "", []
+    for part in _split_at_gaps(series.y):
+        points = [f"{frame.place_x(series.x[k]):.1f},{frame.place_y(series.y[k]):.1f}" for k in part]
+        shape += "M" + "L".join(points) + ("h.01" if len(points) == 1 else "")  # a dot, with round caps
+        places += points
+    line = f'<path class="series {series.css_class} line{index}" d="{shape}"/>'
     if len(places) > (_MAX_DOTS if series.exact else 1):
         return line
+    centers = (place.split(",") for place in places)
     return line + "".join(
-        f'<circle class="dot {series.css_class} line{index}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places
+        f'<circle class="dot {series.css_class} line{index}" cx="{x}" cy="{y}" r="3"/>' for x, y in centers
     )
 
 
@@ -273,10 +293,12 @@ def _choose_positions(series: Sequence[Series]) -> np.ndarray:
 
 
 def _read_at(series: Series, x: float, reach: float, format_y: Callable[[float], str]) -> str:
-    """Return the value at the point next to `x`, with its range; an empty text beyond the ends of the series."""
+    """Return the value at the point next to `x`, with its range; an empty text in a gap, and beyond the ends."""
     if not series.x[0] - reach <= x <= series.x[-1] + reach:
         return ""
     k = int(np.argmin(np.abs(series.x - x)))
+    if not np.isfinite(series.y[k]):
+        return ""
     value = format_y(float(series.y[k]))
     if series.merged == 1 or series.low is None or series.high is None:
         return value

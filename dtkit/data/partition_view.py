@@ -43,21 +43,32 @@ def draw_partition(partition: Partition) -> Figure:
 
 
 def format_html(partition: Partition) -> str:
-    """Return the headline, the note and a table of ranks as HTML."""
+    """Return the headline, the note and tables of ranks and of classes as HTML."""
     shown_ranks = min(partition.world_size, _MAX_SHOWN_RANKS)
-    header = ["node", "rows", "share", *(f"class {name}" for name in _get_shown_classes(partition))]
     rows = [_format_row(partition, rank) for rank in range(shown_ranks)]
+    tables = [Table(["node", "rows", "share"], rows), *_make_class_table(partition, shown_ranks)]
+    shown = "".join(f'<div style="overflow-x: auto">{table.to_html()}</div>' for table in tables)
     more = f"<p>and {partition.world_size - shown_ranks} more nodes</p>" if partition.world_size > shown_ranks else ""
     note = f"<p>{html.escape(formatting.name_nodes(partition.note))}</p>" if partition.note else ""
-    return f"<p>{html.escape(partition.format_headline())}</p>{note}{Table(header, rows).to_html()}{more}"
+    return f"<p>{html.escape(partition.format_headline())}</p>{note}{shown}{more}"
 
 
 def _format_row(partition: Partition, rank: int) -> list[str]:
     size = partition.sizes[rank]
-    cells = [str(rank), f"{size:,}", f"{100 * size / partition.n:.1f} %"]
-    if partition.class_counts is not None and _get_shown_classes(partition):
-        cells += map(str, partition.class_counts[rank].tolist())
-    return cells
+    return [str(rank), f"{size:,}", f"{100 * size / partition.n:.1f} %"]
+
+
+def _make_class_table(partition: Partition, shown_ranks: int) -> list[Table]:
+    """Return the rows of each class by node, if there are labels: turned so that the table is narrow."""
+    classes = _get_shown_classes(partition)
+    if partition.class_counts is None or not classes:
+        return []
+    names, nodes = [f"class {name}" for name in classes], [f"node {rank}" for rank in range(shown_ranks)]
+    counts = partition.class_counts[:shown_ranks]
+    if len(names) > len(nodes):
+        names, nodes, counts = nodes, names, counts.T
+    rows = [[node, *(f"{count:,}" for count in line)] for node, line in zip(nodes, counts.tolist(), strict=True)]
+    return [Table(["", *names], rows, {""})]
 
 
 def _get_shown_classes(partition: Partition) -> tuple[Any, ...]:

@@ -52,13 +52,16 @@ class StallReport:
         return self.kind, self.rank, self.phase, self.step
 
 
+STOPPED_WORDS = "is stopped (SIGSTOP)"
+"""Words on a process that was stopped, in the text of its report."""
+
 _SHOW_STACKS_HINT = "cluster.stacks() shows the position of all ranks"
 _INTERRUPT_HINT = f"{_SHOW_STACKS_HINT}; cluster.interrupt() ends their calls"
 _PHASE_NAMES = {IDLE: "no call", "call": "the call", "collective": "a collective", "step": "a step"}
 _KEEPS_WAITING_TEXT = "rank {rank} keeps {others} waiting: it "
 _TEXT_BY_CAUSE = {  # cause -> (reason, remedy)
     "stopped": (
-        "rank {rank} is stopped (SIGSTOP) and was last seen in {place}; the others wait for it",
+        f"rank {{rank}} {STOPPED_WORDS} and was last seen in {{place}}; the others wait for it",
         "`kill -CONT {pid}` on {host} lets it go on",
     ),
     "ended": (

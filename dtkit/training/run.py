@@ -7,6 +7,7 @@ decisions made from them. The *job* on the engines has model, optimizer and posi
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util.arguments import hide_frames_of_methods, suggest_arguments
@@ -15,6 +16,7 @@ from dtkit._util.completion import hide_from_completion
 from dtkit._util.deadline import Deadline
 from dtkit.errors import RunError
 from dtkit.history.history import History
+from dtkit.history.speed import compute_speed
 from dtkit.history.workload import EFFICIENCY_STEPS, Efficiency
 from dtkit.training import profiling
 from dtkit.training.driver import Driver
@@ -340,10 +342,8 @@ class Run(ShownRun):
         if workload is None:
             workload = self.history.workload = self._job.measure_workload(timeout)
             self._notify()
-        totals = self.history.totals(self.history.num_steps - EFFICIENCY_STEPS)
-        seconds = float(totals["step_s"].sum())
-        rate = float(totals["samples"].sum()) / seconds if seconds else 0.0
-        return Efficiency(workload, rate, self.spec.world_size)
+        rate = compute_speed(self.history, EFFICIENCY_STEPS).samples_per_s
+        return Efficiency(workload, rate if math.isfinite(rate) else 0.0, self.spec.world_size)
 
     def placement(self, *, timeout: float | None = None) -> Any:
         """Return a table of the part of the model that each rank holds under the strategy.

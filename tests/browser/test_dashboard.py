@@ -528,12 +528,40 @@ def test_stop_asks_once_and_a_bad_learning_rate_is_refused(page: Page):
     stop.click()
     assert [message["command"] for message in view.sent] == ["stop"]
     rate.fill("-1")
-    expect(view.root.get_by_test_id("lr-unsent")).to_be_visible()
+    expect(view.root.get_by_test_id("lr-unsent")).to_have_text("Enter sends it")
     rate.press("Enter")
-    expect(view.root.get_by_role("alert").filter(has_text="must be a number, at least 0")).to_be_visible()
+    expect(view.root.locator(".dtk-answer .dtk-refusal")).to_contain_text("must be a number of 0 or more")
     rate.press("Escape")
     expect(view.root.get_by_test_id("lr-unsent")).to_be_hidden()
+    expect(view.root.locator(".dtk-answer .dtk-refusal")).to_have_text("")
     assert len(view.sent) == 1
+
+
+def test_a_refused_learning_rate_is_marked_and_has_no_check_mark(page: Page):
+    run = make_source(2)
+    view = StaticView(page, run)
+    rate, answer = view.root.get_by_test_id("lr"), view.root.locator(".dtk-answer")
+    view.report_effect("resumed at step 50 on all nodes")
+    expect(answer).to_contain_text("✓ resumed at step 50")
+    rate.fill("-3")
+    rate.press("Enter")
+    text = "✕ -3 is not a learning rate: it must be a number of 0 or more, such as 0.01. It stays 0.01."
+    assert (answer.inner_text()).strip() == text
+    expect(rate).to_have_attribute("aria-invalid", "true")
+    expect(view.root.get_by_test_id("lr-unsent")).to_have_text("✕ not sent")
+    view.root.get_by_test_id("scale").focus()  # and the box shows the rate in use
+    expect(rate).to_have_value("0.01")
+    expect(rate).to_have_attribute("aria-invalid", "false")
+    expect(answer).to_contain_text("-3 is not a learning rate")
+    view.report_effect("paused at step 50 on all nodes")
+    assert (answer.inner_text()).strip() == "✓ paused at step 50 on all nodes"
+    assert "dispatch" not in (rate.get_attribute("title") or "")
+    rate.fill("-3")
+    rate.press("Enter")
+    expect(answer).to_contain_text("-3 is not a learning rate")
+    run.end()
+    view.update()
+    expect(answer).not_to_contain_text("learning rate")
 
 
 def test_run_that_has_not_started_is_ready(page: Page):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 
@@ -10,6 +11,7 @@ from playwright.sync_api import Locator, Page, expect
 
 import dtkit
 from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
+from dtkit.dashboard.summary.curves import MAX_BUCKETS
 from dtkit.errors import EngineError
 from dtkit.types import Evaluation, Event, Failure, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
@@ -58,6 +60,24 @@ def test_stuck_node_is_in_the_head(page: Page):
     expect(view.root.get_by_test_id("verdict")).to_have_css("list-style-type", "none")  # there is nothing to unfold
     expect(view.root.locator(".dtk-chip")).to_have_text(re.compile(r"^⊘ stuck: node 1 in forward, 1\d s$"))
     expect(view.root.locator(".dtk-ends")).not_to_contain_text("left")
+
+
+def test_a_stopped_node_is_stopped_in_all_words_and_its_remedy_stays_whole(page: Page):
+    page.set_viewport_size({"width": 800, "height": 900})
+    run = make_run()
+    view = StaticView(page, run)
+    run.stick(1)
+    assert run.stall_report is not None
+    for length in (0, 4, 8, 12, 16, 20):  # the command comes at several places of a line
+        remedy = f"{'x' * length} `kill -CONT 12345` on host0 lets it go on"
+        run.stall_report = dataclasses.replace(run.stall_report, is_stopped=True, remedy=remedy)
+        view.update()
+        command = view.root.get_by_test_id("alert").locator(".dtk-command")
+        expect(command).to_have_text("`kill -CONT 12345`")
+        assert command.evaluate("(el) => el.getClientRects().length === 1 && el.offsetHeight < 30")
+    expect(view.root.locator(".dtk-chip")).to_contain_text("⊘ stopped: node 1")
+    button = view.root.get_by_test_id("nodes-table").locator("tr[data-rank='1'] button")
+    expect(button).to_have_attribute("aria-label", "highlight node 1, stopped")
 
 
 def test_paused_run_without_a_verdict_has_no_line_for_it(page: Page):
@@ -291,6 +311,38 @@ def test_a_sidebar_cuts_no_number(page: Page):
     run.stick(1)
     view.update()
     assert list_overflowing(page) == []
+
+
+@pytest.mark.parametrize("steps", [40, 400])
+def test_steps_without_rows_are_a_gap_in_line_and_band(page: Page, steps: int):
+    run = FakeSource(ranks=3, steps=3 * steps)
+    run.advance(steps)
+    run.lose(1)
+    run.advance(steps)  # without rows of node 1
+    run.event("repair", "node 1 replaced")
+    run.advance(steps)
+    chart = StaticView(page, run).root.get_by_test_id("loss-chart")
+    drawn = {k: (chart.locator(f"path.dtk-line[data-rank='{k}']").get_attribute("d") or "").count("M") for k in (0, 1)}
+    assert drawn == {0: 1, 1: 2}
+    bands = {k: (chart.locator(f"path.dtk-band.dtk-n{k}").get_attribute("d") or "").count("M") for k in (0, 1)}
+    assert bands == ({0: 1, 1: 2} if 3 * steps > MAX_BUCKETS else {0: 0, 1: 0})
+
+
+def test_a_narrow_head_and_its_tiles_keep_all_words_in_few_lines(page: Page):
+    page.set_viewport_size({"width": 480, "height": 900})
+    run = FakeSource(ranks=2, steps=1_000_000)
+    run.remaining_s = 2320.0
+    run.advance(1)
+    view = StaticView(page, run)
+    tile = view.root.get_by_test_id("tiles").locator(".dtk-tile").nth(1)
+    before = tile.bounding_box()
+    run.advance(60)
+    view.update()
+    expect(tile).to_contain_text("spread 0.")
+    assert tile.bounding_box() == before  # the charts below stay where they are
+    texts = view.root.locator(".dtk-ends > span")
+    expect(texts.last).to_contain_text("38 min")
+    assert texts.evaluate_all("(all) => all.every((el) => el.scrollWidth <= el.clientWidth)")
 
 
 def test_names_of_short_runs_are_at_the_ends_of_their_lines(page: Page):

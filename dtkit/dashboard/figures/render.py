@@ -16,7 +16,7 @@ from dtkit.dashboard.figures.neutral import make_neutral, shrink_png
 
 _DPI = 160
 _CSS_PIXELS_PER_INCH = 92
-_MIN_SCALE = 0.75  # a smaller text could not be read, so a narrower place scrolls
+_MIN_SCALE = 0.55  # a run or a partition fits a window of 600 px; of wider figures, smaller texts can't be read
 
 
 def create_figure(width: float, height: float) -> Figure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,12 @@ def _describe_learning_rate(current: float, previous: float) -> str:
 
 
 def _wrap_line(line: str) -> list[str]:
-    return textwrap.wrap(line, _TITLE_LINE_CHARS, subsequent_indent="    ", drop_whitespace=False)
+    # No line breaks within a `command`.
+    whole = re.sub(r"`[^`]+`", lambda command: command[0].replace(" ", "\u00a0"), line)
+    wrapped = textwrap.wrap(
+        whole, _TITLE_LINE_CHARS, subsequent_indent="    ", drop_whitespace=False, break_on_hyphens=False
+    )
+    return [part.replace("\u00a0", " ") for part in wrapped]
 
 
 def _draw_title(figure: Figure, title: list[str], lines: Sequence[tuple[str, str]], title_height: float) -> None:
@@ -187,6 +193,7 @@ def _format_title(run: RunView) -> str:
             formatting.sanitize_text(spec.strategy, 60),
             formatting.format_count(spec.world_size, "node") + left_out,
             name_state(run),
-            f"{status.step:,} of {status.steps:,} steps",
+            f"{status.step:,} of {status.steps:,} steps"
+            + (f" in {formatting.format_elapsed(status.elapsed_s)}".replace(" ", "\u00a0") if status.step else ""),
         )
     )

@@ -22,6 +22,7 @@ from dtkit.dashboard.summary.notices import MARKED_EVENTS
 from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.ticks import choose_log_ticks
 from dtkit.dashboard.summary.timing import format_nodes
+from dtkit.health.stall_report import STOPPED_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -210,9 +211,14 @@ def draw_band(ax: Axes, steps: np.ndarray, values: np.ndarray, color: str, alpha
 
 
 def _draw_line(ax: Axes, steps: np.ndarray, values: np.ndarray, label: str, **style: Any) -> None:
-    """Draw the mean of each bucket, as dots where there are too few for a line."""
-    marker = "o" if np.isfinite(values[:, 1]).sum() < 3 else ""
-    ax.plot(steps, values[:, 1], marker=marker, markersize=4, label=label, gid=label, **style)
+    """Draw the mean of each bucket, with a gap where it is unknown, and dots where there are too few for a line."""
+    known = np.isfinite(values[:, 1])
+    neighbors = np.pad(known, 1)
+    alone = known if known.sum() < 3 else known & ~neighbors[:-2] & ~neighbors[2:]
+    ax.plot(
+        steps, values[:, 1], marker="o", markersize=4, markevery=[int(k) for k in np.flatnonzero(alone)], label=label,
+        gid=label, **style,
+    )  # fmt: skip
 
 
 def collect_line_labels(ax: Axes) -> list[tuple[str, float, str]]:
@@ -316,12 +322,18 @@ def mark_events(ax: Axes, events: Sequence[Event]) -> None:
 
 def describe_event_marks(events: Sequence[Event]) -> str:
     """Return a legend of the marks of these events, with their nodes; an empty text without marks."""
-    ranks_by_kind: dict[str, set[int]] = {}
+    ranks_by_text: dict[tuple[str, str], set[int]] = {}
     for event in events:
         if event.kind in MARKED_EVENTS:
-            ranks_by_kind.setdefault(event.kind, set()).update(() if event.rank is None else {event.rank})
-    nodes = {kind: f"{format_nodes(sorted(ranks))} " if ranks else "" for kind, ranks in ranks_by_kind.items()}
-    return "   ".join(f"{EVENT_GLYPHS[kind]} {nodes[kind]}{_EVENT_WORDS[kind]}" for kind in ranks_by_kind)
+            ranks = ranks_by_text.setdefault((EVENT_GLYPHS[event.kind], _name_event(event)), set())
+            ranks.update(() if event.rank is None else {event.rank})
+    nodes = [f"{format_nodes(sorted(ranks))} " if ranks else "" for ranks in ranks_by_text.values()]
+    return "   ".join(f"{glyph} {name}{word}" for (glyph, word), name in zip(ranks_by_text, nodes, strict=True))
+
+
+def _name_event(event: Event) -> str:
+    """Return the word for an event. A stall may be that of a process that was stopped."""
+    return "stopped" if event.kind == "stuck" and STOPPED_WORDS in event.text else _EVENT_WORDS[event.kind]
 
 
 def get_last_value(buckets: CurveBuckets) -> float:

@@ -44,7 +44,7 @@ from dtkit.dashboard.summary.notices import MARKED_EVENTS, collect_notices, list
 from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.summary.stall import find_stall
-from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
+from dtkit.dashboard.summary.steady_verdict import SteadyVerdict, is_at_rest
 from dtkit.dashboard.summary.step_strip import BOX_KINDS, make_step_strip
 from dtkit.dashboard.summary.timing import PHASES, select_bars
 from dtkit.dashboard.summary.verdict import find_shown_verdict
@@ -238,6 +238,7 @@ class MessageBuilder:
                 "world": run.spec.world_size,
                 "lost": sorted(self._lost_nodes),
                 "stuck": stuck_ranks,
+                "stopped": stuck_ranks if stall and stall.is_stopped else [],
                 "outliers": self._outliers,
                 "slow": list(self._metrics.timing.straggler.ranks) if self._metrics.timing.straggler else [],
                 "slowed": sorted(run.delay_factors),
@@ -249,18 +250,17 @@ class MessageBuilder:
 
     def _build_verdict(self, *, changed_only: bool) -> dict[str, Any]:
         """Return the verdict on the last seconds; empty if the page already has it."""
-        now, steady, has_ended = self._clock(), self._steady_verdict, self._run.status.state.has_ended
-        before = steady.shown
+        now, steady = self._clock(), self._steady_verdict
+        before, is_last = steady.shown, is_at_rest(self._run.status.state)
         if self._run.exception is not None or self._lost_nodes or self._run.stall_report is not None:
             steady.update(None, now)
             self._verdict_due_at = now  # no later change may come to take it back
-        elif now >= self._verdict_due_at or has_ended:  # the last word is that of run.verdict
-            steady.update(find_shown_verdict(self._run), now, is_final=has_ended)
+        elif now >= self._verdict_due_at or is_last:  # the last word is that of run.verdict
+            steady.update(find_shown_verdict(self._run), now, is_final=is_last)
             self._verdict_due_at = now + timeouts.VERDICT_INTERVAL_S
-        verdict = steady.shown
-        if changed_only and verdict == before:
+        if changed_only and steady.shown == before:
             return {}
-        return {"verdict": verdict and {"text": verdict.text, "arithmetic": verdict.arithmetic}}
+        return {"verdict": (verdict := steady.shown) and {"text": verdict.text, "arithmetic": verdict.arithmetic}}
 
     def _build_nodes(self) -> list[dict[str, Any]]:
         self._sent_nodes = list(self._run.nodes)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS, compute_mean_loss
+from dtkit.history.speed import compute_speed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,17 +35,18 @@ class ComparisonRow:
     sent_bytes: float
     bytes_per_step: float
     samples_per_s: float
+    """Over all steps but the first, as the report has it."""
     seconds: float
-    """Sum of the steps' times, without the time between dispatches."""
+    """How long the run took, without pauses; of a history alone, the sum of its steps."""
     best: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Best validation of each metric, the loss included."""
 
 
-def make_row(label: str, history: History, strategy: str) -> ComparisonRow:
-    """Return the totals of a history."""
+def make_row(label: str, history: History, strategy: str, elapsed_s: float | None = None) -> ComparisonRow:
+    """Return the totals of a history, of a run that took `elapsed_s`."""
     totals = history.totals()
     num_ranks = int(totals["ranks"].max(initial=0))
-    seconds, sent_bytes = float(totals["step_s"].sum()), float(totals["sent_bytes"].sum()) / max(1, num_ranks)
+    sent_bytes = float(totals["sent_bytes"].sum()) / max(1, num_ranks)
     return ComparisonRow(
         label=label,
         strategy=strategy,
@@ -53,8 +55,8 @@ def make_row(label: str, history: History, strategy: str) -> ComparisonRow:
         loss=compute_mean_loss(totals[-FINAL_LOSS_STEPS:]),
         sent_bytes=sent_bytes,
         bytes_per_step=sent_bytes / len(totals) if len(totals) else math.nan,
-        samples_per_s=float(totals["samples"].sum()) / seconds if seconds > 0 else math.nan,
-        seconds=seconds,
+        samples_per_s=compute_speed(history).samples_per_s,
+        seconds=float(totals["step_s"].sum()) if elapsed_s is None else elapsed_s,
         best={name: best[1] for name in _list_names(history) if (best := find_best_evaluation(history, name))},
     )
 

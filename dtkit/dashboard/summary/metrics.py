@@ -12,9 +12,10 @@ from dtkit._util import formatting
 from dtkit.dashboard.summary.activity import find_activity
 from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
-from dtkit.dashboard.summary.stall import find_stall, format_short
+from dtkit.dashboard.summary.stall import find_stall, format_place
 from dtkit.dashboard.summary.timing import StepTiming, compute_step_timing, count_window_steps, format_nodes
 from dtkit.history.mean_loss import compute_mean_loss
+from dtkit.history.speed import compute_speed
 from dtkit.history.workload import Efficiency
 
 if TYPE_CHECKING:
@@ -68,14 +69,12 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
     by_rank[rank, 2] = rows["memory_bytes"]
     last = rows[rows["step"] == totals["step"][-1]]
     losses = last["loss"][np.isfinite(last["loss"])]
-    # A node's steps follow each other, so their mean is that of the clock. Slowest steps of different nodes overlap.
-    means = _divide_or_nan(np.bincount(rank, rows["step_s"], num_ranks), np.bincount(rank, minlength=num_ranks))
-    step_s = float(np.nanmax(means))
+    speed = compute_speed(history, window)
     return RunMetrics(
-        throughput=float(totals["samples"].mean()) / step_s if step_s > 0 else None,
+        throughput=speed.samples_per_s if math.isfinite(speed.samples_per_s) else None,
         loss=compute_mean_loss(totals),
         loss_spread=float(np.ptp(losses)) if len(losses) > 1 else None,
-        step_s=step_s,
+        step_s=speed.step_s,
         by_rank=by_rank,
         timing=timing,
         ranks_without_loss=silent,
@@ -101,16 +100,23 @@ class Tile:
     value: str
     note: str
     alert: bool = False
+    window: str = ""
+    """Steps that the number is the mean over, written before the note where there is room."""
 
 
 def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
     """Return the tiles at the top of a view."""
     activity = find_activity(run, metrics.lost_nodes)
     if activity is None:
-        yield Tile("throughput", formatting.format_rate(metrics.throughput), "samples/s, all nodes")
+        yield Tile("throughput", formatting.format_rate(metrics.throughput), _describe_rate(metrics))
     else:
         yield Tile("throughput", formatting.UNKNOWN, "no steps are taken")
-    yield Tile("mean loss", formatting.format_loss(metrics.loss), _describe_loss(run, metrics))
+    yield Tile(
+        "mean loss",
+        formatting.format_loss(metrics.loss),
+        _describe_latest_loss(run, metrics),
+        window=_name_loss_window(run),
+    )
     slow = metrics.timing.straggler
     yield Tile(
         "step time",
@@ -144,6 +150,11 @@ def _build_efficiency_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]
         yield Tile("MFU", formatting.format_percent(efficiency.mfu), "of the devices' peak")
 
 
+def _describe_rate(metrics: RunMetrics) -> str:
+    steps = metrics.timing.num_steps
+    return f"samples/s, {formatting.format_count(steps, 'step')}" if steps else "samples/s, all nodes"
+
+
 def _describe_window(metrics: RunMetrics) -> str:
     steps = metrics.timing.num_steps
     return f"mean of {formatting.format_count(steps, 'step')}" if steps else "no step yet"
@@ -158,18 +169,16 @@ def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:
     if metrics.lost_nodes:
         return Tile("nodes", alive, f"✕ {format_nodes(sorted(metrics.lost_nodes))} lost", alert=True)
     if stall is not None:
-        return Tile("nodes", alive, format_short(stall), alert=True)
+        return Tile("nodes", alive, format_place(stall), alert=True)
     if num_initial > world:
         return Tile("nodes", alive, f"was {num_initial:,}: {num_initial - world:,} left out")
     hosts = len({node.host for node in run.nodes})
     return Tile("nodes", alive, f"on {formatting.format_count(hosts, 'host')}" if hosts else "")
 
 
-def _describe_loss(run: RunView, metrics: RunMetrics) -> str:
-    if run.history.evaluations:  # whose window would make a narrow tile two lines high
-        return _describe_latest_loss(run, metrics)
+def _name_loss_window(run: RunView) -> str:
     window = count_window_steps(run.history)
-    return ", ".join(filter(None, [f"{window} steps" if window > 1 else "", _describe_latest_loss(run, metrics)]))
+    return f"{window} steps" if window > 1 and not run.history.evaluations else ""  # their text fills a tile
 
 
 def _describe_latest_loss(run: RunView, metrics: RunMetrics) -> str:

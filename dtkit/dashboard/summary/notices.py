@@ -57,7 +57,7 @@ def collect_notices(run: RunView, lost_nodes: LostNodes | None = None) -> list[N
     ranks = run.spec.world_size
     return [
         *_make_lost_notice(lost_nodes, ranks),
-        *_make_stuck_notice(run),
+        *_make_stuck_notice(run, lost_nodes),
         *_make_consistency_notice(run.consistency, ranks),
         *_make_divergence_notice(run),
         *([] if lost_nodes else _make_left_out_notice(run)),
@@ -96,9 +96,9 @@ def _make_lost_notice(lost_nodes: LostNodes, num_ranks: int) -> Iterator[Notice]
         yield Notice("lost", f"{nodes} {verb} lost at step {step:,}; {num_left} of {num_ranks:,} left")
 
 
-def _make_stuck_notice(run: RunView) -> Iterator[Notice]:
+def _make_stuck_notice(run: RunView, lost_nodes: LostNodes) -> Iterator[Notice]:
     stall = find_stall(run)
-    if stall is not None:
+    if stall is not None and stall.rank not in lost_nodes:  # its remedy came too late
         yield Notice("stuck", formatting.sanitize_text(format_sentence(stall), 600))
 
 

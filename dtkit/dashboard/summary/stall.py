@@ -34,13 +34,24 @@ def find_stall(run: RunView) -> StallReport | None:
     return stall if stall is not None and stall.kind in _HALTING_KINDS else None
 
 
+def format_place(stall: StallReport) -> str:
+    """Return a short text such as ``⊘ node 1 stuck: forward``. The head of a view counts the seconds."""
+    return f"{STUCK_GLYPH} {': '.join(filter(None, [_name_subject(stall), _name_place(stall)]))}"
+
+
 def format_short(stall: StallReport) -> str:
     """Return a short text such as ``⊘ node 1 stuck: forward, 12 s``."""
-    subject = "no node moves" if stall.rank is None else f"node {stall.rank} {_name_condition(stall)}"
+    details = [_name_place(stall), formatting.format_clock(stall.stalled_s)]
+    return f"{STUCK_GLYPH} {_name_subject(stall)}: {', '.join(filter(None, details))}"
+
+
+def _name_subject(stall: StallReport) -> str:
+    return "no node moves" if stall.rank is None else f"node {stall.rank} {_name_condition(stall)}"
+
+
+def _name_place(stall: StallReport) -> str:
     phase = _describe_phase(stall)
-    is_past = stall.is_stopped and phase and stall.phase != IDLE
-    details = [f"last in {phase}" if is_past else phase, formatting.format_clock(stall.stalled_s)]
-    return f"{STUCK_GLYPH} {subject}: {', '.join(filter(None, details))}"
+    return f"last in {phase}" if stall.is_stopped and phase and stall.phase != IDLE else phase
 
 
 def format_position(stall: StallReport) -> str:

@@ -11,13 +11,20 @@ import re
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
+from dtkit.types import State
 
 if TYPE_CHECKING:
     from dtkit.dashboard.summary.metrics import RunMetrics
+    from dtkit.dashboard.summary.timing import Straggler
     from dtkit.dashboard.summary.verdict import Verdict
 
 CLOSE_GAINS = 0.05
 """Difference of the savings, or of a share in the text, from which a verdict of the same cause is another one."""
+
+
+def is_at_rest(state: State) -> bool:
+    """Return whether a run takes no steps, so that no later look would correct an older line."""
+    return state.has_ended or state is State.PAUSED
 
 
 class SteadyVerdict:
@@ -27,9 +34,10 @@ class SteadyVerdict:
         self.shown: Verdict | None = None
         self._other_cause: str | None = None
         self._other_since = 0.0
+        self._straggler: Straggler | None = None
 
     def update(self, found: Verdict | None, now: float, *, is_final: bool = False) -> Verdict | None:
-        """Return the verdict to show after `found` was found; `is_final` for the last one of a run.
+        """Return the verdict to show after `found` was found; `is_final` while the run is at rest.
 
         None, a first verdict, and one on a diverged loss show at once.
         """
@@ -44,10 +52,21 @@ class SteadyVerdict:
         return self._show(found) if now - self._other_since >= timeouts.VERDICT_HOLD_S else before
 
     def match(self, metrics: RunMetrics) -> RunMetrics:
-        """Return the metrics to show beside the shown verdict: while it says that no node is the slowest, none is."""
-        if self.shown is None or self.shown.cause != "waiting" or metrics.timing.straggler is None:
+        """Return the metrics to show beside the shown verdict: the marks of slow nodes come and go with its line."""
+        straggler = self._match_straggler(metrics.timing.straggler)
+        if straggler is metrics.timing.straggler:
             return metrics
-        return dataclasses.replace(metrics, timing=dataclasses.replace(metrics.timing, straggler=None))
+        return dataclasses.replace(metrics, timing=dataclasses.replace(metrics.timing, straggler=straggler))
+
+    def _match_straggler(self, found: Straggler | None) -> Straggler | None:
+        if self.shown is None:
+            return found
+        if self.shown.cause == "straggler":
+            if found is not None and found.ranks == self.shown.slow_ranks:
+                self._straggler = found
+            is_known = self._straggler is not None and self._straggler.ranks == self.shown.slow_ranks
+            return self._straggler if is_known else found
+        return None if self.shown.cause == "waiting" or self._other_cause == "straggler" else found
 
     def _show(self, verdict: Verdict | None) -> Verdict | None:
         self.shown, self._other_cause = verdict, None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.summary.comparison import ComparisonRow
 
-NUMBER_COLUMNS = ("nodes", "steps", "final training loss", "sent per node", "per step", "samples/s", "time")
+NUMBER_COLUMNS = ("nodes", "steps", "final training loss", "sent per node", "per step", "samples/s", "duration")
 _FASTER_RATIO = 1.03
 _BYTE_COLUMNS = ("sent per node", "per step")
 
@@ -76,7 +76,7 @@ def make_table_note(rows: Sequence[ComparisonRow]) -> str:
         parts.append("best validation: the best of all evaluations of a run, on the rows of validation=")
     if differ_in_bytes(rows):
         parts.append("bytes: sent by one node")
-    return "; ".join([*parts, "time: the sum of all steps, without pauses"])
+    return "; ".join([*parts, "samples/s: of all nodes, over all steps", "duration: without pauses"])
 
 
 def make_differences_table(labels: Sequence[str], differences: Sequence[tuple[str, ...]]) -> Table:
@@ -107,5 +107,5 @@ def format_numbers(row: ComparisonRow) -> tuple[str, ...]:
         formatting.format_bytes(row.sent_bytes),
         formatting.format_bytes(row.bytes_per_step),
         formatting.format_rate(row.samples_per_s),
-        formatting.format_duration(row.seconds),
+        formatting.format_elapsed(row.seconds),
     )

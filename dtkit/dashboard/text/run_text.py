@@ -22,7 +22,7 @@ from dtkit.dashboard.summary.metrics import (
 )
 from dtkit.dashboard.summary.notices import NOTICE_GLYPHS, collect_notices
 from dtkit.dashboard.summary.stall import find_stall, format_line
-from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
+from dtkit.dashboard.summary.steady_verdict import SteadyVerdict, is_at_rest
 from dtkit.dashboard.summary.timing import WINDOW_STEPS
 from dtkit.dashboard.summary.verdict import VERDICT_GLYPH, find_shown_verdict
 from dtkit.dashboard.throttle import Throttle, start_timer
@@ -70,8 +70,8 @@ def _format_position(run: RunView) -> str:
 
 def _format_times(status: Status) -> str:
     if not status.step and not status.state.has_ended:
-        return f"first step, {formatting.format_clock(status.elapsed_s)}"
-    elapsed = formatting.format_clock(status.elapsed_s)
+        return f"first step, {formatting.format_elapsed(status.elapsed_s)}"
+    elapsed = f"{formatting.format_elapsed(status.elapsed_s)} elapsed"
     if status.remaining_s is None or status.state.has_ended:
         return elapsed
     return f"{elapsed}, {formatting.format_clock(status.remaining_s)} left"
@@ -87,13 +87,21 @@ def _format_metrics(metrics: RunMetrics) -> str:
     ]
     if metrics.timing.is_measured:
         parts.append(f"waiting {formatting.format_percent(metrics.timing.waiting_share)}")
-    return ", ".join(parts)
+    return f"{_name_window(metrics)}: {', '.join(parts)}"
+
+
+def _name_window(metrics: RunMetrics) -> str:
+    """Return the steps that means are taken over: ``last 50 steps``."""
+    steps = metrics.timing.num_steps
+    return "last step" if steps == 1 else f"last {formatting.format_count(steps, 'step')}"
 
 
 def _format_efficiency(run: RunView, metrics: RunMetrics) -> list[str]:
     """Return tokens, operations and MFU, where they were measured."""
     efficiency = compute_efficiency(run, metrics)
-    return [] if efficiency is None else [formatting.sanitize_text(repr(efficiency).partition(", ")[2])]
+    if efficiency is None:
+        return []
+    return [f"{_name_window(metrics)}: {formatting.sanitize_text(repr(efficiency).partition(', ')[2])}"]
 
 
 _MAX_OWN_NUMBERS = 6
@@ -113,13 +121,14 @@ def _format_own_numbers(run: RunView) -> list[str]:
     for name in run.history.scalar_names[:_MAX_OWN_NUMBERS]:
         _, values = run.history.scalar(name, since=run.status.step - WINDOW_STEPS)
         logged += [f"{formatting.sanitize_text(name, 40)} {formatting.format_loss(values[-1])}"] if len(values) else []
-    return [*lines, *([f"logged: {', '.join(logged)}"] if logged else [])]
+    return [*lines, *([f"last logged: {', '.join(logged)}"] if logged else [])]
 
 
 def _format_notices(run: RunView, metrics: RunMetrics) -> list[str]:
     """Return the notices: stalls, replica checks, delays, and stragglers."""
     stall = find_stall(run)
-    lines = [] if stall is None else [formatting.sanitize_text(format_line(stall))]
+    is_past = stall is not None and stall.rank in metrics.lost_nodes
+    lines = [] if stall is None or is_past else [formatting.sanitize_text(format_line(stall))]
     notices = [notice for notice in collect_notices(run) if notice.kind != "stuck"]
     lines += [f"{NOTICE_GLYPHS[notice.kind]} {notice.text}" for notice in notices]
     if metrics.timing.straggler is not None:
@@ -133,12 +142,13 @@ def _format_verdict(verdict: Verdict | None) -> list[str]:
 
 
 def _format_node_lines(run: RunView, metrics: RunMetrics) -> list[str]:
-    """Return an aligned line for each node, and one line for the nodes beyond the limit."""
+    """Return an aligned line for each node, one line for the nodes beyond the limit, and what the numbers are."""
     devices = {node.rank: f"{node.host} {node.device}" for node in run.nodes}
     num_nodes = len(metrics.by_rank)
     num_shown = num_nodes if num_nodes <= MAX_SHOWN_NODES else MAX_SHOWN_NODES - 1
     num_digits = len(str(num_nodes - 1))
-    lines = []
+    note = f"  each node: loss of the last step, samples/s without waiting ({_name_window(metrics)}), memory"
+    lines = [] if metrics.loss is None else [note]
     for rank, (loss, rate, memory) in enumerate(metrics.by_rank[:num_shown]):
         loss_text = formatting.UNKNOWN if metrics.ranks_without_loss[rank] else formatting.format_loss(loss)
         lines.append(
@@ -191,7 +201,7 @@ class TextProgress:
         share = min(1.0, status.step / status.steps) if status.steps else 0.0
         head = f"{name_state(self._run)} {100 * share:.0f} % {_format_position(self._run)}"
         found = find_shown_verdict(self._run)
-        verdict = self._steady_verdict.update(found, time.monotonic(), is_final=status.state.has_ended)
+        verdict = self._steady_verdict.update(found, time.monotonic(), is_final=is_at_rest(status.state))
         metrics = self._steady_verdict.match(compute_run_metrics(self._run.history, self._run.spec.world_size))
         details = [
             _format_metrics(metrics),

@@ -17,6 +17,13 @@ function fill(el, attributes, children) {
 export function setText(el, text) {
   if (el.textContent !== text) el.textContent = text;
 }
+/** Return a text as nodes, in which no line breaks within a `command`: its parts are typed together. */
+export function prose(text) {
+  return text.split(/(`[^`\n]+`)/).filter(Boolean).map((part) => (/^`.+`$/.test(part) ? h("span", { class: "dtk-command" }, part) : part));
+}
+export function setProse(el, text) {
+  if (el.textContent !== text) el.replaceChildren(...prose(text));
+}
 export function setAttr(el, name, value) {
   if (el.getAttribute(name) !== String(value)) el.setAttribute(name, value);
 }

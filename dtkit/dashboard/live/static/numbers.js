@@ -25,6 +25,10 @@ export function clock(seconds) {
   if (hours) return `${hours} h ${minutes} min`;
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 }
+/** Return how long a run took, rounded down. */
+export function elapsedTime(seconds) {
+  return seconds >= 0.1 && seconds < 10 ? `${(Math.floor(10 * seconds) / 10).toFixed(1)} s` : clock(seconds);
+}
 /** Return a short time with its unit. */
 export function duration(seconds) {
   if (!Number.isFinite(seconds)) return NOTHING;

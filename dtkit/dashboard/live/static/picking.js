@@ -12,7 +12,7 @@ export function pickedClass(store, rank) {
   if (store.selected === null || rank === undefined) return "";
   return store.selected === rank ? " dtk-picked" : " dtk-faded";
 }
-/** Return the state of a node: lost, stuck, left out, slow (keeps the others waiting), slowed on purpose, or none. */
+/** Return the state of a node: lost, stuck (or stopped), left out, slow (keeps the others waiting), slowed on purpose, or none. */
 export function condition(store, rank) {
   const { world, lost, stuck, slow, slowed } = store.nodesNow;
   if (lost.includes(rank)) return "lost";
@@ -20,7 +20,13 @@ export function condition(store, rank) {
   return rank >= world ? "out" : slow.includes(rank) ? "slow" : slowed.includes(rank) ? "slowed" : "";
 }
 export const CONDITION_GLYPH = { lost: "✕", stuck: "⊘", out: "○", slow: "▲", slowed: "▼", "": "" };
-export const CONDITION_WORDS = { lost: "lost", stuck: "stuck", out: "left out", slow: "keeps the others waiting", slowed: "slowed on purpose", "": "" };
+const CONDITION_WORDS = { lost: "lost", stuck: "stuck", out: "left out", slow: "keeps the others waiting", slowed: "slowed on purpose", "": "" };
+
+/** Return the state of a node in words, in those of the head and the alert: a process that was stopped is not stuck. */
+export function describeCondition(store, rank) {
+  const what = condition(store, rank);
+  return what === "stuck" && store.nodesNow.stopped.includes(rank) ? "stopped" : CONDITION_WORDS[what];
+}
 
 /** Return a node's name with its glyph: "▲ node 3". */
 export function nodeName(store, rank) {

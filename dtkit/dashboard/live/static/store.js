@@ -18,8 +18,8 @@ export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", sto
  */
 export function newStore() {
   return {
-    seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], throughput: null, error: null, refused: null,
-    notices: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], outliers: [], slow: [], slowed: [] },
+    seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], throughput: null, error: null, refused: null, refusedAt: -Infinity,
+    notices: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], stopped: [], outliers: [], slow: [], slowed: [] },
     detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, effectAt: -Infinity, spot: null, strip: null, pictures: new Map(), series: new Map(),
     beats: false, lost: false, view: newView(), send: () => {}, redraw: () => {}, sight: { watch: () => {}, isAway: () => false },
     log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null, // the step at the pointer
@@ -70,7 +70,7 @@ export function apply(store, content, buffers) {
     return true;
   }
   if (content.kind === "refused") {
-    store.refused = content;
+    [store.refused, store.refusedAt] = [content, Date.now()];
     store.asked.delete(content.command);
     return true;
   }

@@ -23,6 +23,13 @@ export function smoothing({ store, options }) {
   return options.exact ? 0 : store.view.smooth;
 }
 
+/** End the present part of a line and of its band: what comes next is drawn apart from it. */
+function breakLine(drawn) {
+  if (drawn.part === 1) drawn.mean += "h.01"; // a dot, with round caps
+  if (drawn.up) drawn.shade += `${drawn.up}${drawn.down}Z`;
+  [drawn.up, drawn.down, drawn.part] = ["", "", 0];
+}
+
 /** Draw a line's mean as a path, its extremes as a band behind it, and its moving average over it where one is asked for. */
 export function drawLine(view, line, ends) {
   const { store, layers, options, layout, grain } = view, { x, y, first, end, low } = view.frame;
@@ -31,23 +38,22 @@ export function drawLine(view, line, ends) {
   const hidden = !view.shown(line) || single;
   const band = !hidden && (alone ? grain.wide > 1 : !overall && (layout.banded || grain.wide > 1));
   const weight = crowd ? 0 : smoothing(view), means = weight ? movingAverage(grain, line, weight) : null;
-  const drawn = { mean: "", up: "", down: "", smooth: "", pen: "M", last: NaN, end: NaN, seen: 0 };
+  const drawn = { mean: "", up: "", down: "", shade: "", smooth: "", part: 0, last: NaN, end: NaN, seen: 0 };
   for (let at = 0; at < grain.used && !hidden; at++) {
     const v = grain.value(line, at, 1);
-    if (Number.isNaN(v)) { if (!options.joined) drawn.pen = "M"; continue; }
-    const left = x(grain.step(at)).toFixed(1);
-    drawn.mean += `${drawn.pen}${left},${y(v).toFixed(1)}`;
-    if (means) drawn.smooth += `${drawn.pen}${left},${y(means[at]).toFixed(1)}`;
+    if (Number.isNaN(v)) { if (!options.joined) breakLine(drawn); continue; }
+    const left = x(grain.step(at)).toFixed(1), pen = drawn.part++ ? "L" : "M";
+    drawn.mean += `${pen}${left},${y(v).toFixed(1)}`;
+    if (means) drawn.smooth += `${pen}${left},${y(means[at]).toFixed(1)}`;
     if (band) {
-      drawn.up += `${drawn.up ? "L" : "M"}${left},${y(grain.value(line, at, 2)).toFixed(1)}`;
+      drawn.up += `${pen}${left},${y(grain.value(line, at, 2)).toFixed(1)}`;
       const least = grain.value(line, at, 0); // NaN on a logarithmic scale, where it is 0
       drawn.down = `L${left},${y(Number.isNaN(least) ? low : least).toFixed(1)}${drawn.down}`;
     }
     const [from, to] = grain.span(at);
     if (to >= first && from <= end) { drawn.last = means ? means[at] : v; drawn.end = Number(left); drawn.seen++; }
-    drawn.pen = "L";
   }
-  if (drawn.seen === 1) drawn.mean += "h.01"; // a dot, with round caps
+  breakLine(drawn);
   const hue = lineHue(layout, line), own = overall || crowd || options.lineName ? undefined : line;
   const dash = options.lineName ? ` dtk-dash${line % 4}` : ""; // runs differ without colors too
   const path = pathOf(view, `line${line}`, layers.lines, "", overall ? "all" : crowd ? "band" : line);
@@ -55,7 +61,7 @@ export function drawLine(view, line, ends) {
   setAttr(path, "d", crowd ? "" : drawn.mean);
   drawAverage(view, line, drawn.smooth, `dtk-${hue}${dash}${pickedClass(store, own)}`);
   const shade = pathOf(view, `band${line}`, layers.bands, `dtk-band dtk-${hue}`);
-  setAttr(shade, "d", drawn.up ? `${drawn.up}${drawn.down}Z` : "");
+  setAttr(shade, "d", drawn.shade);
   setAttr(shade, "opacity", crowd ? 0.3 : (means ? 0.15 : 0.32) / (layout.nodes + 1)); // overlapping bands would hide the lines
   if (!drawn.seen || crowd) return;
   const label = overall ? options.overall(store.head, drawn.last) : options.lineName?.(store, line) ?? nodeName(store, line);

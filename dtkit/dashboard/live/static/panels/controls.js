@@ -61,9 +61,12 @@ export function controls(store, send, redraw) {
     rate.update();
     faults.update();
     answer.classList.toggle("dtk-live", !hasEnded(store));
-    const isNew = store.effect.text && Date.now() - store.effectAt < EFFECT_MS;
+    if (store.refused?.command === "lr" && hasEnded(store)) store.refused = null; // there is no rate any more
+    // One answer at a time: a check mark next to a refusal would read as if the refused command had worked.
+    const isRefused = store.refused && store.refusedAt >= store.effectAt;
+    const isNew = store.effect.text && !isRefused && Date.now() - store.effectAt < EFFECT_MS;
     setText(effect, isNew && status.state !== "failed" ? `✓ ${store.effect.text}` : "");
-    setText(refusal, rate.complaint() ?? store.refused?.text ?? "");
+    setText(refusal, isRefused ? `✕ ${store.refused.text}` : "");
   };
   return { el, update };
 }
@@ -115,36 +118,45 @@ function faultField(store, ask, redraw) {
   return { el, update };
 }
 
+const RATE_HELP = "Enter sends it; it applies once the steps that are under way are done, after about a second. Arrow keys change it by a tenth.";
+
 function rateField(store, ask, redraw) {
-  const input = h("input", { type: "number", step: "any", min: "0", "data-testid": "lr", title: "Enter applies it from the next dispatch on; arrow keys change it by a tenth" });
-  const unsent = h("span", { class: "dtk-note", hidden: "", "data-testid": "lr-unsent" }, "Enter sends it");
+  const input = h("input", { type: "number", step: "any", min: "0", "data-testid": "lr", title: RATE_HELP });
+  const unsent = h("span", { class: "dtk-note", hidden: "", "data-testid": "lr-unsent" });
   const el = h("label", { class: "dtk-rate" }, "learning rate", input, unsent);
-  let edited = false, refused = null;
+  let edited = false;
   const current = () => (store.lr === null ? "" : String(+store.lr.toPrecision(6)));
-  const mark = () => { unsent.hidden = !edited; redraw(); };
-  const reset = () => { edited = false; refused = null; input.value = current(); input.removeAttribute("aria-invalid"); mark(); };
-  input.addEventListener("input", () => { edited = true; mark(); });
+  const refuse = (text) => {
+    if (text !== null) [store.refused, store.refusedAt] = [{ command: "lr", text }, Date.now()];
+    else if (store.refused?.command === "lr") store.refused = null;
+    setAttr(input, "aria-invalid", text !== null);
+  };
+  const edit = () => { edited = true; refuse(null); redraw(); };
+  const reset = () => { edited = false; input.value = current(); setAttr(input, "aria-invalid", false); redraw(); }; // what was refused stays to be read
+  input.addEventListener("input", edit);
   input.addEventListener("blur", reset);
   input.addEventListener("keydown", (event) => {
     const value = input.valueAsNumber;
-    if (event.key === "Escape") reset();
+    if (event.key === "Escape") { refuse(null); reset(); }
     else if (event.key === "Enter") {
-      const good = Number.isFinite(value) && value >= 0;
-      setAttr(input, "aria-invalid", !good);
-      refused = good ? null : "The learning rate must be a number, at least 0.";
+      const good = Number.isFinite(value) && value >= 0, stays = store.lr === null ? "" : ` It stays ${current()}.`;
+      refuse(good ? null : `${input.value || "this"} is not a learning rate: it must be a number of 0 or more, such as 0.01.${stays}`);
       if (good) { edited = false; if (value !== store.lr) ask("lr", value); }
-      mark();
+      redraw();
     } else if (event.key === "ArrowUp" || event.key === "ArrowDown") {
       event.preventDefault();
-      edited = true;
       input.value = String(+((value || 0) * (event.key === "ArrowUp" ? 1.1 : 1 / 1.1)).toPrecision(3));
-      mark();
+      edit();
     }
   });
   const update = () => {
     el.hidden = hasEnded(store);
     input.disabled = !LIVE.includes(store.status.state) || store.lost || store.lr === null;
     if (!edited && !store.asked.has("lr") && input.value !== current()) input.value = current();
+    const isBad = input.getAttribute("aria-invalid") === "true";
+    unsent.hidden = !edited;
+    setAttr(unsent, "class", `dtk-note${isBad ? " dtk-refusal" : ""}`);
+    setText(unsent, isBad ? "✕ not sent" : "Enter sends it");
   };
-  return { el, update, complaint: () => refused };
+  return { el, update };
 }

@@ -1,6 +1,6 @@
 // The log: events, or evaluations as a table, and a filter by kind and text.
 
-import { h, setAttr, setText } from "../elements.js";
+import { h, prose, setAttr, setText } from "../elements.js";
 import { number } from "../numbers.js";
 
 const KINDS = { all: () => true, alerts: (e) => ["error", "lost", "stuck", "diverged"].includes(e.kind), control: (e) => ["pause", "resume", "stop", "lr", "start", "save", "repair", "done"].includes(e.kind), prints: (e) => e.kind === "print" };
@@ -47,7 +47,7 @@ function drawEvents(view) {
 function logLine(event) {
   const at = new Date(event.time * 1000).toLocaleTimeString("en-GB");
   const who = event.rank === null ? "" : `[${event.rank}] `;
-  return h("div", { class: `dtk-event-${event.kind}` }, h("time", {}, at), h("span", { class: "dtk-at" }, `step ${event.step}`), `${who}${event.text}`);
+  return h("div", { class: `dtk-event-${event.kind}` }, h("time", {}, at), h("span", { class: "dtk-at" }, `step ${event.step}`), ...prose(`${who}${event.text}`));
 }
 
 const MOST_ROWS = 200;

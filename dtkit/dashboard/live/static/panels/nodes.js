@@ -2,7 +2,7 @@
 
 import { h, setAttr, setText } from "../elements.js";
 import { bytes, number } from "../numbers.js";
-import { CONDITION_GLYPH, CONDITION_WORDS, condition, pick, pickedClass } from "../picking.js";
+import { CONDITION_GLYPH, condition, describeCondition, pick, pickedClass } from "../picking.js";
 
 const COLUMNS = ["node", "engine", "host", "pid", "device", "memory", "threads", "loss", "samples/s"];
 
@@ -17,7 +17,7 @@ export function nodesTable(store) {
       body.replaceChildren(...store.nodes.map((node) => nodeRow(store, node)));
       built = store.nodes;
       const hosts = new Set(store.nodes.map((n) => n.host)).size;
-      setText(note, hosts ? `${store.nodes.length} on ${hosts} ${hosts === 1 ? "host" : "hosts"}${store.nodes.length > 1 ? " · samples/s without waiting for others" : ""}` : "");
+      setText(note, hosts ? `${store.nodes.length} on ${hosts} ${hosts === 1 ? "host" : "hosts"}${store.nodes.length > 1 ? " · loss of the last step, samples/s without waiting for others" : ""}` : "");
     }
     store.nodes.forEach((node, k) => {
       const [loss, rate, memory] = store.ranks.subarray(3 * node.rank, 3 * node.rank + 3);
@@ -42,5 +42,5 @@ function drawNodeState(store, row, rank) {
   setAttr(row, "class", `${what ? `dtk-is-${what}` : ""}${picked ? " dtk-picked" : ""}`);
   setText(button, `${CONDITION_GLYPH[what]} ${rank}`.trim());
   setAttr(button, "aria-pressed", picked);
-  setAttr(button, "aria-label", `highlight node ${rank}${what ? `, ${CONDITION_WORDS[what]}` : ""}`);
+  setAttr(button, "aria-label", `highlight node ${rank}${what ? `, ${describeCondition(store, rank)}` : ""}`);
 }

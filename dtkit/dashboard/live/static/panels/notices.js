@@ -1,6 +1,6 @@
 // Notices on lost and stuck nodes, agreement, and delays; summary/notices.py has their text.
 
-import { h, setText } from "../elements.js";
+import { h, setProse } from "../elements.js";
 
 const GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", diverged: "✕", identical: "✓", fewer: "○", slowed: "▼", repaired: "+" }, URGENT = ["lost", "stuck", "differs", "diverged"];
 
@@ -17,14 +17,14 @@ export function notices(store) {
     const text = boxed.map((notice) => `${GLYPH[notice.kind]} ${notice.text}`).join("\n");
     const isNews = alerts.hidden === Boolean(text); // then all may move, and no room is kept
     alerts.hidden = !text;
-    setText(alerts, text);
+    setProse(alerts, text);
     alerts.classList.toggle("dtk-good", !urgent.length);
     const others = store.notices.filter((notice) => !URGENT.includes(notice.kind) && !boxed.includes(notice));
     while (quiet.children.length > others.length) quiet.lastChild.remove();
     while (quiet.children.length < others.length) quiet.append(h("li"));
     others.forEach((notice, k) => {
       quiet.children[k].className = `dtk-notice-${notice.kind}`;
-      setText(quiet.children[k], `${GLYPH[notice.kind] ?? "•"} ${notice.text}`);
+      setProse(quiet.children[k], `${GLYPH[notice.kind] ?? "•"} ${notice.text}`);
     });
     quiet.hidden = el.hidden = false;
     quiet.hidden = !hold(isNews) && !others.length;

@@ -1,7 +1,7 @@
 // Progress of the run, and the remaining time.
 
 import { h, setAttr, setText } from "../elements.js";
-import { clock } from "../numbers.js";
+import { clock, elapsedTime } from "../numbers.js";
 import { isReady, LIVE } from "../store.js";
 
 export function progress(store) {
@@ -10,7 +10,7 @@ export function progress(store) {
   const update = () => {
     const st = store.status, ticking = !store.lost && (st.state === "running" || (st.state === "pending" && st.elapsed > 0));
     const since = ticking ? (Date.now() - store.received) / 1000 : 0;
-    const elapsed = clock((st.elapsed ?? 0) + since);
+    const elapsed = elapsedTime((st.elapsed ?? 0) + since);
     const begun = st.step > 0 || !LIVE.includes(st.state) || isReady(store);
     bar.style.width = `${100 * Math.min(1, st.steps ? st.step / st.steps : 0)}%`;
     setAttr(track, "aria-valuemax", st.steps);

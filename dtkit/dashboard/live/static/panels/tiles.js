@@ -6,12 +6,13 @@ export function tiles(store) {
   const el = h("div", { class: "dtk-tiles", role: "list", "data-testid": "tiles" }); // JupyterLab styles dl, dt and dd
   const update = () => {
     while (el.children.length < store.tiles.length) {
-      el.append(h("div", { role: "listitem", class: "dtk-tile" }, h("div", { class: "dtk-note" }), h("div", { class: "dtk-value" }), h("div", { class: "dtk-note" })));
+      el.append(h("div", { role: "listitem", class: "dtk-tile" }, h("div", { class: "dtk-note" }), h("div", { class: "dtk-value" }),
+        h("div", { class: "dtk-note" }, h("span", { class: "dtk-window" }), h("span"))));
     }
     el.style.setProperty("--columns", store.tiles.length);
     store.tiles.forEach((tile, k) => {
       const [label, value, note] = el.children[k].children;
-      setText(label, tile.label); setText(value, tile.value); setText(note, tile.note);
+      setText(label, tile.label); setText(value, tile.value); setText(note.children[0], [tile.window, tile.note && tile.window ? ", " : ""].join("")); setText(note.children[1], tile.note);
       setAttr(note, "class", `dtk-note${tile.alert ? " dtk-alert" : ""}`);
     });
   };

@@ -6,13 +6,13 @@
 import { h, setAttr, setText } from "../elements.js";
 import { bytes, number } from "../numbers.js";
 import { newPrefix } from "../textures.js";
-import { CONDITION_GLYPH, CONDITION_WORDS, condition, pick } from "../picking.js";
+import { CONDITION_GLYPH, condition, describeCondition, pick } from "../picking.js";
 
 export function waffle(store, _send, redraw) {
   const note = h("span", { class: "dtk-note", "aria-live": "polite" });
   const grid = h("div", { class: "dtk-waffle", role: "listbox", tabindex: "0", "aria-label": "nodes", "data-testid": "waffle" });
   const key = h("p", { class: "dtk-note" }, "samples/s without waiting, next to the median: ",
-    h("span", { class: "dtk-scale", "aria-hidden": "true" }), " half to all of it · ▲ keeps the others waiting · ▼ slowed on purpose · ⊘ stuck · ✕ lost");
+    h("span", { class: "dtk-scale", "aria-hidden": "true" }), " half to all of it · ▲ keeps the others waiting · ▼ slowed on purpose · ⊘ stuck or stopped · ✕ lost");
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "waffle-panel" }, h("h3", {}, "Nodes at a glance ", note), grid, key);
   const view = { store, grid, cells: [], at: 0, focused: false, pointed: null, name: newPrefix(), redraw };
   listenToCells(view);
@@ -44,7 +44,7 @@ function drawCell(view, cell, rank, median) {
   setAttr(cell, "class", `dtk-cell${what ? ` dtk-is-${what}` : ""}${level < 0.5 ? " dtk-pale" : ""}${picked ? " dtk-picked" : ""}${here}`);
   setAttr(cell, "style", `--level: ${(100 * (0.15 + 0.85 * level)).toFixed(0)}%`);
   setAttr(cell, "aria-selected", picked);
-  setAttr(cell, "aria-label", `node ${rank}${what ? `, ${CONDITION_WORDS[what]}` : ""}`);
+  setAttr(cell, "aria-label", `node ${rank}${what ? `, ${describeCondition(store, rank)}` : ""}`);
   setText(cell, CONDITION_GLYPH[what] || String(rank));
 }
 
@@ -58,7 +58,7 @@ function middle(store) {
 export function describeNode(store, rank) {
   const [loss, rate, memory] = store.ranks.subarray(3 * rank, 3 * rank + 3), what = condition(store, rank);
   const host = store.nodes.find((node) => node.rank === rank)?.host;
-  return `node ${rank}${host ? ` on ${host}` : ""}${what ? `, ${CONDITION_WORDS[what]}` : ""}: ${number(rate ?? NaN)} samples/s · loss ${number(loss ?? NaN)} · ${bytes(memory ?? NaN)}`;
+  return `node ${rank}${host ? ` on ${host}` : ""}${what ? `, ${describeCondition(store, rank)}` : ""}: ${number(rate ?? NaN)} samples/s · loss ${number(loss ?? NaN)} · ${bytes(memory ?? NaN)}`;
 }
 
 function listenToCells(view) {

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from dtkit._util.guard import run_guarded
+from dtkit._util.guard import return_error, run_guarded
 from dtkit.data.broadcast import ModelHandle, find_batch_norms
 from dtkit.data.buffer_check import describe_batch_statistics
 from dtkit.data.columns import ColumnSelection, is_sample_list
@@ -160,10 +160,18 @@ def _check_metrics(engine_group: EngineGroup, output: EvalOutput, num_rows: int,
 def _try_metric(name: str, metric: Any, output: EvalOutput, num_rows: int, world_size: int) -> None:
     if not is_stateful(metric):
         detector = PairingDetector(f"metric {name!r}", num_rows, output.target, outputs=output.output)
-        with detector.watch():
-            compute_metrics(output, {name: metric})
+        compute_metrics(output, {name: metric})
+        # The metric itself takes these rows, so any other error comes from the mode, which some operations refuse
+        outcome = run_guarded(lambda: _watch_metric(detector, output, {name: metric}), return_error)
+        if isinstance(outcome, PairedRowsError):
+            raise outcome
     elif world_size > 1 and hasattr(metric, "check_batch"):  # of Keras: can ranks be added up?
         metric.check_batch(output.output, output.target)
+
+
+def _watch_metric(detector: PairingDetector, output: EvalOutput, metrics: dict[str, Any]) -> None:
+    with detector.watch():
+        compute_metrics(output, metrics)
 
 
 def _explain_metric(name: str, error: Exception) -> FirstBatchError | None:

@@ -7,9 +7,11 @@ import dataclasses
 import functools
 import math
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dtkit._util import formatting
+from dtkit._util.function_checks import check_loss_functions
 from dtkit.dashboard.text.progress import show_progress
 from dtkit.data import broadcast
 from dtkit.data.broadcast import ModelHandle
@@ -208,6 +210,8 @@ def list_candidates(engine_group: EngineGroup, model: Any) -> list[Strategy]:
 def _resolve_strategies(engine_group: EngineGroup, model: Any, request: PlanRequest) -> Sequence[Strategy]:
     from dtkit.strategies.base import Strategy
 
+    if request.strategies is not None and not isinstance(request.strategies, Iterable):
+        raise TypeError(f"strategies={request.strategies!r}; it must be a list, as in strategies=[dtkit.Sharded()]")
     for strategy in request.strategies or ():
         if not isinstance(strategy, Strategy):
             raise TypeError(
@@ -239,6 +243,7 @@ def _validate_request(engine_group: EngineGroup, model: Any, request: PlanReques
         )
     broadcast.check_has_loss(model, request.loss_fn, request.training_step)
     broadcast.check_is_not_manual(request.training_step)
+    check_loss_functions(request.loss_fn, request.training_step)
     if not callable(request.optimizer):
         raise TypeError(
             f"optimizer is a {type(request.optimizer).__name__}; it must be a function from parameters to an "

@@ -110,6 +110,11 @@ class Pipeline(Strategy):
         """Check the options."""
         check_count("stages", self.stages)
         self._normalize_schedule()
+        if self.micro_batches == 0 and not isinstance(self.micro_batches, bool):  # left out
+            raise ValueError(
+                f"Pipeline(stages={self.stages}) needs the number of micro-batches of a step, such as "
+                f"micro_batches={4 * self.stages}. More of them leave less idle time; a custom schedule determines it"
+            )
         check_count("micro_batches", self.micro_batches)
         check_count("replicas", self.replicas)
         check_positive("clip_grad_norm", self.clip_grad_norm)

@@ -112,7 +112,7 @@ def make_plan(
         rows: list[PlanRow] = []
         searches: dict[str, Callable[[], int]] = {}
         ring_bytes: dict[str, list[float]] = {}
-        for strategy in strategies:
+        for place, strategy in enumerate(strategies, 1):
             profiles = profiler.profile_ranks(getattr(strategy, "precision", None), benchmark)
             if strategy.pipeline_schedule is not None:
                 layers = profiler.profile_layers(strategy.num_micro_batches)
@@ -122,7 +122,8 @@ def make_plan(
             costs = [strategy.estimate_cost(profile, benchmark) for profile in profiles]
             if _is_one_ring(strategy, engine_group.world_size):
                 ring_bytes[repr(strategy)] = [cost.sent_bytes for cost in costs]
-            rows += _build_measured_rows(profiler, strategy, profiles, costs, request)
+            position = f"{place} of {len(strategies)}"
+            rows += _build_measured_rows(profiler, strategy, profiles, costs, request, position)
             searches[repr(strategy)] = functools.partial(
                 find_largest_batch, strategy, profiles, request.batch_size, benchmark, profiler.memory_budgets
             )
@@ -146,6 +147,7 @@ def _build_measured_rows(
     profiles: Sequence[ModelProfile],
     costs: Sequence[Cost],
     request: PlanRequest,
+    position: str,
 ) -> list[PlanRow]:
     """Return one strategy's rows, with the time of real steps if they are short and surely fit."""
     rows = build_rows(repr(strategy), profiles, costs, profiler.memory_budgets)
@@ -155,7 +157,7 @@ def _build_measured_rows(
     shards = tuple(request.sample.sizes) if isinstance(request.sample, Partition) else ()
     weights = shards if len(shards) == replicas else (1,) * replicas
     counts = divide_proportionally(int(request.batch_size), weights)
-    measured_s = profiler.time_strategy(strategy, counts)
+    measured_s = profiler.time_strategy(strategy, counts, position)
     return build_rows(repr(strategy), profiles, costs, profiler.memory_budgets, measured_s)
 
 

@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypedDict, TypeVar
 
+from dtkit._util.attributes import suggest_attributes
+
 R = TypeVar("R")
 
 RESERVED_COLUMNS = ("rank", "index")
@@ -99,6 +101,7 @@ class ModelSummary:
     layers: tuple[LayerSummary, ...]
 
 
+@suggest_attributes("spec")
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
     """Request of a run as JSON data: the headline of every view."""
@@ -133,6 +136,7 @@ class RunSpec:
         return self.steps / self.steps_per_epoch
 
 
+@suggest_attributes("status")
 @dataclasses.dataclass(frozen=True)
 class Status:
     """State and progress of a run. Times are in seconds; `remaining_s` is None until it can be estimated."""

@@ -87,8 +87,10 @@ def test_mean_over_ranks_is_weighted():
     assert [part.tolist() for part in tables.read("kl")] == [[0, 1], [11 / 3, 2.0]]
     assert [part.tolist() for part in tables.read("kl", rank=1)] == [[0], [9.0]]
     assert math.isnan(tables.read("other")[1][0])
-    with pytest.raises(ValueError, match="no numbers were logged as 'kll'; there are kl, other"):
+    with pytest.raises(ValueError, match="no numbers were logged as 'kll'; did you mean 'kl'"):
         tables.read("kll")
+    with pytest.raises(ValueError, match=r"no numbers were logged as 'zz'; there are kl, other\. dtkit\.log"):
+        tables.read("zz")
 
 
 def test_step_that_was_taken_again_counts_once():

@@ -237,7 +237,7 @@ def test_pipeline_accepts_schedules_in_any_form():
         ({"stages": 3, "schedule": ONE}, r"stages=3, and the schedule has 2 rows.* Use stages=2, or write 3 rows"),
         ({"stages": 2, "micro_batches": 4, "schedule": ONE}, "micro_batches=4, and the schedule has 2. Leave"),
         ({"stages": 2, "schedule": "F0 F1\nF0 B0"}, "is missing"),
-        ({"stages": 2}, "micro_batches=0; it must be at least 1"),
+        ({"stages": 2}, "needs the number of micro-batches of a step, such as micro_batches=8"),
         ({"stages": 2, "micro_batches": 5, "schedule": "Interleaved1F1B"}, "in 2 equal rounds"),
     ],
 )

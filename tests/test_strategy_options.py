@@ -33,7 +33,7 @@ def test_outer_optimizer_checks_its_options():
         dtkit.OuterSGD(lr=-1)
     with pytest.raises(TypeError, match=r"lr=None; it must be a number above 0, such as lr=1\.0"):
         dtkit.OuterSGD(lr=None)
-    with pytest.raises(ValueError, match="momentum=1; it must be at least 0 and less than 1"):
+    with pytest.raises(ValueError, match="momentum=1; it must be 0 or more and less than 1"):
         dtkit.OuterSGD(momentum=1)
     with pytest.raises(TypeError, match=r"momentum='0\.9'; it must be a number"):
         dtkit.OuterSGD(momentum="0.9")

@@ -6,6 +6,9 @@ import difflib
 import functools
 import inspect
 import linecache
+import math
+import os
+import sys
 import traceback
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -34,55 +37,78 @@ _MISSING = {"class_weight": _ROW_WEIGHTS, "sample_weight": _ROW_WEIGHTS}
 """Arguments of other libraries that have no counterpart, with what to do."""
 _STRATEGY_OPTIONS = ("accumulate", "clip_grad_norm", "compile", "compress", "precision")
 
+_P_OR_K, _POSITIONAL_ONLY = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY
+_NAMED = (_P_OR_K, inspect.Parameter.KEYWORD_ONLY)
+_OWNERS = ("self", "cls")
+_MARK = "explains_arguments"
+"""Attribute of functions that :func:`suggest_arguments` has decorated."""
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
 
 
 def suggest_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a method so that the error for an unknown keyword argument names the one that was probably meant.
+    """Decorate a function so that errors for unknown, missing or further arguments name what was probably meant.
 
-    Notebooks show that error, and others that dtkit raises for bad arguments, without dtkit's own frames.
+    Notebooks show these errors, and others that dtkit raises for bad arguments, without dtkit's own frames. A
+    `timeout` is checked, too.
     """
+    if hasattr(function, _MARK):
+        return function
     parameters = inspect.signature(function).parameters
-    names = [name for name in parameters if name != "self"]
+    names = [name for name in parameters if _has_kind(parameters[name], *_NAMED) and name not in _OWNERS]
     required = {name: place for place, name in enumerate(parameters) if _is_required(parameters[name])}
-    positional = [name for name in parameters if parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    takes_any_number = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())
+    positional = [name for name in parameters if _has_kind(parameters[name], _P_OR_K, _POSITIONAL_ONLY)]
+    takes_any_number = any(_has_kind(p, inspect.Parameter.VAR_POSITIONAL) for p in parameters.values())
+    takes_any_name = any(_has_kind(p, inspect.Parameter.VAR_KEYWORD) for p in parameters.values())
+    timeout_place = list(parameters).index("timeout") if "timeout" in parameters else None
 
     @functools.wraps(function)
     @hide_own_frames
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        _refuse_unknown(kwargs.keys() - set(names), names, _describe_call(function, args))
+        if not takes_any_name:
+            _refuse_unknown(kwargs.keys() - set(names), names, _describe_call(function, args))
         if len(args) > len(positional) and not takes_any_number:
-            _refuse_positional(args, positional, list(parameters), _describe_call(function, args))
+            _refuse_positional(args, positional, names, _describe_call(function, args))
         missing = [name for name, place in required.items() if place >= len(args) and name not in kwargs]
         if missing:
-            _refuse_missing(missing, [name for name in required if name != "self"], _describe_call(function, args))
+            others = [name for name in required if name not in _OWNERS]
+            _refuse_missing(missing, others, _describe_call(function, args))
+        for name in kwargs.keys() & set(positional[: len(args)]):
+            raise TypeError(f"{_describe_call(function, args)}() got {name} twice, once by its name; give it once")
+        if timeout_place is not None:
+            is_given_by_place = "timeout" in positional and timeout_place < len(args)
+            _check_timeout(args[timeout_place] if is_given_by_place else kwargs.get("timeout"))
         return function(*args, **kwargs)
 
+    setattr(call, _MARK, True)
     return call
 
 
 def hide_own_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a method so that notebooks show its errors for bad arguments without dtkit's own frames."""
+    """Decorate a function so that notebooks show its errors for bad arguments without dtkit's own frames."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
-        except (TypeError, ValueError, AttributeError, FileNotFoundError) as error:
+        except (TypeError, ValueError, AttributeError, LookupError, OSError, ImportError, RuntimeError) as error:
             _hide_own_frames(error)
             raise
 
     return call
 
 
-def hide_frames_of_methods(cls: type[_T]) -> type[_T]:
-    """Decorate a class so that its public methods show errors for bad arguments without dtkit's own frames."""
+def explain_arguments(cls: type[_T]) -> type[_T]:
+    """Decorate a class so that its public methods explain bad arguments as :func:`suggest_arguments` does."""
     for name, method in list(vars(cls).items()):
-        if inspect.isfunction(method) and not name.startswith("_"):
-            setattr(cls, name, hide_own_frames(method))
+        if name.startswith("_"):
+            continue
+        if isinstance(method, classmethod):
+            setattr(cls, name, classmethod(suggest_arguments(method.__func__)))
+        elif inspect.isfunction(method) and method.__name__ == name:  # not a field whose default is a function
+            setattr(cls, name, suggest_arguments(method))
     return cls
 
 
@@ -93,7 +119,7 @@ def suggest_options(cls: type[_T]) -> type[_T]:
 
 
 def _refuse_unknown(unknown: Iterable[str], names: Sequence[str], call: str) -> None:
-    for name in unknown:
+    for name in sorted(unknown):
         other = _OTHER_NAMES.get(name)
         similar = [other] if other in names else difflib.get_close_matches(name, names, n=1)
         if name in _STRATEGY_OPTIONS and "strategy" in names:
@@ -106,7 +132,7 @@ def _refuse_unknown(unknown: Iterable[str], names: Sequence[str], call: str) -> 
 
 def _refuse_positional(args: Sequence[object], positional: Sequence[str], names: Sequence[str], call: str) -> None:
     """Refuse arguments without a name beyond those that may have none. Such arrays are mostly parts of the data."""
-    extra, taken = args[len(positional)], [name for name in positional if name != "self"]
+    extra, taken = args[len(positional)], [name for name in positional if name not in _OWNERS]
     others = [name for name in names if name not in positional]
     example = call[0].lower() + call[1:] if "." in call else call  # cluster.train, as users write it
     is_array = hasattr(extra, "__array__")
@@ -116,7 +142,7 @@ def _refuse_positional(args: Sequence[object], positional: Sequence[str], names:
         needed = "batch_size=..., sample=(X, y)" if "batch_size" in others else "sample=(X, y)"
         remedy = f"give data as sample: {example}({', '.join(taken)}, {needed}, ...)"
     elif others:
-        remedy = f"give it by name, as in {others[0]}=...; help(dtkit.{call}) lists the names"
+        remedy = f"give it by name, as in {others[0]}=...{_name_help(call, '; ', ' lists the names')}"
     else:
         remedy = "leave it out"
     allowed = f"only {' and '.join(taken)} without a name" if taken else "no argument without a name"
@@ -125,16 +151,36 @@ def _refuse_positional(args: Sequence[object], positional: Sequence[str], names:
     raise TypeError(f"{call}() takes {allowed}, and got {kind} as argument {len(taken) + 1}; {remedy}")
 
 
+def _has_kind(parameter: inspect.Parameter, *kinds: object) -> bool:
+    return parameter.kind in kinds
+
+
 def _is_required(parameter: inspect.Parameter) -> bool:
-    is_named = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return is_named and parameter.default is inspect.Parameter.empty
+    return _has_kind(parameter, *_NAMED, _POSITIONAL_ONLY) and parameter.default is inspect.Parameter.empty
+
+
+def _check_timeout(value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value)):
+        raise TypeError(f"timeout={value!r}; it must be a number of seconds, or None for the default")
+
+
+def check_path(value: object) -> None:
+    """Raise TypeError for a `path` that is none."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"path={value!r}; it must be a text such as 'folder/file', or a pathlib.Path")
+
+
+def _name_help(call: str, start: str, end: str) -> str:
+    """Return how to get help for a call of dtkit; "" for a class that has no public name."""
+    is_public = call.partition(".")[0] in sys.modules["dtkit"].__all__
+    return f"{start}help(dtkit.{call}){end}" if is_public else ""
 
 
 def _refuse_missing(missing: Sequence[str], required: Sequence[str], call: str) -> None:
     verb = "is" if len(missing) == 1 else "are"
     raise TypeError(
-        f"{call}() needs {', '.join(required)}; {' and '.join(missing)} {verb} missing. help(dtkit.{call}) lists what "
-        "each may be"
+        f"{call}() needs {', '.join(required)}; {' and '.join(missing)} {verb} missing"
+        f"{_name_help(call, '. ', ' lists what each may be')}"
     )
 
 
@@ -154,5 +200,7 @@ def _describe_call(function: Callable[..., object], args: Sequence[object]) -> s
     """Return a function's name as users write it."""
     if "." not in function.__qualname__:
         return function.__name__
-    owner = type(args[0]).__name__ if args else "Cluster"
+    first = args[0] if args else None
+    # the name of the notebook's object, whatever the base that has the method
+    owner = first.__name__ if isinstance(first, type) else type(first).__name__ if args else "Cluster"
     return owner if function.__name__ == "__init__" else f"{owner}.{function.__name__}"

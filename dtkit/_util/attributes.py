@@ -39,3 +39,15 @@ def suggest_attributes(owner: str) -> Callable[[type[_T]], type[_T]]:
         return cls
 
     return decorate
+
+
+def suggest_names(module: str, names: Sequence[str]) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`, whose error for an unknown name suggests one."""
+
+    @hide_own_frames
+    def refuse(name: str) -> Any:
+        if name.startswith("_"):  # a protocol's look
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        raise AttributeError(describe_missing(module, name, names), name="", obj=None)
+
+    return refuse

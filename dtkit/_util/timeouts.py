@@ -352,11 +352,11 @@ REPLACE_TIMEOUT_S = 10.0
 
 MAX_ALL_REDUCE_S = 0.25
 """Duration of an all-reduce after which `plan` tries no larger one."""
-MATMUL_BUDGET_S = 0.4
+MATMUL_BUDGET_S = 0.2
 """Time that `plan` spends on measuring matrix products."""
-UPDATES_BUDGET_S = 0.2
+UPDATES_BUDGET_S = 0.1
 """Time that `plan` spends on measuring the optimizer's updates."""
-STEPS_BUDGET_S = 1.0
+STEPS_BUDGET_S = 0.4
 """Time that `plan` spends on measuring the steps of one batch size."""
 STRATEGY_BUDGET_S = 0.3
 """Time that `plan` spends on measuring the steps of one strategy."""

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting
+from dtkit._util.arguments import explain_arguments, hide_own_frames, suggest_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit._util.table import Table
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 _MAX_SHOWN_PROBLEMS = 5
 
 
+@explain_arguments
 @suggest_attributes("checkpoint")
 @hide_from_completion("check_fits", "frozen_entries", "get_tensor_entries", "summarize")
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -60,6 +62,7 @@ class Checkpoint:
     path: Path
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @hide_own_frames
     def __init__(self, path: str | Path) -> None:
         """Read its metadata. Raises CheckpointError if there is none, or if it can't be read."""
         folder, metadata = _read_newest(parse_path("Checkpoint(path", path))
@@ -278,6 +281,7 @@ class Checkpoints(list[Checkpoint]):
         return f"<p>Checkpoints in <code>{html.escape(str(self.path))}</code></p>{self._build_table().to_html()}"
 
 
+@suggest_arguments
 def list_checkpoints(path: str | Path) -> Checkpoints:
     """Return a table of the checkpoints in a folder of `run.save` or ``train(checkpoint_dir=...)``, oldest first."""
     return Checkpoints(path)

@@ -23,13 +23,18 @@ FORMATS = ("hf", "peft", "dcp")
 _MAX_FILE_BYTES = 2 * 2**30
 
 
-def export(reader: ModelReader, folder: Path, model: Any, format: str) -> None:  # noqa: A002 - as users type it
-    """Write a checkpoint's model into `folder`. `model` is one of its kind, for names and configuration."""
+def check_format(format: str) -> None:  # noqa: A002 - as users type it
+    """Raise ValueError for a format that no checkpoint can be exported to."""
     if format not in FORMATS:
         raise ValueError(
             f"format={format!r}; it must be 'hf' (a folder for from_pretrained), 'peft' (the adapter alone) or 'dcp' "
             "(torch.distributed.checkpoint)"
         )
+
+
+def export(reader: ModelReader, folder: Path, model: Any, format: str) -> None:  # noqa: A002 - as users type it
+    """Write a checkpoint's model into `folder`. `model` is one of its kind, for names and configuration."""
+    check_format(format)
     needed = {"hf": "config", "peft": "peft_config"}.get(format)
     if needed is not None and not hasattr(model, needed):
         kind = "Hugging Face" if format == "hf" else "PEFT"

@@ -7,7 +7,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtkit._util.arguments import hide_frames_of_methods, hide_own_frames, suggest_arguments
+from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit.cluster.engines import Engines
@@ -34,7 +34,7 @@ _NEEDS_ENGINES = "which needs all engines"
 
 @suggest_attributes("cluster")
 @hide_from_completion("from_transport", "refresh_nodes")
-@hide_frames_of_methods
+@explain_arguments
 class Cluster(Engines):
     """Engines on this machine (or wherever `launcher` starts them), as ranks 0 to n - 1 of one process group.
 
@@ -130,7 +130,6 @@ class Cluster(Engines):
         context: contextlib.AbstractContextManager[None] = backend.use_engines(self._engine_group, self.repair)
         return context
 
-    @hide_own_frames
     def torchrun(
         self,
         main: str | Path | Callable[..., Any],
@@ -161,7 +160,6 @@ class Cluster(Engines):
         self.last_task = script_task.submit_script(self._engine_group, main, args, kwargs, self.repair, policy)
         return self.last_task.display_and_wait()
 
-    @suggest_arguments
     def partition(
         self,
         data: Any,
@@ -204,7 +202,6 @@ class Cluster(Engines):
         equal_shards = distribute.partition_data(group, data, **options)
         return speed.repartition_by_speed(group, equal_shards, model, loss, training_step)
 
-    @suggest_arguments
     def broadcast(self, model: Any) -> broadcast.ModelHandle:
         """Copy a model to every rank, with identical parameters and buffers. Shows a checksum per rank."""
         self._engine_group.check_open()
@@ -212,7 +209,6 @@ class Cluster(Engines):
 
     # -- training ---------------------------------------------------------------------------------------------
 
-    @suggest_arguments
     def train(
         self,
         model: Any,
@@ -348,7 +344,6 @@ class Cluster(Engines):
         recovery = boosting.Recovery(self._engine_group, self, on_failure)
         return boosting.train(recovery, params, data, num_boost_round, evals, early_stopping_rounds, options)
 
-    @suggest_arguments
     def plan(
         self,
         model: Any,

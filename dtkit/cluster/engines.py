@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Self
 
 from dtkit._util import formatting, timeouts
-from dtkit._util.arguments import hide_frames_of_methods, suggest_arguments
+from dtkit._util.arguments import explain_arguments, suggest_arguments
 from dtkit._util.notebook import in_notebook, is_kernel_shut_down
 from dtkit._util.script_errors import install_hook
 from dtkit.cluster import cluster_file
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dtkit.types import NodeInfo
 
 
-@hide_frames_of_methods
+@explain_arguments
 class Engines:
     """Started or attached engines: their state, repair and end. The base of `Cluster`."""
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dtkit._util import formatting
+from dtkit._util.arguments import explain_arguments, suggest_arguments
+from dtkit._util.attributes import suggest_attributes
 from dtkit._util.notebook import in_notebook
 from dtkit.dashboard.summary.comparison import make_row
 from dtkit.dashboard.summary.spec_differences import (
@@ -63,6 +65,8 @@ class _HasStatus(Protocol):
     def status(self) -> Status: ...
 
 
+@suggest_attributes("comparison")
+@explain_arguments
 class Comparison:
     """The result of :func:`compare`. A notebook shows a figure over a table, a terminal the table only.
 
@@ -150,6 +154,7 @@ class Comparison:
         return f"{image}{make_table(rows).to_html()}<small>{make_table_note(rows)}</small>{settings}"
 
 
+@suggest_arguments
 def compare(
     *runs: Comparable | History | Iterable[Comparable | History], labels: Sequence[str] | None = None
 ) -> Comparison:

@@ -12,6 +12,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting
+from dtkit._util.arguments import explain_arguments
+from dtkit._util.attributes import suggest_attributes
 from dtkit._util.table import Table
 from dtkit.dashboard.text.progress import show_progress
 from dtkit.data.layers import summarize_model
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
 
 
+@explain_arguments
+@suggest_attributes("replicas")
 class ModelHandle:
     """One copy of a model per rank, as it was when it was sent. Pass it to ``cluster.train`` as often as you like.
 

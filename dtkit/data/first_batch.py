@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from dtkit._util.guard import run_guarded
+from dtkit._util.guard import return_error, run_guarded
 from dtkit.data.broadcast import ModelHandle, find_batch_norms
 from dtkit.data.buffer_check import describe_batch_statistics
 from dtkit.data.columns import ColumnSelection, is_sample_list
 from dtkit.data.distribute import DataHandle, unwrap_data_loader
 from dtkit.data.loss_check import check_gradients_reach_model, check_target_shape, describe_parts
 from dtkit.data.notebook_data import NUM_FIRST_ROWS, copy_first_rows
+from dtkit.data.pairing import PairedRowsError, PairingDetector
 from dtkit.data.partition import Partition
 from dtkit.engine.data.random_state import preserve_generators
 from dtkit.engine.data.sources import ArraySource, as_source, map_tensors
@@ -36,6 +37,7 @@ from dtkit.engine.stateful_metrics import is_stateful
 from dtkit.errors import FirstBatchError
 from dtkit.rpc import pickling
 from dtkit.strategies import loss as loss_module
+from dtkit.strategies.loss import get_labels
 from dtkit.strategies.module_modes import enter_training
 
 if TYPE_CHECKING:
@@ -85,6 +87,8 @@ def check_first_batch(
 def _describe_division(trial: _Trial) -> str | None:
     """Return a warning if ranks with parts of a batch train differently from one process with the whole batch."""
     warning = describe_parts(trial.loss, trial.model, trial.batch, shares_router_losses=trial.shares_router_losses)
+    if warning is not None and (meant := trial.detector.meant) is not None:
+        return f"{warning}. This loss combines {meant.describe()}, each output with every target"
     if warning is not None or find_batch_norms(trial.model):  # which have a warning of their own
         return warning
     return describe_batch_statistics(trial.loss, trial.model, trial.batch)
@@ -95,8 +99,7 @@ def check_validation(
 ) -> None:
     """Raise FirstBatchError if model, loss or a metric refuse the first rows of the validation data.
 
-    The model is in evaluation mode, without gradients. `columns` are those of the training data. Raise ValueError for
-    targets that the loss would repeat for each output.
+    The model is in evaluation mode, without gradients. `columns` are those of the training data.
 
     No-op for errors whose remedy is not known, or that a few rows can cause, such as a score that needs two classes,
     and where there is no trial.
@@ -109,23 +112,30 @@ def check_validation(
         )
         if trial is None:
             return
-        output = _try(trial, trial.evaluate, "validation=: ")
+        output = _try(trial, trial.evaluate)
         if output is not None and metrics:
-            _check_metrics(engine_group, output, metrics)
+            _check_metrics(engine_group, output, trial.num_rows, metrics)
 
 
-def _try(trial: _Trial, take: Callable[[], _T], where: str = "") -> _T | None:
+def _try(trial: _Trial, take: Callable[[], _T]) -> _T | None:
     """Return what `take` returns, or None after an error whose remedy is not known. Raise FirstBatchError after others.
 
-    Targets that the loss would repeat for each output are refused; `where` begins that message.
+    A loss that combines each output with every target by mistake is refused, too.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        outcome = run_guarded(take, trial.explain)
+    outcome = run_guarded(lambda: _take_with_warnings(take, trial.detector.watch()), trial.explain_pairing)
+    if outcome is None:  # the user's own error, or one of an operation that torch's modes refuse
+        outcome = run_guarded(lambda: _take_with_warnings(take, contextlib.nullcontext()), trial.explain)
     if isinstance(outcome, FirstBatchError):
         raise outcome
-    if outcome is not None:
-        check_target_shape([str(warning.message) for warning in caught], where)
+    return outcome
+
+
+def _take_with_warnings(take: Callable[[], _T], watch: contextlib.AbstractContextManager[None]) -> _T:
+    """Return what `take` returns. Raise PairedRowsError if torch has warned of such a loss."""
+    with warnings.catch_warnings(record=True) as caught, watch:
+        warnings.simplefilter("always")
+        outcome = take()
+    check_target_shape(str(warning.message) for warning in caught)
     return outcome
 
 
@@ -137,25 +147,37 @@ def _prepare_validation(
     return None if trial is None else dataclasses.replace(trial, part="the first batch of validation=")
 
 
-def _check_metrics(engine_group: EngineGroup, output: EvalOutput, metrics: Any) -> None:
+def _check_metrics(engine_group: EngineGroup, output: EvalOutput, num_rows: int, metrics: Any) -> None:
     """Raise FirstBatchError if a metric refuses the output, or returns no number."""
     # silent: what can't be copied here, the engines report when they get it
     copied = run_guarded(lambda: _copy_as_sent(engine_group, dict(metrics)), lambda _: None)
     for name, metric in (copied or {}).items():
-        try_metric = functools.partial(_try_metric, name, metric, output, engine_group.world_size)
+        try_metric = functools.partial(_try_metric, name, metric, output, num_rows, engine_group.world_size)
         if (error := run_guarded(try_metric, functools.partial(_explain_metric, name))) is not None:
             raise error
 
 
-def _try_metric(name: str, metric: Any, output: EvalOutput, world_size: int) -> None:
+def _try_metric(name: str, metric: Any, output: EvalOutput, num_rows: int, world_size: int) -> None:
     if not is_stateful(metric):
+        detector = PairingDetector(f"metric {name!r}", num_rows, output.target, outputs=output.output)
         compute_metrics(output, {name: metric})
+        # The metric itself takes these rows, so any other error comes from the mode, which some operations refuse
+        outcome = run_guarded(lambda: _watch_metric(detector, output, {name: metric}), return_error)
+        if isinstance(outcome, PairedRowsError):
+            raise outcome
     elif world_size > 1 and hasattr(metric, "check_batch"):  # of Keras: can ranks be added up?
         metric.check_batch(output.output, output.target)
 
 
+def _watch_metric(detector: PairingDetector, output: EvalOutput, metrics: dict[str, Any]) -> None:
+    with detector.watch():
+        compute_metrics(output, metrics)
+
+
 def _explain_metric(name: str, error: Exception) -> FirstBatchError | None:
     """Return the error for the user; None if a larger batch may have none."""
+    if isinstance(error, PairedRowsError):
+        return FirstBatchError(str(error), list_user_frames(error), format_traceback(error))
     is_certain = isinstance(error, RuntimeError) and _CERTAIN_METRIC_ERRORS.search(str(error)) is not None
     if not is_certain and not isinstance(error, (TypeError, AttributeError, NameError, IndexError)):
         return None
@@ -174,6 +196,7 @@ class _Trial:
     loss: Loss
     batch: Any
     num_rows: int
+    detector: PairingDetector
     shares_router_losses: bool
     part: str = "the first batch"
     """What the user calls this batch."""
@@ -188,14 +211,22 @@ class _Trial:
         with torch.no_grad():
             return self.loss.evaluate_batch(self.model.eval(), self.batch)
 
+    def explain_pairing(self, error: Exception) -> FirstBatchError | None:
+        """Return the error for the user if it is about each output with every target; else None."""
+        return self._make_error(error, str(error)) if isinstance(error, PairedRowsError) else None
+
     def explain(self, error: Exception) -> FirstBatchError | None:
         """Return the error for the user; None if its remedy is not known."""
+        if isinstance(error, PairedRowsError):
+            return self.explain_pairing(error)
         add_hints(error, [(self.num_rows, self.batch)], self.model)
         frames = traceback.extract_tb(error.__traceback__)
         is_own_check = frames[-1].filename == loss_module.__file__
         if not is_own_check and not getattr(error, "__notes__", ()):
             return None
-        message = f"{type(error).__name__}: {format_message(error)}"
+        return self._make_error(error, f"{type(error).__name__}: {format_message(error)}")
+
+    def _make_error(self, error: Exception, message: str) -> FirstBatchError:
         return FirstBatchError(message, list_user_frames(error), format_traceback(error), self.part)
 
 
@@ -222,7 +253,10 @@ def _prepare(
     loss = dataclasses.replace(loss, check_ignore_index=False)
     if copied is None:
         return None
-    return _Trial(copied, loss, batch, min(num_rows, len(source)), loaded.strategy.shares_router_losses)
+    num_rows = min(num_rows, len(source))
+    targets = batch if loss.training_step is not None else get_labels(batch)
+    detector = PairingDetector("the loss", num_rows, targets, copied)
+    return _Trial(copied, loss, batch, num_rows, detector, loaded.strategy.shares_router_losses)
 
 
 def _copy_model(engine_group: EngineGroup, model: Any) -> torch.nn.Module | None:

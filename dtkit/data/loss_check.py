@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtkit._util.guard import run_guarded
+from dtkit.data.pairing import Pairing
 from dtkit.engine.data.sources import map_tensors
 from dtkit.engine.label_weight import find_label_weight
 from dtkit.strategies import router_loss
@@ -37,20 +38,15 @@ _SIZE_WARNING = re.compile(
 """What torch's losses warn of, such as `torch.nn.functional.mse_loss`."""
 
 
-def check_target_shape(warnings: Iterable[str], where: str = "") -> None:
-    """Raise ValueError if a loss repeats targets along another number of axes than outputs have.
+def check_target_shape(warnings: Iterable[str]) -> None:
+    """Raise PairedRowsError if a loss repeats targets along another number of axes than outputs have.
 
-    The loss then compares each output with every target. The strings are the warnings that it has caused. `where`
-    begins the message.
+    The loss then compares each output with every target. The strings are the warnings that it has caused.
     """
     for match in filter(None, map(_SIZE_WARNING.search, warnings)):
         target, output = (tuple(int(size) for size in text.split(", ") if size) for text in match.groups())
         if len(target) != len(output):
-            raise ValueError(
-                f"{where}the loss compares outputs of shape {output} with targets of shape {target}: torch repeats "
-                "both, so that each output meets every target. Give both one shape, for example by y[:, None] for the "
-                "targets, or by squeeze(1) for the outputs"
-            )
+            raise Pairing(output, target).make_error("the loss")
 
 
 def check_gradients_reach_model(loss: torch.Tensor, model: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit._util import formatting, views
+from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit._util.stacklevel import find_caller_stacklevel
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _MAX_SHOWN_RANKS = 32
 
 
+@explain_arguments
 @suggest_attributes("partition")
 @hide_from_completion("flatten_indices", "format_headline", "to_dict", "to_json")
 class Partition:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from dtkit._util.arguments import suggest_options
 from dtkit.engine.state.dtensor_shards import (
     get_local_tensor,
     get_num_fused_blocks,
@@ -70,6 +71,7 @@ class EngineCallback:
         """Restore the values that :meth:`state_dict` returned."""
 
 
+@suggest_options
 class ExponentialMovingAverage(EngineCallback):
     """Exponential moving average of the parameters (Polyak and Juditsky, 1992), on each rank for its part.
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dtkit.engine.data.sources import RowSource
     from dtkit.strategies.base import Strategy, Worker
 
-_NUM_WARMUP_STEPS, _MIN_STEPS, _MAX_STEPS = 3, 5, 200
+_NUM_WARMUP_STEPS, _MIN_STEPS, _MAX_STEPS = 3, 3, 200
 
 
 def measure_strategy_step(
@@ -113,7 +113,7 @@ class _StrategyTrial:
         expected_s = self._average_over_ranks(min(self._time_step() for _ in range(_NUM_WARMUP_STEPS)))
         num_steps = round(timeouts.STRATEGY_BUDGET_S / expected_s)
         num_cycles = min(_MAX_STEPS, max(_MIN_STEPS, num_steps)) // self._cycle_length
-        return [self._time_step() for _ in range(self._cycle_length * max(2, num_cycles))]
+        return [self._time_step() for _ in range(self._cycle_length * max(1, num_cycles))]
 
     def _time_step(self) -> float:
         begun = time.perf_counter()

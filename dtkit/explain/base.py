@@ -12,6 +12,7 @@ import math
 from typing import TYPE_CHECKING, TypedDict
 
 from dtkit._util import views
+from dtkit._util.arguments import explain_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -84,6 +85,7 @@ class RankPart:
     """Checksum after the step; None if no update was made."""
 
 
+@explain_arguments
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Explanation(abc.ABC):
     """One step of a run in detail: text in a terminal, a page with a figure in a notebook."""

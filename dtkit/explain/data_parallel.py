@@ -14,6 +14,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
+from dtkit._util.arguments import explain_arguments
+from dtkit._util.attributes import suggest_attributes
 from dtkit.explain.base import Explanation, RankPart, RankReport, TensorReport
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class LayerRecord:
     """Whether the parameter is equal on all ranks after the step, bit by bit."""
 
 
+@suggest_attributes("explanation")
+@explain_arguments
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class StepExplanation(Explanation):
     """One data-parallel step in detail. Print it, call :meth:`figure`, or read the numbers.

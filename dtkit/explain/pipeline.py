@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from dtkit._util.arguments import explain_arguments
+from dtkit._util.attributes import suggest_attributes
 from dtkit.explain.base import Explanation, RankPart, RankReport
 
 if TYPE_CHECKING:
@@ -134,6 +136,8 @@ class StageRank(RankPart):
     clip: float | None
 
 
+@suggest_attributes("explanation")
+@explain_arguments
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PipelineExplanation(Explanation):
     """One pipeline step in detail. Print it, call :meth:`figure`, or read the numbers.

@@ -14,6 +14,8 @@ import collections
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from dtkit._util.arguments import explain_arguments
+from dtkit._util.attributes import suggest_attributes
 from dtkit.explain.base import Explanation, RankPart, RankReport
 
 if TYPE_CHECKING:
@@ -101,6 +103,8 @@ class ShardedRank(RankPart):
     """Bytes counted on this rank's connections during the step."""
 
 
+@suggest_attributes("explanation")
+@explain_arguments
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ShardedExplanation(Explanation):
     """One step of sharded or tensor-parallel training in detail. Print it, call :meth:`figure`, or read the numbers."""

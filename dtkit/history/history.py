@@ -8,6 +8,7 @@ copies no earlier rows. Totals over the ranks (loss, samples, slowest rank) are 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import threading
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from dtkit._util.arguments import check_path, explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
+from dtkit.history.growing_array import GrowingArray
 from dtkit.history.scalars import SYSTEM_PREFIX, ScalarRecord, ScalarTables
 from dtkit.types import Evaluation, Event, StepRecord
 
@@ -66,7 +69,6 @@ TOTAL_DTYPE = np.dtype(
 )
 """Row of one step over all ranks."""
 
-_CHUNK_ROWS = 16384
 HistoryItem = StepRecord | Evaluation | Event | ScalarRecord
 """Types of the items in a history's JSON lines."""
 _ITEM_CLASSES: dict[str, type[HistoryItem]] = {
@@ -105,42 +107,7 @@ class HistoryLog(Protocol):
         """Close the log, and delete its folder."""
 
 
-class _GrowingArray:
-    """Growing array in chunks that never move."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self._chunks: list[np.ndarray] = []
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def append(self, block: np.ndarray) -> None:
-        """Append a copy of `block`."""
-        while len(block):
-            used = self._length % _CHUNK_ROWS
-            if used == 0:
-                self._chunks.append(np.empty(_CHUNK_ROWS, self._dtype))
-            take = block[: _CHUNK_ROWS - used]
-            self._chunks[-1][used : used + len(take)] = take
-            self._length += len(take)
-            block = block[len(take) :]
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Return rows `start` to `stop` (clipped) as one array."""
-        start, stop = max(0, start), min(stop, self._length)
-        if start >= stop:
-            return np.empty(0, self._dtype)
-        first, last = start // _CHUNK_ROWS, (stop - 1) // _CHUNK_ROWS
-        parts = []
-        for k in range(first, last + 1):
-            lo = start - k * _CHUNK_ROWS if k == first else 0
-            hi = stop - k * _CHUNK_ROWS if k == last else _CHUNK_ROWS
-            parts.append(self._chunks[k][lo:hi])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
+@explain_arguments
 @suggest_attributes("history")
 @hide_from_completion(
     "add", "append", "close_run_log", "copy_until", "count_scalar_records", "extend", "list_scalar_records"
@@ -155,8 +122,8 @@ class History:
     def __init__(self, *, ranks_per_replica: int = 1) -> None:
         """Create an empty history. `ranks_per_replica` ranks share a replica, so they report the same samples."""
         self.ranks_per_replica = ranks_per_replica
-        self._rows = _GrowingArray(ROW_DTYPE)
-        self._totals = _GrowingArray(TOTAL_DTYPE)
+        self._rows = GrowingArray(ROW_DTYPE)
+        self._totals = GrowingArray(TOTAL_DTYPE)
         # locks: while rows are appended
         self._lock = threading.Lock()
         self.events: list[Event] = []
@@ -269,7 +236,9 @@ class History:
             return self._scalars.align(name, self.rows())
         if name not in (ROW_DTYPE.names or ()):
             names = [*(ROW_DTYPE.names or ()), *self.scalar_names]
-            raise ValueError(f"no column {name!r}; the columns are {', '.join(names)}")
+            similar = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"did you mean {similar[0]!r}?" if similar else f"the columns are {', '.join(names)}"
+            raise ValueError(f"no column {name!r}; {hint}")
         return self.rows()[name]
 
     @property
@@ -314,19 +283,21 @@ class History:
         if rank is None:
             total = self.totals()
             return total["step"], total["loss"]
-        rows = self.rows()
-        rows = rows[rows["rank"] == rank]
+        rows = self._select_rank(rank)
         return rows["step"], rows["loss"]
 
     def throughput(self, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return (steps, samples per second) of one rank, or of all: their samples over the slowest rank's time."""
-        if rank is None:
-            table = self.totals()
-        else:
-            table = self.rows()
-            table = table[table["rank"] == rank]
+        table = self.totals() if rank is None else self._select_rank(rank)
         with np.errstate(divide="ignore", invalid="ignore"):
             return table["step"], table["samples"] / table["step_s"]
+
+    def _select_rank(self, rank: int) -> np.ndarray:
+        rows = self.rows()
+        selected: np.ndarray = rows[rows["rank"] == rank]
+        if len(rows) and not len(selected):
+            raise ValueError(f"rank={rank!r}; there are rows of rank {', '.join(map(str, self.ranks))}")
+        return selected
 
     # -- export -----------------------------------------------------------------------------------------------
 
@@ -339,6 +310,10 @@ class History:
 
     def to_jsonl(self, path: str | Path) -> None:
         """Write rows, evaluations and events, one JSON object on each line. :meth:`from_jsonl` reads them."""
+        check_path(path)
+        folder = Path(path).absolute().parent
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{str(path)!r}: the folder {folder} does not exist. Create it, or name another")
         with Path(path).open("w", encoding="utf-8") as file:
             file.write(json.dumps({"type": "head", "copies": self.ranks_per_replica}) + "\n")
             for items in (self, self.evaluations, self.events, self.list_scalar_records()):
@@ -346,16 +321,25 @@ class History:
 
     @classmethod
     def from_jsonl(cls, path: str | Path) -> History:
-        """Read a file that :meth:`to_jsonl` wrote."""
+        """Read a file that :meth:`to_jsonl` wrote. Raises FileNotFoundError, and ValueError for another file."""
+        check_path(path)
         history, rows = cls(), []
-        with Path(path).open(encoding="utf-8") as file:
-            for line in file:
-                if "copies" in (fields := json.loads(line)):
-                    history.ranks_per_replica = fields["copies"]
-                elif isinstance(item := decode_fields(fields), StepRecord):
-                    rows.append(item)
-                else:
-                    history.add(item)
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{str(path)!r}: there is no such file. history.to_jsonl(path) writes one")
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                fields = json.loads(line)
+                item = None if "copies" in fields else decode_fields(fields)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"line {number} of {str(path)!r} is not a record of a history; history.to_jsonl(path) writes them"
+                ) from error
+            if item is None:
+                history.ranks_per_replica = fields["copies"]
+            elif isinstance(item, StepRecord):
+                rows.append(item)
+            else:
+                history.add(item)
         if rows:
             history.append(rows)
         return history

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import views
+from dtkit._util.arguments import explain_arguments
+from dtkit._util.attributes import suggest_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,6 +61,8 @@ class OperatorRow:
     """Seconds by rank."""
 
 
+@suggest_attributes("profile")
+@explain_arguments
 @dataclasses.dataclass(frozen=True, repr=False)
 class Profile:
     """Operators of some steps on all ranks. A cell shows the table; :meth:`export_chrome_trace` writes the trace."""

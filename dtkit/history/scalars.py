@@ -6,6 +6,7 @@ They are few and arrive in any order. So each name has a table of its own next t
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,14 +60,20 @@ class ScalarTables:
             for part in list(parts)
         ]
 
+    def _describe_names(self, name: str) -> str:
+        """Return which name was probably meant, or what there is and how numbers get here."""
+        if similar := difflib.get_close_matches(name, self._parts, n=1):
+            return f"did you mean {similar[0]!r}?"
+        logged = ", ".join(other for other in self._parts if not other.startswith(SYSTEM_PREFIX)) or "none"
+        return f"there are {logged}. dtkit.log(name=number) in a loss adds some; history.column(...) has loss and times"
+
     def read(self, name: str, rank: int | None = None, since: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return (steps, values) of one rank, or means over all ranks by weight. Raises ValueError for a wrong name.
 
         A repeated step counts once, with its last values. Steps before `since` are left out.
         """
         if name not in self._parts:
-            names = ", ".join(self._parts) or "none"
-            raise ValueError(f"no numbers were logged as {name!r}; there are {names}")
+            raise ValueError(f"no numbers were logged as {name!r}; {self._describe_names(str(name))}")
         parts = [part for part in list(self._parts[name]) if part["step"][-1] >= since]
         rows = np.concatenate([np.empty(0, SCALAR_DTYPE), *parts])
         rows = rows[rows["step"] >= since]

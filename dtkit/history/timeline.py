@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import views
+from dtkit._util.arguments import explain_arguments
+from dtkit._util.attributes import suggest_attributes
 from dtkit.history.chrome_trace import build_trace
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ ACTION_KINDS = {"forward": "F", "backward": "B", "backward input": "I", "backwar
 COMPUTE_PHASES = tuple(ACTION_KINDS)
 
 
+@suggest_attributes("timeline")
+@explain_arguments
 class Timeline:
     """Spans of all ranks in the last steps. :meth:`figure` draws it, :meth:`export_chrome_trace` writes it."""
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from dtkit._util import formatting
+from dtkit._util.arguments import explain_arguments
+from dtkit._util.attributes import suggest_attributes
 
 EFFICIENCY_STEPS = 20
 """Last steps whose speed counts, as for the throughput in views."""
@@ -51,6 +53,8 @@ class Workload:
     """Reason why the operations are unknown."""
 
 
+@suggest_attributes("efficiency")
+@explain_arguments
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
     """A workload at a speed. `mfu` is None if the peak of the device or the operations are unknown."""

@@ -1,5 +1,6 @@
 """Helpers for the notebooks' lessons: claims with guesses and a score, and drawings of ranks at work."""
 
+from dtkit._util.attributes import suggest_names
 from dtkit.lessons.drawings import (
     draw_data_parallel,
     draw_fsdp,
@@ -21,3 +22,5 @@ __all__ = [
     "draw_tensor_parallel",
     "wait_until",
 ]
+
+__getattr__ = suggest_names("dtkit.lessons", __all__)

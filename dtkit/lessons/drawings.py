@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dtkit._util.arguments import suggest_arguments
 from dtkit.lessons.svg import COLORS, Canvas, Drawing
 
 _MIXED_COLOR = "#666666"  # color of parts that belong to all ranks
@@ -9,6 +10,7 @@ _MIN_RANKS, _MAX_RANKS = 2, 4
 _MAX_MICRO_BATCHES = 8
 
 
+@suggest_arguments
 def draw_data_parallel(ranks: int = 2) -> Drawing:
     """Draw one step of data parallelism: rows to ranks, gradients to a sum, the same update everywhere."""
     _check_ranks(ranks)
@@ -43,6 +45,7 @@ def draw_data_parallel(ranks: int = 2) -> Drawing:
     return canvas.finish()
 
 
+@suggest_arguments
 def draw_ring_all_reduce(ranks: int = 3) -> Drawing:
     """Draw the two rounds of a ring all-reduce: sums travel once around, then results do."""
     _check_ranks(ranks)
@@ -79,10 +82,11 @@ def draw_ring_all_reduce(ranks: int = 3) -> Drawing:
     return canvas.finish()
 
 
+@suggest_arguments
 def draw_pipeline(stages: int = 2, micro_batches: int = 4) -> Drawing:
     """Draw stages, and when each of them works on which micro-batch of the forward pass."""
     _check_ranks(stages, "stages")
-    if not 1 <= micro_batches <= _MAX_MICRO_BATCHES:
+    if not isinstance(micro_batches, int) or not 1 <= micro_batches <= _MAX_MICRO_BATCHES:
         raise ValueError(f"micro_batches={micro_batches!r}; the drawing has room for 1 to {_MAX_MICRO_BATCHES}")
     cell, pitch, top, left = 46, 58, 34, 220
     columns = max(micro_batches + stages - 1, 5)
@@ -115,6 +119,7 @@ def draw_pipeline(stages: int = 2, micro_batches: int = 4) -> Drawing:
     return canvas.finish()
 
 
+@suggest_arguments
 def draw_tensor_parallel() -> Drawing:
     """Draw a pair of layers that two ranks split: the first by columns, the second by rows."""
     pitch, top = 62, 34
@@ -145,6 +150,7 @@ def draw_tensor_parallel() -> Drawing:
     return canvas.finish()
 
 
+@suggest_arguments
 def draw_fsdp(ranks: int = 2) -> Drawing:
     """Draw how sharded ranks compute one layer: gather its parameters, use them, free them."""
     _check_ranks(ranks)
@@ -182,5 +188,5 @@ def draw_fsdp(ranks: int = 2) -> Drawing:
 
 
 def _check_ranks(count: int, name: str = "ranks") -> None:
-    if not _MIN_RANKS <= count <= _MAX_RANKS:
+    if not isinstance(count, int) or not _MIN_RANKS <= count <= _MAX_RANKS:
         raise ValueError(f"{name}={count!r}; the drawing has room for {_MIN_RANKS} to {_MAX_RANKS}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
+from dtkit._util.arguments import suggest_arguments
 from dtkit.dashboard.figures.neutral import make_neutral
 
 if TYPE_CHECKING:
@@ -37,11 +38,14 @@ class Picture:
         return data.getvalue()
 
 
+@suggest_arguments
 def adapt_to_themes(figure: Figure, description: str = "a figure of this lesson") -> Picture:
     """Return a figure in colors for light and dark pages. Changes the figure.
 
     `description` is for readers who don't see it. Pyplot forgets the figure, so that a notebook shows it once.
     """
+    if not hasattr(figure, "savefig"):
+        raise TypeError(f"figure={figure!r}; it must be a matplotlib Figure, such as run.figure()")
     make_neutral(figure)
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None:

@@ -6,6 +6,8 @@ import dataclasses
 import html
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.arguments import explain_arguments
+from dtkit._util.attributes import suggest_attributes
 from dtkit._util.notebook import show_value
 from dtkit.lessons.claims import Claim, Limit, Measurement, parse_guess, parse_number
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from dtkit.lessons.figures import Picture
 
 
+@suggest_attributes("score")
+@explain_arguments
 @dataclasses.dataclass(frozen=True)
 class Score:
     """All claims of a lesson, with the number that hold and the number of right guesses."""
@@ -54,6 +58,8 @@ class Score:
         return f"<p><b>{html.escape(repr(self))}.</b></p><details><summary>All claims</summary>{table}</details>"
 
 
+@suggest_attributes("lesson")
+@explain_arguments
 class Lesson:
     """Claims of one notebook. It can be pickled, so a score survives a kernel restart."""
 
@@ -75,7 +81,7 @@ class Lesson:
 
         `formula` is the source of `expected`, such as "2 (N - 1) / N S". The verdict never depends on the guess.
         """
-        if tolerance < 0:
+        if parse_number(tolerance, "tolerance") < 0:
             raise ValueError(f"tolerance={tolerance!r}; it must be 0 or more")
         self._add(
             Claim(

@@ -12,6 +12,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import views
+from dtkit._util.arguments import explain_arguments
+from dtkit._util.attributes import suggest_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,6 +84,8 @@ class MemoryRow:
         return self.sent_model + self.parameters + self.gradients + self.optimizer + (self.activations or 0)
 
 
+@suggest_attributes("memory")
+@explain_arguments
 class Memory:
     """Measured and planned memory by rank. Notebooks show it as a table; :meth:`figure` draws it."""
 

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting, views
+from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit.planning.cost_model import divide_memory
 
@@ -65,6 +66,7 @@ class PlanRow:
         return self.needed <= self.free
 
 
+@explain_arguments
 @suggest_attributes("plan")
 @dataclasses.dataclass(frozen=True)
 class Plan:

@@ -7,9 +7,11 @@ import dataclasses
 import functools
 import math
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dtkit._util import formatting
+from dtkit._util.function_checks import check_loss_functions
 from dtkit.dashboard.text.progress import show_progress
 from dtkit.data import broadcast
 from dtkit.data.broadcast import ModelHandle
@@ -110,7 +112,7 @@ def make_plan(
         rows: list[PlanRow] = []
         searches: dict[str, Callable[[], int]] = {}
         ring_bytes: dict[str, list[float]] = {}
-        for strategy in strategies:
+        for place, strategy in enumerate(strategies, 1):
             profiles = profiler.profile_ranks(getattr(strategy, "precision", None), benchmark)
             if strategy.pipeline_schedule is not None:
                 layers = profiler.profile_layers(strategy.num_micro_batches)
@@ -120,7 +122,8 @@ def make_plan(
             costs = [strategy.estimate_cost(profile, benchmark) for profile in profiles]
             if _is_one_ring(strategy, engine_group.world_size):
                 ring_bytes[repr(strategy)] = [cost.sent_bytes for cost in costs]
-            rows += _build_measured_rows(profiler, strategy, profiles, costs, request)
+            position = f"{place} of {len(strategies)}"
+            rows += _build_measured_rows(profiler, strategy, profiles, costs, request, position)
             searches[repr(strategy)] = functools.partial(
                 find_largest_batch, strategy, profiles, request.batch_size, benchmark, profiler.memory_budgets
             )
@@ -144,6 +147,7 @@ def _build_measured_rows(
     profiles: Sequence[ModelProfile],
     costs: Sequence[Cost],
     request: PlanRequest,
+    position: str,
 ) -> list[PlanRow]:
     """Return one strategy's rows, with the time of real steps if they are short and surely fit."""
     rows = build_rows(repr(strategy), profiles, costs, profiler.memory_budgets)
@@ -153,7 +157,7 @@ def _build_measured_rows(
     shards = tuple(request.sample.sizes) if isinstance(request.sample, Partition) else ()
     weights = shards if len(shards) == replicas else (1,) * replicas
     counts = divide_proportionally(int(request.batch_size), weights)
-    measured_s = profiler.time_strategy(strategy, counts)
+    measured_s = profiler.time_strategy(strategy, counts, position)
     return build_rows(repr(strategy), profiles, costs, profiler.memory_budgets, measured_s)
 
 
@@ -208,6 +212,8 @@ def list_candidates(engine_group: EngineGroup, model: Any) -> list[Strategy]:
 def _resolve_strategies(engine_group: EngineGroup, model: Any, request: PlanRequest) -> Sequence[Strategy]:
     from dtkit.strategies.base import Strategy
 
+    if request.strategies is not None and not isinstance(request.strategies, Iterable):
+        raise TypeError(f"strategies={request.strategies!r}; it must be a list, as in strategies=[dtkit.Sharded()]")
     for strategy in request.strategies or ():
         if not isinstance(strategy, Strategy):
             raise TypeError(
@@ -239,6 +245,7 @@ def _validate_request(engine_group: EngineGroup, model: Any, request: PlanReques
         )
     broadcast.check_has_loss(model, request.loss_fn, request.training_step)
     broadcast.check_is_not_manual(request.training_step)
+    check_loss_functions(request.loss_fn, request.training_step)
     if not callable(request.optimizer):
         raise TypeError(
             f"optimizer is a {type(request.optimizer).__name__}; it must be a function from parameters to an "

@@ -84,12 +84,13 @@ class ModelProfiler:
         is_short = rows[0].step_s <= timeouts.MAX_TRIED_STEP_S
         return self._has_run_steps and is_short and find_shortage(needs, budgets) is None
 
-    def time_strategy(self, strategy: Strategy, counts: Sequence[int]) -> float | None:
+    def time_strategy(self, strategy: Strategy, counts: Sequence[int], position: str) -> float | None:
         """Return the seconds of a real step under a strategy, or None if it fails.
 
-        `counts` has the samples of each replica.
+        `counts` has the samples of each replica, and `position` is for the progress, such as "3 of 7".
         """
-        self._report_progress(f"taking some steps of {get_model_name(self._model)} with {type(strategy).__name__}")
+        name = f"{type(strategy).__name__} ({position})"
+        self._report_progress(f"taking some steps of {get_model_name(self._model)} with {name}")
         try:
             return max(self._engine_group.call_all(self._make_strategy_call(strategy, counts)))
         except EngineError as error:

@@ -20,6 +20,8 @@ import re
 from typing import TYPE_CHECKING
 
 from dtkit._util import views
+from dtkit._util.arguments import explain_arguments, suggest_options
+from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit.schedules import builtin, validation
 from dtkit.schedules.action import Action, Row
@@ -35,6 +37,9 @@ IDLE_CELLS = frozenset({"", ".", "-", "_"})
 _CELL_PATTERN = re.compile(r"(\d*)([FBIW])(\d+)", re.IGNORECASE)
 
 
+@suggest_options
+@suggest_attributes("schedule")
+@explain_arguments
 @hide_from_completion(
     "format_action", "get_bubble_formula", "get_stages", "iterate_actions", "simulate_with", "stage_ranks"
 )

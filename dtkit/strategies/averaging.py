@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from dtkit.types import Fingerprint
 
 
+@suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class OuterSGD:
     """DiLoCo's outer optimizer, by default as in its paper. ``OuterSGD(1.0, 0.0)`` is plain averaging."""
@@ -67,9 +68,7 @@ class OuterSGD:
         if isinstance(self.momentum, bool) or not isinstance(self.momentum, int | float):
             raise TypeError(f"momentum={self.momentum!r}; it must be a number, such as momentum=0.9")
         if not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"momentum={self.momentum}; it must be at least 0 and less than 1. Use momentum=0.9, or 0 for none"
-            )
+            raise ValueError(f"momentum={self.momentum}; it must be 0 or more and less than 1, such as momentum=0.9")
 
     __repr__ = format_options
 

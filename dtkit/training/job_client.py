@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
 from dtkit._util.deadline import Deadline
+from dtkit._util.function_checks import check_metrics
 from dtkit.checkpoint import folders
 from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.data import distribute
@@ -162,13 +163,14 @@ class JobClient:
                 "evaluate() needs a loss= or a training_step(model, batch); this run's takes the optimizers too, and "
                 "would update the model. Compute from run.model"
             )
+        checked_metrics = check_metrics(metrics)
         handle = distribute.distribute_validation_data(
             self._engine_group, data, training_data=plan.job_spec.data_handle
         )
         pickled_metrics = (
             self._driver.actions.evaluation.pickled_metrics
             if metrics is None
-            else self._engine_group.uploads.dumps(dict(metrics), name="metrics")
+            else self._engine_group.uploads.dumps(dict(checked_metrics), name="metrics")
         )
         call = plan.make_evaluation_call(handle.key, pickled_metrics)
         step = self._progress.step
@@ -179,6 +181,8 @@ class JobClient:
         from dtkit.planning.memory_report import Memory
 
         self.check_not_released("memory")
+        if expected is not None and not hasattr(expected, "get_rows"):
+            raise TypeError(f"memory(plan={expected!r}): it must be a plan, as from cluster.plan(...)")
         plan, step = self._progress.plan, self._progress.step
         reports = self._engine_group.call_all(make_call(JobOperations.memory_usage, job=plan.job), timeout=timeout)
         return Memory.from_reports(plan.spec.name, plan.spec.strategy, step, reports, expected)
@@ -201,6 +205,7 @@ class JobClient:
         """See :meth:`dtkit.Run.verify`."""
         from dtkit.training import verify
 
+        verify.check_steps(steps)
         if self.is_running:
             raise RunError("verify needs the engines to itself; call run.pause() first, then run.resume()")
         if self.check_idle is None:

@@ -246,6 +246,9 @@ class RunLifecycle:
         """Let an ended run take more steps; it is then paused. `limit` bounds the wait for views to show its end."""
         if (epochs is None) == (steps is None):
             raise ValueError(f"epochs={epochs}, steps={steps}: say how much longer by one of them, as in epochs=1")
+        for name, value in (("epochs", epochs), ("steps", steps)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name}={value!r}; it must be an integer, as in {name}=1")
         num_steps = steps if steps is not None else (epochs or 0) * self._progress.plan.spec.steps_per_epoch
         if num_steps < 1:
             raise ValueError(f"epochs={epochs}, steps={steps}: train on by at least one step")
@@ -298,6 +301,9 @@ class RunLifecycle:
         format: str,  # noqa: A002 - as users type it
     ) -> CheckpointResult:
         """Write the model into a folder in another format, from a checkpoint that `save` writes next to it."""
+        from dtkit.checkpoint.export import check_format  # loads torch
+
+        check_format(format)
         if path is None:
             raise ValueError(f"format={format!r} needs a folder: run.save('model', format={format!r})")
         folder = folders.parse_path("path", path).absolute()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util.arguments import hide_frames_of_methods, suggest_arguments
+from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit._util.deadline import Deadline
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @suggest_attributes("run")
 @hide_from_completion("delay_factors", "is_released", "lifecycle", "note", "placement", "post", "subscribe")
-@hide_frames_of_methods
+@explain_arguments
 class Run(ShownRun):
     """One training on a cluster. As the last line of a cell, it is a live dashboard.
 
@@ -173,7 +173,6 @@ class Run(ShownRun):
         """Continue after a pause, from the same step."""
         self._waiter.call("resume", timeout=timeout)
 
-    @suggest_arguments
     def step(self, n: int = 1, *, timeout: float | None = None) -> int:
         """Take `n` steps while paused. Returns the number of steps taken so far. Raises the run's error if it fails."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
@@ -212,7 +211,6 @@ class Run(ShownRun):
             return self._driver.progress.step
         return self._waiter.call("stop", timeout=timeout)
 
-    @suggest_arguments
     def set(self, *, lr: float, timeout: float | None = None) -> int:
         """Set a new learning rate on every rank from the same step on. Returns the first step that uses it.
 
@@ -250,7 +248,6 @@ class Run(ShownRun):
         self._job.kill(rank, timeout)
         return self._driver.progress.step
 
-    @suggest_arguments
     def save(
         self,
         path: str | Path | None = None,
@@ -302,7 +299,6 @@ class Run(ShownRun):
 
     # -- questions to the engines -----------------------------------------------------------------------------
 
-    @suggest_arguments
     def evaluate(
         self,
         data: Any,
@@ -323,7 +319,6 @@ class Run(ShownRun):
         """
         return self._job.measure_memory(plan, timeout)
 
-    @suggest_arguments
     def profile(self, steps: int = 3, *, timeout: float | None = None) -> Profile:
         """Take the next steps with torch's profiler on all ranks. Return the operators, and one trace of all ranks.
 
@@ -352,7 +347,6 @@ class Run(ShownRun):
         """
         return self._job.get_placement(timeout)
 
-    @suggest_arguments
     def verify(self, steps: int = 20, *, timeout: float | None = None) -> Verification:
         """Check that this training equals training in one process. Prints the result, and returns it.
 
@@ -366,7 +360,6 @@ class Run(ShownRun):
 
     # -- going on, and letting go -----------------------------------------------------------------------------
 
-    @suggest_arguments
     def extend(self, *, epochs: int | None = None, steps: int | None = None, timeout: float | None = None) -> None:
         """Train for this many more epochs (or steps), with the current optimizer."""
         deadline = Deadline(timeout, "extend")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
+from dtkit._util.arguments import explain_arguments
 from dtkit._util.guard import Subscribers
 from dtkit.dashboard.run_view import RunView
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
 
 
+@explain_arguments
 class ShownRun(RunView):
     """The part of a run that creates views and that views use. :class:`~dtkit.Run` has the properties."""
 

@@ -14,6 +14,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
+from dtkit._util.arguments import explain_arguments
+from dtkit._util.attributes import suggest_attributes
 from dtkit._util.guard import Subscribers, return_error, run_guarded_in_thread
 from dtkit._util.notebook import name_code
 from dtkit.dashboard import call_display
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from dtkit.types import Failure, Reply
 
 
+@suggest_attributes("task")
+@explain_arguments
 class Task:
     """A function that runs on all ranks. ``result()`` and ``await`` wait for it; a cell shows it live.
 

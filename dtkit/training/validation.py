@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtkit._util.function_checks import check_loss_functions, check_metrics, check_takes
 from dtkit.checkpoint import folders
 from dtkit.data import broadcast
 from dtkit.data.broadcast import ModelHandle
@@ -111,6 +112,7 @@ def check_loss(loss: Any, step: Any) -> None:
             raise TypeError(
                 f"{name}={function!r} can't be called; give a function or a module, as in {_CALLABLE_EXAMPLES[name]}"
             )
+    check_loss_functions(loss, step)
     _check_reduction(loss)
 
 
@@ -138,6 +140,7 @@ def _check_optimizer(optimizer: Any) -> None:
             f"optimizer is a {type(optimizer).__name__}; it must be a function from parameters to an optimizer, "
             "since every rank builds its own: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
         )
+    check_takes("optimizer", optimizer, ("params",))
 
 
 def _check_name_and_tags(config: TrainConfig) -> None:
@@ -148,22 +151,11 @@ def _check_name_and_tags(config: TrainConfig) -> None:
 
 
 def _check_metrics(config: TrainConfig) -> None:
-    if config.metrics is not None and not hasattr(config.metrics, "items"):
-        raise TypeError(
-            f"metrics is a {type(config.metrics).__name__}; give names and functions of (output, target), as in "
-            "metrics={'accuracy': accuracy}"
-        )
-    if "loss" in (config.metrics or {}):
-        raise ValueError("metrics has 'loss', which is the name of the loss itself; give the metric another name")
-    for name, metric in (config.metrics or {}).items():
-        if not callable(metric):
-            raise TypeError(
-                f"metrics[{name!r}] is a {type(metric).__name__}; it must be a function of (output, target)"
-            )
     if config.metrics and config.training_step is not None:
         raise ValueError(
             "metrics need output and target, which training_step= keeps to itself; compute them there, or use loss="
         )
+    check_metrics(config.metrics)
 
 
 def _check_lr_scheduler(config: TrainConfig) -> None:
@@ -179,6 +171,8 @@ def _check_lr_scheduler(config: TrainConfig) -> None:
             f"lr_scheduler={name} also needs {', '.join(missing)}, but every rank calls it with the optimizer alone: "
             f"lr_scheduler=lambda optimizer: {name}(optimizer, {missing[0]}=...)"
         )
+    if config.lr_scheduler is not None:
+        check_takes("lr_scheduler", config.lr_scheduler, ("optimizer",))
     if config.lr_scheduler_every not in ("step", "epoch"):
         raise ValueError(
             f"lr_scheduler_every={config.lr_scheduler_every!r}; it must be 'step' (after every update) or 'epoch'"
@@ -196,8 +190,9 @@ def _list_further_parameters(factory: Callable[..., Any]) -> list[str]:
 
 
 def _check_callbacks(config: TrainConfig) -> None:
-    if callable(config.callbacks):
-        raise TypeError("callbacks is a function; give a list of functions of the run: callbacks=[function]")
+    if callable(config.callbacks) or not hasattr(config.callbacks, "__iter__"):
+        kind = "function" if callable(config.callbacks) else type(config.callbacks).__name__
+        raise TypeError(f"callbacks is a {kind}; give a list of functions of the run: callbacks=[function]")
     for callback in config.callbacks:
         if isinstance(callback, type) or not (
             callable(callback) or hasattr(callback, "on_step") or hasattr(callback, "on_start")

@@ -20,6 +20,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting
+from dtkit._util.arguments import explain_arguments
+from dtkit._util.attributes import suggest_attributes
 from dtkit.errors import CollectiveInStepError, EngineError
 from dtkit.rpc.reference import Reference
 from dtkit.training.replay import Replay
@@ -48,6 +50,8 @@ _ZERO_GRADIENT_FRACTION = {
 }  # share of the largest gradient below which a gradient is rounding
 
 
+@suggest_attributes("verification")
+@explain_arguments
 @dataclasses.dataclass(frozen=True)
 class Verification:
     """The result of a verification. ``differences`` has the largest difference in each parameter and buffer."""
@@ -132,12 +136,16 @@ class Verification:
         return f"<p>{html.escape(repr(self))}</p>"
 
 
+def check_steps(steps: Any) -> None:
+    """Raise ValueError unless `steps` is a number of steps."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r}; verify needs an integer from 1 up")
+
+
 def verify(
     engine_group: EngineGroup, job_spec: JobSpec, steps: int, equivalence_notes: Sequence[str], deadline: Deadline
 ) -> Verification:
     """See :meth:`dtkit.Run.verify`."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps={steps!r}; verify needs an integer from 1 up")
     replay = Replay(engine_group, job_spec, deadline)
     try:
         state = replay.train(steps)

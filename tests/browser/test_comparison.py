@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -64,9 +65,42 @@ def test_tables_of_runs_are_neither_cut_nor_overlap(page: Page, width: int):
 def test_the_longer_run_ends_at_its_last_evaluation(page: Page):
     show_runs(page)
     chart = page.locator("[data-name='Validation accuracy'] svg.dtk-lines-chart")
-    expect(chart.locator(".dtk-labels text")).to_have_text(["second", "1: wide net, le…"])
+    expect(chart.locator(".dtk-labels text")).to_have_text(["second", "wide net, learning rate 0.05"])
     ends = chart.evaluate("""(svg) => [...svg.querySelectorAll(".dtk-lines path")].map((path) => path.getBBox())
       .map(({ x, width }) => x + width)""")
     plot = chart.locator(".dtk-grid line").first.evaluate("(line) => line.x2.baseVal.value")
     assert ends[1] == pytest.approx(plot, abs=1)
     assert chart.locator(".dtk-labels circle").count() == 1  # the longer run needs no dot within the plot
+
+
+_LABELS_IN_SIGHT = """(svg) => {
+  const { left, right, top, bottom } = svg.getBoundingClientRect();
+  const boxes = [...svg.querySelectorAll(".dtk-labels text")].map((text) => text.getBoundingClientRect());
+  return boxes.every((box) => box.left >= left && box.right <= right + 1)
+    && boxes.every((box) => box.top >= top - 1 && box.bottom <= bottom + 1)
+    && boxes.every((a, k) => boxes.every((b, other) => other <= k || a.bottom <= b.top + 2 || b.bottom <= a.top + 2
+      || a.right <= b.left || b.right <= a.left));
+}"""
+
+
+@pytest.mark.parametrize("width", [600, 1400])
+@pytest.mark.parametrize("num_runs", [2, 8])
+def test_long_names_wrap_and_a_pointer_shows_the_whole(page: Page, width: int, num_runs: int):
+    names = [f"ParameterAveraging(every={k}), warm-up of a tenth of it all" for k in range(1, num_runs + 1)]
+    runs = [FakeSource(steps=200, seed=k, name=name) for k, name in enumerate(names)]
+    for run in runs:
+        run.advance(200)
+    page.set_viewport_size({"width": width - 130, "height": 900})  # JupyterLab's own margins
+    load_widget(
+        page, str(ComparisonWidget._esm), ComparisonMessageBuilder(dtkit.compare(*runs)).build_snapshot(), "light"
+    )
+    chart = page.get_by_test_id("comparison-chart").locator("svg.dtk-lines-chart")
+    expect(chart.locator(".dtk-labels text")).to_have_count(num_runs)
+    assert chart.evaluate(_LABELS_IN_SIGHT)
+    if shots := os.environ.get("ERR_SHOTS"):
+        page.screenshot(path=f"{shots}/cmp-{num_runs}-{width}.png")
+    titles = chart.locator(".dtk-labels title").all_text_contents()
+    assert sorted(titles) == sorted(dtkit.compare(*runs).labels)
+    chart.hover(position={"x": 200, "y": 100})
+    expect(page.get_by_test_id("comparison-chart").get_by_test_id("tooltip")).to_contain_text(names[0])
+    assert all(name in repr(dtkit.compare(*runs)) for name in names)

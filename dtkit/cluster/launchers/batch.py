@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from ipyparallel.cluster import launcher as ipyparallel_launchers
 
 from dtkit._util import timeouts
+from dtkit._util.arguments import explain_arguments, suggest_options
 from dtkit._util.formatting import sanitize_text
 from dtkit.cluster.launchers.hosts import AgentJob, HostLauncher, JobState
 from dtkit.cluster.launchers.script import (
@@ -60,6 +61,8 @@ _DIRECTIVES = {  # the job's name, the environment, its output, and the queue if
 }
 
 
+@explain_arguments
+@suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class Batch(HostLauncher):
     """Engines on hosts that a scheduler gives: "PBS", "LSF", "HTCondor" or "SGE". LSF and HTCondor are untried.

@@ -8,6 +8,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from dtkit._util.arguments import hide_own_frames
 from dtkit.cluster.launchers.hosts import AGENT_MODULE, REFUSAL, HostLauncher
 from dtkit.cluster.launchers.remedies import find_remedy
 
@@ -51,6 +52,7 @@ class ScriptLauncher(HostLauncher):
     first_option: ClassVar[str]
     """Option that a user may have meant by an argument without a name."""
 
+    @hide_own_frames
     def __new__(cls, *args: object, **options: Any) -> Self:
         """Refuse unknown options, and suggest the name that was probably meant."""
         _check_option_names(cls, options)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import psutil
 
 from dtkit._util import timeouts
+from dtkit._util.arguments import explain_arguments, suggest_options
 from dtkit._util.process import ProcessId
 from dtkit.cluster.launchers.hosts import AGENT_MODULE, REFUSAL, AgentJob, AgentRequest, HostLauncher, JobState
 from dtkit.cluster.launchers.remedies import PORT_TAKEN, find_remedy
@@ -36,6 +37,8 @@ _MAX_SILENT_CHECKS = 4
 _NANNY = "[KernelNanny"
 
 
+@explain_arguments
+@suggest_options
 @dataclasses.dataclass(frozen=True)
 class SSH(HostLauncher):
     """Engines on hosts that the notebook reaches by SSH without a password.

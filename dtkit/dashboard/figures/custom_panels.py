@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.arguments import suggest_arguments
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -25,6 +27,7 @@ _registered_panels: dict[str, PanelFunction] = {}
 _wide_panels: set[str] = set()
 
 
+@suggest_arguments
 def panel(name: str, *, wide: bool = False) -> Callable[[PanelFunction], PanelFunction]:
     """Add a panel to the dashboard of every run: a decorator of a function ``draw(ax, history)``.
 

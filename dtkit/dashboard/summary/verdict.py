@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit._util.arguments import explain_arguments
+from dtkit._util.attributes import suggest_attributes
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, format_nodes
@@ -46,6 +48,8 @@ _TARGET_OVERHEAD = 0.2  # share of a step that the proposed batch leaves to comm
 _OVER_STAGES = 1.3  # ratio of the slowest stage to the mean one from which the cut is to blame
 
 
+@suggest_attributes("verdict")
+@explain_arguments
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verdict:
     """A run's bottleneck and its remedy, in one line. `explain()` prints the numbers behind it."""

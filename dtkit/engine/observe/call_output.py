@@ -20,6 +20,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dtkit._util import timeouts
+from dtkit._util.arguments import hide_own_frames
 from dtkit.types import RESERVED_COLUMNS
 
 if TYPE_CHECKING:
@@ -198,7 +199,8 @@ def ignore_logged(_values: dict[str, Any]) -> None:
     """Do nothing with logged numbers: they belong to no step."""
 
 
-def log(**values: Any) -> None:
+@hide_own_frames
+def log(*args: Any, **values: Any) -> None:
     """Report numbers of this rank, from a training or from a function in ``cluster.run``.
 
     Numbers from a loss or training step become columns of the run's history. Each is a mean over the samples of all
@@ -206,6 +208,8 @@ def log(**values: Any) -> None:
 
     Example: ``dtkit.log(kl=kl, grad_scale=2.0)``. Tensors of one element count as numbers, and need no ``.item()``.
     """
+    if args:
+        raise TypeError(f"dtkit.log({args[0]!r}, ...): each number needs its name, as in dtkit.log(kl=0.5)")
     for name, value in values.items():
         _check_logged(name, value)
     if _add_logged is None and LOG_DESCRIPTOR_VARIABLE in os.environ:

@@ -44,20 +44,7 @@ from dtkit.strategies.options import check_choice, check_count, check_names, che
 from dtkit.strategies.pipeline import layer_costs
 from dtkit.strategies.pipeline.cut import StageCut, balance_stages, even_out_ranks, find_layer_chain, find_named_starts
 from dtkit.strategies.pipeline.masked_rows import require_maskable_labels
-from dtkit.strategies.pipeline.stage import infer_stage_io
 from dtkit.strategies.pipeline.tied_weights import find_tied_parameters
-from dtkit.strategies.pipeline.trace import (
-    copy_stages_to_device,
-    named_tensors,
-    preload_exporter,
-    split_model,
-    to_model_name,
-)
-from dtkit.strategies.pipeline.worker import (
-    PipelineWorker,
-    PlacedStages,
-    require_tensor_inputs,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,6 +52,7 @@ if TYPE_CHECKING:
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.planning.cost_model import Benchmark, ModelProfile
     from dtkit.strategies.loss import Loss
+    from dtkit.strategies.pipeline.worker import PlacedStages
 
 
 @suggest_options
@@ -110,6 +98,11 @@ class Pipeline(Strategy):
         """Check the options."""
         check_count("stages", self.stages)
         self._normalize_schedule()
+        if self.micro_batches == 0 and not isinstance(self.micro_batches, bool):  # left out
+            raise ValueError(
+                f"Pipeline(stages={self.stages}) needs the number of micro-batches of a step, such as "
+                f"micro_batches={4 * self.stages}. More of them leave less idle time; a custom schedule determines it"
+            )
         check_count("micro_batches", self.micro_batches)
         check_count("replicas", self.replicas)
         check_positive("clip_grad_norm", self.clip_grad_norm)
@@ -256,7 +249,10 @@ class Pipeline(Strategy):
 
     def preload(self) -> None:
         """Load the modules that a first trace loads."""
-        preload_exporter()
+        from dtkit.strategies.pipeline import trace, worker
+
+        del worker
+        trace.preload_exporter()
 
     def reduce_batch(self, batch: Any) -> Any:
         """Return the batch with empty inputs if the first rank has the first stage; others need its target only."""
@@ -278,6 +274,8 @@ class Pipeline(Strategy):
             )
         if context.recomputes_stages:
             self._check_recomputation(model)
+        from dtkit.strategies.pipeline.worker import PipelineWorker  # loads torch's pipelining, for seconds
+
         placed = self._place_stages(model, loss_fn, context)
         return PipelineWorker(self, placed, loss_fn, optimizer, context, clip_grad_norm=self.clip_grad_norm)
 
@@ -292,6 +290,10 @@ class Pipeline(Strategy):
 
     def _place_stages(self, model: nn.Module, loss_fn: Loss, context: WorkerContext) -> PlacedStages:
         """Cut the model on the host, and copy only this rank's stages to its device."""
+        from dtkit.strategies.pipeline.stage import infer_stage_io
+        from dtkit.strategies.pipeline.trace import copy_stages_to_device, named_tensors, split_model, to_model_name
+        from dtkit.strategies.pipeline.worker import PlacedStages, require_tensor_inputs
+
         assert context.make_sample_batch is not None
         assert context.group is not None
         batch = context.make_sample_batch(-(-context.max_local_samples // self.micro_batches))

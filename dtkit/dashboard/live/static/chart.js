@@ -23,7 +23,7 @@ const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
 /**
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
  * overall(head, value). Optional: overallName, right(head, view): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName,
- * shown(store), exact: never smooth, joined: lines without gaps, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line),
+ * shown(store), exact: never smooth, joined: lines without gaps, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line) with labelLines(store, line, most, width): that name at the line's end,
  * axis: instead of that of all charts, inverted: draw the reciprocals of the values, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that are not positive.
  */
 export function chart(store, name, options, redraw) {

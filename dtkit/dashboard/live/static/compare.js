@@ -10,22 +10,39 @@ import { number } from "./numbers.js";
 import { followTheme } from "./theme.js";
 import { toolbar } from "./toolbar.js";
 
-const LONGEST_LABEL = 16, HEIGHT = 240;
+const MOST_LINES = 3, HEIGHT = 240;
 
-/** Return a run's name at the end of its line: whole, or its number in the table and its beginning. */
 function lineName({ head: { runs } }, line) {
-  return runs[line].length <= LONGEST_LABEL ? runs[line] : `${line + 1}: ${runs[line].slice(0, LONGEST_LABEL - 4)}…`;
+  return runs[line];
 }
-const LINES = { height: HEIGHT, canLog: true, overall: () => "", lineName, right: labelRoom };
+/** Return a run's name at the end of its line, as lines of text. If they don't suffice, it begins with its number in the table. */
+function labelLines({ head: { runs } }, line, room, width) {
+  const longest = width > WIDE_PX ? 22 : 16, most = Math.max(1, Math.min(MOST_LINES, room)), whole = wrapName(runs[line], longest);
+  if (whole.length <= most) return whole;
+  const cut = wrapName(`${line + 1}: ${runs[line]}`, longest).slice(0, most);
+  return [...cut.slice(0, -1), `${cut.at(-1).trimEnd().slice(0, longest - 1)}…`];
+}
+const WIDE_PX = 520; // of a chart
+/** Return a name in lines, broken after blanks, commas and brackets; words that are written as one only where they must. */
+function wrapName(name, longest) {
+  const pieces = (part) => (part.length <= longest ? [part] : part.split(/(?<=[a-z])(?=[A-Z])/).flatMap((word) => word.match(new RegExp(`.{1,${longest}}`, "g"))));
+  const lines = [""];
+  for (const part of name.split(/(?<=[\s,(])/).flatMap(pieces)) {
+    if (lines.at(-1) && (lines.at(-1) + part).trimEnd().length > longest) lines.push("");
+    lines.push(lines.pop() + part);
+  }
+  return lines;
+}
+const LINES = { height: HEIGHT, canLog: true, overall: () => "", lineName, labelLines, right: labelRoom };
 const LETTER = 7, LATE = 0.85; // of the width: lines that end before have their names within the chart
 
 /** Return the room for the names of those runs that reach the right end of a chart. */
-function labelRoom(head, { grain }) {
+function labelRoom(head, { grain, width }) {
   const from = Math.floor(LATE * grain.used), late = head.runs.map((_, line) => line).filter((line) => {
     for (let at = from; at < grain.used; at++) if (!Number.isNaN(grain.value(line, at, 1))) return true;
     return false;
   });
-  return 24 + LETTER * Math.max(5, ...late.map((line) => lineName({ head }, line).length));
+  return 24 + LETTER * Math.max(5, ...late.flatMap((line) => labelLines({ head }, line, MOST_LINES, width).map((text) => text.trimEnd().length)));
 }
 
 function stepsChart(store, redraw) {
@@ -95,7 +112,7 @@ function tableRow({ texts, bold }, cells, row, name) {
   return h("tr", row < 0 ? {} : { "data-row": row }, ...cells.map((text, column) => {
     const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = name(row, column);
     const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
-    if (run !== null) cell.append(runLine(run), h("span", {}, ` ${run + 1}: ${text}`));
+    if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}: ${text}`)); }
     else cell.append(...text.split(/(?<=\()/).flatMap((part) => [part, h("wbr")])); // a strategy breaks after its bracket
     return cell;
   }));

@@ -152,20 +152,23 @@ const LETTER_PX = 6.6, SHORT_PX = 30, AWAY_PX = 7;
 
 /** Write each run's name next to the end of its line: within the plot if the run is shorter than others. */
 function drawRunLabels(view, ends, { left, top, bottom }) {
+  const room = Math.floor((bottom - top) / LABEL_GAP / Math.max(1, ends.length));
   const placed = ends.map((end) => {
-    const isShort = left - end.x > SHORT_PX, wide = LETTER_PX * end.label.length;
-    const at = isShort ? Math.min(end.x + AWAY_PX, view.width - wide) : left;
-    return { ...end, isShort, at, until: at + wide };
+    const lines = view.options.labelLines(view.store, end.line, room, view.width), wide = LETTER_PX * Math.max(...lines.map((text) => text.trimEnd().length));
+    const isShort = left - end.x > SHORT_PX, at = isShort ? Math.min(end.x + AWAY_PX, view.width - wide) : left;
+    return { ...end, lines, isShort, at, until: at + wide };
   });
   for (const group of overlapping(placed)) {
     group.sort((a, b) => a.y - b.y); // which of them is higher is what a reader looks for
-    spread(group.map(({ y }) => y), LABEL_GAP, top, bottom).forEach((y, k) => { group[k].placed = y; });
+    const gap = LABEL_GAP * Math.max(...group.map(({ lines }) => lines.length)), rest = (gap - LABEL_GAP) / 2;
+    spread(group.map(({ y }) => y), gap, top + rest, bottom - rest).forEach((y, k) => { group[k].placed = y; });
   }
   placed.sort((a, b) => a.placed - b.placed);
-  view.layers.labels.replaceChildren(...placed.flatMap(({ x, y, at, placed: height, label, hue, isShort }) => [
+  view.layers.labels.replaceChildren(...placed.flatMap(({ x, y, at, placed: height, label, lines, hue, isShort }) => [
     ...(isShort ? [s("circle", { cx: x, cy: y, r: 3, class: `dtk-${hue}` })] : []),
     ...(Math.abs(height - y) > LABEL_GAP / 2 ? [s("path", { d: `M${x},${y}L${at - 2},${height}`, class: "dtk-leader" })] : []),
-    s("text", { x: at, y: height + 4, class: `dtk-${hue} dtk-halo` }, label),
+    s("g", {}, s("title", {}, label), s("text", { class: `dtk-${hue} dtk-halo` },
+      ...lines.map((text, k) => s("tspan", { x: at, y: height + 4 + LABEL_GAP * (k - (lines.length - 1) / 2) }, text)))),
   ]));
 }
 /** Return labels in groups whose widths overlap. */

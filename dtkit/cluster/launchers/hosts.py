@@ -74,6 +74,11 @@ class AgentJob(abc.ABC):
         """Return when a scheduler will end it; None without a time limit. Raises ClusterError."""
         return None
 
+    def describe_end(self) -> str:
+        """Return its state for a user who has lost its engines; empty if it has not ended."""
+        state = self.get_state()
+        return state.text.partition(". ")[0] if state.phase == "ended" else ""
+
     def explain_end(self) -> str | None:
         """Return why a scheduler has ended it, if no further job shall take its place; else None."""
         return None

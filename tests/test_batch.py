@@ -42,7 +42,7 @@ def test_template_of_the_user_is_filled_in():
 @pytest.mark.parametrize(
     ("system", "options", "message"),
     [
-        ("Torque", {}, "'Torque' is not a scheduler that Batch knows; they are HTCondor, LSF, PBS, SGE"),
+        ("Torque", {}, "'Torque' is not a scheduler that Batch knows; choose one of HTCondor, LSF, PBS, SGE"),
         ("PBS", {"nodes": 0}, "nodes=0"),
         ("PBS", {"template": "#!/bin/sh\n"}, "template= starts no agent; put {program_and_args}"),
         ("HTCondor", {"template": "executable = x\nqueue\n"}, "template= starts no agent; put {script_file}"),

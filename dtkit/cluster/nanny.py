@@ -1,6 +1,6 @@
 """Ipyparallel's nanny of one engine, forked rather than started.
 
-The nanny forwards signals to its engine and reports the engine's end to the controller, so that the notebook notices it
+The nanny forwards signals to its engine. It reports the engine's end to the controller, so that the notebook notices it
 at once.
 """
 

@@ -115,7 +115,7 @@ class HostAgent:
         self._engines.kill(pids)
 
     def inspect_process(self, rank: int, pid: int, start_time: float) -> tuple[str, str]:
-        """Return the state of a process, and its stacks if it is an engine of this agent that can write them."""
+        """Return the state of a process, with its stacks if it is an engine of this agent and can write them."""
         state = get_process_state(pid, start_time)
         is_engine = pid in self._engines.list_pids()
         return state, dump_stacks(self._folder, rank, pid, state) if is_engine else ""

@@ -115,7 +115,8 @@ class AgentLauncher(Launcher):
                 ends_at = time.monotonic() + timeout
             elif time.monotonic() > ends_at:
                 raise ClusterError(
-                    f"{came} of {expected} agents came within {timeout:g} s; give them longer with timeout=. {texts}"
+                    f"{came} of {expected} agents connected within {timeout:g} s; give them longer with timeout=. "
+                    f"{texts}"
                 )
 
     def _introduce(self, came: list[AgentLink], hosts: Sequence[str] = ()) -> None:
@@ -253,8 +254,8 @@ class AgentLauncher(Launcher):
             return
         logs = "; ".join(f"{agent.info.host}: {agent.call('read_logs') or 'no log'}" for agent in self.agents)
         raise ClusterError(
-            f"{len(set(self._client.ids) - known)} of {len(wave)} engines came within {self._config.timeout:g} s; give "
-            f"them longer with timeout=, or start fewer. Logs end: {logs}"
+            f"{len(set(self._client.ids) - known)} of {len(wave)} engines connected within {self._config.timeout:g} s; "
+            f"give them longer with timeout=, or start fewer. Logs end: {logs}"
         )
 
     def order_engines(self, engine_ids: Sequence[int]) -> list[int]:

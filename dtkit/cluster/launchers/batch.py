@@ -69,7 +69,7 @@ class Batch(HostLauncher):
     nodes : number of hosts; each one is a job. Ask for whole hosts in the template, since two agents can't share one.
     template : the script to submit, with ipyparallel's words. ``{program_and_args}`` becomes the agent's command, and
         ``{queue}`` and ``{output_file}`` become their values. For HTCondor, ``{script_file}`` becomes the path of a
-        bash script that starts the agent; ask for the agent's memory and cores, too.
+        bash script that starts the agent. Its template should ask for memory and cores, too.
     queue : the scheduler's queue.
     log_folder : folder in which the jobs' output stays, on a file system that the hosts share. By default it is in
         ``~/.cache/dtkit`` until the cluster is closed.
@@ -93,7 +93,7 @@ class Batch(HostLauncher):
 
     def __post_init__(self) -> None:
         if self.system not in SYSTEMS:
-            raise ValueError(f"{self.system!r} is not a scheduler that Batch knows; they are {', '.join(SYSTEMS)}")
+            raise ValueError(f"{self.system!r} is not a scheduler that Batch knows; choose one of {', '.join(SYSTEMS)}")
         check_count("nodes", self.nodes)
         for option in ("address", "queue", "log_folder", "python"):
             if getattr(self, option) is not None:
@@ -127,7 +127,7 @@ class Batch(HostLauncher):
         return Script(template)
 
     def _format_agent(self, path: Path) -> str:
-        # Some schedulers show the environments of jobs to all users, so the key is in a file.
+        # Some schedulers show jobs' environments to all users, so the key is in a file.
         return format_agent_with_file(self.python, path.with_suffix(_INPUT_SUFFIX))
 
     # -- agents -----------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Batch(HostLauncher):
         """Return None: the scheduler chooses."""
         if num_engines < self.nodes:
             raise ValueError(
-                f"{num_engines} engines on {self.nodes} hosts; each host has at least one. Ask for more engines, or "
+                f"{num_engines} engines on {self.nodes} hosts; each host needs at least one. Ask for more engines, or "
                 "for fewer nodes"
             )
 
@@ -213,7 +213,7 @@ class BatchJob(AgentJob):
             return JobState("ended", text)
         phase = read_phase(self._system, self._job_id, done.stdout)
         log = "" if phase != "ended" else f". {read_log_end(Path(self._log))}"
-        return JobState(phase, f"{self._system} job {self._job_id} is {phase}{log}")
+        return JobState(phase, f"{self._system} job {self._job_id} {_PHASES[phase]}{log}")
 
     def cancel(self) -> None:
         """Delete the job and its files; the scheduler ends its processes."""
@@ -243,6 +243,7 @@ _STATUS_COMMANDS = {
     "PBS": ("qstat", "-f", "{}"),
     "SGE": ("qstat",),
 }
+_PHASES = {"waiting": "is waiting", "running": "is running", "ended": "has ended"}
 _STUCK = {  # system -> (output for a job that waits forever after an error, command that shows the error)
     "HTCondor": (r"^5$", "condor_q -hold {}"),
     "SGE": (r"^\s*{}\s+\S+\s+\S+\s+\S+\s+\w*E\w*\s", "qstat -j {}"),

@@ -102,7 +102,7 @@ class SlurmJob(AgentJob):
         text = f"Slurm job {self.job_id} is {now}"
         if now.is_waiting and now.reason in _HOPELESS:
             advice = f"{_HOPELESS[now.reason]}. {describe_partitions()}"
-            return JobState("ended", f"{text}, and would stay so: {advice}")
+            return JobState("ended", f"{text}, and would stay there: {advice}")
         if now.is_waiting:
             return JobState("waiting", text)
         if (refusal := find_refusal(self.log)) is not None:
@@ -224,7 +224,7 @@ def query_job(job_id: str) -> QueueState:
     """Ask Slurm for the state of a job. Raises ClusterError if Slurm doesn't answer."""
     done = call_slurm(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T|%r|%L|%l|%N"])
     if done.returncode and "Invalid job id" not in done.stderr:
-        raise ClusterError(f"squeue doesn't know how job {job_id} is: {_format_error(done.stderr)}")
+        raise ClusterError(f"squeue can't report the state of job {job_id}: {_format_error(done.stderr)}")
     first = done.stdout.partition("\n")[0]
     if not first:
         return QueueState("UNKNOWN", "Slurm has forgotten it")

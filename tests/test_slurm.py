@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import dtkit
+from dtkit._util import timeouts
 from dtkit.cluster.launchers import slurm_job
 from dtkit.cluster.launchers.slurm_job import QueueState, SlurmJob, make_job_end, parse_time
 from dtkit.rpc.job_end import JobEnd
@@ -174,6 +175,7 @@ def test_job_without_a_time_limit_has_no_end():
 def test_requeue_follows_limits_and_preemption_but_never_a_cancellation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str, *, requeue: bool
 ):
+    monkeypatch.setattr(timeouts, "SLURM_CANCEL_TIMEOUT_S", 0.0)
     monkeypatch.setattr(slurm_job, "query_job", lambda _: QueueState(state))
     job = SlurmJob.from_json(SlurmJob("7", tmp_path / "log", requeue=requeue).to_json())
     goes_on = state == "RUNNING" or (requeue and state in ("TIMEOUT", "PREEMPTED"))
@@ -193,3 +195,19 @@ def test_job_whose_agent_refuses_has_ended_though_others_of_it_run(tmp_path: Pat
     log.write_text("module loaded\nnode1: dtkit agent: node1 can't reach 10.0.0.1\nmore\n")
     state = SlurmJob("7", log).get_state()
     assert (state.phase, state.text) == ("ended", "Slurm job 7 is RUNNING. node1 can't reach 10.0.0.1")
+
+
+def test_lost_engines_are_explained_by_the_reason_that_slurm_names_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """While Slurm ends a job's processes, its state is COMPLETING, whatever the reason."""
+    completing = QueueState("COMPLETING")
+    states = [QueueState("RUNNING"), completing, completing, QueueState("PREEMPTED")]
+    monkeypatch.setattr(slurm_job, "query_job", lambda _: states.pop(0) if len(states) > 1 else states[0])
+    job = SlurmJob("7", tmp_path / "log", requeue=True)
+    assert job.get_state().phase == "running"
+    assert job.describe_end() == "Slurm job 7 is PREEMPTED"
+    states[:] = [completing, QueueState("PREEMPTED")]
+    assert job.explain_end() is None  # a further job follows it
+    states[:] = [completing, QueueState("CANCELLED")]
+    assert job.explain_end() == "Slurm job 7 is CANCELLED"

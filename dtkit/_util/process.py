@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import errno
 import os
+import signal
+import sys
 
 import psutil
 
@@ -49,3 +52,17 @@ class ProcessId:
             process = self.find()
             return process is not None and process.status() != psutil.STATUS_ZOMBIE
         return False
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Let Linux kill this process when the thread that has started it ends. Ends it now if its parent has ended.
+
+    No-op on other systems.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)

@@ -274,7 +274,7 @@ MIRROR_PERIOD_S = 0.25
 LINK_CHECK_S = 2.0
 """Period of comparing the speeds of links between hosts. Two checks in a row name a slow one."""
 JOB_POLL_S = 0.5
-"""Period of reading the state of the jobs that run agents."""
+"""Period of reading the state of the jobs that run agents, and of asking agents whether torch is loaded."""
 REACH_TIMEOUT_S = 5.0
 """Limit for a connection from one host to another."""
 STORE_HANDSHAKE_TIMEOUT_S = 10.0
@@ -301,7 +301,7 @@ MIN_TIME_LIMIT_POLL_S = 2.0
 TIME_LIMIT_CHECKPOINT_S = 300.0
 """Time before the end of a job at which a run writes a checkpoint."""
 SLURM_CANCEL_POLL_S = 0.25
-"""The same while it is cancelled, which takes a second or two."""
+"""The same while Slurm ends it, which takes a second or two."""
 SLURM_CANCEL_TIMEOUT_S = 45.0
 """Limit for a cancelled job to end: Slurm kills its processes after a KillWait of 30 s."""
 

@@ -60,7 +60,7 @@ def test_training_is_exact_and_a_lost_agent_is_replaced_by_a_further_job(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"python": "/no/python"}, r"PBS job \d+ is ended. It printed: .*/no/python: No such file.*Name the Python"),
+        ({"python": "/no/python"}, r"PBS job \d+ has ended. It printed: .*/no/python: No such file.*Name the Python"),
         ({"queue": "nope", "template": None}, r"PBS refused the job: .*invalid partition specified: nope"),
     ],
     ids=["no Python", "queue"],

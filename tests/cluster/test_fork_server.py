@@ -46,6 +46,17 @@ def test_an_error_while_torch_is_loaded_is_shown(broken_client: ForkServerClient
     assert broken_client.find_server() is None
 
 
+def test_an_agent_learns_of_it_while_it_waits_for_torch(broken_client: ForkServerClient):
+    assert not broken_client.load(timeout=0)
+
+    def ends() -> bool:
+        assert not broken_client.load(timeout=1)
+        return False
+
+    with pytest.raises(ClusterError, match=r"(?s)could not be started.*libtorch.so has the wrong ABI"):
+        wait_until(ends, timeout=60)
+
+
 def test_engines_with_gpus_are_not_forked():
     plan = DevicePlan(("cuda:0", "cuda:1"), 1, "cpu:gloo,cuda:nccl")
     assert choose_local_launcher(LaunchConfig("local", plan, 60.0)) is not ForkingLauncher

@@ -81,7 +81,7 @@ def test_job_that_would_wait_forever_is_reported(slurm: Slurm, directive: str):
     job = submit("true", directive)
     state = wait_until(lambda: (now := job.get_state()).phase == "ended" and now)
     assert f"Slurm job {job.job_id} is PENDING (Partition" in state.text
-    assert "and would stay so: " in state.text
+    assert "and would stay there: " in state.text
     assert "up to 1:00:00" in state.text
     job.cancel()
 

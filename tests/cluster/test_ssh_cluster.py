@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +15,8 @@ import torch
 import dtkit
 from dtkit._util import timeouts
 from dtkit._util.formatting import format_bytes
+from dtkit.cluster.forkserver.engine import ENGINE_NAME
+from dtkit.cluster.nanny import NANNY_NAME
 from dtkit.training import recovered_data
 from tests.support import oracle
 from tests.support.hosts import scenarios
@@ -24,12 +28,13 @@ from tests.support.hosts.training import (
     train,
     train_slowly,
 )
-from tests.support.recovery import list_loss_events, list_texts
+from tests.support.recovery import list_loss_events, list_texts, wait_for_step
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    import psutil
 
     from tests.support.hosts.network import Network
 
@@ -99,6 +104,34 @@ def test_plan_predicts_the_bytes_that_cross_between_hosts(cluster: dtkit.Cluster
     run.wait(60)
     measured = (network["host2"].count_bytes() - before) / steps
     assert 1 <= measured / predicted <= 1.2, (measured, predicted)  # headers, and the notebook's calls
+
+
+def ignores_sigterm(process: psutil.Process) -> bool:
+    mask = re.search(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    assert mask is not None
+    return bool(int(mask[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_engines_are_forked_on_their_host_and_their_ends_reported(cluster: dtkit.Cluster, network: Network):
+    """A scheduler ends jobs by SIGTERM. Nannies outlive it, so that the notebook notices at once."""
+    for host in network.hosts[:2]:
+        processes = host.list_processes()
+        (engine,) = [process for process in processes if process.name() == ENGINE_NAME]
+        assert "dtkit.cluster.forkserver" in engine.cmdline()
+        nannies = [process for process in processes if process.name() == NANNY_NAME]
+        assert len(nannies) == 2  # the engine's, and the agent's
+        assert all(map(ignores_sigterm, nannies))
+
+
+def test_a_run_goes_on_after_a_host_lost_its_fork_server(cluster: dtkit.Cluster, network: Network):
+    run = train_slowly(cluster, scenarios.LONG)
+    wait_for_step(run, 50)
+    (engine,) = [process for process in network["host2"].list_processes() if process.name() == ENGINE_NAME]
+    server = engine.parent()
+    assert server is not None
+    server.kill()
+    scenarios.check_recovered(run, cluster, ["host1", "host2"])
+    assert not engine.is_running()
 
 
 def test_an_interrupt_pauses_and_a_killed_agent_is_replaced(cluster: dtkit.Cluster, network: Network):

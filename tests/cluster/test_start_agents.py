@@ -150,10 +150,10 @@ def test_mpirun_starts_an_agent_on_each_host_with_its_name(agents: Agents, ssh_c
     [
         ({"python": "/no/python"}, "(?s)Slurm job .*/no/python: No such file or directory"),
         ({"setup": ["exit 3"]}, r"FAILED \(NonZeroExitCode\). It printed nothing"),
-        ({"log_folder": "/proc/none"}, r"can't be made: No such file.*log_folder="),
+        ({"log_folder": "/proc/none"}, r"can't be created: No such file.*log_folder="),
         ({"partition": "nope"}, "invalid partition specified: nope.*Partitions here: train"),
         ({"gpus_per_node": 9}, "Requested node configuration is not available.*gpu:2"),
-        ({"time": "5:00:00"}, "PENDING .*would stay so.*up to 1:00:00"),
+        ({"time": "5:00:00"}, "PENDING .*would stay there.*up to 1:00:00"),
     ],
     ids=["python", "setup", "logs", "partition", "gpus", "time"],
 )

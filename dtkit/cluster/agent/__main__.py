@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import timeouts
-from dtkit.cluster import ipv6
+from dtkit.cluster import ipv6, remote_engine
 from dtkit.cluster.agent import hangup, host_agent
-from dtkit.cluster.engine_arguments import make_engine_arguments
 from dtkit.cluster.launchers.hosts import AGENT_FILE_VARIABLE, REFUSAL
 
 if TYPE_CHECKING:
@@ -24,14 +21,12 @@ def main() -> None:
     """Read the input, prepare this host's folder, and become an ipyparallel engine."""
     path = os.environ.get(AGENT_FILE_VARIABLE)
     fields = json.loads(sys.stdin.readline() if path is None else Path(path).read_text())
+    remote_engine.prepare(fields["connection"]["interface"], is_silent=True)
     agent = host_agent.start_agent(host=fields["host"], cluster=fields["cluster"])
     check_controller(agent, fields["connection"])
     hangup.exit_on_hangup()
     os.environ.update(agent.make_variables(fields["connection"]))
-    if ipv6.is_ipv6(fields["connection"]["interface"]):
-        ipv6.allow_ipv6_in_engine()
-    sys.argv[1:] = make_engine_arguments(timeouts.CONTROLLER_SILENT_S, timeouts.HEARTBEAT_PERIOD_S)
-    runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
+    remote_engine.run()
 
 
 def check_controller(agent: host_agent.HostAgent, connection: Mapping[str, Any]) -> None:

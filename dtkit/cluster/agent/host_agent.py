@@ -8,13 +8,9 @@ stays on the host after the owner has ended or its link was cut.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -25,6 +21,7 @@ from dtkit.cluster import ipv6, reaper
 from dtkit.cluster.agent import addresses
 from dtkit.cluster.agent.checkpoint_files import CheckpointFiles
 from dtkit.cluster.agent.folder_mirror import FolderMirror
+from dtkit.cluster.agent.host_engines import HostEngines
 from dtkit.cluster.agent.protocol import AgentInfo, MirrorReply, MirrorRequest
 from dtkit.cluster.lease import Lease
 from dtkit.engine.comm.store_server import StoreServer
@@ -42,7 +39,7 @@ class HostAgent:
 
     def __init__(self, host: str, cluster: str, folder: Path) -> None:
         self._host, self._cluster, self._folder = host, cluster, folder
-        self._engines: list[subprocess.Popen[bytes]] = []
+        self._engines = HostEngines(folder)
         self._connection: Mapping[str, Any] = {}
         self._store: StoreServer | None = None
         self._mirror = FolderMirror(folder)
@@ -98,50 +95,34 @@ class HostAgent:
 
     # -- engines ----------------------------------------------------------------------------------------------
 
-    def start_engines(self, environments: Sequence[Mapping[str, str]]) -> list[int]:
-        """Start one engine for each environment, and return their pids.
+    def load_engines(self, environment: Mapping[str, str], timeout: float) -> bool:
+        """Begin to load what engines need. Return whether that is done within `timeout` seconds."""
+        return self._engines.load(self._complete(environment), timeout)
 
-        The main thread starts them, because the kernel ends them when the thread that started them ends.
-        """
-        assert threading.current_thread() is threading.main_thread()
-        self._engines = [engine for engine in self._engines if engine.poll() is None]
-        logs = self._folder / "log"
-        logs.mkdir(mode=0o700, exist_ok=True)
-        started = [self._start_engine(environment, logs) for environment in environments]
-        self._engines += started
-        return [engine.pid for engine in started]
+    def start_engines(self, count: int, environment: Mapping[str, str]) -> list[int]:
+        """Start engines, which `load_engines` has prepared, and return their pids."""
+        return self._engines.start(count, self._complete(environment))
 
-    def _start_engine(self, environment: Mapping[str, str], logs: Path) -> subprocess.Popen[bytes]:
-        with (logs / f"engine-{secrets.token_hex(4)}.log").open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "dtkit.cluster.agent.engine", str(os.getpid())],
-                env={**os.environ, **self.make_variables(self._connection), **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+    def _complete(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {**self.make_variables(self._connection), **environment}
 
     def count_engines(self) -> int:
         """Return how many engines run."""
-        return sum(engine.poll() is None for engine in self._engines)
+        return len(self._engines.list_pids())
 
     def kill_engines(self, pids: Sequence[int]) -> None:
         """End engines of this agent at once, also stopped ones."""
-        for engine in self._engines:
-            if engine.pid in pids and engine.poll() is None:
-                engine.kill()
+        self._engines.kill(pids)
 
     def inspect_process(self, rank: int, pid: int, start_time: float) -> tuple[str, str]:
-        """Return the state of a process, and its stacks if it is an engine of this agent that can write them."""
+        """Return the state of a process, with its stacks if it is an engine of this agent and can write them."""
         state = get_process_state(pid, start_time)
-        is_engine = any(engine.pid == pid for engine in self._engines)
+        is_engine = pid in self._engines.list_pids()
         return state, dump_stacks(self._folder, rank, pid, state) if is_engine else ""
 
     def read_logs(self, max_bytes: int = 500) -> str:
         """Return the end of the newest engine log that has any text."""
-        paths = sorted((self._folder / "log").glob("engine-*"), key=lambda path: path.stat().st_mtime)
-        texts = [path.read_text(errors="replace")[-max_bytes:].strip() for path in reversed(paths)]
-        return next((text for text in texts if text), "")
+        return self._engines.read_logs(max_bytes)
 
     # -- data -------------------------------------------------------------------------------------------------
 
@@ -178,9 +159,7 @@ class HostAgent:
 
     def stop(self) -> None:
         """End the engines, delete all files, and end this process after the reply."""
-        for engine in self._engines:
-            with contextlib.suppress(ProcessLookupError):
-                engine.kill()
+        self._engines.kill(self._engines.list_pids())
         self._lease.end_cluster()
         timer = threading.Timer(timeouts.AGENT_EXIT_DELAY_S, os._exit, (0,))
         timer.daemon = True

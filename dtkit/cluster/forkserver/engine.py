@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
-import pickle
 import runpy
 import secrets
 import sys
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
+from dtkit._util.process import end_with_parent
+from dtkit.cluster import nanny, remote_engine
 from dtkit.cluster.engine_arguments import make_engine_arguments
 from dtkit.engine.warmup import preload, without_collection
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _MODULES = (
     "IPython.core.completerlib",
@@ -31,8 +35,7 @@ _MODULES = (
 """What an engine imports until it has served its first call, besides what `preload` imports."""
 
 ENGINE_NAME = "dtkit-engine"
-NANNY_NAME = "dtkit-nanny"
-"""Names of processes, of at most 15 bytes: Linux cuts longer ones."""
+"""Name of the process, of at most 15 bytes: Linux cuts longer ones."""
 
 
 def load() -> None:
@@ -53,23 +56,29 @@ def _load_kernel_without_debugger() -> None:
         del sys.modules["debugpy"]
 
 
+def become_remote_engine(logs: Path, server_pid: int) -> None:
+    """Turn this forked process into an engine that ends with its fork server. Its controller is on another host."""
+    end_with_parent(server_pid)
+    _separate(logs)
+    remote_engine.prepare(json.loads(os.environ["IPP_CONNECTION_INFO"])["interface"])
+    remote_engine.run()
+
+
 def become_engine(logs: Path) -> None:
     """Turn this forked process into an engine. Returns when the engine ends."""
-    os.setsid()  # no signals of the terminal
-    _show_name(ENGINE_NAME)
-    _redirect_output(logs / f"ipengine-{secrets.token_hex(4)}.log")
-    _reseed()
-    from dtkit._util.torch_private import START_NANNY, engine_app
-
-    setattr(engine_app, START_NANNY, ForkedNanny().start)
+    _separate(logs)
+    nanny.use_forked_nanny()
     # Where the heartbeat is slower, the engine waits up to 1.7 times as long.
     sys.argv[1:] = make_engine_arguments(timeouts.CONTROLLER_GONE_S, timeouts.MIN_HEARTBEAT_PERIOD_S)
     runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
 
 
-def _show_name(name: str) -> None:
-    """Give this process a name in ``ps``, ``top`` and ``htop``: its command line is the fork server's."""
-    Path("/proc/self/comm").write_text(name)
+def _separate(logs: Path) -> None:
+    """Give this process a session, a name, a log and random numbers of its own."""
+    os.setsid()  # no signals of the terminal
+    nanny.show_name(ENGINE_NAME)
+    _redirect_output(logs / f"ipengine-{secrets.token_hex(4)}.log")
+    _reseed()
 
 
 def _redirect_output(log: Path) -> None:
@@ -84,48 +93,3 @@ def _reseed() -> None:
     import numpy as np
 
     np.random.seed()  # noqa: NPY002 - users' code draws from it
-
-
-class ForkedNanny:
-    """Ipyparallel's nanny of one engine, forked rather than started.
-
-    The nanny forwards signals and reports the engine's end. It is forked before the engine has any thread or socket,
-    and waits for its arguments.
-    """
-
-    def __init__(self) -> None:
-        arguments_reader, arguments_writer = os.pipe()
-        url_reader, url_writer = os.pipe()
-        if os.fork() == 0:
-            os.close(arguments_writer)
-            os.close(url_reader)
-            _run_nanny(os.fdopen(arguments_reader, "rb"), url_writer)
-        os.close(arguments_reader)
-        os.close(url_writer)
-        self._arguments, self._url = os.fdopen(arguments_writer, "wb"), os.fdopen(url_reader, "rb")
-
-    def start(self, **arguments: Any) -> tuple[str, BinaryIO]:
-        """Pass the arguments on. Return the nanny's address, and the pipe by whose end it notices the engine's."""
-        with self._arguments:
-            pickle.dump({**arguments, "pid": os.getpid()}, self._arguments)
-        url = self._url.readline().decode().strip()
-        if not url:
-            raise RuntimeError("the engine's nanny has ended before it could report its address")
-        return url, self._url
-
-
-def _run_nanny(arguments_file: BinaryIO, url_writer: int) -> None:
-    """Run the nanny in this process, and end it."""
-    try:
-        os.setsid()
-        _show_name(NANNY_NAME)
-        with arguments_file:
-            # unpickles: from the engine that forked this process
-            arguments = pickle.load(arguments_file)
-        from dtkit._util.torch_private import KernelNanny
-
-        KernelNanny.main(**arguments, pipe=os.fdopen(url_writer, "w", buffering=1))
-    except EOFError:  # the engine ended before it was connected
-        pass
-    finally:
-        os._exit(0)

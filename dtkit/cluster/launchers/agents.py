@@ -115,7 +115,8 @@ class AgentLauncher(Launcher):
                 ends_at = time.monotonic() + timeout
             elif time.monotonic() > ends_at:
                 raise ClusterError(
-                    f"{came} of {expected} agents came within {timeout:g} s; give them longer with timeout=. {texts}"
+                    f"{came} of {expected} agents connected within {timeout:g} s; give them longer with timeout=. "
+                    f"{texts}"
                 )
 
     def _introduce(self, came: list[AgentLink], hosts: Sequence[str] = ()) -> None:
@@ -218,11 +219,26 @@ class AgentLauncher(Launcher):
     def _start_wave(self, wave: Sequence[AgentLink]) -> None:
         environment = self._config.plan.make_environment(0, self._config.memory_limit)
         counts = {agent.engine_id: (agent, wave.count(agent)) for agent in wave}
+        self._load_engines([agent for agent, _ in counts.values()], environment)
         futures = [
-            (agent, agent.send("start_engines", environments=[environment] * count)) for agent, count in counts.values()
+            (agent, agent.send("start_engines", count=count, environment=environment))
+            for agent, count in counts.values()
         ]
         for agent, future in futures:
             self._started += [(agent, pid) for pid in agent.wait_for(future, "start_engines")]
+
+    def _load_engines(self, agents: list[AgentLink], environment: Mapping[str, str]) -> None:
+        """Wait until each host has loaded what engines need. Meanwhile its agent serves other calls, too."""
+        ends_at = time.monotonic() + self._config.timeout
+        while agents:
+            if time.monotonic() > ends_at:
+                raise ClusterError(
+                    f"{', '.join(agent.info.host for agent in agents)}: loading torch for the engines took longer than "
+                    f"{self._config.timeout:g} s; give it longer with timeout="
+                )
+            arguments = {"environment": environment, "timeout": timeouts.JOB_POLL_S}
+            futures = [(agent, agent.send("load_engines", **arguments)) for agent in agents]
+            agents = [agent for agent, future in futures if not agent.wait_for(future, "load_engines")]
 
     def _wait_for_engines(self, known: set[int], wave: Sequence[AgentLink]) -> None:
         def find_lost() -> list[AgentLink]:
@@ -238,8 +254,8 @@ class AgentLauncher(Launcher):
             return
         logs = "; ".join(f"{agent.info.host}: {agent.call('read_logs') or 'no log'}" for agent in self.agents)
         raise ClusterError(
-            f"{len(set(self._client.ids) - known)} of {len(wave)} engines came within {self._config.timeout:g} s; give "
-            f"them longer with timeout=, or start fewer. Logs end: {logs}"
+            f"{len(set(self._client.ids) - known)} of {len(wave)} engines connected within {self._config.timeout:g} s; "
+            f"give them longer with timeout=, or start fewer. Logs end: {logs}"
         )
 
     def order_engines(self, engine_ids: Sequence[int]) -> list[int]:
@@ -318,8 +334,7 @@ class AgentLauncher(Launcher):
 
     def describe_ended_jobs(self) -> str:
         """Return the states of jobs and connections that have ended, such as a canceled job."""
-        states = [job.get_state() for job in self._jobs]
-        return "; ".join(state.text.partition(". ")[0] for state in states if state.phase == "ended")
+        return "; ".join(filter(None, (job.describe_end() for job in self._jobs)))
 
     @property
     def has_time_limits(self) -> bool:

@@ -74,8 +74,13 @@ class AgentJob(abc.ABC):
         """Return when a scheduler will end it; None without a time limit. Raises ClusterError."""
         return None
 
+    def describe_end(self) -> str:
+        """Return its state for a user who has lost its engines; empty if it has not ended."""
+        state = self.get_state()
+        return state.text.partition(". ")[0] if state.phase == "ended" else ""
+
     def explain_end(self) -> str | None:
-        """Return why a scheduler has ended it, if no further job shall take its place; else None."""
+        """Return why a scheduler has ended it, if no further job should take its place; else None."""
         return None
 
     def end_early(self) -> None:
@@ -99,7 +104,7 @@ class HostLauncher(abc.ABC):
     has_time_limits: ClassVar[bool] = False
     """Whether a scheduler may end its jobs at a time that is known before."""
     one_agent_remedy: ClassVar[str] = "name each host once, with all its engines, as in 'gpu1:4'"
-    """What to do if two agents came to one host."""
+    """What to do if two agents run on one host."""
 
     def __dir__(self) -> list[str]:
         """Return the options, and methods for users, for the Tab key."""
@@ -118,7 +123,7 @@ class HostLauncher(abc.ABC):
 
     @abc.abstractmethod
     def start_agents(self, request: AgentRequest) -> list[AgentJob]:
-        """Start agents and return without waiting until they have connected. Raises ClusterError."""
+        """Start agents without waiting for them to connect. Raises ClusterError."""
 
     @abc.abstractmethod
     def restore_job(self, fields: Mapping[str, Any]) -> AgentJob:

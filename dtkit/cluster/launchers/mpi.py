@@ -114,7 +114,7 @@ class MPI(ScriptLauncher):
             if (address := find_route(host)) is not None:
                 return address
         raise ClusterError(
-            f"no address of this machine was found that {self.hosts[0]} reaches: its name can't be resolved here. "
+            f"dtkit found no address of this machine that {self.hosts[0]} reaches: its name can't be resolved here. "
             "Name the address of this machine: MPI(hosts=..., address=...)"
         )
 

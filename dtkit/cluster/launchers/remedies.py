@@ -14,8 +14,8 @@ _OUT_OF_REACH = "The host is off or out of reach; leave it out, or give a jump h
 _REMEDIES = {
     "could not resolve hostname": "Correct the name, or give the host an entry in ~/.ssh/config",
     "host key verification failed": "Accept the key once with `ssh {host}` in a terminal",
-    r"permission denied( \(|, )": "Let `ssh {host}` work without a password: name a key in ~/.ssh/config or with "
-    "ssh_options=['-i', path], or add yours with ssh-copy-id",
+    r"permission denied( \(|, )": "Let `ssh {host}` work without a password: add your key with ssh-copy-id, or "
+    "name a key in ~/.ssh/config or with ssh_options=['-i', path]",
     "connection refused": "Start an SSH server there, or name its port in ~/.ssh/config",
     "connection timed out": _OUT_OF_REACH,
     "no route to host": _OUT_OF_REACH,

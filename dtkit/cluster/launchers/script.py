@@ -36,12 +36,20 @@ class Script(str):
 def format_agent(python: str | None, variable: str = INPUT_VARIABLE) -> str:
     """Return the command that starts an agent on a host, with `python` or by default this notebook's Python.
 
-    The agent reads its input from a shell variable that its children don't inherit. Its stdout is discarded, because an
-    agent ends when the pipe that it writes to closes. Its errors go to stderr.
+    The agent reads its input from a shell variable that its children don't inherit.
     """
+    return _format_bash(f"input=${variable}; unset {variable}; ", python, '<<< "$input"')
+
+
+def format_agent_with_file(python: str | None, path: Path) -> str:
+    """Return the command that starts an agent on a host that sees the file with its input."""
+    return _format_bash("", python, f"< {shlex.quote(str(path))}")
+
+
+def _format_bash(before: str, python: str | None, redirection: str) -> str:
+    # Without its stdout, because an agent ends when the pipe that it writes to closes. Its errors go to stderr.
     python = shlex.quote(sys.executable) if python is None else python
-    command = f'input=${variable}; unset {variable}; exec {python} -m {AGENT_MODULE} <<< "$input" >/dev/null'
-    return f"bash -c {shlex.quote(command)}"
+    return f"bash -c {shlex.quote(f'{before}exec {python} -m {AGENT_MODULE} {redirection} >/dev/null')}"
 
 
 class ScriptLauncher(HostLauncher):

@@ -60,10 +60,10 @@ class Slurm(ScriptLauncher):
         notebook's Python, which the nodes have to share.
     job_name : by default the cluster's name, by which a further job avoids the nodes that are in use.
     address : of this machine, where the nodes reach it; by default that of the route to the nodes.
-    checkpoint_minutes : minutes before the time limit at which a run writes a checkpoint, into its `checkpoint_dir` or
-        else below "checkpoints". By default 5, or a quarter of a shorter limit.
-    requeue : whether the run then moves to a further job by itself, before the limit. It has the notebook's memory hold
-        the data for a moment, and needs ``on_failure="repair"``. A job that somebody cancels is never submitted again.
+    checkpoint_minutes : minutes before the time limit at which a run writes a checkpoint. By default 5, or a quarter of
+        a shorter limit. The checkpoint goes into the run's `checkpoint_dir`, by default below "checkpoints".
+    requeue : whether the run then moves to a further job by itself, before the limit. For a moment, the notebook holds
+        the data in memory. This needs ``on_failure="repair"``. A job that somebody cancels is never submitted again.
 
     A job is submitted if any of partition, account, qos, time, memory and directives is given, also inside a job.
     """
@@ -170,8 +170,8 @@ class Slurm(ScriptLauncher):
         """Return None: Slurm chooses."""
         if num_engines < self.count_agents(num_engines):
             raise ValueError(
-                f"{formatting.format_count(num_engines, 'engine')} on {self.nodes} nodes; each node has at least one. "
-                "Ask for more engines, or for fewer nodes"
+                f"{formatting.format_count(num_engines, 'engine')} on {self.nodes} nodes; each node needs at least "
+                "one. Ask for more engines, or for fewer nodes"
             )
 
     def count_agents(self, num_engines: int) -> int:
@@ -190,8 +190,8 @@ class Slurm(ScriptLauncher):
             if (address := find_route(node)) is not None:
                 return address
         raise ClusterError(
-            f"no address of this machine was found that Slurm's nodes reach: their names ({', '.join(nodes[:3])}, ...) "
-            "can't be resolved here. Name the address of this machine: Slurm(address=...)"
+            f"dtkit found no address of this machine that Slurm's nodes reach: their names ({', '.join(nodes[:3])}, "
+            "...) can't be resolved here. Name the address of this machine: Slurm(address=...)"
         )
 
     def start_agents(self, request: AgentRequest) -> list[AgentJob]:
@@ -222,8 +222,8 @@ class Slurm(ScriptLauncher):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"the folder {str(folder)!r} for the job's output can't be made: {error.strerror}. Choose another one "
-                "with log_folder=, on a file system that the nodes share"
+                f"the folder {str(folder)!r} for the job's output can't be created: {error.strerror}. Choose another "
+                "one with log_folder=, on a file system that the nodes share"
             ) from None
 
     def restore_job(self, fields: Mapping[str, Any]) -> AgentJob:

@@ -5,6 +5,7 @@ The state comes from ``squeue``, which also knows jobs that ended some minutes a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -101,7 +102,7 @@ class SlurmJob(AgentJob):
         text = f"Slurm job {self.job_id} is {now}"
         if now.is_waiting and now.reason in _HOPELESS:
             advice = f"{_HOPELESS[now.reason]}. {describe_partitions()}"
-            return JobState("ended", f"{text}, and would stay so: {advice}")
+            return JobState("ended", f"{text}, and would stay there: {advice}")
         if now.is_waiting:
             return JobState("waiting", text)
         if (refusal := find_refusal(self.log)) is not None:
@@ -116,9 +117,16 @@ class SlurmJob(AgentJob):
         """Ask Slurm how long the job may run."""
         return make_job_end(self.job_id, self.query(), self._checkpoint_minutes, requeue=self._requeue)
 
+    def describe_end(self) -> str:
+        """Ask Slurm now. Wait while it ends the job's processes, since it names the reason only afterwards."""
+        with contextlib.suppress(ClusterError):
+            self._state = self._describe(self._query_end(timeouts.KILL_TIMEOUT_S))
+            self._asked_at = time.monotonic()
+        return super().describe_end()
+
     def explain_end(self) -> str | None:
         """Return Slurm's word for the end; None if a further job shall take this one's place."""
-        now = self.query()
+        now = self._query_end(timeouts.SLURM_CANCEL_TIMEOUT_S)
         if now.is_waiting or (now.is_running and now.state != "COMPLETING"):
             return None
         if self._is_ended_early or (self._requeue and now.state in _MAY_FOLLOW):
@@ -148,6 +156,19 @@ class SlurmJob(AgentJob):
     def query(self) -> QueueState:
         """Ask Slurm for the state. Raises ClusterError if Slurm doesn't answer."""
         return query_job(self.job_id)
+
+    def _query_end(self, timeout: float) -> QueueState:
+        """Return the state, as soon as it is another one than COMPLETING."""
+        now = self.query()
+
+        def has_reason() -> bool:
+            nonlocal now
+            now = self.query()
+            return now.state != "COMPLETING"
+
+        if now.state == "COMPLETING":
+            wait_until(has_reason, timeout, timeouts.SLURM_CANCEL_POLL_S)
+        return now
 
     def cancel(self) -> None:
         """End the job, and wait until Slurm has ended its processes. No-op for one that has ended."""
@@ -203,7 +224,7 @@ def query_job(job_id: str) -> QueueState:
     """Ask Slurm for the state of a job. Raises ClusterError if Slurm doesn't answer."""
     done = call_slurm(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T|%r|%L|%l|%N"])
     if done.returncode and "Invalid job id" not in done.stderr:
-        raise ClusterError(f"squeue doesn't know how job {job_id} is: {_format_error(done.stderr)}")
+        raise ClusterError(f"squeue can't report the state of job {job_id}: {_format_error(done.stderr)}")
     first = done.stdout.partition("\n")[0]
     if not first:
         return QueueState("UNKNOWN", "Slurm has forgotten it")

@@ -1,7 +1,7 @@
 """Hosts by SSH. One connection per host forwards the controller's ports and runs the agent.
 
-The controller and the forwarded ports on each host listen only on loopback, so no port is open to a network. The keys
-travel on the standard input of ssh. When the connection ends, the agent's output is closed and the agent ends; see
+The controller listens only on loopback, and so do the forwarded ports on each host. No port is open to a network. The
+keys travel on the standard input of ssh. When the connection ends, the agent's output is closed and the agent ends; see
 :mod:`dtkit.cluster.agent.hangup`.
 """
 
@@ -110,7 +110,7 @@ class SSH(HostLauncher):
     def start_agents(self, request: AgentRequest) -> list[AgentJob]:
         """Start one connection for each host."""
         if shutil.which("ssh") is None:
-            raise ClusterError("this machine has no program `ssh`; install OpenSSH's client")
+            raise ClusterError("`ssh` is not on this notebook's PATH; install OpenSSH's client")
         return [SSHConnection.start(self, request, host) for host in request.hosts]
 
     def restore_job(self, fields: Mapping[str, Any]) -> AgentJob:

@@ -60,6 +60,15 @@ def test_steps_of_a_lost_rank_are_not_missing_from_the_time():
     assert speed.samples_per_s == pytest.approx((20 * 96 + 10 * 64) / 5)
 
 
+def test_a_long_history_counts_every_row_once():
+    history = History()
+    rows = np.zeros(3 * 12_001, ROW_DTYPE)
+    rows["step"], rows["rank"] = np.repeat(np.arange(12_001), 3), np.tile(np.arange(3), 12_001)
+    rows["samples"], rows["step_s"] = 1, 0.5
+    history.append(rows)
+    assert compute_speed(history) == pytest.approx((6.0, 0.5))
+
+
 def test_no_step_has_no_speed():
     assert all(map(math.isnan, compute_speed(History())))
 

@@ -6,6 +6,7 @@ overlap: their sum would be too long where ranks don't wait for each other in ea
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from dtkit.history.history import History
 
-_BLOCK_ROWS = 16_384  # about as a history stores them, so that little is copied
+_BLOCK_ROWS = 16_384  # as a history stores them, so that nothing is copied
 
 
 class Speed(NamedTuple):
@@ -55,8 +56,9 @@ def _measure_s(history: History, totals: np.ndarray) -> float:
 def _sum_by_rank(history: History, start: int, end: int) -> Counter[int]:
     """Return each rank's seconds in the rows `start` to `end`."""
     sums: Counter[int] = Counter()
-    for first in range(start, end, _BLOCK_ROWS):
-        rows = history.rows(first, min(end, first + _BLOCK_ROWS))
+    edges = [start, *range(start - start % _BLOCK_ROWS + _BLOCK_ROWS, end, _BLOCK_ROWS), end]
+    for first, last in itertools.pairwise(edges):
+        rows = history.rows(first, last)
         added = np.bincount(rows["rank"], np.nan_to_num(rows["step_s"].astype("f8"), posinf=0.0))
         sums.update(dict(enumerate(added.tolist())))
     return sums

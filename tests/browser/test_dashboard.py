@@ -141,7 +141,7 @@ def test_stuck_node_is_shown_in_every_panel_and_announced(page: Page):
     tile, row = view.root.get_by_test_id("tiles").locator(".dtk-tile").last, "tbody tr[data-rank='2']"
     run.stick(2)
     view.update()
-    expect(tile).to_have_text("nodes4 / 4⊘ node 2 stuck: forward, 12 s")
+    expect(tile).to_have_text("nodes4 / 4⊘ node 2 stuck: forward")
     expect(tile.locator(".dtk-alert")).to_be_visible()
     expect(view.root.get_by_test_id("alert")).to_contain_text("⊘ node 2 is stuck in forward of step 341")
     expect(view.root.get_by_test_id("nodes-table").locator(row).get_by_role("button")).to_have_text("⊘ 2")
@@ -149,7 +149,7 @@ def test_stuck_node_is_shown_in_every_panel_and_announced(page: Page):
         panel = view.root.get_by_test_id(chart)
         assert panel.locator(".dtk-mark-stuck text").text_content() == "⊘"
         assert "⊘ node 2" in panel.locator(".dtk-labels text").all_text_contents()
-    expect(view.root.get_by_test_id("summary")).to_contain_text("⊘ node 2 stuck: forward, 12 s")  # without delay
+    expect(view.root.get_by_test_id("summary")).to_contain_text("⊘ node 2 stuck: forward")  # without delay
     assert list_overflowing(page) == []
     run.stall_report = None
     view.update()
@@ -265,7 +265,7 @@ def test_error_in_a_panel_does_not_affect_the_others(page: Page):
     page.evaluate("""() => {
       const real = window.real = Element.prototype.setAttribute;
       Element.prototype.setAttribute = function (name, value) {
-        if (this.dataset?.phase) throw new Error("drawing failed");
+        if (this.dataset?.phase && this.closest("[data-testid=time-panel]")) throw new Error("drawing failed");
         return real.call(this, name, value);
       };
     }""")

@@ -232,6 +232,7 @@ for cell in (
     "history.scalar('kl')",
     "lesson.claim('messages', 3, 'N - 1', 3, tolernce=1)",
     "lesson.claim('messages', 'three', 'N - 1', 3)",
+    "dtkit.Pipeline(stages=3)",
 ):
     print("CELL")
     shell.run_cell(cell)
@@ -241,9 +242,10 @@ for cell in (
 def test_notebook_shows_one_line_of_each_bad_call():
     done = subprocess.run([sys.executable, "-c", CELLS], capture_output=True, text=True, timeout=60, check=True)
     _, *shown = done.stdout.split("CELL\n")
-    assert len(shown) == 5
+    assert len(shown) == 6
     for text in shown:
         assert "dtkit/" not in text
+        assert "<string>" not in text  # of a generated __init__
         assert len(text.splitlines()) <= 15
     assert "TypeError: compare() has no argument label=; did you mean labels=?" in shown[0]
     assert "Lesson.claim() has no argument tolernce=; did you mean tolerance=?" in shown[3]

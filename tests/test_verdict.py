@@ -12,6 +12,7 @@ import pytest
 from dtkit._util import timeouts
 from dtkit.dashboard.figures.run_figure import draw_run
 from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.summary.one_process import estimate_growth
 from dtkit.dashboard.summary.verdict import MIN_STEPS, find_shown_verdict, find_verdict
 from dtkit.dashboard.text.run_text import TextProgress, format_run
 from dtkit.history.history import ROW_DTYPE, History
@@ -76,6 +77,63 @@ def test_communication_proposes_a_batch_and_what_it_brings():
         'compress="bf16"'
     )
     assert verdict.gain == pytest.approx(1 - (60 + 4 * 60) / (4 * 120))
+
+
+def test_run_that_is_slower_than_one_process_says_so_with_the_arithmetic():
+    verdict = find([computing(comm=90, update=10), computing(comm=94, update=6)])
+    assert verdict.cause == "one process"
+    assert verdict.text == (
+        "one process is faster, with 130 ms a step at most instead of 160 ms: use a larger batch (batch_size=256 for "
+        "1.9 times the samples/s) or model, or Cluster(1)"
+    )
+    assert verdict.arithmetic[0] == (
+        "one process computes the rows of 2 nodes: 2.00 * 60 ms + 10 ms (update, other) = 130 ms; computing grows at "
+        "most as the rows"
+    )
+    assert verdict.arithmetic[1].startswith("communication is 57 % of a step: batch_size=256")
+
+
+def test_shorter_steps_show_how_little_more_one_process_would_compute():
+    history = History()
+    rows = np.zeros(120, ROW_DTYPE)
+    rows["step"], rows["rank"] = np.repeat(np.arange(60), 2), np.tile(np.arange(2), 60)
+    rows["samples"], rows["weight"], rows["loss"], rows["comm_s"] = 32, 32, 1.0, 0.04
+    rows["forward_s"], rows["backward_s"] = 0.02, 0.04
+    is_last = rows["step"] % 10 == 9  # of an epoch
+    rows["samples"][is_last], rows["forward_s"][is_last], rows["backward_s"][is_last] = 2, 0.015, 0.03
+    rows["step_s"] = rows["forward_s"] + rows["backward_s"] + rows["comm_s"]
+    history.append(rows)
+    growth, is_shown = estimate_growth(history, 2)
+    assert (growth, is_shown) == (pytest.approx(1 + 32 * (60 - 45) / 30 / 60), True)
+    verdict = find_verdict(history, dataclasses.replace(SPEC, world_size=2, batch_size=64, strategy="DataParallel()"))
+    assert verdict.text.startswith(
+        "one process is faster, with about 74 ms a step instead of 98 ms: use a larger batch"
+    )
+    assert "shorter steps show how computing grows" in verdict.arithmetic[0]
+
+
+def test_growth_of_computing_is_between_none_and_all():
+    history = History()
+    assert estimate_growth(history, 3) == (3.0, False)
+    rows = np.zeros(40, ROW_DTYPE)
+    rows["step"], rows["samples"] = np.arange(40), np.where(np.arange(40) % 5 == 4, 2, 32)
+    rows["forward_s"] = np.where(rows["samples"] == 2, 0.3, 0.2)  # a busy machine
+    history.append(rows)
+    assert estimate_growth(history, 3) == (1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("phases", "strategy"),
+    [
+        ([computing(comm=50, update=10)] * 2, "DataParallel()"),
+        ([computing(comm=90, update=10)] * 2, "Sharded()"),
+        ([computing(comm=200)], "DataParallel()"),
+        ([computing(comm=30, wait=240), {"forward": 100.0, "backward": 200.0, "comm": 30.0}], "DataParallel()"),
+    ],
+    ids=["faster", "another model", "one node", "straggler"],
+)
+def test_one_process_is_not_named_where_it_is_not_surely_faster(phases: Any, strategy: str):
+    assert find(phases, strategy=strategy).cause != "one process"
 
 
 def test_communication_that_grows_with_the_batch_proposes_no_batch():

@@ -114,7 +114,10 @@ def explain_arguments(cls: type[_T]) -> type[_T]:
 
 def suggest_options(cls: type[_T]) -> type[_T]:
     """Decorate a dataclass so that the error for an unknown option names the one that was probably meant."""
-    cls.__init__ = suggest_arguments(cls.__init__)  # type: ignore[method-assign]  # the one that dataclass has made
+    init = cls.__init__  # the one that dataclass has made
+    if init.__code__.co_filename == "<string>":  # generated, and no frame that a user could look at
+        init.__code__ = init.__code__.replace(co_filename=__file__)
+    cls.__init__ = suggest_arguments(init)  # type: ignore[method-assign]
     return cls
 
 

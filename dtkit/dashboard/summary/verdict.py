@@ -20,6 +20,7 @@ from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
+from dtkit.dashboard.summary.one_process import estimate_growth
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, format_nodes
 from dtkit.history.divergence import find_divergence
@@ -45,6 +46,7 @@ MAX_BATCH_FACTOR = 4
 """Largest factor on the batch that a verdict proposes; a batch that is much larger needs other settings."""
 
 _TARGET_OVERHEAD = 0.2  # share of a step that the proposed batch leaves to communication, update and Python
+_REPLICATED = ("DataParallel", "NaiveDataParallel", "ParameterAveraging")
 _OVER_STAGES = 1.3  # ratio of the slowest stage to the mean one from which the cut is to blame
 
 
@@ -56,7 +58,7 @@ class Verdict:
 
     cause: str
     """One of "failed", "diverged", "data", "straggler", "communication", "overhead", "bubble", "cut", "waiting",
-    "computing" and "unknown".
+    "one process", "computing" and "unknown".
     """
     text: str
     gain: float
@@ -122,7 +124,8 @@ def find_verdict(history: History, spec: RunSpec) -> Verdict:
         return Verdict("unknown", "the phases of the steps were not measured", 0.0)
     facts = _Measurements(spec, timing, ranks, timing.seconds[ranks], history.ranks_per_replica)
     verdicts = [verdict for judge in _select_judges(facts) if (verdict := judge(facts)) and verdict.gain >= MIN_GAIN]
-    return max(verdicts, key=lambda verdict: verdict.gain, default=_report_computing(facts))
+    best = max(verdicts, key=lambda verdict: verdict.gain, default=_report_computing(facts))
+    return _compare_with_one_process(facts, history, best) or best
 
 
 def find_shown_verdict(run: RunView) -> Verdict | None:
@@ -137,6 +140,31 @@ def _select_judges(facts: _Measurements) -> Sequence[Callable[[_Measurements], V
     if not facts.timing.is_same_work:
         return _judge_data, _judge_cut, _judge_bubble
     return _judge_data, _judge_straggler, _judge_overhead, _judge_waiting
+
+
+def _compare_with_one_process(facts: _Measurements, history: History, best: Verdict) -> Verdict | None:
+    """Return the verdict on replicas that take longer than one process would, unless a slow node is to blame."""
+    nodes, kind = len(facts.ranks), facts.spec.strategy.partition("(")[0]
+    if kind not in _REPLICATED or not 1 < nodes == facts.spec.world_size or best.cause in ("data", "straggler"):
+        return None
+    rows_s = facts.get("data") + facts.get("forward") + facts.get("backward")
+    fixed_s = facts.get("update") + facts.get("other")
+    fastest, (growth, is_shown) = int(np.argmin(rows_s)), estimate_growth(history, nodes)
+    one_process_s = growth * float(rows_s[fastest]) + float(fixed_s[fastest])
+    if one_process_s > (1 - MIN_GAIN) * facts.step_s:
+        return None
+    batch = re.search(r"batch_size=\d+ for [\d.]+ times the samples/s", best.text)
+    remedy = f"use a larger batch{f' ({batch[0]})' if batch else ''} or model, or Cluster(1)"
+    amount = f"about {_ms(one_process_s)} a step" if is_shown else f"{_ms(one_process_s)} a step at most"
+    source = (
+        "shorter steps show how computing grows with the rows" if is_shown else "computing grows at most as the rows"
+    )
+    line = (
+        f"one process computes the rows of {nodes} nodes: {growth:.2f} * {_ms(float(rows_s[fastest]))} + "
+        f"{_ms(float(fixed_s[fastest]))} (update, other) = {_ms(one_process_s)}; {source}"
+    )
+    text = f"one process is faster, with {amount} instead of {_ms(facts.step_s)}: {remedy}"
+    return Verdict("one process", text, 1 - one_process_s / facts.step_s, (line, best.text, *best.arithmetic))
 
 
 # -- the causes --------------------------------------------------------------------------------------------------

@@ -204,8 +204,9 @@ def test_python_may_be_a_command_that_enters_a_container(
         assert sum(cluster.partition(np.zeros((1000, 1000))).sizes) == 1000
         run = train_slowly(cluster, scenarios.LONG)
         wait_for_step(run, 50)
+        (agent,) = [a for a in cluster._engine_group.transport._launcher.agents if a.info.host == "host2"]
         end_container(network["host2"])
-        wait_until(lambda: "lost" in list_loss_events(run), NOTICED_S)
+        wait_until(lambda: not agent.is_alive)
         scenarios.check_recovered(run, cluster, ["host1", "host2"])
     assert_nothing_left(network)
 

@@ -167,6 +167,7 @@ _PIPELINES = "Pipeline strategies"
 _FORKS = "Engines on this host"
 _REPLIES = "Calls to engines", "the client prints a line for each late reply, into whatever cell runs"
 _CALLS = "Calls to engines", "a view would make ten objects a call"
+_LOSSES = "Hosts that end", "only an engine's own nanny reports its end"
 _SPARSE = "Sizes of sparse gradients", "the public methods refuse an uncoalesced tensor"
 _CUT = "Pipeline stages", "hasattr, named_children and named_parameters omit repeated layers and tied weights"
 _CACHES = "Process groups that end", "a cache of DTensor keeps meshes, and so threads and connections, alive"
@@ -371,6 +372,8 @@ PRIVATE_NAMES = {
     "get_client_engines": PrivateName("ipyparallel", "Client._engines", *_CALLS, "attribute", "9.2"),
     "get_client_futures": PrivateName("ipyparallel", "Client._futures", *_REPLIES, "attribute", "9.2"),
     "get_client_handlers": PrivateName("ipyparallel", "Client._queue_handlers", *_REPLIES, "attribute", "9.2"),
+    "get_client_loop": PrivateName("ipyparallel", "Client._io_loop", *_LOSSES, "attribute", "9.2"),
+    "get_query_stream": PrivateName("ipyparallel", "Client._query_stream", *_LOSSES, "attribute", "9.2"),
     "get_main_stream": PrivateName("ipyparallel", "Client._mux_stream", *_CALLS, "attribute", "9.2"),
     "engine_app": PrivateName("ipyparallel.engine.app", "", _FORKS, "its nanny is replaced there", since="9.2"),
     "START_NANNY": PrivateName(

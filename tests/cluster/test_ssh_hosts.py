@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import dtkit
+from dtkit._util import timeouts
 from tests.support.hosts import scenarios
 from tests.support.hosts.host import run as run_here
 from tests.support.hosts.processes import list_commands
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from dtkit.cluster.launchers.agent_link import AgentLink
     from dtkit.types import StoreAddress
+    from tests.support.hosts.host import Host
     from tests.support.hosts.network import Network
 
 pytestmark = pytest.mark.cluster
@@ -187,7 +189,10 @@ def get_kind() -> str | None:
 
 
 @pytest.mark.slow
-def test_python_may_be_a_command_that_enters_a_container(start: Callable[..., dtkit.Cluster], network: Network):
+def test_python_may_be_a_command_that_enters_a_container(
+    start: Callable[..., dtkit.Cluster], network: Network, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(timeouts, "HEARTBEAT_TIMEOUT_S", 600.0)  # the end of the connection must tell
     script = network.folder / "container.sh"
     script.write_text(CONTAINER)
     with start(2, ("host1:1", "host2:1"), python=f"env KIND=container sh {script} {sys.executable}") as cluster:
@@ -197,12 +202,20 @@ def test_python_may_be_a_command_that_enters_a_container(start: Callable[..., dt
         run.inject_fault("kill", 1)
         scenarios.check_recovered(run, cluster, ["host1", "host2"])
         assert sum(cluster.partition(np.zeros((1000, 1000))).sizes) == 1000
-        (agent,) = [a for a in cluster._engine_group.transport._launcher.agents if a.info.host == "host2"]
         run = train_slowly(cluster, scenarios.LONG)
         wait_for_step(run, 50)
-        agent.send("stop")  # its process is the first one of the container
+        (agent,) = [a for a in cluster._engine_group.transport._launcher.agents if a.info.host == "host2"]
+        end_container(network["host2"])
+        wait_until(lambda: not agent.is_alive)
         scenarios.check_recovered(run, cluster, ["host1", "host2"])
     assert_nothing_left(network)
+
+
+def end_container(host: Host) -> None:
+    """Kill the container's first process, and with it all others: no nanny is left that could report an end."""
+    (container,) = [process for process in host.list_processes() if process.name() == "unshare"]
+    (first,) = container.children()
+    first.kill()
 
 
 @pytest.mark.slow

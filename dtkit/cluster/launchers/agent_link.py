@@ -16,6 +16,7 @@ from dtkit.errors import ClusterError, HostLostError
 
 if TYPE_CHECKING:
     from dtkit.cluster.agent.protocol import AgentInfo
+    from dtkit.cluster.launchers.hosts import AgentJob
 
 
 class AgentLink:
@@ -23,6 +24,9 @@ class AgentLink:
 
     info: AgentInfo
     """Set after the agent has described its host."""
+
+    connection: AgentJob | None = None
+    """The connection to its host, if it has one of its own."""
 
     def __init__(self, client: ipp.Client, engine_id: int) -> None:
         self._client, self.engine_id = client, engine_id

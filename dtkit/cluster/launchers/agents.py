@@ -13,6 +13,7 @@ from dtkit._util import files, timeouts
 from dtkit._util.deadline import wait_until
 from dtkit.cluster.devices import plan_host_devices
 from dtkit.cluster.launchers.agent_link import AgentLink
+from dtkit.cluster.launchers.connection_watcher import ConnectionWatcher
 from dtkit.cluster.launchers.host_access import HostAccess
 from dtkit.cluster.launchers.hosts import AgentRequest, divide_evenly
 from dtkit.cluster.launchers.launcher import Launcher
@@ -47,6 +48,7 @@ class AgentLauncher(Launcher):
         self._num_engines: dict[str, int] = {}  # by name of the host
         self._started: list[tuple[AgentLink, int]] = []  # (agent, pid) of the engines that started last
         self._access: HostAccess | None = None
+        self._watcher: ConnectionWatcher | None = None
 
     def start_controller(self) -> None:
         """Start the controller on the address that the hosts reach."""
@@ -58,6 +60,8 @@ class AgentLauncher(Launcher):
     def connect_hosts(self, client: Any, num_engines: int) -> LaunchConfig:
         """Start the agents, or find those of a running cluster. Return the configuration with the engines' devices."""
         self._client = client
+        self._watcher = ConnectionWatcher(client, lambda: self._agents, self._agent_by_engine)
+        self._watcher.start()
         if (self._folder / _HOSTS_FILE).exists():
             self._find_agents()
             return self._config
@@ -125,6 +129,8 @@ class AgentLauncher(Launcher):
             check_versions(agent.call("handshake"), "the agent")
         for agent in came:
             agent.info = agent.call("describe", interface=self._config.interface)
+            connections = [job for job in self._jobs if job.host == agent.info.host]
+            agent.connection = connections[-1] if connections else None
         order = {name: k for k, name in enumerate(self._num_engines or hosts)}
         came.sort(key=lambda agent: (order.get(agent.info.host, len(order)), agent.info.host))
         agents = [agent for agent in self._agents if agent.is_alive] + came
@@ -156,7 +162,8 @@ class AgentLauncher(Launcher):
         self._num_engines = fields["num_engines"]
         self._introduce([AgentLink(self._client, engine) for engine in fields["agents"] if engine in self._client.ids])
         by_name = {agent.info.hostname: agent for agent in self._agents}
-        self._agent_by_engine = {int(key): by_name[name] for key, name in fields["engines"].items() if name in by_name}
+        engines = fields["engines"].items()
+        self._agent_by_engine.update({int(key): by_name[name] for key, name in engines if name in by_name})
 
     def _write_hosts(self) -> None:
         fields = {
@@ -365,9 +372,10 @@ class AgentLauncher(Launcher):
         """Do nothing: agents forget their engines."""
 
     def detach(self) -> None:
-        """Stop following the hosts' folders."""
-        if self._access is not None:
-            self._access.close()
+        """Stop following the hosts' folders and connections."""
+        for thread in (self._access, self._watcher):
+            if thread is not None:
+                thread.close()
 
     def end_hosts(self) -> None:
         """End agents and engines, with their files, then what started them."""

@@ -62,6 +62,14 @@ class JobState:
 class AgentJob(abc.ABC):
     """One process, or one job of a scheduler, that runs the agents of one or several hosts."""
 
+    host: str = ""
+    """Name of the host whose connection it is; empty for a job that runs agents on hosts of its own choice."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this connection has ended, and by that the agent. Takes no time."""
+        return False
+
     @abc.abstractmethod
     def get_state(self) -> JobState:
         """Return its state, in a second or less."""

@@ -145,7 +145,7 @@ class SSHConnection(AgentJob):
     def __init__(
         self, host: str, process: ProcessId, log: Path, connect: Callable[[], subprocess.Popen[bytes]] | None = None
     ) -> None:
-        self._host, self._process, self._log, self._connect_again = host, process, log, connect
+        self.host, self._process, self._log, self._connect_again = host, process, log, connect
         self._child: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -162,17 +162,21 @@ class SSHConnection(AgentJob):
         self._child = child
         return self
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process of ssh has ended."""
+        return self._child.poll() is not None if self._child is not None else not self._process.is_alive
+
     def get_state(self) -> JobState:
         """Return whether the connection is up, and the reason if it isn't."""
-        is_running = self._child.poll() is None if self._child is not None else self._process.is_alive
-        if is_running:
-            return JobState("running", f"{self._host}: connected by SSH, process {self._process.pid}")
+        if not self.has_ended:
+            return JobState("running", f"{self.host}: connected by SSH, process {self._process.pid}")
         text = self._log.read_text(errors="replace")[-_MAX_LOG_BYTES:] if self._log.exists() else ""
         if PORT_TAKEN in text and self._connect_again is not None:  # that may happen; other ports are free
             self._child, self._connect_again = self._connect_again(), None
             self._process = ProcessId.from_pid(self._child.pid)
-            return JobState("running", f"{self._host}: connecting again through other ports")
-        return JobState("ended", explain_failure(self._host, text))
+            return JobState("running", f"{self.host}: connecting again through other ports")
+        return JobState("ended", explain_failure(self.host, text))
 
     def cancel(self) -> None:
         """End the connection, and by that the agent."""
@@ -188,7 +192,7 @@ class SSHConnection(AgentJob):
 
     def to_json(self) -> dict[str, Any]:
         """Return the process and the log."""
-        return {"host": self._host, "process": dataclasses.asdict(self._process), "log": str(self._log)}
+        return {"host": self.host, "process": dataclasses.asdict(self._process), "log": str(self._log)}
 
 
 def _start_ssh(launcher: SSH, request: AgentRequest, host: str, log: Path) -> subprocess.Popen[bytes]:

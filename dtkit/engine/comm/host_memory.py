@@ -77,7 +77,7 @@ class HostMemory:
 
 
 def _receive_descriptor(connection: socket.socket) -> int:
-    # waits: limited by the socket's timeout
+    """Return a descriptor that another rank has sent. The socket's timeout limits the wait."""
     data, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     if not data or not descriptors:
         raise ConnectionResetError("it has ended before it shared its memory")

@@ -707,7 +707,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a batch smaller than the ranks": ({"batch_size": 1}, ValueError, "batch_size=1 is less than the 2 ranks"),
     "a batch of another type": ({"batch_size": 2.5}, TypeError, "batch_size=2.5; it must be an integer"),
     "a model without numbers": ({"model": on_meta()}, ValueError, "on the meta device"),
-    "no model": ({"model": 3}, TypeError, "model is a int"),
+    "no model": ({"model": 3}, TypeError, "model is an int"),
     "a lazy model": ({"model": nn.LazyLinear(3)}, ValueError, "has no shape yet"),
     "no loss": ({"loss": None}, ValueError, "give either loss"),
     "loss and step": ({"training_step": lambda _m, _b: 0}, ValueError, "you gave both"),

@@ -146,7 +146,7 @@ class TakesOutput(nn.Module):
         ({"validation": data(), "metrics": {"acc": take_output}}, r"metrics\['acc'\]=take_output takes \(output\)"),
         ({"optimizer": lambda: 1}, r"optimizer=lambda takes no argument, and dtkit calls it with \(params\)"),
         ({"lr_scheduler": lambda: 1}, r"lr_scheduler=lambda takes no argument.*\(optimizer\)"),
-        ({"callbacks": 3}, "callbacks is a int; give a list"),
+        ({"callbacks": 3}, "callbacks is an int; give a list"),
     ],
     ids=["loss", "module", "lambda", "step", "metric", "optimizer", "scheduler", "callbacks"],
 )

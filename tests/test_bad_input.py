@@ -53,7 +53,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "fewer samples than ranks": ({"rows": cut(1), "batch_size": 1}, ValueError, "1 samples don't suffice for 2 ranks"),
     "unequal lengths": ({"rows": (data()[0], data()[1][:60])}, ValueError, "64, 60 rows .* same length"),
     "text instead of numbers": ({"rows": (data()[0], np.array(["a"] * 64))}, TypeError, "numbers only. Encode it"),
-    "a dict of numbers as data": ({"rows": {"x": 1}}, TypeError, r"data\['x'\] is a int; each part must be a numpy"),
+    "a dict of numbers as data": ({"rows": {"x": 1}}, TypeError, r"data\['x'\] is an int; each part must be a numpy"),
     "a model as data": (
         {"rows": torch.nn.Sequential(torch.nn.Linear(1, 1))},
         TypeError,
@@ -72,7 +72,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an optimiser, not a function": ({"optimizer": sgd(net().parameters())}, TypeError, "function from parameters"),
     "nothing to train": ({"model": frozen()}, ValueError, "no parameter that requires a gradient"),
     "a model class": ({"model": nn.Identity}, TypeError, "model is the class Identity; give an instance"),
-    "no model": ({"model": 3}, TypeError, "model is a int; it must be a torch.nn.Module"),
+    "no model": ({"model": 3}, TypeError, "model is an int; it must be a torch.nn.Module"),
     "a lazy model": ({"model": nn.LazyLinear(3)}, ValueError, "has no shape yet"),
     "a model that can't be sent": ({"model": HoldsALock()}, dtkit.errors.SerializationError, "gate"),
     "a loss that can't be sent": (

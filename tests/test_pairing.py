@@ -146,6 +146,18 @@ def test_loss_that_broadcasts_on_purpose_is_not_refused(cluster: dtkit.Cluster, 
     assert named == (loss is contrast_distances)
 
 
+@pytest.mark.parametrize("added_to", ["output", "target"])
+def test_pairs_are_taken_as_the_error_says(cluster: dtkit.Cluster, added_to: str):
+    def compare_all(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        output, target = output.squeeze(1), target.squeeze(1)
+        return ((output[:, None] - target if added_to == "output" else output - target[:, None]) ** 2).mean()
+
+    with pytest.warns(
+        UserWarning, match=r"combines outputs of shape \(8(, 1)?,?\) with targets of shape .* each output"
+    ):
+        train(cluster, nn.Linear(4, 1), (INPUTS, INPUTS[:, :1]), loss=compare_all, start=False).stop()
+
+
 def accuracy_of_pairs(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output > 0) == target).float().mean()
 

@@ -6,6 +6,8 @@ import dataclasses
 import math
 import re
 import resource
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ from dtkit.strategies.loss import Loss
 from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
 from dtkit.strategies.naive import NaiveDataParallel
 from dtkit.testing.fake_transport import FakeTransport
+from tests.support import small
 from tests.support.plans import LINKS, MB, make_benchmark, make_plan, make_profile
 
 if TYPE_CHECKING:
@@ -717,7 +720,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a batch smaller than the ranks": ({"batch_size": 1}, ValueError, "batch_size=1 is less than the 2 ranks"),
     "a batch of another type": ({"batch_size": 2.5}, TypeError, "batch_size=2.5; it must be an integer"),
     "a model without numbers": ({"model": on_meta()}, ValueError, "on the meta device"),
-    "no model": ({"model": 3}, TypeError, "model is a int"),
+    "no model": ({"model": 3}, TypeError, "model is an int"),
     "a lazy model": ({"model": nn.LazyLinear(3)}, ValueError, "has no shape yet"),
     "no loss": ({"loss": None}, ValueError, "give either loss"),
     "loss and step": ({"training_step": lambda _m, _b: 0}, ValueError, "you gave both"),
@@ -926,3 +929,27 @@ def test_replica_cost_includes_overhead_and_peak_transient_memory():
     cost = Cost.for_replica(make_profile(overhead=LinearFit(0, MB)), sent_bytes=0, exposed_s=0, micro_batches=2)
     assert cost.overhead == 4 * MB
     assert cost.transient_bytes == max(cost.activations, cost.temporaries) == 30 * MB
+
+
+def test_plan_reports_which_of_how_many_strategies_it_tries(monkeypatch: pytest.MonkeyPatch):
+    shown: list[str] = []
+    monkeypatch.setattr("dtkit.dashboard.text.progress.Progress.update", lambda _, text: shown.append(text))
+    strategies = [dtkit.DataParallel(), dtkit.Sharded()]
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
+        cluster.plan(
+            small.net(), batch_size=8, sample=small.data(), loss=nn.CrossEntropyLoss(), optimizer=small.sgd,
+            strategies=strategies,
+        )  # fmt: skip
+    assert [text.rpartition(" with ")[2] for text in shown if " with " in text] == [
+        "DataParallel (1 of 2)",
+        "Sharded (2 of 2)",
+    ]
+
+
+def test_the_notebook_does_not_load_what_only_engines_need_of_a_pipeline():
+    code = (
+        "import sys, dtkit; dtkit.Pipeline(2, 4); "
+        "print([name for name in ('torch._dynamo', 'torch.distributed.pipelining') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -23,7 +23,7 @@ def test_split_needs_a_list_of_names():
         dtkit.Pipeline(2, 4, split="24")
     with pytest.raises(TypeError, match=r"split=\[2\]; names are strings, such as split=\['2'\]"):
         dtkit.Pipeline(2, 4, split=[2])
-    with pytest.raises(TypeError, match="split is a int; it must be a list of names"):
+    with pytest.raises(TypeError, match="split is an int; it must be a list of names"):
         dtkit.Pipeline(2, 4, split=2)
     assert dtkit.Pipeline(2, 4, split=["2"]).split == ("2",)
 

@@ -223,7 +223,7 @@ def test_arrays_and_map_style_datasets_are_accepted_as_data():
     assert len(as_source(x).take(np.array([1]))) == 1
     assert isinstance(as_source(Samples(lambda row: row)), DatasetSource)
     with pytest.raises(
-        TypeError, match="data is a int; it must be a tuple of arrays, a DataFrame, an iterable of samples"
+        TypeError, match="data is an int; it must be a tuple of arrays, a DataFrame, an iterable of samples"
     ):
         as_source(3)
 

@@ -288,7 +288,7 @@ def test_script_gets_a_store_and_a_new_attempt(cluster):
 @pytest.mark.parametrize(
     ("main", "args", "kwargs", "error"),
     [
-        (4, (), {}, "function is a int, which can't be called"),
+        (4, (), {}, "function is an int, which can't be called"),
         ("missing.py", (), {}, r"missing\.py is not a file; give the path of a script, '-m' and a module"),
         ("-m", (), {}, "'-m' without a module"),
         ("missing.py", (), {"epochs": 3}, "epochs: a script takes command-line arguments only"),

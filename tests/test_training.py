@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a metric that can't be called": (
         {"metrics": {"accuracy": 1}},
         TypeError,
-        r"metrics\['accuracy'\] is a int; it must be a function of \(output, target\)",
+        r"metrics\['accuracy'\] is an int; it must be a function of \(output, target\)",
     ),
     "metrics beside a step": (
         {"loss": None, "training_step": lambda m, b: b, "metrics": {"a": len}},
@@ -210,7 +210,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an array of no dimension": ({"rows": (torch.zeros(()),)}, ValueError, r"arrays of shapes \[\(\)\]"),
     "text": ({"rows": (data()[0], np.array(["a"] * 64))}, TypeError, r"data\[1\] has dtype <U1; .*Encode it first"),
     "objects": ({"rows": (data()[0], [1] * 64)}, TypeError, r"data\[1\] is a list; .* numpy.asarray"),
-    "a dict": ({"rows": {"x": 1}}, TypeError, r"data\['x'\] is a int; each part must be a numpy array"),
+    "a dict": ({"rows": {"x": 1}}, TypeError, r"data\['x'\] is an int; each part must be a numpy array"),
     "text as data": ({"rows": "file.csv"}, ValueError, "'file.csv' is not supported"),
     "a loss that can't be pickled": (
         {"loss": holds_a_lock},

@@ -175,3 +175,9 @@ def parse_bytes(value: int | str) -> int:
             f"{value!r} is not an amount of memory; write a positive number of bytes, or text such as '600MB'"
         )
     return count
+
+
+def name_type(value: object) -> str:
+    """Return the name of a value's type with its article, such as ``a list`` or ``an int``."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.formatting import name_type
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -15,16 +17,14 @@ def check_metrics(metrics: Any) -> Mapping[str, Callable[..., Any]]:
         return {}
     if not hasattr(metrics, "items"):
         raise TypeError(
-            f"metrics is a {type(metrics).__name__}; give names and functions of (output, target), as in "
+            f"metrics is {name_type(metrics)}; give names and functions of (output, target), as in "
             "metrics={'accuracy': accuracy}"
         )
     if "loss" in metrics:
         raise ValueError("metrics has 'loss', which is the name of the loss itself; give the metric another name")
     for name, metric in metrics.items():
         if not callable(metric):
-            raise TypeError(
-                f"metrics[{name!r}] is a {type(metric).__name__}; it must be a function of (output, target)"
-            )
+            raise TypeError(f"metrics[{name!r}] is {name_type(metric)}; it must be a function of (output, target)")
         check_takes(f"metrics[{name!r}]", metric, ("output", "target"))
     named: Mapping[str, Callable[..., Any]] = metrics
     return named

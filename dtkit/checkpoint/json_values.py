@@ -11,6 +11,8 @@ import collections
 import math
 from typing import Any
 
+from dtkit._util.formatting import name_type
+
 _TAGS = ("$float", "$tuple", "$pairs", "$counter", "$scalar")
 
 
@@ -34,7 +36,7 @@ def encode(value: Any, where: str) -> Any:
         return {
             "$scalar": [_get_number_family(value), str(value.dtype).rpartition(".")[2], encode(value.item(), where)]
         }
-    raise UnsupportedValueError(f"{where} is a {type(value).__name__}")
+    raise UnsupportedValueError(f"{where} is {name_type(value)}")
 
 
 def _encode_dict(value: dict[Any, Any], where: str) -> Any:

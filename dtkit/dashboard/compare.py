@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments, suggest_arguments
 from dtkit._util.attributes import suggest_attributes
+from dtkit._util.formatting import name_type
 from dtkit._util.notebook import in_notebook
 from dtkit.dashboard.summary.comparison import make_row
 from dtkit.dashboard.summary.spec_differences import (
@@ -220,7 +221,7 @@ def _is_run(value: object) -> bool:
 
 def _describe_value(value: object) -> str:
     is_plain = value is None or isinstance(value, str | int | float)
-    return repr(value)[:60] if is_plain else f"a {type(value).__name__}"
+    return repr(value)[:60] if is_plain else name_type(value)
 
 
 def _check_labels(labels: Sequence[str], count: int) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
+from dtkit._util.formatting import name_type
 from dtkit._util.table import Table
 from dtkit.dashboard.text.progress import show_progress
 from dtkit.data.layers import summarize_model
@@ -132,7 +133,7 @@ def check_model(model: Any) -> None:
             "loss and optimizer"
         )
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module. Build it in the notebook")
+        raise TypeError(f"model is {name_type(model)}; it must be a torch.nn.Module. Build it in the notebook")
     for name, tensor in _list_tensors(model):
         if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(

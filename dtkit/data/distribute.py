@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit._util.formatting import name_type
 from dtkit.dashboard.text.progress import show_progress
 from dtkit.data.columns import ColumnSelection
 from dtkit.data.notebook_data import NotebookData, copy_first_rows, inspect_data
@@ -263,7 +264,7 @@ def _refuse_iterator(data: Any) -> None:
     """Refuse iterators of this process, which can't be sent."""
     if hasattr(data, "__next__") and not isinstance(data, type):
         raise TypeError(
-            f"data is a {type(data).__name__} that iterates in this process; it can't be sent. Give the function that "
+            f"data is {name_type(data)} that iterates in this process; it can't be sent. Give the function that "
             "creates it, not its result; each engine calls it"
         )
 

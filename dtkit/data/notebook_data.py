@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit._util.formatting import name_type
 from dtkit.data import columns as frames
 from dtkit.data.columns import ColumnSelection, is_sample_list
 from dtkit.data.partition import as_labels
@@ -59,7 +60,7 @@ def inspect_data(data: Any, column_selection: ColumnSelection, *, for_evaluation
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, bytes)):
         return _inspect_samples(data, column_selection)
     raise TypeError(
-        f"data is a {type(data).__name__}; it must be a tuple of arrays as in (X, y), a dict of arrays, a DataFrame, "
+        f"data is {name_type(data)}; it must be a tuple of arrays as in (X, y), a dict of arrays, a DataFrame, "
         "or a path of .npy or .parquet files. A map-style Dataset (with __len__ and __getitem__) and an iterable of "
         "samples will do, too, or a function that returns one of these on the engine"
     )
@@ -166,7 +167,7 @@ def _check_arrays(data: Sequence[Any], names: Sequence[Any] = ()) -> tuple[tuple
     for k, array in zip(names or range(len(data)), data, strict=True):
         if not (hasattr(array, "__array__") or isinstance(array, MappedFile)):
             raise TypeError(
-                f"data[{k!r}] is a {type(array).__name__}; each part must be a numpy array or a tensor. "
+                f"data[{k!r}] is {name_type(array)}; each part must be a numpy array or a tensor. "
                 "Convert it with numpy.asarray"
             )
         if type(array).__module__.partition(".")[0] != "torch":

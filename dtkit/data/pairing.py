@@ -50,9 +50,13 @@ class Pairing:
 
     def _describe_remedy(self) -> str:
         if len(self.output) == len(self.target) + 1:
-            return "output.squeeze(1), or by target.unsqueeze(1)"
+            return (
+                "output.squeeze(1), or by target.unsqueeze(1). For all pairs on purpose, use output.squeeze(1)[:, None]"
+            )
         if len(self.target) == len(self.output) + 1:
-            return "output.unsqueeze(1), or by target.squeeze(1)"
+            return (
+                "output.unsqueeze(1), or by target.squeeze(1). For all pairs on purpose, use target.squeeze(1)[:, None]"
+            )
         return "output.reshape(target.shape)"
 
 

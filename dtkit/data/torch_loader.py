@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.formatting import name_type
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -55,7 +57,7 @@ def read_data_loader(loader: Any) -> LoaderSettings:
         return LoaderSettings(loader.dataset, loader.batch_size, collate_fn, 0, "shard", None)
     if type(loader.batch_sampler) is not BatchSampler:
         raise ValueError(
-            f"the DataLoader has a {type(loader.batch_sampler).__name__}, so dtkit can't split its batches over ranks. "
+            f"the DataLoader has {name_type(loader.batch_sampler)}, so dtkit can't split its batches over ranks. "
             "Give its dataset with batch_size= (and sampler=, an iterable of row numbers)"
         )
     shuffle, sampler = _read_sampler(loader.sampler)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dtkit._util import formatting
+from dtkit._util.formatting import name_type
 from dtkit._util.function_checks import check_loss_functions
 from dtkit.dashboard.text.progress import show_progress
 from dtkit.data import broadcast
@@ -248,7 +249,7 @@ def _validate_request(engine_group: EngineGroup, model: Any, request: PlanReques
     check_loss_functions(request.loss_fn, request.training_step)
     if not callable(request.optimizer):
         raise TypeError(
-            f"optimizer is a {type(request.optimizer).__name__}; it must be a function from parameters to an "
+            f"optimizer is {name_type(request.optimizer)}; it must be a function from parameters to an "
             "optimizer: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
         )
     _check_batch_size(engine_group, request)

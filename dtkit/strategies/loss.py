@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit._util.formatting import name_type
 from dtkit.engine.observe.call_output import log, redirect_log
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ def get_labels(batch: Any) -> Any:
 def split_batch(batch: Any) -> tuple[Sequence[Any], Any]:
     """Return (the model's inputs, the target) of a batch."""
     if not isinstance(batch, tuple) or len(batch) < 2:
-        form = f"{len(batch)} array" if isinstance(batch, tuple) else f"a {type(batch).__name__}"
+        form = f"{len(batch)} array" if isinstance(batch, tuple) else name_type(batch)
         raise TypeError(
             f"a batch of this data is {form}; with loss= it must be (inputs..., target), as in (X, y). Without a "
             "target, use training_step=, a function of (model, batch) that returns the loss"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.formatting import name_type
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -50,7 +52,7 @@ def check_names(name: str, value: Any) -> tuple[str, ...] | None:
     if isinstance(value, str):
         raise TypeError(f"{name}={value!r}; it must be a list of names, such as {name}=[{value!r}]")
     if not isinstance(value, list | tuple):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be a list of names, such as {name}=['4']")
+        raise TypeError(f"{name} is {name_type(value)}; it must be a list of names, such as {name}=['4']")
     names = [str(entry) for entry in value]
     if names != list(value):
         raise TypeError(f"{name}={list(value)!r}; names are strings, such as {name}={names!r}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtkit._util import formatting
+from dtkit._util.formatting import name_type
 from dtkit.dashboard import call_display
 from dtkit.dashboard.text.progress import show_progress
 from dtkit.errors import ItemError
@@ -37,9 +38,7 @@ def map_items(
     check_function(function, on_error)
     check_arguments(args, kwargs, timeout)
     if not hasattr(items, "__iter__"):
-        raise TypeError(
-            f"items={items!r} is a {type(items).__name__}; give a list, as in cluster.map(function, [1, 2])"
-        )
+        raise TypeError(f"items={items!r} is {name_type(items)}; give a list, as in cluster.map(function, [1, 2])")
     source = _Items(list(items), on_error)
     name = str(getattr(function, "__name__", type(function).__name__))
     scheduler = ItemScheduler(engine_group, name, (function, tuple(args), dict(kwargs or {})), source, repair)
@@ -53,7 +52,7 @@ def check_function(function: Any, on_error: str, example: str = "cluster.map(fun
     """Raise TypeError or ValueError for invalid arguments."""
     if not callable(function):
         raise TypeError(
-            f"the function is a {type(function).__name__}, which can't be called; give a function, as in {example}"
+            f"the function is {name_type(function)}, which can't be called; give a function, as in {example}"
         )
     if on_error not in ("raise", "return"):
         raise ValueError(f"on_error={on_error!r}; it must be 'raise' or 'return'")

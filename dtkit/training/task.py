@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import timeouts
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
+from dtkit._util.formatting import name_type
 from dtkit._util.guard import Subscribers, return_error, run_guarded_in_thread
 from dtkit._util.notebook import name_code
 from dtkit.dashboard import call_display
@@ -327,8 +328,7 @@ def check_callable(engine_group: EngineGroup, function: Any) -> None:
     engine_group.check_open()
     if not callable(function):
         raise TypeError(
-            f"function is a {type(function).__name__}, which can't be called; give a function, as in "
-            "cluster.run(main, x)"
+            f"function is {name_type(function)}, which can't be called; give a function, as in cluster.run(main, x)"
         )
 
 

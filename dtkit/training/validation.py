@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtkit._util.formatting import name_type
 from dtkit._util.function_checks import check_loss_functions, check_metrics, check_takes
 from dtkit.checkpoint import folders
 from dtkit.data import broadcast
@@ -137,7 +138,7 @@ def _check_reduction(loss: Any) -> None:
 def _check_optimizer(optimizer: Any) -> None:
     if not callable(optimizer):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; it must be a function from parameters to an optimizer, "
+            f"optimizer is {name_type(optimizer)}; it must be a function from parameters to an optimizer, "
             "since every rank builds its own: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
         )
     check_takes("optimizer", optimizer, ("params",))
@@ -161,7 +162,7 @@ def _check_metrics(config: TrainConfig) -> None:
 def _check_lr_scheduler(config: TrainConfig) -> None:
     if config.lr_scheduler is not None and not callable(config.lr_scheduler):
         raise TypeError(
-            f"lr_scheduler is a {type(config.lr_scheduler).__name__}; it must be a function from an optimizer to a "
+            f"lr_scheduler is {name_type(config.lr_scheduler)}; it must be a function from an optimizer to a "
             "torch scheduler, since every rank builds its own: "
             "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
         )
@@ -191,8 +192,8 @@ def _list_further_parameters(factory: Callable[..., Any]) -> list[str]:
 
 def _check_callbacks(config: TrainConfig) -> None:
     if callable(config.callbacks) or not hasattr(config.callbacks, "__iter__"):
-        kind = "function" if callable(config.callbacks) else type(config.callbacks).__name__
-        raise TypeError(f"callbacks is a {kind}; give a list of functions of the run: callbacks=[function]")
+        kind = "a function" if callable(config.callbacks) else name_type(config.callbacks)
+        raise TypeError(f"callbacks is {kind}; give a list of functions of the run: callbacks=[function]")
     for callback in config.callbacks:
         if isinstance(callback, type) or not (
             callable(callback) or hasattr(callback, "on_step") or hasattr(callback, "on_start")
@@ -313,7 +314,7 @@ def check_sampler(config: TrainConfig, data: Any) -> None:
         )
     if not hasattr(sampler, "__iter__") or not hasattr(sampler, "__len__"):
         raise TypeError(
-            f"sampler is a {type(sampler).__name__}; it must be an iterable of row numbers with a length, such as "
+            f"sampler is {name_type(sampler)}; it must be an iterable of row numbers with a length, such as "
             "torch's WeightedRandomSampler"
         )
     if int(getattr(sampler, "num_replicas", None) or 1) > 1:

@@ -167,7 +167,7 @@ def test_wrong_arguments_are_refused(cluster2: dtkit.Cluster):
         cluster2.map([1, 2], [1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on_error='ignore'"):
         cluster2.map(square, [1], on_error="ignore")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"items=5 is a int; give a list"):
+    with pytest.raises(TypeError, match=r"items=5 is an int; give a list"):
         cluster2.map(square, 5)  # type: ignore[arg-type]
 
 

@@ -285,7 +285,7 @@ def test_function_that_cannot_be_pickled_is_refused_before_it_runs(cluster2):
     holder = Holder()
     with pytest.raises(dtkit.errors.SerializationError, match="gate"):
         cluster2.run(lambda: holder.gate)
-    with pytest.raises(TypeError, match="function is a int, which can't be called"):
+    with pytest.raises(TypeError, match="function is an int, which can't be called"):
         cluster2.run(3)
     check_usable(cluster2)
 

@@ -60,7 +60,7 @@ def test_a_space_without_choices_is_refused(space: Any):
         ((SPACE, object(), "minimize", None, None), "space= and study= are given"),
         ((SPACE, None, "minimize", None, "x"), "seed='x'; it must be an integer from 0 up"),
         (([("lr", [1])], None, "minimize", None, None), r"space=\[.*give lists of choices by name"),
-        ((None, 3, "minimize", 2, None), r"study=3 is a int; give Optuna's"),
+        ((None, 3, "minimize", 2, None), r"study=3 is an int; give Optuna's"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: Any, message: str):
@@ -70,7 +70,7 @@ def test_wrong_arguments_are_refused(arguments: Any, message: str):
 
 def test_an_objective_that_cannot_be_called_is_refused():
     group: Any = SimpleNamespace(check_open=bool)
-    with pytest.raises(TypeError, match=r"the function is a int, which can't be called; .* cluster\.search\(objective"):
+    with pytest.raises(TypeError, match=r"the function is an int, which can't be called; .* cluster\.search\("):
         search(group, 3, SPACE, bool)  # type: ignore[arg-type]
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dtkit._util.formatting import name_type
+
 _TENSOR, _TUPLE, _LIST, _DICT = "tensor", "tuple", "list", "dict"
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 
@@ -33,7 +35,7 @@ def _check_plain(value: Any) -> Any:
     if type(value) in _PLAIN_TYPES:
         return value
     raise TypeError(
-        f"a batch has a {type(value).__name__}, which can't be sent from the rank that loads it to the others. Return "
+        f"a batch has {name_type(value)}, which can't be sent from the rank that loads it to the others. Return "
         "tensors, numbers and text, or tuples, lists and dicts of these, from the Dataset"
     )
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtkit._util.formatting import name_type
 from dtkit._util.guard import run_guarded
 from dtkit.data.columns import ColumnSelection
 from dtkit.data.sharding import divide_proportionally
@@ -328,6 +329,6 @@ def _check_iterable(iterable: Any) -> None:
     is_wrong_kind = hasattr(iterable, "__array__") or isinstance(iterable, (tuple, dict, str, bytes))
     if is_wrong_kind or not hasattr(iterable, "__iter__"):
         raise TypeError(
-            f"the function of (rank, world_size) returned a {type(iterable).__name__}; it must return an iterable of "
+            f"the function of (rank, world_size) returned {name_type(iterable)}; it must return an iterable of "
             "samples, such as a generator. For arrays, give a function without arguments: dtkit distributes their rows"
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import numpy as np
 import torch
 
+from dtkit._util.formatting import name_type
 from dtkit.data import columns as frames
 from dtkit.data.columns import ColumnSelection, is_sample_list
 from dtkit.engine.data import paths
@@ -246,7 +247,7 @@ def _make_sample_source(data: Any, columns: ColumnSelection) -> RowSource | Stre
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return DatasetSource(data, columns)
     raise TypeError(
-        f"data is a {type(data).__name__}; it must be a tuple of arrays, a DataFrame, an iterable of samples, or a "
+        f"data is {name_type(data)}; it must be a tuple of arrays, a DataFrame, an iterable of samples, or a "
         "map-style Dataset (with __len__ and __getitem__). A function that returns one of these will do, too"
     )
 

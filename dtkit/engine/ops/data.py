@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtkit._util.formatting import name_type
 from dtkit.rpc.protocol import DataOperations, ModelOperations
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class ModelOps(ModelOperations):
 
         model = self._state.load(payload)
         if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"the payload holds a {type(model).__name__}; it must be a torch.nn.Module")
+            raise TypeError(f"the payload holds {name_type(model)}; it must be a torch.nn.Module")
         self._state.models[key] = model
         return compute_model_checksum(model)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
 from dtkit._util.files import replace_file
+from dtkit._util.formatting import name_type
 from dtkit._util.guard import run_guarded
 
 if TYPE_CHECKING:
@@ -112,5 +113,5 @@ def _describe_error(error: Exception) -> dict[str, Any]:
 def _unpack_scalar(value: Any) -> Any:
     """Return the number or truth value of a numpy scalar: some of Optuna's pruners answer with one."""
     if not hasattr(value, "item"):
-        raise TypeError(f"a study answered with a {type(value).__name__}, which can't be sent")
+        raise TypeError(f"a study answered with {name_type(value)}, which can't be sent")
     return value.item()

@@ -7,6 +7,8 @@ import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from dtkit._util.formatting import name_type
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -32,9 +34,7 @@ class OptunaStudy:
     def __init__(self, study: Any) -> None:
         self.study = study
         if not (hasattr(study, "directions") and hasattr(study, "ask")):
-            raise TypeError(
-                f"study={study!r} is a {type(study).__name__}; give Optuna's, as optuna.create_study() makes it"
-            )
+            raise TypeError(f"study={study!r} is {name_type(study)}; give Optuna's, as optuna.create_study() makes it")
         if len(study.directions) != 1:
             raise ValueError(f"the study has {len(study.directions)} directions; cluster.search optimizes one value")
         self.direction = study.direction.name.lower()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dtkit._util.formatting import name_type
 from dtkit.integrations.search.channel import EngineEnd
 
 if TYPE_CHECKING:
@@ -72,5 +73,5 @@ def run_trial(start: TrialStart, objective: Callable[..., Any], *args: Any, **kw
             return PRUNED, None
         raise
     if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise TypeError(f"the objective returned a {type(value).__name__}; it must return a number")
+        raise TypeError(f"the objective returned {name_type(value)}; it must return a number")
     return "complete", float(value)

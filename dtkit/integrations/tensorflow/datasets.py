@@ -7,6 +7,8 @@ from typing import Any
 import tensorflow as tf
 import torch.distributed as dist
 
+from dtkit._util.formatting import name_type
+
 
 def shard_dataset(dataset: Any, batch_size: int) -> Any:
     """Return this rank's batches of a `tf.data.Dataset` of single rows. No row is lost.
@@ -16,7 +18,7 @@ def shard_dataset(dataset: Any, batch_size: int) -> Any:
     after this function, so that each rank transforms only its own ones.
     """
     if not isinstance(dataset, tf.data.Dataset):
-        raise TypeError(f"dataset is a {type(dataset).__name__}; give a tf.data.Dataset of single rows")
+        raise TypeError(f"dataset is {name_type(dataset)}; give a tf.data.Dataset of single rows")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if batch_size < world_size:
         raise ValueError(

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from dtkit._util.formatting import name_type
+
 TRAIN = "train"
 """Name of the training data where metrics are shown."""
 _OWN_ARGUMENTS = {
@@ -30,7 +32,7 @@ def check_arguments(params: Any, num_boost_round: Any, evals: Any, early_stoppin
     _check_rounds("num_boost_round", num_boost_round)
     if evals is not None and not isinstance(evals, Mapping):
         raise TypeError(
-            f"evals is a {type(evals).__name__}; give validation data by name, as in "
+            f"evals is {name_type(evals)}; give validation data by name, as in "
             'evals={"validation": (X_validation, y_validation)}'
         )
     if TRAIN in (evals or {}):

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dtkit._util.arguments import suggest_options
+from dtkit._util.formatting import name_type
 from dtkit._util.guard import run_guarded
 from dtkit.engine.comm.process_group import is_lost_peer_error
 from dtkit.engine.data.sources import to_device
@@ -98,7 +99,7 @@ class TensorParallel(DTensorStrategy):
         if isinstance(self.plan, str) and self.plan != "auto":
             raise ValueError(f"plan={self.plan!r}; it must be 'auto', or styles by module name: {_PLAN_EXAMPLE}")
         if not isinstance(self.plan, (str, dict, type(None))):
-            raise TypeError(f"plan is a {type(self.plan).__name__}; it must be 'auto' or a dict: {_PLAN_EXAMPLE}")
+            raise TypeError(f"plan is {name_type(self.plan)}; it must be 'auto' or a dict: {_PLAN_EXAMPLE}")
         if self.plan == {}:
             raise ValueError(f"plan={{}} shards nothing; name some modules, as in {_PLAN_EXAMPLE}, or use 'auto'")
 

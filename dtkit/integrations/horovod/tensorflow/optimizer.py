@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from dtkit._util.formatting import name_type
 from dtkit.integrations.horovod.process_sets import ProcessSet, global_process_set
 from dtkit.integrations.horovod.reductions import Average
 from dtkit.integrations.horovod.tensorflow.compression import Compression
@@ -145,7 +146,7 @@ def DistributedOptimizer(
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}; it must be at least 1")
     if not isinstance(optimizer, tf.keras.optimizers.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give one of tf.keras.optimizers")
+        raise TypeError(f"optimizer is {name_type(optimizer)}; give one of tf.keras.optimizers")
     options = ReducerOptions(
         compression, sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit._util.formatting import name_type
 from dtkit.integrations.horovod.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from dtkit.integrations.horovod.context import get_context
 from dtkit.integrations.horovod.process_sets import ProcessSet, global_process_set
@@ -35,7 +36,7 @@ def _submit(
 def _check_tensors(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"got a {type(tensor).__name__}; give a torch.Tensor, as in torch.tensor(value)")
+            raise TypeError(f"got {name_type(tensor)}; give a torch.Tensor, as in torch.tensor(value)")
         if tensor.is_sparse:
             raise ValueError("got a sparse tensor; use sparse_allreduce_async, or tensor.to_dense()")
     if len({tensor.device.type for tensor in tensors}) > 1:

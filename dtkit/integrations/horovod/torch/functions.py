@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import torch
 
+from dtkit._util.formatting import name_type
 from dtkit.integrations.horovod.context import get_context
 from dtkit.integrations.horovod.process_sets import ProcessSet, global_process_set
 from dtkit.integrations.horovod.torch.asynchronous import broadcast_async_, synchronize
@@ -29,7 +30,7 @@ def broadcast_parameters(
     if isinstance(params, dict):
         named = sorted(params.items())
     elif isinstance(params, (str, bytes, torch.Tensor)) or not hasattr(params, "__iter__"):
-        raise ValueError(f"params is a {type(params).__name__}; give model.state_dict() or model.named_parameters()")
+        raise ValueError(f"params is {name_type(params)}; give model.state_dict() or model.named_parameters()")
     else:
         named = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
     handles = [

@@ -338,12 +338,12 @@ def test_tiles_agree_with_the_records():
         "mean of 50 steps",
     )
     loss = tiles["mean loss"]
-    assert (loss["value"], loss["window"], loss["note"]) == ("0.250", "50 steps", "spread 0")
+    assert (loss["value"], loss["note"]) == ("0.250", "50 steps, spread 0")
     assert not any(tile["alert"] for tile in tiles.values())
     rows = source.history.rows(150 * 4)
     waiting = f"{100 * rows['wait_s'].sum() / rows['step_s'].sum():.0f} %"
     assert (tiles["waiting"]["value"], tiles["waiting"]["note"]) == (waiting, "of all nodes' time")
-    assert tiles["nodes"] == {"label": "nodes", "value": "4 / 4", "note": "on 1 host", "alert": False, "window": ""}
+    assert tiles["nodes"] == {"label": "nodes", "value": "4 / 4", "note": "on 1 host", "alert": False}
     assert list(tiles) == ["throughput", "mean loss", "step time", "waiting", "nodes"]
 
 
@@ -354,7 +354,7 @@ def test_the_loss_tile_is_a_mean_by_samples_over_the_steps_it_names():
     tiles = {tile["label"]: tile for tile in MessageBuilder(source).build_snapshot().content["tiles"]}
     mean = (48 * 64 * 0.5 + 2 * 8.0) / (48 * 64 + 2)
     loss = tiles["mean loss"]
-    assert (loss["value"], loss["window"]) == (formatting.format_loss(mean), "48 steps")  # without the first one
+    assert (loss["value"], loss["note"]) == (formatting.format_loss(mean), "48 steps")  # without the first one
 
 
 def test_the_live_time_panel_has_the_bars_of_the_figure():
@@ -403,7 +403,7 @@ def test_a_stall_is_sent_until_it_ends():
     source.stick(1)
     content = builder.build_change().content
     nodes = {tile["label"]: tile for tile in content["tiles"]}["nodes"]
-    assert nodes == {"label": "nodes", "value": "4 / 4", "note": "⊘ node 1 stuck: forward", "alert": True, "window": ""}
+    assert nodes == {"label": "nodes", "value": "4 / 4", "note": "⊘ node 1 stuck: forward", "alert": True}
     assert (content["nodes_now"]["stuck"], content["nodes_now"]["stopped"]) == ([1], [])
     assert content["notices"] == [
         {

@@ -172,7 +172,7 @@ def test_replaced_and_left_out_nodes_are_sent():
     ]  # of the last 50 steps
     for content in (change, later):
         nodes = next(tile for tile in content["tiles"] if tile["label"] == "nodes")
-        assert nodes == {"label": "nodes", "value": "3 / 3", "note": "was 4: 1 left out", "alert": False, "window": ""}
+        assert nodes == {"label": "nodes", "value": "3 / 3", "note": "was 4: 1 left out", "alert": False}
         assert content["notices"] == [{"kind": "fewer", "text": "3 nodes: 1 of 4 was lost and left out"}]
         assert (content["nodes_now"]["world"], content["nodes_now"]["lost"]) == (3, [])
 

@@ -100,8 +100,6 @@ class Tile:
     value: str
     note: str
     alert: bool = False
-    window: str = ""
-    """Steps that the number is the mean over, written before the note where there is room."""
 
 
 def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
@@ -111,12 +109,7 @@ def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
         yield Tile("throughput", formatting.format_rate(metrics.throughput), _describe_rate(metrics))
     else:
         yield Tile("throughput", formatting.UNKNOWN, "no steps are taken")
-    yield Tile(
-        "mean loss",
-        formatting.format_loss(metrics.loss),
-        _describe_latest_loss(run, metrics),
-        window=_name_loss_window(run),
-    )
+    yield Tile("mean loss", formatting.format_loss(metrics.loss), _describe_loss(run, metrics))
     slow = metrics.timing.straggler
     yield Tile(
         "step time",
@@ -176,9 +169,10 @@ def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:
     return Tile("nodes", alive, f"on {formatting.format_count(hosts, 'host')}" if hosts else "")
 
 
-def _name_loss_window(run: RunView) -> str:
-    window = count_window_steps(run.history)
-    return f"{window} steps" if window > 1 and not run.history.evaluations else ""  # their text fills a tile
+def _describe_loss(run: RunView, metrics: RunMetrics) -> str:
+    """Return the steps of the mean, which a narrow page leaves out, and the spread or the last validation."""
+    window = count_window_steps(run.history) if not run.history.evaluations else 0  # their text fills a tile
+    return ", ".join(filter(None, [f"{window} steps" if window > 1 else "", _describe_latest_loss(run, metrics)]))
 
 
 def _describe_latest_loss(run: RunView, metrics: RunMetrics) -> str:

@@ -11,8 +11,8 @@ export function tiles(store) {
     }
     el.style.setProperty("--columns", store.tiles.length);
     store.tiles.forEach((tile, k) => {
-      const [label, value, note] = el.children[k].children;
-      setText(label, tile.label); setText(value, tile.value); setText(note.children[0], [tile.window, tile.note && tile.window ? ", " : ""].join("")); setText(note.children[1], tile.note);
+      const [label, value, note] = el.children[k].children, [, steps = "", text] = /^(\d+ steps, )?(.*)$/.exec(tile.note);
+      setText(label, tile.label); setText(value, tile.value); setText(note.children[0], steps); setText(note.children[1], text);
       setAttr(note, "class", `dtk-note${tile.alert ? " dtk-alert" : ""}`);
     });
   };

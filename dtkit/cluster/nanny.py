@@ -6,11 +6,14 @@ at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import psutil
 
 NANNY_NAME = "dtkit-nanny"
 """Name of the process, of at most 15 bytes: Linux cuts longer ones."""
@@ -29,7 +32,8 @@ class ForkedNanny:
         """
         arguments_reader, arguments_writer = os.pipe()
         url_reader, url_writer = os.pipe()
-        if os.fork() == 0:
+        self._pid = os.fork()
+        if self._pid == 0:
             os.close(arguments_writer)
             os.close(url_reader)
             if outlives_sigterm:
@@ -50,12 +54,20 @@ class ForkedNanny:
             raise RuntimeError("the engine's nanny has ended before it could report its address")
         return url, self._url
 
+    def finish(self, timeout: float) -> None:
+        """Let the nanny report the engine's end, and wait until it has."""
+        self._url.close()
+        with contextlib.suppress(psutil.Error):
+            psutil.Process(self._pid).wait(timeout)
 
-def use_forked_nanny(*, outlives_sigterm: bool = False, is_silent: bool = False) -> None:
+
+def use_forked_nanny(*, outlives_sigterm: bool = False, is_silent: bool = False) -> ForkedNanny:
     """Fork the nanny of this process now. The engine that it becomes uses this nanny instead of starting one."""
     from dtkit._util.torch_private import START_NANNY, engine_app
 
-    setattr(engine_app, START_NANNY, ForkedNanny(outlives_sigterm=outlives_sigterm, is_silent=is_silent).start)
+    nanny = ForkedNanny(outlives_sigterm=outlives_sigterm, is_silent=is_silent)
+    setattr(engine_app, START_NANNY, nanny.start)
+    return nanny
 
 
 def show_name(name: str) -> None:

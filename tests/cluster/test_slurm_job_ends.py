@@ -98,8 +98,9 @@ def test_requeue_follows_a_preempted_job_but_not_a_canceled_one(
 
 
 def test_preempted_job_is_named_and_its_checkpoint_goes_on_in_another(
-    start_by_slurm: Callable[..., dtkit.Cluster], slurm: Slurm, tmp_path: Path
+    start_by_slurm: Callable[..., dtkit.Cluster], slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(timeouts, "HEARTBEAT_TIMEOUT_S", 600.0)  # the agents must tell that they end
     saved = tmp_path / "saved"
     with start_by_slurm(2) as cluster:
         (job,) = slurm.list_jobs()

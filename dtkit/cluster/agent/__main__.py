@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit.cluster import ipv6, remote_engine
+from dtkit.cluster import ipv6
 from dtkit.cluster.agent import hangup, host_agent
 from dtkit.cluster.launchers.hosts import AGENT_FILE_VARIABLE, REFUSAL
+from dtkit.cluster.remote_engine import RemoteEngine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,12 +22,12 @@ def main() -> None:
     """Read the input, prepare this host's folder, and become an ipyparallel engine."""
     path = os.environ.get(AGENT_FILE_VARIABLE)
     fields = json.loads(sys.stdin.readline() if path is None else Path(path).read_text())
-    remote_engine.prepare(fields["connection"]["interface"], is_silent=True)
+    engine = RemoteEngine(fields["connection"]["interface"], is_silent=True)
     agent = host_agent.start_agent(host=fields["host"], cluster=fields["cluster"])
     check_controller(agent, fields["connection"])
     hangup.exit_on_hangup()
     os.environ.update(agent.make_variables(fields["connection"]))
-    remote_engine.run()
+    engine.run()
 
 
 def check_controller(agent: host_agent.HostAgent, connection: Mapping[str, Any]) -> None:

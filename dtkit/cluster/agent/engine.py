@@ -7,14 +7,13 @@ import os
 import sys
 
 from dtkit._util.process import end_with_parent
-from dtkit.cluster import remote_engine
+from dtkit.cluster.remote_engine import RemoteEngine
 
 
 def main() -> None:
     """End with the agent, and become an ipyparallel engine."""
     end_with_parent(int(sys.argv[1]))
-    remote_engine.prepare(json.loads(os.environ["IPP_CONNECTION_INFO"])["interface"])
-    remote_engine.run()
+    RemoteEngine(json.loads(os.environ["IPP_CONNECTION_INFO"])["interface"]).run()
 
 
 if __name__ == "__main__":

@@ -131,7 +131,11 @@ class ForkServerClient:
     def _ask(self, request: ForkRequest, timeout: float) -> socket.socket:
         """Return a connection that gets the reply."""
         connection = connect(self._folder, timeout)
-        connection.sendall(json.dumps(dataclasses.asdict(request)).encode() + b"\n")
+        try:
+            connection.sendall(json.dumps(dataclasses.asdict(request)).encode() + b"\n")
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def _read_log(self) -> str:

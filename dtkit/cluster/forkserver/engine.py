@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
 from dtkit._util.process import end_with_parent
-from dtkit.cluster import nanny, remote_engine
+from dtkit.cluster import nanny
 from dtkit.cluster.engine_arguments import make_engine_arguments
+from dtkit.cluster.remote_engine import RemoteEngine
 from dtkit.engine.warmup import preload, without_collection
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ def become_remote_engine(logs: Path, server_pid: int) -> None:
     """Turn this forked process into an engine that ends with its fork server. Its controller is on another host."""
     end_with_parent(server_pid)
     _separate(logs)
-    remote_engine.prepare(json.loads(os.environ["IPP_CONNECTION_INFO"])["interface"])
-    remote_engine.run()
+    RemoteEngine(json.loads(os.environ["IPP_CONNECTION_INFO"])["interface"]).run()
 
 
 def become_engine(logs: Path) -> None:

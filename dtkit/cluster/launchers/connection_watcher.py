@@ -1,7 +1,7 @@
-"""A thread that reports the end of a host's connection, so that its engines count as lost at once.
+"""A thread that reports the engines of ended agents and connections, so that they count as lost at once.
 
-An engine's nanny reports its end. If a whole host or container ends, its nannies end, too, and only missing heartbeats
-would tell.
+An engine's nanny reports its end. If a scheduler kills a job, or a whole container ends, nannies end, too. Then only
+missing heartbeats would tell.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class ConnectionWatcher:
                     self._report(engine)
 
     def _list_cut_off(self) -> list[int]:
-        """Return the agents whose own connection has ended, and their engines, by ipyparallel's ids."""
+        """Return agents whose own connection has ended, and engines whose agent has ended, by ipyparallel's ids."""
         agents = [agent for agent in self._list_agents() if agent.connection is not None and agent.connection.has_ended]
-        engines = [engine for engine, agent in list(self._agent_by_engine.items()) if agent in agents]
+        engines = [engine for engine, agent in list(self._agent_by_engine.items()) if not agent.is_alive]
         return [*(agent.engine_id for agent in agents), *engines]
 
     def _report(self, engine: int) -> None:

@@ -174,8 +174,9 @@ class Group:
         self._payload_bytes += 2 * (num_ranks - 1) / num_ranks * size
 
     def count_sent_bytes(self) -> int:
-        """Return the bytes that this rank has sent to its peers, as the kernel counts them on this group's connections.
+        """Return the bytes that this rank has sent to its peers, as the kernel counts them on gloo's connections.
 
+        Bytes of direct sums are those that go through sockets, or that other ranks read in shared memory.
         For NCCL and systems other than Linux, return the payload of the all-reduces by the formula for rings.
         """
         counted = self.connections.count_sent_bytes() if self._can_count_sent_bytes else None

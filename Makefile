@@ -25,10 +25,10 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-load
 AS_ROOT = $(shell test "$$(id -u)" -ne 0 || echo --allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lab lint check test test-all faults soak bench docs chromium hosts clean
+.PHONY: help venv demo lab lint check test test-all test-hosts faults soak bench docs chromium hosts clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 venv: $(INSTALLED)  ## make .venv with the package (editable) and all that its tests need
 
@@ -63,6 +63,12 @@ test-all: lint chromium  ## every test, also those that `make test` leaves out (
 	$(BIN)/python -m tests.tried
 	$(BIN)/python -m tests.tried.vision
 	$(BIN)/python -m tests.tried.examples $(CLONES)
+
+# In the order of their time, so that no process is left with a long one.
+HOST_TESTS := $(addprefix tests/cluster/test_,$(addsuffix .py,ssh_hosts slurm_hosts slurm_job_ends bad_hosts batch_hosts mpi_hosts ssh_cluster)) tests/test_many_hosts_notebook.py $(addprefix tests/cluster/test_,$(addsuffix .py,host_checkpoints start_agents hosts slurm_job network))
+
+test-hosts: venv  ## the tests on several hosts, slow ones too, after `make hosts` (6 minutes)
+	$(PYTEST) -n 3 $(HOST_TESTS)
 
 faults: venv  ## break each part of a training in each way, and print what came of it (half an hour or so)
 	$(BIN)/python -m tests.faults

@@ -245,7 +245,7 @@ class _TensorParallelWorker(DTensorWorker):
         loss_accumulator = LossAccumulator(sum(counts))
         with (
             self._share_written_tensors(counts, self._dp_group),
-            mark_collectives(self._phases, self._tp_ranks),
+            mark_collectives(self._phases, self._tp_ranks, self._group),
             self._answer_router_losses(counts),
         ):
             local_gradients = self._compute_local_gradients(batches, loss_accumulator)

@@ -25,7 +25,7 @@ from dtkit.planning.memory_report import Memory
 from dtkit.planning.plan import Plan
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.task import Task
-from dtkit.training.verify import Verification
+from dtkit.training.verification import Verification
 from tests.support.small import accuracy, data, net, train
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import nn
 
 import dtkit
 from dtkit.dashboard.text import profile_text
-from dtkit.history.profile import OperatorTime, Profile, RankProfile, merge_traces
+from dtkit.history.profile import OperatorTime, Profile, RankProfile, merge_operators, merge_traces
 from dtkit.testing.fake_transport import FakeTransport
 
 
@@ -51,6 +51,25 @@ def test_the_table_has_time_by_rank_and_share():
     assert [row.name for row in profile().operators] == ["aten::mm", "aten::add"]
     assert list(profile().to_pandas()["rank"]) == [0, 0, 1, 1]
     assert profile().figure().axes
+
+
+def test_a_node_of_the_backward_graph_is_one_operator():
+    engine, node = "autograd::engine::evaluate_function: ", "torch::autograd::"
+    merged = merge_operators(
+        [
+            OperatorTime("AddmmBackward0", 6, 1e-3, 0.0),
+            OperatorTime("aten::mm", 12, 2e-3, 5e-3),
+            OperatorTime(f"{engine}AddmmBackward0", 6, 3e-3, 0.0),
+            OperatorTime(f"{engine}{node}AccumulateGrad", 4, 1e-4, 0.0),
+            OperatorTime(f"{node}AccumulateGrad", 4, 2e-4, 0.0),
+        ]
+    )
+    assert [(operator.name, operator.calls) for operator in merged] == [
+        ("aten::mm", 12),
+        ("AddmmBackward0", 6),
+        ("AccumulateGrad", 4),
+    ]
+    assert [operator.self_s for operator in merged] == pytest.approx([5e-3, 4e-3, 3e-4])
 
 
 def test_a_compressed_trace_is_written_for_gz(tmp_path):

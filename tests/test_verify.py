@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from dtkit.training.verify import compare_states, find_incomparable_modules, summarize_modules
+from dtkit.training.verify import (
+    compare_states,
+    find_incomparable_modules,
+    find_unexplained,
+    judge_rounding,
+    summarize_modules,
+)
 from tests.support.verification import verify_changed_state
 
 
@@ -62,7 +69,8 @@ def test_elements_with_zero_gradient_are_reported_and_get_a_wider_tolerance():
     assert found.verdict == "PASS"
     assert found.max_difference == 0
     assert found.zero_gradient == {"w": (1, pytest.approx(5e-11, rel=1e-4))}
-    assert "  1 number in w: the true gradient is zero, so the optimizer follows rounding there" in found.text()
+    line = "  1 number in w has no gradient beyond rounding, which makes a difference of 5e-11 (bound 1e-10)"
+    assert line in found.text().splitlines()
     assert verify_changed_state({"w": [0, 5e-10, 0]}, gradients).verdict == "FAIL"
     assert (
         verify_changed_state({"w": [5e-11, 0, 0]}, gradients).verdict == "FAIL"
@@ -72,18 +80,79 @@ def test_elements_with_zero_gradient_are_reported_and_get_a_wider_tolerance():
 def test_elements_with_zero_gradient_of_all_parameters_are_one_line():
     gradients = {"w": torch.tensor([1.0, 0, 1], dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)}
     found = verify_changed_state({"w": [0, 5e-11, 0]}, gradients)
-    lines = [line for line in found.text().splitlines() if "true gradient" in line]
+    lines = [line for line in found.text().splitlines() if "no gradient" in line]
     assert lines == [
         (
-            "  3 numbers in w and 1 other parameter: the true gradient is zero, so the optimizer follows rounding "
-            "there, and they differ by 5e-11 at most (bound 1e-10)"
+            "  3 numbers in w and 1 other parameter have no gradient beyond rounding, which makes a difference of "
+            "5e-11 (bound 1e-10)"
         )
     ]
 
 
 def test_elements_with_zero_gradient_that_are_equal_are_called_so():
     gradients = {"w": torch.tensor([1.0, 0, 1], dtype=torch.float64)}
-    assert "and they are equal to the last bit\n" in f"{verify_changed_state({}, gradients).text()}\n"
+    text = verify_changed_state({}, gradients).text()
+    assert "  1 number in w has no gradient beyond rounding, and is equal to the last bit" in text.splitlines()
+    assert "optimizer" not in text
+
+
+@pytest.mark.parametrize(
+    ("float64_difference", "unexplained", "verdict", "note"),
+    [
+        (1e-14, "", "PASS", "it is rounding in float32"),
+        (1e-14, "b", "FAIL", "rounding doesn't explain b"),
+        (2e-9, "", "FAIL", "rounding in float32 doesn't explain it"),
+        (2e-3, "", "FAIL", "rounding in float32 doesn't explain it"),
+        (math.inf, "", "FAIL", "rounding in float32 doesn't explain it"),
+    ],
+)
+def test_only_a_difference_that_vanishes_in_float64_is_rounding(float64_difference, unexplained, verdict, note):
+    in_float32 = verify_changed_state({"b": [0, 2e-3]}, dtype=torch.float32)
+    in_float64 = verify_changed_state({"b": [0, float64_difference]})
+    found = judge_rounding(in_float32, in_float64, unexplained)
+    assert found.verdict == verdict
+    assert note in found.text()
+    assert found.max_difference == in_float32.max_difference  # float64 decides, and float32 is reported
+
+
+def test_a_model_that_computes_in_float32_anyway_proves_nothing_in_float64():
+    in_float32 = verify_changed_state({"b": [0, 2e-3]}, dtype=torch.float32)
+    in_float64 = dataclasses.replace(verify_changed_state(), dtype="float32", tolerance=1e-5)
+    found = judge_rounding(in_float32, in_float64, "")
+    assert found.verdict == "FAIL"
+    assert "still computes in float32" in found.text()
+
+
+def test_zero_gradients_beyond_their_bound_are_judged_by_float64_too():
+    gradients = {"w": torch.tensor([1.0, 1e-14, 1.0]), "b": torch.ones(2)}
+    in_float32 = verify_changed_state({"w": [0, 5e-3, 0]}, gradients, dtype=torch.float32)
+    assert in_float32.verdict == "FAIL"
+    assert judge_rounding(in_float32, verify_changed_state(), "").verdict == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("difference", "moved", "is_rounding"),
+    [
+        ([0, 0, 1e-2, 0, 0], 1e-8, True),  # one number with a small gradient, which goes anywhere
+        ([1e-2] * 5, 2e-3, True),
+        ([1e-2] * 5, 0.9e-3, False),
+        ([2e-5] * 5, 1e-8, False),
+        ([0.9e-5] * 5, 1e-8, True),  # within the tolerance
+        ([0, 0, math.nan, 0, 0], 1e-2, False),
+        ([0, 0, math.inf, 0, 0], 1e-2, False),
+    ],
+)
+def test_medians_show_whether_float32_alone_moves_a_parameter_as_far(difference, moved, is_rounding):
+    reference, count = torch.ones(5), torch.tensor([3, 4])
+    state = {"w": reference + torch.tensor(difference), "count": count}
+    in_float64 = {"w": reference.double() + moved, "count": count}
+    found = find_unexplained(state, {"w": reference, "count": count}, in_float64, tolerance=1e-5)
+    assert found == ("" if is_rounding else "w")
+
+
+def test_a_differing_integer_is_not_rounding():
+    reference = {"count": torch.tensor([3, 4, 5])}
+    assert find_unexplained({"count": torch.tensor([3, 4, 6])}, reference, reference, tolerance=1e-5) == "count"
 
 
 def test_a_small_gradient_does_not_count_as_zero():

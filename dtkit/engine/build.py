@@ -14,7 +14,7 @@ from dtkit.engine.data.loader import LoadedBatches, make_row_batches, make_strea
 from dtkit.engine.data.replica_link import ReplicaBatches, ReplicaLink, share_batch
 from dtkit.engine.data.sample_seeds import SampleSeeds
 from dtkit.engine.data.sampler import SampledShards
-from dtkit.engine.data.sources import ArraySource, repeat_rows
+from dtkit.engine.data.sources import ArraySource, convert_floats, repeat_rows
 from dtkit.engine.data.worker_context import WorkerContext
 from dtkit.engine.job import Job
 from dtkit.engine.label_weight import find_label_weight
@@ -55,10 +55,11 @@ def build_job(
     location: tuple[Group, torch.device],
     *,
     reference: Reference | None = None,
+    in_float64: bool = False,
 ) -> Job:
     """Return a job before its first step. `model` is not changed. Raises ValueError if some step would fail.
 
-    A `reference` is trained by this process alone.
+    A `reference` is trained by this process alone. `in_float64` trains a copy of the model in float64.
     """
     if program.sampler is not None and not isinstance(data, StreamSource):
         source, shards = data
@@ -66,12 +67,15 @@ def build_job(
     if not isinstance(data, StreamSource) and reference is None and not data[0].is_same_on_all_ranks:
         check_same_rows(data[0], plan.seed, location[0])
     context = _make_context(program, data, plan, location, single_process=reference is not None)
-    job_model = model if program.strategy.shards_model and reference is None else copy.deepcopy(model)
+    is_sharded = program.strategy.shards_model and reference is None
+    job_model = model if is_sharded and not in_float64 else copy.deepcopy(model)
     if program.activation_checkpointing and reference is None and program.strategy.pipeline_schedule is None:
         job_model = checkpoint_blocks(job_model, program.activation_checkpointing)
     loaded = _make_batch_source(data, plan, context, loading_options)
     holds_batches = isinstance(loaded, IterableBatches) and _take_batches_apart(loaded, job_model, program, context)
     context = dataclasses.replace(context, make_sample_batch=_make_batch_sampler(data, loaded, plan, context))
+    if in_float64:
+        job_model, context = job_model.double(), _use_float64(program, context)
     program = _weigh_labels(program, job_model, data, context)
     if not isinstance(data, StreamSource):  # counts and targets of a stream aren't known in advance
         program = _check_rows(data[0], job_model, program, loaded, context)
@@ -87,6 +91,21 @@ def build_job(
         job.notes += loaded.notes if isinstance(loaded, IterableBatches) else []
         job.notes += _describe_routers(model, program.strategy, context.mesh.num_replicas)
     return job
+
+
+def _use_float64(program: TrainingProgram, context: WorkerContext) -> WorkerContext:
+    """Convert the loss of a program to float64, such as its class weights. Return the context with such batches."""
+    import torch
+
+    if isinstance(loss := program.loss_fn.loss_fn, torch.nn.Module):
+        loss.double()  # the program was unpickled for this job
+    make_sample_batch = context.make_sample_batch
+    assert make_sample_batch is not None
+    return dataclasses.replace(
+        context,
+        float_dtype=torch.float64,
+        make_sample_batch=lambda num_rows: convert_floats(make_sample_batch(num_rows), torch.float64),
+    )
 
 
 def _describe_choices(loss: Loss, model_name: str, *, holds_batches: bool) -> list[str]:

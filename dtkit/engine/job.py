@@ -306,7 +306,7 @@ class Job:
             batches = self._batch_source.load_batches_by_shard(self.step)
         else:
             batches = self._batch_source.load_batches(self.step, self._num_micro_batches)
-        return [(count, to_device(batch, self.context.device)) for count, batch in batches]
+        return [(count, to_device(batch, self.context.device, self.context.float_dtype)) for count, batch in batches]
 
     def _make_probe(self, num_samples: int) -> StepProbe:
         epoch = self._batch_source.get_epoch(self.step)

@@ -79,8 +79,8 @@ class ReferenceJob(Job):
             return batches
         self._comparison_s.append(0.0)
         parts = self._part_source.load_batches_by_part(self.step, self._num_micro_batches)
-        device = self.context.device
-        on_device = [[(count, to_device(batch, device)) for count, batch in part] for part in parts]
+        device, dtype = self.context.device, self.context.float_dtype
+        on_device = [[(count, to_device(batch, device, dtype)) for count, batch in part] for part in parts]
         return _PartBatches(on_device, self._shard_rngs)
 
     def _run_worker(

@@ -13,7 +13,7 @@ from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import pandas as pd
 
@@ -34,6 +34,30 @@ class OperatorTime:
     def self_s(self) -> float:
         """Seconds on the GPU if it ran there, else on the CPU."""
         return self.device_s or self.cpu_s
+
+
+def merge_operators(operators: Iterable[OperatorTime]) -> tuple[OperatorTime, ...]:
+    """Return one entry for each operator, the longest first.
+
+    torch lists a node of the backward graph twice: as the node, and as its evaluation by the engine, which calls it.
+    Each has time of its own, and they have the same calls.
+    """
+    merged: dict[str, OperatorTime] = {}
+    for operator in operators:
+        name = _remove_prefixes(operator.name)
+        other = merged.get(name, OperatorTime(name, 0, 0.0, 0.0))
+        merged[name] = OperatorTime(
+            name,
+            max(operator.calls, other.calls),
+            operator.cpu_s + other.cpu_s,
+            operator.device_s + other.device_s,
+        )
+    return tuple(sorted(merged.values(), key=lambda operator: -operator.self_s))
+
+
+def _remove_prefixes(name: str) -> str:
+    """Return an operator's name without the prefixes that torch gives to nodes of the backward graph."""
+    return name.removeprefix("autograd::engine::evaluate_function: ").removeprefix("torch::autograd::")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,3 +61,5 @@ class JobDefinition:
     """Loss, optimizer and strategy, pickled."""
     plan: JobPlan
     loading: LoadingOptions
+    in_float64: bool = False
+    """Whether the job trains a copy of the model in float64, with its batches in float64."""

@@ -106,6 +106,8 @@ class JobSpec:
     loading: LoadingOptions | None = None
     owned_keys: tuple[str, ...] = ()
     """Keys of data and models that were sent to the engines only for this run, and are freed with it."""
+    in_float64: bool = False
+    """Whether the job trains a copy of the model in float64, with its batches in float64."""
 
     def build(
         self,
@@ -138,7 +140,12 @@ class JobSpec:
 
     def _make_definition(self) -> JobDefinition:
         return JobDefinition(
-            self.model_handle.key, self.data_handle.key, self.program, self.plan, self.loading or LoadingOptions()
+            self.model_handle.key,
+            self.data_handle.key,
+            self.program,
+            self.plan,
+            self.loading or LoadingOptions(),
+            self.in_float64,
         )
 
 

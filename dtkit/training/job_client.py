@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dtkit.planning.plan import Plan
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.driver import Driver
-    from dtkit.training.verify import Verification
+    from dtkit.training.verification import Verification
     from dtkit.types import Evaluation
 
 _log = logging.getLogger("dtkit")

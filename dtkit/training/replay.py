@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,10 @@ class Replay:
         self._engine_group, self._job_spec, self._deadline = engine_group, job_spec, deadline
         self._all_ranks_s: list[float] = []
         self._single_process_s: list[float] = []
+
+    def in_float64(self) -> Replay:
+        """Return the same for trainings of a copy of the model in float64, on batches in float64."""
+        return Replay(self._engine_group, dataclasses.replace(self._job_spec, in_float64=True), self._deadline)
 
     def get_step_times(self) -> StepTimes | None:
         """Return the medians of the first training and the first reference, without the steps that warm up."""

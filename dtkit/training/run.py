@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.reference import StepTimes
     from dtkit.training.config import RunPlan
-    from dtkit.training.verify import Verification
+    from dtkit.training.verification import Verification
     from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, RunSpec, Status
 
 

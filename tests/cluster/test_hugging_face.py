@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
 import dtkit
 from tests.support.marks import slow
 
 pytest.importorskip("transformers")
-from transformers import AutoModelForCausalLM, MBartConfig, MBartForConditionalGeneration, default_data_collator
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MBartConfig,
+    MBartForConditionalGeneration,
+    default_data_collator,
+)
 
 from tests.support.hugging_face import MODELS, make_gpt2, make_llama, make_mixtral, make_samples
 
@@ -73,6 +83,47 @@ def test_trained_model_generates_and_is_saved(cluster2: dtkit.Cluster, tmp_path:
     run.model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     assert torch.equal(loaded.generate(tokens, max_new_tokens=4, do_sample=False), generated)
+
+
+def train_float32_llama(cluster: dtkit.Cluster, strategy: Any, optimizer: Any) -> dtkit.Run:
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
+    tokens = torch.randint(64, (96, 16))
+    data = {"input_ids": tokens, "labels": tokens}
+    return train(cluster, model, data, strategy=strategy, optimizer=optimizer, batch_size=16, steps=20, shuffle="shard")
+
+
+def test_rounding_that_adam_amplifies_passes_with_its_reason(cluster2: dtkit.Cluster):
+    verification = train_float32_llama(cluster2, dtkit.TensorParallel(2), make_adam).verify()
+    assert verification.max_difference > verification.tolerance
+    assert verification.float64_difference < 1e-12
+    assert verification.verdict == "PASS", verification.text()
+    assert "it is rounding in float32, which the training amplifies" in verification.text()
+
+
+class WrongAdam(torch.optim.AdamW):
+    """AdamW that takes gradients of sliced parameters for 1 % larger: those of all ranks, or of one."""
+
+    def __init__(self, parameters: Any, wrong_ranks: tuple[int, ...]) -> None:
+        super().__init__(parameters, lr=0.01)
+        self._wrong_ranks = wrong_ranks
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if isinstance(p.grad, DTensor) and dist.get_rank() in self._wrong_ranks:
+                    p.grad.to_local().mul_(1.01)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("wrong_ranks", [(1,), slow((0, 1))])
+def test_error_that_hides_among_amplified_rounding_fails(cluster2: dtkit.Cluster, wrong_ranks: tuple[int, ...]):
+    """Adam's steps hardly depend on the scale of the gradients, so float32 alone can't tell."""
+    optimizer = functools.partial(WrongAdam, wrong_ranks=wrong_ranks)
+    verification = train_float32_llama(cluster2, dtkit.TensorParallel(2), optimizer).verify()
+    assert verification.verdict == "FAIL", verification.text()
+    assert "rounding in float32 doesn't explain it" in verification.text()
 
 
 def make_adam(parameters: Any) -> torch.optim.Optimizer:

@@ -37,6 +37,8 @@ def test_a_profile_of_a_paused_run_leaves_the_training_as_it_was(cluster2, tmp_p
     profile.export_chrome_trace(path)
     check_trace(json.loads(path.read_text())["traceEvents"], steps=3)
     assert "aten::addmm" in repr(profile)
+    names = [line.split()[0] for line in repr(profile).splitlines()]
+    assert names.count("AddmmBackward0") == 1
     assert {row.name for row in profile.operators} >= {"aten::addmm", "aten::mm"}
     assert "node 1" in profile._repr_html_()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.training.verify import Verification, compare_states
+from dtkit.training.verify import compare_states
+
+if TYPE_CHECKING:
+    from dtkit.training.verification import Verification
 
 
 def verify_changed_state(

@@ -10,7 +10,7 @@ from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.text.numbers import shorten_name
-from dtkit.dashboard.text.profile_text import clean_name, format_headline
+from dtkit.dashboard.text.profile_text import format_headline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ def draw_profile(profile: Profile) -> Figure:
         places = np.arange(len(rows)) - 0.4 + height * (rank + 0.5)
         color = style.COLORS[rank % len(style.COLORS)]
         ax.barh(places, seconds[:, rank] / size, height=0.9 * height, color=color, label=f"node {rank}")
-    ax.set_yticks(range(len(rows)), [shorten_name(clean_name(row.name), 34) for row in rows])
+    ax.set_yticks(range(len(rows)), [shorten_name(row.name, 34) for row in rows])
     ax.set_ylim(len(rows) - 0.45, -0.55)
     style.style_axes(ax, "x", style.TEXT_COLOR)
     style.set_title(ax, "Time of a step in each operator", unit)

@@ -35,18 +35,13 @@ def format_headline(profile: Profile) -> str:
     return f"Profile of {name}: {steps} on {formatting.format_count(len(profile.ranks), 'node')}"
 
 
-def clean_name(name: str) -> str:
-    """Return an operator's name without the prefixes that torch gives to nodes of the backward graph."""
-    return name.removeprefix("autograd::engine::evaluate_function: ").removeprefix("torch::autograd::")
-
-
 def make_page(profile: Profile) -> TablePage:
     """Return the table of the operators that take longest."""
     rows, steps = profile.operators, max(1, profile.num_steps)
     shown_ranks = range(min(len(profile.ranks), _MAX_RANKS))
     cells = [
         (
-            shorten_name(clean_name(row.name)),
+            shorten_name(row.name),
             f"{row.calls / steps / len(profile.ranks):,.3g}",
             formatting.format_percent(row.share),
             *(formatting.format_duration(row.self_s[rank] / steps) for rank in shown_ranks),

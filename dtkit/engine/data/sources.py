@@ -294,11 +294,18 @@ def _format_rows(rows: Sequence[int]) -> str:
     return f"{shown}, ... ({len(rows)} in all)" if len(rows) > 8 else shown
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a nested batch on the device."""
+def to_device(batch: Any, device: torch.device, float_dtype: torch.dtype | None = None) -> Any:
+    """Return a nested batch on the device, with its floating-point numbers in `float_dtype` if that is given."""
+    if float_dtype is not None:
+        batch = convert_floats(batch, float_dtype)
     if device.type == "cpu" and type(batch) is tuple and all(type(t) is torch.Tensor and t.is_cpu for t in batch):
         return batch
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def convert_floats(batch: Any, dtype: torch.dtype) -> Any:
+    """Return a nested batch with its floating-point numbers in `dtype`."""
+    return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -35,5 +35,7 @@ class WorkerContext:
     """Largest number of samples in this worker's part of a batch."""
     replica_link: ReplicaLink | None = None
     """Link by which one rank of a replica loads the batches for all; None if each rank loads its own."""
+    float_dtype: torch.dtype | None = None
+    """Dtype of floating-point numbers in batches; None to leave them as they are."""
     recomputes_stages: bool = False
     """Whether stages of a pipeline compute again in backward instead of keeping their activations."""

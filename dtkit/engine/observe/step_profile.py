@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dtkit.history.profile import OperatorTime, RankProfile
+from dtkit.history.profile import OperatorTime, RankProfile, merge_operators
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ class StepProfiler:
         marks = [event["ts"] for event in trace["traceEvents"] if event.get("name") == _CLOCK_MARK]
         shift_us = self._clock_us - float(marks[0]) if marks else 0.0
         packed = gzip.compress(json.dumps(trace).encode(), compresslevel=3)
-        return RankProfile(tuple(sorted(operators, key=lambda operator: -operator.self_s)), packed, shift_us)
+        return RankProfile(merge_operators(operators), packed, shift_us)
 
     def _export_trace(self) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:

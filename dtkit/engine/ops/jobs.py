@@ -73,7 +73,14 @@ class JobOps(JobOperations):
         with redirect_log(ignore_logged):  # trials of the loss belong to no step
             return state.run_abortable(
                 lambda: build_job(
-                    program, model, data, definition.plan, definition.loading, location, reference=reference
+                    program,
+                    model,
+                    data,
+                    definition.plan,
+                    definition.loading,
+                    location,
+                    reference=reference,
+                    in_float64=definition.in_float64,
                 )
             )
 

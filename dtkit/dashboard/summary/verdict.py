@@ -111,12 +111,9 @@ class _Measurements:
 
 
 def find_verdict(history: History, spec: RunSpec, measured: OneProcess | None = None) -> Verdict:
-    """Return the verdict on the last steps of a history. How fast a training is matters only while it converges.
-
-    `measured` has times of one process, which replace the estimate.
-    """
+    """Return the verdict on the last steps of a history. `measured` times of one process replace an estimate."""
     divergence = find_divergence(history)
-    if divergence is not None:
+    if divergence is not None:  # how fast a training is matters only while it converges
         remedy = f"lower the learning rate ({divergence.lr:g} now), or set the strategy's clip_grad_norm="
         return Verdict("diverged", f"the {divergence.short}: {remedy}", 0.0, divergence.arithmetic)
     if history.num_steps <= MIN_STEPS:

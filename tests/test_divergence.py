@@ -39,13 +39,14 @@ def test_a_loss_far_above_its_start_is_the_first_notice_and_the_verdict(tmp_path
     assert verdict is not None
     assert verdict.cause == "diverged"
     assert verdict.text == (
-        "the loss grew 3e+05 times since step 1: lower the learning rate (0.1 now), or set the strategy's "
-        "clip_grad_norm="
+        "the loss grew 3e+05 times since its best at step 1: lower the learning rate (0.1 now), or set the "
+        "strategy's clip_grad_norm="
     )
     assert verdict.arithmetic[-1].startswith("6e+05 / 2.00 = 3e+05")
     notices = MessageBuilder(source).build_snapshot().content["notices"]
     text = (
-        "the training diverged: the loss grew 3e+05 times since step 1, from 2.00 to 6e+05 (median of the last steps)"
+        "the training diverged: the loss grew 3e+05 times since its best at step 1, from 2.00 to 6e+05 at step 81 "
+        "(median of the last 20 steps)"
     )
     assert notices[0] == {"kind": "diverged", "text": text}
     report.write_report(source, tmp_path / "run.html")
@@ -67,8 +68,10 @@ def test_a_loss_that_falls_and_explodes_is_compared_with_its_best_steps():
     divergence = find_divergence(history)
     assert divergence is not None
     best = falling[-20:].mean()
-    assert divergence.short == f"loss grew {2.2 / best:.0f} times since step 119"
-    assert divergence.text == f"the {divergence.short}, from {best:.4f} to 2.20 (median of the last steps)"
+    assert divergence.short == f"loss grew {2.2 / best:.0f} times since its best at step 119"
+    assert (
+        divergence.text == f"the {divergence.short}, from {best:.4f} to 2.20 at step 149 (median of the last 20 steps)"
+    )
     assert divergence.arithmetic[0] == f"best so far, 20 steps up to step 119: {best:.4f}"
 
 
@@ -125,14 +128,20 @@ def test_a_divergence_is_logged_once_and_again_after_a_recovery():
     for step in range(len(losses)):
         history.append(rows[step : step + 1])
         found += [(step, divergence.short)] if (divergence := watch.find_new()) else []
-    assert [text.partition(" times ")[2] for _, text in found] == ["since step 0", "since step 79"]
+    assert [text.partition(" times ")[2] for _, text in found] == [
+        "since its best at step 0",
+        "since its best at step 79",
+    ]
     assert 20 < found[0][0] < 50
     assert found[1][0] > 90
 
 
 def test_a_view_shows_a_divergence_in_its_head():
     run = make_diverged_run()
-    assert MessageBuilder(run).build_snapshot().content["status"]["diverged"] == "loss grew 3e+05 times since step 1"
+    assert (
+        MessageBuilder(run).build_snapshot().content["status"]["diverged"]
+        == "loss grew 3e+05 times since its best at step 1"
+    )
     healthy = FakeSource(ranks=2)
     healthy.advance(50)
     assert MessageBuilder(healthy).build_snapshot().content["status"]["diverged"] is None

@@ -222,7 +222,9 @@ def test_optional_panels_are_drawn_where_they_have_data():
     rate = "learning rate 0.01 from the next step on, 0.1 until now"
     assert rate in [text.get_text() for text in run_figure.draw_run(source).texts]
     source.advance(30)
-    assert lines(panel(run_figure.draw_run(source), "Learning rate")) == ["0.01"]
+    rate = panel(run_figure.draw_run(source), "Learning rate")
+    assert lines(rate) == ["0.01"]
+    assert rate._right_title.get_text().startswith("0.01 since step 31")
     plain = FakeSource()
     plain.advance(30)
     plain.history.rows()["grad_norm"][:] = np.nan

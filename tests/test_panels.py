@@ -379,6 +379,18 @@ def test_a_command_reports_the_step_at_which_it_took_effect(command, value, text
     assert reports == [("effect", command, text)]
 
 
+@pytest.mark.parametrize(
+    ("lr", "end"), [(1e9, ": 1e+10 times the 0.1 before"), (10.1, ": 101 times the 0.1 before"), (10.0, ""), (0.0, "")]
+)
+def test_a_learning_rate_far_above_the_one_in_use_is_named_and_applied(lr, end):
+    source = FaultInjectableSource(steps=500)
+    source.advance(412)
+    handler, reports, _ = make_handler(source)
+    handler.handle("lr", lr)
+    assert source.posted == [("lr", lr)]
+    assert reports == [("effect", "lr", f"learning rate {lr:g} from step 412 on, on all nodes{end}")]
+
+
 def test_an_error_of_the_run_is_reported_as_a_refusal(monkeypatch):
     source = FaultInjectableSource()
     future = Future()

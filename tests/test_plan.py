@@ -305,7 +305,7 @@ def test_a_plan_of_many_ranks_shows_the_tightest_one():
 def test_a_plan_shows_the_answer_before_its_parts():
     fit, step, parts = plan_text._make_page(make_plan()).tables
     assert fit.header == ["strategy", "node", "samples", "needed", "free", "fits"]
-    assert step.header == ["a step of", "node", "sent", "computing", "waiting", "in all"]
+    assert step.header == ["strategy", "node", "sent", "computing", "waiting", "in all"]
     assert parts.header[2:] == [name for _, name in plan_text.MEMORY_PARTS]
 
 
@@ -400,6 +400,52 @@ def test_bars_of_a_plan_figure_add_up():
     assert sum("does not fit" in text.get_text() for text in memory_axes.texts) == 1
     assert len([line for line in memory_axes.lines if line.get_gid() == "free"]) == 2
     assert len(time_axes.patches) == 4
+
+
+def make_measured_plan() -> Plan:
+    """Return a plan in which the slower node isn't the one with the least memory, and one process is fastest."""
+    rows = [
+        dataclasses.replace(
+            row, compute_s=0.030 + 0.010 * row.rank, communication_s=0.005, step_s=0.050, is_measured=True,
+            free=row.needed + (1 + row.rank) * 100 * MB,
+        )
+        for row in make_plan().rows
+    ]  # fmt: skip
+    one = dataclasses.replace(
+        rows[0], strategy="one process", compute_s=0.014, communication_s=0.0, step_s=0.015, sent_bytes=0
+    )
+    return dataclasses.replace(make_plan(), rows=tuple(rows), one_process=one)
+
+
+def test_table_and_chart_of_a_plan_show_the_same_times():
+    plan = make_measured_plan()
+    _, step, parts = plan_text._make_page(plan).tables
+    memory_axes, time_axes = plan.figure().axes
+    names = [row[0] for row in step.rows]
+    assert names == [*plan.strategies, "one process"]
+    assert [label.get_text() for label in memory_axes.get_yticklabels()] == names == [row[0] for row in parts.rows]
+    for column, bars in zip(("computing", "waiting", "other"), time_axes.containers, strict=True):
+        drawn = [formatting.format_duration(bar.get_width() / 1e3) for bar in bars]
+        assert drawn == [row[step.header.index(column)] for row in step.rows]
+
+
+def test_a_plan_says_that_one_process_is_fastest():
+    plan = make_measured_plan()
+    line = "one process is fastest: 15 ms a step, and 50 ms with DataParallel()"
+    assert repr(plan).splitlines()[1] == line
+    assert f"<p>{line}</p>" in plan._repr_html_()
+    assert plan.figure().axes[1].get_title(loc="right").startswith("one process is fastest: 15 ms a step")
+    one = plan.one_process
+    assert one is not None
+    for changes in ({"step_s": 0.051}, {"step_s": math.nan}, {"free": one.needed - 1}):
+        other = dataclasses.replace(plan, one_process=dataclasses.replace(one, **changes))
+        assert "fastest" not in repr(other)
+
+
+def test_a_plan_in_a_notebook_names_its_tables():
+    page = make_plan()._repr_html_()
+    assert ">Time of a step<" in page
+    assert ">Parts of the needed memory<" in page
 
 
 def test_a_plan_becomes_a_data_frame():

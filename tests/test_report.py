@@ -144,6 +144,28 @@ def test_the_cost_against_one_process_comes_from_a_verification(tmp_path):
     assert cards["cost against one process"] == ("1.60 times", "the node-seconds of a sample")
 
 
+def test_the_verdict_of_a_report_agrees_with_its_card(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    source.step_times = StepTimes(17, all_ranks_s=0.014, single_process_s=0.010)
+    page = write(source, tmp_path)
+    assert "<b>0.71 times</b>" in page
+    assert "one process is faster, with 10 ms a step instead of 14 ms in run.verify()" in page
+    assert "the nodes are 0.71 times as fast" in page
+
+
+def test_the_verdict_of_a_report_uses_the_given_history_of_one_process(tmp_path):
+    source, single = FakeSource(ranks=2), FakeSource(ranks=1)
+    source.advance(40)
+    single.slowness = {0: 0.1}  # of the time to compute
+    single.advance(40)
+    page = write(source, tmp_path, single_process=single.history)
+    (ratio,) = re.findall(r"speed against one process</span><b>([\d.]+) times", page)
+    assert float(ratio) < 0.9
+    assert "one process is faster" in page
+    assert f"the nodes are {ratio} times as fast" in page
+
+
 def test_times_that_no_number_of_nodes_explains_are_not_a_speed(tmp_path):
     source = FakeSource(ranks=2)
     source.advance(40)

@@ -23,11 +23,13 @@ from dtkit.dashboard.text import run_text
 from dtkit.errors import HostLostError, RefusedError, RunError
 from dtkit.health.stall_report import StallReport
 from dtkit.rpc.protocol import GroupOperations, make_call
+from dtkit.rpc.reference import StepTimes
 from dtkit.rpc.replacement import replace_lost_ranks
 from dtkit.testing import fake_ops
 from dtkit.testing.fake_engine import LOST_PEER_MESSAGE
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.task import Task
+from dtkit.training.verify import Verification
 from dtkit.types import Evaluation, Failure, Reply, State
 from tests.support.waiting import wait_until as watched
 
@@ -64,6 +66,19 @@ def until(run: dtkit.Run, reached: Any) -> None:
         assert changed.wait(10), run.status
         changed.clear()
     unsubscribe()
+
+
+def test_a_verification_reaches_open_views(cluster, monkeypatch):
+    run = train(cluster)
+    run.wait(10)
+    times = StepTimes(17, all_ranks_s=0.034, single_process_s=0.0082)
+    verification = Verification("PASS", 20, 2, "float32", 0.0, 1e-6, {}, {}, (), step_times=times)
+    monkeypatch.setattr(run._job, "verify", lambda *_: verification)
+    shown: list[StepTimes | None] = []
+    unsubscribe = run.subscribe(lambda: shown.append(run.step_times))
+    run.verify()
+    unsubscribe()
+    assert shown[-1:] == [times]
 
 
 def test_interrupt_at_the_start_of_a_wait_pauses_the_run(cluster, monkeypatch):

@@ -12,17 +12,19 @@ import pytest
 from dtkit._util import timeouts
 from dtkit.dashboard.figures.run_figure import draw_run
 from dtkit.dashboard.live.messages import MessageBuilder
-from dtkit.dashboard.summary.one_process import estimate_growth
+from dtkit.dashboard.summary.one_process import OneProcess, estimate_growth, read_verification
+from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
 from dtkit.dashboard.summary.verdict import MIN_STEPS, find_shown_verdict, find_verdict
 from dtkit.dashboard.text.run_text import TextProgress, format_run
 from dtkit.history.history import ROW_DTYPE, History
+from dtkit.rpc.reference import StepTimes
 from dtkit.types import State
 from tests.support.fake_source import FakeSource
 
 SPEC = FakeSource(ranks=2).spec
 
 
-def find(seconds: list[dict[str, float]], steps: int = 60, stages: int = 1, **spec: Any):
+def find(seconds: list[dict[str, float]], steps: int = 60, stages: int = 1, measured: OneProcess | None = None, **spec):
     """Return the verdict on steps in which each rank takes these milliseconds in each phase."""
     ranks = len(seconds)
     rows = np.zeros(steps * ranks, ROW_DTYPE)
@@ -38,7 +40,7 @@ def find(seconds: list[dict[str, float]], steps: int = 60, stages: int = 1, **sp
         rows["loss"][early], rows["weight"][early] = np.nan, 0
     history = History(ranks_per_replica=stages)
     history.append(rows)
-    return find_verdict(history, dataclasses.replace(SPEC, world_size=ranks, batch_size=64, **spec))
+    return find_verdict(history, dataclasses.replace(SPEC, world_size=ranks, batch_size=64, **spec), measured)
 
 
 def computing(**more: float) -> dict[str, float]:
@@ -91,6 +93,57 @@ def test_run_that_is_slower_than_one_process_says_so_with_the_arithmetic():
         "most as the rows"
     )
     assert verdict.arithmetic[1].startswith("communication is 57 % of a step: batch_size=256")
+
+
+def measure(all_ranks_s: float, single_process_s: float) -> FakeSource:
+    """Return a run of two nodes whose steps take 100 ms, after a verification."""
+    source = FakeSource(ranks=2)
+    source.advance(100)
+    source.step_times = StepTimes(17, all_ranks_s, single_process_s)
+    return source
+
+
+def test_a_verification_that_found_one_process_faster_comes_before_any_prediction():
+    source = FakeSource(ranks=2)
+    source.advance(100)
+    assert find_shown_verdict(source).cause == "computing"
+    source = measure(all_ranks_s=0.034, single_process_s=0.0082)
+    verdict = find_shown_verdict(source)
+    assert verdict.cause == "one process"
+    assert verdict.text.startswith("one process is faster, with 8.2 ms a step instead of 34 ms in run.verify(): ")
+    assert "medians of 17 steps" in verdict.arithmetic[0]
+    assert "0.24 times as fast" in verdict.arithmetic[0]
+    assert verdict.text in format_run(source)
+
+
+def test_a_verification_that_found_the_nodes_faster_replaces_the_estimate():
+    slow = [computing(comm=90, update=10)] * 2
+    assert find(slow).cause == "one process"
+    verdict = find(slow, measured=read_verification(StepTimes(17, 0.080, 0.100), 2))
+    assert verdict.cause == "communication"
+    assert "1.25 times as fast" in verdict.arithmetic[-1]
+
+
+def test_a_disturbed_verification_does_not_replace_the_estimate():
+    slow = [computing(comm=90, update=10)] * 2
+    assert find(slow, measured=read_verification(StepTimes(17, 0.020, 0.100), 2)) == find(slow)
+
+
+def test_a_worse_straggler_is_named_before_a_measured_process():
+    slow = [computing(wait=180), {"forward": 80.0, "backward": 160.0}]
+    assert find(slow, measured=read_verification(StepTimes(17, 0.100, 0.080), 2)).cause == "straggler"
+    assert find(slow, measured=read_verification(StepTimes(17, 0.100, 0.020), 2)).cause == "one process"
+
+
+def test_times_in_the_shown_line_follow_those_of_the_tile_beside_it():
+    steady = SteadyVerdict()
+    slow = find([computing(comm=90, update=10)] * 2)
+    assert steady.update(slow, 0.0) == slow
+    assert steady.update(find([computing(comm=92, update=10)] * 2), 1.0) == slow  # a little noise
+    half = find([{"forward": 10.0, "backward": 20.0, "comm": 45.0, "update": 5.0}] * 2)
+    assert half.gain == pytest.approx(slow.gain)
+    assert steady.update(half, 2.0) == half
+    assert "instead of 80 ms" in steady.shown.text
 
 
 def test_shorter_steps_show_how_little_more_one_process_would_compute():

@@ -32,6 +32,8 @@ class Table:
     """Cells (row, column) that HTML shows in bold."""
     is_stacked: bool = False
     """Whether HTML shows the leading columns of text as a line of its own above each row: for many columns."""
+    caption: str = ""
+    """What HTML writes above the columns of a stacked table; by default the name of its first column."""
 
     def to_text(self, indent: str = "") -> str:
         """Return the table as lines of text, with two spaces between columns."""
@@ -67,7 +69,9 @@ class Table:
     def _format_stacked_header(self) -> str:
         names = list(enumerate(self.header))[self._num_stacked :]
         style = f"text-align: left; {_PADDING}"
-        caption = f'<tr><th colspan="{len(names)}" style="{style}">{html.escape(self.header[0])}</th></tr>'
+        caption = (
+            f'<tr><th colspan="{len(names)}" style="{style}">{html.escape(self.caption or self.header[0])}</th></tr>'
+        )
         return f"{caption}<tr>{''.join(self._format_cell(k, name, 'th', -1) for k, name in names)}</tr>"
 
     def _format_stacks(self) -> Iterator[str]:

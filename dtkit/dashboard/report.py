@@ -35,6 +35,7 @@ from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower, make_row
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_run_metrics
 from dtkit.dashboard.summary.notices import ALERT_KINDS, collect_notices, list_error_lines
+from dtkit.dashboard.summary.one_process import describe_measured
 from dtkit.dashboard.summary.step_strip import make_step_strip
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.summary.one_process import OneProcess
     from dtkit.history.history import History
 
 _PACKAGES = ("dtkit-jupyter", "torch", "ipyparallel", "numpy")
@@ -68,7 +70,7 @@ def write_report(
     scaling = _format_scaling_if_given(run, single_process)
     cards = [*_iterate_cards(run, single_process)]
     parts = [
-        *_format_head(run, cards),
+        *_format_head(run, cards, single_process),
         *_format_charts(run),
         *scaling,
         format_columns(section(run) for section in (_format_settings, _format_model, _format_nodes, _format_schedule)),
@@ -82,7 +84,7 @@ def write_report(
     return WrittenReport(f"Report of {formatting.sanitize_text(run.spec.name, 60)}", path, cards)
 
 
-def _format_head(run: RunView, cards: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+def _format_head(run: RunView, cards: Sequence[tuple[str, str, str]], single_process: History | None) -> Iterator[str]:
     spec = run.spec
     notices = collect_notices(run)
     is_bad = run.exception is not None or any(notice.kind in ALERT_KINDS for notice in notices)
@@ -101,13 +103,25 @@ def _format_head(run: RunView, cards: Sequence[tuple[str, str, str]]) -> Iterato
         if notice.kind in ALERT_KINDS:
             yield f'<p class="error">{escape(notice.text)}</p>'
     yield format_cards(cards)
-    verdict = find_shown_verdict(run)
+    verdict = find_shown_verdict(run, _measure_one_process(run, single_process))
     if verdict is not None:
         lines = "<br>".join(map(escape, verdict.arithmetic))
         yield (
             f'<div class="verdict"><b>{escape(verdict.text)}</b><details><summary>the arithmetic</summary>{lines}'
             "</details></div>"
         )
+
+
+def _measure_one_process(run: RunView, single_process: History | None) -> OneProcess | None:
+    """Return the times of the same samples on all nodes and in `single_process`, as the card compares them."""
+    if single_process is None:
+        return None
+    all_nodes, one = compute_speed(run.history), compute_speed(single_process)
+    one_process_s = all_nodes.step_s * all_nodes.samples_per_s / one.samples_per_s
+    if not math.isfinite(one_process_s):
+        return None
+    source = "the two histories, over all steps"
+    return describe_measured(one_process_s, all_nodes.step_s, run.spec.world_size, "the measured runs", source)
 
 
 def _format_error(error: BaseException) -> Iterator[str]:

@@ -44,7 +44,7 @@ class Divergence:
 
     text: str
     short: str
-    """The text without its numbers, for the head of a view: ``loss grew 40 times since step 120``."""
+    """The text without its numbers, for the head of a view: ``loss grew 40 times since its best at step 120``."""
     lr: float
     since_step: int
     """The last step before the loss grew, or the first one whose loss is not finite."""
@@ -101,7 +101,7 @@ def _find_growth(history: History, early: np.ndarray, last: np.ndarray, block: i
     loss = float(np.median(present["loss"]))
     is_far = loss > MIN_RATIO * start.loss > 0
     is_lost = loss > MIN_GROWTH * best.loss > 0 and loss > _BACK_AT_START * start.loss and len(present) >= block // 2
-    return _describe_growth(best, loss, len(present), _get_lr(history)) if is_far or is_lost else None
+    return _describe_growth(best, present, _get_lr(history)) if is_far or is_lost else None
 
 
 def _measure_start(early: np.ndarray) -> _Level:
@@ -119,19 +119,22 @@ def _describe_nonfinite(history: History) -> Divergence:
     return Divergence(text, short, _get_lr(history), step, arithmetic)
 
 
-def _describe_growth(best: _Level, present: float, num_present: int, lr: float) -> Divergence:
-    ratio = present / best.loss
+def _describe_growth(best: _Level, present: np.ndarray, lr: float) -> Divergence:
+    """Return the growth to the median of `present`, with its step: a log is read when the loss has grown further."""
+    loss = float(np.median(present["loss"]))
+    ratio = loss / best.loss
     times = f"{ratio:,.0f}" if ratio < 1e5 else formatting.format_loss(ratio)
-    before, now = formatting.format_loss(best.loss), formatting.format_loss(present)
-    short = f"loss grew {times} times since step {best.step:,}"
+    before, now = formatting.format_loss(best.loss), formatting.format_loss(loss)
+    short = f"loss grew {times} times since its best at step {best.step:,}"
+    median = f"median of the last {formatting.format_count(len(present), 'step')}"
     return Divergence(
-        f"the {short}, from {before} to {now} (median of the last steps)",
+        f"the {short}, from {before} to {now} at step {int(present['step'][-1]):,} ({median})",
         short,
         lr,
         best.step,
         (
             f"best so far, {formatting.format_count(best.num_steps, 'step')} up to step {best.step:,}: {before}",
-            f"median of the last {formatting.format_count(num_present, 'step')}: {now}",
+            f"{median}, to step {int(present['step'][-1]):,}: {now}",
             f"{now} / {before} = {times}: the training lost what it had gained",
         ),
     )

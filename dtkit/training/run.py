@@ -355,6 +355,7 @@ class Run(ShownRun):
         """
         verification = self._job.verify(steps, timeout)
         self._step_times = verification.step_times
+        self._notify()
         print(verification.text())  # noqa: T201 - asked for as a report
         return verification
 

@@ -39,9 +39,11 @@ class ShownRun(RunView):
     @property
     def verdict(self) -> Verdict:
         """The run's bottleneck and a remedy, in one line. ``run.verdict.explain()`` prints the numbers."""
+        from dtkit.dashboard.summary.one_process import read_verification
         from dtkit.dashboard.summary.verdict import Verdict, find_verdict
 
-        verdict = find_verdict(self.history, self.spec)
+        measured = read_verification(self.step_times, self.spec.world_size)
+        verdict = find_verdict(self.history, self.spec, measured)
         if self.exception is None or verdict.cause == "diverged":
             return verdict
         return Verdict(

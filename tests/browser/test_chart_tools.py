@@ -245,6 +245,19 @@ def test_new_rate_of_a_paused_run_is_not_said_to_be_old(page: Page):
     expect(rate).to_contain_text("0.02 from the next step on, 0.1 until now")
 
 
+def test_a_step_of_the_rate_to_0_is_told_next_to_a_far_larger_rate(page: Page):
+    run = FakeSource(ranks=2)
+    for run.lr in (3.0, 0.0001, 0.0):
+        run.advance(20)
+    view = StaticView(page, run)
+    rate = view.root.get_by_test_id("learning-rate-chart")
+    expect(rate).to_contain_text("0 since step 41, the same on all nodes")
+    run.lr = 0.1
+    run.advance(1)
+    view.update()
+    expect(rate.locator(".dtk-note")).to_have_text("the same on all nodes")  # as while it changes in each step
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "look", [Look("light", 600, 900), Look("dark", 800, 900), Look("dark", 1400, 900)], indirect=True

@@ -564,6 +564,30 @@ def test_a_refused_learning_rate_is_marked_and_has_no_check_mark(page: Page):
     expect(answer).not_to_contain_text("learning rate")
 
 
+@pytest.mark.parametrize(
+    ("lr", "text"),
+    [
+        (1e9, "1e+9"), (1.23456e10, "1.235e+10"), (0.05, "0.05"), (0.0123457, "0.0123457"), (0.00123457, "1.235e-3"),
+        (1e-5, "0.00001"), (123456.0, "123456"), (0.0, "0"),
+    ],
+)  # fmt: skip
+def test_any_learning_rate_fits_its_box(page: Page, lr: float, text: str):
+    run = make_source(2)
+    run.lr = lr
+    view = StaticView(page, run)
+    rate = view.root.get_by_test_id("lr")
+    expect(rate).to_have_value(text)
+    widths = """(el) => {
+        const context = document.createElement("canvas").getContext("2d"), style = getComputedStyle(el);
+        context.font = style.font;
+        return [context.measureText(el.value).width, el.clientWidth - 2 * parseFloat(style.paddingLeft)];
+    }"""
+    needed, room = rate.evaluate(widths)
+    assert needed <= room
+    rate.press("Enter")
+    assert view.sent == []  # what nobody typed is not sent, rounded
+
+
 def test_run_that_has_not_started_is_ready(page: Page):
     run = FakeSource(ranks=2)
     run.state = State.PAUSED

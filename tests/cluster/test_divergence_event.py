@@ -34,7 +34,7 @@ def test_a_loss_that_explodes_is_one_event_of_the_log(cluster2: dtkit.Cluster):
     run.wait(60)
     (event,) = [event for event in run.history.events if event.kind == "diverged"]
     assert 60 < event.step < 120
-    assert "times since step" in event.text
+    assert "times since its best at step" in event.text
     assert run.verdict.cause == "diverged"
 
 

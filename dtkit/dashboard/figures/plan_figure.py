@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
-from dtkit.dashboard.text.plan_text import MEMORY_PARTS, find_tightest_row, format_headline, format_step_time
+from dtkit.dashboard.text.plan_text import (
+    MEMORY_PARTS,
+    describe_fastest,
+    find_slowest_row,
+    find_tightest_row,
+    format_headline,
+    format_step_time,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,12 +41,16 @@ _FAR_LIMIT_RATIO = 3.0  # free memory further off than this many bars is written
 
 
 def draw_plan(plan: Plan) -> Figure:
-    """Draw the memory of each strategy's tightest rank against the free memory, and the time of its step."""
-    rows = [find_tightest_row(plan.get_rows(name)) for name in plan.strategies]
+    """Draw the memory of each strategy's tightest rank against the free memory, and the time of its slowest one."""
+    alone = [] if plan.one_process is None else [plan.one_process]
+    rows, slowest = (
+        [*(find(plan.get_rows(name)) for name in plan.strategies), *alone]
+        for find in (find_tightest_row, find_slowest_row)
+    )
     figure = create_figure(12.0, 2.1 + 0.42 * len(rows))
     memory_axes, time_axes = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _draw_memory(memory_axes, rows)
-    _draw_time(time_axes, rows)
+    _draw_time(time_axes, slowest, describe_fastest(plan) or "")
     names = [textwrap.fill(formatting.sanitize_text(row.strategy, 80), _NAME_WRAP_CHARS) for row in rows]
     memory_axes.set_yticks(range(len(rows)), names, fontsize=8)
     memory_axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -74,12 +85,12 @@ def _mark_free_memory(ax: Axes, row: PlanRow, end: float, y: int, unit_size: flo
         style.write_beside(ax, "does not fit", end, y, color=style.COLORS[5], fontweight="bold")
 
 
-def _draw_time(ax: Axes, rows: Sequence[PlanRow]) -> None:
+def _draw_time(ax: Axes, rows: Sequence[PlanRow], note: str) -> None:
     longest = max(row.step_s for row in rows)
     unit, unit_size = formatting.choose_unit(longest, formatting.SECOND_UNITS)
     others = [row.other_s / unit_size if row.is_measured else 0.0 for row in rows]
     waiting = [row.communication_s / unit_size for row in rows]
-    computing = [row.step_s / unit_size - w - other for row, w, other in zip(rows, waiting, others, strict=True)]
+    computing = [row.compute_s / unit_size for row in rows]
     positions, ends = range(len(rows)), [0.0] * len(rows)
     parts = [
         ("computing, slowest node", computing, style.COLORS[2]),
@@ -95,5 +106,5 @@ def _draw_time(ax: Axes, rows: Sequence[PlanRow]) -> None:
         style.write_beside(ax, f"{format_step_time(row)}, {traffic}", row.step_s / unit_size, y)
     ax.set_xlim(0, 1.7 * longest / unit_size or 1)
     style.style_axes(ax, "x", style.TEXT_COLOR)
-    style.set_title(ax, "Time per step")
+    style.set_title(ax, "Time per step", note)
     style.format_bar_axis(ax, 1, fontsize=7, unit=unit)

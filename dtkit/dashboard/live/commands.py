@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
 
 COMMANDS = frozenset({"pause", "resume", "step", "stop", "lr"})
+MAX_LR_FACTOR = 100
+"""Factor on the learning rate above which the answer names it."""
 
 
 class FaultInjectable(Protocol):
@@ -58,20 +60,21 @@ class CommandHandler:
         """Pass a command to the run. Raise the run's error where it refuses at once."""
         if command in COMMANDS:
             lr = _parse_lr(value) if command == "lr" else None
+            warning = _describe_jump(lr, self._run.lr)
             future = self._run.post(command, lr)
             if isinstance(future, Future):
-                future.add_done_callback(lambda done: self._report_result(command, lr, done))
+                future.add_done_callback(lambda done: self._report_result(command, lr, warning, done))
         elif command in self.extra_controls:
             self._run_in_background(command, value)
 
-    def _report_result(self, command: str, value: float | None, future: Future[int]) -> None:
+    def _report_result(self, command: str, value: float | None, warning: str, future: Future[int]) -> None:
         if future.cancelled():
             return
         # waits: already done here
         error = future.exception()
         if error is None:
             # waits: already done here
-            self._report("effect", command, _describe_effect(command, value, future.result()))
+            self._report("effect", command, _describe_effect(command, value, future.result()) + warning)
         else:
             self._report("refused", command, str(error))
 
@@ -125,6 +128,13 @@ def _describe_effect(command: str, value: float | None, step: int) -> str:
         return f"learning rate {value:g} from step {step:,} on, on all nodes"
     effect = {"pause": "paused", "resume": "resumed", "step": "one step taken: all nodes are", "stop": "stopped"}
     return f"{effect[command]} at step {step:,}" + ("" if command == "step" else " on all nodes")
+
+
+def _describe_jump(lr: float | None, current: float | None) -> str:
+    """Return the end of an answer where a learning rate is far above the current one, so maybe mistyped; else ""."""
+    if lr is None or not current or lr <= MAX_LR_FACTOR * current:
+        return ""
+    return f": {lr / current:.3g} times the {current:.6g} before"
 
 
 def _parse_lr(value: Any) -> float:

@@ -1,21 +1,84 @@
-"""Estimate of the time that one process would compute for a batch that several nodes share.
+"""Time of a step in one process, next to that of several nodes: measured by ``run.verify()``, or else estimated.
 
-One process computes all rows, and so at most as often the time of one node's rows as there are nodes. It takes less
-where a part of the time doesn't grow with the rows. Shorter steps show that part, such as the last one of each epoch.
+A measurement of the same rows in both is better than any estimate, and views show it as a number of its own.
+
+The estimate: one process computes all rows, and so at most as often the time of one node's rows as there are nodes.
+It takes less where a part of the time doesn't grow with the rows. Shorter steps show that part, such as the last one of
+each epoch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtkit._util import formatting
+
 if TYPE_CHECKING:
     from dtkit.history.history import History
+    from dtkit.rpc.reference import StepTimes
 
 _MAX_ROWS = 4000
 """Latest rows of the history that are read: a view asks again and again."""
 _MIN_SHORT_ROWS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class OneProcess:
+    """Seconds of a step in one process and on all nodes, and where they come from."""
+
+    one_process_s: float
+    all_nodes_s: float
+    comparison: str
+    """Both times as words after "one process is faster, with"."""
+    arithmetic: str
+    is_measured: bool
+
+    @property
+    def gain(self) -> float:
+        """Share of the time that one process saves; negative if it is slower."""
+        return 1 - self.one_process_s / self.all_nodes_s
+
+
+def read_verification(times: StepTimes | None, num_nodes: int) -> OneProcess | None:
+    """Return the times that ``run.verify()`` measured; None before, or if other programs disturbed them."""
+    if times is None or not times.are_comparable(num_nodes):
+        return None
+    source = f"run.verify(), medians of {formatting.format_count(times.num_steps, 'step')}"
+    return describe_measured(times.single_process_s, times.all_ranks_s, num_nodes, "run.verify()", source)
+
+
+def describe_measured(
+    one_process_s: float, all_nodes_s: float, num_nodes: int, short_source: str, source: str
+) -> OneProcess:
+    """Return measured times. `short_source` names their source in the verdict's line, `source` in its arithmetic."""
+    one, many = formatting.format_duration(one_process_s), formatting.format_duration(all_nodes_s)
+    nodes = formatting.format_count(num_nodes, "node")
+    line = (
+        f"measured by {source}: {many} a step on {nodes}, {one} in one process, so the nodes are "
+        f"{one_process_s / all_nodes_s:.2f} times as fast"
+    )
+    return OneProcess(one_process_s, all_nodes_s, f"{one} a step instead of {many} in {short_source}", line, True)
+
+
+def estimate_one_process(history: History, rows_s: np.ndarray, fixed_s: np.ndarray, step_s: float) -> OneProcess:
+    """Return the estimate from each node's seconds that grow with the rows, and those that don't."""
+    fastest, (growth, is_shown) = int(np.argmin(rows_s)), estimate_growth(history, len(rows_s))
+    one_process_s = growth * float(rows_s[fastest]) + float(fixed_s[fastest])
+    rows, fixed, one, step = map(
+        formatting.format_duration, (float(rows_s[fastest]), float(fixed_s[fastest]), one_process_s, step_s)
+    )
+    amount = f"about {one} a step" if is_shown else f"{one} a step at most"
+    source = (
+        "shorter steps show how computing grows with the rows" if is_shown else "computing grows at most as the rows"
+    )
+    line = (
+        f"one process computes the rows of {len(rows_s)} nodes: {growth:.2f} * {rows} + {fixed} (update, other) = "
+        f"{one}; {source}"
+    )
+    return OneProcess(one_process_s, step_s, f"{amount} instead of {step}", line, False)
 
 
 def estimate_growth(history: History, num_nodes: int) -> tuple[float, bool]:

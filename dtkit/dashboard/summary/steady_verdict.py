@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 CLOSE_GAINS = 0.05
 """Difference of the savings, or of a share in the text, from which a verdict of the same cause is another one."""
 
+CLOSE_TIMES = 0.1
+"""Share by which a duration in the text may differ from the present one."""
+_SECONDS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
 
 def is_at_rest(state: State) -> bool:
     """Return whether a run takes no steps, so that no later look would correct an older line."""
@@ -39,10 +43,13 @@ class SteadyVerdict:
     def update(self, found: Verdict | None, now: float, *, is_final: bool = False) -> Verdict | None:
         """Return the verdict to show after `found` was found; `is_final` while the run is at rest.
 
-        None, a first verdict, and one on a diverged loss show at once.
+        None, a first verdict, and one on a diverged loss show at once. So do other times in the same line, which a tile
+        beside it shows too.
         """
         before = self.shown
         if found is None or before is None or is_final or "diverged" in (found.cause, before.cause):
+            return self._show(found)
+        if _is_same(found, before) and _have_times_moved(found.text, before.text):
             return self._show(found)
         if _is_close(found, before):
             self._other_cause = None
@@ -77,8 +84,21 @@ def _is_close(found: Verdict, shown: Verdict) -> bool:
     """Return whether two verdicts say the same. A share in the text must not contradict the tile beside it for long."""
     pairs = list(zip(_list_shares(found.text), _list_shares(shown.text), strict=False))
     differences = [found.gain - shown.gain, *(one - other for one, other in pairs)]
-    is_same = (found.cause, found.slow_ranks) == (shown.cause, shown.slow_ranks)
-    return is_same and all(abs(difference) < CLOSE_GAINS for difference in differences)
+    return _is_same(found, shown) and all(abs(difference) < CLOSE_GAINS for difference in differences)
+
+
+def _is_same(found: Verdict, shown: Verdict) -> bool:
+    return (found.cause, found.slow_ranks) == (shown.cause, shown.slow_ranks)
+
+
+def _have_times_moved(found: str, shown: str) -> bool:
+    """Return whether a duration in the text differs from the shown one by more than measurements vary."""
+    pairs = zip(_list_durations(found), _list_durations(shown), strict=False)
+    return any(abs(one - other) > CLOSE_TIMES * other for one, other in pairs)
+
+
+def _list_durations(text: str) -> list[float]:
+    return [float(number) * _SECONDS[unit] for number, unit in re.findall(r"([\d.]+) (µs|ms|s)\b", text)]
 
 
 def _list_shares(text: str) -> list[float]:

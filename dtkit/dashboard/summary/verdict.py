@@ -20,7 +20,7 @@ from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
-from dtkit.dashboard.summary.one_process import estimate_growth
+from dtkit.dashboard.summary.one_process import estimate_one_process, read_verification
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, format_nodes
 from dtkit.history.divergence import find_divergence
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.summary.one_process import OneProcess
     from dtkit.dashboard.summary.timing import StepTiming
     from dtkit.history.history import History
     from dtkit.types import RunSpec
@@ -46,7 +47,7 @@ MAX_BATCH_FACTOR = 4
 """Largest factor on the batch that a verdict proposes; a batch that is much larger needs other settings."""
 
 _TARGET_OVERHEAD = 0.2  # share of a step that the proposed batch leaves to communication, update and Python
-_REPLICATED = ("DataParallel", "NaiveDataParallel", "ParameterAveraging")
+_REPLICATED = ("DataParallel(", "NaiveDataParallel(", "ParameterAveraging(")
 _OVER_STAGES = 1.3  # ratio of the slowest stage to the mean one from which the cut is to blame
 
 
@@ -109,10 +110,10 @@ class _Measurements:
         return float(self.get(phase).sum() / self.phases.sum())
 
 
-def find_verdict(history: History, spec: RunSpec) -> Verdict:
-    """Return the verdict on the last steps of a history. How fast a training is matters only while it converges."""
+def find_verdict(history: History, spec: RunSpec, measured: OneProcess | None = None) -> Verdict:
+    """Return the verdict on the last steps of a history. `measured` times of one process replace an estimate."""
     divergence = find_divergence(history)
-    if divergence is not None:
+    if divergence is not None:  # how fast a training is matters only while it converges
         remedy = f"lower the learning rate ({divergence.lr:g} now), or set the strategy's clip_grad_norm="
         return Verdict("diverged", f"the {divergence.short}: {remedy}", 0.0, divergence.arithmetic)
     if history.num_steps <= MIN_STEPS:
@@ -125,14 +126,17 @@ def find_verdict(history: History, spec: RunSpec) -> Verdict:
     facts = _Measurements(spec, timing, ranks, timing.seconds[ranks], history.ranks_per_replica)
     verdicts = [verdict for judge in _select_judges(facts) if (verdict := judge(facts)) and verdict.gain >= MIN_GAIN]
     best = max(verdicts, key=lambda verdict: verdict.gain, default=_report_computing(facts))
-    return _compare_with_one_process(facts, history, best) or best
+    return _compare_with_one_process(facts, history, best, measured)
 
 
-def find_shown_verdict(run: RunView) -> Verdict | None:
-    """Return the verdict for a view; None while something else matters: few steps, a stall, an error, a lost node."""
+def find_shown_verdict(run: RunView, measured: OneProcess | None = None) -> Verdict | None:
+    """Return the verdict for a view; None while something else matters: few steps, a stall, an error, a lost node.
+
+    Without `measured`, the times of one process come from the run's verification, if there was one.
+    """
     if find_stall(run) is not None or run.exception is not None or update_lost_nodes({}, run.history.events):
         return None
-    verdict = find_verdict(run.history, run.spec)
+    verdict = find_verdict(run.history, run.spec, measured or read_verification(run.step_times, run.spec.world_size))
     return None if verdict.cause == "unknown" else verdict
 
 
@@ -142,29 +146,29 @@ def _select_judges(facts: _Measurements) -> Sequence[Callable[[_Measurements], V
     return _judge_data, _judge_straggler, _judge_overhead, _judge_waiting
 
 
-def _compare_with_one_process(facts: _Measurements, history: History, best: Verdict) -> Verdict | None:
-    """Return the verdict on replicas that take longer than one process would, unless a slow node is to blame."""
-    nodes, kind = len(facts.ranks), facts.spec.strategy.partition("(")[0]
-    if kind not in _REPLICATED or not 1 < nodes == facts.spec.world_size or best.cause in ("data", "straggler"):
+def _compare_with_one_process(
+    facts: _Measurements, history: History, best: Verdict, measured: OneProcess | None
+) -> Verdict:
+    """Return the verdict on nodes that take longer than one process, unless a slow node is more to blame."""
+    compared = measured or _estimate_one_process(facts, history, best)
+    if compared is None:
+        return best
+    if compared.gain < MIN_GAIN or (best.cause in ("data", "straggler") and best.gain > compared.gain):
+        return dataclasses.replace(best, arithmetic=(*best.arithmetic, *[compared.arithmetic] * compared.is_measured))
+    batch = re.search(r"batch_size=\d+ for [\d.]+ times the samples/s", best.text)
+    where = "Cluster(1)" if facts.spec.strategy.startswith(_REPLICATED) else "Cluster(1) if its memory suffices"
+    remedy = f"use a larger batch{f' ({batch[0]})' if batch else ''} or model, or {where}"
+    text, lines = f"one process is faster, with {compared.comparison}: {remedy}", (best.text, *best.arithmetic)
+    return Verdict("one process", text, compared.gain, (compared.arithmetic, *lines))
+
+
+def _estimate_one_process(facts: _Measurements, history: History, best: Verdict) -> OneProcess | None:
+    """Return the estimate where one process would do the same work; None otherwise, or if a slow node is to blame."""
+    is_whole = facts.spec.strategy.startswith(_REPLICATED) and 1 < len(facts.ranks) == facts.spec.world_size
+    if not is_whole or best.cause in ("data", "straggler"):
         return None
     rows_s = facts.get("data") + facts.get("forward") + facts.get("backward")
-    fixed_s = facts.get("update") + facts.get("other")
-    fastest, (growth, is_shown) = int(np.argmin(rows_s)), estimate_growth(history, nodes)
-    one_process_s = growth * float(rows_s[fastest]) + float(fixed_s[fastest])
-    if one_process_s > (1 - MIN_GAIN) * facts.step_s:
-        return None
-    batch = re.search(r"batch_size=\d+ for [\d.]+ times the samples/s", best.text)
-    remedy = f"use a larger batch{f' ({batch[0]})' if batch else ''} or model, or Cluster(1)"
-    amount = f"about {_ms(one_process_s)} a step" if is_shown else f"{_ms(one_process_s)} a step at most"
-    source = (
-        "shorter steps show how computing grows with the rows" if is_shown else "computing grows at most as the rows"
-    )
-    line = (
-        f"one process computes the rows of {nodes} nodes: {growth:.2f} * {_ms(float(rows_s[fastest]))} + "
-        f"{_ms(float(fixed_s[fastest]))} (update, other) = {_ms(one_process_s)}; {source}"
-    )
-    text = f"one process is faster, with {amount} instead of {_ms(facts.step_s)}: {remedy}"
-    return Verdict("one process", text, 1 - one_process_s / facts.step_s, (line, best.text, *best.arithmetic))
+    return estimate_one_process(history, rows_s, facts.get("update") + facts.get("other"), facts.step_s)
 
 
 # -- the causes --------------------------------------------------------------------------------------------------

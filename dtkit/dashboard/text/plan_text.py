@@ -52,6 +52,22 @@ def find_tightest_row(rows: Sequence[PlanRow]) -> PlanRow:
     return min(rows, key=lambda row: row.free - row.needed)
 
 
+def find_slowest_row(rows: Sequence[PlanRow]) -> PlanRow:
+    """Return the row that computes longest, whose times stand for a step."""
+    return max(rows, key=lambda row: row.compute_s)
+
+
+def describe_fastest(plan: Plan) -> str | None:
+    """Return a line where one process is faster than every strategy; None otherwise, or if that is not known."""
+    one, fastest = plan.one_process, min((row for row in plan.rows), key=lambda row: row.step_s, default=None)
+    if one is None or fastest is None or not one.fits or not one.step_s < fastest.step_s:
+        return None
+    return (
+        f"one process is fastest: {format_step_time(one)} a step, and {format_step_time(fastest)} with "
+        f"{fastest.strategy}"
+    )
+
+
 def _describe_fit(fitting: Sequence[str], strategies: Sequence[str]) -> str:
     """Return which strategies fit, by name where the names are short."""
     if len(fitting) == len(strategies):
@@ -65,9 +81,12 @@ def _describe_fit(fitting: Sequence[str], strategies: Sequence[str]) -> str:
 def _make_page(plan: Plan) -> TablePage:
     """Make a page of three tables: a single one would be wider than a cell."""
     shows_all_ranks = plan.world_size <= _MAX_SHOWN_RANKS
-    selection = ["times: of the slowest node" if shows_all_ranks else "of each strategy, the node with least to spare"]
+    selection = f"{'' if shows_all_ranks else 'memory: of the node with least to spare; '}times: of the slowest node"
+    lead = describe_fastest(plan)
     tables = [_make_fit(plan), _make_steps(plan), _make_parts(plan)]
-    return TablePage(format_headline(plan), tables, [*selection, *_describe_times(plan), *plan.notes])
+    return TablePage(
+        format_headline(plan), tables, [selection, *_describe_times(plan), *plan.notes], [lead] if lead else []
+    )
 
 
 def _describe_times(plan: Plan) -> list[str]:
@@ -87,11 +106,11 @@ def _make_fit(plan: Plan) -> Table:
 
 def _make_steps(plan: Plan) -> Table:
     """Make the table of what a step costs."""
-    header = ["a step of", "node", "sent", "computing", "waiting", "other", "in all"]
-    rows = [*_merge_ranks(plan, _format_step, _drop_times), *_list_one_process(plan, _format_step)]
+    header = ["strategy", "node", "sent", "computing", "waiting", "other", "in all"]
+    rows = [*_merge_ranks(plan, _format_step, _drop_times, find_slowest_row), *_list_one_process(plan, _format_step)]
     if not any(row.is_measured for row in plan.rows):  # then nothing else is known
         header, *rows = ([*cells[:-2], cells[-1]] for cells in [header, *rows])
-    return Table(header, rows, set(header[:2]), is_stacked=True)
+    return Table(header, rows, set(header[:2]), is_stacked=True, caption="Time of a step")
 
 
 def _list_one_process(plan: Plan, format_cells: Callable[[PlanRow], list[str]]) -> list[list[str]]:
@@ -101,17 +120,24 @@ def _list_one_process(plan: Plan, format_cells: Callable[[PlanRow], list[str]]) 
 
 def _make_parts(plan: Plan) -> Table:
     """Make the table with the parts of the memory that is needed."""
-    header = ["needed by", "node", *(name for _, name in MEMORY_PARTS)]
-    return Table(header, _merge_ranks(plan, _format_parts), {"needed by", "node"}, is_stacked=True)
+    header = ["strategy", "node", *(name for _, name in MEMORY_PARTS)]
+    rows = [*_merge_ranks(plan, _format_parts), *_list_one_process(plan, _format_parts)]
+    return Table(header, rows, set(header[:2]), is_stacked=True, caption="Parts of the needed memory")
 
 
 def _merge_ranks(
-    plan: Plan, format_cells: Callable[[PlanRow], list[str]], get_key: Callable[[list[str]], list[str]] = list
+    plan: Plan,
+    format_cells: Callable[[PlanRow], list[str]],
+    get_key: Callable[[list[str]], list[str]] = list,
+    find_row: Callable[[Sequence[PlanRow]], PlanRow] = find_tightest_row,
 ) -> list[list[str]]:
-    """Return the cells of each strategy and rank; ranks with the same key share the row of the slowest one."""
+    """Return the cells of each strategy and rank; ranks with the same key share the row of the slowest one.
+
+    Of many ranks, `find_row` chooses one for each strategy.
+    """
     if plan.world_size > _MAX_SHOWN_RANKS:
-        tightest = [find_tightest_row(plan.get_rows(name)) for name in plan.strategies]
-        return [[row.strategy, str(row.rank), *format_cells(row)] for row in tightest]
+        found = [find_row(plan.get_rows(name)) for name in plan.strategies]
+        return [[row.strategy, str(row.rank), *format_cells(row)] for row in found]
     same_rows: dict[tuple[str, ...], list[PlanRow]] = {}
     for row in plan.rows:
         same_rows.setdefault((row.strategy, *get_key(format_cells(row))), []).append(row)
@@ -119,7 +145,7 @@ def _merge_ranks(
     for (strategy, *_), same in same_rows.items():
         is_all = len(same) == plan.world_size > 1
         ranks = "all" if is_all else ", ".join(str(row.rank) for row in same)
-        merged.append([strategy, ranks, *format_cells(max(same, key=lambda row: row.compute_s))])
+        merged.append([strategy, ranks, *format_cells(find_slowest_row(same))])
     return merged
 
 

@@ -19,13 +19,16 @@ class TablePage:
     headline: str
     tables: Sequence[Table]
     notes: Sequence[str] = ()
+    lead: Sequence[str] = ()
+    """Lines below the headline."""
 
     def to_text(self) -> str:
         """Return the page as text."""
-        return "\n".join([self.headline, *(table.to_text() for table in self.tables), *self.notes])
+        return "\n".join([self.headline, *self.lead, *(table.to_text() for table in self.tables), *self.notes])
 
     def to_html(self) -> str:
         """Return the page as HTML."""
         tables = "".join(table.to_html() for table in self.tables)
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return f"<p>{html.escape(self.headline)}</p>{tables}{notes}"
+        head = "".join(f"<p>{html.escape(line)}</p>" for line in [self.headline, *self.lead])
+        return f"{head}{tables}{notes}"

@@ -23,8 +23,18 @@ def draw(ax: Axes, history: History) -> None:
     style.draw_lines(ax, part, layout, f"{style.get_last_value(part):.3g}")
     ax.set_ylim(bottom=0)
     style.draw_end_labels(ax, style.collect_line_labels(ax))
-    style.set_title(ax, "Learning rate", "the same on all nodes")
+    style.set_title(ax, "Learning rate", f"{_describe_last(history)}the same on all nodes")
     style.mark_events(ax, history.events)
+
+
+def _describe_last(history: History) -> str:
+    """Return the last rate and its first step: next to a far larger one, a step from a small one to 0 can't be seen."""
+    rows = history.rows()
+    rows = rows[rows["rank"] == rows["rank"].min(initial=0)]
+    changes = np.flatnonzero(np.diff(rows["lr"])) + 1
+    if not len(changes) or len(rows) - changes[-1] < 2:
+        return ""
+    return f"{rows['lr'][-1]:.6g} since step {rows['step'][changes[-1]]:,}, "
 
 
 def has_lr_changes(history: History) -> bool:

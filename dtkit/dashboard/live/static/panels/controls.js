@@ -120,12 +120,22 @@ function faultField(store, ask, redraw) {
 
 const RATE_HELP = "Enter sends it; it applies once the steps that are under way are done, after about a second. Arrow keys change it by a tenth.";
 
+const RATE_CHARS = 9; // that the box has room for
+
+/** Return a rate as it fits the box: with six digits, or with four and a power of ten, as in "1e+9". */
+export function rateText(value) {
+  const number = +value.toPrecision(6), plain = String(number);
+  if (plain.length <= RATE_CHARS) return plain;
+  const short = number.toExponential();
+  return short.length <= RATE_CHARS ? short : String((+number.toPrecision(4)).toExponential());
+}
+
 function rateField(store, ask, redraw) {
   const input = h("input", { type: "number", step: "any", min: "0", "data-testid": "lr", title: RATE_HELP });
   const unsent = h("span", { class: "dtk-note", hidden: "", "data-testid": "lr-unsent" });
   const el = h("label", { class: "dtk-rate" }, "learning rate", input, unsent);
   let edited = false;
-  const current = () => (store.lr === null ? "" : String(+store.lr.toPrecision(6)));
+  const current = () => (store.lr === null ? "" : rateText(store.lr));
   const refuse = (text) => {
     if (text !== null) [store.refused, store.refusedAt] = [{ command: "lr", text }, Date.now()];
     else if (store.refused?.command === "lr") store.refused = null;
@@ -141,11 +151,11 @@ function rateField(store, ask, redraw) {
     else if (event.key === "Enter") {
       const good = Number.isFinite(value) && value >= 0, stays = store.lr === null ? "" : ` It stays ${current()}.`;
       refuse(good ? null : `${input.value || "this"} is not a learning rate: it must be a number of 0 or more, such as 0.01.${stays}`);
-      if (good) { edited = false; if (value !== store.lr) ask("lr", value); }
+      if (good && edited) { edited = false; if (value !== store.lr) ask("lr", value); } // an untouched box may be rounded
       redraw();
     } else if (event.key === "ArrowUp" || event.key === "ArrowDown") {
       event.preventDefault();
-      input.value = String(+((value || 0) * (event.key === "ArrowUp" ? 1.1 : 1 / 1.1)).toPrecision(3));
+      input.value = rateText(+((value || 0) * (event.key === "ArrowUp" ? 1.1 : 1 / 1.1)).toPrecision(3));
       edit();
     }
   });

@@ -27,10 +27,19 @@ const ROUNDING = 1e-5; // curves are float32
 
 function describeRate(store, column) {
   const [low, high] = rateRange(store, column), { lr } = store;
-  if (isRateChanging([low, high])) return "the same on all nodes";
+  if (isRateChanging([low, high])) return describeLast(store, column);
   if (!Number.isFinite(low)) return lr === null ? "no step yet" : `${shortRate(lr)} from the first step on`;
   if (lr !== null && Number.isFinite(low) && Math.abs(lr - low) > ROUNDING * Math.abs(low)) return `${shortRate(lr)} from the next step on, ${shortRate(low)} until now`;
   return `${shortRate(lr)}, the same since the first step`;
+}
+/** Return the last rate and where it begins: next to a far larger one, a step from a small one to 0 can't be seen. */
+function describeLast({ curves: { data, used, origin, width }, head: { columns } }, column) {
+  const edges = (b) => [data[(b * columns + column) * 3], data[(b * columns + column) * 3 + 2]];
+  const [least, rate] = edges(used - 1);
+  let first = used - 1;
+  while (first > 0 && edges(first - 1).every((edge) => edge === rate)) first--;
+  if (least !== rate || used - first < 2) return "the same on all nodes"; // it changes all the time
+  return `${shortRate(+rate.toPrecision(6))} since ${width > 1 ? "about " : ""}step ${(origin + first * width).toLocaleString("en-US")}, the same on all nodes`;
 }
 function isRateChanging([low, high]) {
   return high > low;

@@ -227,6 +227,7 @@ class FailureHandler:
             self.repair(recovery.explain_out_of_sync(positions))
             return None
         progress.step = next(iter(positions.values())).step
+        progress.recorder.fill_gap(progress.plan.job, progress.step)
         return self._reform_group()
 
     def _reform_group(self) -> EngineError | None:

@@ -11,7 +11,7 @@ from dtkit.dashboard.summary.notices import collect_notices
 from dtkit.types import Event, State
 from tests.support.fake_source import FakeSource
 
-REPAIRED = "node 1 replaced: all go on from step 20 (node 0) after 7.9 s, no step lost"
+REPAIRED = "node 1 replaced: all go on from step 20 (node 0) 7.9 s after the loss, no step lost"
 
 
 def make_lost_source():

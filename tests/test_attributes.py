@@ -9,7 +9,7 @@ import traceback
 import pytest
 
 import dtkit
-from dtkit._util.attributes import suggest_attributes
+from dtkit._util.attributes import describe_missing, suggest_attributes
 from dtkit.planning.plan import Plan
 
 
@@ -83,3 +83,9 @@ def test_what_users_hold_has_suggestions(cls: type, name: str, meant: str):
 def test_the_package_has_suggestions():
     with pytest.raises(AttributeError, match=r"dtkit has no attribute 'compar'; did you mean dtkit\.compare\?"):
         dtkit.compar  # noqa: B018 - the access is the test
+
+
+def test_name_of_the_same_letters_is_preferred():
+    assert describe_missing("run", "stpe", ["status", "step", "stop"]) == (
+        "run has no attribute 'stpe'; did you mean run.step?"
+    )

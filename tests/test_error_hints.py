@@ -21,7 +21,7 @@ LABELS = torch.zeros(5, dtype=torch.int64)
 
 def fail(model: nn.Module, inputs: Any, target: Any, loss: Callable[..., Any] = nn.functional.cross_entropy) -> str:
     """Return the message of the error that a step with this batch raises."""
-    with pytest.raises((RuntimeError, IndexError, NameError, AssertionError)) as caught:
+    with pytest.raises((RuntimeError, ValueError, IndexError, NameError, AssertionError)) as caught:
         loss(model(inputs), target)
     add_hints(caught.value, [(5, (inputs, target))], model)
     return format_message(caught.value)
@@ -43,6 +43,23 @@ CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
     [
         (nn.Linear(64, 10), ROWS.double(), LABELS, None, r"data are float64, and the model is float32; .*'float32'\)"),
         (nn.Linear(64, 10).double(), ROWS, LABELS, None, r"data are float32, and the model is float64; .*'float64'\)"),
+        (nn.Linear(64, 10), ROWS.byte(), LABELS, None, r"data are uint8, and the model is float32; .*'float32'\)"),
+        (CONVOLUTION, torch.zeros(5, 1, 8, 8).byte(), LABELS, None, r"data are uint8, and the model is float32;"),
+        (nn.Linear(64, 10), LABELS, ROWS, None, r"inputs have shape \(5,\) and type int64, .* swapped; pass \(X, y\)"),
+        (
+            nn.Linear(64, 1),
+            ROWS,
+            torch.zeros(5),
+            nn.functional.binary_cross_entropy_with_logits,
+            r"outputs of a batch have shape \(5, 1\), and the targets \(5,\);.* y\.reshape\(-1, 1\)",
+        ),
+        (
+            nn.Sequential(nn.Linear(64, 1), nn.Sigmoid()),
+            ROWS,
+            torch.zeros(5),
+            nn.functional.binary_cross_entropy,
+            r"outputs of a batch have shape \(5, 1\), and the targets \(5,\);.* output\.squeeze\(1\)",
+        ),
         (
             nn.Linear(64, 10).bfloat16(),
             ROWS,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from dtkit.history.history import ROW_DTYPE, History
-from dtkit.training.failures import describe_missing_rows
+from dtkit.training.failures import describe_missing_rows, measure_since_loss
+from dtkit.types import Event
 
 
 def make_history(steps_by_rank: dict[int, int]) -> History:
@@ -31,3 +32,10 @@ def test_nothing_is_said_where_nothing_is_missing():
     assert describe_missing_rows(history, [0], 300) is None
     assert describe_missing_rows(history, [1], 170) is None  # all went back to the last step that it reported
     assert describe_missing_rows(make_history({0: 5}), [1], 5) is None
+
+
+def test_repair_is_timed_from_the_first_loss_as_on_the_dashboard():
+    kinds_and_times = [("lost", 10.0), ("repair", 20.0), ("lost", 30.0), ("lost", 31.0), ("note", 32.0)]
+    events = [Event(5, kind, "", moment) for kind, moment in kinds_and_times]
+    assert measure_since_loss(events, 35.0, at_least_s=0.7) == 5.0
+    assert measure_since_loss(events[:2], 35.0, at_least_s=0.7) == 0.7

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from dtkit.history.comm_time import MESSAGE_DTYPE, MESSAGE_PHASES
+from dtkit.history.engine_outbox import ResultOutbox
 from dtkit.history.history import ROW_DTYPE, History
+from dtkit.history.run_log import RUNS_FOLDER, RunLog
 from dtkit.training.recorder import Recorder
 from dtkit.types import DispatchResult, Evaluation, Failure, Reply
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def advance(rank: int, steps: int, begun: float) -> DispatchResult:
@@ -142,3 +148,39 @@ def test_unread_evaluations_are_recorded_once_if_all_ranks_have_them(one_host: R
         (4, 8, {"loss": 0.5}),
         (8, 6, {"loss": 1.0}),
     ]
+
+
+def test_gap_is_filled_from_the_results_that_engines_keep(tmp_path: Path):
+    """All ranks took the steps, but their replies were lost, as after a call that failed beside them."""
+    history = History()
+    group = types.SimpleNamespace(membership=types.SimpleNamespace(clock_offsets=None), folder=tmp_path, world_size=2)
+    recorder = Recorder(group, history)
+    recorder.record_steps([left(rank, 0, 4) for rank in range(2)])
+    RunLog(tmp_path / RUNS_FOLDER / "job").close()
+    for rank in range(2):
+        ResultOutbox(tmp_path, "job", rank).store_dispatch(*left(rank, 4, 20))
+    recorder.fill_gap("job", 20)
+    assert history.totals()["step"].tolist() == list(range(20))
+    assert history.totals()["ranks"].tolist() == [2] * 20
+    assert not history.events
+
+
+def test_missing_steps_are_named_once_in_the_log_and_in_the_history(tmp_path: Path):
+    history = History()
+    group = types.SimpleNamespace(membership=types.SimpleNamespace(clock_offsets=None), folder=tmp_path, world_size=2)
+    recorder = Recorder(group, history)
+    recorder.record_steps([left(rank, 0, 4) for rank in range(2)])
+    recorder.fill_gap("job", 20)
+    recorder.note_missing_steps(20)
+    recorder.record_steps([left(rank, 20, 22) for rank in range(2)])
+    (event,) = history.events
+    assert event.text == "the history lacks steps 4 to 19: the ranks took them, and their results were lost"
+    assert "6 steps, 2 ranks, steps 4 to 19 missing, last loss" in repr(history)
+
+
+def test_steps_that_no_reply_brought_are_named_when_the_run_goes_on():
+    history = History()
+    recorder = Recorder(types.SimpleNamespace(membership=types.SimpleNamespace(clock_offsets=None)), history)
+    for start, stop in ((0, 4), (20, 22), (22, 24)):
+        recorder.record_steps([left(rank, start, stop) for rank in range(2)])
+    assert [event.text.partition(":")[0] for event in history.events] == ["the history lacks steps 4 to 19"]

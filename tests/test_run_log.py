@@ -316,6 +316,14 @@ def test_cluster_left_in_this_folder_is_chosen_among_others(tmp_path: Path):
         cluster_file.choose_cluster(others, None)
 
 
+def test_only_cluster_of_another_folder_must_be_named(tmp_path: Path):
+    other = dataclasses.replace(paper(tmp_path, "dtkit-a"), directory="/elsewhere")
+    message = r"^no cluster of a notebook in this folder .* as in attach\('dtkit-a'\):\n  dtkit-a: .*, in /elsewhere"
+    with pytest.raises(dtkit.errors.ClusterError, match=message):
+        cluster_file.choose_cluster([other], None)
+    assert cluster_file.choose_cluster([other], "dtkit-a") == other
+
+
 def test_cluster_is_listed_with_its_latest_run(tmp_path: Path):
     info = paper(tmp_path, "dtkit-a")
     for k, name in enumerate(("First", "Second")):
@@ -358,7 +366,7 @@ def test_cluster_of_another_environment_is_refused(tmp_path: Path, monkeypatch: 
     other = paper(tmp_path, "dtkit-a", environment="/elsewhere", directory="/books")
     assert "in /books, with the environment /elsewhere" in other.describe()
     with pytest.raises(dtkit.errors.ClusterError, match=r"uses the Python environment /elsewhere, and this notebook"):
-        dtkit.attach()
+        dtkit.attach("dtkit-a")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ _T = TypeVar("_T")
 
 def describe_missing(owner: str, name: str, names: Sequence[str]) -> str:
     """Return the text of an AttributeError: what was probably meant, or all that there is."""
-    similar = difflib.get_close_matches(name, names, n=1)
+    anagrams = [known for known in names if sorted(known) == sorted(name)]  # letters in another order
+    similar = anagrams or difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {owner}.{similar[0]}?" if similar else f"it has {', '.join(names)}"
     return f"{owner} has no attribute {name!r}; {hint}"
 

@@ -36,11 +36,13 @@ if TYPE_CHECKING:
 def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
     """Take over a running cluster whose notebook has ended, such as before a restart of the kernel.
 
+    A line of output names the cluster, its folder and its run, and says how its former notebook gets it back.
+
     Parameters
     ----------
     name
         Name of the cluster, as the error for several clusters lists them. By default, the cluster whose notebook has
-        ended.
+        ended, if that notebook ran in this one's working directory.
     force
         Whether to take the named cluster even if another notebook still uses it, or if it uses another environment.
 
@@ -53,8 +55,9 @@ def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
     Raises
     ------
     ClusterError
-        If no cluster is running, or several are. If another notebook uses it, or an engine doesn't answer. If it uses
-        another Python environment, or a module that this notebook lacks.
+        If no cluster is running, several are, or only one of another folder, which must be named. If another notebook
+        uses it, or an engine doesn't answer. If it uses another Python environment, or a module that this notebook
+        lacks.
     VersionMismatchError
         If another version of dtkit started the cluster.
 
@@ -88,7 +91,18 @@ def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
         if isinstance(error, ModuleNotFoundError):
             raise _make_module_error(info, str(error.name)) from error
         raise
+    print(_describe_taken(info, run))  # noqa: T201 - it says what now belongs to this notebook
     return cluster
+
+
+def _describe_taken(info: ClusterInfo, run: Run | None) -> str:
+    """Return which cluster was taken over, and how to return it."""
+    state = "" if run is None else f" ({run.status.state.value} at step {run.status.step:,})"
+    job = "without a run" if run is None else f"with the run {run.spec.name}{state}"
+    return (
+        f"took over {info.name} of the folder {info.directory}, {job}. Another notebook takes it back by "
+        f"dtkit.attach({info.name!r}, force=True)"
+    )
 
 
 def _check_modules(info: ClusterInfo) -> None:

@@ -104,9 +104,14 @@ class ClusterInfo:
         return self.is_owned and self.notebook != ProcessId.from_pid()
 
     @property
+    def is_of_this_folder(self) -> bool:
+        """Whether this process owns it, or its notebook's working directory is that of this process."""
+        return self.notebook == ProcessId.from_pid() or self.directory == str(Path.cwd())
+
+    @property
     def is_left_here(self) -> bool:
         """Whether a notebook of this folder and environment has left it, such as this one before a restart."""
-        here = not self.is_other_version and self.directory == str(Path.cwd()) and self.environment == sys.prefix
+        here = not self.is_other_version and self.is_of_this_folder and self.environment == sys.prefix
         return here and not self.is_owned
 
     @property
@@ -193,15 +198,21 @@ def choose_cluster(clusters: Sequence[ClusterInfo], name: str | None, *, force: 
 
 
 def _choose_free(clusters: Sequence[ClusterInfo], listed: str) -> ClusterInfo:
+    """Return the only free cluster of this notebook's folder. One of another folder must be named."""
     free = [info for info in clusters if not info.is_owned] or [info for info in clusters if not info.is_in_use]
     ours = [info for info in free if info.is_left_here]
     for candidates in (free, ours):
-        if len(candidates) == 1:
+        if len(candidates) == 1 and candidates[0].is_of_this_folder:
             return candidates[0]
     if not free:
         raise ClusterError(
             f"other notebooks use the clusters that are running; dtkit.Cluster() starts one for this notebook. To take "
             f"one from its notebook, name it, as in attach({clusters[-1].name!r}, force=True):\n{listed}"
+        )
+    if not any(info.is_of_this_folder for info in free):
+        raise ClusterError(
+            f"no cluster of a notebook in this folder ({Path.cwd()}) is free. To take one of another folder, name it, "
+            f"as in attach({free[-1].name!r}):\n{listed}"
         )
     raise ClusterError(f"{len(clusters)} clusters are running; name one, as in attach({free[-1].name!r}):\n{listed}")
 

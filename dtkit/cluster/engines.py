@@ -81,7 +81,8 @@ class Engines:
     def _set_up(self, group: EngineGroup, plan: DevicePlan, *, keep_alive: bool = False) -> None:
         self._engine_group, self._device_note, self._keep_alive = group, plan.note, keep_alive
         self.current_run: Run | None = None
-        """The last run that was started, unless it was released."""
+        """The last run that was started, also if it failed; None after a `train` that raised an error while the engines
+        built its job, since the earlier run was then released."""
         self.last_task: Task | None = None
         """The last function or script that was started, with the numbers that it logged."""
         self.earlier_runs = EarlierRuns(lambda: planner.check_idle(self.current_run))

@@ -25,11 +25,15 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
     batch, message = batches[0][1], str(error)
     target = get_labels(batch)
     inputs = batch[:-1] if isinstance(batch, tuple) and len(batch) > 1 else batch
+    if swapped := _explain_swapped(inputs, target):
+        error.add_note(swapped)
+        return
     hints = (
         _explain_device(message),
         _explain_dtype(message, inputs, model),
         _explain_convolution(message, inputs, model),
         _explain_features(message, inputs),
+        _explain_output_shape(message),
         _explain_target(message, target, model),
     )
     for hint in filter(None, hints):
@@ -108,7 +112,9 @@ def _explain_device(message: str) -> str | None:
 def _explain_dtype(message: str, inputs: Any, model: torch.nn.Module) -> str | None:
     if not re.search(r"same dtype|same type|should be the same|expected scalar type", message):
         return None
-    data_dtype = next((t.dtype for t in _iterate_tensors(inputs) if t.is_floating_point()), None)
+    dtypes = [t.dtype for t in _iterate_tensors(inputs)]
+    # Whole numbers next to floats may be indices, which are right as they are.
+    data_dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0] if dtypes else None)
     model_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     if data_dtype is None or model_dtype is None or data_dtype == model_dtype:
         return None
@@ -117,6 +123,19 @@ def _explain_dtype(message: str, inputs: Any, model: torch.nn.Module) -> str | N
     if model_dtype == torch.bfloat16:  # which numpy doesn't have
         return f"{start} torch.from_numpy(X).bfloat16(), or keep the model in float32, with precision='bf16'"
     return f"{start} X.astype({name!r}), or X.to(torch.{name}) for a tensor"
+
+
+def _explain_swapped(inputs: Any, target: Any) -> str | None:
+    """Return the remedy where labels are in the place of the inputs: one whole number for each row of floats."""
+    first, last = (list(_iterate_tensors(part)) for part in (inputs, target))
+    if len(first) != 1 or len(last) != 1 or first[0].dim() != 1 or last[0].dim() < 2:
+        return None
+    if first[0].is_floating_point() or not last[0].is_floating_point():
+        return None
+    return (
+        f"The inputs have shape {tuple(first[0].shape)} and type {_get_name(first[0].dtype)}, and the targets have "
+        f"shape {tuple(last[0].shape)}: data are pairs (inputs, targets), and these look swapped; pass (X, y)"
+    )
 
 
 def _explain_convolution(message: str, inputs: Any, model: torch.nn.Module) -> str | None:
@@ -158,6 +177,17 @@ def _explain_features(message: str, inputs: Any) -> str | None:
     if len(sample) > 1 and math.prod(sample) == int(shapes[2]):
         return f"{start}; put nn.Flatten() before that layer, or reshape the data, as in X.reshape(len(X), -1)"
     return f"{start}; make that layer nn.Linear({shapes[1]}, ...), or reshape the data"
+
+
+def _explain_output_shape(message: str) -> str | None:
+    """Return the remedy where a loss needs equal shapes, and outputs have a last dimension of 1."""
+    sizes = re.search(r"arget size \(torch\.Size\(\[(\d+)\]\)\) .*input size \(torch\.Size\(\[(\d+), 1\]\)\)", message)
+    if sizes is None or sizes[1] != sizes[2]:
+        return None
+    return (
+        f"The outputs of a batch have shape ({sizes[2]}, 1), and the targets ({sizes[1]},); they must be equal. "
+        "Convert the targets, as in y.reshape(-1, 1), or the outputs, as in output.squeeze(1)"
+    )
 
 
 def _explain_target(message: str, target: Any, model: torch.nn.Module) -> str | None:

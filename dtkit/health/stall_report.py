@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from dtkit._util import timeouts
 from dtkit.errors import format_ranks
 from dtkit.health.status import IDLE
 
@@ -62,7 +63,10 @@ _KEEPS_WAITING_TEXT = "rank {rank} keeps {others} waiting: it "
 _TEXT_BY_CAUSE = {  # cause -> (reason, remedy)
     "stopped": (
         f"rank {{rank}} {STOPPED_WORDS} and was last seen in {{place}}; the others wait for it",
-        "`kill -CONT {pid}` on {host} lets it go on",
+        (
+            "`kill -CONT {pid}` on {host} lets it go on. After {limit_s:.0f} s of silence its engine counts as lost, "
+            "and is replaced unless on_failure= says otherwise"
+        ),
     ),
     "ended": (
         "the process of rank {rank} ({pid} on {host}) has ended; it was last in {place}",
@@ -94,6 +98,7 @@ def report_stuck(cause: str, observation: RankObservation, world_size: int) -> S
     values = {
         "rank": observation.rank,
         "pid": observation.pid,
+        "limit_s": timeouts.HEARTBEAT_TIMEOUT_S,
         "host": observation.host,
         "seconds": (observation.status_age_s or 0.0) if cause == "silent" else observation.stalled_s,
         "place": _format_position(observation.status),

@@ -20,6 +20,7 @@ from dtkit._util.arguments import check_path, explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit.history.growing_array import GrowingArray
+from dtkit.history.missing_steps import describe_missing_steps
 from dtkit.history.scalars import SYSTEM_PREFIX, ScalarRecord, ScalarTables
 from dtkit.types import Evaluation, Event, StepRecord
 
@@ -348,7 +349,10 @@ class History:
         if not len(self):
             return "History(empty)"
         _, losses = self.loss()
-        return f"History({len(self)} rows, {self.num_steps} steps, {len(self.ranks)} ranks, last loss {losses[-1]:.4g})"
+        missing = describe_missing_steps(self.totals()["step"])
+        parts = [f"{len(self)} rows", f"{self.num_steps} steps", f"{len(self.ranks)} ranks"]
+        parts += [f"{missing} missing"] if missing else []
+        return f"History({', '.join(parts)}, last loss {losses[-1]:.4g})"
 
 
 def encode_line(item: HistoryItem) -> str:

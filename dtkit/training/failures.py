@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from dtkit.training.pending_calls import PendingCall, PendingCalls
     from dtkit.training.progress import RunProgress
     from dtkit.training.recovery import RecoveryResult
-    from dtkit.types import Failure, Reply
+    from dtkit.types import Event, Failure, Reply
 
 _MAX_RETRIES = 3  # most failed calls in a row, without a step between them
 _MAX_ENGINE_LOSSES = 3  # most losses in a row at one step; replacements would be lost for the same reason
@@ -206,7 +207,10 @@ class FailureHandler:
         steps = "no step lost" if num_lost == 0 else f"{format_count(num_lost, 'step')} lost"
         nodes = f"node{'s' * (len(result.lost_ranks) > 1)} {names}"
         source = f" ({result.source})" if result.source else ""
-        return f"{nodes} {action}: all go on from step {result.step}{source} after {result.duration_s:.1f} s, {steps}"
+        since_loss_s = measure_since_loss(self._progress.history.events, time.time(), at_least_s=result.duration_s)
+        return (
+            f"{nodes} {action}: all go on from step {result.step}{source} {since_loss_s:.1f} s after the loss, {steps}"
+        )
 
     # -- engines that are all there ---------------------------------------------------------------------------
 
@@ -223,6 +227,7 @@ class FailureHandler:
             self.repair(recovery.explain_out_of_sync(positions))
             return None
         progress.step = next(iter(positions.values())).step
+        progress.recorder.fill_gap(progress.plan.job, progress.step)
         return self._reform_group()
 
     def _reform_group(self) -> EngineError | None:
@@ -242,6 +247,20 @@ class FailureHandler:
 def _name_resume(failure: Failure) -> Failure:
     """Return a failure whose remedy is that of a paused run."""
     return dataclasses.replace(failure, message=failure.message.replace(REPAIR_REMEDY, _RESUME_REMEDY))
+
+
+def measure_since_loss(events: Sequence[Event], now: float, *, at_least_s: float) -> float:
+    """Return the seconds from the first loss since the last repair, the number that the dashboard's banner shows too.
+
+    A repair whose loss has no event took `at_least_s`.
+    """
+    lost_at = now
+    for event in reversed(events):
+        if event.kind == "repair":
+            break
+        if event.kind == "lost":
+            lost_at = event.time
+    return max(at_least_s, now - lost_at)
 
 
 def describe_missing_rows(history: History, lost_ranks: Sequence[int], step: int) -> str | None:

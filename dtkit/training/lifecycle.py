@@ -171,6 +171,7 @@ class RunLifecycle:
         last_kind = next((e.kind for e in reversed(history.events) if e.kind in ("lost", "repair")), "repair")
         kind = "note" if last_kind == "repair" else "repair"  # the other notebook died before it could log the repair
         self._progress.add_event(kind, f"taken over at step {step}{source}")
+        self._progress.recorder.note_missing_steps(step)
         self._driver.start(self._find_end() or State.PAUSED)
 
     def _find_end(self) -> State | None:

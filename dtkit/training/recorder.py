@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit._util import formatting
-from dtkit.history import comm_time
+from dtkit.history import comm_time, engine_outbox
 from dtkit.history.engine_outbox import format_output
+from dtkit.history.missing_steps import describe_missing_steps
 from dtkit.history.scalars import ScalarRecord
 from dtkit.history.timeline import merge_spans
 from dtkit.training.divergence_watch import DivergenceWatch
@@ -61,7 +62,10 @@ class Recorder:
         rows = [np.asarray(advance.rows) for advance in advances]
         self._keep_spans(advances, ranks)
         self._split_blocked_time(rows, advances, ranks)
+        expected_step = self.next_step if len(self._history) else None
         self._history.append(np.concatenate(rows))
+        if expected_step is not None and len(rows[0]) and rows[0]["step"][0] > expected_step:
+            self.note_missing_steps(int(rows[0]["step"][0]))
         for rank, advance in zip(ranks, advances, strict=True):
             if advance.scalars:
                 self._history.add(ScalarRecord(rank, advance.scalars))
@@ -193,6 +197,25 @@ class Recorder:
             beyond = _slice_steps(advance, common_step, advance.step)
             self._extra_rows.append(np.asarray(beyond.rows))
             self._extra_scalars.append(ScalarRecord(rank, beyond.scalars))
+
+    def fill_gap(self, job: str, step: int) -> None:
+        """Record the steps before `step`, where all ranks are, whose results no reply brought.
+
+        Engines keep them on disk. The log names those that are not there either.
+        """
+        self.record_extra_rows(step)
+        if not len(self._history) or self.next_step >= step:
+            return
+        folder, ranks = self._engine_group.folder, range(self._engine_group.world_size)
+        self.record_unread({rank: engine_outbox.read_dispatches(folder, job, rank) for rank in ranks}, step)
+        self.note_missing_steps(step)
+
+    def note_missing_steps(self, step: int) -> None:
+        """Name in the log the steps before `step` that the history lacks, if there are new ones."""
+        missing = describe_missing_steps(self._history.totals()["step"], step)
+        text = f"the history lacks {missing}: the ranks took them, and their results were lost"
+        if missing and all(event.text != text for event in self._history.events):
+            self.add_event(step, "note", text)
 
     def record_extra_rows(self, step: int) -> None:
         """Record the kept rows before `step`, from which all ranks continue."""

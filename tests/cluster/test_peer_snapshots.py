@@ -81,7 +81,8 @@ def check_restored(run: dtkit.Run, source: str) -> int:
     """Check that the run continued from its last snapshot, read from `source`, and return that step."""
     (text,) = list_repairs(run)
     match = re.search(
-        rf"all go on from step (\d+) \(the last snapshot, from {source}\) after .* s, (\d+|no) steps? lost$", text
+        rf"all go on from step (\d+) \(the last snapshot, from {source}\) .* s after the loss, (\d+|no) steps? lost$",
+        text,
     )
     assert match is not None, text
     step, lost = int(match[1]), 0 if match[2] == "no" else int(match[2])  # 0 right after a snapshot

@@ -546,7 +546,7 @@ def test_a_refused_learning_rate_is_marked_and_has_no_check_mark(page: Page):
     rate.fill("-3")
     rate.press("Enter")
     text = "✕ -3 is not a learning rate: it must be a number of 0 or more, such as 0.01. It stays 0.01."
-    assert (answer.inner_text()).strip() == text
+    expect(answer).to_have_text(text)
     expect(rate).to_have_attribute("aria-invalid", "true")
     expect(view.root.get_by_test_id("lr-unsent")).to_have_text("✕ not sent")
     view.root.get_by_test_id("scale").focus()  # and the box shows the rate in use

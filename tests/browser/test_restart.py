@@ -51,7 +51,9 @@ def test_restarted_kernel_shows_and_continues_the_run(lab: Lab, tmp_path: Path):
     lab.screenshot(shots / "restarted.png")
     lab.run_cell(2)
     lab.wait_idle(timeout=120)
-    state, step, is_complete = json.loads(lab.text(2))
+    taken, result = lab.text(2).splitlines()
+    assert taken.startswith("took over dtkit-")
+    state, step, is_complete = json.loads(result)
     assert state == "paused"
     assert step >= before
     assert is_complete

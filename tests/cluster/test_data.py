@@ -334,7 +334,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         lambda rank, world_size: 3,
         {},
         dtkit.errors.EngineError,
-        "returned a int; it must return an iterable",
+        "returned an int; it must return an iterable",
     ),
 }
 

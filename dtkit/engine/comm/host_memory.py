@@ -42,7 +42,7 @@ class HostMemory:
                 socket.send_fds(connection, [b"m"], [own])
             descriptors = [_receive_descriptor(connection) for connection in connections]
             in_order = [*descriptors[:rank], own, *descriptors[rank:]]
-            self._memories = [_map(descriptor) for descriptor in in_order]
+            self._memories = [mmap.mmap(descriptor, 0) for descriptor in in_order]
         finally:
             for descriptor in [own, *descriptors]:
                 os.close(descriptor)
@@ -60,7 +60,9 @@ class HostMemory:
         """
         begin = self._next_piece * PIECE_BYTES
         self._next_piece = (self._next_piece + 1) % _NUM_PIECES
-        memories = [memory[begin : begin + piece.nbytes].view(piece.dtype) for memory in self._memories]
+        memories = [
+            torch.frombuffer(memory, dtype=piece.dtype, count=len(piece), offset=begin) for memory in self._memories
+        ]
         parts = piece.tensor_split(len(memories))
         terms = [memory.tensor_split(len(memories)) for memory in memories]
         memories[self._rank].copy_(piece)
@@ -82,7 +84,3 @@ def _receive_descriptor(connection: socket.socket) -> int:
     if not data or not descriptors:
         raise ConnectionResetError("it has ended before it shared its memory")
     return descriptors[0]
-
-
-def _map(descriptor: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)

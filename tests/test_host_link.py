@@ -123,6 +123,21 @@ def test_shared_memory_ends_with_the_links():
     assert count() == before
 
 
+def test_a_rank_that_ends_while_memory_is_shared_leaves_no_descriptor():
+    def add(rank: int, link: HostLink) -> None:
+        if rank == 2:
+            link.shut_down()
+        else:
+            link.all_reduce(torch.zeros(MAX_WHOLE_SUM_BYTES))
+
+    descriptors = Path("/proc/self/fd")
+    before = len(list(descriptors.iterdir()))
+    with linked(3) as links:
+        errors = on_all(links, add)
+    assert all(is_lost_peer_error(error) for error in errors[:2])
+    assert len(list(descriptors.iterdir())) == before
+
+
 def test_a_started_sum_is_finished_before_a_later_one():
     def add(rank: int, link: HostLink) -> list[float]:
         wait_for_first, wait_for_second = (link.start_all_reduce(torch.tensor(rank + k)) for k in (1.0, 10.0))

@@ -5,8 +5,8 @@ copies its numbers once into memory of its own that the others can read. It then
 the other parts where the other ranks have added them: a reduce-scatter and an all-gather, without messages but those
 that wake a rank.
 
-Large tensors go piece by piece. A piece fits into a processor's cache, so that copies of it are cheap, and the memory
-of a rank stays small. It has no name: it ends with the last process that has it, however that process ends.
+Large tensors go piece by piece, so that a rank's memory stays small. It has no name: it ends with the last process that
+has it, however that process ends.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ class HostMemory:
         """
         self._rank, self._meet = rank, meet
         own = os.memfd_create("dtkit", os.MFD_CLOEXEC)
-        descriptors = []
+        descriptors: list[int] = []
         try:
             os.ftruncate(own, _NUM_PIECES * PIECE_BYTES)
             for connection in connections:
                 socket.send_fds(connection, [b"m"], [own])
-            descriptors = [_receive_descriptor(connection) for connection in connections]
+            for connection in connections:
+                descriptors.append(_receive_descriptor(connection))  # noqa: PERF401 - closed below, if a later one fails
             in_order = [*descriptors[:rank], own, *descriptors[rank:]]
             self._memories = [mmap.mmap(descriptor, 0) for descriptor in in_order]
         finally:

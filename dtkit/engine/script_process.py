@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import collections
 import contextlib
-import ctypes
+import functools
 import io
 import json
 import os
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
+from dtkit._util.process import end_with_parent
 from dtkit.engine.observe.call_output import LOG_DESCRIPTOR_VARIABLE, LineStream
 from dtkit.rpc.script_ranks import ELASTIC_VARIABLE, FOLDER_VARIABLE, SLOT_VARIABLE, ScriptFolder
 
@@ -41,7 +42,6 @@ _CHUNK_BYTES = 65536
 _MAX_KEPT_LINES = 200  # of the output, for the error
 _TRACEBACK_HEAD = "Traceback (most recent call last):"
 _STARTUP_FOLDER = Path(__file__).parent / "startup"
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 class ScriptError(Exception):
@@ -180,7 +180,7 @@ class _ScriptProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=(log_writer,),
                 start_new_session=True,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - it calls one function of the system, and no Python code that locks
+                preexec_fn=functools.partial(end_with_parent, os.getpid()),  # noqa: PLW1509 - it calls one function of the system, and no Python code that locks
             )
         except BaseException:
             os.close(log_reader)
@@ -264,9 +264,3 @@ def _start_reader(descriptor: int, read: Callable[[io.FileIO], None]) -> threadi
     thread = threading.Thread(target=read_to_end, name="dtkit-script-output", daemon=True)
     thread.start()
     return thread
-
-
-def _end_with_parent() -> None:
-    """Let the system end this process with the engine (Linux only; elsewhere the reaper ends it)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+from dtkit._util.process import end_with_parent
 
 
 def make_worker_loader(
@@ -59,9 +59,4 @@ class _WorkerInit:
         # The descriptor is the engine's, which would treat this process's interrupt as its own.
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if sys.platform.startswith("linux"):
-            import ctypes
-
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != self._engine_pid:  # the engine ended before that call
-                os._exit(1)
+        end_with_parent(self._engine_pid)

@@ -22,12 +22,14 @@ from tests.support.random_samples import RandomSamples, draw_from_global_generat
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dtkit.training.verification import Verification
+
 pytestmark = pytest.mark.cluster
 
 MAX_SECONDS = 10
 
 
-def verify(cluster: dtkit.Cluster, model: nn.Module, data: Any, **options: Any) -> dtkit.types.Verification:
+def verify(cluster: dtkit.Cluster, model: nn.Module, data: Any, **options: Any) -> Verification:
     run = small.train(cluster, model, data, steps=4, **options)
     run.wait(60)
     began = time.monotonic()

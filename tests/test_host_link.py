@@ -112,6 +112,36 @@ def test_large_sums_are_added_in_the_order_of_ranks():
             assert torch.equal(result, tensors[0] + tensors[1] + tensors[2])
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("size", [0, 1, 7, PIECE_BYTES // 8, 3 * PIECE_BYTES // 8 + 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_ranks_gather_and_scatter_tensors_of_any_size(num_ranks: int, size: int, dtype: torch.dtype):
+    owns = [torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(num_ranks)]
+    whole = torch.cat(owns)
+
+    def run(rank: int, link: HostLink) -> list[torch.Tensor]:
+        results = []
+        for _ in range(3):  # one memory after the other, and the first one again
+            gathered, part = torch.empty_like(whole), torch.empty(size, dtype=dtype)
+            gathered[rank * size : (rank + 1) * size] = owns[rank]  # as in FSDP2, the own part lies in the output
+            link.all_gather(gathered, gathered[rank * size : (rank + 1) * size])
+            link.reduce_scatter(part, whole * (rank + 1))
+            results += [gathered, part]
+        return results
+
+    parts = [whole * (rank + 1) for rank in range(num_ranks)]
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part  # in the order of ranks
+    with linked(num_ranks) as links:
+        for rank, results in enumerate(on_all(links, run)):
+            for gathered, part in zip(results[::2], results[1::2], strict=True):
+                assert torch.equal(gathered, whole)
+                assert torch.equal(part, total[rank * size : (rank + 1) * size])
+        sent_bytes = 3 * 2 * (num_ranks - 1) * size * whole.element_size()
+        assert {link.sent_bytes for link in links} == {sent_bytes}
+
+
 def test_shared_memory_ends_with_the_links():
     def count() -> int:
         return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:dtkit")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,6 +34,16 @@ def connect(path: Path, timeout: float) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def limit_waits(connection: socket.socket, seconds: float) -> None:
+    """Let each send and receive wait that long at most, then raise BlockingIOError. The socket stays blocking.
+
+    Python's own timeout polls the socket before each call.
+    """
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 @contextlib.contextmanager

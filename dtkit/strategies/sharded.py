@@ -40,7 +40,7 @@ from dtkit.strategies.dtensor_worker import DTensorStrategy, DTensorWorker, buil
 from dtkit.strategies.frozen_writes import is_thorough_step, refuse_frozen_writes
 from dtkit.strategies.options import check_choice
 from dtkit.strategies.replicated import AUTOCAST_DTYPES, LossAccumulator
-from dtkit.strategies.tensor.collective_marks import rank_span
+from dtkit.strategies.sharded_collectives import AllGather, CheckedReduceScatter
 from dtkit.strategies.written_tensors import preserve_buffers
 
 if TYPE_CHECKING:
@@ -183,9 +183,9 @@ class _FSDPWorker(DTensorWorker):
             options["ignored_params"] = scalars
         for name, block in find_blocks(model):
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
-            shard_module(block, name, mesh.axes["shard"], phases, mp_policy=policy, **options)
+            shard_module(block, name, mesh.axes["shard"], group, phases, mp_policy=policy, **options)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=reduced)
-        shard_module(model, "the rest of the model", mesh.axes["shard"], phases, mp_policy=policy, **options)
+        shard_module(model, "the rest of the model", mesh.axes["shard"], group, phases, mp_policy=policy, **options)
 
     def set_process_group(self, group: Group) -> None:
         """Continue in a new generation of the process group from the next use on, and release the old one."""
@@ -283,10 +283,12 @@ def _find_layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modul
             yield from _find_layers(child, f"{prefix}{name}.")
 
 
-def shard_module(module: nn.Module, name: str, shards: int, phases: PhaseTimer | None, **options: Any) -> None:
+def shard_module(
+    module: nn.Module, name: str, shards: int, group: Group, phases: PhaseTimer | None, **options: Any
+) -> None:
     """Shard a module's parameters that aren't sharded yet, with gradients summed and checked for completeness.
 
-    With `phases`, marks its collectives during forward and backward.
+    With `phases`, marks its collectives among ranks of `group` during forward and backward.
     """
     trainable = [p for p in module.parameters() if p.requires_grad and p.dim() and not isinstance(p, DTensor)]
     dtypes = {p.dtype for p in trainable}
@@ -301,9 +303,11 @@ def shard_module(module: nn.Module, name: str, shards: int, phases: PhaseTimer |
     set_divisor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)  # gloo can't divide sums
     expected = sum(math.prod(p.shape[1:]) * -(-p.shape[0] // shards) * shards for p in trainable)
-    sharded.set_custom_reduce_scatter(_CheckedReduceScatter(phases, name, expected))  # type: ignore[arg-type]  # the base class is private
+    unused = f"a parameter of {name} got no gradient: {_UNUSED_PARAMETER_ERROR}"
+    reduce_scatter = CheckedReduceScatter(group, phases, expected, unused)
+    sharded.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]  # the base class is private
     if phases is not None:
-        sharded.set_custom_all_gather(_AllGather(phases))  # type: ignore[arg-type]  # as above
+        sharded.set_custom_all_gather(AllGather(group, phases))  # type: ignore[arg-type]  # as above
         sharded.set_all_reduce_hook(lambda _: phases.end_collective())  # also called without replicas
 
 
@@ -315,66 +319,6 @@ def _drop_process_groups(module: FSDPModule) -> None:
         for name, value in list(vars(part.mesh_info).items()):
             if isinstance(value, dist.ProcessGroup):
                 setattr(part.mesh_info, name, None)
-
-
-class _TimedCollective:
-    """A collective of FSDP that marks phases."""
-
-    def __init__(self, phases: PhaseTimer | None) -> None:
-        self._phases = phases
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for the collective."""
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def _mark_blocked(self, group: dist.ProcessGroup) -> None:
-        if self._phases is not None:
-            self._phases.begin_collective(rank_span(group))
-
-
-class _AllGather(_TimedCollective):
-    """An all-gather of a block's parameters."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - torch's signature
-    ) -> Any:
-        """Gather the parameters."""
-        self._mark_blocked(group)
-        work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        if self._phases is not None:
-            self._phases.end_collective()
-        return work
-
-
-class _CheckedReduceScatter(_TimedCollective):
-    """A reduce-scatter that first checks that all parameters of the block have a gradient."""
-
-    def __init__(self, phases: PhaseTimer | None, name: str, expected_numel: int) -> None:
-        super().__init__(phases)
-        self._name, self._expected_numel = name, expected_numel
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - torch's signature
-    ) -> Any:
-        """Reduce, or raise ValueError. The all-reduce hook ends the mark, after the sum over replicas."""
-        if input_tensor.numel() != self._expected_numel:
-            raise ValueError(f"a parameter of {self._name} got no gradient: {_UNUSED_PARAMETER_ERROR}")
-        self._mark_blocked(group)
-        return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-
-# torch 2.13 renamed these functions.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def check_shardable(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Sums over the ranks of one host, by a socket between each two of them and by memory that all of them see.
+"""Collectives of the ranks of one host, by a socket between each two of them and by memory that all of them see.
 
 gloo's all-reduce passes through several threads of each rank, and waits until the system schedules each of them. For
 36 kB on two ranks this takes 0.3 to 4 ms. Through a socket, each rank waits once, and the sum takes 0.02 ms. So small
@@ -23,6 +23,7 @@ import torch
 from dtkit._util import unix_socket
 from dtkit._util.resources import find_loopback_interface
 from dtkit.engine.comm.host_memory import HostMemory
+from dtkit.engine.comm.host_messages import HostMessages
 from dtkit.planning.cost_model import MAX_WHOLE_SUM_BYTES, compute_ring_bytes
 
 if TYPE_CHECKING:
@@ -38,16 +39,21 @@ class HostLink:
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
         """`connections` has one to each other rank."""
-        self._rank = rank
-        self._connections = [connection for _, connection in sorted(connections.items())]
+        self._rank, self._ranks = rank, sorted(connections)
+        self._connections = [connections[other] for other in self._ranks]
+        self._messages: HostMessages | None = None  # for pipelines
         for connection in self._connections:
             connection.setblocking(True)
         self.set_timeout(timeout_s)
         self._memory: HostMemory | None = None  # from the first large sum on
         self._unfinished: collections.deque[_Sum] = collections.deque()  # sums that this rank hasn't received
         self._message = memoryview(bytearray(1))
-        self.sent_bytes = 0
-        """Bytes that this rank has sent to all others; for sums by memory, those that they have read of it."""
+        self._collective_bytes = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent to all others; by memory, those that they have read of it."""
+        return self._collective_bytes + (0 if self._messages is None else self._messages.sent_bytes)
 
     @staticmethod
     def can_sum(tensor: torch.Tensor) -> bool:
@@ -70,10 +76,27 @@ class HostLink:
         summed.finish(self._rank)
 
     def _sum_by_memory(self, tensor: torch.Tensor) -> None:
+        self._open_memory().all_reduce(tensor.detach().view(-1))
+        self._collective_bytes += round(compute_ring_bytes(tensor.nbytes, len(self._connections) + 1))
+
+    def _open_memory(self) -> HostMemory:
         if self._memory is None:
             self._memory = HostMemory(self._rank, self._connections, self._meet)
-        self._memory.all_reduce(tensor.detach().view(-1))
-        self.sent_bytes += round(compute_ring_bytes(tensor.nbytes, len(self._connections) + 1))
+        return self._memory
+
+    def all_gather(self, output: torch.Tensor, own: torch.Tensor) -> None:
+        """Gather the tensors of all ranks into a flat `output`. Raises RuntimeError as `all_reduce`."""
+        with self._end_on_error():
+            self._finish_all()
+            self._open_memory().all_gather(output, own.view(-1))
+        self._collective_bytes += own.nbytes * len(self._connections)
+
+    def reduce_scatter(self, output: torch.Tensor, terms: torch.Tensor) -> None:
+        """Sum over all ranks, of which each gets its part in a flat `output`. Raises RuntimeError as `all_reduce`."""
+        with self._end_on_error():
+            self._finish_all()
+            self._open_memory().reduce_scatter(output, terms.view(-1))
+        self._collective_bytes += output.nbytes * len(self._connections)
 
     def _meet(self) -> None:
         """Wait until all ranks have come here."""
@@ -81,6 +104,15 @@ class HostLink:
             connection.sendall(b"m")
         for connection in self._connections:
             _read(connection, self._message)
+
+    def open_messages(self) -> HostMessages:
+        """Return the messages between this rank and each other. A collective in its first call."""
+        if self._messages is None:
+            with self._end_on_error():
+                self._finish_all()
+                connections = dict(zip(self._ranks, self._connections, strict=True))
+                self._messages = HostMessages(connections, self._timeout_s, self._end_on_error)
+        return self._messages
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send a tensor of at most `MAX_WHOLE_SUM_BYTES`, and return a function that waits for the sum, in place.
@@ -106,7 +138,7 @@ class HostLink:
             self._unfinished.popleft().finish(self._rank)
 
     def _send(self, data: memoryview) -> None:
-        self.sent_bytes += len(data) * len(self._connections)
+        self._collective_bytes += len(data) * len(self._connections)
         for connection in self._connections:
             connection.sendall(data)
 
@@ -134,22 +166,26 @@ class HostLink:
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of each message."""
         self._timeout_s = seconds
-        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         for connection in self._connections:
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                connection.setsockopt(socket.SOL_SOCKET, option, limit)
+            unix_socket.limit_waits(connection, seconds)
+        if self._messages is not None:
+            self._messages.set_timeout(seconds)
 
     def shut_down(self) -> None:
         """End all waits for these connections, at both ends. Any thread may call it."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+        if self._messages is not None:
+            self._messages.shut_down()
 
     def close(self) -> None:
         """Close the connections, and give the shared memory back."""
         self._memory = None
         for connection in self._connections:
             connection.close()
+        if self._messages is not None:
+            self._messages.close()
 
 
 class _Sum:

@@ -41,7 +41,7 @@ class HostMemory:
             for connection in connections:
                 socket.send_fds(connection, [b"m"], [own])
             for connection in connections:
-                descriptors.append(_receive_descriptor(connection))  # noqa: PERF401 - closed below, if a later one fails
+                descriptors.append(receive_descriptor(connection))  # noqa: PERF401 - closed below, if a later one fails
             in_order = [*descriptors[:rank], own, *descriptors[rank:]]
             self._memories = [mmap.mmap(descriptor, 0) for descriptor in in_order]
         finally:
@@ -54,24 +54,48 @@ class HostMemory:
         for piece in torch.split(flat, PIECE_BYTES // flat.element_size()):
             self._sum_piece(piece)
 
-    def _sum_piece(self, piece: torch.Tensor) -> None:
-        """Sum one piece.
+    def all_gather(self, output: torch.Tensor, own: torch.Tensor) -> None:
+        """Gather the flat tensors of all ranks into `output`, in the order of ranks. A collective."""
+        rows = output.view(len(self._memories), -1)
+        for begin in range(0, len(own), PIECE_BYTES // own.element_size()):
+            columns = slice(begin, begin + PIECE_BYTES // own.element_size())
+            memories = self._begin_piece(own[columns])
+            memories[self._rank].copy_(own[columns])
+            self._meet()
+            for row, memory in zip(rows, memories, strict=True):
+                row[columns].copy_(memory)
+
+    def reduce_scatter(self, output: torch.Tensor, terms: torch.Tensor) -> None:
+        """Sum the flat `terms` of all ranks, of which each rank gets its part in `output`. A collective."""
+        num_ranks = len(self._memories)
+        rows = terms.view(num_ranks, -1)
+        width = PIECE_BYTES // terms.element_size() // num_ranks
+        for begin in range(0, len(output), width):
+            piece = rows[:, begin : begin + width]
+            memories = [memory.view(piece.shape) for memory in self._begin_piece(piece)]
+            memories[self._rank].copy_(piece)
+            self._meet()
+            _add([memory[self._rank] for memory in memories], output[begin : begin + width])
+
+    def _begin_piece(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Return the memory of each rank for the next piece, flat.
 
         A rank that begins the next piece but one has met all others in the next. By then, they have read this one.
         """
         begin = self._next_piece * PIECE_BYTES
         self._next_piece = (self._next_piece + 1) % _NUM_PIECES
-        memories = [
-            torch.frombuffer(memory, dtype=piece.dtype, count=len(piece), offset=begin) for memory in self._memories
+        return [
+            torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=begin) for memory in self._memories
         ]
+
+    def _sum_piece(self, piece: torch.Tensor) -> None:
+        memories = self._begin_piece(piece)
         parts = piece.tensor_split(len(memories))
         terms = [memory.tensor_split(len(memories)) for memory in memories]
         memories[self._rank].copy_(piece)
         self._meet()
         own = parts[self._rank]
-        torch.add(terms[0][self._rank], terms[1][self._rank], out=own)
-        for term in terms[2:]:
-            own.add_(term[self._rank])
+        _add([term[self._rank] for term in terms], own)
         terms[self._rank][self._rank].copy_(own)
         self._meet()
         for rank, part in enumerate(parts):
@@ -79,7 +103,13 @@ class HostMemory:
                 part.copy_(terms[rank][rank])
 
 
-def _receive_descriptor(connection: socket.socket) -> int:
+def _add(terms: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+    torch.add(terms[0], terms[1], out=total)
+    for term in terms[2:]:
+        total.add_(term)
+
+
+def receive_descriptor(connection: socket.socket) -> int:
     """Return a descriptor that another rank has sent. The socket's timeout limits the wait."""
     data, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     if not data or not descriptors:

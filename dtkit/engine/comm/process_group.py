@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import functools
 import json
 import os
 import re
-import signal
-import socket
 import sys
 import threading
 import time
@@ -34,10 +31,11 @@ from dtkit.engine.comm import host_link, rendezvous, tcp, torch_cleanup
 from dtkit.engine.comm.host_store import HostStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
 
+    from dtkit.engine.comm.host_messages import HostMessages
     from dtkit.mesh import Mesh
     from dtkit.types import GroupSpec
 
@@ -88,8 +86,9 @@ class Group:
         self._device_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self.is_broken = False
         self._pending_vote: dist.Work | None = None  # the last one without a wait for its result
-        self.on_direct_sum: Callable[[torch.Tensor], None] | None = None
-        """Function that gets the result of each direct sum, which torch's hooks don't see, in an explained step."""
+        self.on_direct_collective: Callable[[str, int, torch.Tensor], None] | None = None
+        """Function for an explained step. It gets the kind of each collective through the host, which torch's hooks
+        don't see, its bytes and its result."""
         self._host_link: host_link.HostLink | None = None
         self._host_link = host_link.connect(spec, self.barrier)
 
@@ -110,22 +109,39 @@ class Group:
         link, world = self._host_link, dist.group.WORLD
         if num_ranks == self.world_size and link is not None and link.can_sum(tensor):
             link.all_reduce(tensor)
-            if self.on_direct_sum is not None:
-                self.on_direct_sum(tensor)
+            self._report_direct("all_reduce", tensor, tensor)
             return tensor
         self._count_payload(tensor, num_ranks)
         if process_group is None and world is not None and not (tensor.is_complex() or tensor.is_sparse):
-            # waits: a collective, limited by the process group's timeout
-            world.allreduce(
-                [tensor]
-            ).wait()  # torch's function calls this after checks that take a tenth of a short step
+            work = world.allreduce([tensor])  # dist.all_reduce makes checks before, for a tenth of a short step
+            work.wait()  # waits: a collective, limited by the process group's timeout
         else:
             dist.all_reduce(tensor, group=process_group)
         return tensor
 
+    def open_messages(self) -> HostMessages | None:
+        """Return messages by the ranks' host, or None if they have several. A collective."""
+        return None if self._host_link is None else self._host_link.open_messages()
+
     def can_sum_directly(self, tensor: torch.Tensor) -> bool:
-        """Return whether `all_reduce` sums a tensor by sockets or memory of the ranks' host."""
+        """Return whether the ranks sum and gather such tensors by sockets or memory of their host."""
         return self._host_link is not None and self._host_link.can_sum(tensor)
+
+    def all_gather_directly(self, output: torch.Tensor, own: torch.Tensor) -> None:
+        """Gather the tensors of all ranks into a flat `output`, by memory of their host."""
+        assert self._host_link is not None
+        self._host_link.all_gather(output, own)
+        self._report_direct("all_gather", output, output)
+
+    def reduce_scatter_directly(self, output: torch.Tensor, terms: torch.Tensor) -> None:
+        """Sum over all ranks, of which each gets its part in a flat `output`, by memory of their host."""
+        assert self._host_link is not None
+        self._host_link.reduce_scatter(output, terms)
+        self._report_direct("reduce_scatter", terms, output)
+
+    def _report_direct(self, kind: str, whole: torch.Tensor, result: torch.Tensor) -> None:
+        if self.on_direct_collective is not None:
+            self.on_direct_collective(kind, whole.nbytes, result)
 
     def start_all_reduce_small(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to sum one number in place over all ranks, and return a function that waits for it."""
@@ -133,7 +149,7 @@ class Group:
             future = self.start_all_reduce(tensor)
             # waits: a collective, limited by the process group's timeout
             return lambda: future.wait()[0]
-        if self.on_direct_sum is not None:  # an explained step waits for each collective
+        if self.on_direct_collective is not None:  # an explained step waits for each collective
             self.all_reduce(tensor)
             return lambda: tensor
         return self._host_link.start_all_reduce(tensor)
@@ -342,56 +358,3 @@ def is_lost_peer_error(error: BaseException) -> bool:
     if isinstance(error, PeerFailedError):
         return True
     return isinstance(error, RuntimeError) and bool(_LOST_PEER_PATTERN.search(str(error)))
-
-
-@contextlib.contextmanager
-def abort_on_sigint(abort: Callable[[], None]) -> Iterator[None]:
-    """Let SIGINT end a blocked collective: the signal wakes a thread, which calls `abort`.
-
-    The interpreter writes the signal's number to the wakeup descriptor at once, even while the main thread runs C code.
-    Only the main thread can be interrupted, so the context does nothing in others.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    with _get_sigint_watcher().call_on_sigint(abort):
-        yield
-
-
-class _SigintWatcher:
-    """One thread for all calls, since starting a thread for each dispatch takes milliseconds on busy cores."""
-
-    def __init__(self) -> None:
-        # port: a socket pair within the process; nobody else can connect
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        # locks: while a group's sockets are shut, for a quarter of a second at most
-        self._lock = threading.Lock()  # no call ends while its `abort` runs
-        self._abort: Callable[[], None] | None = None
-        threading.Thread(target=self._watch_loop, name="dtkit-interrupt", daemon=True).start()
-
-    @contextlib.contextmanager
-    def call_on_sigint(self, abort: Callable[[], None]) -> Iterator[None]:
-        """Let SIGINT call `abort` within the context."""
-        previous, self._abort = self._abort, abort
-        descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            self._abort = previous  # an assignment instead of a call, before which an interrupt could come
-            signal.set_wakeup_fd(descriptor)
-            with self._lock:
-                pass
-
-    def _watch_loop(self) -> None:
-        # waits: a daemon thread; nobody waits for it
-        while signals := self._reader.recv(64):
-            with self._lock:
-                abort = self._abort
-                if signal.SIGINT in signals and abort is not None:
-                    abort()
-
-
-@functools.cache
-def _get_sigint_watcher() -> _SigintWatcher:
-    return _SigintWatcher()

@@ -57,17 +57,18 @@ class CollectiveProbe(StepProbe):
     def record_collectives(self) -> Iterator[None]:
         """Record the collectives of a step within the context."""
         self._sent_before = self._group.count_sent_bytes()
-        self._group.on_direct_sum = self._record_direct_sum
+        self._group.on_direct_collective = self._record_direct
         try:
             with _CollectiveRecorder(self._record):
                 yield
         finally:
-            self._group.on_direct_sum = None
+            self._group.on_direct_collective = None
         self._sent_after = self._group.count_sent_bytes()
 
-    def _record_direct_sum(self, total: torch.Tensor) -> None:
+    def _record_direct(self, kind: str, nbytes: int, result: torch.Tensor) -> None:
         ranks = tuple(range(self._group.world_size))
-        self._record("all_reduce", total.nbytes, [total], ranks, is_direct=total.nbytes <= MAX_WHOLE_SUM_BYTES)
+        is_direct = kind == "all_reduce" and nbytes <= MAX_WHOLE_SUM_BYTES
+        self._record(kind, nbytes, [result], ranks, is_direct=is_direct)
 
     def _record(
         self,

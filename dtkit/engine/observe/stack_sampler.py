@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _DISTRIBUTED_PATH = "/torch/distributed/"
 _HOST_LINK = str(PACKAGE_FOLDER / "engine/comm/host_link.py")
+_HOST_MESSAGES = str(PACKAGE_FOLDER / "engine/comm/host_messages.py")
 _VOTE_WAIT_FUNCTION = str(PACKAGE_FOLDER / "engine/comm/process_group.py"), "wait_for_result"
 """File and name of the function in which a rank waits for `Group.start_all_reduce_any`."""
 _COMPUTING_PATHS = ("/torch/distributed/tensor/", "/torch/distributed/pipelining/")
@@ -84,7 +85,10 @@ def is_in_collective(stack: Sequence[Frame]) -> bool:
 def is_in_p2p(stack: Sequence[Frame]) -> bool:
     """Return whether the innermost Python function is a message between two ranks."""
     inner = _find_innermost(stack)
-    return inner is not None and _DISTRIBUTED_PATH in inner.file and inner.function in _P2P_FUNCTIONS
+    if inner is None:
+        return False
+    is_torch_message = _DISTRIBUTED_PATH in inner.file and inner.function in _P2P_FUNCTIONS
+    return is_torch_message or inner.file == _HOST_MESSAGES
 
 
 def _find_innermost(stack: Sequence[Frame]) -> Frame | None:

@@ -107,7 +107,7 @@ class EngineState:
 
     def run_abortable(self, work: Callable[[], T]) -> T:
         """Run work that may wait in a collective. An interrupt aborts the group, so that the wait ends."""
-        from dtkit.engine.comm.process_group import abort_on_sigint
+        from dtkit.engine.comm.interrupt import abort_on_sigint
 
         with abort_on_sigint(self.get_group().abort):
             return work()

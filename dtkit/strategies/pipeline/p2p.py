@@ -7,7 +7,7 @@ replaces both, to record phases when messages are posted and awaited.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.distributed.pipelining import schedules
 
@@ -16,11 +16,12 @@ from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
 from dtkit.strategies.patching import replace_functions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch.distributed as dist
 
     from dtkit.engine.observe.phase_timer import PhaseTimer
+    from dtkit.strategies.pipeline.carrier import Carrier, Work
 
 _LABEL_ATTRIBUTE = "dtkit_message"
 
@@ -38,10 +39,9 @@ def label_ops(ops: list[dist.P2POp], phase: str, stage: int, micro_batch: int) -
 class P2PTracer:
     """Recorder of one rank's messages."""
 
-    def __init__(self, phases: PhaseTimer, wait: Callable[[dist.Work], None]) -> None:
-        """Record in `phases`; `wait` waits until a message is sent or received."""
-        self._phases, self._wait_for_work = phases, wait
-        self._torch_post: Any = vars(schedules)[POST_P2P]
+    def __init__(self, phases: PhaseTimer, carrier: Carrier) -> None:
+        """Record in `phases` the messages that `carrier` carries."""
+        self._phases, self._carrier = phases, carrier
         self._labels_by_work: dict[int, MessageLabel] = {}  # by id; torch's schedule keeps the works alive
 
     @contextlib.contextmanager
@@ -51,25 +51,25 @@ class P2PTracer:
         with replace_functions(schedules, {POST_P2P: self.post_ops, WAIT_P2P: self.wait_for}):
             yield
 
-    def post_ops(self, ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+    def post_ops(self, ops: list[dist.P2POp], desc: str | None = None) -> list[Work]:
         """Start sends and receives. NCCL returns one work for several, which gets the last label."""
         labels: list[MessageLabel | None] = [getattr(op, _LABEL_ATTRIBUTE, None) for op in ops]
         for label in dict.fromkeys(labels):
             if label is not None:
                 self._phases.enter(*label)
-        works: list[dist.Work] = self._torch_post(ops, desc)
+        works = self._carrier.post(ops, desc)
         for work, label in zip(works, labels if len(works) == len(ops) else labels[-1:] * len(works), strict=True):
             if label is not None:
                 self._labels_by_work[id(work)] = label
         return works
 
-    def wait_for(self, works: Sequence[dist.Work | None]) -> None:
+    def wait_for(self, works: Sequence[Work | None]) -> None:
         """Wait for each message."""
         pending = [work for work in works if work is not None]
         for work in pending:
             label = self._labels_by_work.pop(id(work), None)
             if label is not None:
                 self._phases.continue_phase(*label)
-            self._wait_for_work(work)
+            self._carrier.wait(work)
         if pending:
             self._phases.enter(BETWEEN_PHASES)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime as dt
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,9 @@ from dtkit._util.torch_private import (
     count_inplace_writes,
     step_micro_batches,
 )
-from dtkit.engine.comm.cancellable_wait import LARGE_MESSAGE_BYTES, CancellableWait
 from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
 from dtkit.strategies.module_modes import module_eval_mode
+from dtkit.strategies.pipeline.carrier import make_carrier
 from dtkit.strategies.pipeline.p2p import P2PTracer, label_ops
 from dtkit.strategies.pipeline.split_backward import can_split_backward
 from dtkit.strategies.pipeline.value_routing import StageModule, make_sendable
@@ -279,9 +278,9 @@ class StageRunner:
         self, pp_group: dist.ProcessGroup, device: torch.device, phases: PhaseTimer, group: Group
     ) -> None:
         """Build torch's stages and schedule for the pipeline's `pp_group` within `group`."""
-        self._pp_group, self._device, self._phases, self._world_group = pp_group, device, phases, group
-        large = any(t.nbytes >= LARGE_MESSAGE_BYTES for shapes in self.training_io[1:-1] for t in shapes)
-        self._cancellable_wait = CancellableWait(group.has_lost_connection) if large and device.type == "cpu" else None
+        self._pp_group, self._phases = pp_group, phases
+        largest = max((t.nbytes for shapes in self.training_io[1:-1] for t in shapes), default=0)
+        self._carrier = make_carrier(group, device, largest)
         self._stages = [
             Stage(
                 pair.training,
@@ -296,7 +295,7 @@ class StageRunner:
             for stage, pair in self.stage_modules.items()
         ]
         self._torch_schedule = self._build_torch_schedule()
-        self._p2p_tracer = P2PTracer(phases, lambda work: self._wait_for_peers([work]))
+        self._p2p_tracer = P2PTracer(phases, self._carrier)
 
     @property
     def torch_stages(self) -> Sequence[Any]:
@@ -352,19 +351,6 @@ class StageRunner:
                 locations.append((stage.stage_index, "gradient"))
         return tuple(locations)
 
-    def _wait_for_peers(self, works: Sequence[Any]) -> None:
-        """Wait for messages as long as for a collective.
-
-        gloo's connections keep the timeout of the group's creation, so each wait needs its own. NCCL enforces its
-        timeout itself, and would block the host if given one.
-        """
-        timeout = (dt.timedelta(seconds=self._world_group.timeout_s),) if self._device.type == "cpu" else ()
-        if self._cancellable_wait is not None:
-            self._cancellable_wait.wait(works, *timeout)
-            return
-        for work in works:
-            work.wait(*timeout)
-
     def run_forward(self, inputs: tuple[Any, ...]) -> Any:
         """Return the output of one micro-batch, or None on ranks without the last stage."""
         rank, stage_ranks = dist.get_rank(self._pp_group), self.schedule.stage_ranks
@@ -387,9 +373,14 @@ class StageRunner:
 
     def _receive(self, stage: int, source: int) -> Sequence[torch.Tensor]:
         values = [torch.empty_like(t, requires_grad=False) for t in self._evaluation_io[stage]]
-        self._wait_for_peers([dist.irecv(t, group=self._pp_group, group_src=source) for t in values])
+        self._carry([dist.P2POp(dist.irecv, t, group=self._pp_group, group_peer=source) for t in values])
         return values
 
     def _send(self, values: Sequence[torch.Tensor], target: int) -> None:
         buffers = [t.contiguous() for t in values]
-        self._wait_for_peers([dist.isend(t, group=self._pp_group, group_dst=target) for t in buffers])
+        self._carry([dist.P2POp(dist.isend, t, group=self._pp_group, group_peer=target) for t in buffers])
+
+    def _carry(self, ops: list[dist.P2POp]) -> None:
+        """Send or receive messages, and wait for them."""
+        for work in self._carrier.post(ops):
+            self._carrier.wait(work)

@@ -198,18 +198,16 @@ class Engines:
         Nothing ends if another notebook has taken the cluster over.
         """
         group = self._engine_group
-        atexit.unregister(self._close_at_exit)
         self._job_ends.close()
         if group.is_superseded:
             group.detach()
-            return
-        with group.lock:
-            if group.is_closed:
-                return
-            run, self.current_run = self.current_run, None
-        if run is not None:
-            run.lifecycle.close()
-        group.close()
+        elif not group.is_closed:
+            with group.lock:
+                run, self.current_run = self.current_run, None
+            if run is not None:
+                run.lifecycle.close()
+            group.close()
+        atexit.unregister(self._close_at_exit)  # after an interrupt above, it closes the cluster
 
     def _close_at_exit(self) -> None:
         """Close the cluster as a script ends, or as the user shuts a kernel down in which no run is unfinished.

@@ -5,6 +5,7 @@ Processes are identified by pid and start time. Tests that end a cluster start t
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import importlib
@@ -62,6 +63,31 @@ def test_closing_a_training_cluster_leaves_nothing(runtime: Path):
     assert time.monotonic() - start < 20
     assert_nothing_left(processes, runtime)
     assert run.status.state is dtkit.types.State.STOPPED
+
+
+def test_a_script_that_was_interrupted_while_it_closed_a_cluster_ends_it_at_exit(runtime: Path, tmp_path: Path):
+    """Ctrl+C twice: the second one comes while the cluster waits for its run to stop."""
+    processes_file = tmp_path / "processes"
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import pathlib
+import dtkit
+from tests.support.leftovers import list_processes
+from tests.support.small import LONG, train
+
+def interrupt():
+    raise KeyboardInterrupt
+
+cluster = dtkit.Cluster(1)
+run = train(cluster, steps=LONG)
+run.lifecycle.close = interrupt
+found = list_processes(cluster, pathlib.Path({str(runtime)!r}))
+pathlib.Path({str(processes_file)!r}).write_text(repr(found))
+cluster.close()
+""")
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert "KeyboardInterrupt" in result.stderr
+    assert_nothing_left(ast.literal_eval(processes_file.read_text()), runtime)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from dtkit.cluster.job_end_watcher import JobEndWatcher
 from dtkit.cluster.launch_request import make_config, make_host_config
 from dtkit.cluster.launched_transport import LaunchedTransport, get_runtime_folder
 from dtkit.cluster.launchers.hosts import HostLauncher
+from dtkit.cluster.preload import load_for_training
 from dtkit.cluster.sigterm import exit_on_sigterm
 from dtkit.dashboard.text import cluster_text
 from dtkit.errors import ClusterError
@@ -69,6 +70,7 @@ class Engines:
             config = make_host_config(n, launcher, device, threads, interface=interface, **common)
         else:
             config = make_config(n, launcher, device, threads, **common)
+        load_for_training()
         cluster_file.warn_of_unused(cluster_file.find_running(get_runtime_folder()))
         group, plan = starting.start_engines(config, step_timeout=step_timeout, interface=interface)
         self._set_up(group, plan, keep_alive=keep_alive)

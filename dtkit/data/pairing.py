@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dtkit._util.torch_private import TorchDispatchMode, tree_leaves
+from dtkit._util.dispatch_mode import DispatchMode
+from dtkit._util.torch_private import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +69,7 @@ class _Origin:
     has_added_axis: bool = False
 
 
-class PairingDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
+class PairingDetector(DispatchMode):
     """Mode that raises PairedRowsError in an operation that combines each output with every target by mistake.
 
     `start` names in errors what is watched. `model` may be None, if its outputs are given.

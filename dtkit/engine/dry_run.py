@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dtkit._util.torch_private import TorchDispatchMode, get_storage_id, tree_leaves, tree_map
+from dtkit._util.dispatch_mode import DispatchMode
+from dtkit._util.torch_private import get_storage_id, tree_leaves, tree_map
 from dtkit.planning.cost_model import ActivationPeak
 from dtkit.strategies.base import make_optimizer
 from dtkit.strategies.fake_mode import SharedFakeMode
@@ -39,7 +40,7 @@ OPS_WITH_HIDDEN_WORKSPACE = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 """Operations of recurrent layers. Their fake results lack the workspace for backward."""
 
 
-class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
+class AllocationTracker(DispatchMode):
     """Mode that counts the bytes of storages that operations create, except for those of known tensors."""
 
     def __init__(self, known_tensors: Sequence[torch.Tensor] = ()) -> None:

@@ -61,7 +61,7 @@ class _ModuleLocation:
 @functools.cache
 def _locate_module(name: str, file: str) -> _ModuleLocation | None:
     """Return where a module is, or None if it is installed."""
-    file = _resolve_path(file)
+    file = _resolve_file(file)
     if file.startswith(_list_installation_prefixes()):
         return None
     stem = file.removesuffix(".py").removesuffix(os.sep + "__init__")
@@ -85,6 +85,19 @@ def _list_installation_prefixes() -> tuple[str, ...]:
 
 def _resolve_path(path: str) -> str:
     return os.path.realpath(path)
+
+
+def _resolve_file(path: str) -> str:
+    """Resolve a path, with its folder only once: there are thousands of modules in hundreds of folders."""
+    if os.path.islink(path):  # noqa: PTH114 - a Path takes several times as long
+        return _resolve_path(path)
+    folder, separator, name = path.rpartition(os.sep)
+    return _resolve_folder(folder) + separator + name
+
+
+@functools.cache
+def _resolve_folder(path: str) -> str:
+    return _resolve_path(path)
 
 
 def _make_path_prefix(folder: str) -> str:

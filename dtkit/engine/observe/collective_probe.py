@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from dtkit._util.torch_private import TorchDispatchMode, functional_collectives, resolve_group, tree_leaves
+from dtkit._util.dispatch_mode import DispatchMode
+from dtkit._util.torch_private import functional_collectives, resolve_group, tree_leaves
 from dtkit.engine.observe.step_probe import StepProbe
 from dtkit.engine.observe.tensor_values import compute_digest, count_storage_bytes
 from dtkit.planning.cost_model import MAX_WHOLE_SUM_BYTES
@@ -109,7 +110,7 @@ class CollectiveProbe(StepProbe):
         return report
 
 
-class _CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
+class _CollectiveRecorder(DispatchMode):
     """Mode that reports each dispatched collective after its end."""
 
     def __init__(self, on_collective: Callable[[str, int, Sequence[torch.Tensor], tuple[int, ...]], None]) -> None:

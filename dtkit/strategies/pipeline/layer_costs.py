@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dtkit._util.dispatch_mode import DispatchMode
 from dtkit._util.guard import run_guarded
-from dtkit._util.torch_private import TorchDispatchMode, tree_leaves, tree_map
+from dtkit._util.torch_private import tree_leaves, tree_map
 from dtkit.planning.layer_chain import LayerCosts
 from dtkit.strategies.fake_mode import SharedFakeMode
 from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
@@ -213,7 +214,7 @@ def _trace_shapes(model: nn.Module, inputs: ModelInputs) -> tuple[set[int], tupl
         return late, tuple(outputs) if len(outputs) == len(layers) else ()
 
 
-class _TensorUseMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
+class _TensorUseMode(DispatchMode):
     """Mode that collects the ids of the operations' arguments."""
 
     def __init__(self) -> None:

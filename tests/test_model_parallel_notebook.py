@@ -52,8 +52,8 @@ def test_a_model_that_does_not_fit_is_planned_and_refused(done: ExecutedNotebook
 def test_each_strategy_is_explained(done: ExecutedNotebook):
     for source, text in (
         ("strategy=pipeline, start=False", "What arrived is what was sent, bit by bit: all 16 tensors."),
-        ("strategy=tensor_parallel, start=False", "All ranks made the same collectives"),
-        ("strategy=sharded, start=False", "The difference is what reduce-scatter should send"),
+        ("strategy=tensor_parallel, start=False", "All nodes made the same collectives"),
+        ("strategy=sharded, start=False", "All nodes made the same collectives"),
     ):
         page = done.outputs(source)[-1].data["text/html"]
         assert text in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -360,6 +361,9 @@ def test_cost_of_sharded_is_a_share_of_everything():
     assert (halves.parameters, halves.gradients, halves.optimizer_state) == (2200, 2200, 4400)
     # Two gathers and gloo's reduce-scatter, which is an all-reduce: 3/4 + 3/4 + 6/4 of the parameters.
     assert whole.sent_bytes == pytest.approx(3 * 4400)
+    on_one_host = dataclasses.replace(benchmark, direct_sum_timings=((8, 0.0),))
+    assert Sharded().estimate_cost(PROFILE, on_one_host).sent_bytes == pytest.approx(9 / 4 * 4400)
+    assert Sharded(2).estimate_cost(PROFILE, on_one_host) == halves  # replicas' shards travel by gloo
 
 
 def test_cost_of_tensor_parallel_is_a_share_of_the_matrices():

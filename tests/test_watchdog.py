@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from dtkit.engine.comm import host_link, process_group
+from dtkit.engine.comm import host_link, host_messages, process_group
 from dtkit.engine.observe import stack_sampler
 from dtkit.engine.observe.clock import Clock
 from dtkit.engine.observe.phase_timer import PhaseTimer
@@ -247,6 +247,13 @@ def test_waiting_for_an_all_reduce_result_counts_as_a_collective():
     assert stack_sampler.is_in_collective([Frame(host_link.__file__, 1, "_read"), USER])
     assert stack_sampler.is_in_collective([Frame(process_group.__file__, 1, wait_function), USER])
     assert not stack_sampler.is_in_collective([Frame(process_group.__file__, 1, "all_reduce"), USER])
+
+
+def test_a_message_is_recognized_by_its_innermost_line():
+    frames = ["/x/torch/distributed/distributed_c10d.py", "irecv"], [host_messages.__file__, "_receive"]
+    assert all(stack_sampler.is_in_p2p([Frame(file, 1, function), USER]) for file, function in frames)
+    assert not stack_sampler.is_in_p2p([USER])
+    assert not stack_sampler.is_in_p2p([])
 
 
 def test_non_ascii_file_and_function_names_are_sampled(tmp_path: Path):

@@ -33,6 +33,7 @@ from dtkit.strategies.pipeline.cut import find_layer_chain
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from dtkit.engine.comm.host_messages import HostMessages
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.batches import Shards
     from dtkit.engine.data.sources import RowSource
@@ -132,30 +133,39 @@ def _measure_pairs(context: BenchmarkContext) -> dict[int, tuple[float, float]]:
     """Return (latency, bandwidth) to each higher rank. Pairs take turns, and the other ranks wait."""
     group = context.group
     device = context.device if "nccl" in group.backend else torch.device("cpu")  # gloo sends on the CPU only
+    messages = group.open_messages() if context.device.type == "cpu" else None
     results = {}
     for low in range(group.world_size):
         for high in range(low + 1, group.world_size):
             if group.rank == low:
-                results[high] = _measure_pair(context, high, device)
+                results[high] = _measure_pair(context, high, device, messages)
             elif group.rank == high:
-                _measure_pair(context, low, device)
+                _measure_pair(context, low, device, messages)
     return results
 
 
-def _measure_pair(context: BenchmarkContext, peer: int, device: torch.device) -> tuple[float, float]:
-    """Return (seconds for 8 bytes in one direction, bytes per second)."""
+def _measure_pair(
+    context: BenchmarkContext, peer: int, device: torch.device, messages: HostMessages | None
+) -> tuple[float, float]:
+    """Return (seconds for 8 bytes in one direction, bytes per second), as a pipeline's stages send them."""
+    moves: list[Callable[[torch.Tensor, int], object]] = [dist.send, dist.recv]
+    if messages is not None:
+        moves = [messages.send, lambda tensor, rank: messages.start_receive(tensor, rank)()]
+    if context.group.rank > peer:
+        moves.reverse()
     small, large = torch.zeros(2, device=device), torch.zeros(PAIR_BYTES // 4, device=device)
-    _time_round_trip(context, peer, small)
-    _time_round_trip(context, peer, large)
-    ping = statistics.median(_time_round_trip(context, peer, small) for _ in range(NUM_PINGS)) / 2
-    bulk = statistics.median(_time_round_trip(context, peer, large) for _ in range(NUM_PAIR_TRIPS)) / 2
+    _time_moves(context, moves, small, peer)
+    _time_moves(context, moves, large, peer)
+    ping = statistics.median(_time_moves(context, moves, small, peer) for _ in range(NUM_PINGS)) / 2
+    bulk = statistics.median(_time_moves(context, moves, large, peer) for _ in range(NUM_PAIR_TRIPS)) / 2
     return ping, PAIR_BYTES / bulk
 
 
-def _time_round_trip(context: BenchmarkContext, peer: int, tensor: torch.Tensor) -> float:
+def _time_moves(
+    context: BenchmarkContext, moves: list[Callable[[torch.Tensor, int], object]], tensor: torch.Tensor, peer: int
+) -> float:
     """Return the seconds of a message and its reply; the lower rank sends first."""
     start = time.perf_counter()
-    moves = (dist.send, dist.recv) if context.group.rank < peer else (dist.recv, dist.send)
     for move in moves:
         move(tensor, peer)
     _synchronize(context)

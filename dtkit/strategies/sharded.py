@@ -115,14 +115,17 @@ class Sharded(DTensorStrategy):
         """Return the cost of the shards and of the gathered blocks.
 
         The blocks are unknown here, so this counts 3 at a time, with 3 tensors of the largest size. Ranks send
-        parameters twice and gradients once; gloo's reduce-scatter is an all-reduce of twice the bytes.
+        parameters twice and gradients once. gloo's reduce-scatter is an all-reduce of twice the bytes; ranks of one
+        host use its memory instead, if all of them share one copy.
         """
         world = benchmark.world_size
         shards = max(1, world // self.replicas)
         largest = _compute_largest_tensor_bytes(profile)
         gathered = min(profile.parameters + profile.gradients, round(_GATHER_ALL_LIMIT * largest)) if shards > 1 else 0
         moved = compute_ring_bytes(profile.gradients, shards) / 2
-        reduced = moved if "nccl" in benchmark.backend else 2 * moved
+        is_direct = benchmark.sums_directly and shards == world
+        reduced = moved if "nccl" in benchmark.backend or is_direct else 2 * moved
+        sum_s = (benchmark.estimate_sum_s if is_direct else benchmark.estimate_all_reduce_s)(profile.gradients)
         sent = 2 * moved + reduced + compute_ring_bytes(profile.gradients / shards, self.replicas)
         whole = compute_ring_bytes(profile.gradients, world)
         return dataclasses.replace(
@@ -133,9 +136,7 @@ class Sharded(DTensorStrategy):
                 optimizer_state=-(-profile.optimizer_state // shards),
                 temporaries=-(-profile.update_temporaries // shards),
                 sent_bytes=sent * self.accumulate,
-                exposed_s=benchmark.estimate_all_reduce_s(profile.gradients)
-                * (sent / whole if whole else 0)
-                * self.accumulate,
+                exposed_s=sum_s * (sent / whole if whole else 0) * self.accumulate,
             ),
             parameters=-(-profile.parameters // shards),
             activations=round(profile.activations.predict(profile.rows / self.accumulate)) + gathered,

@@ -14,7 +14,12 @@ import torch
 from torch import nn
 
 from dtkit.engine.comm.host_link import HostLink
-from dtkit.engine.comm.host_messages import MAX_MESSAGE_BYTES, HostMessages
+from dtkit.engine.comm.host_messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_UNREAD_BYTES,
+    MAX_UNREAD_MESSAGES,
+    HostMessages,
+)
 from dtkit.engine.comm.process_group import is_lost_peer_error
 
 if TYPE_CHECKING:
@@ -115,6 +120,26 @@ def test_more_messages_than_the_socket_holds_are_sent_while_the_receiver_reads()
         assert received == list(range(3000))
 
 
+@pytest.mark.parametrize(("size", "most"), [(1, MAX_UNREAD_MESSAGES), (MAX_UNREAD_BYTES // 16, 4)])
+def test_a_sender_waits_while_too_much_is_unread(size: int, most: int):
+    """Otherwise the first stage would send all of an evaluation while the last one computes its first batch."""
+    tensor = torch.zeros(size)
+    with opened(timeout_s=0.05) as (_, messages):
+        for _ in range(most):
+            messages[0].send(tensor, 1)
+            messages[0].wait_for_room(1)
+        messages[0].send(tensor, 1)
+        for link in messages:
+            link.set_timeout(30)
+        for _ in range(5):
+            receive(messages[1], tensor, 0)
+            messages[0].wait_for_room(1)
+            messages[0].send(tensor, 1)
+        messages[0].set_timeout(0.05)
+        with pytest.raises(RuntimeError, match="timed out"):
+            messages[0].wait_for_room(1)
+
+
 def test_autograd_accepts_a_buffer_that_a_message_has_filled():
     """torch's stages receive into tensors of which a graph was made already."""
     with opened() as (_, messages):
@@ -144,6 +169,13 @@ def test_a_rank_that_aborts_or_ends_ends_the_wait_of_the_other(end: Callable[[Ho
         assert is_lost_peer_error(errors[0])
         with pytest.raises(RuntimeError, match="Connection closed"):
             messages[1].send(torch.zeros(3), 0)
+
+
+def test_a_message_of_a_rank_that_has_ended_still_arrives():
+    with opened() as (links, messages):
+        messages[0].send(torch.tensor(3.0), 1)
+        links[0].close()
+        assert receive(messages[1], torch.empty(()), 0) == 3
 
 
 def test_a_message_that_does_not_come_in_time_is_an_error_of_a_lost_peer():

@@ -77,7 +77,7 @@ def endless(_output: torch.Tensor, _target: torch.Tensor) -> None:
 @pytest.mark.slow
 def test_interrupting_an_active_call_ends_it_on_the_engines(cluster2: dtkit.Cluster, run: dtkit.Run):
     def interrupt() -> None:
-        wait_until(lambda: all(read_op(cluster2, node) == "evaluate" for node in cluster2.nodes), 30)
+        wait_until(lambda: read_op(cluster2, cluster2.nodes[-1]) == "evaluate", 30)  # the first stage is done at once
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt, daemon=True)

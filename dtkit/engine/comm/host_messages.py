@@ -4,8 +4,9 @@ gloo sends a pipeline's activations through the kernel's loopback, by threads of
 tensor into a buffer that it shares with the receiver, and sends the buffer's number through a socket. The receiver
 copies the tensor out while it waits for it, and returns the buffer through the socket. No thread takes part.
 
-A sender never waits for the receiver: if all buffers are in use, it makes another one. So there are as many as a
-schedule has messages under way. A buffer has no name, and ends with the last process that has it.
+Sending never waits: if all buffers are in use, there is another one. The sender may wait afterwards until the receiver
+has read enough, because otherwise the first stage of an evaluation would be far ahead of the last one. A buffer has no
+name, and ends with the last process that has it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_BYTES = 2**25
 """Size of the largest tensor that goes this way. A buffer doubles the memory of its tensor."""
+
+MAX_UNREAD_MESSAGES, MAX_UNREAD_BYTES = 16, 2**26
+"""Messages that a rank may leave unread before their sender waits."""
 
 _HEADER = struct.Struct("qq")  # number of the buffer, and its size if the descriptor comes with it
 _NO_SIZE = 0
@@ -75,6 +79,11 @@ class HostMessages:
         with self._end_on_error():
             self._outboxes[rank].send(tensor.detach())
         self.sent_bytes += tensor.nbytes
+
+    def wait_for_room(self, rank: int) -> None:
+        """Wait until the receiver has read enough of what was sent to it."""
+        with self._end_on_error():
+            self._outboxes[rank].wait_for_room()
 
     def start_receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
         """Return a function that waits for a tensor of another rank, and copies it into `tensor`."""
@@ -130,15 +139,19 @@ class _Outbox:
         self.connection = connection
         self._buffers: list[_Buffer] = []
         self._free: list[_Buffer] = []
+        self._unread_bytes = 0
 
     def send(self, tensor: torch.Tensor) -> None:
-        self._collect_buffers()
+        with contextlib.suppress(BlockingIOError):
+            while self._collect_buffers(socket.MSG_DONTWAIT):
+                pass
         fitting = [buffer for buffer in self._free if buffer.size >= tensor.nbytes]
         if not fitting:
             self._send_in_new_buffer(tensor)
             return
         buffer = min(fitting, key=lambda buffer: buffer.size)
         self._free.remove(buffer)
+        self._unread_bytes += buffer.size
         if tensor.nbytes:
             buffer.view_as(tensor).copy_(tensor)
         self.connection.send(_HEADER.pack(buffer.number, _NO_SIZE))
@@ -150,17 +163,26 @@ class _Outbox:
             os.ftruncate(descriptor, size)
             buffer = _Buffer(descriptor, len(self._buffers), size)
             self._buffers.append(buffer)
+            self._unread_bytes += size
             if tensor.nbytes:
                 buffer.view_as(tensor).copy_(tensor)
             socket.send_fds(self.connection, [_HEADER.pack(buffer.number, size)], [descriptor])
         finally:
             os.close(descriptor)
 
-    def _collect_buffers(self) -> None:
-        """Collect the buffers that the receiver has returned."""
-        with contextlib.suppress(BlockingIOError):
-            while record := self.connection.recv(_MAX_RECORD_BYTES, socket.MSG_DONTWAIT):
-                self._free += [self._buffers[number] for number, _ in _HEADER.iter_unpack(record)]
+    def wait_for_room(self) -> None:
+        while len(self._buffers) - len(self._free) > MAX_UNREAD_MESSAGES or self._unread_bytes > MAX_UNREAD_BYTES:
+            # waits: limited by the socket's timeout
+            if not self._collect_buffers():
+                raise ConnectionResetError("it has ended, or was interrupted")
+
+    def _collect_buffers(self, flags: int = 0) -> bool:
+        """Collect some buffers that the receiver has returned. Return False if it has ended."""
+        record = self.connection.recv(_MAX_RECORD_BYTES, flags)
+        returned = [self._buffers[number] for number, _ in _HEADER.iter_unpack(record)]
+        self._free += returned
+        self._unread_bytes -= sum(buffer.size for buffer in returned)
+        return bool(record)
 
 
 class _Inbox:
@@ -203,8 +225,8 @@ class _Inbox:
         self._return_buffer(number)
 
     def _return_buffer(self, number: int) -> None:
-        """Return a buffer to the sender. If its socket is full, it goes with a later one."""
+        """Return a buffer to the sender. If its socket is full, it goes with a later one; one that has ended needs none."""
         self._unreturned += _HEADER.pack(number, _NO_SIZE)
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):
             self.connection.send(self._unreturned[:_MAX_RECORD_BYTES], socket.MSG_DONTWAIT)
             self._unreturned = self._unreturned[_MAX_RECORD_BYTES:]

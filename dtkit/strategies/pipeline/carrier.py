@@ -84,10 +84,10 @@ class HostCarrier:
         if op.op is dist.irecv:
             return HostWork(self._messages.start_receive(op.tensor, op.peer))
         self._messages.send(op.tensor, op.peer)
-        return HostWork(_do_nothing)
+        return HostWork(functools.partial(self._messages.wait_for_room, op.peer))
 
     def wait(self, work: Work) -> None:
-        """Wait for a message. A sent one has left already."""
+        """Wait for a message. A sent one has left already; this waits only if too many are unread."""
         if isinstance(work, HostWork):
             work.wait()
         else:
@@ -102,7 +102,3 @@ def make_carrier(group: Group, device: torch.device, largest_bytes: int) -> Carr
     by_torch = TorchCarrier(group, device, largest_bytes)
     messages = group.open_messages() if device.type == "cpu" else None
     return by_torch if messages is None else HostCarrier(messages, by_torch)
-
-
-def _do_nothing() -> None:
-    pass

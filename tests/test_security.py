@@ -95,7 +95,7 @@ def _waits(node: ast.AST) -> bool:
     unlimited = {"wait_for": 2, "select": 4, "create_connection": 2, "urlopen": 3}
     return (
         len(node.args) < unlimited.get(name, 0)
-        or name in {"recv", "recv_into", "recvfrom", "accept", "as_completed", "DataLoader"}
+        or name in {"recv", "recv_into", "recvfrom", "recvmsg", "accept", "as_completed", "DataLoader"}
         or (full.startswith("subprocess.") and name in _SUBPROCESS)
         or re.fullmatch(r"(re)?(start|stop|connect)_\w+_sync", name) is not None
     )

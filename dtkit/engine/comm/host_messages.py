@@ -172,12 +172,12 @@ class _Outbox:
 
     def wait_for_room(self) -> None:
         while len(self._buffers) - len(self._free) > MAX_UNREAD_MESSAGES or self._unread_bytes > MAX_UNREAD_BYTES:
-            # waits: limited by the socket's timeout
             if not self._collect_buffers():
                 raise ConnectionResetError("it has ended, or was interrupted")
 
     def _collect_buffers(self, flags: int = 0) -> bool:
         """Collect some buffers that the receiver has returned. Return False if it has ended."""
+        # waits: limited by the socket's timeout
         record = self.connection.recv(_MAX_RECORD_BYTES, flags)
         returned = [self._buffers[number] for number, _ in _HEADER.iter_unpack(record)]
         self._free += returned
@@ -225,7 +225,7 @@ class _Inbox:
         self._return_buffer(number)
 
     def _return_buffer(self, number: int) -> None:
-        """Return a buffer to the sender. If its socket is full, it goes with a later one; one that has ended needs none."""
+        """Return a buffer to the sender; with a later one if its socket is full, and not at all if it has ended."""
         self._unreturned += _HEADER.pack(number, _NO_SIZE)
         with contextlib.suppress(OSError):
             self.connection.send(self._unreturned[:_MAX_RECORD_BYTES], socket.MSG_DONTWAIT)

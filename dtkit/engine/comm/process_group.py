@@ -114,7 +114,8 @@ class Group:
         self._count_payload(tensor, num_ranks)
         if process_group is None and world is not None and not (tensor.is_complex() or tensor.is_sparse):
             work = world.allreduce([tensor])  # dist.all_reduce makes checks before, for a tenth of a short step
-            work.wait()  # waits: a collective, limited by the process group's timeout
+            # waits: a collective, limited by the process group's timeout
+            work.wait()
         else:
             dist.all_reduce(tensor, group=process_group)
         return tensor

@@ -64,6 +64,7 @@ class TorchCarrier:
         elif self._is_cpu:
             work.wait(timeout)
         else:
+            # waits: limited by NCCL
             work.wait()
 
 
@@ -89,6 +90,7 @@ class HostCarrier:
     def wait(self, work: Work) -> None:
         """Wait for a message. A sent one has left already; this waits only if too many are unread."""
         if isinstance(work, HostWork):
+            # waits: limited by the group's timeout
             work.wait()
         else:
             self._otherwise.wait(work)

@@ -134,9 +134,10 @@ def test_killed_engine_on_a_gpu_is_replaced():
         assert run.verify(steps=5)
 
 
-def test_compiled_bfloat16_training_lowers_the_loss():
+@pytest.mark.parametrize("mode", [True, "reduce-overhead"])
+def test_compiled_bfloat16_training_lowers_the_loss(mode: bool | str):  # noqa: FBT001 - the option's type
     with dtkit.Cluster(1) as cluster:
-        run = train_perceptron(cluster, dtkit.DataParallel(precision="bf16", compile=True), steps=200)
+        run = train_perceptron(cluster, dtkit.DataParallel(precision="bf16", compile=mode), steps=200)
         losses = run.history.rows()["loss"]
         assert losses[-1] < losses[0] / 2
 

@@ -10,12 +10,20 @@ from dtkit.strategies import gradients
 from dtkit.strategies.loss import LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM
 
 
-@pytest.mark.parametrize("name", ["compile", "find_unused_parameters", "sync_batch_norm"])
+@pytest.mark.parametrize("name", ["find_unused_parameters", "sync_batch_norm"])
 def test_flag_options_need_a_bool(name):
     with pytest.raises(TypeError, match=f"{name}='no'; it must be True or False, such as {name}=True"):
         dtkit.DataParallel(**{name: "no"})
     with pytest.raises(TypeError, match=f"{name}=0; it must be True or False, such as {name}=False"):
         dtkit.DataParallel(**{name: 0})
+
+
+def test_compile_is_a_bool_or_one_of_torchs_modes():
+    assert dtkit.DataParallel(compile="reduce-overhead").compile == "reduce-overhead"
+    with pytest.raises(ValueError, match="compile='fast'; it must be one of 'reduce-overhead', 'max-autotune'"):
+        dtkit.DataParallel(compile="fast")
+    with pytest.raises(TypeError, match="compile=0; it must be True or False, such as compile=False"):
+        dtkit.DataParallel(compile=0)
 
 
 def test_split_needs_a_list_of_names():

@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 
     from dtkit.strategies.loss import Loss
 
+COMPILE_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Modes of ``torch.compile``. The first one records CUDA graphs; so does the second one, which tries many kernels."""
+
 
 class CompiledModel:
     """The compiled call of a model. Copies of the model are not compiled, as with ``model.compile()``."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, mode: str | None = None) -> None:
+        """Compile with one of `COMPILE_MODES`, or as torch does by default."""
         self._is_called = False
-        vars(model)[COMPILED_CALL] = self._count_call(torch.compile(_make_call(model)))
+        vars(model)[COMPILED_CALL] = self._count_call(torch.compile(_make_call(model), mode=mode))
 
     def check_steps(self, loss_fn: Loss) -> Loss:
         """Return the loss with a training step that raises ValueError if it doesn't call the model."""

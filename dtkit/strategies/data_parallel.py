@@ -28,7 +28,7 @@ from dtkit._util.arguments import suggest_options
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import compression
 from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
-from dtkit.strategies.compiled_model import CompiledModel
+from dtkit.strategies.compiled_model import COMPILE_MODES, CompiledModel
 from dtkit.strategies.flat_gradients import FlatGradients, choose_max_flat_bytes, fits_flat_buffer
 from dtkit.strategies.manual_optimization import ManualWorker
 from dtkit.strategies.options import check_choice, check_count, check_flag, check_positive
@@ -62,7 +62,8 @@ class DataParallel(Strategy):
         "bf16" or "fp16": forward and backward use torch's autocast; "fp16" also scales the loss. Parameters and
         optimizer keep their type.
     compile
-        Whether to compile calls of the model with ``torch.compile``; the first steps then take much longer.
+        Whether to compile calls of the model with ``torch.compile``; the first steps then take much longer. Or its
+        mode: on GPUs, "reduce-overhead" and "max-autotune" record CUDA graphs.
     compress
         "fp16", "bf16" or "powersgd": send fewer bytes, not exact; see :mod:`dtkit.strategies.compression`.
     bucket_cap_mb
@@ -79,7 +80,7 @@ class DataParallel(Strategy):
     accumulate: int = 1
     clip_grad_norm: float | None = None
     precision: str | None = None
-    compile: bool = False
+    compile: bool | str = False
     compress: str | None = None
     bucket_cap_mb: float | None = None
     balance: str | None = None
@@ -94,7 +95,11 @@ class DataParallel(Strategy):
         check_choice("precision", self.precision, AUTOCAST_DTYPES)
         check_choice("compress", self.compress, compression.COMPRESSION_METHODS)
         check_choice("balance", self.balance, ("auto",))
-        for name in ("compile", "find_unused_parameters", "sync_batch_norm"):
+        if isinstance(self.compile, str):
+            check_choice("compile", self.compile, COMPILE_MODES)
+        else:
+            check_flag("compile", self.compile)
+        for name in ("find_unused_parameters", "sync_batch_norm"):
             check_flag(name, getattr(self, name))
         if self.compress == "powersgd" and self.precision == "fp16":
             raise ValueError(
@@ -167,7 +172,8 @@ class DataParallel(Strategy):
         if self.sync_batch_norm and context.group is not None and context.device.type == "cuda":
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         if self.compile:
-            loss_fn = CompiledModel(model).check_steps(loss_fn)
+            mode = self.compile if isinstance(self.compile, str) else None
+            loss_fn = CompiledModel(model, mode).check_steps(loss_fn)
         if loss_fn.is_manual:
             return ManualWorker(model, loss_fn, optimizer, context, clip_grad_norm=self.clip_grad_norm)
         return _DataParallelWorker(self, model, loss_fn, make_optimizer(optimizer, model), context)

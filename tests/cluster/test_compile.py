@@ -75,15 +75,15 @@ def fresh(go: Path) -> Iterator[dtkit.Cluster]:
         yield cluster
 
 
-def train(cluster: dtkit.Cluster, model: nn.Module, **options: Any) -> dtkit.Run:
-    strategy = dtkit.DataParallel(compile=True)
+def train(cluster: dtkit.Cluster, model: nn.Module, mode: bool | str = True, **options: Any) -> dtkit.Run:  # noqa: FBT001, FBT002 - the option's type
+    strategy = dtkit.DataParallel(compile=mode)
     return small.train(cluster, model, make_rows(), strategy=strategy, steps=STEPS, batch_size=7, **options)
 
 
-@pytest.mark.parametrize("make", [make_sequential, Own])
-def test_compiled_model_trains_as_in_one_process(fresh: dtkit.Cluster, go: Path, make: Any):
+@pytest.mark.parametrize(("make", "mode"), [(make_sequential, True), (Own, True), (Own, "reduce-overhead")])
+def test_compiled_model_trains_as_in_one_process(fresh: dtkit.Cluster, go: Path, make: Any, mode: bool | str):  # noqa: FBT001 - the option's type
     go.touch()
-    run = train(fresh, make(), shuffle=None)
+    run = train(fresh, make(), mode, shuffle=None)
     run.wait(120)
     assert min(fresh.run(count_graphs)) >= 1
     expected, (x, y) = make(), make_rows()

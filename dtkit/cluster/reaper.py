@@ -210,7 +210,7 @@ def _kill_below_parents(processes: list[psutil.Process]) -> None:
     below = [process for process in processes if process.pid not in topmost]
     _signal_and_wait(below, signal.SIGKILL, timeouts.KILL_TIMEOUT_S)
     children = [process for process in below if parents.get(process.pid) in topmost & parents.keys()]
-    psutil.wait_procs(children, timeout=timeouts.REAP_TIMEOUT_S)
+    psutil.wait_procs(children, timeout=timeouts.KILL_TIMEOUT_S)
     rest = [process for process in processes if process.pid in topmost and _is_running(process)]
     _signal_and_wait(rest, signal.SIGKILL, timeouts.KILL_TIMEOUT_S)
 

@@ -40,6 +40,21 @@ def test_a_dispatch_returns_one_row_per_step_and_the_next_one_continues():
     assert len(made.collect_results().rows) == 0
 
 
+def test_results_that_could_not_be_collected_are_collected_again(monkeypatch: pytest.MonkeyPatch):
+    """Checksums take memory, which an engine may lack; its steps are taken all the same."""
+    made = make_job()
+    made.advance(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(made._worker, "compute_fingerprint", fail_for_want_of_memory)
+        with pytest.raises(MemoryError):
+            made.collect_results(fingerprint=True)
+    assert made.collect_results().rows["step"].tolist() == [0, 1, 2]
+
+
+def fail_for_want_of_memory() -> None:
+    raise MemoryError
+
+
 def test_dispatches_of_any_length_give_the_same_parameters():
     one, other = make_job(), make_job()
     one.advance(10)

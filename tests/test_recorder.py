@@ -165,6 +165,24 @@ def test_gap_is_filled_from_the_results_that_engines_keep(tmp_path: Path):
     assert not history.events
 
 
+def test_unread_steps_are_recorded_once_before_a_recovery_ends_what_engines_keep(tmp_path: Path):
+    """Rank 0 was ahead and has replied; the results of rank 1 reached no reply."""
+    history = History()
+    group = types.SimpleNamespace(membership=types.SimpleNamespace(clock_offsets=None), folder=tmp_path, world_size=2)
+    recorder = Recorder(group, history)
+    recorder.record_steps([left(rank, 0, 4) for rank in range(2)])
+    RunLog(tmp_path / RUNS_FOLDER / "job").close()
+    for rank in range(2):
+        for start in (0, 4):  # the first ones are read, and not yet removed
+            ResultOutbox(tmp_path, "job", rank).store_dispatch(*left(rank, start, start + 8 * (start > 0) + 4))
+    recorder._record_until(4, {0: left(0, 4, 16)})
+    recorder.record_before_rebuild("job", 12)
+    recorder.record_extra_rows(16)
+    totals = history.totals()
+    assert totals["step"].tolist() == list(range(12))
+    assert totals["ranks"].tolist() == [2] * 12
+
+
 def test_missing_steps_are_named_once_in_the_log_and_in_the_history(tmp_path: Path):
     history = History()
     group = types.SimpleNamespace(membership=types.SimpleNamespace(clock_offsets=None), folder=tmp_path, world_size=2)

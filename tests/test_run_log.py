@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import threading
@@ -121,6 +122,19 @@ def test_records_that_were_cut_off_are_left_out(tmp_path: Path):
     again = run_log.read_history(folder, ranks_per_replica=1)
     assert np.array_equal(again.rows(), found.rows())
     assert again.events == found.events
+
+
+def test_a_last_step_without_rows_that_engines_keep_is_left_out(tmp_path: Path):
+    """The notebook was killed while it wrote them, or the disk was full."""
+    history = written(tmp_path / "run")
+    path, last_step = tmp_path / "run" / "rows.bin", int(history.rows()["step"][-1])
+    path.write_bytes(path.read_bytes()[: -history.rows().itemsize])
+    read = functools.partial(run_log.read_history, tmp_path / "run", ranks_per_replica=1)
+    unread = {last_step: {0, 1}}
+    found = read(list_unread_ranks=lambda step: unread.get(step, set()))
+    assert found.totals()["step"].tolist() == list(range(last_step))
+    assert set(found.totals()["ranks"].tolist()) == {2}
+    assert len(read()) == len(history) - 1  # of a lost engine, whose rows are nowhere
 
 
 def test_an_older_notebook_does_not_change_the_new_files(tmp_path: Path):

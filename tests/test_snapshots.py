@@ -270,6 +270,23 @@ def test_recovery_takes_the_later_snapshot_of_memory_and_disk(
     assert snapshot is disk
 
 
+def test_recovery_removes_unread_results_only_after_they_were_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A notebook that is killed in between has left them to the next one."""
+    group: Any = SimpleNamespace(
+        world_size=2, folder=tmp_path, is_superseded=False, check_owned=bool, call_independently=lambda *_: {}
+    )
+    state = recovered_state.RecoveredState(7, ())
+    spec = SimpleNamespace(rebuild=lambda *_: (state.step, 0.1))
+    plan: Any = SimpleNamespace(job="job", options=SimpleNamespace(on_failure="repair"), job_spec=spec)
+    monkeypatch.setattr(recovery.Recovery, "_find_state", lambda *_: (state, None))
+    monkeypatch.setattr(recovery, "replace_lost_ranks", lambda *_, rebuild, **__: rebuild())
+    monkeypatch.setattr(recovery.engine_outbox, "remove_all", lambda *_: recorded.append("removed"))
+    recorded: list[Any] = []
+    result = recovery.Recovery(group, plan, tmp_path, recorded.append)([])
+    assert recorded == [7, "removed"]
+    assert result.step == 7
+
+
 @pytest.mark.parametrize(
     ("standings", "why"),
     [

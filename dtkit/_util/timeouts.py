@@ -239,7 +239,7 @@ LOCK_POLL_S = 0.01
 TERM_GRACE_S = 1.0
 """Delay between SIGTERM and SIGKILL when a cluster closes."""
 KILL_TIMEOUT_S = 5.0
-"""Limit for killed processes to end."""
+"""Limit for killed processes to end, and for their parents to reap them."""
 REAPER_EXIT_TIMEOUT_S = 10.0
 """Limit for the reaper to end a cluster and itself."""
 FORK_REQUEST_TIMEOUT_S = 5.0

@@ -197,6 +197,24 @@ def _signal_and_wait(processes: list[psutil.Process], signum: int, timeout_s: fl
         pause.wait(timeouts.PROCESS_POLL_S)
 
 
+def _kill_below_parents(processes: list[psutil.Process]) -> None:
+    """Kill these processes; topmost parents last, so that they reap their children.
+
+    An orphan's zombie stays where the system's first process reaps none, as in many containers.
+    """
+    parents: dict[int, int] = {}
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parents[process.pid] = process.ppid()
+    topmost = {pid for pid in parents.values() if parents.get(pid, pid) not in parents}
+    below = [process for process in processes if process.pid not in topmost]
+    _signal_and_wait(below, signal.SIGKILL, timeouts.KILL_TIMEOUT_S)
+    children = [process for process in below if parents.get(process.pid) in topmost & parents.keys()]
+    psutil.wait_procs(children, timeout=timeouts.KILL_TIMEOUT_S)
+    rest = [process for process in processes if process.pid in topmost and _is_running(process)]
+    _signal_and_wait(rest, signal.SIGKILL, timeouts.KILL_TIMEOUT_S)
+
+
 def _end_cluster(folder: Path, grace_s: float) -> None:
     """End all processes, then delete their files."""
     if grace_s:
@@ -204,7 +222,7 @@ def _end_cluster(folder: Path, grace_s: float) -> None:
     for _ in range(_MAX_KILL_ROUNDS):
         if not (processes := _find_processes(folder)):
             break
-        _signal_and_wait(processes, signal.SIGKILL, timeouts.KILL_TIMEOUT_S)
+        _kill_below_parents(processes)
     shared_memory.remove_owned_files(ProcessId.from_pid())
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -181,8 +181,14 @@ class Job:
         return (lambda: flag) if group is None or group.world_size == 1 else group.start_all_reduce_any(flag)
 
     def collect_results(self, *, fingerprint: bool = False) -> DispatchResult:
-        """Return the results of the steps that the last `advance` completed, optionally with parameter checksums."""
-        completed, self._completed_steps = self._completed_steps, []
+        """Return the results of the steps that the last `advance` completed, optionally with parameter checksums.
+
+        If this raises, such as for want of memory, the next call returns them.
+        """
+        begun = time.perf_counter()
+        checksums = self._worker.compute_fingerprint() if fingerprint else None
+        fingerprint_s = time.perf_counter() - begun
+        completed = self._completed_steps
         memory = node_info.read_used_memory(self.context.device)
         self.context.phases.clock.synchronize()
         events = [(done.step, self.context.phases.clock.read_events(done.events)) for done in completed]
@@ -192,10 +198,7 @@ class Job:
         rows = build_rows(completed, durations, self._rank, self._batch_source.get_epoch, memory)
         self._recent_step_s = (self._recent_step_s + rows["step_s"][-_NUM_RECENT_STEPS:].tolist())[-_NUM_RECENT_STEPS:]
         messages = build_messages(groups, [done.step for done in completed])
-        begun = time.perf_counter()
-        checksums = self._worker.compute_fingerprint() if fingerprint else None
-        fingerprint_s = time.perf_counter() - begun
-        return DispatchResult(
+        result = DispatchResult(
             rows,
             self.step,
             self.lr,
@@ -210,6 +213,8 @@ class Job:
             step_report=self.step_report,
             spans=build_spans(events[-NUM_TIMELINE_STEPS:], self._rank, clock),
         )
+        self._completed_steps = []
+        return result
 
     # -- a step -----------------------------------------------------------------------------------------------
 

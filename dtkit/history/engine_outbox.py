@@ -137,6 +137,16 @@ def read_dispatches(folder: Path, job: str, rank: int) -> UnreadDispatches:
     return sorted((result for result in results if result is not None), key=lambda result: result[0].step)
 
 
+def list_ranks(folder: Path, job: str, ranks: Iterable[int], step: int) -> set[int]:
+    """Return those of `ranks` that have an unread result of this step."""
+    return {
+        rank
+        for rank in ranks
+        for result, _ in read_dispatches(folder, job, rank)
+        if step in np.asarray(result.rows)["step"]
+    }
+
+
 def read_evaluations(folder: Path, job: str, rank: int) -> dict[int, EvaluationSums]:
     """Return a rank's unread evaluations by step."""
     prefix = _get_evaluation_prefix(rank)

@@ -32,6 +32,7 @@ from dtkit.history.timeline import SPAN_DTYPE
 from dtkit.types import Evaluation, Event, ReplicaCheckResult
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 RUNS_FOLDER = "runs"
@@ -157,10 +158,16 @@ def read_labels(cluster_folder: Path) -> list[RunLabel]:
     return [label for _, label in sorted(labels, key=lambda pair: pair[0])]
 
 
-def read_history(folder: Path, *, ranks_per_replica: int) -> History:
-    """Return the history as far as it was written."""
+def read_history(
+    folder: Path, *, ranks_per_replica: int, list_unread_ranks: Callable[[int], set[int]] = lambda _: set()
+) -> History:
+    """Return the history as far as it was written.
+
+    A last step without rows of ranks that still have them on disk, by `list_unread_ranks(step)`, is left out.
+    """
     history = History(ranks_per_replica=ranks_per_replica)
     rows = np.frombuffer(_read_complete_records(folder / _ROWS_FILE), ROW_DTYPE)
+    rows = _drop_cut_step(rows, list_unread_ranks)
     for part in np.split(rows, np.flatnonzero(np.diff(rows["step"]) < 0) + 1):  # a run may go back to a snapshot
         if len(part):
             history.append(part)
@@ -178,6 +185,15 @@ def read_history(folder: Path, *, ranks_per_replica: int) -> History:
         text = f"{format_count(unreadable, 'line')} of this log can't be read and were left out: the file was damaged"
         history.add(Event(int(rows["step"][-1]) + 1 if len(rows) else 0, "error", text, time.time()))
     return history
+
+
+def _drop_cut_step(rows: np.ndarray, list_unread_ranks: Callable[[int], set[int]]) -> np.ndarray:
+    """Return the rows without those of a last step that a full disk or the notebook's end has cut off."""
+    if not len(rows):
+        return rows
+    step = int(rows["step"][-1])
+    begin = int(np.flatnonzero(rows["step"] != step).max(initial=-1)) + 1
+    return rows[:begin] if list_unread_ranks(step) > set(rows["rank"][begin:].tolist()) else rows
 
 
 def _read_complete_records(path: Path) -> bytes:

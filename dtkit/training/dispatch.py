@@ -140,7 +140,7 @@ class StepDispatcher:
             shares=None if self._load_balancer is None else self._load_balancer.shares,
             explain=dispatch.explain,
             fingerprint=has_replica_check,
-            read_until=progress.step,
+            read_until=progress.recorder.get_stored_step(progress.step),
         )
         pending = PendingCall(
             call,

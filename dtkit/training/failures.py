@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import numpy as np
 from dtkit._util import timeouts
 from dtkit._util.formatting import format_count, name_nodes, name_nodes_at_start
 from dtkit.errors import DtkitError, EngineError, SupersededError, drop_consequential_refusals
+from dtkit.history import engine_outbox
 from dtkit.rpc.transport import REPAIR_REMEDY
 from dtkit.training import recovery
 from dtkit.training.recovery import Recovery
@@ -93,17 +95,20 @@ class FailureHandler:
         progress.needs_resync = True
         progress.retry_count += 1
         progress.recorder.clear_extra_rows()
-        self._record_common_steps(dict(enumerate(replies)))
+        gone = _find_gone(failures)
+        self._record_common_steps(dict(enumerate(replies)), gone)
         is_stuck = any(failure.kind == "stuck" for failure in failures)
         timeout = timeouts.INTERRUPTED_GATHER_TIMEOUT_S if is_stuck else timeouts.GATHER_TIMEOUT_S
-        for late_replies in self._calls.gather_late_replies(_find_gone(failures), timeout):
-            self._record_common_steps(late_replies)
+        for late_replies in self._calls.gather_late_replies(gone, timeout):
+            self._record_common_steps(late_replies, gone)
         self._calls.cancel_all()
         self._calls.stall_detector.reset()
 
-    def _record_common_steps(self, replies: Mapping[int, Reply[Any]]) -> None:
-        """Record the steps that all ranks completed before one failed."""
-        common_step = self._progress.recorder.record_common_steps(replies)
+    def _record_common_steps(self, replies: Mapping[int, Reply[Any]], gone: set[int]) -> None:
+        """Record the steps that all ranks completed before one failed. Those that are `gone` may have kept theirs."""
+        folder, job = self._engine_group.folder, self._progress.plan.job
+        unread = {rank: engine_outbox.read_dispatches(folder, job, rank) for rank in gone}
+        common_step = self._progress.recorder.record_common_steps(replies, unread)
         if common_step is not None:
             self._progress.step = common_step
 
@@ -158,7 +163,6 @@ class FailureHandler:
         except (DtkitError, ValueError) as error:
             self._fail(error)
             return
-        progress.recorder.record_extra_rows(result.step)
         progress.rewind(result.step, result.lr)
         self._rewind(result.step)
         if result.lost_ranks:
@@ -172,7 +176,8 @@ class FailureHandler:
         """Rebuild the job on all ranks, and adapt the plan to the remaining ranks."""
         progress, transport = self._progress, self._engine_group.transport
         transport.on_queue = self._note_queue
-        recover = Recovery(self._engine_group, progress.plan, self._snapshot_folder, self._note_further_losses)
+        record = functools.partial(progress.recorder.record_before_rebuild, progress.plan.job)
+        recover = Recovery(self._engine_group, progress.plan, self._snapshot_folder, record, self._note_further_losses)
         result = recover(lost_ranks)
         progress.plan = progress.plan.adapt_to(self._engine_group.world_size)
         progress.history.ranks_per_replica = progress.plan.options.ranks_per_replica

@@ -130,7 +130,12 @@ class RunLifecycle:
         group, progress, plan = self._engine_group, self._progress, self._progress.plan
         folder = group.folder / run_log.RUNS_FOLDER / plan.job
         history = progress.history
-        history.extend(run_log.read_history(folder, ranks_per_replica=plan.options.ranks_per_replica))
+        list_unread_ranks = functools.partial(engine_outbox.list_ranks, group.folder, plan.job, range(group.world_size))
+        history.extend(
+            run_log.read_history(
+                folder, ranks_per_replica=plan.options.ranks_per_replica, list_unread_ranks=list_unread_ranks
+            )
+        )
         run_log.RunLog(folder).start_recording(history)
         lost_ranks = group.membership.find_lost_ranks()
         positions = recovery.query_positions(group, plan.job, lost_ranks)

@@ -49,6 +49,14 @@ class Recorder:
         totals = self._history.totals(self._history.num_steps - 1)
         return int(totals["step"][-1]) + 1 if len(totals) else 0
 
+    def get_stored_step(self, step: int) -> int:
+        """Return `step`, until which the history is recorded; 0 while a part of it is in memory alone.
+
+        Engines keep the results of later steps for another notebook.
+        """
+        run_log = self._history.run_log
+        return step if run_log is None or run_log.write_error is None else 0
+
     def add_event(self, step: int, kind: str, text: str, rank: int | None = None) -> None:
         """Add an event."""
         self._history.add(Event(step, kind, text, time.time(), rank))
@@ -174,10 +182,13 @@ class Recorder:
         self._extra_rows.clear()
         self._extra_scalars.clear()
 
-    def record_common_steps(self, replies: Mapping[int, Reply[Any]]) -> int | None:
+    def record_common_steps(
+        self, replies: Mapping[int, Reply[Any]], unread_dispatches: Mapping[int, UnreadDispatches] | None = None
+    ) -> int | None:
         """Record the steps that all ranks completed before one failed; return the step after them.
 
-        Returns None if a rank's reply has no steps. `replies` is by rank; lost ranks don't count.
+        Returns None if a rank's reply has no steps. `replies` is by rank; lost ranks don't count. Their rows of the
+        same dispatch are recorded if they are among `unread_dispatches`.
         """
         known = {r: reply for r, reply in replies.items() if reply.failure is None or not reply.failure.is_engine_gone}
         values: list[Any] = [reply.value for reply in known.values() if isinstance(reply.value, tuple)]
@@ -185,7 +196,13 @@ class Recorder:
         if not values or len(values) < len(known):
             return None
         common_step: int = min(advance.step for advance, _ in values)
-        self._record_until(common_step, dict(zip(known, values, strict=True)))
+        found = dict(zip(known, values, strict=True))
+        first_steps = {int(step) for advance, _ in values for step in np.asarray(advance.rows)["step"][:1]}
+        for rank, dispatches in (unread_dispatches or {}).items():
+            for advance, items in dispatches:
+                if np.asarray(advance.rows)["step"][0] in first_steps:
+                    found[rank] = advance, items
+        self._record_until(common_step, found)
         return common_step
 
     def _record_until(self, common_step: int, values: Mapping[int, tuple[DispatchResult, Sequence[Any]]]) -> None:
@@ -209,6 +226,18 @@ class Recorder:
         folder, ranks = self._engine_group.folder, range(self._engine_group.world_size)
         self.record_unread({rank: engine_outbox.read_dispatches(folder, job, rank) for rank in ranks}, step)
         self.note_missing_steps(step)
+
+    def record_before_rebuild(self, job: str, step: int) -> None:
+        """Record what ranks did before `step`, from which a recovery continues: it ends what the engines keep."""
+        folder, ranks = self._engine_group.folder, range(self._engine_group.world_size)
+        known = {(int(row["rank"]), int(row["step"])) for part in self._extra_rows for row in part}
+        first_unread = self.next_step
+        for rank in ranks:
+            for result, _ in engine_outbox.read_dispatches(folder, job, rank):
+                rows = np.asarray(result.rows)
+                is_new = [at >= first_unread and (rank, at) not in known for at in rows["step"].tolist()]
+                self._extra_rows.append(rows[np.array(is_new, bool)])
+        self.record_extra_rows(step)
 
     def note_missing_steps(self, step: int) -> None:
         """Name in the log the steps before `step` that the history lacks, if there are new ones."""

@@ -181,6 +181,8 @@ class Recovery:
     plan: RunPlan
     snapshot_folder: Path
     """The folder of the run's own checkpoints."""
+    on_source: Callable[[int], object] = bool
+    """Called with the step of the state that was found, before the engines' unread results are removed."""
     on_further_loss: Callable[[Mapping[int, str]], object] = bool
     """Called with reasons by rank if more engines are lost during the recovery."""
 
@@ -197,11 +199,12 @@ class Recovery:
             self._check_world_size(group.world_size - len(lost_ranks))
         positions = query_positions(group, job, lost_ranks)
         state, snapshot = self._find_state(positions)
+        self.on_source(state.step if state is not None else 0 if snapshot is None else snapshot.step)
         rebuilt: list[tuple[int, float]] = []
         all_lost_ranks = set(lost_ranks)
 
         def rebuild() -> None:
-            engine_outbox.remove_all(group.folder, job)  # also those of lost ranks; the caller has read them
+            engine_outbox.remove_all(group.folder, job)  # also those of lost ranks; `on_source` has read them
             if state is not None:
                 rebuilt[:] = [self.plan.job_spec.rebuild(group, job, state.payloads)]
             else:

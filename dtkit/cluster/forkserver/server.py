@@ -54,8 +54,8 @@ class ForkServer:
         for _ in range(count):
             if (pid := os.fork()) == 0:
                 return None
+            self._pids.add(pid)  # before the next fork: SIGTERM may come meanwhile
             pids.append(pid)
-        self._pids.update(pids)
         return pids
 
     def _reap(self) -> None:

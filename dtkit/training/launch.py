@@ -21,6 +21,7 @@ from dtkit.errors import EmptyEnginesError, format_ranks
 from dtkit.planning import fit_check, planner
 from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions
+from dtkit.training import failure_notice
 from dtkit.training.adapters import adapt_model
 from dtkit.training.callbacks import start_callbacks
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
@@ -78,6 +79,7 @@ def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, 
     plan = _make_plan(engine_group, model, data, config, strategy, () if resume_point is None else resume_point.lineage)
     if resume_point is not None:
         resume_point.check_steps_left(plan.spec)
+    failure_notice.print_pending()
     previous, host.current_run = host.current_run, None
     if previous is not None:
         host.earlier_runs.add(previous)

@@ -68,12 +68,18 @@ class Run(ShownRun):
         self._step_callbacks = StepCallbacks(plan.options.callbacks, self, driver)
         self._job = JobClient(engine_group, driver)
         self._waiter = RunWaiter(
-            self, driver, lambda: engine_group.call_timeout_s, self._notify, self._step_callbacks.finish
+            self,
+            driver,
+            lambda: engine_group.call_timeout_s,
+            self._notify,
+            self._step_callbacks.finish,
+            self._failure_notice.mark_seen,
         )
         self._step_times: StepTimes | None = None
         self.lifecycle = RunLifecycle(engine_group, driver, self._job, self._notify)
 
     def _notify(self) -> None:
+        self._failure_notice.update(self._driver.progress)
         self._step_callbacks.notify()
         self._subscribers.notify(self.spec.name)
 
@@ -117,7 +123,7 @@ class Run(ShownRun):
     @property
     def exception(self) -> BaseException | None:
         """The error that failed the run, or made it pause; None if there was none."""
-        return self._driver.progress.exception
+        return self._failure_notice.read(self._driver.progress.exception)
 
     @property
     def delay_factors(self) -> Mapping[int, float]:

@@ -8,6 +8,7 @@ from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.guard import Subscribers
 from dtkit.dashboard.run_view import RunView
+from dtkit.training.failure_notice import FailureNotice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,7 @@ class ShownRun(RunView):
     def __init__(self, history: History) -> None:
         self._history = history
         self._subscribers = Subscribers()
+        self._failure_notice = FailureNotice(self)
 
     @property
     def history(self) -> History:

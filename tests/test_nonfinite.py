@@ -31,6 +31,19 @@ def test_ranks_with_nonfinite_losses_are_named():
     assert "this rank's loss inf" in messages[3]
 
 
+def test_rows_that_are_not_finite_are_named_and_have_their_own_remedy():
+    advances = [
+        DispatchResult(None, 5, 0.1, "nonfinite", 1.0, ()),
+        DispatchResult(None, 5, 0.1, "nonfinite", math.nan, (), "in the targets, 1 of 4 rows"),
+    ]
+    (failure,) = build_nonfinite_failures(5, advances, NODES)
+    assert failure.rank == 1
+    assert "not finite: in the targets, 1 of 4 rows. All ranks paused" in failure.message
+    assert "Repair these rows or leave them out, and train again" in failure.message
+    (failure,) = build_nonfinite_failures(5, advances, NODES, ruined_step=3)
+    assert "in the targets, 1 of 4 rows. The loss grew since step 3" in failure.message
+
+
 def test_failure_with_finite_losses_lists_the_losses_of_all_ranks():
     messages = build_failure_messages((1.0, ()), (None, ()), (2.5, ()))
     assert list(messages) == [0]

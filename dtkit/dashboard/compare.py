@@ -95,8 +95,8 @@ class Comparison:
     @property
     def rows(self) -> list[ComparisonRow]:
         """A row for each run, as of now."""
-        elapsed = [run.status.elapsed_s if isinstance(run, _HasStatus) else None for run in self.runs]
-        return [make_row(*item) for item in zip(self.labels, self.histories, self._strategies, elapsed, strict=True)]
+        positions = [_read_position(run) for run in self.runs]
+        return [make_row(*item) for item in zip(self.labels, self.histories, self._strategies, positions, strict=True)]
 
     def figure(self) -> Figure:
         """Return loss against steps, time, and bytes where they differ, and each metric, as a matplotlib Figure."""
@@ -178,6 +178,14 @@ def compare(
     strategies = ["" if isinstance(run, History) else _shorten(run.spec.strategy) for run in items]
     checked_labels = _make_labels(items) if labels is None else _check_labels(labels, len(items))
     return Comparison(checked_labels, histories, strategies, items)
+
+
+def _read_position(run: object) -> tuple[int, float] | None:
+    """Return the steps and seconds that a run's own views show; None for those of its history."""
+    if not isinstance(run, _HasStatus):
+        return None
+    status = run.status
+    return status.step, status.elapsed_s
 
 
 def _to_list(runs: Sequence[Any]) -> list[Any]:

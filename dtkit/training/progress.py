@@ -33,6 +33,7 @@ class RunProgress:
     def __init__(self, plan: RunPlan, history: History, recorder: Recorder) -> None:
         self.plan = plan
         self.history, self.recorder = history, recorder
+        history.read_position = lambda: (self.step, self.elapsed_s)
         self.state, self.step = State.PENDING, 0
         """Steps that all ranks have taken."""
         self.lr: float | None = None

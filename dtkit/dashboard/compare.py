@@ -234,7 +234,11 @@ def _describe_value(value: object) -> str:
 
 def _check_labels(labels: Sequence[str], count: int) -> list[str]:
     """Return the user's labels: one for each run, all different."""
-    if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
+    if (
+        isinstance(labels, str)
+        or not isinstance(labels, Iterable)
+        or not all(isinstance(label, str) for label in labels)
+    ):
         raise TypeError(f"labels={labels!r}: a list with a name for each run, as in labels=['plain', 'every 8']")
     if len(labels) != count:
         raise ValueError(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from dtkit._util.arguments import check_path, explain_arguments
+from dtkit._util.arguments import check_no_folder, check_path, explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit.history.growing_array import GrowingArray
@@ -222,7 +222,7 @@ class History:
     def position(self) -> tuple[int, float]:
         """Steps that the run has taken, and its seconds without pauses, as every view shows them.
 
-        Steps before the run was resumed, and those of a lost engine, have no record.
+        Steps before the run was resumed, or of a lost engine, have no record.
         """
         if self.read_position is not None:
             return self.read_position()
@@ -278,6 +278,10 @@ class History:
         return self._scalars.list_records()
 
     def __getitem__(self, index: int) -> StepRecord:
+        if not isinstance(index, int | np.integer):
+            raise TypeError(
+                f"history[{index!r}]: an index is a whole number; history.rows(0, 100) returns several rows"
+            )
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         index %= len(self)
@@ -304,7 +308,8 @@ class History:
     def _select_rank(self, rank: int) -> np.ndarray:
         rows = self.rows()
         selected: np.ndarray = rows[rows["rank"] == rank]
-        if len(rows) and not len(selected):
+        is_number = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+        if not is_number or (len(rows) and not len(selected)):
             raise ValueError(f"rank={rank!r}; there are rows of rank {', '.join(map(str, self.ranks))}")
         return selected
 
@@ -320,6 +325,7 @@ class History:
     def to_jsonl(self, path: str | Path) -> None:
         """Write rows, evaluations and events, one JSON object on each line. :meth:`from_jsonl` reads them."""
         check_path(path)
+        check_no_folder("to_jsonl", path)
         folder = Path(path).absolute().parent
         if not folder.is_dir():
             raise FileNotFoundError(f"{str(path)!r}: the folder {folder} does not exist. Create it, or name another")
@@ -334,6 +340,7 @@ class History:
     def from_jsonl(cls, path: str | Path) -> History:
         """Read a file that :meth:`to_jsonl` wrote. Raises FileNotFoundError, and ValueError for another file."""
         check_path(path)
+        check_no_folder("from_jsonl", path)
         history, rows = cls(), []
         if not Path(path).is_file():
             raise FileNotFoundError(f"{str(path)!r}: there is no such file. history.to_jsonl(path) writes one")
@@ -371,8 +378,7 @@ def _check_range(call: str, start: object, stop: object) -> None:
     """Raise TypeError for limits that are no whole numbers."""
     for name, value in (("start", start), ("stop", stop)):
         if not (isinstance(value, int | np.integer) or (name == "stop" and value is None)):
-            hint = "; history.column(name) returns a column" if isinstance(value, str) else ""
-            raise TypeError(f"{call}({name}={value!r}): a whole number is needed, as in history.{call}(0, 100){hint}")
+            raise TypeError(f"{call}({name}={value!r}): a whole number is needed, as in history.{call}(0, 100)")
 
 
 def _sum_over_ranks(block: np.ndarray) -> np.ndarray:

@@ -155,7 +155,9 @@ def _make_plan(
         model_handle = broadcast.broadcast(engine_group, model, by_shared_file=strategy.shards_model)
     validation = None
     if config.validation is not None:
-        validation = distribute.distribute_validation_data(engine_group, config.validation, training_data=data_handle)
+        validation = distribute.distribute_validation_data(
+            engine_group, config.validation, training_data=data_handle, name="validation"
+        )
     spec = _make_spec(engine_group, model_handle, part, config, strategy, _choose_shuffle(config, data, part))
     job_plan = JobPlan(spec.batch_size, spec.steps, spec.shuffle, spec.seed)
     owned_keys = _list_owned_keys((model, model_handle), (data, data_handle), (config.validation, validation))

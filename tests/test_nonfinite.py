@@ -9,7 +9,7 @@ import pytest
 
 from dtkit.dashboard.summary.notices import list_error_lines
 from dtkit.errors import NonFiniteError
-from dtkit.training.nonfinite import build_nonfinite_failures
+from dtkit.training.nonfinite import build_nonfinite_failures, choose_remedy
 from dtkit.types import DispatchResult, NonFiniteLocations
 
 NODES = [SimpleNamespace(rank=rank, host=f"host{rank}") for rank in range(4)]
@@ -94,6 +94,14 @@ def test_a_loss_that_exploded_before_has_another_remedy(step: int, end: str):
     assert f"since step {step}, so the parameters are ruined already: run.resume() would fail again" in failure.message
     assert failure.message.endswith(end)
     assert "run.set(" not in failure.message
+
+
+@pytest.mark.parametrize(
+    ("bad_rows", "ruined", "remedy"), [("", None, "lr"), ("row 3", None, "data"), ("", 7, "train")]
+)
+def test_the_error_knows_its_remedy(bad_rows: str, ruined: int | None, remedy: str):
+    advances = [DispatchResult(None, 5, 0.1, "nonfinite", math.nan, (), bad_rows)]
+    assert choose_remedy(advances, ruined) == remedy
 
 
 def test_a_view_shows_the_whole_remedy_and_names_the_error_once():

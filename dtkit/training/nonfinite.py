@@ -39,7 +39,7 @@ def build_nonfinite_failures(
 
     `ruined_step` is the last step before the loss exploded; None if it was fine until now.
     """
-    remedy = _choose_remedy(advances, ruined_step)
+    remedy = _describe_remedy(advances, ruined_step)
     hosts = {node.rank: node.host for node in nodes}
     return [
         Failure(rank, hosts.get(rank, "?"), "NonFinite", f"{message}. {remedy}", "", step=step, kind="nonfinite")
@@ -47,10 +47,17 @@ def build_nonfinite_failures(
     ]
 
 
-def _choose_remedy(advances: Sequence[DispatchResult], ruined_step: int | None) -> str:
+def choose_remedy(advances: Sequence[DispatchResult], ruined_step: int | None) -> str:
+    """Return what helps: "train", "data" or "lr", see :class:`~dtkit.errors.NonFiniteError`."""
+    if ruined_step is not None:
+        return "train"
+    return "data" if any(advance.bad_rows for advance in advances) else "lr"
+
+
+def _describe_remedy(advances: Sequence[DispatchResult], ruined_step: int | None) -> str:
     if ruined_step is not None:
         return _describe_ruin(ruined_step)
-    return _DATA_REMEDY if any(advance.bad_rows for advance in advances) else _REMEDY
+    return {"data": _DATA_REMEDY, "lr": _REMEDY}[choose_remedy(advances, ruined_step)]
 
 
 def _describe_ruin(step: int) -> str:

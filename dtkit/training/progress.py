@@ -33,7 +33,6 @@ class RunProgress:
     def __init__(self, plan: RunPlan, history: History, recorder: Recorder) -> None:
         self.plan = plan
         self.history, self.recorder = history, recorder
-        history.read_position = lambda: (self.step, self.elapsed_s)
         self.state, self.step = State.PENDING, 0
         """Steps that all ranks have taken."""
         self.lr: float | None = None
@@ -63,6 +62,7 @@ class RunProgress:
         self._persisted_at = -math.inf
         self.describe_last_step: Callable[[], tuple[np.ndarray, ReplicaCheckResult | None]] | None = None
         """Returns the timeline of the last step, and the last comparison of replicas."""
+        history.read_position = lambda: (self.step, self.elapsed_s)
 
     # -- state ------------------------------------------------------------------------------------------------
 

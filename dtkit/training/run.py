@@ -24,6 +24,7 @@ from dtkit.training.job_client import JobClient
 from dtkit.training.learning_rate import parse_lr
 from dtkit.training.lifecycle import RunLifecycle
 from dtkit.training.run_waiting import RunWaiter
+from dtkit.training.settings import get_step_settings
 from dtkit.training.shown_run import ShownRun
 from dtkit.training.step_callbacks import StepCallbacks
 from dtkit.types import State
@@ -76,6 +77,7 @@ class Run(ShownRun):
             self._failure_notice.mark_seen,
         )
         self._step_times: StepTimes | None = None
+        self._verified_spec: tuple[object, ...] = ()
         self.lifecycle = RunLifecycle(engine_group, driver, self._job, self._notify)
 
     def _notify(self) -> None:
@@ -132,8 +134,8 @@ class Run(ShownRun):
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Times of steps on all ranks and in one process, from the last `verify`; None before."""
-        return self._step_times
+        """Times of steps on all ranks and in one process, from the last `verify`; None before, and for other ranks."""
+        return self._step_times if self._verified_spec == get_step_settings(self.spec) else None
 
     @property
     def timeline(self) -> Timeline:
@@ -360,7 +362,7 @@ class Run(ShownRun):
         isn't changed. Without a `timeout` in seconds, each call to the engines has the time limit of a collective.
         """
         verification = self._job.verify(steps, timeout)
-        self._step_times = verification.step_times
+        self._step_times, self._verified_spec = verification.step_times, get_step_settings(self.spec)
         self._notify()
         print(verification.text())  # noqa: T201 - asked for as a report
         return verification

@@ -160,6 +160,11 @@ class EngineError(UserCodeError):
 class NonFiniteError(EngineError):
     """The gradients, reduced over all ranks, are not finite. Parameters are as before that step."""
 
+    def __init__(self, failures: Sequence[Failure], remedy: str = "lr") -> None:
+        super().__init__(failures)
+        self.remedy = remedy
+        """What the message advises: "lr" (a lower learning rate), "data" (repaired rows), or "train" (train again)."""
+
 
 class ItemError(EngineError):
     """One item of `cluster.map` failed. `index` is its position, `cause` its failure."""

@@ -25,8 +25,7 @@ ABORT_FLAG = ".off"
 """Suffix of a file next to a group's store. If the file exists, a rank could not join, and no rank waits for it."""
 
 ALL_STATE, PER_RANK_STATE, OPTIMIZER_STATE = "all", "per_rank", "optimizers"
-"""Parts of a job's state that a rank exports: all, the part that differs between ranks, or that part's optimizers.
-"""
+"""Parts of a job's state that a rank exports: all, the part that differs by rank, or that part's optimizers."""
 
 Fingerprint = Mapping[tuple[int, ...], int]
 """Checksums of one rank's parameters, by the part of the model (see `Strategy.model_shard_id`).
@@ -381,10 +380,11 @@ class DispatchResult:
     """With "nonfinite", this rank's loss in the step that was not taken."""
     nonfinite: NonFiniteLocations = ()
     """With "nonfinite" in a pipeline, the values of this rank's stages that are not finite."""
+    bad_rows: str = ""
+    """With "nonfinite", which rows of the rank's batch are not finite, in words; "" for none."""
     blocked_spans: object = None
-    """Spans in which this rank was blocked, of shape (steps, collectives, 3).
-
-    A span is its begin and end in seconds on the rank's clock, and the group's number; NaN for none.
+    """Spans in which this rank was blocked, of shape (steps, collectives, 3): begin and end in seconds on the rank's
+    clock, and the group's number; NaN for none.
     """
     messages: object = None
     """Messages with other stages, of dtype :data:`~dtkit.history.comm_time.MESSAGE_DTYPE`; None if there were none."""

@@ -194,6 +194,17 @@ def test_evaluate_memory_and_plan_check_their_arguments(cluster: dtkit.Cluster):
             r"Pipeline\(stages=3\) needs the number of micro-batches .*micro_batches=12",
         ),
         (lambda _: dtkit.log("kl", 0.5), r"dtkit.log\('kl', ...\): each number needs its name"),
+        (
+            lambda run: run.history.rows("a"),
+            r"rows\(start='a'\): a whole number is needed, as in history.rows\(0, 100\)",
+        ),
+        (lambda run: run.history.totals(0, 1.5), r"totals\(stop=1.5\): a whole number is needed"),
+        (lambda run: run.history.to_jsonl("/"), r"to_jsonl\('/'\): this is a folder; name a file in it"),
+        (lambda run: run.report("/"), r"report\('/'\): this is a folder; name a file in it"),
+        (lambda run: run.report(single_process=3), "single_process=3; it must be the run of one engine, or that"),
+        (lambda run: run.subscribe(3), r"subscribe\(3\): it takes a function without arguments"),
+        (lambda run: dtkit.compare(run, run, labels=3), "labels=3: a list with a name for each run"),
+        (lambda run: run.history.loss([1]), r"rank=\[1\]; there are rows of rank 0, 1"),
         (lambda run: run.history.loss(7), "rank=7; there are rows of rank 0, 1"),
         (lambda run: run.history.column("los"), "no column 'los'; did you mean 'loss'"),
         (lambda run: run.history.scalar("kl"), "no numbers were logged as 'kl'; there are none. dtkit.log"),
@@ -215,10 +226,16 @@ def test_evaluate_memory_and_plan_check_their_arguments(cluster: dtkit.Cluster):
 def test_wrong_values_are_refused_without_frames_of_dtkit(cluster: dtkit.Cluster, call: Any, message: str):
     run = train(cluster)
     run.wait(60)
-    with pytest.raises((TypeError, ValueError, AttributeError, FileNotFoundError), match=message) as caught:
+    with pytest.raises((TypeError, ValueError, AttributeError, OSError), match=message) as caught:
         call(run)
     shown = "".join(caught.value._render_traceback_())  # type: ignore[union-attr]  # IPython's protocol
     assert "dtkit/dtkit" not in shown.replace(str(dtkit.__path__[0]), "dtkit/dtkit")
+
+
+@pytest.mark.parametrize("index", ["loss", 1.5, slice(0, 3), None])
+def test_an_index_of_a_history_is_a_whole_number(index: Any):
+    with pytest.raises(TypeError, match=r"history\[.*\]: an index is a whole number; history.rows\(0, 100\) returns"):
+        dtkit.History()[index]
 
 
 CELLS = """

@@ -54,6 +54,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unequal lengths": ({"rows": (data()[0], data()[1][:60])}, ValueError, "64, 60 rows .* same length"),
     "text instead of numbers": ({"rows": (data()[0], np.array(["a"] * 64))}, TypeError, "numbers only. Encode it"),
     "a dict of numbers as data": ({"rows": {"x": 1}}, TypeError, r"data\['x'\] is an int; each part must be a numpy"),
+    "a number as validation": ({"validation": 3}, TypeError, "^validation is an int; it must be a tuple of arrays"),
+    "a text as validation": ({"validation": "x"}, ValueError, "^validation='x' is not supported: give a .npy file"),
+    "unequal lengths of validation": (
+        {"validation": (cut(9)[0], cut(5)[1])},
+        ValueError,
+        "^validation has arrays of 9",
+    ),
+    "a number as tags": ({"tags": 3}, TypeError, "^tags=3; it must be a list of texts"),
+    "a number as on_engine": ({"on_engine": 3}, TypeError, "^on_engine is an int; give a list"),
+    "a number as columns": ({"columns": 3}, TypeError, "^columns=3; it must be a list of names"),
     "a model as data": (
         {"rows": torch.nn.Sequential(torch.nn.Linear(1, 1))},
         TypeError,

@@ -7,11 +7,14 @@ import sys
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import dtkit
 from dtkit.dashboard.figures import comparison_figure
 from dtkit.dashboard.text import comparison_text
 from dtkit.history.history import History
+from dtkit.testing.fake_transport import FakeTransport
 from dtkit.types import Evaluation
 from tests.support.comparison_sources import make_source
 from tests.support.fake_source import FakeSource
@@ -318,3 +321,28 @@ def test_a_comparison_is_written_as_one_page(tmp_path):
 def test_a_comparison_without_steps_is_written(tmp_path):
     dtkit.compare([FakeSource()]).report(tmp_path / "runs.html")
     assert "Comparison of 1 run" in (tmp_path / "runs.html").read_text(encoding="utf-8")
+
+
+def test_a_run_and_its_history_have_the_same_steps_and_duration(tmp_path):
+    engines = FakeTransport(2)
+    rows = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
+    with dtkit.Cluster.from_transport(engines, device="cpu") as cluster:
+        run = cluster.train(
+            nn.Linear(2, 2), rows, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, batch_size=16, steps=40
+        )
+        run.wait(10)
+        run.history.to_jsonl(tmp_path / "history.jsonl")
+        kept = dtkit.History.from_jsonl(tmp_path / "history.jsonl")
+        first, *others = dtkit.compare(run, run.history, kept).rows
+    assert first.steps == run.status.step == 40
+    assert {(row.steps, row.seconds) for row in others} == {(first.steps, first.seconds)}
+
+
+def test_steps_without_a_record_count_as_the_dashboard_counts_them():
+    source, history = make_source(steps=40), dtkit.History()
+    rows = source.history.rows().copy()
+    rows["step"] -= 1  # as engines count
+    history.append(rows[(rows["step"] < 10) | (rows["step"] >= 20)])
+    assert history.num_steps == 30
+    (row,) = dtkit.compare([history]).rows
+    assert row.steps == 40

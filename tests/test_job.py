@@ -92,6 +92,8 @@ def test_a_nan_loss_ends_the_dispatch_before_the_update_and_is_reported():
     found = made.collect_results()
     assert found.end_reason == "nonfinite"
     assert math.isnan(found.loss)
+    assert "in the inputs, 1 of this rank's" in found.bad_rows
+    assert "namely row 12 (column 0: nan)" in found.bad_rows
     assert found.step == made.step == len(found.rows) < 20
     before = get_state(made)
     assert all(value.isfinite().all() for value in before.values())
@@ -110,7 +112,7 @@ def test_infinite_gradients_of_a_zero_weight_loss_report_no_loss():
     made = make_job(loss=loss)
     made.advance(1)
     found = made.collect_results()
-    assert (found.end_reason, found.loss) == ("nonfinite", None)
+    assert (found.end_reason, found.loss, found.bad_rows) == ("nonfinite", None, "")
 
 
 def test_finite_gradients_with_an_overflowing_norm_do_not_end_the_dispatch():

@@ -9,7 +9,7 @@ import pytest
 
 from dtkit.dashboard.summary.notices import list_error_lines
 from dtkit.errors import NonFiniteError
-from dtkit.training.nonfinite import build_nonfinite_failures
+from dtkit.training.nonfinite import build_nonfinite_failures, choose_remedy
 from dtkit.types import DispatchResult, NonFiniteLocations
 
 NODES = [SimpleNamespace(rank=rank, host=f"host{rank}") for rank in range(4)]
@@ -29,6 +29,19 @@ def test_ranks_with_nonfinite_losses_are_named():
     assert list(messages) == [1, 3]
     assert "this rank's loss nan" in messages[1]
     assert "this rank's loss inf" in messages[3]
+
+
+def test_rows_that_are_not_finite_are_named_and_have_their_own_remedy():
+    advances = [
+        DispatchResult(None, 5, 0.1, "nonfinite", 1.0, ()),
+        DispatchResult(None, 5, 0.1, "nonfinite", math.nan, (), "in the targets, 1 of 4 rows"),
+    ]
+    (failure,) = build_nonfinite_failures(5, advances, NODES)
+    assert failure.rank == 1
+    assert "not finite: in the targets, 1 of 4 rows. All ranks paused" in failure.message
+    assert "Repair these rows or leave them out, and train again" in failure.message
+    (failure,) = build_nonfinite_failures(5, advances, NODES, ruined_step=3)
+    assert "in the targets, 1 of 4 rows. The loss grew since step 3" in failure.message
 
 
 def test_failure_with_finite_losses_lists_the_losses_of_all_ranks():
@@ -81,6 +94,14 @@ def test_a_loss_that_exploded_before_has_another_remedy(step: int, end: str):
     assert f"since step {step}, so the parameters are ruined already: run.resume() would fail again" in failure.message
     assert failure.message.endswith(end)
     assert "run.set(" not in failure.message
+
+
+@pytest.mark.parametrize(
+    ("bad_rows", "ruined", "remedy"), [("", None, "lr"), ("row 3", None, "data"), ("", 7, "train")]
+)
+def test_the_error_knows_its_remedy(bad_rows: str, ruined: int | None, remedy: str):
+    advances = [DispatchResult(None, 5, 0.1, "nonfinite", math.nan, (), bad_rows)]
+    assert choose_remedy(advances, ruined) == remedy
 
 
 def test_a_view_shows_the_whole_remedy_and_names_the_error_once():

@@ -289,9 +289,7 @@ def test_a_plan_is_shown_as_text_and_html():
     page = make_plan(model="<b>")._repr_html_()
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
-    assert page.count("<tr>") == 9 + 2 * (
-        2 + 1
-    )  # the two strategies and a caption are lines of their own in two tables
+    assert page.count("<tr>") == 9 + 2  # two tables have a caption
     assert "data:image/png" in page
 
 
@@ -337,9 +335,9 @@ def test_html_aligns_names_to_the_left_and_keeps_units_with_numbers():
     page = make_plan()._repr_html_()
     cells = re.findall(r'<t[hd] style="([^"]*)">', page)
     tables = plan_text._make_page(make_plan()).tables
-    assert len(cells) == sum(3 * (len(table.header) - 2 * table.is_stacked) for table in tables)
+    assert len(cells) == sum(3 * (len(table.header) - table.is_narrow) for table in tables)
     names = [style for style in cells if "text-align: left" in style]
-    assert len(names) == 3 * 2
+    assert len(names) == 3 * (2 + 1 + 1)
     numbers = re.findall(r'<td style="(text-align: right[^"]*)">', page)
     assert numbers
     assert all("white-space: nowrap" in style for style in numbers)

@@ -222,6 +222,20 @@ def list_losses_and_repairs(run):
     return [event for event in run.history.events if event.kind in ("lost", "repair")]
 
 
+def test_a_verification_does_not_count_after_a_node_was_left_out(cluster, engines, monkeypatch):
+    run = train(cluster, start=False, on_failure="shrink")
+    times = StepTimes(17, all_ranks_s=0.034, single_process_s=0.0082)
+    verification = Verification("PASS", 20, 2, "float32", 0.0, 1e-6, {}, {}, (), step_times=times)
+    monkeypatch.setattr(run._job, "verify", lambda *_: verification)
+    run.step(5)
+    run.verify()
+    assert run.step_times == times
+    engines.end_engine(1)
+    run.step(5)
+    assert run.spec.world_size == 1
+    assert run.step_times is None
+
+
 @pytest.mark.parametrize(("on_failure", "action"), [("repair", "replaced"), ("shrink", "left out")])
 def test_engine_that_is_lost_during_a_repair_is_in_the_log(on_failure: str, action: str):
     engines = FragileTransport(3)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -290,6 +291,31 @@ def test_a_cluster_of_another_version_is_listed_and_refused_by_name(
     listed = rf"3 clusters are running; (?s:.*)\n  dtkit-a: of dtkit {version}, started .* ago, its notebook has ended"
     with pytest.raises(dtkit.errors.ClusterError, match=listed):
         dtkit.attach()
+
+
+def test_engines_with_dtkit_of_another_folder_are_refused_before_anything_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    other, reached = tmp_path / "clone" / "dtkit", []
+    shutil.copytree(dtkit.__path__[0], other, ignore=shutil.ignore_patterns("__pycache__", "*.js", "*.css"))
+    info = paper(tmp_path, "dtkit-a", package_folder=str(other))
+
+    def stop(info: cluster_file.ClusterInfo) -> None:
+        reached.append(info.name)
+        raise dtkit.errors.ClusterError("taken")
+
+    monkeypatch.setattr("dtkit.cluster.start.reattach", stop)
+    with pytest.raises(dtkit.errors.ClusterError, match="taken"):  # equal files
+        dtkit.attach()
+    (other / "mesh.py").write_text("changed = True")
+    reached.clear()
+    message = rf"the engines of dtkit-a run dtkit of {other}, and this notebook that of .* differs in 1 file\."
+    with pytest.raises(dtkit.errors.VersionMismatchError, match=message):
+        dtkit.attach()
+    assert reached == []
+    with pytest.raises(dtkit.errors.ClusterError, match="taken"):
+        dtkit.attach(info.name, force=True)
 
 
 @pytest.mark.parametrize(

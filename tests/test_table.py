@@ -28,14 +28,21 @@ def test_names_break_where_a_reader_would():
     assert ">Parameter<wbr>Averaging(<wbr>every=8)<" in page
 
 
-def test_a_stacked_table_has_a_line_above_each_row():
+def test_a_narrow_table_has_one_column_of_text():
     rows = [("Pipeline()", "0", "1 kB"), ("Pipeline()", "1", "2 kB"), ("Sharded()", "all", "3 kB")]
-    table = Table(("strategy", "node", "needed"), rows, {"strategy", "node"}, is_stacked=True)
+    table = Table(("strategy", "node", "needed"), rows, {"strategy", "node"}, is_narrow=True, caption="Parts")
     page = table.to_html().replace("<wbr>", "")
-    assert page.count("<tr>") == 2 + 2 * 3
-    assert page.index(">Pipeline(), node 1<") < page.index("2 kB") < page.index(">Sharded()<") < page.index("3 kB")
+    assert page.count("<tr>") == 2 + 3
+    assert page.index(">Parts<") < page.index(">strategy<") < page.index(">Pipeline(), node 1<") < page.index("2 kB")
+    assert page.index("2 kB") < page.index(">Sharded()<") < page.index("3 kB")
     assert ">all<" not in page
     assert table.to_text().count("Pipeline()") == 2
+
+
+def test_long_words_of_many_headers_may_break():
+    names = ("strategy", "as sent", "parameters", "gradients", "optimizer", "activations", "overhead")
+    page = Table(names, [("A()", *"123456")], {"strategy"}, is_narrow=True).to_html()
+    assert all(f">{name}<" in page for name in ("as sent", "param&shy;eters", "activa&shy;tions", "over&shy;head"))
 
 
 def test_a_table_without_a_header_has_text_only():

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from dtkit._util.installation import PACKAGE_FOLDER
@@ -171,6 +172,12 @@ def check_path(value: object) -> None:
     """Raise TypeError for a `path` that is none."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"path={value!r}; it must be a text such as 'folder/file', or a pathlib.Path")
+
+
+def check_no_folder(call: str, path: str | os.PathLike[str]) -> None:
+    """Raise IsADirectoryError if a file's `path` is a folder."""
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"{call}({str(path)!r}): this is a folder; name a file in it")
 
 
 def _name_help(call: str, start: str, end: str) -> str:

@@ -66,6 +66,8 @@ class Subscribers:
 
     def add(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Add a callback. Return the function that removes it, which may be called repeatedly."""
+        if not callable(callback):
+            raise TypeError(f"subscribe({callback!r}): it takes a function without arguments")
         with self._lock:
             self._callbacks.append(callback)
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
 _MAX_UNBROKEN_CHARS = 14  # a longer text may wrap; a shorter one stays on one line
+_MAX_NARROW_CHARS, _MAX_WIDE_COLUMNS = 9, 6  # of a narrow table: more columns have headers with hyphens
 _PADDING = "padding: 0.3em 0.4em"  # JupyterLab's is wider, and a table of seven columns would be cut off
 
 
@@ -30,10 +31,10 @@ class Table:
     """Names of the columns that hold text; the others hold numbers."""
     bold_cells: Collection[tuple[int, int]] = ()
     """Cells (row, column) that HTML shows in bold."""
-    is_stacked: bool = False
-    """Whether HTML shows the leading columns of text as a line of its own above each row: for many columns."""
+    is_narrow: bool = False
+    """Whether HTML joins the leading columns of text into one, which wraps as headers do: for many columns."""
     caption: str = ""
-    """What HTML writes above the columns of a stacked table; by default the name of its first column."""
+    """What HTML writes above the columns of a narrow table; by default the name of its first column."""
 
     def to_text(self, indent: str = "") -> str:
         """Return the table as lines of text, with two spaces between columns."""
@@ -46,10 +47,26 @@ class Table:
 
     def to_html(self) -> str:
         """Return the table as HTML with every cell escaped."""
-        head = f"<thead>{self._format_row(self.header, 'th')}</thead>" if self.header else ""
-        body = "".join(self._format_stacks() if self.is_stacked else self._format_rows())
-        head = f"<thead>{self._format_stacked_header()}</thead>" if self.is_stacked else head
+        table, caption = self, ""
+        if self.is_narrow:
+            table, caption = self._join_text_columns(), html.escape(self.caption or self.header[0])
+            style = f"text-align: left; {_PADDING}"
+            caption = f'<tr><th colspan="{len(table.header)}" style="{style}">{caption}</th></tr>'
+        head = f"<thead>{caption}{table._format_row(table.header, 'th')}</thead>" if self.header else ""  # noqa: SLF001 - a table of this class
+        body = "".join(table._format_rows())  # noqa: SLF001 - as above
         return f"<table style='font-size: 0.92em'>{head}<tbody>{body}</tbody></table>"
+
+    def _join_text_columns(self) -> Table:
+        """Return the table with one column of text; a further one is named, unless it is "all"."""
+        num = sum(1 for _ in itertools.takewhile(self._is_text, range(len(self.header))))
+        rows = []
+        for row in self.rows:
+            others = [f"{self.header[k]} {row[k]}" for k in range(1, num) if row[k] != "all"]
+            rows.append([", ".join([row[0], *others]), *row[num:]])
+        bold = {(row, max(0, column - num + 1)) for row, column in self.bold_cells}
+        return dataclasses.replace(
+            self, header=[self.header[0], *self.header[num:]], rows=rows, text_columns=self.header[:1], bold_cells=bold
+        )
 
     def _is_text(self, column: int) -> bool:
         return not self.header or self.header[column] in self.text_columns
@@ -61,37 +78,20 @@ class Table:
         for index, row in enumerate(self.rows):
             yield self._format_row(row, "td", index)
 
-    @property
-    def _num_stacked(self) -> int:
-        """Leading columns of text, which a stacked table shows above the numbers."""
-        return sum(1 for _ in itertools.takewhile(self._is_text, range(len(self.header))))
-
-    def _format_stacked_header(self) -> str:
-        names = list(enumerate(self.header))[self._num_stacked :]
-        style = f"text-align: left; {_PADDING}"
-        caption = (
-            f'<tr><th colspan="{len(names)}" style="{style}">{html.escape(self.caption or self.header[0])}</th></tr>'
-        )
-        return f"{caption}<tr>{''.join(self._format_cell(k, name, 'th', -1) for k, name in names)}</tr>"
-
-    def _format_stacks(self) -> Iterator[str]:
-        num = self._num_stacked
-        style = f"text-align: left; {_PADDING}; padding-bottom: 0"
-        for index, row in enumerate(self.rows):
-            others = [f"{self.header[k]} {row[k]}" for k in range(1, num) if row[k] != "all"]
-            line = _add_breaks(html.escape(_clean(", ".join([row[0], *others]))))
-            cells = (self._format_cell(k, cell, "td", index) for k, cell in list(enumerate(row))[num:])
-            yield f'<tr><td colspan="{len(self.header) - num}" style="{style}">{line}</td></tr>'
-            yield f"<tr>{''.join(cells)}</tr>"
-
     def _format_cell(self, column: int, cell: str, tag: str, row: int) -> str:
         style = "text-align: right"
         if tag == "td":
             style += "; white-space: nowrap"  # a number is never cut from its unit
         text = html.escape(_clean(cell))
         if self._is_text(column):
-            style = f"text-align: left; min-width: {min(len(cell), _MAX_UNBROKEN_CHARS)}ch"
+            unbroken = _MAX_NARROW_CHARS if self.is_narrow else _MAX_UNBROKEN_CHARS
+            style = f"text-align: left; min-width: {min(len(cell), unbroken)}ch"
             text = _add_breaks(text)
+            if self.is_narrow:
+                style += "; overflow-wrap: anywhere"
+                text = text.replace("=", "=<wbr>")
+        elif self.is_narrow and tag == "th" and len(self.header) > _MAX_WIDE_COLUMNS:
+            text = _add_hyphens(text)
         text = f"<b>{text}</b>" if (row, column) in self.bold_cells else text
         return f'<{tag} style="{style}; {_PADDING}">{text}</{tag}>'
 
@@ -99,6 +99,14 @@ class Table:
 def _add_breaks(text: str) -> str:
     """Let a name break after a bracket and between its words, as in ``ParameterAveraging(every=8)``."""
     return re.sub(r"\(|(?<=[a-z])(?=[A-Z])", lambda match: f"{match[0]}<wbr>", text)
+
+
+def _add_hyphens(text: str) -> str:
+    """Let a long word of a header break, as in "activa-tions", which else is wider than the numbers below it."""
+    middle = ((word, (len(word[0]) + 1) // 2) for word in re.finditer("[a-z]{8,}", text))
+    for word, length in reversed(list(middle)):
+        text = f"{text[: word.start() + length]}&shy;{text[word.start() + length :]}"
+    return text
 
 
 def _clean(cell: str) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtkit._util.arguments import suggest_arguments
-from dtkit._util.installation import VERSION
+from dtkit._util.formatting import format_count
+from dtkit._util.installation import PACKAGE_FOLDER, VERSION, count_differing_files
 from dtkit.cluster import cluster_file, start
 from dtkit.cluster.cluster import Cluster
 from dtkit.cluster.config import LaunchConfig
@@ -59,7 +60,7 @@ def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
         uses it, or an engine doesn't answer. If it uses another Python environment, or a module that this notebook
         lacks.
     VersionMismatchError
-        If another version of dtkit started the cluster.
+        If another version of dtkit started the cluster, or dtkit of another folder with other files.
 
     """
     if not isinstance(name, str | Path | None):
@@ -79,6 +80,8 @@ def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
             f"{info.name} uses the Python environment {info.environment}, and this notebook uses {sys.prefix}. Attach "
             f"from a notebook with that environment, or try it here with attach({info.name!r}, force=True)"
         )
+    if not force:
+        _check_package(info)
     _check_modules(info)
     group, inventories = start.reattach(info)
     try:
@@ -103,6 +106,18 @@ def _describe_taken(info: ClusterInfo, run: Run | None) -> str:
         f"took over {info.name} of the folder {info.directory}, {job}. Another notebook takes it back by "
         f"dtkit.attach({info.name!r}, force=True)"
     )
+
+
+def _check_package(info: ClusterInfo) -> None:
+    """Raise VersionMismatchError if the engines loaded dtkit from another folder whose files differ."""
+    folder = Path(info.package_folder)
+    num_files = 0 if folder == PACKAGE_FOLDER else count_differing_files(folder)
+    if num_files:
+        raise VersionMismatchError(
+            f"the engines of {info.name} run dtkit of {folder}, and this notebook that of {PACKAGE_FOLDER}, which "
+            f"differs in {format_count(num_files, 'file')}. Attach from a notebook that imports the former, or try it "
+            f"here with attach({info.name!r}, force=True). The cluster is as it was"
+        )
 
 
 def _check_modules(info: ClusterInfo) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import files, formatting, timeouts
-from dtkit._util.installation import VERSION
+from dtkit._util.installation import PACKAGE_FOLDER, VERSION
 from dtkit._util.process import ProcessId
 from dtkit._util.stacklevel import find_caller_stacklevel
 from dtkit.errors import ClusterError, ClusterWarning
@@ -58,6 +58,8 @@ class ClusterInfo:
     environment: str = sys.prefix
     """Folder of the Python environment that it and the engines use."""
     version: str = VERSION
+    package_folder: str = str(PACKAGE_FOLDER)
+    """Folder of dtkit that the engines loaded."""
 
     @property
     def name(self) -> str:

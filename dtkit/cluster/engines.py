@@ -27,6 +27,7 @@ from dtkit.health import stacks
 from dtkit.planning import planner
 from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.rpc.replacement import replace_lost_ranks
+from dtkit.training import failure_notice
 from dtkit.training.earlier_runs import EarlierRuns
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ class Engines:
 
         Nothing ends if another notebook has taken the cluster over.
         """
+        failure_notice.print_pending()
         group = self._engine_group
         self._job_ends.close()
         if group.is_superseded:

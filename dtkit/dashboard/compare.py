@@ -95,8 +95,8 @@ class Comparison:
     @property
     def rows(self) -> list[ComparisonRow]:
         """A row for each run, as of now."""
-        elapsed = [run.status.elapsed_s if isinstance(run, _HasStatus) else None for run in self.runs]
-        return [make_row(*item) for item in zip(self.labels, self.histories, self._strategies, elapsed, strict=True)]
+        positions = [_read_position(run) for run in self.runs]
+        return [make_row(*item) for item in zip(self.labels, self.histories, self._strategies, positions, strict=True)]
 
     def figure(self) -> Figure:
         """Return loss against steps, time, and bytes where they differ, and each metric, as a matplotlib Figure."""
@@ -180,6 +180,14 @@ def compare(
     return Comparison(checked_labels, histories, strategies, items)
 
 
+def _read_position(run: object) -> tuple[int, float] | None:
+    """Return the steps and seconds that a run's own views show; None for those of its history."""
+    if not isinstance(run, _HasStatus):
+        return None
+    status = run.status
+    return status.step, status.elapsed_s
+
+
 def _to_list(runs: Sequence[Any]) -> list[Any]:
     """Return the runs: the arguments themselves, or those of a single list."""
     first, *others = runs or ([],)
@@ -226,7 +234,11 @@ def _describe_value(value: object) -> str:
 
 def _check_labels(labels: Sequence[str], count: int) -> list[str]:
     """Return the user's labels: one for each run, all different."""
-    if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
+    if (
+        isinstance(labels, str)
+        or not isinstance(labels, Iterable)
+        or not all(isinstance(label, str) for label in labels)
+    ):
         raise TypeError(f"labels={labels!r}: a list with a name for each run, as in labels=['plain', 'every 8']")
     if len(labels) != count:
         raise ValueError(

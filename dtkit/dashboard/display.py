@@ -52,6 +52,12 @@ def show(run: RunView, *, fault_injection: bool = False) -> None:
     displays.show(fault_injection=fault_injection)
 
 
+def is_shown(run: RunView) -> bool:
+    """Return whether a live view shows the run."""
+    with _lock:
+        return run in _displays
+
+
 def wait_until_replaced(run: RunView, timeout: float = timeouts.REPLACE_TIMEOUT_S) -> bool:
     """Wait until the displays of an ended run have its last picture. Return whether they have, after `timeout` seconds.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from dtkit._util import formatting
-from dtkit._util.arguments import check_path
+from dtkit._util.arguments import check_no_folder, check_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +60,7 @@ def _escape(text: str) -> str:
 def check_folder(path: str | Path) -> None:
     """Raise FileNotFoundError if the folder of a report does not exist, before the report is made."""
     check_path(path)
+    check_no_folder("report", path)
     folder = Path(path).parent
     if not folder.is_dir():
         raise FileNotFoundError(

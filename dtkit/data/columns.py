@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
 _MAX_SHOWN_NAMES = 8  # columns named in a message
 
@@ -46,7 +47,7 @@ class ColumnSelection:
         torch = sys.modules.get("torch")  # if it was never imported, its default is unchanged
         floating = str(torch.get_default_dtype()).removeprefix("torch.") if torch else "float32"
         target = tuple(target) if isinstance(target, list) else target
-        if isinstance(features, (str, bytes)):
+        if isinstance(features, (str, bytes)) or not isinstance(features, Iterable | None):
             raise TypeError(f"columns={features!r}; it must be a list of names, as in columns=[{features!r}]")
         return cls(target, None if features is None else tuple(features), floating, collate_fn=collate_fn)
 

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -119,12 +120,29 @@ def distribute_training_data(
 
 
 def distribute_validation_data(
-    engine_group: EngineGroup, data: Any, *, training_data: DataHandle | None = None
+    engine_group: EngineGroup, data: Any, *, training_data: DataHandle | None = None, name: str = "data"
 ) -> DataHandle:
     """Send validation data, in equal contiguous parts; there may be fewer samples than ranks.
 
-    The columns of a table are those of `training_data`, with its order and its classes.
+    The columns of a table are those of `training_data`, with its order and its classes. Errors for unusable data call
+    them by `name`, the user's argument.
     """
+    with _name_data(name):
+        return _distribute_validation_data(engine_group, data, training_data)
+
+
+@contextlib.contextmanager
+def _name_data(name: str) -> Iterator[None]:
+    """Have errors name the user's argument instead of "data"."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        message = re.sub(r"^data (?=is|has)", f"{name} ", str(error))
+        error.args = (f"{name}={message}" if message.startswith(("'", '"')) and name != "data" else message,)
+        raise
+
+
+def _distribute_validation_data(engine_group: EngineGroup, data: Any, training_data: DataHandle | None) -> DataHandle:
     if isinstance(data, Partition):
         return get_data_handle(engine_group, data)
     selection = ColumnSelection.from_arguments(None) if training_data is None else training_data.columns

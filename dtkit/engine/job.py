@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import timeouts
 from dtkit.engine import checks, error_hints, node_info
 from dtkit.engine.callbacks import CallbackList
+from dtkit.engine.data.bad_rows import describe_bad_rows
 from dtkit.engine.data.sources import to_device
 from dtkit.engine.evaluation import check_metrics, evaluate_batches
 from dtkit.engine.frozen_parameters import FrozenParameters
@@ -103,6 +104,7 @@ class Job:
         self._end_reason = "done"
         self._nonfinite_loss: float | None = None
         self._nonfinite: NonFiniteLocations = ()
+        self._bad_rows = ""
         self._step_start = (0, 0.0, 0)  # samples and learning rate of the current step, bytes sent before it
         self._sent_bytes: int | None = None  # up to now; None if something other than a step has sent bytes since
 
@@ -173,7 +175,7 @@ class Job:
         self.context.phases.reset()
         self.context.phases.clock.start_dispatch()
         self._end_reason, self._nonfinite_loss, self._nonfinite, self.step_report = "failed", None, (), None
-        self._sent_bytes = None
+        self._sent_bytes, self._bad_rows = None, ""
 
     def _start_vote(self, flag: bool) -> Callable[[], bool]:  # noqa: FBT001 - the one value that is agreed upon
         """Start to ask whether any rank has the flag, and return a function that waits for the answer."""
@@ -205,6 +207,7 @@ class Job:
             self._end_reason,
             self._nonfinite_loss,
             self._nonfinite,
+            self._bad_rows,
             blocked_spans=build_blocked_times(groups, num_steps),
             messages=messages if len(messages) else None,
             scalars=self._scalars.take() | (MONITOR.take(completed[-1].step) if completed else {}),
@@ -266,7 +269,7 @@ class Job:
         probe = self._make_probe(samples) if explain else None
         result = self._run_worker(batches, counts, probe)
         if not result.is_finite:
-            self._record_nonfinite(result)
+            self._record_nonfinite(result, batches)
             return None
         self._learning_rates.step_after_update(
             result, self.step + 1, self._batch_source.steps_per_epoch, self.context.group
@@ -293,8 +296,9 @@ class Job:
             raise
         return result
 
-    def _record_nonfinite(self, result: StepResult) -> None:
+    def _record_nonfinite(self, result: StepResult, batches: Sequence[tuple[int, Any]]) -> None:
         self._end_reason, self._nonfinite = "nonfinite", result.nonfinite
+        self._bad_rows = describe_bad_rows(batches, self._batch_source.get_rows(self.step))
         # Without weight the mean is 0 / 0, which doesn't mean that this rank's samples are to blame.
         if result.loss is not None and float(result.loss_weight):
             self._nonfinite_loss = float(result.loss)

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from dtkit._util.arguments import check_path, explain_arguments
+from dtkit._util.arguments import check_no_folder, check_path, explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit.history.growing_array import GrowingArray
+from dtkit.history.items import decode_fields, encode_line
 from dtkit.history.missing_steps import describe_missing_steps
 from dtkit.history.scalars import SYSTEM_PREFIX, ScalarRecord, ScalarTables
 from dtkit.types import Evaluation, Event, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import pandas as pd
 
@@ -69,15 +71,6 @@ TOTAL_DTYPE = np.dtype(
     ]
 )
 """Row of one step over all ranks."""
-
-HistoryItem = StepRecord | Evaluation | Event | ScalarRecord
-"""Types of the items in a history's JSON lines."""
-_ITEM_CLASSES: dict[str, type[HistoryItem]] = {
-    "row": StepRecord,
-    "evaluation": Evaluation,
-    "event": Event,
-    "scalars": ScalarRecord,
-}
 
 
 class HistoryLog(Protocol):
@@ -134,6 +127,8 @@ class History:
         """Operations and tokens of a sample, once they were measured."""
         self.run_log: HistoryLog | None = None
         """Log on disk to which the history is also written."""
+        self.read_position: Callable[[], tuple[int, float]] | None = None
+        """Returns the position of the run that writes this history."""
 
     # -- writing (the run's driver thread) --------------------------------------------------------------------
 
@@ -205,11 +200,13 @@ class History:
 
     def rows(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows `start` to `stop` in order of arrival, of dtype :data:`ROW_DTYPE`. Do not write to them."""
+        _check_range("rows", start, stop)
         with self._lock:
             return self._rows.read(start, len(self._rows) if stop is None else stop)
 
     def totals(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return a row for each step, of dtype :data:`TOTAL_DTYPE`; the loss is the weighted mean."""
+        _check_range("totals", start, stop)
         with self._lock:
             part = self._totals.read(start, len(self._totals) if stop is None else stop).copy()
         with np.errstate(invalid="ignore"):
@@ -220,6 +217,17 @@ class History:
     def num_steps(self) -> int:
         """Number of recorded steps."""
         return len(self._totals)
+
+    @property
+    def position(self) -> tuple[int, float]:
+        """Steps that the run has taken, and its seconds without pauses, as every view shows them.
+
+        Steps before the run was resumed, or of a lost engine, have no record.
+        """
+        if self.read_position is not None:
+            return self.read_position()
+        totals = self.totals()
+        return int(totals["step"].max(initial=-1)) + 1, float(totals["step_s"].sum())
 
     @property
     def num_ranks(self) -> int:
@@ -270,6 +278,10 @@ class History:
         return self._scalars.list_records()
 
     def __getitem__(self, index: int) -> StepRecord:
+        if not isinstance(index, int | np.integer):
+            raise TypeError(
+                f"history[{index!r}]: an index is a whole number; history.rows(0, 100) returns several rows"
+            )
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         index %= len(self)
@@ -296,7 +308,8 @@ class History:
     def _select_rank(self, rank: int) -> np.ndarray:
         rows = self.rows()
         selected: np.ndarray = rows[rows["rank"] == rank]
-        if len(rows) and not len(selected):
+        is_number = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+        if not is_number or (len(rows) and not len(selected)):
             raise ValueError(f"rank={rank!r}; there are rows of rank {', '.join(map(str, self.ranks))}")
         return selected
 
@@ -312,11 +325,14 @@ class History:
     def to_jsonl(self, path: str | Path) -> None:
         """Write rows, evaluations and events, one JSON object on each line. :meth:`from_jsonl` reads them."""
         check_path(path)
+        check_no_folder("to_jsonl", path)
         folder = Path(path).absolute().parent
         if not folder.is_dir():
             raise FileNotFoundError(f"{str(path)!r}: the folder {folder} does not exist. Create it, or name another")
         with Path(path).open("w", encoding="utf-8") as file:
-            file.write(json.dumps({"type": "head", "copies": self.ranks_per_replica}) + "\n")
+            steps, elapsed_s = self.position
+            head = {"type": "head", "copies": self.ranks_per_replica, "steps": steps, "elapsed_s": elapsed_s}
+            file.write(json.dumps(head) + "\n")
             for items in (self, self.evaluations, self.events, self.list_scalar_records()):
                 file.writelines(map(encode_line, items))
 
@@ -324,6 +340,7 @@ class History:
     def from_jsonl(cls, path: str | Path) -> History:
         """Read a file that :meth:`to_jsonl` wrote. Raises FileNotFoundError, and ValueError for another file."""
         check_path(path)
+        check_no_folder("from_jsonl", path)
         history, rows = cls(), []
         if not Path(path).is_file():
             raise FileNotFoundError(f"{str(path)!r}: there is no such file. history.to_jsonl(path) writes one")
@@ -337,6 +354,8 @@ class History:
                 ) from error
             if item is None:
                 history.ranks_per_replica = fields["copies"]
+                if "steps" in fields:
+                    history.read_position = functools.partial(tuple, (fields["steps"], fields["elapsed_s"]))
             elif isinstance(item, StepRecord):
                 rows.append(item)
             else:
@@ -355,15 +374,11 @@ class History:
         return f"History({', '.join(parts)}, last loss {losses[-1]:.4g})"
 
 
-def encode_line(item: HistoryItem) -> str:
-    """Return an item as a line of JSON. :func:`decode_fields` restores it."""
-    kind = next(kind for kind, item_class in _ITEM_CLASSES.items() if type(item) is item_class)
-    return json.dumps({"type": kind, **dataclasses.asdict(item)}) + "\n"
-
-
-def decode_fields(fields: dict[str, Any]) -> HistoryItem:
-    """Restore an item from the fields of a line. Raises KeyError or TypeError if they are no item's."""
-    return _ITEM_CLASSES[fields.pop("type")](**fields)
+def _check_range(call: str, start: object, stop: object) -> None:
+    """Raise TypeError for limits that are no whole numbers."""
+    for name, value in (("start", start), ("stop", stop)):
+        if not (isinstance(value, int | np.integer) or (name == "stop" and value is None)):
+            raise TypeError(f"{call}({name}={value!r}): a whole number is needed, as in history.{call}(0, 100)")
 
 
 def _sum_over_ranks(block: np.ndarray) -> np.ndarray:

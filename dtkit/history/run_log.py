@@ -26,7 +26,8 @@ import numpy as np
 
 from dtkit._util import files
 from dtkit._util.formatting import format_count
-from dtkit.history.history import ROW_DTYPE, History, decode_fields, encode_line
+from dtkit.history.history import ROW_DTYPE, History
+from dtkit.history.items import decode_fields, encode_line
 from dtkit.history.scalars import ScalarRecord
 from dtkit.history.timeline import SPAN_DTYPE
 from dtkit.types import Evaluation, Event, ReplicaCheckResult

@@ -21,7 +21,7 @@ from dtkit.history.divergence import find_ruined_step
 from dtkit.rpc.protocol import JobOperations, make_call
 from dtkit.training.learning_rate import LearningRateChange, LearningRateUpdater
 from dtkit.training.load_balancing import LoadBalancer
-from dtkit.training.nonfinite import build_nonfinite_failures
+from dtkit.training.nonfinite import build_nonfinite_failures, choose_remedy
 from dtkit.training.pending_calls import PendingCall
 
 if TYPE_CHECKING:
@@ -199,10 +199,9 @@ class StepDispatcher:
     def _on_nonfinite(self, results: Sequence[DispatchResult]) -> None:
         progress = self._progress
         progress.needs_resync = True
-        failures = build_nonfinite_failures(
-            progress.step, results, self._engine_group.nodes, ruined_step=find_ruined_step(progress.history)
-        )
-        progress.pause_for(NonFiniteError(failures))
+        ruined_step = find_ruined_step(progress.history)
+        failures = build_nonfinite_failures(progress.step, results, self._engine_group.nodes, ruined_step=ruined_step)
+        progress.pause_for(NonFiniteError(failures, choose_remedy(results, ruined_step)))
         progress.add_event("error", f"not finite at step {progress.step}; all nodes paused before the update")
 
     def _on_cancel(self, dispatch: StepRequest, step: int) -> None:

@@ -21,6 +21,7 @@ from dtkit.errors import EmptyEnginesError, format_ranks
 from dtkit.planning import fit_check, planner
 from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions
+from dtkit.training import failure_notice
 from dtkit.training.adapters import adapt_model
 from dtkit.training.callbacks import start_callbacks
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
@@ -78,6 +79,7 @@ def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, 
     plan = _make_plan(engine_group, model, data, config, strategy, () if resume_point is None else resume_point.lineage)
     if resume_point is not None:
         resume_point.check_steps_left(plan.spec)
+    failure_notice.print_pending()
     previous, host.current_run = host.current_run, None
     if previous is not None:
         host.earlier_runs.add(previous)
@@ -153,7 +155,9 @@ def _make_plan(
         model_handle = broadcast.broadcast(engine_group, model, by_shared_file=strategy.shards_model)
     validation = None
     if config.validation is not None:
-        validation = distribute.distribute_validation_data(engine_group, config.validation, training_data=data_handle)
+        validation = distribute.distribute_validation_data(
+            engine_group, config.validation, training_data=data_handle, name="validation"
+        )
     spec = _make_spec(engine_group, model_handle, part, config, strategy, _choose_shuffle(config, data, part))
     job_plan = JobPlan(spec.batch_size, spec.steps, spec.shuffle, spec.seed)
     owned_keys = _list_owned_keys((model, model_handle), (data, data_handle), (config.validation, validation))

@@ -1,9 +1,9 @@
 """Origin of gradients that are not finite, as far as the reports of all ranks show it.
 
-After summing over the ranks, gradients are not finite on any rank. A loss that is not finite identifies the rank with
-its samples. In a pipeline, only the last stage has a loss. So the first stage with a non-finite output is the origin.
-If all outputs and losses are finite, the origin is the last stage with non-finite gradients: backward starts at the
-last.
+Rows of data that are not finite are named first. After summing over the ranks, gradients are not finite on any rank. A
+loss that is not finite identifies the rank with its samples. In a pipeline, only the last stage has a loss. So the
+first stage with a non-finite output is the origin. If all outputs and losses are finite, the origin is the last stage
+with non-finite gradients: backward starts at the last.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ _REMEDY = (
     "All ranks paused before that update: parameters are as after the step before. Lower the learning rate "
     "(run.set(lr=...)) or repair the data or the loss; run.resume() takes the same step again, run.stop() ends the run"
 )
+_DATA_REMEDY = (
+    "All ranks paused before that update: parameters are as after the step before. Repair these rows or leave them "
+    "out, and train again; run.resume() takes the same step again, run.stop() ends the run"
+)
 
 
 def build_nonfinite_failures(
@@ -35,12 +39,25 @@ def build_nonfinite_failures(
 
     `ruined_step` is the last step before the loss exploded; None if it was fine until now.
     """
-    remedy = _REMEDY if ruined_step is None else _describe_ruin(ruined_step)
+    remedy = _describe_remedy(advances, ruined_step)
     hosts = {node.rank: node.host for node in nodes}
     return [
         Failure(rank, hosts.get(rank, "?"), "NonFinite", f"{message}. {remedy}", "", step=step, kind="nonfinite")
         for rank, message in _find_causes(advances).items()
     ]
+
+
+def choose_remedy(advances: Sequence[DispatchResult], ruined_step: int | None) -> str:
+    """Return what helps: "train", "data" or "lr", see :class:`~dtkit.errors.NonFiniteError`."""
+    if ruined_step is not None:
+        return "train"
+    return "data" if any(advance.bad_rows for advance in advances) else "lr"
+
+
+def _describe_remedy(advances: Sequence[DispatchResult], ruined_step: int | None) -> str:
+    if ruined_step is not None:
+        return _describe_ruin(ruined_step)
+    return {"data": _DATA_REMEDY, "lr": _REMEDY}[choose_remedy(advances, ruined_step)]
 
 
 def _describe_ruin(step: int) -> str:
@@ -51,6 +68,8 @@ def _describe_ruin(step: int) -> str:
 def _find_causes(advances: Sequence[DispatchResult]) -> dict[int, str]:
     """Return {rank of origin: message}."""
     problem = "the gradients over all ranks are not finite"
+    if bad_rows := {rank: advance.bad_rows for rank, advance in enumerate(advances) if advance.bad_rows}:
+        return {rank: f"{problem}: {rows}" for rank, rows in bad_rows.items()}
     if outputs := _find_first_stages(advances, "output"):
         first = min(outputs.values())
         inputs = "rows of data" if first == 0 else f"stage {first - 1}'s, which are finite"

@@ -62,6 +62,7 @@ class RunProgress:
         self._persisted_at = -math.inf
         self.describe_last_step: Callable[[], tuple[np.ndarray, ReplicaCheckResult | None]] | None = None
         """Returns the timeline of the last step, and the last comparison of replicas."""
+        history.read_position = lambda: (self.step, self.elapsed_s)
 
     # -- state ------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from dtkit.training.job_client import JobClient
 from dtkit.training.learning_rate import parse_lr
 from dtkit.training.lifecycle import RunLifecycle
 from dtkit.training.run_waiting import RunWaiter
+from dtkit.training.settings import get_step_settings
 from dtkit.training.shown_run import ShownRun
 from dtkit.training.step_callbacks import StepCallbacks
 from dtkit.types import State
@@ -68,12 +69,19 @@ class Run(ShownRun):
         self._step_callbacks = StepCallbacks(plan.options.callbacks, self, driver)
         self._job = JobClient(engine_group, driver)
         self._waiter = RunWaiter(
-            self, driver, lambda: engine_group.call_timeout_s, self._notify, self._step_callbacks.finish
+            self,
+            driver,
+            lambda: engine_group.call_timeout_s,
+            self._notify,
+            self._step_callbacks.finish,
+            self._failure_notice.mark_seen,
         )
         self._step_times: StepTimes | None = None
+        self._verified_spec: tuple[object, ...] = ()
         self.lifecycle = RunLifecycle(engine_group, driver, self._job, self._notify)
 
     def _notify(self) -> None:
+        self._failure_notice.update(self._driver.progress)
         self._step_callbacks.notify()
         self._subscribers.notify(self.spec.name)
 
@@ -117,7 +125,7 @@ class Run(ShownRun):
     @property
     def exception(self) -> BaseException | None:
         """The error that failed the run, or made it pause; None if there was none."""
-        return self._driver.progress.exception
+        return self._failure_notice.read(self._driver.progress.exception)
 
     @property
     def delay_factors(self) -> Mapping[int, float]:
@@ -126,8 +134,8 @@ class Run(ShownRun):
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Times of steps on all ranks and in one process, from the last `verify`; None before."""
-        return self._step_times
+        """Times of steps on all ranks and in one process, from the last `verify`; None before, and for other ranks."""
+        return self._step_times if self._verified_spec == get_step_settings(self.spec) else None
 
     @property
     def timeline(self) -> Timeline:
@@ -354,7 +362,7 @@ class Run(ShownRun):
         isn't changed. Without a `timeout` in seconds, each call to the engines has the time limit of a collective.
         """
         verification = self._job.verify(steps, timeout)
-        self._step_times = verification.step_times
+        self._step_times, self._verified_spec = verification.step_times, get_step_settings(self.spec)
         self._notify()
         print(verification.text())  # noqa: T201 - asked for as a report
         return verification

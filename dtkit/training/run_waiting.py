@@ -39,11 +39,12 @@ class RunWaiter:
         call_timeout_s: Callable[[], float],
         notify: Callable[[], None],
         finish_callbacks: Callable[[float], None],
+        on_raise: Callable[[BaseException | None], None],
     ) -> None:
         self.message = ""
         """What views say about the wait."""
         self._run, self._driver, self._notify = run, driver, notify
-        self._call_timeout_s, self._finish_callbacks = call_timeout_s, finish_callbacks
+        self._call_timeout_s, self._finish_callbacks, self._on_raise = call_timeout_s, finish_callbacks, on_raise
 
     # -- for the end ------------------------------------------------------------------------------------------
 
@@ -129,6 +130,7 @@ class RunWaiter:
         """Raise the error that failed or paused the run."""
         progress = self._driver.progress
         error = progress.exception
+        self._on_raise(error)
         if progress.state is State.PAUSED and isinstance(error, EngineError) and not isinstance(error, NonFiniteError):
             raise PausedError(
                 f"the run paused at step {progress.step}: {error}\nrun.resume() replaces what is lost and continues, "

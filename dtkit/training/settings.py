@@ -13,6 +13,7 @@ from dtkit._util import formatting
 
 if TYPE_CHECKING:
     from dtkit.training.config import TrainConfig
+    from dtkit.types import RunSpec
 
 _MAX_CHARS = 160
 _IN_SPEC = frozenset(
@@ -95,3 +96,8 @@ def _read_body(code: types.CodeType) -> str | None:
     parts[-1] = parts[-1][: last[1]]
     parts[0] = parts[0][first[1] :]
     return " ".join(b" ".join(parts).decode(errors="replace").split())
+
+
+def get_step_settings(spec: RunSpec) -> tuple[object, ...]:
+    """Return the settings for which a measured time of a step counts: a node may have been left out since."""
+    return spec.world_size, spec.batch_size, spec.strategy

@@ -8,6 +8,8 @@ from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.guard import Subscribers
 from dtkit.dashboard.run_view import RunView
+from dtkit.history.history import History
+from dtkit.training.failure_notice import FailureNotice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
     from dtkit._util.views import Figure
     from dtkit.dashboard.summary.verdict import Verdict
     from dtkit.dashboard.written_report import WrittenReport
-    from dtkit.history.history import History
 
 
 @explain_arguments
@@ -26,6 +27,7 @@ class ShownRun(RunView):
     def __init__(self, history: History) -> None:
         self._history = history
         self._subscribers = Subscribers()
+        self._failure_notice = FailureNotice(self)
 
     @property
     def history(self) -> History:
@@ -83,6 +85,8 @@ class ShownRun(RunView):
         from dtkit.dashboard import report
 
         history = single_process.history if isinstance(single_process, ShownRun) else single_process
+        if not isinstance(history, History | None):
+            raise TypeError(f"single_process={history!r}; it must be the run of one engine, or that run's history")
         return report.write_report(self, path, single_process=history)
 
     def _ipython_display_(self) -> None:

@@ -7,6 +7,7 @@ optimizer, are raised while the job is built, before `train` returns.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -147,7 +148,11 @@ def _check_optimizer(optimizer: Any) -> None:
 def _check_name_and_tags(config: TrainConfig) -> None:
     if config.name is not None and not (isinstance(config.name, str) and config.name.strip()):
         raise TypeError(f"name={config.name!r}; it must be a text, as in name='baseline'")
-    if isinstance(config.tags, str) or not all(isinstance(tag, str) for tag in config.tags):
+    if (
+        isinstance(config.tags, str)
+        or not isinstance(config.tags, Iterable)
+        or not all(isinstance(tag, str) for tag in config.tags)
+    ):
         raise TypeError(f"tags={config.tags!r}; it must be a list of texts, as in tags=['baseline']")
 
 
@@ -232,6 +237,8 @@ def _check_on_engine(callbacks: Sequence[Any]) -> None:
         return
     from dtkit.engine.callbacks import EngineCallback
 
+    if not isinstance(callbacks, Iterable):
+        raise TypeError(f"on_engine is {name_type(callbacks)}; give a list, as in on_engine=[callback]")
     for callback in callbacks:
         if not isinstance(callback, EngineCallback):
             raise TypeError(

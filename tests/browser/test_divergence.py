@@ -51,6 +51,31 @@ def test_a_run_that_paused_because_of_nan_says_so_in_its_head(page: Page):
     expect(view.root).to_have_attribute("data-bad", "true")
 
 
+@pytest.mark.parametrize(("remedy", "primary"), [("lr", "lower"), ("data", "stop"), ("train", "stop")])
+def test_the_first_action_after_nan_is_what_the_message_advises(page: Page, remedy: str, primary: str):
+    run = FakeSource(ranks=2)
+    run.advance(20)
+    run.state = State.PAUSED
+    run.exception = NonFiniteError([Failure(0, "here", "NonFinite", "the loss is NaN", "", step=20)], remedy)
+    run.event("error", "not finite at step 20")
+    view = StaticView(page, run)
+    marked = view.root.locator(".dtk-controls .dtk-primary")
+    expect(marked).to_have_attribute("data-testid", primary)
+    expect(view.root.get_by_test_id("resume")).to_be_enabled()
+    lower = view.root.get_by_test_id("lower")
+    if remedy != "lr":
+        expect(lower).to_be_hidden()
+        return
+    expect(lower).to_have_text("↓Lower rate to 0.01")
+    lower.click()
+    assert page.evaluate("window.sent.at(-1)") == {"command": "lr", "value": 0.01}
+    run.event("lr", "learning rate 0.01")
+    run.lr = 0.01
+    view.update()
+    expect(marked).to_have_attribute("data-testid", "resume")
+    expect(lower).to_be_hidden()
+
+
 def test_a_logarithmic_axis_has_few_numbers(page: Page):
     """A low panel over ten orders: numbers that touch can't be read."""
     run = FakeSource(ranks=1)

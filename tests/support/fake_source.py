@@ -34,6 +34,7 @@ class FakeSource:
         self.state, self.message, self.exception, self.lr = State.RUNNING, "", None, 0.1
         self.remaining_s = 12.0
         self.step = 0
+        self.history.read_position = lambda: (self.step, self.status.elapsed_s)
         self.posted = []
         self.refuse = None
         self.delay_factors, self.consistency, self.stall_report = {}, None, None

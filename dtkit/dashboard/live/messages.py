@@ -42,6 +42,7 @@ from dtkit.dashboard.summary.metrics import build_tiles, compute_epoch, compute_
 from dtkit.dashboard.summary.node_series import NODE_CHARTS, NodeSeries
 from dtkit.dashboard.summary.notices import MARKED_EVENTS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.outliers import find_outliers
+from dtkit.dashboard.summary.remedy import find_remedy
 from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict, is_at_rest
@@ -133,9 +134,8 @@ class MessageBuilder:
     @property
     def is_pressing(self) -> bool:
         """Whether the next message has what a person waits for, or must see at once."""
-        return (
-            read_pressing_state(self._run, self._num_events_read, self._last_effect.count) != self._sent_pressing_state
-        )
+        state = read_pressing_state(self._run, self._num_events_read, self._last_effect.count)
+        return state != self._sent_pressing_state
 
     def note_effect(self, text: str) -> None:
         """Put a command that took effect into the messages of the next seconds."""
@@ -146,15 +146,14 @@ class MessageBuilder:
         history = self._run.history
         self._read_history()
         self._num_evaluations_sent, self._unsent_events = len(history.evaluations), []
+        chosen = choose_evenly(range(self._num_evaluations_sent), MAX_SNAPSHOT_EVALUATIONS)
         events = history.events[: self._num_events_read]
         content = self._build_current_state("snapshot") | {
             "head": self._build_header(),
             "nodes": self._build_nodes(),
             "events": [build_log_line(event) for event in select_log_events(events)],
             "marks": [build_log_line(event) for event in events if event.kind in MARKED_EVENTS][-MAX_MARKS:],
-            "evaluations": self._build_evaluations(
-                choose_evenly(range(self._num_evaluations_sent), MAX_SNAPSHOT_EVALUATIONS)
-            ),
+            "evaluations": self._build_evaluations(chosen),
         }
         part = self._curves.take_all()
         return self._pack_message(content, part.values, part.width, part.origin, part.first)
@@ -226,6 +225,7 @@ class MessageBuilder:
                 "elapsed": _replace_nonfinite(status.elapsed_s),
                 "remaining": None if activity else _replace_nonfinite(status.remaining_s),
                 "activity": None if activity is None else dataclasses.asdict(activity),
+                "remedy": find_remedy(run),
                 "diverged": None if divergence is None else divergence.short,
                 "message": "" if stall else formatting.sanitize_text(status.message),  # a notice has the same text
             },

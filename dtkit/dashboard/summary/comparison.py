@@ -30,6 +30,7 @@ class ComparisonRow:
     strategy: str
     nodes: int
     steps: int
+    """Steps that the run has taken, also those without a record."""
     loss: float
     """Weighted mean over the last ``FINAL_LOSS_STEPS`` steps; NaN before the first step."""
     sent_bytes: float
@@ -37,26 +38,27 @@ class ComparisonRow:
     samples_per_s: float
     """Over all steps but the first, as the report has it."""
     seconds: float
-    """How long the run took, without pauses; of a history alone, the sum of its steps."""
+    """How long the run took, without pauses; the sum of its steps where only these are known."""
     best: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Best validation of each metric, the loss included."""
 
 
-def make_row(label: str, history: History, strategy: str, elapsed_s: float | None = None) -> ComparisonRow:
-    """Return the totals of a history, of a run that took `elapsed_s`."""
+def make_row(label: str, history: History, strategy: str, position: tuple[int, float] | None = None) -> ComparisonRow:
+    """Return the totals of a history. `position` has the steps and seconds of its run, unless the history has them."""
     totals = history.totals()
+    steps, seconds = history.position if position is None else position
     num_ranks = int(totals["ranks"].max(initial=0))
     sent_bytes = float(totals["sent_bytes"].sum()) / max(1, num_ranks)
     return ComparisonRow(
         label=label,
         strategy=strategy,
         nodes=num_ranks,
-        steps=len(totals),
+        steps=steps,
         loss=compute_mean_loss(totals[-FINAL_LOSS_STEPS:]),
         sent_bytes=sent_bytes,
         bytes_per_step=sent_bytes / len(totals) if len(totals) else math.nan,
         samples_per_s=compute_speed(history).samples_per_s,
-        seconds=float(totals["step_s"].sum()) if elapsed_s is None else elapsed_s,
+        seconds=seconds,
         best={name: best[1] for name in _list_names(history) if (best := find_best_evaluation(history, name))},
     )
 

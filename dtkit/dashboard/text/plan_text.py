@@ -110,7 +110,7 @@ def _make_steps(plan: Plan) -> Table:
     rows = [*_merge_ranks(plan, _format_step, _drop_times, find_slowest_row), *_list_one_process(plan, _format_step)]
     if not any(row.is_measured for row in plan.rows):  # then nothing else is known
         header, *rows = ([*cells[:-2], cells[-1]] for cells in [header, *rows])
-    return Table(header, rows, set(header[:2]), is_stacked=True, caption="Time of a step")
+    return Table(header, rows, set(header[:2]), is_narrow=True, caption="Time of a step")
 
 
 def _list_one_process(plan: Plan, format_cells: Callable[[PlanRow], list[str]]) -> list[list[str]]:
@@ -122,7 +122,7 @@ def _make_parts(plan: Plan) -> Table:
     """Make the table with the parts of the memory that is needed."""
     header = ["strategy", "node", *(name for _, name in MEMORY_PARTS)]
     rows = [*_merge_ranks(plan, _format_parts), *_list_one_process(plan, _format_parts)]
-    return Table(header, rows, set(header[:2]), is_stacked=True, caption="Parts of the needed memory")
+    return Table(header, rows, set(header[:2]), is_narrow=True, caption="Parts of the needed memory")
 
 
 def _merge_ranks(

@@ -5,11 +5,13 @@ import { isReady, LIVE } from "../store.js";
 
 const BUTTONS = [
   { command: "pause", glyph: "‖", label: "Pause", asking: "Pausing…", when: ["pending", "running"] },
+  { command: "lower", glyph: "↓", label: "Lower rate", asking: "Lowering…", when: ["paused"] },
   { command: "resume", glyph: "▶", label: "Resume", asking: "Resuming…", when: ["paused"] },
   { command: "step", glyph: "▸|", label: "Step", asking: "Stepping…", when: ["paused"] },
   { command: "stop", glyph: "■", label: "Stop", asking: "Stopping…", when: LIVE },
   { command: "save", glyph: "↓", label: "Save", asking: "Saving…", when: [...LIVE, "completed", "stopped"], offered: true },
 ];
+const LOWER = 10; // how many times lower the rate is that a diverged run is offered
 const SURE_MS = 5000;
 const EFFECT_MS = 15_000; // as EFFECT_SHOWN_S; the log keeps it
 
@@ -27,6 +29,7 @@ export function controls(store, send, redraw) {
     const asks = command === "stop" && !isSure();
     sure = asks ? Date.now() : 0;
     if (asks) redrawUntilSure(redraw);
+    else if (command === "lower") ask("lr", lowerRate(store));
     else ask(command, null);
   };
   const buttons = BUTTONS.map((b) => {
@@ -37,6 +40,7 @@ export function controls(store, send, redraw) {
   });
   const label = (b) => {
     if (b.command === "stop" && isSure()) return "Really stop?";
+    if (b.command === "lower") return `Lower rate to ${rateText(lowerRate(store))}`;
     return b.command === "resume" && isReady(store) ? "Start" : b.label;
   };
   const rate = rateField(store, ask, redraw), faults = faultField(store, ask, redraw);
@@ -48,12 +52,15 @@ export function controls(store, send, redraw) {
   const update = () => {
     const { status } = store;
     forgetAnswered(store);
-    const active = el.getRootNode().activeElement;
+    const primary = primaryCommand(store), active = el.getRootNode().activeElement;
     for (const b of buttons) {
-      const asked = store.asked.has(b.command);
+      const asked = store.asked.has(b.command === "lower" ? "lr" : b.command);
       setText(b.text, asked && !store.lost ? b.asking : label(b));
       const isOffered = !b.offered || store.head.offers.includes(b.command);
       b.el.hidden = !isOffered || (hasEnded(store) && !b.when.includes(status.state)); // an ended run takes few commands
+      if (b.command === "lower") b.el.hidden = primary !== "lower";
+      if (b.command === "pause" && primary === "lower") b.el.hidden = true; // its place is needed
+      b.el.classList.toggle("dtk-primary", b.command === primary);
       b.el.disabled = asked || store.lost || !b.when.includes(status.state);
     }
     // A button that is disabled while it has the focus passes the focus on.
@@ -69,6 +76,16 @@ export function controls(store, send, redraw) {
     setText(refusal, isRefused ? `✕ ${store.refused.text}` : "");
   };
   return { el, update };
+}
+/** Return the command that helps: what the error advises, or else what a run mostly needs. */
+function primaryCommand(store) {
+  const { state, remedy } = store.status;
+  if (remedy === "lr" && store.lr > 0) return "lower"; // resuming would fail again
+  if (remedy) return remedy === "lr" ? "" : "stop";
+  return state === "paused" ? "resume" : "pause";
+}
+function lowerRate(store) {
+  return +((store.lr ?? 0) / LOWER).toPrecision(6);
 }
 /** Return whether a run has ended for good, as far as a page knows. */
 function hasEnded(store) {

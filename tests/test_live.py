@@ -728,6 +728,25 @@ def test_page_gets_signs_of_life_until_the_view_is_closed(monkeypatch):
     assert not dashboard._heartbeat._thread.is_alive()
 
 
+def test_a_sign_of_life_is_sent_once_and_then_only_between_rare_messages(timers, monkeypatch):
+    source = FakeSource()
+    dashboard = widget.Dashboard(source, clock=timers.clock, call_later=timers.later)
+    dashboard._heartbeat.stop()
+    kinds = []
+    monkeypatch.setattr(dashboard, "send", lambda content, _buffers=(): kinds.append(content["kind"]))
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+    for seconds, expected in ((0.0, ["snapshot", "alive"]), (1.0, []), (timeouts.LIVE_HEARTBEAT_S, ["alive"])):
+        timers.now += seconds
+        assert dashboard._send_sign_of_life()
+        assert kinds == expected
+        kinds.clear()
+    source.advance()
+    timers.run()
+    assert dashboard._send_sign_of_life()
+    assert set(kinds) == {"change"}  # which was a sign of life
+    dashboard.close()
+
+
 def test_changes_are_sent_after_the_first_hello(watched, timers):
     source, dashboard, sent = watched
 

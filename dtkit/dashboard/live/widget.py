@@ -31,6 +31,7 @@ from dtkit.dashboard.live.messages import Message, MessageBuilder
 from dtkit.dashboard.live.panel_renderer import CustomPanelRenderer
 from dtkit.dashboard.live.placement import make_place_name
 from dtkit.dashboard.live.series_feed import SeriesFeed
+from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.throttle import Throttle, start_timer
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class Dashboard(anywidget.AnyWidget):
         clock: Callable[[], float] = time.monotonic,
         call_later: Callable[[float, Callable[[], None]], None] = start_timer,
     ) -> None:
-        self._run = run
+        self._run, self._clock = run, clock
+        self._sent_at = -math.inf  # of the last message
         self._message_builder = MessageBuilder(run)
         self._command_handler = CommandHandler(run, self._report_command, fault_injection=fault_injection)
         self._message_builder.extra_controls = self._command_handler.extra_controls
@@ -72,6 +74,7 @@ class Dashboard(anywidget.AnyWidget):
         # locks: while a message is made and sent
         self._send_lock = threading.Lock()  # messages leave in the order in which they are built
         self._is_page_ready = False
+        self._knows_heartbeat = False  # a page misses signs of life once it has had one
         self._num_updates = 0
         self._unsubscribe: Callable[[], None] = _do_nothing
         self._throttle = Throttle(self._send_update, timeouts.LIVE_INTERVAL_S, clock=clock, call_later=call_later)
@@ -83,6 +86,9 @@ class Dashboard(anywidget.AnyWidget):
             self._send_series, timeouts.SERIES_INTERVAL_S, clock=clock, call_later=call_later
         )
         self._heartbeat = Heartbeat(self._send_sign_of_life)
+        self._throttle.interval = self._find_shortest_interval()
+        if not has_spare_core(run):
+            self._series_throttle.interval = timeouts.SERIES_BUSY_INTERVAL_S
         message = self._message_builder.build_snapshot()
         super().__init__(opening={"content": message.content, "buffers": message.buffers}, place=make_place_name())
         self.on_msg(self._on_page_message)
@@ -135,10 +141,12 @@ class Dashboard(anywidget.AnyWidget):
             self._throttle.trigger(delay_s=delay_s, is_pressing=has_curves)
 
     def _send_sign_of_life(self) -> bool:
-        """Send a sign of life. Return False if the page needs no more of them."""
+        """Send a sign of life, unless another message just was one. Return False if the page needs no more of them."""
         with self._send_lock:
-            if self.comm is not None:
+            is_quiet = self._clock() - self._sent_at >= timeouts.LIVE_HEARTBEAT_S
+            if self.comm is not None and (is_quiet or not self._knows_heartbeat):
                 self.send({"kind": "alive"})
+                self._knows_heartbeat = True
             return self.comm is not None and not self._run.status.state.has_ended
 
     def _send_pictures(self) -> None:
@@ -162,6 +170,7 @@ class Dashboard(anywidget.AnyWidget):
             self._series_throttle.trigger()
 
     def _send_message(self, message: Message) -> None:
+        self._sent_at = self._clock()
         self.send(message.content, message.buffers)
 
     def _on_page_message(self, _widget: object, content: Any, _buffers: object) -> None:
@@ -181,9 +190,9 @@ class Dashboard(anywidget.AnyWidget):
 
     def _on_hello(self, *, is_new: bool) -> None:
         if is_new:  # and doesn't know yet how long its drawing takes
-            self._throttle.interval = timeouts.LIVE_INTERVAL_S
+            self._throttle.interval = self._find_shortest_interval()
         with self._send_lock:
-            self._is_page_ready = True
+            self._is_page_ready, self._knows_heartbeat = True, False
             self._send_message(self._message_builder.build_snapshot())
         self._heartbeat.start()
         self._panel_renderer.reset()
@@ -206,8 +215,12 @@ class Dashboard(anywidget.AnyWidget):
     def _set_interval(self, milliseconds: Any) -> None:
         """Send as often as a page draws in the long run. Anything but a number is ignored."""
         if isinstance(milliseconds, int | float) and math.isfinite(milliseconds):
-            longest, shortest = timeouts.LIVE_LONGEST_INTERVAL_S, timeouts.LIVE_INTERVAL_S
-            self._throttle.interval = min(longest, max(shortest, milliseconds / 1000))
+            longest = timeouts.LIVE_LONGEST_INTERVAL_S
+            self._throttle.interval = min(longest, max(self._find_shortest_interval(), milliseconds / 1000))
+
+    def _find_shortest_interval(self) -> float:
+        """Return the shortest time between two messages that nobody waits for, as in ``static/pacing.js``."""
+        return timeouts.LIVE_INTERVAL_S if has_spare_core(self._run) else timeouts.LIVE_BUSY_INTERVAL_S
 
     def _handle_command(self, command: str, value: Any) -> None:
         """Pass a command to the run. A refusal is shown next to the button."""

@@ -102,10 +102,10 @@ export function apply(store, content, buffers) {
     store.detail = null; // a run may have gone back to a snapshot
     store.curves = { width: content.curves.width, origin: content.curves.origin, used: 0, data: new Float32Array(0) };
   } else {
-    const events = content.events ?? [];
-    store.log = latest(store.log.concat(events));
-    store.marks = store.marks.concat(events.filter((e) => e.kind in MARKED)).slice(-60);
-    store.evaluations = thin(store.evaluations.concat(content.evaluations ?? []));
+    const { events = [], evaluations = [] } = content; // panels draw a list again only where it is another one
+    if (events.length) store.log = latest(store.log.concat(events));
+    if (events.length) store.marks = store.marks.concat(events.filter((e) => e.kind in MARKED)).slice(-60);
+    if (evaluations.length) store.evaluations = thin(store.evaluations.concat(evaluations));
   }
   store.nodes = content.nodes ?? store.nodes;
   applyCurves(store, content.curves, floats(buffers[0]));

@@ -45,7 +45,7 @@ from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict, is_at_rest
-from dtkit.dashboard.summary.step_strip import BOX_KINDS, make_step_strip
+from dtkit.dashboard.summary.step_strip import BOX_KINDS, read_step_strip
 from dtkit.dashboard.summary.timing import PHASES, select_bars
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.history.divergence import find_divergence
@@ -340,7 +340,7 @@ class MessageBuilder:
         self._strip_sent_at, self._strip_step = now, step
 
         def pack() -> np.ndarray:
-            step_strip = make_step_strip(self._run.timeline, [*self._list_selected(), *self._outliers])
+            step_strip = read_step_strip(self._run, [*self._list_selected(), *self._outliers])
             self._has_strip = step_strip is not None
             return np.empty(0) if step_strip is None else self._pack_strip(content, step_strip)
 

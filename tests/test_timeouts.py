@@ -50,16 +50,9 @@ ORDERS = {  # row of the table -> names, each of which is less than the next
     "a stack dump": ("STACK_DUMP_POLL_S", "STACK_DUMP_TIMEOUT_S", "WATCHDOG_SILENT_S", "STACK_DUMP_INTERVAL_S"),
     "a group's end": ("SHUTDOWN_NOTICE_POLL_S", "PEER_INTERRUPT_S", "SHUTDOWN_NOTICE_TIMEOUT_S"),
     "output": ("OUTPUT_POLL_S", "OUTPUT_PERIOD_S", "OUTPUT_JOIN_TIMEOUT_S", "OUTPUT_IDLE_TIMEOUT_S"),
-    "a display": (
-        "LIVE_INTERVAL_S",
-        "LIVE_BUSY_INTERVAL_S",
-        "PICTURE_INTERVAL_S",
-        "LIVE_LONGEST_INTERVAL_S",
-        "LOG_INTERVAL_S",
-    ),
+    "a display": ("LIVE_INTERVAL_S", "PICTURE_INTERVAL_S", "LIVE_LONGEST_INTERVAL_S", "LOG_INTERVAL_S"),
     "pictures for a saved notebook": ("KEPT_PICTURE_FIRST_S", "KEPT_PICTURE_INTERVAL_S", "KEPT_PICTURE_BUSY_FIRST_S"),
     "a comparison": ("LIVE_INTERVAL_S", "COMPARISON_INTERVAL_S", "PICTURE_INTERVAL_S"),
-    "logged numbers in a display": ("SERIES_INTERVAL_S", "SERIES_BUSY_INTERVAL_S"),
     "a measurement": ("MAX_ALL_REDUCE_S", "STEPS_BUDGET_S", "MAX_MEASURED_STEP_S"),
 }
 TIME_NAME = re.compile(r"^_?([A-Z]+_)*(S|MS|TIMEOUT|INTERVAL|PERIOD|GRACE|LEASE)$")

@@ -309,8 +309,6 @@ SLURM_CANCEL_TIMEOUT_S = 45.0
 
 LIVE_INTERVAL_S = 0.25
 """Period of updating a live display: smooth, at less than one percent of a core."""
-LIVE_BUSY_INTERVAL_S = 1.0
-"""The same for a run whose engines take all cores of this host: its training pays for each message."""
 LIVE_LONGEST_INTERVAL_S = 2.5
 """The same for a page on a busy machine, which draws less often (pacing.js)."""
 TIMER_TOLERANCE_S = 0.001
@@ -325,8 +323,6 @@ TIMELINE_INTERVAL_S = 1.0
 """Interval between two timelines of a live display, whose boxes are most of its bytes."""
 SERIES_INTERVAL_S = 2.0
 """Shortest interval between two messages of a live display with numbers of the user's own or of the machines."""
-SERIES_BUSY_INTERVAL_S = 6.0
-"""The same for a run whose engines take all cores of this host."""
 VERDICT_INTERVAL_S = 2.0
 """Interval between two verdicts of a live display, so that its line can be read."""
 VERDICT_HOLD_S = 6.0

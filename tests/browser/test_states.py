@@ -289,6 +289,20 @@ def test_a_diverged_run_does_not_end_green(page: Page):
     expect(bar).to_have_css("background-color", alert)
 
 
+def test_an_ended_run_without_commands_keeps_no_room_for_them(page: Page):
+    run = make_run()
+    view = StaticView(page, run)
+    controls = view.root.get_by_role("group", name="controls")
+    expect(controls).to_be_visible()
+    run.end()
+    view.update()
+    expect(controls).to_be_hidden()
+    progress, tiles = (view.root.locator(place).bounding_box() for place in (".dtk-progress", ".dtk-tiles"))
+    assert progress
+    assert tiles
+    assert tiles["y"] - progress["y"] - progress["height"] < 20
+
+
 def test_an_ended_run_offers_what_it_can_still_do(page: Page):
     run = make_run()
     view = StaticView(page, run, offers=["save", "kill", "slow"])

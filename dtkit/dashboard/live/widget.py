@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
 
 STATIC_FOLDER = Path(__file__).parent / "static"
+_BUSY_FACTOR = 4
+"""How much longer intervals are where a training pays for each message."""
 
 
 class Dashboard(anywidget.AnyWidget):
@@ -66,7 +68,7 @@ class Dashboard(anywidget.AnyWidget):
         call_later: Callable[[float, Callable[[], None]], None] = start_timer,
     ) -> None:
         self._run, self._clock = run, clock
-        self._sent_at = -math.inf  # of the last message
+        self._sent_at = self._state_sent_at = -math.inf  # of the last message, and of the last one with the state
         self._message_builder = MessageBuilder(run)
         self._command_handler = CommandHandler(run, self._report_command, fault_injection=fault_injection)
         self._message_builder.extra_controls = self._command_handler.extra_controls
@@ -87,8 +89,7 @@ class Dashboard(anywidget.AnyWidget):
         )
         self._heartbeat = Heartbeat(self._send_sign_of_life)
         self._throttle.interval = self._find_shortest_interval()
-        if not has_spare_core(run):
-            self._series_throttle.interval = timeouts.SERIES_BUSY_INTERVAL_S
+        self._series_throttle.interval = self._lengthen(timeouts.SERIES_INTERVAL_S)
         message = self._message_builder.build_snapshot()
         super().__init__(opening={"content": message.content, "buffers": message.buffers}, place=make_place_name())
         self.on_msg(self._on_page_message)
@@ -133,12 +134,19 @@ class Dashboard(anywidget.AnyWidget):
                 return
             self._num_updates += 1
             needs_snapshot = not self._is_page_ready and self._num_updates & (self._num_updates - 1) == 0
-            self._send_message(
-                self._message_builder.build_snapshot() if needs_snapshot else self._message_builder.build_change()
-            )
+            self._send_message(self._message_builder.build_snapshot() if needs_snapshot else self._build_change())
             delay_s, has_curves = self._message_builder.pending_delay_s, self._message_builder.has_pending_curves
         if delay_s is not None:  # curves that didn't fit would fall behind at a page's slower pace
             self._throttle.trigger(delay_s=delay_s, is_pressing=has_curves)
+
+    def _build_change(self) -> Message:
+        """Return the change, or only the curves that the last one left, until its state is old."""
+        builder, now = self._message_builder, self._clock()
+        is_recent = now - self._state_sent_at < self._find_shortest_interval()
+        if is_recent and builder.has_pending_curves and not builder.is_pressing:
+            return builder.build_rest()
+        self._state_sent_at = now
+        return builder.build_change()
 
     def _send_sign_of_life(self) -> bool:
         """Send a sign of life, unless another message just was one. Return False if the page needs no more of them."""
@@ -220,7 +228,11 @@ class Dashboard(anywidget.AnyWidget):
 
     def _find_shortest_interval(self) -> float:
         """Return the shortest time between two messages that nobody waits for, as in ``static/pacing.js``."""
-        return timeouts.LIVE_INTERVAL_S if has_spare_core(self._run) else timeouts.LIVE_BUSY_INTERVAL_S
+        return self._lengthen(timeouts.LIVE_INTERVAL_S)
+
+    def _lengthen(self, interval: float) -> float:
+        """Return a longer interval where the run's engines take all cores of this host."""
+        return interval if has_spare_core(self._run) else _BUSY_FACTOR * interval
 
     def _handle_command(self, command: str, value: Any) -> None:
         """Pass a command to the run. A refusal is shown next to the button."""

@@ -148,3 +148,17 @@ def _describe_step(timeline: Timeline, step: int, last_step: int | None, *, is_p
     measured = formatting.format_percent(timeline.measure_bubble(step))
     ideal = formatting.format_percent(timeline.get_ideal_bubble())
     return f"{words} · bubble {measured} measured, {ideal} by {timeline.ideal_bubble_source}"
+
+
+def pack_boxes(step_strip: StepStrip, boxes: np.ndarray) -> np.ndarray:
+    """Return five uint16 for each box of a timeline.
+
+    They are the rank's position, begin and end in 1/60,000 of the step, kind + 16 * (micro-batch + 1), and stage + 1.
+    """
+    packed = np.zeros((len(boxes), 5), "u2")
+    packed[:, 0] = np.searchsorted(step_strip.ranks, boxes["rank"])
+    for column, name in ((1, "begin"), (2, "end")):
+        packed[:, column] = np.clip(boxes[name] / step_strip.duration_s * 60_000, 0, 65_535)
+    packed[:, 3] = boxes["kind"] + 16 * np.clip(boxes["micro_batch"] + 1, 0, 4095)
+    packed[:, 4] = boxes["stage"] + 1
+    return packed

@@ -91,6 +91,10 @@ export function apply(store, content, buffers) {
   if (content.seq <= store.seq) return true; // applied already
   if (!whole && content.base !== store.seq) return false;
   store.seq = content.seq;
+  if (content.kind === "rest") { // curves that the last message had no room for
+    applyCurves(store, content.curves, floats(buffers[0]));
+    return true;
+  }
   store.received = Date.now();
   for (const key of ["status", "lr", "tiles", "throughput", "error", "notices"]) store[key] = content[key];
   if (content.verdict !== undefined) store.verdict = content.verdict;

@@ -507,7 +507,13 @@ def test_the_page_merges_changes_like_the_notebook(tmp_path):
     """The page's own store, fed with the messages of a run, ends with what a snapshot holds."""
     source = FakeSource(ranks=4, steps=5000)
     builder = MessageBuilder(source)
-    messages = [*long_story(builder, source), builder.build_snapshot()]
+    messages = [*long_story(builder, source)]
+    source.advance(5000 - source.step)
+    messages.append(builder.build_change())
+    while builder.has_pending_curves:
+        messages.append(builder.build_rest())
+    messages.append(builder.build_snapshot())
+    assert [message.content["kind"] for message in messages].count("rest") > 1
     (tmp_path / "store.mjs").write_bytes((STATIC / "store.js").read_bytes())
     (tmp_path / "messages.json").write_text(
         json.dumps([[m.content, [base64.b64encode(b).decode() for b in m.buffers]] for m in messages])
@@ -728,6 +734,25 @@ def test_page_gets_signs_of_life_until_the_view_is_closed(monkeypatch):
     assert not dashboard._heartbeat._thread.is_alive()
 
 
+def test_a_sign_of_life_is_sent_once_and_then_only_between_rare_messages(timers, monkeypatch):
+    source = FakeSource()
+    dashboard = widget.Dashboard(source, clock=timers.clock, call_later=timers.later)
+    dashboard._heartbeat.stop()
+    kinds = []
+    monkeypatch.setattr(dashboard, "send", lambda content, _buffers=(): kinds.append(content["kind"]))
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+    for seconds, expected in ((0.0, ["snapshot", "alive"]), (1.0, []), (timeouts.LIVE_HEARTBEAT_S, ["alive"])):
+        timers.now += seconds
+        assert dashboard._send_sign_of_life()
+        assert kinds == expected
+        kinds.clear()
+    source.advance()
+    timers.run()
+    assert dashboard._send_sign_of_life()
+    assert set(kinds) == {"change"}  # which was a sign of life
+    dashboard.close()
+
+
 def test_changes_are_sent_after_the_first_hello(watched, timers):
     source, dashboard, sent = watched
 
@@ -779,6 +804,28 @@ def test_curves_keep_up_with_the_state_on_a_page_that_draws_slowly(watched, time
     assert len(sent) > 2
     assert not dashboard._message_builder.has_pending_curves
     assert timers.now - begun <= timeouts.LIVE_LONGEST_INTERVAL_S + len(sent) * timeouts.LIVE_INTERVAL_S
+
+
+def test_curves_that_a_change_left_follow_without_the_state(watched, timers, monkeypatch):
+    """Building the state takes most of a message's time, and the training pays for it where all cores are busy."""
+    source, dashboard, sent = watched
+    monkeypatch.setattr(widget, "has_spare_core", lambda _run: False)
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+    sent.clear()
+    source.advance(300)
+    timers.run()
+    kinds = [content["kind"] for content, _ in sent]
+    assert kinds[:3] == ["change", "rest", "rest"]
+    assert [content["base"] for content, _ in sent[1:]] == [content["seq"] for content, _ in sent[:-1]]
+    assert all("status" not in content for content, _ in sent if content["kind"] == "rest")
+    assert not dashboard._message_builder.has_pending_curves
+    source.advance(300)
+    source.event("pause", "paused")
+    source.state = State.PAUSED
+    sent.clear()
+    source.changed()
+    timers.run()
+    assert sent[0][0]["status"]["state"] == "paused"  # a state that a person waits for is in the first message
 
 
 def test_a_timeline_that_is_not_due_sends_no_messages_meanwhile(timers, monkeypatch):

@@ -18,6 +18,29 @@ def make_history(ranks=2, steps=40):
     return source.history
 
 
+def test_lines_end_where_numbers_went_with_an_engine():
+    source = FakeSource(ranks=2)
+    source.advance(10)
+    source.lose(1)
+    source.advance(5)  # without rows of node 1
+    source.event("repair", "node 1 replaced")
+    source.advance(10)
+    logged = [[*range(1, 26)], [*range(1, 11), *range(16, 26)]]
+    for rank, steps in enumerate(logged):
+        rows = [(step, float(step), 1.0) for step in steps]
+        rare = [row for row in rows if row[0] % 8 == 1]
+        source.history.add(
+            ScalarRecord(rank, {"kl": rows, "system/CPU (cores)": rare if rank else rare[:2] + rare[3:]})
+        )
+    series = unpack(SeriesFeed(source.history, clock=iter(range(100)).__next__).build_message())
+    kl, system = series["kl"], series["system/CPU (cores)"]
+    assert np.flatnonzero(np.isinf(kl[:, 2])).tolist() == [10, 11, 12, 13, 14]
+    assert np.isfinite(kl[:, [1, 3]]).all()  # of the other node, and over all nodes
+    assert system[:, 0].tolist() == [1, 9, 13, 17, 25]  # no sample was due in between
+    assert np.isinf(system[2, 2])
+    assert np.isnan(system[2, [1, 3]]).all()
+
+
 def unpack(message):
     """Return {name: rows of (step, values)} of a message."""
     values = np.frombuffer(message.buffers[0], "<f4")

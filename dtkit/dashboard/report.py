@@ -36,7 +36,7 @@ from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_l
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_run_metrics
 from dtkit.dashboard.summary.notices import ALERT_KINDS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.one_process import describe_measured
-from dtkit.dashboard.summary.step_strip import make_step_strip
+from dtkit.dashboard.summary.step_strip import read_step_strip
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
 from dtkit.dashboard.written_report import WrittenReport, check_folder, make_file_name
@@ -267,7 +267,7 @@ def _format_nodes(run: RunView) -> Iterator[str]:
 
 def _format_schedule(run: RunView) -> Iterator[str]:
     """List the bubble of a pipeline, and the learning rates."""
-    step_strip = make_step_strip(run.timeline)
+    step_strip = read_step_strip(run)
     if step_strip is not None and step_strip.is_pipelined:
         yield f"<p>Timeline of the last step (in the picture above): {escape(step_strip.note)}.</p>"
     rows = run.history.rows()

@@ -22,7 +22,7 @@ from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit.history.growing_array import GrowingArray
 from dtkit.history.items import decode_fields, encode_line
-from dtkit.history.missing_steps import describe_missing_steps
+from dtkit.history.missing_steps import describe_missing_steps, find_missing_steps
 from dtkit.history.scalars import SYSTEM_PREFIX, ScalarRecord, ScalarTables
 from dtkit.types import Evaluation, Event, StepRecord
 
@@ -118,6 +118,7 @@ class History:
         self.ranks_per_replica = ranks_per_replica
         self._rows = GrowingArray(ROW_DTYPE)
         self._totals = GrowingArray(TOTAL_DTYPE)
+        self._ranks: set[int] = set()  # views ask often, and reading a million rows takes long
         # locks: while rows are appended
         self._lock = threading.Lock()
         self.events: list[Event] = []
@@ -143,6 +144,7 @@ class History:
         with self._lock:
             self._rows.append(block)
             self._totals.append(totals)
+            self._ranks.update(np.unique(block["rank"]).tolist())
         run_log = self.run_log
         if run_log is not None:
             run_log.append_rows(block)
@@ -176,6 +178,7 @@ class History:
             self._rows.append(other.rows())
             with other._lock:
                 self._totals.append(other._totals.read(0, len(other._totals)))
+                self._ranks |= other._ranks
         self.events += other.events
         self.evaluations += other.evaluations
         for record in other.list_scalar_records():
@@ -237,7 +240,14 @@ class History:
     @property
     def ranks(self) -> list[int]:
         """Ranks that have rows."""
-        return [int(r) for r in np.unique(self.column("rank"))]
+        with self._lock:
+            return sorted(self._ranks)
+
+    def find_lost_steps(self, rank: int | None = None) -> list[tuple[int, int]]:
+        """Return (first, last) of each range of steps whose rows went with an engine: one rank's, or all."""
+        if not any(event.kind == "lost" for event in self.events):
+            return []
+        return find_missing_steps((self.totals() if rank is None else self._select_rank(rank))["step"])
 
     def column(self, name: str) -> np.ndarray:
         """Return one column of all rows: a part of :class:`~dtkit.types.StepRecord`, or numbers from `dtkit.log`."""

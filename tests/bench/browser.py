@@ -31,14 +31,19 @@ _SETUP = """\
 import asyncio, time
 import torch
 import dtkit
+from dtkit.dashboard.display import wait_until_replaced
 from tests.bench.work import WORKS, optimizer
 
 work = WORKS[{name!r}]
 cluster = dtkit.Cluster(2)
 part, model = cluster.partition(work.data(), seed=0), cluster.broadcast(work.model())
 
+run = None
+
 def prepare(show):
     global run
+    if run is not None:
+        wait_until_replaced(run, 60)  # its picture for the saved notebook is drawn after its end
     run = cluster.train(
         model, part, loss=torch.nn.CrossEntropyLoss(), optimizer=optimizer, batch_size=work.batch,
         steps=work.warm + {steps}, start=False,

@@ -530,7 +530,7 @@ def test_stop_asks_once_and_a_bad_learning_rate_is_refused(page: Page):
     rate.fill("-1")
     expect(view.root.get_by_test_id("lr-unsent")).to_have_text("Enter sends it")
     rate.press("Enter")
-    expect(view.root.locator(".dtk-answer .dtk-refusal")).to_contain_text("must be a number of 0 or more")
+    expect(view.root.locator(".dtk-answer .dtk-refusal")).to_contain_text("it must be 0 or more")
     rate.press("Escape")
     expect(view.root.get_by_test_id("lr-unsent")).to_be_hidden()
     expect(view.root.locator(".dtk-answer .dtk-refusal")).to_have_text("")
@@ -545,7 +545,7 @@ def test_a_refused_learning_rate_is_marked_and_has_no_check_mark(page: Page):
     expect(answer).to_contain_text("✓ resumed at step 50")
     rate.fill("-3")
     rate.press("Enter")
-    text = "✕ -3 is not a learning rate: it must be a number of 0 or more, such as 0.01. It stays 0.01."
+    text = "✕ -3 is not a learning rate: it must be 0 or more, such as 0.01. It stays 0.01."
     expect(answer).to_have_text(text)
     expect(rate).to_have_attribute("aria-invalid", "true")
     expect(view.root.get_by_test_id("lr-unsent")).to_have_text("✕ not sent")

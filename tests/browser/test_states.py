@@ -11,13 +11,15 @@ from playwright.sync_api import Locator, Page, expect
 
 import dtkit
 from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
+from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.dashboard.summary.curves import MAX_BUCKETS
-from dtkit.errors import EngineError
+from dtkit.errors import EngineError, NonFiniteError
+from dtkit.history.scalars import ScalarRecord
 from dtkit.types import Evaluation, Event, Failure, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
 from tests.support.lab import Look
 from tests.support.marks import slow
-from tests.support.static_view import StaticView, list_overflowing, load_widget
+from tests.support.static_view import StaticView, encode_message, list_overflowing, load_widget
 
 pytestmark = pytest.mark.browser
 
@@ -287,6 +289,20 @@ def test_a_diverged_run_does_not_end_green(page: Page):
     expect(bar).to_have_css("background-color", alert)
 
 
+def test_an_ended_run_without_commands_keeps_no_room_for_them(page: Page):
+    run = make_run()
+    view = StaticView(page, run)
+    controls = view.root.get_by_role("group", name="controls")
+    expect(controls).to_be_visible()
+    run.end()
+    view.update()
+    expect(controls).to_be_hidden()
+    progress, tiles = (view.root.locator(place).bounding_box() for place in (".dtk-progress", ".dtk-tiles"))
+    assert progress
+    assert tiles
+    assert tiles["y"] - progress["y"] - progress["height"] < 20
+
+
 def test_an_ended_run_offers_what_it_can_still_do(page: Page):
     run = make_run()
     view = StaticView(page, run, offers=["save", "kill", "slow"])
@@ -326,6 +342,71 @@ def test_steps_without_rows_are_a_gap_in_line_and_band(page: Page, steps: int):
     assert drawn == {0: 1, 1: 2}
     bands = {k: (chart.locator(f"path.dtk-band.dtk-n{k}").get_attribute("d") or "").count("M") for k in (0, 1)}
     assert bands == ({0: 1, 1: 2} if 3 * steps > MAX_BUCKETS else {0: 0, 1: 0})
+
+
+def test_logged_numbers_have_a_gap_where_the_node_lost_its_rows(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(10)
+    run.lose(1)
+    run.advance(5)  # without rows of node 1
+    run.event("repair", "node 1 replaced")
+    run.advance(10)
+    for rank, steps in enumerate(([*range(1, 26)], [*range(1, 11), *range(16, 26)])):
+        rows = [(step, float(step), 1.0) for step in steps if step % 3]
+        run.history.add(ScalarRecord(rank, {"kl": rows, "system/CPU (cores)": rows}))
+    view = StaticView(page, run)
+    message = SeriesFeed(run.history).build_message()
+    assert message
+    page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(message))
+    for name in ("scalars-chart", "system-chart"):
+        chart = view.root.get_by_test_id(name)
+        for rank, parts in ((0, 1), (1, 2)):
+            line = chart.locator(f"path.dtk-line[data-rank='{rank}']")
+            expect(line).to_have_attribute("d", re.compile(f"^(M[^M]+){{{parts}}}$"))
+        expect(chart.locator("path.dtk-line[data-rank='all']")).to_have_attribute("d", re.compile("^M[^M]+$"))
+
+
+@pytest.mark.parametrize("steps", [100, 3000])
+def test_marks_at_one_step_show_all_their_signs(page: Page, steps: int):
+    run = FakeSource(ranks=3, steps=steps)
+    run.advance(steps // 2)
+    run.lose(1)
+    run.event("repair", "node 1 replaced")
+    run.advance(steps // 4)
+    run.event("save", "saved")
+    run.advance(steps // 4)
+    chart = StaticView(page, run).root.get_by_test_id("loss-chart")
+    expect(chart.locator(".dtk-mark text")).to_have_text(["†+", "↓"])
+
+
+def test_a_timeline_older_than_the_run_says_so(page: Page):
+    """After an attach, a run has the rows of all steps, but a timeline only of what its engines kept."""
+    run = FakeSource(ranks=2, strips=True)
+    run.advance(20)
+    old = run.timeline
+    run.state = State.PAUSED
+    run.advance(30)
+    run.__class__ = type("Attached", (FakeSource,), {"timeline": old})
+    view = StaticView(page, run)
+    note = view.root.get_by_test_id("timeline-panel").locator("h3 .dtk-note")
+    expect(note).to_have_text("step 20 (21 to 50 have no timeline), what each node did when")
+
+
+@pytest.mark.parametrize("width", [600, 1280])
+def test_a_longer_state_in_the_head_moves_nothing(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    run = FakeSource(ranks=2, name="MultiLayerPerceptron")
+    run.advance(50)
+    view = StaticView(page, run)
+    progress, places = view.root.get_by_test_id("progress"), set()
+    for state, error in ((State.RUNNING, None), (State.PAUSED, None), (State.PAUSED, "NaN"), (State.COMPLETED, None)):
+        run.state = state
+        run.exception = NonFiniteError([Failure(0, "here", "NonFinite", error, "", step=20)]) if error else None
+        view.update()
+        box = progress.bounding_box()
+        assert box
+        places.add(box["y"])
+    assert len(places) == 1
 
 
 def test_a_narrow_head_and_its_tiles_keep_all_words_in_few_lines(page: Page):

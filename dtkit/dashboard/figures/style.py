@@ -55,6 +55,7 @@ _NARROW_WIDTH_IN = 7.5  # below this width a legend has several rows
 _MAX_LEGEND_ROW_ENTRIES = 10
 _MIN_LABEL_GAP = 0.062  # of the axes' height; closer labels would overlap
 _MAX_MARKED_EVENTS = 20
+_MAX_GLYPHS = 4
 _TITLE_CHARS_PER_INCH = 10  # of a bold headline
 _SMALL_TEXT: dict[str, Any] = {"fontsize": 8, "color": MUTED_COLOR}
 
@@ -307,16 +308,19 @@ def draw_legend_below(ax: Axes, patches: Sequence[Patch]) -> None:
 def mark_events(ax: Axes, events: Sequence[Event]) -> None:
     """Draw a thin line and a glyph at the step of each marked event."""
     left, right = ax.get_xlim()
-    next_free_step = left
+    signs: list[tuple[int, str, list[str]]] = []  # step, color, and glyphs of the events there, each once
     for event in [event for event in events if event.kind in MARKED_EVENTS][-_MAX_MARKED_EVENTS:]:
         color = COLORS[5] if event.kind in _URGENT_EVENTS else MUTED_COLOR
         ax.axvline(event.step, 0, 0.94, color=color, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
-        if event.step < next_free_step:
-            continue  # its glyph would cover the previous one
-        next_free_step = event.step + 0.025 * (right - left)
+        glyph = EVENT_GLYPHS.get(event.kind, "•")
+        if signs and event.step < signs[-1][0] + (0.01 + 0.015 * len(signs[-1][2])) * (right - left):
+            signs[-1][2].append(glyph)  # a text of its own would cover the previous one
+        else:
+            signs.append((event.step, color, [glyph]))
+    for step, color, glyphs in signs:
         ax.annotate(
-            EVENT_GLYPHS.get(event.kind, "•"), (event.step, 1.0), xycoords=("data", "axes fraction"), va="top",
-            ha="center", fontsize=8, color=color, annotation_clip=True,
+            "".join(list(dict.fromkeys(glyphs))[-_MAX_GLYPHS:]), (step, 1.0), xycoords=("data", "axes fraction"),
+            va="top", ha="center", fontsize=8, color=color, annotation_clip=True,
         )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ from dtkit.dashboard.summary.remedy import find_remedy
 from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict, is_at_rest
-from dtkit.dashboard.summary.step_strip import BOX_KINDS, make_step_strip
+from dtkit.dashboard.summary.step_strip import BOX_KINDS, pack_boxes, read_step_strip
 from dtkit.dashboard.summary.timing import PHASES, select_bars
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.history.divergence import find_divergence
@@ -179,6 +179,15 @@ class MessageBuilder:
         values = part.values[..., 1] if part.is_flat else part.values
         return self._pack_message(content, values, part.width, part.origin, part.first)
 
+    def build_rest(self) -> Message:
+        """Return curves that the last change left, without the state, which takes most of a change's time."""
+        part = self._curves.take_changes(self._max_change_buckets)
+        values = part.values[..., 1] if part.is_flat else part.values
+        content: dict[str, Any] = {"kind": "rest", "base": self._seq, "seq": self._seq + 1}
+        self._seq += 1
+        _describe_curves(content, values, part.width, part.origin, part.first)
+        return Message(content, [np.ascontiguousarray(values, "<f4").tobytes()])
+
     def build_detail(self, first_step: int, last_step: int) -> Message:
         """Return the curves of a range of steps, for a page that zooms in."""
         part = read_range(self._run.history, CHARTS, self._num_ranks, first_step, last_step)
@@ -299,8 +308,7 @@ class MessageBuilder:
     def _pack_message(
         self, content: dict[str, Any], values: np.ndarray, width: int, origin: int, first: int
     ) -> Message:
-        content["curves"] = {"width": width, "origin": origin, "first": first, "flat": values.ndim == 2}
-        content["curves"]["buckets"] = len(values)
+        _describe_curves(content, values, width, origin, first)
         packed_state = len(self._run.history), self.selected_rank
         is_new = packed_state != self._packed_state or content["kind"] == "snapshot"
         self._packed_state = packed_state
@@ -340,7 +348,7 @@ class MessageBuilder:
         self._strip_sent_at, self._strip_step = now, step
 
         def pack() -> np.ndarray:
-            step_strip = make_step_strip(self._run.timeline, [*self._list_selected(), *self._outliers])
+            step_strip = read_step_strip(self._run, [*self._list_selected(), *self._outliers])
             self._has_strip = step_strip is not None
             return np.empty(0) if step_strip is None else self._pack_strip(content, step_strip)
 
@@ -360,7 +368,7 @@ class MessageBuilder:
             "piped": step_strip.is_pipelined,
             "note": step_strip.note,
         }
-        return np.concatenate([_pack_boxes(step_strip, step_strip.boxes), _pack_boxes(step_strip, step_strip.plan)])
+        return np.concatenate([pack_boxes(step_strip, step_strip.boxes), pack_boxes(step_strip, step_strip.plan)])
 
     def _pack_phase_bars(self, content: dict[str, Any]) -> np.ndarray:
         """Describe the time of a step in `content`; return the bars' seconds, of shape (bars, phases)."""
@@ -381,18 +389,9 @@ def choose_evenly(indices: Sequence[int], most: int) -> Sequence[int]:
     return [indices[round(k * (len(indices) - 1) / (most - 1))] for k in range(most)]
 
 
-def _pack_boxes(step_strip: StepStrip, boxes: np.ndarray) -> np.ndarray:
-    """Return five uint16 for each box of a timeline.
-
-    They are the rank's position, begin and end in 1/60,000 of the step, kind + 16 * (micro-batch + 1), and stage + 1.
-    """
-    packed = np.zeros((len(boxes), 5), "u2")
-    packed[:, 0] = np.searchsorted(step_strip.ranks, boxes["rank"])
-    for column, name in ((1, "begin"), (2, "end")):
-        packed[:, column] = np.clip(boxes[name] / step_strip.duration_s * 60_000, 0, 65_535)
-    packed[:, 3] = boxes["kind"] + 16 * np.clip(boxes["micro_batch"] + 1, 0, 4095)
-    packed[:, 4] = boxes["stage"] + 1
-    return packed
+def _describe_curves(content: dict[str, Any], values: np.ndarray, width: int, origin: int, first: int) -> None:
+    content["curves"] = {"width": width, "origin": origin, "first": first, "flat": values.ndim == 2}
+    content["curves"]["buckets"] = len(values)
 
 
 def _replace_nonfinite(value: float | None) -> float | None:

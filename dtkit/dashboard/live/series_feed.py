@@ -54,6 +54,10 @@ class LoggedNumbers(Protocol):
         """Return (steps, values) of one rank, or the mean over all ranks."""
         ...
 
+    def find_lost_steps(self, rank: int | None = None, /) -> Sequence[tuple[int, int]]:
+        """Return (first, last) of each range of steps that lacks the rows of one rank, or of all ranks."""
+        ...
+
 
 class SeriesFeed:
     """Messages about the numbers of one history. Not thread-safe: one caller at a time."""
@@ -80,11 +84,14 @@ class SeriesFeed:
             return None
         entries: list[dict[str, Any]] = []
         parts: list[np.ndarray] = []
+        ranks = self._history.ranks
+        shown_ranks = ranks if 1 < len(ranks) <= MAX_NODE_LINES else []
+        lost_steps = [self._history.find_lost_steps(rank) for rank in [*shown_ranks, None]]
         for name in self._list_grown():
             if sum(part.nbytes for part in parts) > MAX_BYTES:
                 break
             self._sent_counts[name] = self._history.count_scalar_records(name)
-            points = self._read_points(name)
+            points = self._read_points(name, shown_ranks, lost_steps)
             if len(points):
                 first = sum(part.size for part in parts)
                 entries.append(_describe(name) | {"points": len(points), "lines": points.shape[1] - 1, "first": first})
@@ -101,21 +108,42 @@ class SeriesFeed:
         grown = [name for name in names if history.count_scalar_records(name) != self._sent_counts.get(name)]
         return sorted(grown, key=lambda name: self._sent_counts.get(name, 0))
 
-    def _read_points(self, name: str) -> np.ndarray:
-        """Return rows of a step and its values: of each of a few ranks, and over all ranks. NaN where unknown."""
+    def _read_points(
+        self, name: str, ranks: Sequence[int], lost_steps: Sequence[Sequence[tuple[int, int]]]
+    ) -> np.ndarray:
+        """Return rows of a step and its values: of each of a few ranks, and over all ranks.
+
+        NaN where a value is unknown, and infinity where a line must end: its numbers were lost, by `lost_steps`.
+        """
         history = self._history
         steps, overall = history.scalar(name)
         if not len(steps):
             return np.empty((0, 2), "f4")
-        ranks = history.ranks
-        lines = [history.scalar(name, rank) for rank in ranks] if 1 < len(ranks) <= MAX_NODE_LINES else []
+        lines = [history.scalar(name, rank) for rank in ranks]
         width = -(-(int(steps[-1]) - int(steps[0]) + 1) // MAX_POINTS)
         buckets = (steps - steps[0]) // width
         table = np.full((int(buckets[-1]) + 1, 2 + len(lines)), np.nan)
         table[:, 0] = np.minimum(steps[0] + width * np.arange(len(table)) + (width - 1) / 2, steps[-1])
         for column, (line_steps, values) in enumerate([*lines, (steps, overall)], 1):
             table[:, column] = _compute_means((line_steps - steps[0]) // width, values, len(table))
-        return np.asarray(table[np.isfinite(table[:, -1])], "f4")
+        return np.asarray(_break_lines(table[np.isfinite(table[:, -1])], lost_steps, width), "f4")
+
+
+def _break_lines(points: np.ndarray, lost_steps: Sequence[Sequence[tuple[int, int]]], width: int) -> np.ndarray:
+    """Return the points with infinity where steps were lost whose numbers would be at least one point."""
+    for column, ranges in enumerate(lost_steps, 1):
+        for first, last in ranges:
+            steps = points[:, 0]
+            if last - first + 1 < width or not len(steps) or not steps[0] < first <= last < steps[-1]:
+                continue
+            is_inside = (first <= steps) & (steps <= last)
+            if not is_inside.any():
+                at = int(np.searchsorted(steps, first))
+                points = np.insert(points, at, np.nan, axis=0)
+                points[at, 0] = (first + last) / 2
+                is_inside = np.arange(len(points)) == at
+            points[is_inside & np.isnan(points[:, column]), column] = np.inf
+    return points
 
 
 def _compute_means(buckets: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:

@@ -31,6 +31,7 @@ from dtkit.dashboard.live.messages import Message, MessageBuilder
 from dtkit.dashboard.live.panel_renderer import CustomPanelRenderer
 from dtkit.dashboard.live.placement import make_place_name
 from dtkit.dashboard.live.series_feed import SeriesFeed
+from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.throttle import Throttle, start_timer
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
 
 STATIC_FOLDER = Path(__file__).parent / "static"
+_BUSY_FACTOR = 4
+"""How much longer intervals are where a training pays for each message."""
 
 
 class Dashboard(anywidget.AnyWidget):
@@ -64,7 +67,8 @@ class Dashboard(anywidget.AnyWidget):
         clock: Callable[[], float] = time.monotonic,
         call_later: Callable[[float, Callable[[], None]], None] = start_timer,
     ) -> None:
-        self._run = run
+        self._run, self._clock = run, clock
+        self._sent_at = self._state_sent_at = -math.inf  # of the last message, and of the last one with the state
         self._message_builder = MessageBuilder(run)
         self._command_handler = CommandHandler(run, self._report_command, fault_injection=fault_injection)
         self._message_builder.extra_controls = self._command_handler.extra_controls
@@ -72,6 +76,7 @@ class Dashboard(anywidget.AnyWidget):
         # locks: while a message is made and sent
         self._send_lock = threading.Lock()  # messages leave in the order in which they are built
         self._is_page_ready = False
+        self._knows_heartbeat = False  # a page misses signs of life once it has had one
         self._num_updates = 0
         self._unsubscribe: Callable[[], None] = _do_nothing
         self._throttle = Throttle(self._send_update, timeouts.LIVE_INTERVAL_S, clock=clock, call_later=call_later)
@@ -83,6 +88,8 @@ class Dashboard(anywidget.AnyWidget):
             self._send_series, timeouts.SERIES_INTERVAL_S, clock=clock, call_later=call_later
         )
         self._heartbeat = Heartbeat(self._send_sign_of_life)
+        self._throttle.interval = self._find_shortest_interval()
+        self._series_throttle.interval = self._lengthen(timeouts.SERIES_INTERVAL_S)
         message = self._message_builder.build_snapshot()
         super().__init__(opening={"content": message.content, "buffers": message.buffers}, place=make_place_name())
         self.on_msg(self._on_page_message)
@@ -127,18 +134,27 @@ class Dashboard(anywidget.AnyWidget):
                 return
             self._num_updates += 1
             needs_snapshot = not self._is_page_ready and self._num_updates & (self._num_updates - 1) == 0
-            self._send_message(
-                self._message_builder.build_snapshot() if needs_snapshot else self._message_builder.build_change()
-            )
+            self._send_message(self._message_builder.build_snapshot() if needs_snapshot else self._build_change())
             delay_s, has_curves = self._message_builder.pending_delay_s, self._message_builder.has_pending_curves
         if delay_s is not None:  # curves that didn't fit would fall behind at a page's slower pace
             self._throttle.trigger(delay_s=delay_s, is_pressing=has_curves)
 
+    def _build_change(self) -> Message:
+        """Return the change, or only the curves that the last one left, until its state is old."""
+        builder, now = self._message_builder, self._clock()
+        is_recent = now - self._state_sent_at < self._find_shortest_interval()
+        if is_recent and builder.has_pending_curves and not builder.is_pressing:
+            return builder.build_rest()
+        self._state_sent_at = now
+        return builder.build_change()
+
     def _send_sign_of_life(self) -> bool:
-        """Send a sign of life. Return False if the page needs no more of them."""
+        """Send a sign of life, unless another message just was one. Return False if the page needs no more of them."""
         with self._send_lock:
-            if self.comm is not None:
+            is_quiet = self._clock() - self._sent_at >= timeouts.LIVE_HEARTBEAT_S
+            if self.comm is not None and (is_quiet or not self._knows_heartbeat):
                 self.send({"kind": "alive"})
+                self._knows_heartbeat = True
             return self.comm is not None and not self._run.status.state.has_ended
 
     def _send_pictures(self) -> None:
@@ -162,6 +178,7 @@ class Dashboard(anywidget.AnyWidget):
             self._series_throttle.trigger()
 
     def _send_message(self, message: Message) -> None:
+        self._sent_at = self._clock()
         self.send(message.content, message.buffers)
 
     def _on_page_message(self, _widget: object, content: Any, _buffers: object) -> None:
@@ -181,9 +198,9 @@ class Dashboard(anywidget.AnyWidget):
 
     def _on_hello(self, *, is_new: bool) -> None:
         if is_new:  # and doesn't know yet how long its drawing takes
-            self._throttle.interval = timeouts.LIVE_INTERVAL_S
+            self._throttle.interval = self._find_shortest_interval()
         with self._send_lock:
-            self._is_page_ready = True
+            self._is_page_ready, self._knows_heartbeat = True, False
             self._send_message(self._message_builder.build_snapshot())
         self._heartbeat.start()
         self._panel_renderer.reset()
@@ -206,8 +223,16 @@ class Dashboard(anywidget.AnyWidget):
     def _set_interval(self, milliseconds: Any) -> None:
         """Send as often as a page draws in the long run. Anything but a number is ignored."""
         if isinstance(milliseconds, int | float) and math.isfinite(milliseconds):
-            longest, shortest = timeouts.LIVE_LONGEST_INTERVAL_S, timeouts.LIVE_INTERVAL_S
-            self._throttle.interval = min(longest, max(shortest, milliseconds / 1000))
+            longest = timeouts.LIVE_LONGEST_INTERVAL_S
+            self._throttle.interval = min(longest, max(self._find_shortest_interval(), milliseconds / 1000))
+
+    def _find_shortest_interval(self) -> float:
+        """Return the shortest time between two messages that nobody waits for, as in ``static/pacing.js``."""
+        return self._lengthen(timeouts.LIVE_INTERVAL_S)
+
+    def _lengthen(self, interval: float) -> float:
+        """Return a longer interval where the run's engines take all cores of this host."""
+        return interval if has_spare_core(self._run) else _BUSY_FACTOR * interval
 
     def _handle_command(self, command: str, value: Any) -> None:
         """Pass a command to the run. A refusal is shown next to the button."""

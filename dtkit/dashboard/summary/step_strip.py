@@ -14,10 +14,13 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.history import comm_time
+from dtkit.types import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from dtkit.dashboard.run_view import RunView
+    from dtkit.history.history import History
     from dtkit.history.timeline import Timeline
 
 BOX_KINDS = (
@@ -67,8 +70,21 @@ class StepStrip:
     note: str
 
 
-def make_step_strip(timeline: Timeline | None, preferred_ranks: Iterable[int] = ()) -> StepStrip | None:
-    """Return the last step of a timeline, or None."""
+def read_step_strip(run: RunView, preferred_ranks: Iterable[int] = ()) -> StepStrip | None:
+    """Return the last step of a run's timeline, or None. Its note says if newer steps have none, as after an attach."""
+    is_running = run.status.state is State.RUNNING  # rows arrive before their timeline
+    return make_step_strip(run.timeline, preferred_ranks, None if is_running else find_last_step(run.history))
+
+
+def find_last_step(history: History) -> int | None:
+    """Return the last step that has rows; None without rows."""
+    return int(history.rows(len(history) - 1)["step"][-1]) if len(history) else None
+
+
+def make_step_strip(
+    timeline: Timeline | None, preferred_ranks: Iterable[int] = (), last_step: int | None = None
+) -> StepStrip | None:
+    """Return the last step of a timeline, or None. The run has reached `last_step`, if known."""
     if timeline is None or not len(timeline.spans):
         return None
     step = int(timeline.spans["step"].max())
@@ -84,7 +100,7 @@ def make_step_strip(timeline: Timeline | None, preferred_ranks: Iterable[int] = 
     while len(boxes) > MAX_BOXES:  # drop the shortest boxes
         boxes = boxes[boxes["end"] - boxes["begin"] > np.median(boxes["end"] - boxes["begin"])]
     plan = _make_planned_boxes(timeline, step, start, ranks) if is_pipelined else np.empty(0, _BOX_DTYPE)
-    note = _describe_step(timeline, step, is_pipelined=is_pipelined)
+    note = _describe_step(timeline, step, last_step, is_pipelined=is_pipelined)
     return StepStrip(step, max(end - start, 1e-9), ranks, boxes, plan, is_pipelined, note)
 
 
@@ -122,9 +138,27 @@ def _make_planned_boxes(timeline: Timeline, step: int, start: float, ranks: tupl
     return _make_boxes(spans[np.isin(spans["rank"], ranks)], start)
 
 
-def _describe_step(timeline: Timeline, step: int, *, is_pipelined: bool) -> str:
+def _describe_step(timeline: Timeline, step: int, last_step: int | None, *, is_pipelined: bool) -> str:
+    words = f"step {step:,}"
+    if last_step is not None and last_step > step:
+        later = f"{last_step:,} has" if last_step == step + 1 else f"{step + 1:,} to {last_step:,} have"
+        words += f" ({later} no timeline)"
     if not is_pipelined:
-        return f"step {step:,}"
+        return words
     measured = formatting.format_percent(timeline.measure_bubble(step))
     ideal = formatting.format_percent(timeline.get_ideal_bubble())
-    return f"step {step:,} · bubble {measured} measured, {ideal} by {timeline.ideal_bubble_source}"
+    return f"{words} · bubble {measured} measured, {ideal} by {timeline.ideal_bubble_source}"
+
+
+def pack_boxes(step_strip: StepStrip, boxes: np.ndarray) -> np.ndarray:
+    """Return five uint16 for each box of a timeline.
+
+    They are the rank's position, begin and end in 1/60,000 of the step, kind + 16 * (micro-batch + 1), and stage + 1.
+    """
+    packed = np.zeros((len(boxes), 5), "u2")
+    packed[:, 0] = np.searchsorted(step_strip.ranks, boxes["rank"])
+    for column, name in ((1, "begin"), (2, "end")):
+        packed[:, column] = np.clip(boxes[name] / step_strip.duration_s * 60_000, 0, 65_535)
+    packed[:, 3] = boxes["kind"] + 16 * np.clip(boxes["micro_batch"] + 1, 0, 4095)
+    packed[:, 4] = boxes["stage"] + 1
+    return packed

@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.panels.step_time import PHASE_STYLES
-from dtkit.dashboard.summary.step_strip import BOX_KINDS, NUMBERED_KINDS, make_step_strip
+from dtkit.dashboard.summary.step_strip import BOX_KINDS, NUMBERED_KINDS, find_last_step, make_step_strip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,8 +35,8 @@ _MIN_NUMBERED_WIDTH = 0.018  # of the step; a narrower box has no number
 def make_panel(timeline: Timeline | None) -> Callable[[Axes, History], None]:
     """Return the panel of a timeline, which a history doesn't have."""
 
-    def draw(ax: Axes, _history: History) -> None:
-        step_strip = make_step_strip(timeline)
+    def draw(ax: Axes, history: History) -> None:
+        step_strip = make_step_strip(timeline, last_step=find_last_step(history))
         style.style_axes(ax)
         style.set_title(ax, "Timeline", "" if step_strip is None else step_strip.note)
         if step_strip is None:

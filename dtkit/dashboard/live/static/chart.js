@@ -17,13 +17,14 @@ import { logTicks, number, tick, ticks } from "./numbers.js";
 import { nodeName } from "./picking.js";
 import { detailInSight, lastEvaluated, LIVE, MARKED } from "./store.js";
 import { newPrefix } from "./textures.js";
+import { newWidth } from "./width.js";
 
 const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
 
 /**
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
  * overall(head, value). Optional: overallName, right(head, view): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName,
- * shown(store), exact: never smooth, joined: lines without gaps, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line) with labelLines(store, line, most, width): that name at the line's end,
+ * shown(store), exact: never smooth, joined: lines without gaps but where the grain lost numbers, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line) with labelLines(store, line, most, width): that name at the line's end,
  * axis: instead of that of all charts, inverted: draw the reciprocals of the values, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that are not positive.
  */
 export function chart(store, name, options, redraw) {
@@ -38,13 +39,14 @@ export function chart(store, name, options, redraw) {
   const el = h("section", { class: "dtk-panel", "data-testid": options.testid, ...(options.title ? { "data-name": options.title } : {}) }, frame.head, svg);
   frame.attach(el, redraw);
   const view = { store, name, svg, layers, clipped, paths: new Map(), options, layout: null, frame: null, grain: null, width: 0, point: null, tip: newTooltip(el) };
+  const readWidth = newWidth(el, redraw);
   listenToChart(view, redraw);
   const update = () => {
     view.layout = options.layout?.(store) ?? store.head.charts[name];
     const isLate = !store.curves.used && !store.head.runs && !LIVE.includes(store.status.state); // no step will come
     el.hidden = isLate || !(options.shown?.(store) ?? true);
     if (el.hidden) return;
-    const flat = Boolean(options.isFlat?.(store));
+    const flat = Boolean(options.isFlat?.(store)), isMoved = el.classList.contains("dtk-flat") !== flat;
     el.classList.toggle("dtk-flat", flat);
     el.classList.toggle("dtk-wide", flat || Boolean(options.wide));
     view.height = frame.height() ?? options.height ?? 200;
@@ -52,7 +54,7 @@ export function chart(store, name, options, redraw) {
     if (options.inverted) view.grain.value = inverted(view.grain.value);
     view.isLog = Boolean(options.canLog) && isLogScale(view);
     if (view.isLog) view.grain.value = onlyPositive(view.grain.value);
-    view.width = el.clientWidth || view.width; // none while the page reloads its styles, after a change of theme
+    view.width = readWidth(isMoved);
     if (!flat) drawChart(view, Math.max(160, view.width));
     setText(note, (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view));
     drawTooltip(view, el);
@@ -129,18 +131,22 @@ function drawGrid(view, width) {
   view.layers.grid.replaceChildren(...parts);
 }
 
-/** Draw event marks on the step axis; marks at the same position are merged. */
+const MARK_PX = 11, GLYPH_PX = 7, MOST_GLYPHS = 4;
+
+/** Draw event marks on the step axis; those at the same position share one text, with each sign once. */
 function drawMarks(view) {
-  const { x, first, end } = view.frame, parts = [];
-  let previous = -Infinity;
+  const { x, first, end } = view.frame, parts = [], signs = [];
   for (const mark of view.store.marks) {
     if (mark.step < first || mark.step > end) continue;
-    const at = x(mark.step);
-    const g = s("g", { class: `dtk-mark dtk-mark-${mark.kind}` }, s("title", {}, `step ${mark.step}: ${mark.text}`),
-      s("line", { x1: at, x2: at, y1: TOP, y2: view.height - BOTTOM }));
-    if (at - previous > 11) g.append(s("text", { x: at, y: TOP - 3, "text-anchor": "middle" }, MARKED[mark.kind] ?? "•"));
-    previous = Math.max(previous, at - previous > 11 ? at : previous);
-    parts.push(g);
+    const at = x(mark.step), glyph = MARKED[mark.kind] ?? "•", last = signs.at(-1), look = `dtk-mark dtk-mark-${mark.kind}`;
+    parts.push(s("g", { class: look }, s("title", {}, `step ${mark.step}: ${mark.text}`),
+      s("line", { x1: at, x2: at, y1: TOP, y2: view.height - BOTTOM })));
+    if (last && at - last.at <= MARK_PX + GLYPH_PX * (last.glyphs.size - 1)) last.glyphs.add(glyph);
+    else signs.push({ at, glyphs: new Set([glyph]), el: parts.at(-1) });
+  }
+  for (const { at, glyphs, el } of signs) {
+    const text = [...glyphs].slice(-MOST_GLYPHS).join("");
+    el.append(s("text", { x: at, y: TOP - 3, "text-anchor": "middle" }, text));
   }
   view.layers.marks.replaceChildren(...parts);
 }

@@ -33,7 +33,7 @@ import { throughputChart } from "./panels/throughput.js";
 import { tiles } from "./panels/tiles.js";
 import { timeline } from "./panels/timeline.js";
 import { waffle } from "./panels/waffle.js";
-import { newPacer } from "./pacing.js";
+import { LONGEST_MS, newPacer } from "./pacing.js";
 import { newSight } from "./sight.js";
 import { toolbar } from "./toolbar.js";
 import { apply, isLost, isTicking, newStore, pressing } from "./store.js";
@@ -102,12 +102,21 @@ function sendTo(model, message) {
   }
 }
 
+/** Return whether a message will soon redraw the clock, on cores that are all busy. */
+function isMessageDue({ head, status, received }) {
+  return !head?.has_spare_core && status?.state === "running" && Date.now() - received < LONGEST_MS;
+}
+
 /** Return a view that follows the theme and its size: {root, redraw, dispose}. */
 function openView(store, model) {
   const { root, redraw } = buildView(store, (message) => sendTo(model, message)), stopTheme = followTheme(root);
-  const size = new ResizeObserver(redraw);
+  let width = 0;
+  const size = new ResizeObserver(([{ contentRect }]) => { // also after the page had taken it out
+    if (contentRect.width && contentRect.width !== width) redraw();
+    width = contentRect.width;
+  });
   size.observe(root);
-  const tick = () => { if (root.isConnected && isTicking(store)) store.pacer.soon(); };
+  const tick = () => { if (root.isConnected && isTicking(store) && !isMessageDue(store)) store.pacer.soon(); };
   const ticking = setInterval(tick, 1000); // the elapsed time of a long step
   redraw();
   return { root, redraw, dispose: () => { stopTheme(); size.disconnect(); clearInterval(ticking); } };

@@ -1,12 +1,13 @@
 // Numbers as text, as in _util/formatting.py.
 
 const NOTHING = "—";
+const WHOLE_FORMAT = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 }), TICK_FORMAT = new Intl.NumberFormat("en-US", { maximumFractionDigits: 12 });
 
 export function number(value, digits = 3) {
   if (value === null || !Number.isFinite(value)) return NOTHING;
   const size = Math.abs(value);
   if (size >= 1e7) return exponent(value, 2);
-  if (size >= 100) return Math.round(value).toLocaleString("en-US");
+  if (size >= 100) return WHOLE_FORMAT.format(value);
   if (size !== 0 && size < 1e-3) return value.toExponential(1);
   return String(value.toPrecision(digits));
 }
@@ -46,7 +47,7 @@ export function tick(value) {
   if (Math.abs(value) >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
   if (Math.abs(value) >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
   if (value !== 0 && Math.abs(value) < 1e-3) return exponent(value, 3);
-  return (+value.toPrecision(6)).toLocaleString("en-US", { maximumFractionDigits: 12 });
+  return TICK_FORMAT.format(+value.toPrecision(6));
 }
 /** Return about `count` round values between low and high. */
 export function ticks(low, high, count) {

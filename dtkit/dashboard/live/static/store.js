@@ -91,6 +91,10 @@ export function apply(store, content, buffers) {
   if (content.seq <= store.seq) return true; // applied already
   if (!whole && content.base !== store.seq) return false;
   store.seq = content.seq;
+  if (content.kind === "rest") { // curves that the last message had no room for
+    applyCurves(store, content.curves, floats(buffers[0]));
+    return true;
+  }
   store.received = Date.now();
   for (const key of ["status", "lr", "tiles", "throughput", "error", "notices"]) store[key] = content[key];
   if (content.verdict !== undefined) store.verdict = content.verdict;
@@ -102,10 +106,10 @@ export function apply(store, content, buffers) {
     store.detail = null; // a run may have gone back to a snapshot
     store.curves = { width: content.curves.width, origin: content.curves.origin, used: 0, data: new Float32Array(0) };
   } else {
-    const events = content.events ?? [];
-    store.log = latest(store.log.concat(events));
-    store.marks = store.marks.concat(events.filter((e) => e.kind in MARKED)).slice(-60);
-    store.evaluations = thin(store.evaluations.concat(content.evaluations ?? []));
+    const { events = [], evaluations = [] } = content; // panels draw a list again only where it is another one
+    if (events.length) store.log = latest(store.log.concat(events));
+    if (events.length) store.marks = store.marks.concat(events.filter((e) => e.kind in MARKED)).slice(-60);
+    if (evaluations.length) store.evaluations = thin(store.evaluations.concat(evaluations));
   }
   store.nodes = content.nodes ?? store.nodes;
   applyCurves(store, content.curves, floats(buffers[0]));

@@ -53,15 +53,16 @@ export function pointGrain(points) {
   };
 }
 
-/** Return the grain of a series of the store: rows of a step and a value for each line. */
+/** Return the grain of a series of the store: rows of a step and a value for each line, infinite where the line has lost its numbers. */
 export function seriesGrain({ points, lines, values }) {
-  const step = (at) => values[at * (lines + 1)];
+  const step = (at) => values[at * (lines + 1)], raw = (line, at) => values[at * (lines + 1) + 1 + line];
   const find = (wanted) => {
     let best = 0;
     for (let at = 1; at < points; at++) if (Math.abs(step(at) - wanted) < Math.abs(step(best) - wanted)) best = at;
     return best;
   };
-  return { used: points, lines, wide: 1, find, step, value: (line, at) => values[at * (lines + 1) + 1 + line], span: (at) => [Math.round(step(at)), Math.round(step(at))] };
+  const value = (line, at) => { const v = raw(line, at); return v === Infinity ? NaN : v; };
+  return { used: points, lines, wide: 1, find, step, value, isLost: (line, at) => raw(line, at) === Infinity, span: (at) => [Math.round(step(at)), Math.round(step(at))] };
 }
 
 /** Return the reciprocals of values: samples per second, from seconds per sample. */

@@ -41,7 +41,7 @@ export function drawLine(view, line, ends) {
   const drawn = { mean: "", up: "", down: "", shade: "", smooth: "", part: 0, last: NaN, end: NaN, seen: 0 };
   for (let at = 0; at < grain.used && !hidden; at++) {
     const v = grain.value(line, at, 1);
-    if (Number.isNaN(v)) { if (!options.joined) breakLine(drawn); continue; }
+    if (Number.isNaN(v)) { if (!options.joined || grain.isLost(line, at)) breakLine(drawn); continue; }
     const left = x(grain.step(at)).toFixed(1), pen = drawn.part++ ? "L" : "M";
     drawn.mean += `${pen}${left},${y(v).toFixed(1)}`;
     if (means) drawn.smooth += `${pen}${left},${y(means[at]).toFixed(1)}`;

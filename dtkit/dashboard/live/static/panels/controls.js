@@ -74,6 +74,7 @@ export function controls(store, send, redraw) {
     const isNew = store.effect.text && !isRefused && Date.now() - store.effectAt < EFFECT_MS;
     setText(effect, isNew && status.state !== "failed" ? `✓ ${store.effect.text}` : "");
     setText(refusal, isRefused ? `✕ ${store.refused.text}` : "");
+    el.hidden = hasEnded(store) && !effect.textContent && !refusal.textContent && buttons.every((b) => b.el.hidden); // its gap, too
   };
   return { el, update };
 }
@@ -167,7 +168,7 @@ function rateField(store, ask, redraw) {
     if (event.key === "Escape") { refuse(null); reset(); }
     else if (event.key === "Enter") {
       const good = Number.isFinite(value) && value >= 0, stays = store.lr === null ? "" : ` It stays ${current()}.`;
-      refuse(good ? null : `${input.value || "this"} is not a learning rate: it must be a number of 0 or more, such as 0.01.${stays}`);
+      refuse(good ? null : `${input.value || "this"} is not a learning rate: it must be 0 or more, such as 0.01.${stays}`);
       if (good && edited) { edited = false; if (value !== store.lr) ask("lr", value); } // an untouched box may be rounded
       redraw();
     } else if (event.key === "ArrowUp" || event.key === "ArrowDown") {

@@ -1,16 +1,22 @@
 // Notices on lost and stuck nodes, agreement, and delays; summary/notices.py has their text.
 
 import { h, setProse } from "../elements.js";
+import { newWidth } from "../width.js";
 
 const GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", diverged: "✕", identical: "✓", fewer: "○", slowed: "▼", repaired: "+" }, URGENT = ["lost", "stuck", "differs", "diverged"];
 
 /** Alerts are separate: a screen reader reads them at once, and only when their text is new. */
-export function notices(store) {
+export function notices(store, _send, redraw) {
   const alerts = h("div", { class: "dtk-banner", role: "alert", "data-testid": "alert", hidden: "" });
   const quiet = h("ul", { class: "dtk-notices", "data-testid": "notices", "aria-label": "notices" });
   const el = h("div", { class: "dtk-notice-panel" }, alerts, quiet);
-  const hold = keepHeight(quiet);
+  const { hold, isHeld } = keepHeight(quiet);
+  let drawn = null;
+  newWidth(el, () => { drawn = null; redraw(); });
   const update = () => {
+    const now = JSON.stringify(store.notices);
+    if (now === drawn && isHeld()) return; // to measure its height again would make the browser lay out the page
+    drawn = now;
     const urgent = store.notices.filter((notice) => URGENT.includes(notice.kind));
     // A repair takes the place of the loss, so that nothing below moves.
     const boxed = urgent.length ? urgent : store.notices.filter((notice) => notice.kind === "repaired");
@@ -37,18 +43,24 @@ const HELD_MS = 10_000;
 
 /**
  * Let an element keep its height for a while after its content has become lower, so that messages that come and go don't
- * move what is below. The returned function does so, and returns whether the element still keeps a height. It forgets the
- * former height where `isNews`, and in another width.
+ * move what is below. hold(isNews) does so, and returns whether the element still keeps a height. It forgets the former
+ * height where `isNews`, and in another width. isHeld() returns whether hold() would change nothing for the same content.
  */
 function keepHeight(el) {
-  let tall = 0, until = 0, wide = 0;
-  return (isNews) => {
+  let tall = 0, until = 0, wide = 0, isNatural = true;
+  const hold = (isNews) => {
     el.style.minHeight = "";
     if (isNews || el.offsetWidth !== wide) tall = 0;
     wide = el.offsetWidth;
     const now = el.offsetHeight;
-    if (now >= tall || Date.now() > until) [tall, until] = [now, Date.now() + HELD_MS];
+    isNatural = now >= tall || Date.now() > until;
+    if (isNatural) [tall, until] = [now, Date.now() + HELD_MS];
     el.style.minHeight = tall ? `${tall}px` : "";
     return tall > 0;
   };
+  const isHeld = () => {
+    if (isNatural) until = Date.now() + HELD_MS;
+    return Date.now() <= until;
+  };
+  return { hold, isHeld };
 }

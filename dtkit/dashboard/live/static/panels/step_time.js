@@ -9,6 +9,7 @@ import { newFrame } from "../frame.js";
 import { duration, share, tick, ticks } from "../numbers.js";
 import { pick, pickedClass } from "../picking.js";
 import { drawLegend, newPrefix, phaseClass, phaseLook, textures } from "../textures.js";
+import { newWidth } from "../width.js";
 
 const BAR = 22, GAP = 8, AXIS = 20, END = 64;
 
@@ -23,6 +24,7 @@ export function stepTime(store, _send, redraw) {
   const title = "Where a step's time goes", frame = newFrame(title, note, { svg, csv: () => listTimes(store) });
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "time-panel" }, frame.head, straggler, svg, legend);
   frame.attach(el, redraw);
+  const readWidth = newWidth(el, redraw);
   view.tip = newTooltip(el);
   svg.addEventListener("keydown", (event) => move(view, event));
   svg.addEventListener("pointermove", (event) => { view.spot = within(el, event); redraw(); });
@@ -34,7 +36,7 @@ export function stepTime(store, _send, redraw) {
     setText(straggler, time.straggler ? `▲ ${time.straggler}` : "");
     straggler.hidden = !time.straggler;
     const bars = read(store);
-    draw(view, svg, bars, Math.max(190, el.clientWidth || 0));
+    draw(view, svg, bars, Math.max(190, readWidth()));
     drawLegend(legend, head.phases.filter((_, k) => seen(bars, k)), view.prefix);
     const bar = bars[view.pointed];
     if (bar && view.spot) view.tip.show(...view.spot, `${bar.label}: ${duration(bar.whole)} a step`, phaseRows(bar, head.phases));

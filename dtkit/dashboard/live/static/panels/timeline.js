@@ -9,6 +9,7 @@ import { newFrame } from "../frame.js";
 import { duration, tick, ticks } from "../numbers.js";
 import { nodeName, pick, pickedClass } from "../picking.js";
 import { drawLegend, newPrefix, phaseClass, phaseLook, textures } from "../textures.js";
+import { newWidth } from "../width.js";
 
 const FEW = 8, FOOT = 20, RIM = 14, WHOLE = 60000, NUMBERED = 400, EACH = 5, NEAR = 3;
 const PASSES = ["forward", "backward", "backward input", "backward weight"];
@@ -22,6 +23,7 @@ export function timeline(store, _send, redraw) {
   const frame = newFrame("Timeline", note, { svg, csv: () => listBoxes(store) });
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "timeline-panel" }, frame.head, svg, legend);
   frame.attach(el, redraw);
+  const readWidth = newWidth(el, redraw);
   const view = { store, svg, layers, prefix, width: 0, boxes: null, pointed: null, spot: null, tip: newTooltip(el) };
   const say = () => {
     const box = store.strip ? boxAt(view) : null;
@@ -41,7 +43,7 @@ export function timeline(store, _send, redraw) {
     el.hidden = !strip;
     if (el.hidden) return;
     if (strip.error) throw new Error(strip.error);
-    const width = Math.max(180, el.clientWidth || 0);
+    const width = Math.max(180, readWidth());
     drawStripNames(view);
     if (view.width === width && view.boxes === strip.boxes) return;
     [view.width, view.boxes] = [width, strip.boxes];

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from dtkit.engine.data.sources import DatasetSource
-from dtkit.engine.job import Job, _choose_vote_steps
+from dtkit.engine.dispatch_votes import choose_vote_steps
+from dtkit.engine.job import Job
 from dtkit.engine.state.shards import join_state_dict
 from dtkit.strategies.averaging import ParameterAveraging
 from dtkit.strategies.base import make_optimizer
@@ -264,13 +265,11 @@ def test_the_state_is_a_copy_and_includes_extra_state():
 
 
 def test_ranks_vote_at_most_eight_times_within_a_dispatch():
-    assert _choose_vote_steps(1) == set()
-    assert _choose_vote_steps(2) == {1}
-    assert _choose_vote_steps(3) == {1, 2}
-    assert _choose_vote_steps(1000) == {15, 125, 250, 375, 500, 625, 750, 875}
-    assert all(
-        len(_choose_vote_steps(k)) <= 8 and all(0 < at < k for at in _choose_vote_steps(k)) for k in range(1, 300)
-    )
+    assert choose_vote_steps(1) == set()
+    assert choose_vote_steps(2) == {1}
+    assert choose_vote_steps(3) == {1, 2}
+    assert choose_vote_steps(1000) == {15, 125, 250, 375, 500, 625, 750, 875}
+    assert all(len(choose_vote_steps(k)) <= 8 and all(0 < at < k for at in choose_vote_steps(k)) for k in range(1, 300))
 
 
 def test_a_dispatch_that_should_end_early_ends_after_the_next_vote():

@@ -18,6 +18,7 @@ from dtkit.engine import checks, error_hints, node_info
 from dtkit.engine.callbacks import CallbackList
 from dtkit.engine.data.bad_rows import describe_bad_rows
 from dtkit.engine.data.sources import to_device
+from dtkit.engine.dispatch_votes import choose_vote_steps, return_false
 from dtkit.engine.evaluation import check_metrics, evaluate_batches
 from dtkit.engine.frozen_parameters import FrozenParameters
 from dtkit.engine.lr_schedule import LearningRates
@@ -151,15 +152,15 @@ class Job:
         first step, so that a dispatch that was queued can end without a step.
         """
         self._reset_results()
-        vote_steps, begun = _choose_vote_steps(num_steps), time.perf_counter()
+        vote_steps, begun = choose_vote_steps(num_steps), time.perf_counter()
         with self._rng, self._step_guard.guard_sigint(), self._scalars.collect():
             self._step_guard.begin_dispatch()
-            is_ending = _return_false if explain or not num_steps else self._start_vote(should_end_early())
+            is_ending = return_false if explain or not num_steps else self._start_vote(should_end_early())
             for k in range(num_steps):
                 if is_ending():
                     self._end_reason = "time"
                     return
-                is_ending = _return_false
+                is_ending = return_false
                 if k + 1 in vote_steps:
                     is_ending = self._start_vote(
                         time.perf_counter() - begun > timeouts.MAX_DISPATCH_S or should_end_early()
@@ -393,12 +394,3 @@ class Job:
             yield pair
         if self._worker.forward_is_collective and self.context.make_sample_batch is not None:
             yield from ((0, self.context.make_sample_batch(1)) for _ in range(max_batches - num_batches))
-
-
-def _return_false() -> bool:
-    return False
-
-
-def _choose_vote_steps(num_steps: int) -> set[int]:
-    """Return the steps of a dispatch after which ranks vote on its end: after each eighth, and once early."""
-    return {k for k in (num_steps // 64, *(eighth * num_steps // 8 for eighth in range(1, 8))) if k}

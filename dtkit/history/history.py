@@ -13,7 +13,7 @@ import functools
 import json
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from dtkit.history.history_log import HistoryLog
     from dtkit.history.workload import Workload
-    from dtkit.types import ReplicaCheckResult
 
 ROW_DTYPE = np.dtype(
     [
@@ -71,34 +71,6 @@ TOTAL_DTYPE = np.dtype(
     ]
 )
 """Row of one step over all ranks."""
-
-
-class HistoryLog(Protocol):
-    """Log on disk that receives a history's new items. :class:`~dtkit.history.run_log.RunLog` is one."""
-
-    folder: Path
-
-    @property
-    def write_error(self) -> str | None:
-        """Reason why some items are not on disk yet; None if all are."""
-
-    def append_rows(self, block: np.ndarray) -> None:
-        """Append rows of dtype :data:`ROW_DTYPE`."""
-
-    def append_event(self, item: Event | Evaluation | ScalarRecord) -> None:
-        """Append an event, an evaluation, or numbers of the user's own."""
-
-    def write_elapsed(self, num_steps: int, elapsed_s: float) -> None:
-        """Store how long the run was RUNNING for the first `num_steps` of its history."""
-
-    def write_last_step(self, spans: np.ndarray, check: ReplicaCheckResult | None) -> None:
-        """Store the timeline of the last step, and the last comparison of replicas."""
-
-    def close(self) -> None:
-        """Stop writing."""
-
-    def remove(self) -> None:
-        """Close the log, and delete its folder."""
 
 
 @explain_arguments

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,12 +13,14 @@ from torch.nn import functional as F
 
 from dtkit.engine.data.sources import DatasetSource
 from dtkit.engine.dispatch_votes import choose_vote_steps
-from dtkit.engine.job import Job
 from dtkit.engine.state.shards import join_state_dict
 from dtkit.strategies.averaging import ParameterAveraging
 from dtkit.strategies.base import make_optimizer
 from dtkit.strategies.data_parallel import DataParallel
 from tests.support.in_process_job import data, make_job, net, sgd
+
+if TYPE_CHECKING:
+    from dtkit.engine.job import Job
 
 
 def get_state(made: Job) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def test_a_last_step_without_rows_that_engines_keep_is_left_out(tmp_path: Path):
     read = functools.partial(run_log.read_history, tmp_path / "run", ranks_per_replica=1)
     unread = {last_step: {0, 1}}
     found = read(list_unread_ranks=lambda step: unread.get(step, set()))
-    assert found.totals()["step"].tolist() == list(range(last_step))
+    assert np.array_equal(found.totals()["step"], history.totals()["step"][:-1])
     assert set(found.totals()["ranks"].tolist()) == {2}
     assert len(read()) == len(history) - 1  # of a lost engine, whose rows are nowhere
 

@@ -54,7 +54,16 @@ class ProcessId:
         return False
 
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def adopt_orphans() -> None:
+    """Let Linux make this process the parent of descendants whose parent ends, so that it can reap them.
+
+    No-op on other systems.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent(parent_pid: int) -> None:

@@ -15,6 +15,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
+from dtkit._util.process import adopt_orphans
 from dtkit.cluster.forkserver.protocol import ForkReply, ForkRequest
 
 if TYPE_CHECKING:
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class ForkServer:
-    """Listens for requests, forks, and reaps engines that have ended."""
+    """Listens for requests, forks, and reaps engines that have ended, and what they have left."""
 
     def __init__(self, listener: socket.socket) -> None:
-        self._listener, self._pids = listener, set[int]()
-        self._is_terminating = False
+        self._listener, self._is_terminating = listener, False
+        adopt_orphans()  # an engine's nanny ends after it
         signal.signal(signal.SIGCHLD, lambda *_: self._reap())
         signal.signal(signal.SIGTERM, lambda *_: self._terminate())
 
@@ -54,21 +55,19 @@ class ForkServer:
         for _ in range(count):
             if (pid := os.fork()) == 0:
                 return None
-            self._pids.add(pid)  # before the next fork: SIGTERM may come meanwhile
             pids.append(pid)
         return pids
 
     def _reap(self) -> None:
-        """Reap engines that have ended. Another signal may interrupt this, and reap some of them."""
-        for pid in list(self._pids):
-            with contextlib.suppress(ChildProcessError):
-                if os.waitpid(pid, os.WNOHANG) == (0, 0):
-                    continue
-            self._pids.discard(pid)
-        if self._is_terminating and not self._pids:
-            raise SystemExit
+        """Reap children that have ended. Another signal may interrupt this, and reap some of them."""
+        try:
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        except ChildProcessError:
+            if self._is_terminating:
+                raise SystemExit from None
 
     def _terminate(self) -> None:
-        """End after the engines: not every system has a process that reaps orphans."""
+        """End after all children: not every system has a process that reaps orphans."""
         self._is_terminating = True
         self._reap()

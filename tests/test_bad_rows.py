@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtkit.engine.data.bad_rows import describe_bad_rows
+from dtkit.engine.bad_rows import describe_bad_rows
 
 ROWS = np.array([40, 7, 99, 3, 12, 55])
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
 from dtkit.engine import checks, error_hints, node_info
+from dtkit.engine.bad_rows import describe_bad_rows
 from dtkit.engine.callbacks import CallbackList
-from dtkit.engine.data.bad_rows import describe_bad_rows
 from dtkit.engine.data.sources import to_device
 from dtkit.engine.evaluation import check_metrics, evaluate_batches
 from dtkit.engine.frozen_parameters import FrozenParameters

@@ -346,3 +346,13 @@ def test_steps_without_a_record_count_as_the_dashboard_counts_them():
     assert history.num_steps == 30
     (row,) = dtkit.compare([history]).rows
     assert row.steps == 40
+
+
+def test_long_names_are_told_apart_by_what_differs():
+    start = "resnet50 on imagenet, baseline with cosine warm-up and momentum 0.9,"
+    runs = [make_source(name=f"{start} seed {k}", steps=5) for k in range(8)]
+    comparison = dtkit.compare(*runs)
+    assert comparison.labels == tuple(f"…seed {k}" for k in range(8))
+    assert comparison.names == tuple(f"{start} seed {k}" for k in range(8))
+    comparison = dtkit.compare(*runs[:2], labels=[f"{start} first of two", f"{start} second of two"])
+    assert comparison.labels == ("…0.9, first of two", "…0.9, second of two")

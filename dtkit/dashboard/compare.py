@@ -9,6 +9,7 @@ A comparison reads its runs each time it is shown, so it may be made while they 
 from __future__ import annotations
 
 import base64
+import os.path
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.written_report import WrittenReport
     from dtkit.types import RunSpec, Status
 
-_MAX_LABEL_CHARS = 60
+_MAX_LABEL_CHARS, _MAX_NAME_CHARS = 60, 300
 
 
 @runtime_checkable
@@ -75,9 +76,11 @@ class Comparison:
     """
 
     def __init__(
-        self, labels: Sequence[str], histories: Sequence[History], strategies: Sequence[str], runs: Sequence[object]
+        self, names: Sequence[str], histories: Sequence[History], strategies: Sequence[str], runs: Sequence[object]
     ) -> None:
-        self.labels, self.histories, self._strategies = tuple(labels), tuple(histories), tuple(strategies)
+        self.names, self.labels = tuple(names), tuple(_number_equal_ones(_shorten_labels(names)))
+        """Whole names of the runs, and short ones that tell them apart."""
+        self.histories, self._strategies = tuple(histories), tuple(strategies)
         self.runs = tuple(runs)
         """The runs, or the histories that were given."""
 
@@ -246,7 +249,7 @@ def _check_labels(labels: Sequence[str], count: int) -> list[str]:
         )
     if len(set(labels)) != count:
         raise ValueError(f"labels={list(labels)!r}: two runs have the same label; give each run its own")
-    return [_shorten(label) for label in labels]
+    return [formatting.sanitize_text(label, _MAX_NAME_CHARS) for label in labels]
 
 
 def _make_labels(runs: Sequence[Comparable | History]) -> list[str]:
@@ -264,7 +267,7 @@ def _make_labels(runs: Sequence[Comparable | History]) -> list[str]:
             f"{name} {own}" if len({s for n, s in zip(names, strategies, strict=True) if n == name}) > 1 else name
             for name, own in zip(names, strategies, strict=True)
         ]
-    return _number_equal_ones([_shorten(label) for label in labels])
+    return [formatting.sanitize_text(label, _MAX_NAME_CHARS) for label in labels]
 
 
 def _number_equal_ones(labels: Sequence[str]) -> list[str]:
@@ -272,6 +275,15 @@ def _number_equal_ones(labels: Sequence[str]) -> list[str]:
         f"{label} ({labels[: k + 1].count(label)})" if labels.count(label) > 1 else label
         for k, label in enumerate(labels)
     ]
+
+
+def _shorten_labels(names: Sequence[str]) -> list[str]:
+    """Return the names, or where one is long, their ends from the last word on that all have in common."""
+    common = os.path.commonprefix(list(names)).rpartition(" ")[0]  # noqa: RUF071 - of texts, which aren't paths
+    start = common.rfind(" ") + 1
+    if len(set(names)) > 1 and start and max(map(len, names)) > _MAX_LABEL_CHARS:
+        return [_shorten(f"…{name[start:]}") for name in names]
+    return [_shorten(name) for name in names]
 
 
 def _shorten(text: str) -> str:

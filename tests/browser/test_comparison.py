@@ -104,3 +104,23 @@ def test_long_names_wrap_and_a_pointer_shows_the_whole(page: Page, width: int, n
     chart.hover(position={"x": 200, "y": 100})
     expect(page.get_by_test_id("comparison-chart").get_by_test_id("tooltip")).to_contain_text(names[0])
     assert all(name in repr(dtkit.compare(*runs)) for name in names)
+
+
+@pytest.mark.parametrize("width", [600, 800])
+def test_labels_of_runs_with_a_common_beginning_are_told_apart(page: Page, width: int):
+    names = [f"resnet50 on imagenet, cosine warm-up, label smoothing, seed {k}" for k in range(8)]
+    runs = [FakeSource(steps=200, seed=k, name=name) for k, name in enumerate(names)]
+    for run in runs:
+        run.advance(200)
+    page.set_viewport_size({"width": width - 130, "height": 900})  # JupyterLab's own margins
+    comparison = dtkit.compare(*runs)
+    load_widget(page, str(ComparisonWidget._esm), ComparisonMessageBuilder(comparison).build_snapshot(), "light")
+    labels = page.get_by_test_id("comparison-chart").locator(".dtk-labels text")
+    expect(labels).to_have_count(8)
+    texts = [text.replace("\xa0", " ") for text in labels.all_text_contents()]
+    assert all(any(f"seed {k}" in text for text in texts) for k in range(8)), texts
+    titles = page.get_by_test_id("comparison-chart").locator(".dtk-labels title").all_text_contents()
+    assert sorted(titles) == names
+    cell = page.get_by_test_id("runs-table").locator("tbody th").first
+    expect(cell).to_have_attribute("title", names[0])
+    assert page.evaluate("document.documentElement.scrollWidth") <= width - 130

@@ -53,8 +53,13 @@ class ComparisonView(Protocol):
         ...
 
     @property
+    def names(self) -> Sequence[str]:
+        """The whole names of the runs."""
+        ...
+
+    @property
     def labels(self) -> Sequence[str]:
-        """The names of the runs."""
+        """Short names of the runs."""
         ...
 
     @property
@@ -110,6 +115,7 @@ class ComparisonMessageBuilder:
                 "charts": {"loss": {"name": "loss", "first": 0, "nodes": len(states), "banded": False}},
                 "ranks": len(states),
                 "runs": list(self._comparison.labels),
+                "names": list(self._comparison.names),
                 "steep": is_steep(values[..., 1]),
                 **self._build_tables(states),
             },

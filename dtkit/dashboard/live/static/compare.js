@@ -12,14 +12,22 @@ import { toolbar } from "./toolbar.js";
 
 const MOST_LINES = 3, HEIGHT = 240;
 
-function lineName({ head: { runs } }, line) {
-  return runs[line];
+function lineName({ head: { names } }, line) {
+  return names[line];
+}
+/** Return a run's name from the last word on with which all names begin: those before don't tell the runs apart. */
+function distinctName(runs, line) {
+  const words = runs.map((name) => name.split(/(?<=[\s,(])/)), shortest = Math.min(...words.map((each) => each.length)) - 1;
+  let common = 0;
+  while (common < shortest && words.every((each) => each[common] === words[0][common])) common += 1;
+  return common > 1 && runs.length > 1 ? `…${words[line].slice(common - 1).join("")}` : runs[line];
 }
 /** Return a run's name at the end of its line, as lines of text. If they don't suffice, it begins with its number in the table. */
 function labelLines({ head: { runs } }, line, room, width) {
   const longest = width > WIDE_PX ? 22 : 16, most = Math.max(1, Math.min(MOST_LINES, room)), whole = wrapName(runs[line], longest);
   if (whole.length <= most) return whole;
-  const cut = wrapName(`${line + 1}: ${runs[line]}`, longest).slice(0, most);
+  const distinct = wrapName(`${line + 1}: ${distinctName(runs, line)}`, longest), cut = distinct.slice(0, most);
+  if (distinct.length <= most) return distinct;
   return [...cut.slice(0, -1), `${cut.at(-1).trimEnd().slice(0, longest - 1)}…`];
 }
 const WIDE_PX = 520; // of a chart
@@ -96,23 +104,23 @@ function tableOf(read, { testid, label, isLegend }) {
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": testid }, scroll, note);
   let shown = "";
   const update = () => {
-    const { table: wide, text } = read(), isTurned = Boolean(wide && isLegend) && isTooWide(wide, el.clientWidth);
+    const { table: wide, text, names } = read(), isTurned = Boolean(wide && isLegend) && isTooWide(wide, el.clientWidth);
     const now = JSON.stringify([wide, text, isTurned]);
     el.hidden = !wide;
     if (!wide || now === shown) return;
     shown = now;
     const table = isTurned ? turned(wide) : wide, name = (row, column) => (isLegend && (isTurned ? row < 0 && column > 0 : row >= 0 && !column) ? (isTurned ? column - 1 : row) : null);
-    scroll.replaceChildren(h("table", {}, h("thead", {}, tableRow(table, table.header, -1, name)), h("tbody", {}, ...table.rows.map((cells, row) => tableRow(table, cells, row, name)))));
+    scroll.replaceChildren(h("table", {}, h("thead", {}, tableRow(table, table.header, -1, name, names)), h("tbody", {}, ...table.rows.map((cells, row) => tableRow(table, cells, row, name, names)))));
     setText(note, text ?? "");
   };
   return { el, update };
 }
 /** Return a row of cells. `name(row, column)` is the number of the run that a cell names, or null. */
-function tableRow({ texts, bold }, cells, row, name) {
+function tableRow({ texts, bold }, cells, row, name, names) {
   return h("tr", row < 0 ? {} : { "data-row": row }, ...cells.map((text, column) => {
     const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = name(row, column);
     const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
-    if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}: ${text}`)); }
+    if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}: ${text}`)); if (names[run] !== text) setAttr(cell, "title", names[run]); }
     else cell.append(...text.split(/(?<=\()/).flatMap((part) => [part, h("wbr")])); // a strategy breaks after its bracket
     return cell;
   }));
@@ -142,7 +150,7 @@ function buildComparison(store) {
   const redraw = () => requestAnimationFrame(draw);
   const panels = [
     toolbar(store, null), stepsChart(store, redraw), comparedCharts(store, null, redraw),
-    tableOf(() => ({ table: store.head.table, text: store.head.note }), { testid: "runs-table", label: "table of runs", isLegend: true }),
+    tableOf(() => ({ table: store.head.table, text: store.head.note, names: store.head.names }), { testid: "runs-table", label: "table of runs", isLegend: true }),
     tableOf(() => ({ table: store.head.settings }), { testid: "settings-table", label: "settings that differ" }),
   ];
   const body = h("div", { class: "dtk-body" }, ...panels.map((panel) => panel.el));

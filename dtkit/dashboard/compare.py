@@ -278,7 +278,7 @@ def _number_equal_ones(labels: Sequence[str]) -> list[str]:
 
 
 def _shorten_labels(names: Sequence[str]) -> list[str]:
-    """Return the names, or where one is long, their ends from the last word on that all have in common."""
+    """Return the names. If one is long, omit the words with which all begin, except for the last of them."""
     common = os.path.commonprefix(list(names)).rpartition(" ")[0]  # noqa: RUF071 - of texts, which aren't paths
     start = common.rfind(" ") + 1
     if len(set(names)) > 1 and start and max(map(len, names)) > _MAX_LABEL_CHARS:

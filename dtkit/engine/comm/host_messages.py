@@ -41,7 +41,7 @@ _MAX_RECORD_BYTES = 4096
 
 
 class HostMessages:
-    """Messages of this rank to and from all others of its host, in the order of sending for each two ranks."""
+    """Messages between this rank and all others of its host. Those of one sender arrive in order."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Buffer:
 
 
 class _Outbox:
-    """Messages to one rank. It answers each by the number of the buffer that it has read."""
+    """Messages to one rank. That rank answers each with the number of the buffer that it has read."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -196,7 +196,7 @@ class _Inbox:
         self._unreturned = b""
 
     def expect(self, tensor: torch.Tensor) -> int:
-        """Receive the next message but those that are expected already into `tensor`. Return its number."""
+        """Let the next message that nobody awaits yet go into `tensor`, and return its number."""
         self._expected.append(tensor)
         self._num_expected += 1
         return self._num_expected

@@ -1,4 +1,4 @@
-"""SIGINT ends a blocked collective, which no exception and no signal handler of Python interrupts."""
+"""End a blocked collective on SIGINT. No exception and no signal handler of Python interrupts it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dtkit.strategies.loss import Loss
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """Model whose compiled call is twice the original one."""
-    monkeypatch.setattr(torch, "compile", lambda call: lambda *args: 2 * call(*args))
+    monkeypatch.setattr(torch, "compile", lambda call, **_: lambda *args: 2 * call(*args))
     return nn.Sequential(nn.Linear(2, 2), nn.Tanh())
 
 

@@ -92,7 +92,7 @@ class Job:
             self._learning_rates = LearningRates(program, self._worker.optimizer)
             self._callbacks = CallbackList(program.on_engine, self._worker, *self._locate())
         self._frozen_parameters = FrozenParameters(self._worker.model)
-        self._step_guard = StepGuard(self._worker.model, self._worker.optimizer, context.device)
+        self._step_guard = StepGuard(self._worker.model, self._worker.optimizer)
         self.partially_updated = False
         """Whether an update began and did not end, so that the parameters are of no step."""
         self.notes = list(self._worker.notes)
@@ -227,6 +227,7 @@ class Job:
         self._worker.settle()
         self._step_guard.begin_step(self._worker.model)
         self._scalars.begin_step()
+        self._rng.begin_step(self.step)
         try:
             completed = self._run_step(explain=explain)
         except BaseException:

@@ -81,7 +81,7 @@ class ReferenceJob(Job):
         parts = self._part_source.load_batches_by_part(self.step, self._num_micro_batches)
         device, dtype = self.context.device, self.context.float_dtype
         on_device = [[(count, to_device(batch, device, dtype)) for count, batch in part] for part in parts]
-        return _PartBatches(on_device, self._shard_rngs)
+        return _PartBatches(on_device, self._shard_rngs, self.step)
 
     def _run_worker(
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None
@@ -103,8 +103,8 @@ class ReferenceJob(Job):
 class _PartBatches(Sequence[tuple[int, Any]]):
     """Batches of all shards. Each shard is iterated over with the random numbers of its rank."""
 
-    def __init__(self, parts: list[list[tuple[int, Any]]], rngs: list[JobRng]) -> None:
-        self._parts, self._rngs = parts, rngs
+    def __init__(self, parts: list[list[tuple[int, Any]]], rngs: list[JobRng], step: int) -> None:
+        self._parts, self._rngs, self._step = parts, rngs, step
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
@@ -115,6 +115,7 @@ class _PartBatches(Sequence[tuple[int, Any]]):
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         for part, rng in zip(self._parts, self._rngs, strict=True):
             with rng:  # also while the caller computes with the pair
+                rng.begin_step(self._step)
                 yield from part
 
 

@@ -1,7 +1,11 @@
-"""A job's random numbers, which are part of its checkpoints.
+"""A job's random numbers.
 
-With another layout a rank continues with the state of the rank that had the same replica index. A new replica starts
-with a state that follows from the seed, the step and its index.
+torch's numbers of a step, such as those of dropout, follow from the seed, the replica's index and the step. So a rank
+that replaces a lost one draws what that one would have drawn, and a repeated step draws its numbers again.
+
+numpy's and Python's generators are slow to seed, and few steps draw from them. So their states go on from step to step,
+and are part of checkpoints. With another layout, a rank continues with the states of the rank that had the same replica
+index. A new replica starts with states that follow from the seed, the step and its index.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dtkit.engine.data.random_state import GeneratorStates, OwnRng, derive_seed
+from dtkit.engine.data.random_state import GeneratorStates, OwnRng, derive_seed, mix_seed, seed_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +30,10 @@ class JobRng(OwnRng):
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)
         self._seed = seed
+
+    def begin_step(self, step: int) -> None:
+        """Seed torch's generators for a step. To be called within the context."""
+        seed_torch(mix_seed(self._seed, step), self._cuda_device)
 
     def visit_state(self, visitor: StateVisitor, step: int) -> None:
         """Visit the states."""

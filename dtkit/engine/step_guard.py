@@ -1,9 +1,10 @@
 """All or nothing: a step that fails is either undone or complete.
 
-A step changes parameters and optimizer, random state, and buffers and plain numbers of modules. User code may also
-write to frozen parameters. Before the update, the other parameters and the optimizer are unchanged, and copies of the
-rest allow undoing the step. After the update the step counts, even if something fails later. SIGINT during the update
-is delivered after it. So few errors can leave a model partially updated: one in the optimizer, the end of the process,
+A step changes parameters and optimizer, states of random numbers, and buffers and plain numbers of modules. (torch's
+generators are seeded in each step, so only numpy's and Python's have states.) User code may also write to frozen
+parameters. Before the update, the other parameters and the optimizer are unchanged, and copies of the rest allow
+undoing the step. After the update the step counts, even if something fails later. SIGINT during the update is
+delivered after it. So few errors can leave a model partially updated: one in the optimizer, the end of the process,
 or one after a write to a frozen parameter that was not copied. Such a model is marked, and other ranks never get its
 state.
 """
@@ -15,8 +16,6 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from dtkit.engine.frozen_backup import FrozenBackup
 from dtkit.engine.host_rng_backup import HostRngBackup
 from dtkit.strategies.module_backup import ModuleBackup
@@ -25,12 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+    import torch
+
 
 class StepGuard:
     """Guard of the current step."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._cuda_device = device if device.type == "cuda" else None
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._host_rng = HostRngBackup()
         self._watch(model)
         self.update_started = self.update_done = False
@@ -70,8 +70,6 @@ class StepGuard:
         if model is not self._model:
             self._watch(model)
         self.update_started = self.update_done = self.defers_sigint = False
-        self._cpu_rng_state = torch.get_rng_state()
-        self._cuda_rng_state = None if self._cuda_device is None else torch.cuda.get_rng_state(self._cuda_device)
         self._host_rng.save()
         self._modules.save()
         self._frozen.save()
@@ -79,9 +77,6 @@ class StepGuard:
     def roll_back(self) -> bool:
         """Undo the step. Return False if that isn't possible. The update must not have started."""
         assert not self.update_started
-        torch.set_rng_state(self._cpu_rng_state)
-        if self._cuda_rng_state is not None and self._cuda_device is not None:
-            torch.cuda.set_rng_state(self._cuda_rng_state, self._cuda_device)
         self._host_rng.restore()
         self._modules.restore()
         return self._frozen.restore()

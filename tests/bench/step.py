@@ -19,6 +19,7 @@ from dtkit.engine.data.batches import ShardedBatches
 from dtkit.engine.job import Job
 from dtkit.engine.lr_schedule import LearningRates
 from dtkit.engine.observe.phase_timer import PhaseTimer
+from dtkit.engine.rng import JobRng
 from dtkit.engine.step_guard import StepGuard
 from dtkit.strategies.data_parallel import DataParallel, _DataParallelWorker
 from dtkit.strategies.flat_gradients import FlatGradients
@@ -37,7 +38,7 @@ _FIGURES = ("dtkit", "bare", "dtkit processor", "bare processor")
 _PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "rows of the batch": ((ShardedBatches, "load_batches"),),
     "counts of the shards": ((ShardedBatches, "count_samples"),),
-    "copy of the random state": ((StepGuard, "begin_step"),),
+    "seed, and copies for undoing the step": ((StepGuard, "begin_step"), (JobRng, "begin_step")),
     "marks of the phases": ((PhaseTimer, "enter"), (PhaseTimer, "end_step")),
     "gradients set to None": ((ReplicatedWorker, "_zero_grad"),),
     "forward, with checks of the loss": ((Loss, "__call__"),),

@@ -101,6 +101,22 @@ def test_killed_engine_is_replaced_and_training_is_unchanged(
     check_usable(cluster)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_replaced_rank_draws_the_numbers_of_the_lost_one(cluster: dtkit.Cluster, rank: int):
+    """Its generator's state was lost with it, so dropout follows from the step."""
+    layers = list(mlp().children())
+    net = nn.Sequential(*layers[:2], nn.Dropout(0.3), *layers[2:])
+    undisturbed = start(cluster, net, steps=60)
+    undisturbed.wait(60)
+    run = start(cluster, net, steps=60, start=False)
+    run.step(25)
+    os.kill(cluster.nodes[rank].pid, signal.SIGKILL)
+    run.resume()
+    run.wait(60)
+    assert list_loss_events(run) == ["lost", "repair"]
+    assert max_difference(run.model.state_dict(), undisturbed.model.state_dict()) <= BOUND
+
+
 def die_once(path: Path) -> None:
     """Remove the file and end this process, if the file exists."""
     with contextlib.suppress(FileNotFoundError):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _PYTHON_STATE_FORMAT = "625I"  # words of the Mersenne Twister's state, and the position in it
 _MAX_NUMPY_SEED = 2**32 - 1
+_MASK = 2**64 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +109,17 @@ class OwnRng:
 
 def seed_generators(seed: int, cuda_device: torch.device | None = None) -> None:
     """Seed torch's, numpy's and Python's global generators."""
+    seed_torch(seed, cuda_device)
+    np.random.seed(seed & _MAX_NUMPY_SEED)  # noqa: NPY002 - users' code draws from the global generator
+    random.seed(seed)
+
+
+def seed_torch(seed: int, cuda_device: torch.device | None = None) -> None:
+    """Seed torch's global generators."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 100 times as long
     if cuda_device is not None:
         with torch.cuda.device(cuda_device):
             torch.cuda.manual_seed(seed)
-    np.random.seed(seed & _MAX_NUMPY_SEED)  # noqa: NPY002 - users' code draws from the global generator
-    random.seed(seed)
 
 
 @contextlib.contextmanager
@@ -129,6 +135,17 @@ def preserve_generators() -> Iterator[None]:
 def derive_seed(*key: int) -> int:
     """Return a seed derived from numbers from 0 up. Other numbers are unlikely to give the same seed."""
     return int(np.random.SeedSequence(list(key)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def mix_seed(seed: int, step: int) -> int:
+    """Return a seed of 63 bits derived from two numbers from 0 up, in a microsecond.
+
+    It is one number of the generator SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """
+    z = ((seed + 1) * 0xBF58476D1CE4E5B9 + (step + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (z ^ (z >> 31)) >> 1
 
 
 def _encode_bytes(data: bytes) -> str:

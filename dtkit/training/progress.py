@@ -100,7 +100,7 @@ class RunProgress:
         is_due = self.state is not State.RUNNING or now >= self._persisted_at + timeouts.ELAPSED_INTERVAL_S
         if log is not None and is_due:
             self._persisted_at = now
-            log.write_elapsed(self.history.num_steps, self.elapsed_s)
+            log.write_elapsed(self.history.num_totals, self.elapsed_s)
             if self.describe_last_step is not None:
                 log.write_last_step(*self.describe_last_step())
 
@@ -125,7 +125,7 @@ class RunProgress:
     def _estimate_remaining_s(self, step: int, steps: int) -> float | None:
         if not step or self.state.has_ended:
             return None
-        recent = self.history.totals(max(0, self.history.num_steps - 50))["step_s"]
+        recent = self.history.read_totals(max(0, self.history.num_totals - 50))["step_s"]
         return (steps - step) * float(recent.mean()) if len(recent) else None
 
     # -- what the driver's parts do to it ---------------------------------------------------------------------

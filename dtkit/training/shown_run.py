@@ -30,6 +30,11 @@ class ShownRun(RunView):
         self._failure_notice = FailureNotice(self)
 
     @property
+    def name(self) -> str:
+        """The run's name in every view: that given to ``cluster.train(name=)``, or the class of its model."""
+        return self.spec.name
+
+    @property
     def history(self) -> History:
         """Records of every rank in every step: a table, see :class:`~dtkit.History`."""
         return self._history

@@ -110,13 +110,13 @@ class RunProgress:
         return self.state is State.RUNNING and self.stop_request is not None
 
     def make_status(self, message: str) -> Status:
-        """Return the current state, step, epoch, seconds spent running and seconds left."""
+        """Return the current state, step, epoch (from 1, as in every view), seconds spent running and seconds left."""
         step, spec = self.step, self.plan.spec
         return Status(
             state=self.state,
             step=step,
             steps=spec.steps,
-            epoch=step // spec.steps_per_epoch,
+            epoch=max(1, math.ceil(step / spec.steps_per_epoch)),
             elapsed_s=self.elapsed_s,
             remaining_s=self._estimate_remaining_s(step, spec.steps),
             message=message,

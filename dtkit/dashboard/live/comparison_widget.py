@@ -20,6 +20,8 @@ from dtkit.dashboard.live.comparison_series import list_metric_names, make_metri
 from dtkit.dashboard.live.messages import Message
 from dtkit.dashboard.live.placement import make_place_name, needs_widget_views, place_view
 from dtkit.dashboard.live.widget import STATIC_FOLDER
+from dtkit.dashboard.run_view import RunView
+from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.comparison import is_steep
 from dtkit.dashboard.summary.curves import LOSS, Chart, Curves
 from dtkit.dashboard.text.comparison_text import make_differences_table, make_table, make_table_note
@@ -182,6 +184,8 @@ def _find_last_step(history: History) -> int:
 
 
 def _get_state(run: object) -> str:
+    if isinstance(run, RunView):
+        return name_state(run)
     return run.status.state.value if isinstance(run, ChangingRun) else "kept"
 
 

@@ -138,7 +138,7 @@ class RunSpec:
 @suggest_attributes("status")
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """State and progress of a run. Times are in seconds; `remaining_s` is None until it can be estimated."""
+    """State and progress of a run. `epoch` counts from 1, as in views. Times are in seconds; None if unknown."""
 
     state: State
     step: int
@@ -155,7 +155,7 @@ Scalars = dict[str, list[tuple[int, float, float]]]
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """One rank's part of one step. `loss` is the mean over this rank's samples (NaN without any)."""
+    """One rank's part of one step; `step` and `epoch` count from 0. `loss` is its samples' mean; NaN without any."""
 
     step: int
     epoch: int

@@ -34,6 +34,25 @@ def test_the_table_agrees_with_the_histories():
     assert first.loss == pytest.approx(totals["loss"][-20:].mean())
 
 
+@pytest.mark.parametrize(
+    ("losses", "bold"),
+    [
+        ((1.0, 1.0 + 5e-7), []),
+        ((1.0, 1.0), []),
+        ((1.0, 1.0 + 1e-5), [0]),
+        ((2.0, 1.0, 1.0 + 5e-7), [1, 2]),
+        ((2.0, float("nan"), 1.0), [2]),
+        ((1.0, float("nan")), []),
+    ],
+)
+def test_losses_that_differ_by_rounding_are_all_bold_or_none(losses, bold):
+    (row,) = dtkit.compare([make_source()]).rows
+    rows = [dataclasses.replace(row, label=f"run {k}", loss=loss) for k, loss in enumerate(losses)]
+    table = comparison_text.make_table(rows)
+    column = list(table.header).index("final training loss")
+    assert table.bold_cells == [(row, column) for row in bold]
+
+
 def test_the_text_of_a_comparison_is_a_table():
     header, *lines = (
         repr(dtkit.compare([make_source(), make_source("ParameterAveraging(every=8)", every=8)]))

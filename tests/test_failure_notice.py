@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
-WHOLE = "; `run` shows its views, run.exception the whole error\n"
+WHOLE = "; the run as the last line of a cell shows its views, and its `.exception` the whole error\n"
 
 
 @pytest.fixture
@@ -89,6 +89,25 @@ def test_another_error_of_a_run_is_told_too(cluster, engines, capsys):
     wait_until(lambda: run.status.state.value == "paused", 10)
     failure_notice.print_pending()
     assert capsys.readouterr().err.count("paused at step 5 on rank 1") == 2
+
+
+def test_a_run_has_the_name_that_its_views_show(cluster):
+    assert train(cluster, start=False, name="warm-up").name == "warm-up"
+    unnamed = train(cluster, start=False)
+    assert unnamed.name == "Linear"
+    assert repr(unnamed).startswith(f"{unnamed.name} ·")
+
+
+@pytest.mark.parametrize(("names", "is_named"), [(["q"], True), (["q", "again"], False), (["q", "_1"], True)])
+def test_the_line_names_the_users_variable_if_it_is_the_only_one(
+    cluster, engines, capsys, monkeypatch, names, is_named
+):
+    shell = InteractiveShell()
+    monkeypatch.setattr(failure_notice, "get_shell", lambda: shell)
+    shell.user_ns.update(dict.fromkeys(names, fail(cluster, engines)))
+    failure_notice.print_pending()
+    told = capsys.readouterr().err
+    assert told.endswith("; `q` shows its views, q.exception the whole error\n" if is_named else WHOLE)
 
 
 def test_a_notebook_is_told_below_the_next_cell(cluster, engines, capsys, monkeypatch):

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +22,7 @@ from dtkit.dashboard.text import plan_text
 from dtkit.engine import benchmark as measure
 from dtkit.engine import dry_run, memory, memory_limit, strategy_trial, trial_training
 from dtkit.engine.data.sources import ArraySource
+from dtkit.engine.ops.benchmarks import BenchmarkOps
 from dtkit.planning import fit_check
 from dtkit.planning.cost_model import Benchmark, Cost, LinearFit, MemoryBudget, compute_ring_bytes, divide_memory
 from dtkit.planning.layer_chain import LayerChain, LayerCosts
@@ -618,7 +620,7 @@ def test_a_model_that_reads_values_gets_a_note_instead_of_an_estimate():
         lambda: dry_run.estimate_peaks(Asks(), OBJECTIVE, batch(3, 8), (4,), CPU, full), []
     )
     assert found == []
-    assert "DataDependent" in why
+    assert why == "what it computes depends on the values of tensors, as with .item() or x[mask]"
     real = dry_run.measure_peak(Asks(), OBJECTIVE, batch(4, 8), 4, full)
     assert real.nbytes > 4 * 8 * 4
 
@@ -848,6 +850,32 @@ def test_a_measured_step_bounds_the_estimates_of_its_parts(measured_s: float, sc
     assert (row.compute_s, row.communication_s) == (pytest.approx(0.2 * scale), pytest.approx(0.1 * scale))
     assert row.other_s == pytest.approx(other_s)
     assert row.step_s == measured_s
+
+
+def logged_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    value = nn.functional.cross_entropy(output, target)
+    dtkit.log(kl=value)
+    return value
+
+
+def test_numbers_that_a_loss_logs_are_not_read_while_a_plan_tries_it(capfd: pytest.CaptureFixture[str]):
+    state: Any = SimpleNamespace(
+        get_group=lambda: None,
+        get_device=lambda: CPU,
+        models={"m": perceptron()},
+        data={"d": (ArraySource(batch(8, 100)), None)},
+        run_abortable=lambda work: work(),
+    )
+    program = pickling.dumps((None, Loss(logged_loss), sgd, False))
+    ops = BenchmarkOps(state)
+    peaks, reason = ops.measure_activation_peaks(program=program, model="m", data="d", rows=(4, 8))
+    assert (len(peaks), reason) == (2, "")
+    strategy = pickling.dumps(dtkit.DataParallel())
+    seconds = ops.measure_strategy_step(
+        program=program, strategy=strategy, model="m", data="d", counts=(8,), alone=True
+    )
+    assert seconds > 0
+    assert "kl=" not in capfd.readouterr().out
 
 
 class SlowRows(ArraySource):

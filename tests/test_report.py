@@ -92,6 +92,14 @@ def test_evaluations_have_a_table_of_their_own(tmp_path):
     assert "validation loss" not in events
 
 
+def test_the_learning_rate_is_that_of_the_last_step_as_in_the_chart(tmp_path):
+    source = FakeSource(ranks=2)
+    source.lr = 0.25
+    source.advance(40)
+    source.lr = 0.125  # that of a next step
+    assert "0.25 in the last step" in write(source, tmp_path)
+
+
 def test_a_report_is_a_path_that_a_notebook_links(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = FakeSource(ranks=2)

@@ -19,6 +19,8 @@ from torch import nn
 import dtkit
 from dtkit._util import timeouts
 from dtkit.checkpoint.manager import CheckpointRequest
+from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder
+from dtkit.dashboard.summary.metrics import compute_epoch
 from dtkit.dashboard.text import run_text
 from dtkit.errors import HostLostError, RefusedError, RunError
 from dtkit.health.stall_report import StallReport
@@ -494,6 +496,26 @@ def test_nonfinite_gradient_pauses_all_ranks_and_the_step_can_be_repeated(cluste
     assert run.exception is None
     run.wait(10)
     assert list(run.history.totals()["step"]) == list(range(40))
+
+
+def test_a_run_that_an_error_paused_has_one_word_for_it_in_every_view(cluster, engines):
+    engines.inject_nonfinite(7, ranks=[1], always=True)
+    run = train(cluster)
+    with pytest.raises(dtkit.errors.NonFiniteError):
+        run.wait(10)
+    assert repr(run).splitlines()[0].endswith("· paused, not finite")
+    assert str(run.verdict) == "paused, not finite after 7 steps: run.exception has the error"
+    assert run.verdict.cause == "paused"
+    message = ComparisonMessageBuilder(dtkit.compare([run])).build_snapshot()
+    assert message.content["head"]["table"]["rows"][0][1] == "paused, not finite"
+
+
+@pytest.mark.parametrize(("step", "epoch"), [(0, 1), (1, 1), (4, 1), (5, 2), (40, 10)])
+def test_the_epoch_of_the_status_is_that_of_the_views(cluster, step, epoch):
+    run = train(cluster, start=False)
+    if step:
+        run.step(step)
+    assert run.status.epoch == epoch == compute_epoch(run.spec, run.status.step)[0]
 
 
 def test_nonfinite_gradient_after_the_loss_exploded_asks_for_another_training(cluster, engines, monkeypatch):

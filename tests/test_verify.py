@@ -46,6 +46,13 @@ def test_the_tolerance_follows_the_dtype(dtype, by, verdict):
         assert "worst: b, " in found.text()
 
 
+def test_a_reference_without_gradients_is_compared_in_the_dtype_of_its_parameters():
+    """Parameter averaging's one process trains a model for each rank, and has no gradients of the mean."""
+    state = {"w": torch.ones(2, dtype=torch.float64), "count": torch.tensor(3)}
+    found = compare_states(state, state, {}, (), 5, 2)
+    assert (found.verdict, found.dtype, found.tolerance) == ("PASS", "float64", 1e-12)
+
+
 def test_a_differing_step_count_fails():
     assert verify_changed_state({"count": 1}).verdict == "FAIL"
 

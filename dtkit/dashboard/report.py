@@ -187,6 +187,7 @@ def _format_charts(run: RunView) -> Iterator[str]:
 
 def _format_settings(run: RunView) -> Iterator[str]:
     spec = run.spec
+    lr = run.history[-1].lr if len(run.history) else run.lr  # a schedule has set that of the next step already
     typed = [
         ("strategy", spec.strategy),
         ("optimizer", spec.optimizer),
@@ -195,7 +196,7 @@ def _format_settings(run: RunView) -> Iterator[str]:
     ]
     facts = [
         ("batch_size, over all nodes", f"{spec.batch_size:,}"),
-        ("learning rate", formatting.UNKNOWN if run.lr is None else f"{run.lr:.6g} at the end"),
+        ("learning rate", formatting.UNKNOWN if lr is None else f"{lr:.6g} in the last step"),
         ("steps", f"{run.status.step:,} of {spec.steps:,}, {spec.steps_per_epoch:,} in an epoch"),
         ("samples in an epoch", f"{spec.samples:,}"),
         ("order of rows", f"{spec.shuffle}, seed {spec.seed}"),

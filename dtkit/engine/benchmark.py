@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
+from dtkit._util.torch_private import FakeTensorMode
 from dtkit.engine import dry_run, memory
 from dtkit.engine.observe.clock import take_fast_quartile, time_call, time_repeatedly
 from dtkit.engine.trial_training import BUCKET_BYTES, MIN_ROWS, TrialTraining, make_autocast, take_batch
@@ -293,6 +294,8 @@ def _try_or_explain(work: Callable[[], Any], fallback: Any) -> tuple[Any, str]:
     """Return (the result of `work`, "") or, if it fails, (the fallback, the reason)."""
 
     def explain_error(error: Exception) -> tuple[Any, str]:
+        if type(error).__module__ == FakeTensorMode.__module__:  # torch's message names only its own operation
+            return fallback, "what it computes depends on the values of tensors, as with .item() or x[mask]"
         first_line = (str(error).strip().splitlines() or [""])[0]
         return fallback, f"{type(error).__name__}: {first_line}"[:200]
 

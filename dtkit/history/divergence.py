@@ -63,11 +63,11 @@ class _Level:
 
 def find_divergence(history: History) -> Divergence | None:
     """Return how the loss diverged; None if it did not, or if there are too few steps to judge."""
-    early = _select_known(history.totals(0, _EARLY_STEPS))
+    early = _select_known(history.read_totals(0, _EARLY_STEPS))
     if not len(early):
         return None
     block = max(FINAL_LOSS_STEPS, math.ceil(_MIN_BLOCK_SAMPLES / max(1, int(early["samples"][0]))))
-    last = _select_known(history.totals(history.num_steps - block))
+    last = _select_known(history.read_totals(history.num_totals - block))
     if not len(last):
         return None
     if not math.isfinite(last["loss"][-1]):
@@ -80,7 +80,7 @@ def find_ruined_step(history: History) -> int | None:
 
     None if it did not grow, or if the last loss is not finite, which data alone may cause.
     """
-    known = _select_known(history.totals())  # read only when a step fails
+    known = _select_known(history.read_totals())  # read only when a step fails
     if not len(known) or not math.isfinite(known["loss"][-1]):
         return None
     divergence = find_divergence(history)
@@ -110,7 +110,7 @@ def _measure_start(early: np.ndarray) -> _Level:
 
 
 def _describe_nonfinite(history: History) -> Divergence:
-    totals = _select_known(history.totals())  # once in a run, so its length doesn't matter
+    totals = _select_known(history.read_totals())  # once in a run, so its length doesn't matter
     finite = np.flatnonzero(np.isfinite(totals["loss"]))
     first = totals[finite[-1] + 1 if len(finite) else 0]
     loss, step = formatting.format_loss(float(totals["loss"][-1])), int(first["step"])
@@ -158,8 +158,8 @@ class _BestBlock:
 
     def update(self, history: History, block: int) -> None:
         """Read the blocks that are complete, each from the step after the last one."""
-        num_blocks = (history.num_steps - self._num_read) // block
-        totals = history.totals(self._num_read, self._num_read + num_blocks * block)
+        num_blocks = (history.num_totals - self._num_read) // block
+        totals = history.read_totals(self._num_read, self._num_read + num_blocks * block)
         self._num_read += len(totals)
         if not num_blocks:
             return

@@ -24,6 +24,8 @@ from dtkit.history.growing_array import GrowingArray
 from dtkit.history.items import decode_fields, encode_line
 from dtkit.history.missing_steps import describe_missing_steps, find_missing_steps
 from dtkit.history.scalars import SYSTEM_PREFIX, ScalarRecord, ScalarTables
+from dtkit.history.totals import TOTAL_DTYPE, divide_by_weight, sum_over_ranks
+from dtkit.history.undone_steps import Return, find_returns, keep_valid, split_returns
 from dtkit.types import Evaluation, Event, StepRecord
 
 if TYPE_CHECKING:
@@ -57,32 +59,29 @@ ROW_DTYPE = np.dtype(
 )
 """Row of one rank and step, in the order of :class:`~dtkit.types.StepRecord`."""
 
-TOTAL_DTYPE = np.dtype(
-    [
-        ("step", "i4"),
-        ("ranks", "i4"),
-        ("samples", "i8"),
-        ("loss", "f8"),  # weighted sum; `totals` divides it
-        ("weight", "f8"),
-        ("step_s", "f8"),  # the slowest rank's
-        ("wait_s", "f8"),  # summed over the ranks, as are the bytes
-        ("sent_bytes", "i8"),
-        ("grad_norm", "f8"),  # the largest over the ranks
-    ]
-)
-"""Row of one step over all ranks."""
-
 
 @explain_arguments
 @suggest_attributes("history")
 @hide_from_completion(
-    "add", "append", "close_run_log", "copy_until", "count_scalar_records", "extend", "list_scalar_records"
+    "add",
+    "append",
+    "append_arrived",
+    "close_run_log",
+    "copy_until",
+    "count_scalar_records",
+    "extend",
+    "list_scalar_records",
+    "num_totals",
+    "read_totals",
 )
 class History:
     """All ranks' steps; ``len(history)`` is the number of rows (one for each rank and step).
 
     Iterate over it or index it for :class:`~dtkit.types.StepRecord`. :meth:`column` returns a column as an array, and
     :meth:`to_pandas` a DataFrame. It can be read while the run appends.
+
+    A run that goes back to a snapshot takes steps again. What was undone counts nowhere, but ``len``, an index,
+    iteration and :meth:`rows` have every row that arrived.
     """
 
     def __init__(self, *, ranks_per_replica: int = 1) -> None:
@@ -90,6 +89,7 @@ class History:
         self.ranks_per_replica = ranks_per_replica
         self._rows = GrowingArray(ROW_DTYPE)
         self._totals = GrowingArray(TOTAL_DTYPE)
+        self._returns: list[Return] = []
         self._ranks: set[int] = set()  # views ask often, and reading a million rows takes long
         # locks: while rows are appended
         self._lock = threading.Lock()
@@ -111,15 +111,21 @@ class History:
             rows = np.array([dataclasses.astuple(r) for r in rows], ROW_DTYPE)
         order = np.argsort(rows["step"], kind="stable")
         block = rows[order]
-        totals = _sum_over_ranks(block)
+        totals = sum_over_ranks(block)
         totals["samples"] //= self.ranks_per_replica
         with self._lock:
+            self._returns += find_returns(self._rows, self._totals, block)
             self._rows.append(block)
             self._totals.append(totals)
             self._ranks.update(np.unique(block["rank"]).tolist())
         run_log = self.run_log
         if run_log is not None:
             run_log.append_rows(block)
+
+    def append_arrived(self, rows: np.ndarray) -> None:
+        """Append the rows of another history or log, in order of arrival. The run may have gone back."""
+        for part in split_returns(rows):
+            self.append(part)
 
     def add(self, event: Event | Evaluation | ScalarRecord) -> None:
         """Add an item. An evaluation replaces an earlier one after the same number of steps."""
@@ -147,6 +153,8 @@ class History:
     def extend(self, other: History) -> None:
         """Append another history, that of the run which this one continues."""
         with self._lock:
+            num_rows, num_totals = len(self._rows), len(self._totals)
+            self._returns += [Return(num_rows + a, num_totals + b, step) for a, b, step in other._returns]
             self._rows.append(other.rows())
             with other._lock:
                 self._totals.append(other._totals.read(0, len(other._totals)))
@@ -159,7 +167,7 @@ class History:
     def copy_until(self, rows: int, events: int, evaluations: int) -> History:
         """Return a copy of the first `rows`, `events` and `evaluations`."""
         copy = History(ranks_per_replica=self.ranks_per_replica)
-        copy.append(self.rows(0, rows))
+        copy.append_arrived(self.rows(0, rows))
         copy.events = self.events[:events]
         copy.evaluations = self.evaluations[:evaluations]
         last_step = int(copy.column("step").max(initial=-1))
@@ -174,23 +182,42 @@ class History:
         return len(self._rows)
 
     def rows(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return rows `start` to `stop` in order of arrival, of dtype :data:`ROW_DTYPE`. Do not write to them."""
+        """Return rows `start` to `stop` in order of arrival, of dtype :data:`ROW_DTYPE`. Do not write to them.
+
+        After the run went back to a snapshot, steps that were undone are among them; :meth:`to_pandas` leaves them out.
+        """
         _check_range("rows", start, stop)
         with self._lock:
             return self._rows.read(start, len(self._rows) if stop is None else stop)
 
     def totals(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return a row for each step, of dtype :data:`TOTAL_DTYPE`; the loss is the weighted mean."""
+        """Return a row for each step, of dtype :data:`TOTAL_DTYPE`; the loss is the weighted mean.
+
+        Steps that were undone, because the run went back to a snapshot, are left out.
+        """
         _check_range("totals", start, stop)
+        if not self._returns:
+            return self.read_totals(start, stop)
+        ends = [(back.num_totals, back.step) for back in self._returns]
+        return keep_valid(self.read_totals(), ends)[max(0, start) : None if stop is None else max(0, stop)]
+
+    def read_totals(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return a row for each step as it arrived, also of those that were undone later."""
         with self._lock:
-            part = self._totals.read(start, len(self._totals) if stop is None else stop).copy()
-        with np.errstate(invalid="ignore"):
-            part["loss"] = np.where(part["weight"] != 0, part["loss"] / part["weight"], np.nan)
-        return part
+            return divide_by_weight(self._totals.read(start, len(self._totals) if stop is None else stop))
+
+    def _read_valid_rows(self) -> np.ndarray:
+        """Return all rows without those of undone steps."""
+        return keep_valid(self.rows(), [(back.num_rows, back.step) for back in self._returns])
 
     @property
     def num_steps(self) -> int:
-        """Number of recorded steps."""
+        """Number of recorded steps, without those that were undone."""
+        return len(self.totals()) if self._returns else len(self._totals)
+
+    @property
+    def num_totals(self) -> int:
+        """Number of rows that `read_totals` returns."""
         return len(self._totals)
 
     @property
@@ -201,8 +228,8 @@ class History:
         """
         if self.read_position is not None:
             return self.read_position()
-        totals = self.totals()
-        return int(totals["step"].max(initial=-1)) + 1, float(totals["step_s"].sum())
+        totals = self.read_totals()  # undone steps took time, too
+        return int(totals["step"][-1:].max(initial=-1)) + 1, float(totals["step_s"].sum())
 
     @property
     def num_ranks(self) -> int:
@@ -222,15 +249,17 @@ class History:
         return find_missing_steps((self.totals() if rank is None else self._select_rank(rank))["step"])
 
     def column(self, name: str) -> np.ndarray:
-        """Return one column of all rows: a part of :class:`~dtkit.types.StepRecord`, or numbers from `dtkit.log`."""
+        """Return one column of the rows of :meth:`to_pandas`: a part of :class:`~dtkit.types.StepRecord`, or numbers
+        from `dtkit.log`.
+        """
         if name in self.scalar_names:
-            return self._scalars.align(name, self.rows())
+            return self._scalars.align(name, self._read_valid_rows())
         if name not in (ROW_DTYPE.names or ()):
             names = [*(ROW_DTYPE.names or ()), *self.scalar_names]
             similar = difflib.get_close_matches(str(name), names, n=1)
             hint = f"did you mean {similar[0]!r}?" if similar else f"the columns are {', '.join(names)}"
             raise ValueError(f"no column {name!r}; {hint}")
-        return self.rows()[name]
+        return self._read_valid_rows()[name]
 
     @property
     def scalar_names(self) -> list[str]:
@@ -288,7 +317,7 @@ class History:
             return table["step"], table["samples"] / table["step_s"]
 
     def _select_rank(self, rank: int) -> np.ndarray:
-        rows = self.rows()
+        rows = self._read_valid_rows()
         selected: np.ndarray = rows[rows["rank"] == rank]
         is_number = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
         if not is_number or (len(rows) and not len(selected)):
@@ -298,10 +327,13 @@ class History:
     # -- export -----------------------------------------------------------------------------------------------
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a DataFrame with a row for each rank and step. Needs pandas."""
+        """Return a DataFrame with a row for each rank and step. Needs pandas.
+
+        Steps that were undone, because the run went back to a snapshot, are left out.
+        """
         import pandas as pd
 
-        rows = self.rows()
+        rows = self._read_valid_rows()
         return pd.DataFrame(rows).assign(**{name: self._scalars.align(name, rows) for name in self.scalar_names})
 
     def to_jsonl(self, path: str | Path) -> None:
@@ -342,8 +374,7 @@ class History:
                 rows.append(item)
             else:
                 history.add(item)
-        if rows:
-            history.append(rows)
+        history.append_arrived(np.array([dataclasses.astuple(row) for row in rows], ROW_DTYPE))
         return history
 
     def __repr__(self) -> str:
@@ -361,22 +392,3 @@ def _check_range(call: str, start: object, stop: object) -> None:
     for name, value in (("start", start), ("stop", stop)):
         if not (isinstance(value, int | np.integer) or (name == "stop" and value is None)):
             raise TypeError(f"{call}({name}={value!r}): a whole number is needed, as in history.{call}(0, 100)")
-
-
-def _sum_over_ranks(block: np.ndarray) -> np.ndarray:
-    """Return the totals of a block that is sorted by step."""
-    steps, first, count = np.unique(block["step"], return_index=True, return_counts=True)
-    total = np.zeros(len(steps), TOTAL_DTYPE)
-    if not len(steps):
-        return total
-    total["step"], total["ranks"] = steps, count
-    total["samples"] = np.add.reduceat(block["samples"].astype("i8"), first)
-    total["weight"] = np.add.reduceat(block["weight"], first)
-    # A rank without a sample reports NaN with weight 0, which the mean must ignore.
-    weighted = np.where(block["weight"] != 0, block["loss"] * block["weight"], 0.0)
-    total["loss"] = np.add.reduceat(weighted, first)
-    total["step_s"] = np.maximum.reduceat(block["step_s"].astype("f8"), first)
-    total["wait_s"] = np.add.reduceat(block["wait_s"].astype("f8"), first)
-    total["sent_bytes"] = np.add.reduceat(block["sent_bytes"], first)
-    total["grad_norm"] = np.fmax.reduceat(block["grad_norm"].astype("f8"), first)
-    return total

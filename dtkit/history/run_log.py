@@ -169,9 +169,7 @@ def read_history(
     history = History(ranks_per_replica=ranks_per_replica)
     rows = np.frombuffer(_read_complete_records(folder / _ROWS_FILE), ROW_DTYPE)
     rows = _drop_cut_step(rows, list_unread_ranks)
-    for part in np.split(rows, np.flatnonzero(np.diff(rows["step"]) < 0) + 1):  # a run may go back to a snapshot
-        if len(part):
-            history.append(part)
+    history.append_arrived(rows)
     unreadable = 0
     for line in _read_complete_records(folder / _EVENTS_FILE).splitlines():
         try:

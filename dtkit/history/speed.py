@@ -33,8 +33,8 @@ def compute_speed(history: History, max_steps: int | None = None) -> Speed:
 
     The first step of a run warms up, and is left out, unless it is the only one.
     """
-    num_known = max(1, history.num_steps - 1)
-    totals = history.totals(history.num_steps - (num_known if max_steps is None else min(max_steps, num_known)))
+    num_known = max(1, history.num_totals - 1)
+    totals = history.read_totals(history.num_totals - (num_known if max_steps is None else min(max_steps, num_known)))
     seconds = _measure_s(history, totals)
     if seconds <= 0:
         return Speed(math.nan, math.nan)

@@ -21,7 +21,7 @@ class DivergenceWatch:
 
     def find_new(self) -> Divergence | None:
         """Return a divergence that the last look did not find. After a recovery the next one is new again."""
-        num_steps = self._history.num_steps
+        num_steps = self._history.num_totals
         if num_steps - self._num_seen < MIN_STEPS:
             return None
         self._num_seen = num_steps

@@ -107,8 +107,25 @@ def _format_line(run: RunView, error: BaseException) -> str:
         text = f"{cause.type}: {_find_first_line(cause.message)}"
     return (
         f"dtkit: the run {name} {verb} at step {status.step:,}{rank}: "
-        f"{formatting.sanitize_text(text, _MAX_ERROR_CHARS)}; `run` shows its views, run.exception the whole error"
+        f"{formatting.sanitize_text(text, _MAX_ERROR_CHARS)}; {_describe_remedy(_find_variable(run))}"
     )
+
+
+def _describe_remedy(variable: str) -> str:
+    if not variable:
+        return "the run as the last line of a cell shows its views, and its `.exception` the whole error"
+    return f"`{variable}` shows its views, {variable}.exception the whole error"
+
+
+def _find_variable(run: RunView) -> str:
+    """Return the user's only variable that holds the run; "" without one, or if there are several.
+
+    IPython keeps results under names that begin with an underscore.
+    """
+    shell = get_shell()
+    namespace = vars(sys.modules["__main__"]) if shell is None else shell.user_ns
+    names = [name for name, value in dict(namespace).items() if value is run and not name.startswith("_")]
+    return names[0] if len(names) == 1 else ""
 
 
 def _find_first_line(message: str) -> str:

@@ -167,7 +167,7 @@ class RunLifecycle:
         last_evaluation = max((evaluation.step for evaluation in history.evaluations), default=0)
         folder = self._engine_group.folder / run_log.RUNS_FOLDER / self._progress.plan.job
         num_steps, elapsed_s = run_log.read_elapsed(folder)
-        elapsed_s += float(history.totals(num_steps)["step_s"].sum())  # of the steps that engines took alone
+        elapsed_s += float(history.read_totals(num_steps)["step_s"].sum())  # of the steps that engines took alone
         spans, check = run_log.read_last_step(folder, self._engine_group.world_size)
         if check is None or check.step <= step:  # the run did not go back to an earlier state
             self._progress.recorder.restore_spans(spans)

@@ -100,7 +100,7 @@ class RunProgress:
         is_due = self.state is not State.RUNNING or now >= self._persisted_at + timeouts.ELAPSED_INTERVAL_S
         if log is not None and is_due:
             self._persisted_at = now
-            log.write_elapsed(self.history.num_steps, self.elapsed_s)
+            log.write_elapsed(self.history.num_totals, self.elapsed_s)
             if self.describe_last_step is not None:
                 log.write_last_step(*self.describe_last_step())
 
@@ -110,13 +110,13 @@ class RunProgress:
         return self.state is State.RUNNING and self.stop_request is not None
 
     def make_status(self, message: str) -> Status:
-        """Return the current state, step, epoch, seconds spent running and seconds left."""
+        """Return the current state, step, epoch (from 1, as in every view), seconds spent running and seconds left."""
         step, spec = self.step, self.plan.spec
         return Status(
             state=self.state,
             step=step,
             steps=spec.steps,
-            epoch=step // spec.steps_per_epoch,
+            epoch=max(1, math.ceil(step / spec.steps_per_epoch)),
             elapsed_s=self.elapsed_s,
             remaining_s=self._estimate_remaining_s(step, spec.steps),
             message=message,
@@ -125,7 +125,7 @@ class RunProgress:
     def _estimate_remaining_s(self, step: int, steps: int) -> float | None:
         if not step or self.state.has_ended:
             return None
-        recent = self.history.totals(max(0, self.history.num_steps - 50))["step_s"]
+        recent = self.history.read_totals(max(0, self.history.num_totals - 50))["step_s"]
         return (steps - step) * float(recent.mean()) if len(recent) else None
 
     # -- what the driver's parts do to it ---------------------------------------------------------------------

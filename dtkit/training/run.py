@@ -103,7 +103,7 @@ class Run(ShownRun):
 
     @property
     def status(self) -> Status:
-        """Current state, step, epoch, seconds spent running and seconds left."""
+        """Current state, step, epoch (the first one is 1), seconds spent running and seconds left."""
         report = self.stall_report
         return self._driver.progress.make_status(self._waiter.message if report is None else report.text)
 

@@ -30,6 +30,11 @@ class ShownRun(RunView):
         self._failure_notice = FailureNotice(self)
 
     @property
+    def name(self) -> str:
+        """The run's name in every view: that given to ``cluster.train(name=)``, or the class of its model."""
+        return self.spec.name
+
+    @property
     def history(self) -> History:
         """Records of every rank in every step: a table, see :class:`~dtkit.History`."""
         return self._history
@@ -41,6 +46,7 @@ class ShownRun(RunView):
     @property
     def verdict(self) -> Verdict:
         """The run's bottleneck and a remedy, in one line. ``run.verdict.explain()`` prints the numbers."""
+        from dtkit.dashboard.summary.activity import name_state
         from dtkit.dashboard.summary.one_process import read_verification
         from dtkit.dashboard.summary.verdict import Verdict, find_verdict
 
@@ -48,11 +54,9 @@ class ShownRun(RunView):
         verdict = find_verdict(self.history, self.spec, measured)
         if self.exception is None or verdict.cause == "diverged":
             return verdict
-        return Verdict(
-            "failed",
-            f"failed after {formatting.format_count(self.status.step, 'step')}: run.exception has the error",
-            0.0,
-        )
+        steps = formatting.format_count(self.status.step, "step")
+        cause = "failed" if self.status.state.has_ended else "paused"
+        return Verdict(cause, f"{name_state(self)} after {steps}: run.exception has the error", 0.0)
 
     def figure(self) -> Figure:
         """Return a matplotlib Figure of the run, at any time: loss and throughput, per node and together."""

@@ -52,7 +52,7 @@ class StepCallbacks:
         if not self._callbacks:
             return
         with self._lock:
-            if self._thread is None and self._num_done < self._history.num_steps:
+            if self._thread is None and self._num_done < self._history.num_totals:
                 self._thread = threading.Thread(target=self._process, name=CALLBACK_THREAD_NAME, daemon=True)
                 self._thread.start()
 
@@ -86,12 +86,12 @@ class StepCallbacks:
     def _take_new(self) -> list[StepSummary] | None:
         """Return the steps that have arrived; None if there are none, so that this thread ends."""
         with self._lock:
-            first, stop = self._num_done, self._history.num_steps
+            first, stop = self._num_done, self._history.num_totals
             if first == stop:
                 self._thread = None
                 return None
             self._num_done = stop
-        totals = self._history.totals(first, stop)
+        totals = self._history.read_totals(first, stop)
         logged = {name: dict(zip(*self._history.scalar(name), strict=True)) for name in self._history.scalar_names}
         return [
             StepSummary(

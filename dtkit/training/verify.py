@@ -27,7 +27,7 @@ from dtkit.training.replay import Replay
 from dtkit.training.verification import HALF_PRECISION_TOLERANCE, Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -303,7 +303,9 @@ def compare_states(
 
     The optimizer computes in `update_dtype`, or in that of the parameters.
     """
-    dtype = update_dtype or _get_least_precise_dtype(state[name] for name in gradients if name in state)
+    compared = [state[name] for name in gradients if name in state]  # none of a simulation with a model for each rank
+    compared = compared or [value for value in state.values() if hasattr(value, "is_floating_point")]
+    dtype = update_dtype or _get_least_precise_dtype(compared)
     floor = _ZERO_GRADIENT_FRACTION.get(dtype, _ZERO_GRADIENT_FRACTION["float32"]) * max(
         (float(g.max()) for g in gradients.values() if g.numel()), default=0.0
     )
@@ -328,7 +330,7 @@ def compare_states(
     return dataclasses.replace(verification, verdict="PASS") if verification.is_within_tolerance else verification
 
 
-def _get_least_precise_dtype(tensors: Iterator[torch.Tensor]) -> str:
+def _get_least_precise_dtype(tensors: Iterable[torch.Tensor]) -> str:
     """Return the dtype with the fewest digits, whose rounding determines the tolerance."""
     import torch
 

@@ -20,6 +20,8 @@ from dtkit.dashboard.live.comparison_series import list_metric_names, make_metri
 from dtkit.dashboard.live.messages import Message
 from dtkit.dashboard.live.placement import make_place_name, needs_widget_views, place_view
 from dtkit.dashboard.live.widget import STATIC_FOLDER
+from dtkit.dashboard.run_view import RunView
+from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.comparison import is_steep
 from dtkit.dashboard.summary.curves import LOSS, Chart, Curves
 from dtkit.dashboard.text.comparison_text import make_differences_table, make_table, make_table_note
@@ -177,11 +179,13 @@ def _insert_states(table: dict[str, Any], states: Sequence[str]) -> None:
 
 def _find_last_step(history: History) -> int:
     """Return the last step of the curves or the evaluations. A final evaluation counts the steps before it."""
-    steps = history.totals(history.num_steps - 1)["step"]
+    steps = history.read_totals(history.num_totals - 1)["step"]
     return max(int(steps.max(initial=0)), max((e.step for e in history.evaluations), default=0))
 
 
 def _get_state(run: object) -> str:
+    if isinstance(run, RunView):
+        return name_state(run)
     return run.status.state.value if isinstance(run, ChangingRun) else "kept"
 
 

@@ -13,6 +13,7 @@ from dtkit._util import formatting
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
 from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_position
 from dtkit.dashboard.summary.timing import format_nodes
+from dtkit.errors import NonFiniteError
 from dtkit.history.divergence import find_divergence
 from dtkit.types import State
 
@@ -43,8 +44,13 @@ class Activity:
 
 
 def name_state(run: RunView) -> str:
-    """Return the word for a run's state: "ready" if it is paused since it was made, "diverged" if it ended so."""
-    status = run.status
+    """Return the word for a run's state: "ready" if it is paused since it was made, "diverged" if it ended so.
+
+    A run that an error paused has it: "paused, not finite" or "paused, error", as in the dashboard.
+    """
+    status, error = run.status, run.exception
+    if status.state is State.PAUSED and error is not None:
+        return f"paused, {'not finite' if isinstance(error, NonFiniteError) else 'error'}"
     if status.state is State.PAUSED and not status.elapsed_s:
         return "ready"
     has_ended_well = status.state in (State.COMPLETED, State.STOPPED)

@@ -214,7 +214,7 @@ class Curves:
     def update(self, history: History) -> None:
         """Read the new rows of the history."""
         rows = history.rows(self._num_rows_read)
-        totals = history.totals(self._num_totals_read)
+        totals = history.read_totals(self._num_totals_read)
         self._num_rows_read += len(rows)
         self._num_totals_read += len(totals)
         self.add_rows(rows, totals, history.ranks_per_replica)

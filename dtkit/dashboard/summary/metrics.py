@@ -54,7 +54,7 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
     timing = compute_step_timing(history, num_ranks)
     lost_nodes = update_lost_nodes({}, history.events) if lost_nodes is None else lost_nodes
     window = count_window_steps(history)
-    totals = history.totals(history.num_steps - window)
+    totals = history.read_totals(history.num_totals - window)
     if not len(totals):
         return RunMetrics(None, None, None, None, by_rank, timing, silent, lost_nodes)
     rows = history.rows(len(history) - window * num_ranks)

@@ -111,13 +111,13 @@ class PhaseBar:
 
 def count_window_steps(history: History) -> int:
     """Return the number of last steps that means are taken over. The first step of a run warms up, and is left out."""
-    return min(WINDOW_STEPS, max(1, history.num_steps - 1))
+    return min(WINDOW_STEPS, max(1, history.num_totals - 1))
 
 
 def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     """Return the timing of the last steps, the same ones for all views."""
     num_steps = count_window_steps(history)
-    steps = history.totals(history.num_steps - num_steps)["step"]
+    steps = history.read_totals(history.num_totals - num_steps)["step"]
     rows = history.rows(len(history) - num_steps * num_ranks)
     rows = rows[(rows["rank"] < num_ranks) & (rows["rank"] >= 0)]
     if len(steps):  # after nodes were left out, these rows reach further back

@@ -58,8 +58,8 @@ class Verdict:
     """A run's bottleneck and its remedy, in one line. `explain()` prints the numbers behind it."""
 
     cause: str
-    """One of "failed", "diverged", "data", "straggler", "communication", "overhead", "bubble", "cut", "waiting",
-    "one process", "computing" and "unknown".
+    """One of "failed", "paused", "diverged", "data", "straggler", "communication", "overhead", "bubble", "cut",
+    "waiting", "one process", "computing" and "unknown".
     """
     text: str
     gain: float

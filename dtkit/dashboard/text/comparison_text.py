@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 NUMBER_COLUMNS = ("nodes", "steps", "final training loss", "sent per node", "per step", "samples/s", "duration")
 _FASTER_RATIO = 1.03
+_ROUNDING = 1e-6  # relative difference up to which numbers are equal: float32 has no more digits
 _BYTE_COLUMNS = ("sent per node", "per step")
 
 
@@ -44,7 +45,7 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
 def _find_best_cells(
     rows: Sequence[ComparisonRow], header: Sequence[str], metrics: Sequence[str]
 ) -> list[tuple[int, int]]:
-    """Return the cells (row, column) of the best run in each column that has a better and a worse."""
+    """Return the cells (row, column) of the best runs in each column that has a better and a worse."""
     keys: dict[str, list[float]] = {
         "final training loss": [-row.loss for row in rows],
         "samples/s": _drop_equal_speeds([row.samples_per_s for row in rows]),
@@ -58,8 +59,11 @@ def _find_best_cells(
     cells = []
     for name, values in keys.items():
         known = [value for value in values if math.isfinite(value)]
-        if len(known) > 1 and max(known) > min(known):
-            cells.append((values.index(max(known)), list(header).index(name)))
+        best = [
+            row for row, value in enumerate(values) if math.isclose(value, max(known, default=0), rel_tol=_ROUNDING)
+        ]
+        if len(best) < len(known):  # else all are equal
+            cells += [(row, list(header).index(name)) for row in best]
     return cells
 
 

@@ -70,7 +70,7 @@ def _make_head(status: Status, state: str, position: str) -> Table:
     for _ in range(3):
         head.add_column(no_wrap=True, overflow="ellipsis")
     bar = ProgressBar(total=max(1, status.steps), completed=status.step, width=_BAR_WIDTH, complete_style="cyan")
-    head.add_row(Text(state, style=_STATE_STYLES.get(state, "bold")), bar, Text(position))
+    head.add_row(Text(state, style=_STATE_STYLES.get(state.split(",", maxsplit=1)[0], "bold")), bar, Text(position))
     return head
 
 

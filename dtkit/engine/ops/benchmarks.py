@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dtkit.rpc.measurements import BenchmarkOperations
 from dtkit.rpc.payload import Payload
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dtkit.engine.benchmark import BenchmarkContext
     from dtkit.engine.ops.state import EngineState
     from dtkit.planning.cost_model import ActivationPeak, AvailableMemory, LinkSpeeds, ModelSizes, StepTimings
     from dtkit.planning.layer_chain import LayerChain
+
+R = TypeVar("R")
 
 
 class BenchmarkOps(BenchmarkOperations):
@@ -26,6 +30,13 @@ class BenchmarkOps(BenchmarkOperations):
         state = self._state
         models = {key: model for key, model in state.models.items() if not isinstance(model, Payload)}
         return BenchmarkContext(state.get_group(), state.get_device(), models, state.data)
+
+    def _try_out(self, work: Callable[[], R]) -> R:
+        """Return the result of work that runs the user's code. What this logs belongs to no step."""
+        from dtkit.engine.observe.call_output import ignore_logged, redirect_log
+
+        with redirect_log(ignore_logged):
+            return self._state.run_abortable(work)
 
     def measure_links(self, *, dtype: str) -> LinkSpeeds:
         """Measure the speed of the engine and of its links. A collective."""
@@ -48,7 +59,7 @@ class BenchmarkOps(BenchmarkOperations):
         from dtkit.engine import benchmark
 
         context = self._make_context()
-        return self._state.run_abortable(lambda: benchmark.measure_model_sizes(context, program, model))
+        return self._try_out(lambda: benchmark.measure_model_sizes(context, program, model))
 
     def measure_activation_peaks(
         self, *, program: bytes, model: str | None, data: str, rows: tuple[int, ...], precision: str | None = None
@@ -57,9 +68,7 @@ class BenchmarkOps(BenchmarkOperations):
         from dtkit.engine import benchmark
 
         context = self._make_context()
-        return self._state.run_abortable(
-            lambda: benchmark.measure_activation_peaks(context, program, model, data, rows, precision)
-        )
+        return self._try_out(lambda: benchmark.measure_activation_peaks(context, program, model, data, rows, precision))
 
     def measure_layers(
         self, *, program: bytes, model: str | None, data: str, rows: int, timed: bool
@@ -68,9 +77,7 @@ class BenchmarkOps(BenchmarkOperations):
         from dtkit.engine import benchmark
 
         context = self._make_context()
-        return self._state.run_abortable(
-            lambda: benchmark.measure_layers(context, program, model, data, rows, timed=timed)
-        )
+        return self._try_out(lambda: benchmark.measure_layers(context, program, model, data, rows, timed=timed))
 
     def measure_step_times(
         self,
@@ -86,7 +93,7 @@ class BenchmarkOps(BenchmarkOperations):
         from dtkit.engine import benchmark
 
         context = self._make_context()
-        return self._state.run_abortable(
+        return self._try_out(
             lambda: benchmark.measure_step_times(
                 context, program, model, data, rows, precision, track_allocations=track_allocations
             )
@@ -99,6 +106,6 @@ class BenchmarkOps(BenchmarkOperations):
         from dtkit.engine import strategy_trial
 
         context = self._make_context()
-        return self._state.run_abortable(
+        return self._try_out(
             lambda: strategy_trial.measure_strategy_step(context, program, strategy, model, data, counts, alone=alone)
         )

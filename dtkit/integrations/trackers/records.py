@@ -46,10 +46,10 @@ class Position:
     @classmethod
     def at_end(cls, history: History) -> Position:
         """Return the position after the steps of a history. Evaluations after these are read again."""
-        last = history.totals(history.num_steps - 1)
+        last = history.read_totals(history.num_totals - 1)
         step = int(last["step"][-1]) + 1 if len(last) else 0
         num_evaluations = sum(evaluation.step < step for evaluation in history.evaluations)
-        return cls(history.num_steps, len(history), num_evaluations)
+        return cls(history.num_totals, len(history), num_evaluations)
 
 
 class RecordReader:
@@ -63,7 +63,7 @@ class RecordReader:
     @property
     def num_new_steps(self) -> int:
         """Number of steps to read."""
-        return self._history.num_steps - self.position.totals
+        return self._history.num_totals - self.position.totals
 
     @property
     def has_new(self) -> bool:
@@ -73,13 +73,13 @@ class RecordReader:
     @property
     def next_step(self) -> int:
         """The step after the last one that was read."""
-        last = self._history.totals(self.position.totals - 1, self.position.totals)
+        last = self._history.read_totals(self.position.totals - 1, self.position.totals)
         return int(last["step"][-1]) + 1 if len(last) else 0
 
     def read(self, max_steps: int, every: int | None = None) -> list[Point]:
         """Read all new records. Return points of at most `max_steps` steps, or of every `every`-th step."""
         history, position = self._history, self.position
-        totals = history.totals(position.totals)
+        totals = history.read_totals(position.totals)
         rows = history.rows(position.rows, position.rows + int(totals["ranks"].sum()))
         evaluations = history.evaluations[position.evaluations :]
         chosen = _choose_steps(totals["step"], max_steps, every)

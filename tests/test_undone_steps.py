@@ -1,0 +1,89 @@
+"""A history of a run that went back to a snapshot: what a user reads has each step once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from dtkit.dashboard.summary.comparison import make_row
+from dtkit.history.history import History
+from dtkit.types import StepRecord
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def append(history: History, first: int, stop: int, loss: float, ranks: tuple[int, ...] = (0, 1)) -> None:
+    """Append the steps `first` to `stop` of all ranks, as one dispatch."""
+    history.append(
+        [
+            StepRecord(step, 0, rank, 4, loss, 4.0, 0.1, *[0.0] * 4, 0.5, 0, sent_bytes=8)
+            for rank in ranks
+            for step in range(first, stop)
+        ]
+    )
+
+
+def make_history() -> History:
+    """Return a history of 12 steps; of the first 10, the last 4 were undone."""
+    history = History()
+    append(history, 0, 10, 1.0)
+    append(history, 6, 12, 2.0)
+    return history
+
+
+def check_each_step_once(history: History) -> None:
+    totals, frame = history.totals(), history.to_pandas()
+    assert totals["step"].tolist() == list(range(12))
+    assert history.num_steps == 12
+    assert totals["loss"].tolist() == [1.0] * 6 + [2.0] * 6
+    assert totals["samples"].sum() == 12 * 8
+    assert not frame.duplicated(["step", "rank"]).any()
+    assert frame.groupby("step")["samples"].sum().tolist() == [8] * 12
+    assert history.column("samples").sum() == 12 * 8
+    for rank in (None, 0, 1):
+        assert history.loss(rank)[0].tolist() == history.throughput(rank)[0].tolist() == list(range(12))
+    assert history.loss(1)[1].tolist() == [1.0] * 6 + [2.0] * 6
+    assert history.totals(5, 8)["loss"].tolist() == [1.0, 2.0, 2.0]
+
+
+def test_each_step_is_read_once_after_the_run_went_back():
+    history = make_history()
+    check_each_step_once(history)
+    assert len(history) == len(history.rows()) == 32  # charts and the log need all in order of arrival
+    assert history.read_totals()["step"].tolist() == [*range(10), *range(6, 12)]
+
+
+def test_undone_steps_that_were_not_taken_again_are_left_out():
+    history = History()
+    append(history, 0, 10, 1.0)
+    append(history, 6, 8, 2.0)
+    append(history, 3, 4, 3.0)
+    assert history.totals()["step"].tolist() == [0, 1, 2, 3]
+    assert history.totals()["loss"].tolist() == [1.0, 1.0, 1.0, 3.0]
+    assert history.position == (4, pytest.approx(13 * 0.5))  # also the undone steps took time
+
+
+def test_copies_and_files_keep_what_was_undone(tmp_path: Path):
+    history = make_history()
+    history.to_jsonl(tmp_path / "history.jsonl")
+    check_each_step_once(History.from_jsonl(tmp_path / "history.jsonl"))
+    check_each_step_once(history.copy_until(len(history), 0, 0))
+    continued = History()
+    continued.extend(history)
+    check_each_step_once(continued)
+
+
+def test_a_comparison_counts_each_step_once():
+    row = make_row("a", make_history(), "DataParallel()")
+    assert (row.steps, row.sent_bytes, row.bytes_per_step) == (12, 12 * 8, 8)
+
+
+def test_rows_that_one_rank_had_kept_undo_nothing():
+    history = History()
+    append(history, 0, 5, 1.0)
+    append(history, 5, 10, 1.0, ranks=(0,))
+    append(history, 5, 10, 1.0, ranks=(1,))
+    assert np.bincount(history.to_pandas()["step"]).tolist() == [2] * 10

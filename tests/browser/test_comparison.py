@@ -13,6 +13,7 @@ from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, Com
 from dtkit.types import Evaluation
 from tests.support.fake_source import FakeSource
 from tests.support.static_view import load_widget
+from tests.test_compare import make_diverging_pair
 
 pytestmark = pytest.mark.browser
 
@@ -165,3 +166,22 @@ def show_named_runs(page: Page, num_runs: int, width: int) -> None:
     expect(page.get_by_test_id("runs-table").locator("table")).to_be_visible()
     if shots := os.environ.get("ERR_SHOTS"):
         page.screenshot(path=f"{shots}/runs-{num_runs}-{width}.png", full_page=True)
+
+
+@pytest.mark.parametrize("testid", ["comparison-chart", "time-chart", "metric-chart"])
+def test_a_run_that_diverged_leaves_room_for_the_others(page: Page, testid: str):
+    page.set_viewport_size({"width": 1200, "height": 900})
+    message = ComparisonMessageBuilder(dtkit.compare(*make_diverging_pair())).build_snapshot()
+    load_widget(page, str(ComparisonWidget._esm), message, "light")
+    panel = page.get_by_test_id(testid).first
+    expect(panel.locator("h3")).to_contain_text("lie beyond")
+    plot = "(svg) => svg.querySelector('clipPath rect').getBBox().height"
+    line = "(svg) => svg.querySelector('.dtk-lines path').getBBox().height"
+    chart = panel.locator("svg.dtk-lines-chart")
+    assert chart.evaluate(line) > 0.3 * chart.evaluate(plot)
+    assert chart.evaluate(_LABELS_IN_SIGHT)
+    expect(chart.get_by_text("↑ diverged")).to_be_visible()
+    top = "(svg) => Math.min(...[...svg.querySelectorAll('.dtk-labels :is(path, circle, text)')].map((el) => el.getBBox().y))"
+    assert chart.evaluate(top) >= 0
+    if shots := os.environ.get("ERR_SHOTS"):
+        page.screenshot(path=f"{shots}/diverged.png", full_page=True)

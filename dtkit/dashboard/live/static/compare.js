@@ -54,7 +54,11 @@ function labelRoom(head, { grain, width }) {
 }
 
 function stepsChart(store, redraw) {
-  return chart(store, "loss", { ...LINES, title: "Loss against steps", testid: "comparison-chart", note: () => "mean over all nodes" }, redraw);
+  return chart(store, "loss", { ...LINES, title: "Loss against steps", testid: "comparison-chart", most: (st) => st.head.most ?? Infinity, note: (head) => withCap("mean over all nodes", head.most) }, redraw);
+}
+
+function withCap(text, most) {
+  return most == null ? text : [text, `values above ${number(most)} lie beyond`].filter(Boolean).join("; ");
 }
 
 /** Return the chart of a series: the loss against time, or a validation metric. */
@@ -68,7 +72,8 @@ function comparedChart(store, name, redraw) {
     exact: !isTime,
     joined: true,
     axis: isTime ? MILLISECONDS : undefined,
-    note: () => (isTime ? "of steps, without pauses" : ""),
+    most: () => of().most ?? Infinity,
+    note: () => withCap(isTime ? "of steps, without pauses" : "", of().most),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => seriesGrain(of()),
     format: number,

@@ -12,6 +12,7 @@ from torch import nn
 
 import dtkit
 from dtkit.dashboard.figures import comparison_figure
+from dtkit.dashboard.summary import comparison as comparison_summary
 from dtkit.dashboard.text import comparison_text
 from dtkit.history.history import History
 from dtkit.testing.fake_transport import FakeTransport
@@ -375,3 +376,34 @@ def test_long_names_are_told_apart_by_what_differs():
     assert comparison.names == tuple(f"{start} seed {k}" for k in range(8))
     comparison = dtkit.compare(*runs[:2], labels=[f"{start} first of two", f"{start} second of two"])
     assert comparison.labels == ("…0.9, first of two", "…0.9, second of two")
+
+
+def make_diverging_pair():
+    """Return a run that learns, and one whose loss reached 1e30 in five steps."""
+    good, diverged = FakeSource(steps=400, name="good"), FakeSource(steps=400, seed=1, name="diverged")
+    good.advance(400)
+    for k, loss in enumerate((2.4, 1e5, 1e12, 1e20, 1e30)):
+        diverged.advance(1, loss=loss)
+        diverged.history.add(Evaluation(k + 1, 100, {"loss": loss, "accuracy": 0.1}))
+    for step in (100, 200, 300, 400):
+        good.history.add(Evaluation(step, 100, {"loss": 100 / step, "accuracy": step / 400}))
+    return good, diverged
+
+
+def test_a_run_that_diverged_leaves_room_for_the_others():
+    figure = dtkit.compare(*make_diverging_pair()).figure()
+    axes = {ax.get_title(loc="left"): ax for ax in figure.axes}
+    for name in ("Loss against steps", "Loss against time", "Validation loss"):
+        low, high = axes[name].get_ylim()
+        good = next(line for line in axes[name].get_lines() if line.get_gid().startswith("good")).get_ydata()
+        assert high < 10, name
+        assert np.ptp(good) > 0.3 * (high - low), name
+        assert "lie beyond" in axes[name].get_title(loc="right")
+    assert axes["Validation accuracy"].get_title(loc="right") == ""
+
+
+def test_losses_that_fall_or_begin_high_have_no_cap():
+    assert comparison_summary.find_loss_cap([np.array([1e6, 1.0, 1e-3]), np.array([2.0, 1.0])]) is not None
+    assert comparison_summary.find_loss_cap([np.array([500.0, 1.0, 1e-6]), np.array([2.0, 6.0])]) is None
+    assert comparison_summary.find_loss_cap([np.array([np.nan, -1.0]), np.empty(0)]) is None
+    assert comparison_summary.find_loss_cap([np.array([2.0, 1e30, np.inf, np.nan])]) == pytest.approx(6.0)

@@ -222,6 +222,16 @@ def test_panel_fills_the_screen_and_returns(page: Page):
     chart.get_by_test_id("full-screen").click()
     svg = chart.locator("svg.dtk-chart")
     page.wait_for_function("(svg) => svg.getBoundingClientRect().height > 400", arg=svg.element_handle())
+    page.evaluate(_PAINTED)
+    labels = chart.locator(".dtk-labels text")
+    expect(labels.filter(has_text="validation")).to_be_visible()
+    right = page.evaluate("innerWidth")
+    for label in labels.all():
+        box = label.bounding_box()
+        assert box
+        assert box["x"] + box["width"] <= right - 20, label.text_content()
+    if shots := os.environ.get("ERR_SHOTS"):
+        page.screenshot(path=f"{shots}/full.png")
     chart.get_by_test_id("full-screen").press("Enter")
     page.wait_for_function("(svg) => svg.getBoundingClientRect().height < 300", arg=svg.element_handle())
 

@@ -13,6 +13,7 @@ from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, Com
 from dtkit.types import Evaluation
 from tests.support.fake_source import FakeSource
 from tests.support.static_view import load_widget
+from tests.test_compare import make_diverging_pair
 
 pytestmark = pytest.mark.browser
 
@@ -124,3 +125,63 @@ def test_labels_of_runs_with_a_common_beginning_are_told_apart(page: Page, width
     cell = page.get_by_test_id("runs-table").locator("tbody th").first
     expect(cell).to_have_attribute("title", names[0])
     assert page.evaluate("document.documentElement.scrollWidth") <= width - 130
+
+
+@pytest.mark.parametrize("width", [600, 800])
+def test_a_table_of_four_runs_fits_and_none_is_out_of_sight(page: Page, width: int):
+    show_named_runs(page, 4, width)
+    region = page.get_by_test_id("runs-table").locator(".dtk-scroll")
+    assert region.evaluate("(el) => el.scrollWidth - el.clientWidth") <= 0
+    assert region.locator("table").evaluate(_CUT_CELLS) == []
+    for k in range(1, 5):
+        expect(region.get_by_text(f"{k}: ParameterAveraging(every={k})")).to_be_visible()
+
+
+_EDGE = """(el) => {
+  const { backgroundAttachment, backgroundImage } = getComputedStyle(el);
+  const covered = [...el.querySelectorAll("th, td")].filter((cell) => getComputedStyle(cell).backgroundImage !== "none"
+    || !["rgba(0, 0, 0, 0)", "transparent"].includes(getComputedStyle(cell).backgroundColor));
+  return [backgroundAttachment, backgroundImage.split("linear-gradient").length - 1, covered.length];
+}"""
+
+
+def test_a_table_that_scrolls_has_a_shadow_where_it_goes_on(page: Page):
+    show_named_runs(page, 16, 430)
+    region = page.get_by_test_id("runs-table").locator(".dtk-scroll")
+    assert region.evaluate("(el) => el.scrollWidth - el.clientWidth") > 0
+    assert region.evaluate(_EDGE) == ["local, local, scroll, scroll", 4, 0]
+
+
+def show_named_runs(page: Page, num_runs: int, width: int) -> None:
+    """Show runs of different strategies in a window of a width."""
+    runs = [FakeSource(steps=200, seed=k, name=f"ParameterAveraging(every={k + 1})") for k in range(num_runs)]
+    for k, run in enumerate(runs):
+        run.sends = lambda step, k=k: 12_345 * (k + 1) + 0 * step
+        run.advance(200 - 10 * k)
+        run.history.add(Evaluation(180 - 10 * k, 100, {"loss": 0.123 + k, "accuracy": 0.9 - k / 100}))
+    page.set_viewport_size({"width": width - 130, "height": 900})  # JupyterLab's own margins
+    message = ComparisonMessageBuilder(dtkit.compare(*runs)).build_snapshot()
+    load_widget(page, str(ComparisonWidget._esm), message, "light")
+    page.evaluate(_JUPYTERLAB)
+    expect(page.get_by_test_id("runs-table").locator("table")).to_be_visible()
+    if shots := os.environ.get("ERR_SHOTS"):
+        page.screenshot(path=f"{shots}/runs-{num_runs}-{width}.png", full_page=True)
+
+
+@pytest.mark.parametrize("testid", ["comparison-chart", "time-chart", "metric-chart"])
+def test_a_run_that_diverged_leaves_room_for_the_others(page: Page, testid: str):
+    page.set_viewport_size({"width": 1200, "height": 900})
+    message = ComparisonMessageBuilder(dtkit.compare(*make_diverging_pair())).build_snapshot()
+    load_widget(page, str(ComparisonWidget._esm), message, "light")
+    panel = page.get_by_test_id(testid).first
+    expect(panel.locator("h3")).to_contain_text("lie beyond")
+    plot = "(svg) => svg.querySelector('clipPath rect').getBBox().height"
+    line = "(svg) => svg.querySelector('.dtk-lines path').getBBox().height"
+    chart = panel.locator("svg.dtk-lines-chart")
+    assert chart.evaluate(line) > 0.3 * chart.evaluate(plot)
+    assert chart.evaluate(_LABELS_IN_SIGHT)
+    expect(chart.get_by_text("↑ diverged")).to_be_visible()
+    tops = "(els) => els.map((el) => el.getBBox().y)"
+    assert min(chart.locator(".dtk-labels :is(path, circle, text)").evaluate_all(tops)) >= 0
+    if shots := os.environ.get("ERR_SHOTS"):
+        page.screenshot(path=f"{shots}/diverged.png", full_page=True)

@@ -14,7 +14,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
-from dtkit.dashboard.summary.comparison import differ_in_bytes, is_better_lower, is_steep, make_row
+from dtkit.dashboard.summary.comparison import (
+    differ_in_bytes,
+    find_loss_cap,
+    find_metric_cap,
+    is_better_lower,
+    is_steep,
+    make_row,
+)
 from dtkit.dashboard.summary.curves import LOSS, downsample
 
 if TYPE_CHECKING:
@@ -32,6 +39,7 @@ _MARKERS = "os^DvP*X"
 _LOG_BYTES_RATIO = 20.0  # from this ratio of bytes on, a linear axis would hide the smaller ones
 _LEGEND_COLUMNS = 2
 _MAX_METRICS = 6
+_ROOM = 0.05  # around the values, as a share of their range
 
 
 def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figure:
@@ -58,7 +66,8 @@ def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figu
         sent_bytes = [_accumulate(history, part, "sent_bytes") for history, part in zip(histories, parts, strict=True)]
         _draw_runs(panels[2], sent_bytes, parts, labels)
         _format_bytes_panel(panels[2], sent_bytes)
-    _scale_loss_axes(panels[: 2 + has_bytes], parts)
+    cap = find_loss_cap([history.totals()["loss"] for history in histories])
+    _scale_loss_axes(panels[: 2 + has_bytes], parts, cap)
     for ax, name in zip(panels[2 + has_bytes :], metrics, strict=False):
         _draw_metric(ax, name, histories, labels)
     handles, names = panels[0].get_legend_handles_labels()
@@ -104,8 +113,12 @@ def _draw_metric(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
                 steps, values, color=style.COLORS[k % len(style.COLORS)], linewidth=1.5, gid=label, markersize=5,
                 markerfacecolor="white", markevery=max(1, len(points) // 12), **look,
             )  # fmt: skip
-    if is_better_lower(name) and is_steep(np.concatenate(drawn)):
+    shown, cap = np.concatenate(drawn), find_metric_cap(histories, name)
+    if cap is not None:
+        shown = shown[shown <= cap]
+    if is_better_lower(name) and is_steep(shown):
         _use_log_scale(ax)
+    _leave_out(ax, shown, cap)
 
 
 def _draw_runs(
@@ -159,12 +172,29 @@ def _format_bytes_panel(ax: Axes, sent_bytes: Sequence[np.ndarray]) -> None:
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: formatting.format_bytes(x) if x else "0"))
 
 
-def _scale_loss_axes(panels: Sequence[Axes], run_buckets: Sequence[CurveBuckets]) -> None:
-    """Use the same scale of the loss in both panels, logarithmic where the loss falls far."""
-    lines = [part.values[:, -1, 1] for part in run_buckets]
-    if lines and is_steep(np.concatenate(lines)):
-        for ax in panels:
+def _scale_loss_axes(panels: Sequence[Axes], run_buckets: Sequence[CurveBuckets], cap: float | None) -> None:
+    """Use the same scale of the loss in all panels, logarithmic where the loss falls far."""
+    means = np.concatenate([np.empty(0), *(part.values[:, -1, 1] for part in run_buckets)])
+    shown = means if cap is None else means[means <= cap]
+    for ax in panels:
+        if is_steep(shown):
             _use_log_scale(ax)
+        _leave_out(ax, shown, cap)
+
+
+def _leave_out(ax: Axes, shown: np.ndarray, cap: float | None) -> None:
+    """Limit an axis to the values up to a cap, and say so: a run that diverges would make the others flat lines."""
+    if cap is None:
+        return
+    is_log = ax.get_yscale() == "log"
+    known = shown[np.isfinite(shown) & (shown > (0 if is_log else -np.inf))]
+    if not len(known):
+        return
+    low, high = float(known.min()), float(known.max())
+    room = _ROOM * ((high - low) or abs(high))
+    ax.set_ylim((low / 1.1, high * 1.1) if is_log else (low - room, high + room))
+    note = f"values above {formatting.format_loss(cap)} lie beyond"
+    style.set_title(ax, ax.get_title(loc="left"), "; ".join(filter(None, [ax.get_title(loc="right"), note])))
 
 
 def _use_log_scale(ax: Axes) -> None:

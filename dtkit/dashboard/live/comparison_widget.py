@@ -22,7 +22,7 @@ from dtkit.dashboard.live.placement import make_place_name, needs_widget_views, 
 from dtkit.dashboard.live.widget import STATIC_FOLDER
 from dtkit.dashboard.run_view import RunView
 from dtkit.dashboard.summary.activity import name_state
-from dtkit.dashboard.summary.comparison import is_steep
+from dtkit.dashboard.summary.comparison import find_loss_cap, find_metric_cap, is_steep
 from dtkit.dashboard.summary.curves import LOSS, Chart, Curves
 from dtkit.dashboard.text.comparison_text import make_differences_table, make_table, make_table_note
 from dtkit.dashboard.throttle import Throttle
@@ -106,8 +106,12 @@ class ComparisonMessageBuilder:
         self._seq += 1
         values, width, origin = self._align_curves()
         series = self._make_series()
+        histories = self._comparison.histories
+        cap = find_loss_cap([history.totals()["loss"] for history in histories])
+        caps = {name: cap if name == "time" else find_metric_cap(histories, name) for name in series}
+        means = values[..., 1]
         states = [_get_state(run) for run in self._comparison.runs]
-        step = max((_find_last_step(history) for history in self._comparison.histories), default=0)
+        step = max((_find_last_step(history) for history in histories), default=0)
         content: dict[str, Any] = {
             "kind": "snapshot",
             "seq": self._seq,
@@ -118,11 +122,12 @@ class ComparisonMessageBuilder:
                 "ranks": len(states),
                 "runs": list(self._comparison.labels),
                 "names": list(self._comparison.names),
-                "steep": is_steep(values[..., 1]),
+                "steep": is_steep(means if cap is None else means[means <= cap]),
+                "most": cap,
                 **self._build_tables(states),
             },
             "curves": {"width": width, "origin": origin, "first": 0, "flat": False, "buckets": len(values)},
-            "series": _describe_series(series),
+            "series": _describe_series(series, caps),
             "effect": {"count": 0, "text": ""},
             "lr": None,
             "error": None,
@@ -201,14 +206,13 @@ def _describe_table(table: Table) -> dict[str, Any]:
     }
 
 
-def _describe_series(series: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Return name, title and place of each series in its buffer, as messages of one run have them."""
+def _describe_series(series: Mapping[str, np.ndarray], caps: Mapping[str, float | None]) -> list[dict[str, Any]]:
+    """Return name, title, cap and place of each series in its buffer, as messages of one run have them."""
     described, first = [], 0
     for name, points in series.items():
         title = "Loss against time" if name == "time" else f"Validation {formatting.sanitize_text(name, 40)}"
-        described.append(
-            {"name": name, "title": title, "points": len(points), "lines": points.shape[1] - 1, "first": first}
-        )
+        place = {"points": len(points), "lines": points.shape[1] - 1, "first": first}
+        described.append({"name": name, "title": title, "most": caps[name], **place})
         first += points.size
     return described
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _SAME_BYTES_RATIO = 1.05
 _STEEP_RATIO = 50.0  # from this ratio of losses on, an axis is logarithmic
+_FAR_ABOVE_START = 10.0  # a loss so many times the first one has diverged
+_ROOM_ABOVE_START = 3.0
 MANY_ORDERS = 1000.0
 """Ratio of values from which a panel of one run becomes logarithmic by itself, as in ``static/chart/grain.js``."""
 
@@ -83,6 +85,21 @@ def is_steep(losses: np.ndarray, ratio: float = _STEEP_RATIO) -> bool:
     return bool(len(positive) and known.min() >= 0 and positive.max() / positive.min() >= ratio)
 
 
+def find_loss_cap(lines: Sequence[np.ndarray]) -> float | None:
+    """Return the largest loss that axes of these runs should show; None if they should show all.
+
+    Each line has the losses of a run in their order. Without a cap, a run that diverges makes a flat line of each run
+    that learns. Losses begin high: what is far above the beginnings is beyond an axis.
+    """
+    finite = [line[np.isfinite(line)] for line in lines]
+    starts = [float(line[0]) for line in finite if len(line) and line[0] > 0]
+    if not starts:
+        return None
+    start = max(each for each in starts if each <= MANY_ORDERS * min(starts))  # a run may begin with a huge loss
+    largest = max(float(line.max()) for line in finite if len(line))
+    return _ROOM_ABOVE_START * start if largest > _FAR_ABOVE_START * start else None
+
+
 _LOWER_WORDS = ("loss", "error", "perplexity", "mse", "mae", "rmse", "distance", "divergence", "kl")
 
 
@@ -90,6 +107,18 @@ def is_better_lower(name: str) -> bool:
     """Return whether a metric of this name is better when it is lower: losses, errors, distances."""
     return any(
         word in name.lower().replace("-", "_").split("_") or name.lower().endswith(word) for word in _LOWER_WORDS
+    )
+
+
+def find_metric_cap(histories: Sequence[History], name: str) -> float | None:
+    """Return the largest value of a validation metric that an axis should show; None if it should show all."""
+    if not is_better_lower(name):
+        return None
+    return find_loss_cap(
+        [
+            np.array([e.values[name] for e in history.evaluations if e.values.get(name) is not None], float)
+            for history in histories
+        ]
     )
 
 

@@ -20,10 +20,11 @@ import { newPrefix } from "./textures.js";
 import { newWidth } from "./width.js";
 
 const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
+const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
 
 /**
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
- * overall(head, value). Optional: overallName, right(head, view): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName,
+ * overall(head, value). Optional: overallName, right(head, view): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName, most(store): the largest value that the axis has to show,
  * shown(store), exact: never smooth, joined: lines without gaps but where the grain lost numbers, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line) with labelLines(store, line, most, width): that name at the line's end,
  * axis: instead of that of all charts, inverted: draw the reciprocals of the values, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that are not positive.
  */
@@ -64,9 +65,10 @@ export function chart(store, name, options, redraw) {
 }
 
 /** Return whether a chart is logarithmic: as chosen, or since its values once spanned many orders. */
-function isLogScale({ store: { view }, name, options, grain }) {
+function isLogScale({ store, name, options, grain }) {
+  const { view } = store;
   const key = options.testid + name;
-  if (view.log === null && !view.autoLog.has(key) && spansOrders(grain)) view.autoLog.add(key);
+  if (view.log === null && !view.autoLog.has(key) && spansOrders(grain, options.most?.(store))) view.autoLog.add(key);
   return view.log ?? view.autoLog.has(key);
 }
 
@@ -81,14 +83,14 @@ function drawChart(view, width) {
   const [first, end] = store.view.zoom ?? view.whole;
   const inSight = points.filter((point) => point.step >= first && point.step <= end).map((point) => point.value);
   const [low, high] = valueLimits(grain, {
-    shown: view.shown, from: first, to: end, extra: inSight, isLog: view.isLog, robust: store.view.robust, fromZero: options.fromZero,
+    shown: view.shown, from: first, to: end, extra: inSight, isLog: view.isLog, robust: store.view.robust, fromZero: options.fromZero, most: options.most?.(store),
   });
   const right = options.right?.(store.head, view) ?? RIGHT, plot = { width: width - LEFT - right, height: height - TOP - BOTTOM };
   const size = view.isLog ? Math.log10 : (v) => v, { axis } = view, from = axis.of(first), long = axis.of(end) - from || 1;
   view.frame = {
     ...plot, first, end, low, high,
     x: (step) => LEFT + (axis.of(step) - from) / long * plot.width,
-    y: (v) => TOP + (size(high) - size(v)) / (size(high) - size(low)) * plot.height,
+    y: (v) => Math.max(-FAR_PX, TOP + (size(high) - size(v)) / (size(high) - size(low)) * plot.height),
     stepAt: (x) => Math.min(end, Math.max(first, axis.step(from + (x - LEFT) / plot.width * long))),
   };
   for (const [key, value] of Object.entries({ x: LEFT - 5, y: TOP - 5, width: plot.width + 10, height: plot.height + 10 })) setAttr(view.clipped, key, value);

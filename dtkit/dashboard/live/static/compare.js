@@ -54,7 +54,11 @@ function labelRoom(head, { grain, width }) {
 }
 
 function stepsChart(store, redraw) {
-  return chart(store, "loss", { ...LINES, title: "Loss against steps", testid: "comparison-chart", note: () => "mean over all nodes" }, redraw);
+  return chart(store, "loss", { ...LINES, title: "Loss against steps", testid: "comparison-chart", most: (st) => st.head.most ?? Infinity, note: (head) => withCap("mean over all nodes", head.most) }, redraw);
+}
+
+function withCap(text, most) {
+  return most == null ? text : [text, `values above ${number(most)} lie beyond`].filter(Boolean).join("; ");
 }
 
 /** Return the chart of a series: the loss against time, or a validation metric. */
@@ -68,7 +72,8 @@ function comparedChart(store, name, redraw) {
     exact: !isTime,
     joined: true,
     axis: isTime ? MILLISECONDS : undefined,
-    note: () => (isTime ? "of steps, without pauses" : ""),
+    most: () => of().most ?? Infinity,
+    note: () => withCap(isTime ? "of steps, without pauses" : "", of().most),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => seriesGrain(of()),
     format: number,
@@ -104,32 +109,48 @@ function tableOf(read, { testid, label, isLegend }) {
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": testid }, scroll, note);
   let shown = "";
   const update = () => {
-    const { table: wide, text, names } = read(), isTurned = Boolean(wide && isLegend) && isTooWide(wide, el.clientWidth);
-    const now = JSON.stringify([wide, text, isTurned]);
-    el.hidden = !wide;
-    if (!wide || now === shown) return;
+    const { table, text, names } = read();
+    el.hidden = !table;
+    const now = JSON.stringify([table, text, el.clientWidth]);
+    if (!table || now === shown) return;
     shown = now;
-    const table = isTurned ? turned(wide) : wide, name = (row, column) => (isLegend && (isTurned ? row < 0 && column > 0 : row >= 0 && !column) ? (isTurned ? column - 1 : row) : null);
-    scroll.replaceChildren(h("table", {}, h("thead", {}, tableRow(table, table.header, -1, name, names)), h("tbody", {}, ...table.rows.map((cells, row) => tableRow(table, cells, row, name, names)))));
     setText(note, text ?? "");
+    fitTable(scroll, isLegend ? [[table, false], [turned(table), true]] : [[table, null]], names);
   };
   return { el, update };
 }
+/** Show the first of the tables that fits: with narrow cells if need be. If none does, the narrowest scrolls. */
+function fitTable(scroll, tables, names) {
+  const { scrollLeft } = scroll;
+  let best = null;
+  for (const isNarrow of [false, true]) {
+    for (const [table, isTurned] of tables) {
+      const show = () => { scroll.classList.toggle("dtk-narrow", isNarrow); scroll.replaceChildren(tableElement(table, isTurned, names)); };
+      show();
+      const beyond = scroll.scrollWidth - scroll.clientWidth;
+      if (beyond <= 0) return;
+      if (!best || beyond < best.beyond) best = { beyond, show };
+    }
+  }
+  best.show();
+  scroll.scrollLeft = scrollLeft; // a reader's place, which the measuring lost
+}
+/** Return the element of a table whose first cell of each row names a run, or of each column if it is turned; null if none does. */
+function tableElement(table, isTurned, names) {
+  const name = (row, column) => (isTurned ? (row < 0 && column > 0 ? column - 1 : null) : isTurned === false && row >= 0 && !column ? row : null);
+  return h("table", {}, h("thead", {}, tableRow(table, table.header, -1, name, names)), h("tbody", {}, ...table.rows.map((cells, row) => tableRow(table, cells, row, name, names))));
+}
+const NAME_BREAKS = /(?<=[(=,])|(?<=[a-z])(?=[A-Z])/;
+
 /** Return a row of cells. `name(row, column)` is the number of the run that a cell names, or null. */
 function tableRow({ texts, bold }, cells, row, name, names) {
   return h("tr", row < 0 ? {} : { "data-row": row }, ...cells.map((text, column) => {
     const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = name(row, column);
     const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
-    if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}: ${text}`)); if (names[run] !== text) setAttr(cell, "title", names[run]); }
+    if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}: `, ...text.split(NAME_BREAKS).flatMap((part) => [part, h("wbr")]))); if (names[run] !== text) setAttr(cell, "title", names[run]); }
     else cell.append(...text.split(/(?<=\()/).flatMap((part) => [part, h("wbr")])); // a strategy breaks after its bracket
     return cell;
   }));
-}
-const COLUMN_PX = 70, NAME_PX = 150;
-
-/** Return whether a table of runs would be cut off, while one with a column for each run would not. */
-function isTooWide({ header, rows }, width) {
-  return width > 0 && NAME_PX + COLUMN_PX * (header.length - 1) > width && rows.length < header.length - 1;
 }
 /** Return a table with its rows as columns. */
 function turned({ header, rows, bold }) {

@@ -78,13 +78,13 @@ export function onlyPositive(value) {
 const ORDERS = 1000;
 
 /** Return whether values are so different that a linear axis would hide the smaller ones. None is negative; zeros don't count. */
-export function spansOrders(grain) {
+export function spansOrders(grain, most = Infinity) {
   let [low, high] = [Infinity, -Infinity];
   for (let at = 0; at < grain.used; at++) {
     for (let line = 0; line < grain.lines; line++) {
       const v = grain.value(line, at, 1);
       if (v < 0) return false;
-      if (v > 0) [low, high] = [Math.min(low, v), Math.max(high, v)];
+      if (v > 0 && v <= most) [low, high] = [Math.min(low, v), Math.max(high, v)];
     }
   }
   return high >= ORDERS * low;
@@ -104,21 +104,22 @@ export function movingAverage(grain, line, weight) {
 
 const RARE = 0.02, RARE_ROOM = 0.25;
 
-/** Return the limits of the values in sight, with some room. `robust` leaves the rarest values outside. */
-export function valueLimits(grain, { shown, from, to, extra, isLog, robust, fromZero }) {
+/** Return the limits of the values in sight, with some room. `robust` leaves the rarest values outside, and `most` all above it if some are below. */
+export function valueLimits(grain, { shown, from, to, extra, isLog, robust, fromZero, most = Infinity }) {
   let [low, high] = [Infinity, -Infinity];
   const means = [];
   for (let at = 0; at < grain.used; at++) {
     if (grain.span(at)[1] < from || grain.span(at)[0] > to) continue;
     for (let line = 0; line < grain.lines; line++) {
       const mean = shown(line) ? grain.value(line, at, 1) : NaN;
-      if (Number.isNaN(mean)) continue;
+      if (Number.isNaN(mean) || mean > most) continue;
       const least = grain.value(line, at, 0); // NaN on a logarithmic scale, where it is 0
       low = Math.min(low, Number.isNaN(least) ? mean : least);
-      high = Math.max(high, grain.value(line, at, 2));
+      high = Math.max(high, Math.min(Math.max(mean, most), grain.value(line, at, 2)));
       if (robust) means.push(grain.value(line, at, 1));
     }
   }
+  if (low > high && most < Infinity) return valueLimits(grain, { shown, from, to, extra, isLog, robust, fromZero });
   for (const v of extra) [low, high] = [Math.min(low, v), Math.max(high, v)];
   if (low > high) [low, high] = isLog ? [0.1, 1] : [0, 1];
   if (robust && means.length > 4) [low, high] = commonLimits(means, low, high);

@@ -153,8 +153,11 @@ const LETTER_PX = 6.6, SHORT_PX = 30, AWAY_PX = 7;
 /** Write each run's name next to the end of its line: within the plot if the run is shorter than others. */
 function drawRunLabels(view, ends, { left, top, bottom }) {
   const room = Math.floor((bottom - top) / LABEL_GAP / Math.max(1, ends.length));
-  const placed = ends.map((end) => {
-    const lines = view.options.labelLines(view.store, end.line, room, view.width), wide = LETTER_PX * Math.max(...lines.map((text) => text.trimEnd().length));
+  const placed = ends.map((one) => {
+    const isBeyond = one.y < top - LABEL_GAP, end = isBeyond ? { ...one, y: top } : one;
+    const lines = view.options.labelLines(view.store, end.line, room, view.width);
+    if (isBeyond) lines[0] = `↑ ${lines[0]}`;
+    const wide = LETTER_PX * Math.max(...lines.map((text) => text.trimEnd().length));
     const isShort = left - end.x > SHORT_PX, at = isShort ? Math.min(end.x + AWAY_PX, view.width - wide) : left;
     return { ...end, lines, isShort, at, until: at + wide };
   });

@@ -533,7 +533,7 @@ def test_an_interrupt_reaches_the_engines_and_is_raised_once_they_have_answered(
     pressing(1, call)
     with pytest.raises(KeyboardInterrupt):
         call.display_and_wait()
-    assert (cluster.interrupted, cluster.formed, call.state) == ([[0, 1]], 1, "failed")
+    assert (cluster.interrupted, cluster.formed, call.state) == ([[0, 1]], 1, "interrupted")
     with pytest.raises(EngineError):
         call.result(10)
 

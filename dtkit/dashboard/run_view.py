@@ -96,7 +96,7 @@ class CallView(Protocol):
 
     @property
     def state(self) -> str:
-        """One of "running", "done" and "failed"."""
+        """One of "running", "done", "failed" and "interrupted"."""
         ...
 
     @property

@@ -14,7 +14,6 @@ import io
 import json
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import timeouts
 from dtkit._util.process import end_with_parent
 from dtkit.engine.observe.call_output import LOG_DESCRIPTOR_VARIABLE, LineStream
+from dtkit.engine.script_interrupt import TRACEBACK_HEAD, ScriptInterrupt, TracebackFilter, strip_rank_prefix
 from dtkit.rpc.script_ranks import ELASTIC_VARIABLE, FOLDER_VARIABLE, SLOT_VARIABLE, ScriptFolder
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ KILLED = "ScriptKilled"
 _MAX_RESTARTS = 3
 _CHUNK_BYTES = 65536
 _MAX_KEPT_LINES = 200  # of the output, for the error
-_TRACEBACK_HEAD = "Traceback (most recent call last):"
 _STARTUP_FOLDER = Path(__file__).parent / "startup"
 
 
@@ -144,8 +143,8 @@ def _make_error(title: str, code: int, outcome: Any, last_lines: Sequence[str]) 
     if outcome is not None:
         return ScriptError(*outcome[1])
     reason = _describe_exit(code)
-    lines = [_RANK_PREFIX.sub("", line) for line in last_lines]
-    starts = [k for k, line in enumerate(lines) if line.strip() == _TRACEBACK_HEAD]
+    lines = [strip_rank_prefix(line) for line in last_lines]
+    starts = [k for k, line in enumerate(lines) if line.strip() == TRACEBACK_HEAD]
     if not starts:
         return ScriptError("ScriptError", f"{title} ended with {reason}", "\n".join(lines[-_NUM_SHOWN_LINES:]))
     details = lines[starts[-1] :]
@@ -160,7 +159,12 @@ def _describe_exit(code: int) -> str:
 
 
 _NUM_SHOWN_LINES = 10
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
+
+
+def _is_lost_peer(message: str) -> bool:
+    from dtkit.engine.comm.process_group import is_lost_peer_error
+
+    return is_lost_peer_error(RuntimeError(message))
 
 
 class _ScriptProcess:
@@ -168,6 +172,7 @@ class _ScriptProcess:
 
     def __init__(self, command: Sequence[str], folder: str, environment: Mapping[str, str], output: CallOutput) -> None:
         self._output = output
+        self._filter = TracebackFilter(self._add_shown_line, _is_lost_peer)
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_MAX_KEPT_LINES)
         log_reader, log_writer = os.pipe()
         try:
@@ -195,7 +200,10 @@ class _ScriptProcess:
         self._log_reader = log_reader
 
     def add_line(self, text: str) -> None:
-        """Add a printed line, and keep it for the error."""
+        """Add a printed line, and keep it for the error. Tracebacks of an interrupt are left out."""
+        self._filter.add_line(text)
+
+    def _add_shown_line(self, text: str) -> None:
         self.last_lines.append(text)
         self._output.add_line(text)
 
@@ -208,6 +216,7 @@ class _ScriptProcess:
         while chunk := stream.read(_CHUNK_BYTES):  # what there is: a progress bar's line ends late
             lines.write(decoder.decode(chunk))
         lines.flush_partial_line()
+        self._filter.close()
 
     def _read_rows(self, stream: io.FileIO) -> None:
         with io.BufferedReader(stream) as lines:
@@ -216,15 +225,22 @@ class _ScriptProcess:
 
     def wait(self) -> int:
         """Wait for the end, and return the exit code; negative for a signal. All processes that it started end too."""
+        code = None
         try:
-            while True:
+            while code is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    return self._process.wait(timeouts.SCRIPT_POLL_S)
+                    code = self._process.wait(timeouts.SCRIPT_POLL_S)
+        except KeyboardInterrupt as interrupt:
+            self._filter.interrupt()
+            self._interrupt()
+            self._end()
+            raise ScriptInterrupt(self._filter.user_frames, self._filter.details) from interrupt
         except BaseException:
             self._interrupt()
-            raise
-        finally:
             self._end()
+            raise
+        self._end()
+        return code
 
     def _interrupt(self) -> None:
         """Interrupt the process as Ctrl-C would, and give it a moment to end by itself."""

@@ -19,6 +19,7 @@ from dtkit.engine.ops.job_state import StateOps
 from dtkit.engine.ops.jobs import JobOps
 from dtkit.engine.ops.profiles import ProfileOps
 from dtkit.engine.ops.state import EngineState
+from dtkit.engine.script_interrupt import ScriptInterrupt
 from dtkit.engine.script_process import ScriptError
 from dtkit.errors import RefusedError
 from dtkit.rpc.protocol import OPERATIONS, bind_operations
@@ -88,16 +89,18 @@ class Session:
 
             add_general_hint(error)
         name, details = type(error).__name__, error_report.format_traceback(error)
-        is_victim = is_lost_peer_error(error)
+        frames, is_victim = error_report.list_user_frames(error), is_lost_peer_error(error)
         if isinstance(error, ScriptError):  # another process has the error itself
             name, details, is_victim = error.kind, error.details, is_lost_peer_error(RuntimeError(str(error)))
+        elif isinstance(error, ScriptInterrupt):
+            name, details, frames = KeyboardInterrupt.__name__, error.details or details, error.user_frames
         return Failure(
             rank=self.state.rank,
             host=socket.gethostname(),
             type=name,
             message=error_report.format_message(error),
             traceback=details,
-            user_frames=error_report.list_user_frames(error),
+            user_frames=frames,
             step=None if job is None else job.step,
             victim=is_victim,
             kind=kind,

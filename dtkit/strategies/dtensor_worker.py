@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dtkit.engine.observe.collective_probe import CollectiveProbe
 from dtkit.engine.state.checksum import compute_checksum
@@ -30,6 +31,7 @@ from dtkit.engine.state.dtensor_shards import count_shards, get_local_tensor
 from dtkit.mesh import Mesh
 from dtkit.strategies import gradients
 from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
+from dtkit.strategies.combined_optimizer import CombinedOptimizer
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.meta_copy import copy_to_meta
 from dtkit.strategies.model_shards import load_shards, rebind_optimizer, transfer_shards
@@ -121,7 +123,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         self._shard_model(sharded, context.group)
         load_shards(model, sharded, context.device)
         super().__init__(
-            sharded, loss_fn, make_optimizer(optimizer, sharded), context, clip_grad_norm=strategy.clip_grad_norm
+            sharded, loss_fn, _make_optimizer(optimizer, sharded), context, clip_grad_norm=strategy.clip_grad_norm
         )
         self._register_shards(sharded)
 
@@ -267,3 +269,23 @@ def sum_global_squares(
     if not tensors:
         return torch.zeros(1, dtype=torch.float64, device=device)
     return gradients.sum_squares(tensors) / torch.tensor(num_holders, dtype=torch.float64, device=device)
+
+
+_UNFIT_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Rprop, torch.optim.SparseAdam)
+"""torch's optimizers whose steps raise errors on shards: torch lacks in-place operations that change how a tensor is
+sharded, and SparseAdam's gradients are dense here. All others of torch 2.13 were tried, and train.
+"""
+
+
+def _make_optimizer(factory: Callable[..., Any], sharded: nn.Module) -> torch.optim.Optimizer:
+    """Return the user's optimizer. Raises ValueError for one that can't train shards."""
+    optimizer = make_optimizer(factory, sharded)
+    for each in optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
+        if isinstance(each, _UNFIT_OPTIMIZERS) and any(
+            isinstance(p, DTensor) for group in each.param_groups for p in group["params"]
+        ):
+            raise ValueError(
+                f"torch's {type(each).__name__} can't train sharded parameters. Use strategy=dtkit.DataParallel() or "
+                "dtkit.Pipeline(...), whose ranks hold whole parameters, or another optimizer, such as AdamW"
+            )
+    return optimizer

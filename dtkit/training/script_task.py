@@ -24,6 +24,7 @@ class ScriptTask(Task):
     """A script. Once a rank has failed, the others are ended as under torchrun: they wait for it in vain."""
 
     note = SCRIPT_NOTE
+    unknown_position = "ended without a traceback"
     first_grace_s = timeouts.SCRIPT_FAILURE_GRACE_S
 
 

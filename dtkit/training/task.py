@@ -50,6 +50,8 @@ class Task:
 
     note = ""
     """What happens before its first output, if that takes long."""
+    unknown_position = "was in none of your lines"
+    """Position of an interrupted rank that reported no line of the user's."""
     first_grace_s: float | None = None
     """Grace for the other ranks once one has failed, before they are interrupted; None for that of all calls."""
 
@@ -61,7 +63,7 @@ class Task:
         self.progress: dict[int, str] = {}
         """The line by rank that has no end yet, such as a progress bar."""
         self.state = "running"
-        """"running", "done" or "failed"."""
+        """"running", "done", "failed", or "interrupted" if no rank has failed by itself."""
         self.engine_group, self._repair = engine_group, repair
         self._num_received = [0] * engine_group.world_size  # items received from each rank
         self._num_rows = [0] * engine_group.world_size
@@ -104,7 +106,7 @@ class Task:
     def _run_collector(self, payload: Payload) -> None:
         """Collect the replies. `result` raises any error."""
         self._error = run_guarded_in_thread(lambda: self._collect_replies(payload), return_error)
-        self.state = "done" if self._error is None else "failed"
+        self.state = "done" if self._error is None else "interrupted" if self._is_interrupt(self._error) else "failed"
         self._done_event.set()
         self._notify()
 
@@ -118,6 +120,11 @@ class Task:
         finally:
             self.engine_group.uploads.discard(payload)
         self._process_replies(replies)
+
+    def _is_interrupt(self, error: BaseException) -> bool:
+        """Return whether the user's interrupt alone ended the call."""
+        has_failed = isinstance(error, EngineError) and any(f.kind == "error" and not f.victim for f in error.failures)
+        return self._was_cancelled and isinstance(error, EngineError) and not has_failed
 
     def _tell(self, text: str) -> None:
         print(f"{self.name}: {text}")  # noqa: T201 - it may be for minutes the only sign of life
@@ -211,10 +218,20 @@ class Task:
         """Return where each rank was that had not answered before the interrupt."""
         failures = self._error.failures if isinstance(self._error, EngineError) else ()
         by_rank = {failure.rank: failure for failure in failures}
-        parts = [f"rank {rank}{_describe_position(by_rank.get(rank))}" for rank in running]
+        parts = [f"rank {rank}{self._describe_position(by_rank.get(rank))}" for rank in running]
         if returned := [rank for rank in range(self.world_size) if rank not in running]:
             parts.append(f"{format_ranks(returned)} had returned")
         return f"{self.name} was interrupted: {'; '.join(parts)}"
+
+    def _describe_position(self, failure: Failure | None) -> str:
+        """Return the user's line that an interrupt found a rank at."""
+        if failure is None:
+            return " answered meanwhile"
+        if not failure.user_frames:
+            return f" {self.unknown_position}"
+        file, line, function, source = failure.user_frames[-1]
+        code = source.strip() or linecache.getline(file, line).strip()
+        return f" was in {function}, {name_code(file)}, line {line}{f': {code}' if code else ''}"
 
     def _wait(self, timeout: float | None = None) -> bool:
         """Wait until the call is over, and return whether it is. Waits in intervals, so that signals are handled."""
@@ -292,17 +309,6 @@ class Task:
 
     def _ipython_display_(self) -> None:
         call_display.show(self)
-
-
-def _describe_position(failure: Failure | None) -> str:
-    """Return the user's line that an interrupt found a rank at."""
-    if failure is None:
-        return " answered meanwhile"
-    if not failure.user_frames:
-        return " was in none of your lines"
-    file, line, function, source = failure.user_frames[-1]
-    code = source.strip() or linecache.getline(file, line).strip()
-    return f" was in {function}, {name_code(file)}, line {line}{f': {code}' if code else ''}"
 
 
 def submit(

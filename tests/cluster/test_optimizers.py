@@ -70,6 +70,16 @@ def test_groups_of_an_optimizer_train_as_in_one_process(cluster2: dtkit.Cluster,
     assert verification.verdict == "PASS", verification.text()
 
 
+@pytest.mark.parametrize("name", ["Adafactor", slow("Rprop")])
+@pytest.mark.parametrize("strategy", [SHARDED, slow(TENSOR)], ids=lambda strategy: type(strategy).__name__)
+def test_optimizer_that_fails_on_shards_is_refused_before_the_first_step(
+    cluster2: dtkit.Cluster, strategy: Any, name: str
+):
+    with pytest.raises(dtkit.errors.EngineError, match=rf"torch's {name} can't train sharded parameters. Use .*AdamW"):
+        small.train(cluster2, Configured(), optimizer=getattr(torch.optim, name), strategy=strategy, steps=4)
+    small.check_usable(cluster2)
+
+
 @pytest.mark.slow
 def test_several_optimizers_continue_from_a_checkpoint(cluster2: dtkit.Cluster, tmp_path: Path):
     options: dict[str, Any] = {"optimizer": make_muon_and_adam, "shuffle": "global"}

@@ -232,6 +232,34 @@ def test_cancel_ends_whatever_the_script_does_within_five_seconds(cluster2: dtki
     check_usable(cluster2)
 
 
+LOOPING = """
+import threading
+def train():
+    print("ready", flush=True)
+    while True:
+        threading.Event().wait(0.05)
+train()
+"""
+
+
+def test_interrupted_script_says_where_it_was_without_tracebacks(cluster2: dtkit.Cluster, folder: Path, capfd: Any):
+    (folder / "looping.py").write_text(LOOPING)
+    task, ready = cluster2.submit(folder / "looping.py"), threading.Event()
+    task.subscribe(lambda: len(task.output) == 2 and ready.set())
+    pressing = threading.Thread(target=lambda: ready.wait(30) and os.kill(os.getpid(), signal.SIGINT))
+    pressing.start()  # a process of a script takes longer to start than the wait below
+    with pytest.raises(KeyboardInterrupt) as caught:
+        task.display_and_wait()
+    pressing.join(30)
+    position = f"was in train, File {folder / 'looping.py'}, line 6: threading.Event().wait(0.05)"
+    assert str(caught.value) == f"looping.py was interrupted: rank 0 {position}; rank 1 {position}"
+    assert task.state == "interrupted"
+    assert sorted(task.output) == [(0, "ready"), (1, "ready")]
+    assert "Traceback" not in capfd.readouterr().out
+    assert "KeyboardInterrupt" in str(task.exception.failures[0].traceback)
+    check_usable(cluster2)
+
+
 @pytest.mark.slow
 def test_script_ends_with_its_engine(folder: Path):
     with dtkit.Cluster(2, threads=1) as cluster:

@@ -100,6 +100,20 @@ def test_the_learning_rate_is_that_of_the_last_step_as_in_the_chart(tmp_path):
     assert "0.25 in the last step" in write(source, tmp_path)
 
 
+def test_learning_rates_of_undone_steps_are_left_out(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(10)
+    source.lr = 0.0625
+    source.advance(10)
+    source.step = 10  # back to a snapshot
+    source.advance(10)
+    (table,) = re.findall(r"<h2>Learning rates</h2>(.*?)</table>", write(source, tmp_path), re.DOTALL)
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", table) == ["1", "0.1", "11", "0.0625"]
+    source.step, source.lr = 5, 0.1  # and once more, before the change
+    source.advance(5)
+    assert "<h2>Learning rates</h2>" not in write(source, tmp_path)
+
+
 def test_a_report_is_a_path_that_a_notebook_links(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = FakeSource(ranks=2)

@@ -320,7 +320,7 @@ def read_range(
     history: History, charts: Sequence[Chart], num_ranks: int, first_step: int, last_step: int
 ) -> CurveBuckets:
     """Return the curves between two steps, as fine as fits: what a page draws when it zooms in."""
-    rows, totals = history.rows(), history.totals()
+    rows, totals = history.rows(), history.read_totals()
     rows = rows[(rows["step"] >= first_step) & (rows["step"] <= last_step)]
     totals = totals[(totals["step"] >= first_step) & (totals["step"] <= last_step)]
     curves = Curves(charts, num_ranks)

@@ -30,6 +30,7 @@ from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.dashboard.text import run_text
 from dtkit.dashboard.throttle import Throttle
 from dtkit.history.history import History
+from dtkit.history.scalars import ScalarRecord
 from dtkit.types import Evaluation, ReplicaCheckResult, State, StepRecord
 from tests.support.fake_source import FakeSource
 from tests.support.node import find_node
@@ -804,6 +805,34 @@ def test_curves_keep_up_with_the_state_on_a_page_that_draws_slowly(watched, time
     assert len(sent) > 2
     assert not dashboard._message_builder.has_pending_curves
     assert timers.now - begun <= timeouts.LIVE_LONGEST_INTERVAL_S + len(sent) * timeouts.LIVE_INTERVAL_S
+
+
+@pytest.mark.parametrize("state", [State.PAUSED, State.COMPLETED])
+def test_series_catch_up_at_once_when_the_run_rests(watched, timers, state):
+    """Their charts ended hundreds of steps before the others, and stayed so while the run paused."""
+    source, dashboard, sent = watched
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+    for step in (1, 2):
+        source.history.add(ScalarRecord(0, {"system/CPU (cores)": [(step, 1.0, 1.0)]}))
+        source.changed()
+        timers.run()
+    source.history.add(ScalarRecord(0, {"system/CPU (cores)": [(3, 1.0, 1.0)]}))
+    source.changed()
+    assert dashboard._series_throttle._due_at >= timers.now + timeouts.SERIES_INTERVAL_S
+    source.state = state
+    source.changed()
+    assert dashboard._series_throttle._due_at <= timers.now + timeouts.LIVE_INTERVAL_S
+    sent.clear()
+    timers.run()
+    assert [content["series"][0]["points"] for content, _ in sent if content["kind"] == "series"] == [3]
+
+
+@pytest.mark.parametrize(("is_spare", "factor"), [(True, 1), (False, 2)])
+def test_series_lag_by_a_few_seconds_only_where_all_cores_are_busy(monkeypatch, is_spare, factor):
+    monkeypatch.setattr(widget, "has_spare_core", lambda _run: is_spare)
+    dashboard = widget.Dashboard(FakeSource())
+    assert dashboard._series_throttle.interval == factor * timeouts.SERIES_INTERVAL_S
+    dashboard.close()
 
 
 def test_curves_that_a_change_left_follow_without_the_state(watched, timers, monkeypatch):

@@ -100,3 +100,16 @@ def test_a_page_draws_rarely_where_drawing_takes_long(tmp_path: Path):
     assert gaps.max() <= 3000
     assert frozen["reported"][-1] == 2500
     assert quick["wait"] == slow["wait"] == frozen["wait"] == 0  # what a person waits for comes at once
+
+
+def test_signs_of_events_next_to_each_other_are_one_in_their_order(tmp_path: Path):
+    """A sign that grows must not be drawn over the one before it."""
+    marks = '[{at: 100, glyph: "‖"}, {at: 112, glyph: "lr"}, {at: 112, glyph: "▶"}, {at: 300, glyph: "‖"}]'
+    back = '[{at: 100, glyph: "‖"}, {at: 101, glyph: "lr"}, {at: 100, glyph: "▶"}]'
+    text = 'joinGlyphs(["‖", "lr", "▶", "↓"])'
+    signs, (sign,), joined = evaluate_page_code(
+        tmp_path, "chart/marks.js", ["mergeSigns", "joinGlyphs"], f"[mergeSigns({marks}), mergeSigns({back}), {text}]"
+    )
+    assert joined == "‖\u2009lr\u2009▶↓"
+    assert signs == [{"at": 106, "glyphs": ["‖", "lr", "▶"]}, {"at": 300, "glyphs": ["‖"]}]
+    assert sign["glyphs"] == ["‖", "lr", "▶"]

@@ -358,3 +358,19 @@ def test_zoom_of_a_short_run_asks_for_nothing(page: Page):
     chart.press("+")
     expect(view.root.get_by_test_id("reset-zoom")).to_be_visible()
     assert view.sent == []
+
+
+def test_a_changed_rate_begins_at_the_step_of_its_event(page: Page):
+    run = FakeSource(ranks=2, steps=4000)
+    run.advance(1666)
+    run.event("pause", "paused at step 1666")
+    run.event("lr", "learning rate 0.05")
+    run.event("resume", "resume at step 1666")
+    run.lr = 0.05
+    run.advance(300)
+    view = StaticView(page, run)
+    chart = view.root.get_by_test_id("learning-rate-chart")
+    expect(chart).to_contain_text("0.05 since step 1,666, the same on all nodes")
+    expect(chart.locator(".dtk-marks text")).to_have_text("‖ lr ▶")
+    if shots := os.environ.get("ERR_SHOTS"):
+        view.screenshot(Path(shots) / "marks.png")

@@ -11,9 +11,9 @@ from playwright.sync_api import Page, expect
 import dtkit
 from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
 from dtkit.types import Evaluation
+from tests.support.comparison_sources import make_diverging_pair, make_logging_runs
 from tests.support.fake_source import FakeSource
 from tests.support.static_view import load_widget
-from tests.test_compare import make_diverging_pair
 
 pytestmark = pytest.mark.browser
 
@@ -185,3 +185,14 @@ def test_a_run_that_diverged_leaves_room_for_the_others(page: Page, testid: str)
     assert min(chart.locator(".dtk-labels :is(path, circle, text)").evaluate_all(tops)) >= 0
     if shots := os.environ.get("ERR_SHOTS"):
         page.screenshot(path=f"{shots}/diverged.png", full_page=True)
+
+
+def test_numbers_that_two_runs_logged_have_a_chart(page: Page):
+    page.set_viewport_size({"width": 1200, "height": 900})
+    message = ComparisonMessageBuilder(dtkit.compare(*make_logging_runs())).build_snapshot()
+    load_widget(page, str(ComparisonWidget._esm), message, "light")
+    chart = page.get_by_test_id("logged-chart")
+    expect(chart.locator(".dtk-title")).to_have_text("entropy")
+    expect(chart.locator(".dtk-labels text")).to_have_count(2)
+    if shots := os.environ.get("ERR_SHOTS"):
+        page.screenshot(path=f"{shots}/logged.png", full_page=True)

@@ -1,4 +1,4 @@
-"""The figure of several runs: loss against steps, time and bytes, and each validation metric.
+"""The figure of several runs: loss against steps, time and bytes, each validation metric, and logged numbers.
 
 Runs differ by color, by the dashes of their lines, and by their markers.
 """
@@ -20,7 +20,9 @@ from dtkit.dashboard.summary.comparison import (
     find_metric_cap,
     is_better_lower,
     is_steep,
+    list_shared_scalars,
     make_row,
+    read_scalar,
 )
 from dtkit.dashboard.summary.curves import LOSS, downsample
 
@@ -39,15 +41,17 @@ _MARKERS = "os^DvP*X"
 _LOG_BYTES_RATIO = 20.0  # from this ratio of bytes on, a linear axis would hide the smaller ones
 _LEGEND_COLUMNS = 2
 _MAX_METRICS = 6
+_MAX_SCALARS = 6
 _ROOM = 0.05  # around the values, as a share of their range
 
 
 def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figure:
-    """Draw loss against steps, time, and bytes where they differ; then each validation metric, under one legend."""
+    """Draw loss against steps, time, and bytes where they differ; then metrics and logged numbers, under one legend."""
     legend_rows = -(-len(labels) // _LEGEND_COLUMNS)
     has_bytes = differ_in_bytes([make_row("", history, "") for history in histories])
     metrics = list(dict.fromkeys(name for history in histories for name in list_metrics(history)))[:_MAX_METRICS]
-    num_panels = 2 + has_bytes + len(metrics)
+    scalars = list_shared_scalars(histories)[:_MAX_SCALARS]
+    num_panels = 2 + has_bytes + len(metrics) + len(scalars)
     rows = -(-num_panels // 2)
     figure = create_figure(10.8, 3.1 * rows + 0.2 + 0.22 * legend_rows)
     engine = figure.get_layout_engine()
@@ -70,6 +74,8 @@ def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figu
     _scale_loss_axes(panels[: 2 + has_bytes], parts, cap)
     for ax, name in zip(panels[2 + has_bytes :], metrics, strict=False):
         _draw_metric(ax, name, histories, labels)
+    for ax, name in zip(panels[2 + has_bytes + len(metrics) :], scalars, strict=False):
+        _draw_scalar(ax, name, histories, labels)
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(
         handles, names, loc="outside upper left", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9,
@@ -119,6 +125,21 @@ def _draw_metric(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
     if is_better_lower(name) and is_steep(shown):
         _use_log_scale(ax)
     _leave_out(ax, shown, cap)
+
+
+def _draw_scalar(ax: Axes, name: str, histories: Sequence[History], labels: Sequence[str]) -> None:
+    """Draw a number from `dtkit.log` of all runs, as the mean over their ranks."""
+    style.style_axes(ax)
+    style.format_step_axis(ax)
+    style.set_title(ax, formatting.sanitize_text(name, 40), "logged, mean over all nodes")
+    for k, (history, label) in enumerate(zip(histories, labels, strict=True)):
+        steps, values = read_scalar(history, name)
+        every = max(1, len(steps) // 8)
+        ax.plot(
+            steps, values, color=style.COLORS[k % len(style.COLORS)], linewidth=1.5, gid=label, markersize=5,
+            linestyle=_LINE_STYLES[k % len(_LINE_STYLES)], marker=_MARKERS[k % len(_MARKERS)],
+            markerfacecolor="white", markevery=(k * every // max(1, len(labels)), every),
+        )  # fmt: skip
 
 
 def _draw_runs(

@@ -319,9 +319,14 @@ def mark_events(ax: Axes, events: Sequence[Event]) -> None:
             signs.append((event.step, color, [glyph]))
     for step, color, glyphs in signs:
         ax.annotate(
-            "".join(list(dict.fromkeys(glyphs))[-_MAX_GLYPHS:]), (step, 1.0), xycoords=("data", "axes fraction"),
+            _join_glyphs(list(dict.fromkeys(glyphs))[-_MAX_GLYPHS:]), (step, 1.0), xycoords=("data", "axes fraction"),
             va="top", ha="center", fontsize=8, color=color, annotation_clip=True,
         )  # fmt: skip
+
+
+def _join_glyphs(glyphs: Sequence[str]) -> str:
+    """Return glyphs as one text, with room around letters: a pause before an l would be read as a part of it."""
+    return "".join(f" {glyph} " if len(glyph) > 1 else glyph for glyph in glyphs).strip()
 
 
 def describe_event_marks(events: Sequence[Event]) -> str:

@@ -1,4 +1,4 @@
-"""Curves of a live comparison that don't share steps: the loss against time, and validation metrics.
+"""Curves of a live comparison that don't share steps: loss against time, validation metrics, and logged numbers.
 
 A series is a float32 array of shape (points, runs + 2): its position, a value for each run, and an empty last column,
 where the views of one run have the line over all ranks. NaN where a run has no value.
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit.dashboard.live.messages import choose_evenly
+from dtkit.dashboard.summary.comparison import read_scalar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 128
 MAX_METRICS = 6
+MAX_SCALARS = 6
+LOGGED_PREFIX = "dtkit.log/"
+"""Begins the names of series with numbers from `dtkit.log`, which may be called like a metric."""
 
 
 def list_metric_names(histories: Sequence[History]) -> list[str]:
@@ -45,6 +49,26 @@ def make_time_series(histories: Sequence[History]) -> np.ndarray:
         sums = np.bincount(buckets, losses[known], MAX_POINTS)
         series[:, 1 + k] = np.divide(sums, counts, out=np.full(MAX_POINTS, np.nan), where=counts > 0)
     return series.astype("f4")
+
+
+def make_scalar_series(histories: Sequence[History], name: str) -> np.ndarray:
+    """Return the means over all ranks of a number from `dtkit.log`, by step."""
+    curves = [read_scalar(history, name) for history in histories]
+    steps = np.concatenate([part for part, _ in curves])
+    if not len(steps):
+        return np.empty((0, len(histories) + 2), "f4")
+    origin = int(steps.min())
+    width = -(-(int(steps.max()) - origin + 1) // MAX_POINTS)
+    count = (int(steps.max()) - origin) // width + 1
+    series = np.full((count, len(histories) + 2), np.nan)
+    series[:, 0] = np.minimum(origin + width * np.arange(count) + (width - 1) / 2, steps.max())
+    for k, (part, values) in enumerate(curves):
+        is_known = np.abs(values) < np.finfo("f4").max
+        buckets = (part[is_known] - origin) // width
+        counts = np.bincount(buckets, minlength=count)
+        sums = np.bincount(buckets, values[is_known], count)
+        series[:, 1 + k] = np.divide(sums, counts, out=np.full(count, np.nan), where=counts > 0)
+    return series[np.isfinite(series[:, 1:-1]).any(axis=1)].astype("f4")
 
 
 def make_metric_series(histories: Sequence[History], name: str) -> np.ndarray:

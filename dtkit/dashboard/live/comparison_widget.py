@@ -16,13 +16,20 @@ import traitlets
 
 from dtkit._util import formatting, timeouts
 from dtkit.dashboard.live.bundle import bundle_modules
-from dtkit.dashboard.live.comparison_series import list_metric_names, make_metric_series, make_time_series
+from dtkit.dashboard.live.comparison_series import (
+    LOGGED_PREFIX,
+    MAX_SCALARS,
+    list_metric_names,
+    make_metric_series,
+    make_scalar_series,
+    make_time_series,
+)
 from dtkit.dashboard.live.messages import Message
 from dtkit.dashboard.live.placement import make_place_name, needs_widget_views, place_view
 from dtkit.dashboard.live.widget import STATIC_FOLDER
 from dtkit.dashboard.run_view import RunView
 from dtkit.dashboard.summary.activity import name_state
-from dtkit.dashboard.summary.comparison import find_loss_cap, find_metric_cap, is_steep
+from dtkit.dashboard.summary.comparison import find_loss_cap, find_metric_cap, is_steep, list_shared_scalars
 from dtkit.dashboard.summary.curves import LOSS, Chart, Curves
 from dtkit.dashboard.text.comparison_text import make_differences_table, make_table, make_table_note
 from dtkit.dashboard.throttle import Throttle
@@ -155,10 +162,12 @@ class ComparisonMessageBuilder:
         return values, width, origin
 
     def _make_series(self) -> dict[str, np.ndarray]:
-        """Return the series by name: the loss against time, and then each validation metric."""
+        """Return the series by name: the loss against time, each validation metric, then what runs logged."""
         histories = self._comparison.histories
         series = {"time": make_time_series(histories)}
         series |= {name: make_metric_series(histories, name) for name in list_metric_names(histories)}
+        shared = list_shared_scalars(histories)[:MAX_SCALARS]
+        series |= {LOGGED_PREFIX + name: make_scalar_series(histories, name) for name in shared}
         return {name: points for name, points in series.items() if len(points)}
 
     def _build_tables(self, states: Sequence[str]) -> dict[str, Any]:
@@ -210,7 +219,9 @@ def _describe_series(series: Mapping[str, np.ndarray], caps: Mapping[str, float 
     """Return name, title, cap and place of each series in its buffer, as messages of one run have them."""
     described, first = [], 0
     for name, points in series.items():
-        title = "Loss against time" if name == "time" else f"Validation {formatting.sanitize_text(name, 40)}"
+        text = formatting.sanitize_text(name.removeprefix(LOGGED_PREFIX), 40)
+        is_logged = name.startswith(LOGGED_PREFIX)
+        title = "Loss against time" if name == "time" else text if is_logged else f"Validation {text}"
         place = {"points": len(points), "lines": points.shape[1] - 1, "first": first}
         described.append({"name": name, "title": title, "most": caps[name], **place})
         first += points.size

@@ -33,6 +33,7 @@ from dtkit.dashboard.live.placement import make_place_name
 from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.throttle import Throttle, start_timer
+from dtkit.types import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 STATIC_FOLDER = Path(__file__).parent / "static"
 _BUSY_FACTOR = 4
+_BUSY_SERIES_FACTOR = 2  # of series, whose charts would lag far behind the others
 """How much longer intervals are where a training pays for each message."""
 
 
@@ -85,11 +87,11 @@ class Dashboard(anywidget.AnyWidget):
         )
         self._series_feed = SeriesFeed(run.history, clock)
         self._series_throttle = Throttle(
-            self._send_series, timeouts.SERIES_INTERVAL_S, clock=clock, call_later=call_later
+            self._send_series, timeouts.LIVE_INTERVAL_S, clock=clock, call_later=call_later
         )
         self._heartbeat = Heartbeat(self._send_sign_of_life)
         self._throttle.interval = self._find_shortest_interval()
-        self._series_throttle.interval = self._lengthen(timeouts.SERIES_INTERVAL_S)
+        self._series_throttle.interval = self._lengthen(timeouts.SERIES_INTERVAL_S, _BUSY_SERIES_FACTOR)
         message = self._message_builder.build_snapshot()
         super().__init__(opening={"content": message.content, "buffers": message.buffers}, place=make_place_name())
         self.on_msg(self._on_page_message)
@@ -110,8 +112,17 @@ class Dashboard(anywidget.AnyWidget):
             self._heartbeat.start()
         if self._panel_renderer.is_outdated:
             self._picture_throttle.trigger()
+        self._request_series()
+
+    def _request_series(self) -> None:
+        """Schedule the numbers that a page lacks: at once while the run rests, since nothing else would bring them."""
         if self._is_page_ready and self._series_feed.is_outdated:
-            self._series_throttle.trigger()
+            self._series_throttle.trigger(is_pressing=self._is_at_rest())
+
+    def _is_at_rest(self) -> bool:
+        """Whether the run has ended or pauses."""
+        state = self._run.status.state
+        return state.has_ended or state is State.PAUSED
 
     def close(self) -> None:
         """End the view: nothing more is sent, and pages drop the model."""
@@ -170,12 +181,11 @@ class Dashboard(anywidget.AnyWidget):
 
     def _send_series(self) -> None:
         """Send numbers of the user's own and of the machines, in a share of the time."""
-        message = self._series_feed.build_message(is_last=self._run.status.state.has_ended)
+        message = self._series_feed.build_message(is_last=self._is_at_rest())
         with self._send_lock:
             if self.comm is not None and message is not None:
                 self._send_message(message)
-        if self._series_feed.is_outdated:
-            self._series_throttle.trigger()
+        self._request_series()
 
     def _send_message(self, message: Message) -> None:
         self._sent_at = self._clock()
@@ -230,9 +240,9 @@ class Dashboard(anywidget.AnyWidget):
         """Return the shortest time between two messages that nobody waits for, as in ``static/pacing.js``."""
         return self._lengthen(timeouts.LIVE_INTERVAL_S)
 
-    def _lengthen(self, interval: float) -> float:
+    def _lengthen(self, interval: float, factor: float = _BUSY_FACTOR) -> float:
         """Return a longer interval where the run's engines take all cores of this host."""
-        return interval if has_spare_core(self._run) else _BUSY_FACTOR * interval
+        return interval if has_spare_core(self._run) else factor * interval
 
     def _handle_command(self, command: str, value: Any) -> None:
         """Pass a command to the run. A refusal is shown next to the button."""

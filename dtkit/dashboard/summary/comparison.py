@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from typing import TYPE_CHECKING
@@ -101,6 +102,17 @@ def find_loss_cap(lines: Sequence[np.ndarray]) -> float | None:
 
 
 _LOWER_WORDS = ("loss", "error", "perplexity", "mse", "mae", "rmse", "distance", "divergence", "kl")
+
+
+def list_shared_scalars(histories: Sequence[History]) -> list[str]:
+    """Return the names of the numbers from `dtkit.log` that at least two runs have."""
+    counts = collections.Counter(name for history in histories for name in history.scalar_names)
+    return [name for name, count in counts.items() if count > 1]
+
+
+def read_scalar(history: History, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return (steps, means over all ranks) of a number from `dtkit.log`; empty arrays for a run that has none."""
+    return history.scalar(name) if name in history.scalar_names else (np.empty(0, "i8"), np.empty(0))
 
 
 def is_better_lower(name: str) -> bool:

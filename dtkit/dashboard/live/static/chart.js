@@ -3,12 +3,14 @@
 //   chart/grain.js    what is drawn: buckets of the store, or single points
 //   chart/axis.js     steps, epochs, time or samples
 //   chart/lines.js    lines, bands, points, labels
+//   chart/marks.js    signs of events
 //   chart/pointer.js  pointing and zooming
 //   chart/tooltip.js  the box at the pointer
 
 import { xAxis } from "./chart/axis.js";
 import { bucketGrain, inverted, movingAverage, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
 import { drawLabels, drawLine, drawPoints, drawSpots, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
+import { joinGlyphs, mergeSigns } from "./chart/marks.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
 import { newTooltip, within } from "./chart/tooltip.js";
 import { s, h, setAttr, setText } from "./elements.js";
@@ -133,22 +135,21 @@ function drawGrid(view, width) {
   view.layers.grid.replaceChildren(...parts);
 }
 
-const MARK_PX = 11, GLYPH_PX = 7, MOST_GLYPHS = 4;
+const MOST_GLYPHS = 5;
 
-/** Draw event marks on the step axis; those at the same position share one text, with each sign once. */
+/** Draw event marks on the step axis; those next to each other share one text, with each sign once. */
 function drawMarks(view) {
   const { x, first, end } = view.frame, parts = [], signs = [];
   for (const mark of view.store.marks) {
     if (mark.step < first || mark.step > end) continue;
-    const at = x(mark.step), glyph = MARKED[mark.kind] ?? "•", last = signs.at(-1), look = `dtk-mark dtk-mark-${mark.kind}`;
+    const at = x(mark.step), look = `dtk-mark dtk-mark-${mark.kind}`;
     parts.push(s("g", { class: look }, s("title", {}, `step ${mark.step}: ${mark.text}`),
       s("line", { x1: at, x2: at, y1: TOP, y2: view.height - BOTTOM })));
-    if (last && at - last.at <= MARK_PX + GLYPH_PX * (last.glyphs.size - 1)) last.glyphs.add(glyph);
-    else signs.push({ at, glyphs: new Set([glyph]), el: parts.at(-1) });
+    signs.push({ at, glyph: MARKED[mark.kind] ?? "•", look });
   }
-  for (const { at, glyphs, el } of signs) {
-    const text = [...glyphs].slice(-MOST_GLYPHS).join("");
-    el.append(s("text", { x: at, y: TOP - 3, "text-anchor": "middle" }, text));
+  for (const { at, glyphs } of mergeSigns(signs)) {
+    const { look } = signs.find(({ glyph }) => glyph === glyphs[0]);
+    parts.push(s("g", { class: look }, s("text", { x: at, y: TOP - 3, "text-anchor": "middle" }, joinGlyphs(glyphs.slice(-MOST_GLYPHS)))));
   }
   view.layers.marks.replaceChildren(...parts);
 }

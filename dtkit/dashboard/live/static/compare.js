@@ -61,19 +61,19 @@ function withCap(text, most) {
   return most == null ? text : [text, `values above ${number(most)} lie beyond`].filter(Boolean).join("; ");
 }
 
-/** Return the chart of a series: the loss against time, or a validation metric. */
+/** Return the chart of a series: the loss against time, a validation metric, or a number that runs logged. */
 function comparedChart(store, name, redraw) {
-  const of = () => store.series.get(name), isTime = name === "time", own = isTime ? timedStore(store) : store;
+  const of = () => store.series.get(name), isTime = name === "time", isLogged = name.startsWith("dtkit.log/"), own = isTime ? timedStore(store) : store;
   return chart(own, name, {
     ...LINES,
     title: of().title,
-    testid: isTime ? "time-chart" : "metric-chart",
+    testid: isTime ? "time-chart" : isLogged ? "logged-chart" : "metric-chart",
     canLog: isTime || name === "loss",
-    exact: !isTime,
+    exact: !isTime && !isLogged,
     joined: true,
     axis: isTime ? MILLISECONDS : undefined,
     most: () => of().most ?? Infinity,
-    note: () => withCap(isTime ? "of steps, without pauses" : "", of().most),
+    note: () => withCap(isTime ? "of steps, without pauses" : isLogged ? "logged, mean over all nodes" : "", of().most),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => seriesGrain(of()),
     format: number,

@@ -33,13 +33,22 @@ function describeRate(store, column) {
   return `${shortRate(lr)}, the same since the first step`;
 }
 /** Return the last rate and where it begins: next to a far larger one, a step from a small one to 0 can't be seen. */
-function describeLast({ curves: { data, used, origin, width }, head: { columns } }, column) {
+function describeLast({ curves: { data, used, origin, width }, head: { columns }, marks }, column) {
   const edges = (b) => [data[(b * columns + column) * 3], data[(b * columns + column) * 3 + 2]];
   const [least, rate] = edges(used - 1);
   let first = used - 1;
   while (first > 0 && edges(first - 1).every((edge) => edge === rate)) first--;
   if (least !== rate || used - first < 2) return "the same on all nodes"; // it changes all the time
-  return `${shortRate(+rate.toPrecision(6))} since ${width > 1 ? "about " : ""}step ${(origin + first * width).toLocaleString("en-US")}, the same on all nodes`;
+  const from = origin + first * width, event = width > 1 ? findRateEvent(marks, rate, from - LATE_BUCKETS * width, from + width) : undefined;
+  const about = width > 1 && event === undefined ? "about " : "";
+  return `${shortRate(+rate.toPrecision(6))} since ${about}step ${(event ?? from).toLocaleString("en-US")}, the same on all nodes`;
+}
+const LATE_BUCKETS = 3; // dispatches in flight have the old rate
+
+/** Return the step of the last event between two steps that set this rate. Buckets know it only roughly. */
+function findRateEvent(marks, rate, low, high) {
+  const isIts = ({ kind, step, text }) => kind === "lr" && step >= low && step <= high && Math.abs(Number(text.split(" ").at(-1)) - rate) <= ROUNDING * Math.abs(rate);
+  return marks.findLast(isIts)?.step;
 }
 function isRateChanging([low, high]) {
   return high > low;

@@ -1,0 +1,34 @@
+// The signs of events above a chart.
+
+const GLYPH_PX = 7, SIGN_GAP_PX = 3;
+
+/**
+ * Return the signs {at, glyphs} of marks {at, glyph}, both with positions in pixels and in the order of events. Signs
+ * that would be drawn over each other are one, with each glyph once.
+ */
+export function mergeSigns(marks) {
+  const signs = [];
+  for (const [order, { at, glyph }] of [...marks.entries()].sort(([, a], [, b]) => a.at - b.at)) {
+    signs.push({ at, until: at, marks: [[order, glyph]] });
+    while (signs.length > 1 && isOver(signs.at(-2), signs.at(-1))) {
+      const later = signs.pop(), sign = signs.at(-1);
+      sign.until = later.until;
+      sign.marks.push(...later.marks);
+    }
+  }
+  return signs.map((sign) => ({ at: middleOf(sign), glyphs: glyphsOf(sign) }));
+}
+/** Return glyphs as one text. Letters have room around them: "‖" before an l would be read as a part of it. */
+export function joinGlyphs(glyphs) {
+  return glyphs.reduce((text, glyph, k) => text + (k && (glyph.length > 1 || glyphs[k - 1].length > 1) ? "\u2009" : "") + glyph, "");
+}
+function glyphsOf({ marks }) {
+  return [...new Set([...marks].sort(([a], [b]) => a - b).map(([, glyph]) => glyph))];
+}
+function middleOf({ at, until }) {
+  return (at + until) / 2;
+}
+function isOver(left, right) {
+  const letters = [left, right].reduce((sum, sign) => sum + joinGlyphs(glyphsOf(sign)).length, 0);
+  return middleOf(right) - middleOf(left) < SIGN_GAP_PX + GLYPH_PX * letters / 2;
+}

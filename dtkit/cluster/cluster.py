@@ -48,7 +48,8 @@ class Cluster(Engines):
     step_timeout : seconds that a collective may wait. By default 30 minutes for the first step of a job, then the
         longer of 60 seconds and 20 median steps.
     lease : seconds that engines live without a notebook, such as during a kernel restart. By default 60, or 30 minutes
-        with a job in memory; none after a shutdown of the kernel, unless a run is running or paused.
+        with a job in memory; none after a shutdown of the kernel, unless a run is running, or paused with parameters
+        that are of use.
     interface : network interface of the collectives; by default loopback, which other hosts can't reach. Engines on
         several hosts need another one. Tensor traffic is not encrypted.
     spares : engines that are started too and wait, so that a lost one can be replaced at once.
@@ -233,6 +234,7 @@ class Cluster(Engines):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         activation_checkpointing: bool | Sequence[str] = False,
         sampler: Any = None,
+        drop_last: bool = False,
         num_workers: int = 0,
         pin_memory: bool | None = None,
         prefetch: bool | None = None,
@@ -283,6 +285,7 @@ class Cluster(Engines):
         activation_checkpointing : compute blocks again in backward, for less memory: True for the model's chain of
             blocks, or names of modules. A Pipeline does so with its stages.
         sampler : iterable of an epoch's row numbers, with a length, such as torch's ``WeightedRandomSampler``.
+        drop_last : leave out the rows that don't fill the last batch of an epoch, as a DataLoader's ``drop_last`` does.
         num_workers : processes per engine that load a Dataset's samples (torch's DataLoader); 0 loads in the engine.
         pin_memory : whether batches for a GPU are in page-locked memory; by default if there is a GPU.
         prefetch : load the next batch during a step; by default for data in files, and with a GPU for arrays.

@@ -22,13 +22,14 @@ from dtkit.cluster.launchers.hosts import HostLauncher
 from dtkit.cluster.preload import load_for_training
 from dtkit.cluster.sigterm import exit_on_sigterm
 from dtkit.dashboard.text import cluster_text
-from dtkit.errors import ClusterError
+from dtkit.errors import ClusterError, NonFiniteError
 from dtkit.health import stacks
 from dtkit.planning import planner
 from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.rpc.replacement import replace_lost_ranks
 from dtkit.training import failure_notice
 from dtkit.training.earlier_runs import EarlierRuns
+from dtkit.types import State
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -226,11 +227,11 @@ class Engines:
             self.close()
 
     def _is_unneeded(self) -> bool:
-        """Return whether nobody will attach: the user named no lease, and no run could be continued."""
+        """Return whether nobody will attach: the user named no lease, and no run has parameters to continue from."""
         transport, run = self._engine_group.transport, self.current_run
         is_leased = not isinstance(transport, LaunchedTransport) or transport.config.lease is not None
         is_ours = not self._engine_group.is_closed and not self._engine_group.is_superseded
-        return is_ours and not is_leased and (run is None or run.is_released or run.status.state.has_ended)
+        return is_ours and not is_leased and (run is None or run.is_released or _is_over(run))
 
     def __enter__(self) -> Self:
         return self
@@ -243,3 +244,15 @@ class Engines:
 
     def _repr_html_(self) -> str:
         return cluster_text.make_page(self._engine_group, self._device_note).to_html()
+
+
+def _is_over(run: Run) -> bool:
+    """Return whether a run has ended, or is paused with ruined parameters, from which each step would fail again.
+
+    After another step that was not finite, parameters are as before it, and the user may continue from them.
+    """
+    state, error = run.status.state, run.exception
+    if state is not State.PAUSED or not isinstance(error, NonFiniteError):
+        return state.has_ended
+    totals = run.history.totals(max(0, run.history.num_steps - 1))
+    return error.remedy == "train" or (len(totals) > 0 and not math.isfinite(totals["loss"][-1]))

@@ -24,15 +24,15 @@ class LoaderSettings:
     """"shard" for a DataLoader with ``shuffle=True``, None for rows in their order."""
     sampler: Any
     """A sampler of the user's own, or None."""
-    drops_last: bool = False
-    """Whether the loader leaves out an incomplete last batch, which dtkit trains on."""
+    drop_last: bool = False
+    """Whether an incomplete last batch of each epoch is left out."""
 
     def __str__(self) -> str:
         order = "a sampler" if self.sampler is not None else "rows in order" if self.shuffle is None else "shuffled"
         collation = "" if self.collate_fn is None else ", its collate_fn"
         workers = f", num_workers={self.num_workers} on each rank" if self.num_workers else ""
         title = f"{type(self.dataset).__name__}, batch_size={self.batch_size} over all ranks"
-        last = ", but an incomplete last batch isn't dropped" if self.drops_last else ""
+        last = ", without an incomplete last batch" if self.drop_last else ""
         return f"{title}, {order}{collation}{workers}{last}"
 
 
@@ -63,8 +63,9 @@ def read_data_loader(loader: Any) -> LoaderSettings:
     shuffle, sampler = _read_sampler(loader.sampler)
     has_plain_rows = type(loader.dataset) is TensorDataset and collate_fn is None  # a worker would only delay copying
     num_workers = 0 if has_plain_rows else loader.num_workers
-    drops_last = loader.drop_last and len(loader.dataset) % loader.batch_size != 0
-    return LoaderSettings(loader.dataset, loader.batch_size, collate_fn, num_workers, shuffle, sampler, drops_last)
+    return LoaderSettings(
+        loader.dataset, loader.batch_size, collate_fn, num_workers, shuffle, sampler, loader.drop_last
+    )
 
 
 def _read_sampler(sampler: Any) -> tuple[str | None, Any]:

@@ -15,6 +15,17 @@ class JobPlan:
     """"shard": each shard's rows in an order of its own. "global": all rows in one order. `IN_ORDER`: all rows as they
     are. `BY_SAMPLER`: in a sampler's order. None: each shard's rows as they are."""
     seed: int
+    drop_last: bool = False
+    """Whether rows that don't fill the last batch of an epoch are left out."""
+
+    def count_steps_per_epoch(self, num_rows: int) -> int:
+        """Return the number of steps of an epoch over this many rows."""
+        return count_steps_per_epoch(num_rows, self.batch_size, drop_last=self.drop_last)
+
+
+def count_steps_per_epoch(num_rows: int, batch_size: int, *, drop_last: bool) -> int:
+    """Return the number of steps of an epoch; with `drop_last`, without a last step of fewer rows."""
+    return num_rows // batch_size if drop_last else -(-num_rows // batch_size)
 
 
 IN_ORDER = "in order"

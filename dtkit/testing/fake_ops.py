@@ -178,7 +178,7 @@ class _Jobs(_Subject, JobOperations):
     ) -> float:
         engine, batch_size = self._engine, definition.plan.batch_size
         share, rest = divmod(batch_size, self._results.world_size)
-        steps_per_epoch = -(-engine.num_rows[definition.data] // batch_size)
+        steps_per_epoch = definition.plan.count_steps_per_epoch(engine.num_rows[definition.data])
         engine.jobs[job] = FakeJob(definition.model, share + (engine.rank < rest), steps_per_epoch)
         return engine.lr
 

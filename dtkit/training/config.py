@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from dtkit.data.broadcast import ModelHandle
     from dtkit.data.distribute import DataHandle
+    from dtkit.data.torch_loader import LoaderSettings
     from dtkit.history.engine_outbox import EvaluationSums
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.job_plan import JobPlan
@@ -52,6 +53,7 @@ class TrainConfig:
     columns: Sequence[Any] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     sampler: Any = None
+    drop_last: bool = False
     activation_checkpointing: bool | Sequence[str] = False
     num_workers: int = 0
     pin_memory: bool | None = None
@@ -79,6 +81,18 @@ class TrainConfig:
         """`batch_size`, after it was checked."""
         assert self.batch_size is not None
         return int(self.batch_size)
+
+    def complete_by(self, settings: LoaderSettings) -> TrainConfig:
+        """Return the arguments with a DataLoader's settings in place of those that the user left out."""
+        return dataclasses.replace(
+            self,
+            batch_size=settings.batch_size if self.batch_size is None else self.batch_size,
+            collate_fn=settings.collate_fn if self.collate_fn is None else self.collate_fn,
+            num_workers=self.num_workers or settings.num_workers,
+            sampler=settings.sampler if self.sampler is None else self.sampler,
+            shuffle=settings.shuffle if self.shuffle == "shard" else self.shuffle,
+            drop_last=self.drop_last or settings.drop_last,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

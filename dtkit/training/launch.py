@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +19,7 @@ from dtkit.data.torch_loader import is_data_loader, read_data_loader
 from dtkit.errors import EmptyEnginesError, format_ranks
 from dtkit.planning import fit_check, planner
 from dtkit.rpc.captured import warn_of_large_functions
-from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions
+from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions, count_steps_per_epoch
 from dtkit.training import failure_notice
 from dtkit.training.adapters import adapt_model
 from dtkit.training.callbacks import start_callbacks
@@ -99,14 +98,7 @@ def _unwrap_data_loader(data: Any, config: TrainConfig) -> tuple[Any, TrainConfi
         return data, config
     settings = read_data_loader(data)
     print(f"DataLoader: {settings}")  # noqa: T201 - what is taken over is said
-    return settings.dataset, dataclasses.replace(
-        config,
-        batch_size=settings.batch_size if config.batch_size is None else config.batch_size,
-        collate_fn=settings.collate_fn if config.collate_fn is None else config.collate_fn,
-        num_workers=config.num_workers or settings.num_workers,
-        sampler=settings.sampler if config.sampler is None else config.sampler,
-        shuffle=settings.shuffle if config.shuffle == "shard" else config.shuffle,
-    )
+    return settings.dataset, config.complete_by(settings)
 
 
 def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> Strategy:
@@ -159,7 +151,7 @@ def _make_plan(
             engine_group, config.validation, training_data=data_handle, name="validation"
         )
     spec = _make_spec(engine_group, model_handle, part, config, strategy, _choose_shuffle(config, data, part))
-    job_plan = JobPlan(spec.batch_size, spec.steps, spec.shuffle, spec.seed)
+    job_plan = JobPlan(spec.batch_size, spec.steps, spec.shuffle, spec.seed, config.drop_last)
     owned_keys = _list_owned_keys((model, model_handle), (data, data_handle), (config.validation, validation))
     return RunPlan(
         engine_group.make_key("job"),
@@ -360,7 +352,7 @@ def _make_spec(
         per_epoch, samples = int(config.steps or 0), int(config.steps or 0) * config.samples_per_step
     else:
         samples = partition.n if config.sampler is None else len(config.sampler)
-        per_epoch = -(-samples // config.samples_per_step)
+        per_epoch = count_steps_per_epoch(samples, config.samples_per_step, drop_last=config.drop_last)
     return RunSpec(
         name=config.name or model_handle.name,
         strategy=repr(strategy),

@@ -111,6 +111,8 @@ class ResumePoint:
         if strategy_now != strategy_before:
             notes.append(f"made by {strategy_before}, now {strategy_now}: the state is the same")
         changed = [name for name in _ROW_ORDER_FIELDS if before[name] != now[name]]
+        if not changed and before["steps_per_epoch"] != now["steps_per_epoch"]:  # by drop_last
+            changed = ["steps_per_epoch"]
         if changed:
             changes = ", ".join(f"{name}={now[name]!r} was {before[name]!r}" for name in changed)
             notes.append(f"rows come in another order ({changes})")

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import timeouts
+from dtkit._util import formatting, timeouts
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.formatting import name_type
@@ -21,6 +21,7 @@ from dtkit._util.guard import Subscribers, return_error, run_guarded_in_thread
 from dtkit._util.notebook import name_code
 from dtkit.dashboard import call_display
 from dtkit.dashboard.text import call_text
+from dtkit.dashboard.text.progress import show_progress
 from dtkit.errors import DtkitError, EngineError, format_ranks
 from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.protocol import FunctionOperations, make_call
@@ -352,7 +353,11 @@ def start_on_all_ranks(
     engine_group = task.engine_group
     engine_group.membership.ensure_formed()
     warn_of_large_functions(task.name, [function_call[0]])
-    payload = engine_group.uploads.upload(engine_group.uploads.pack(function_call, name=task.name))
+    target = formatting.format_count(task.world_size, "engine")
+    with show_progress(f"pickling {task.name} for {target}") as progress:
+        packed = engine_group.uploads.pack(function_call, name=task.name)
+        progress.update(f"sending {task.name}, {formatting.format_bytes(packed.nbytes)}, to {target}")
+        payload = engine_group.uploads.upload(packed)
     try:
         futures = engine_group.fan_out(make_engine_call(payload), listen=task.receive)
     except BaseException:  # also an interrupt, after which no engine opens the upload

@@ -62,6 +62,7 @@ def check_config(config: TrainConfig) -> Strategy:
             f"on_failure={config.on_failure!r}; it must be 'repair' (a new engine takes the place of a lost one), "
             "'shrink' (go on without it) or 'pause'"
         )
+    _check_drop_last(config.drop_last)
     _check_name_and_tags(config)
     _check_metrics(config)
     _check_lr_scheduler(config)
@@ -86,6 +87,11 @@ def check_can_shrink(world_size: int, config: TrainConfig, strategy: Strategy) -
             f"{world_size}: {error}. Use on_failure='repair', which starts another engine in its place; where engines "
             "were attached and none can be started, use checkpoint_dir= and train again with resume_from="
         ) from None
+
+
+def _check_drop_last(value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"drop_last={value!r}; it must be True or False")
 
 
 def _check_count(name: str, value: Any) -> None:
@@ -340,6 +346,8 @@ def check_stream(engine_group: EngineGroup, config: TrainConfig) -> None:
         )
     if config.sampler is not None:
         raise ValueError("sampler= yields row numbers, and the data is a stream, which has none. Leave it out")
+    if config.drop_last:
+        raise ValueError("drop_last=True: the data is a stream, whose epochs have no last batch. Leave it out")
     if config.shuffle == "global":
         raise ValueError(
             "shuffle='global': the data is a stream, whose samples come in an order of their own. Shuffle where they "

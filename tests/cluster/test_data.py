@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import dtkit
 from dtkit.errors import FirstBatchError
@@ -402,6 +402,26 @@ def test_list_of_ragged_samples_trains_with_a_collate_fn(cluster2: dtkit.Cluster
 def test_collate_fn_is_refused_for_arrays(cluster2: dtkit.Cluster):
     with pytest.raises(ValueError, match="collate_fn= makes a batch of samples, but this data has arrays"):
         small.train(cluster2, collate_fn=pad_samples)
+
+
+@pytest.mark.parametrize("shuffle", [True, slow(False)])
+def test_data_loader_without_its_last_batch_has_fewer_steps(cluster2: dtkit.Cluster, tmp_path: Path, *, shuffle: bool):
+    """Also after a resume, and in the reference of `verify`."""
+    torch.manual_seed(0)
+    rows = TensorDataset(torch.randn(55, 4), torch.randint(3, (55,)))
+    loader = DataLoader(rows, batch_size=16, shuffle=shuffle, drop_last=True)
+    options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD, "checkpoint_dir": tmp_path}
+    model = nn.Linear(4, 3)
+    run = cluster2.train(model, loader, epochs=2, checkpoint_every=4, **options)
+    run.wait(60)
+    assert (run.spec.steps_per_epoch, run.status.step) == (3, 6)
+    assert set(run.history.totals()["samples"].tolist()) == {16}
+    assert run.verify(6).verdict == "PASS"
+    resumed = cluster2.train(
+        model, loader, epochs=2, resume_from=tmp_path / "step-00000004", **options | {"checkpoint_dir": None}
+    )
+    resumed.wait(60)
+    assert np.array_equal(resumed.history.totals()["loss"][-2:], run.history.totals()["loss"][-2:])
 
 
 def test_data_loader_trains_as_its_settings_do(cluster2: dtkit.Cluster, capsys: pytest.CaptureFixture[str]):

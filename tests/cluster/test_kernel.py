@@ -104,10 +104,30 @@ options = dict(loss=torch.nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, batc
 run = cluster.train(torch.nn.Linear(4, 3), data, start=False, **options)
 run.step(5)
 """
+WAIT_UNTIL_PAUSED = """
+from dtkit.errors import NonFiniteError
+try:
+    run.wait(60)
+except NonFiniteError as error:
+    assert (error.remedy == "data") == IS_BAD_ROW
+assert run.status.state.value == "paused"
+"""
+DIVERGE = f"""
+run = cluster.train(torch.nn.Linear(4, 1), (data[0], 100 * data[0][:, :1]), **options | dict(
+    loss=torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=100.0), steps=1000))
+IS_BAD_ROW = False
+{WAIT_UNTIL_PAUSED}"""
+BREAK_DATA = f"""
+data[0][40, 1] = float("nan")
+run = cluster.train(torch.nn.Linear(4, 3), data, **options)
+IS_BAD_ROW = True
+{WAIT_UNTIL_PAUSED}"""
 
 
 @pytest.mark.parametrize(
-    ("cell", "num_left"), [("run.resume(); run.wait(60)", 0), ("", 1)], ids=["completed run", "paused run"]
+    ("cell", "num_left"),
+    [("run.resume(); run.wait(60)", 0), ("", 1), (DIVERGE, 0), (BREAK_DATA, 1)],
+    ids=["completed run", "paused run", "diverged run", "run paused on a bad row"],
 )
 def test_shutdown_ends_engines_unless_a_run_is_unfinished(kernel: Kernel, tmp_path: Path, cell: str, num_left: int):
     kernel.run(TRAIN_SHORTLY + cell)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import dtkit
+from dtkit.dashboard.text import progress
 from tests.support.small import check_usable
 from tests.support.waiting import wait_until
 
@@ -360,3 +361,29 @@ def test_ranks_that_wait_for_one_that_has_returned_are_told(cluster2, capsys):
     wait_until(has_told, 60)
     task.cancel()
     check_usable(cluster2)
+
+
+class SlowToPickle:
+    """Object whose pickling takes until a line of progress was shown."""
+
+    def __init__(self, shown: threading.Event) -> None:
+        self._shown = shown
+
+    def __reduce__(self) -> Any:
+        assert self._shown.wait(30)
+        return (int, (7,))
+
+
+def test_a_function_that_takes_long_to_pickle_shows_progress(
+    cluster2: dtkit.Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    shown, show = threading.Event(), progress._PlainLine.show
+
+    def show_and_note(line: progress._PlainLine, text: str) -> None:
+        show(line, text)
+        shown.set()
+
+    monkeypatch.setattr(progress._PlainLine, "show", show_and_note)
+    slow_object = SlowToPickle(shown)
+    assert cluster2.run(lambda: slow_object) == [7, 7]
+    assert "pickling <lambda> for 2 engines" in capsys.readouterr().err

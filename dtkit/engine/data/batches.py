@@ -68,7 +68,7 @@ class ShardedBatches:
     def __init__(self, source: RowSource, shards: Shards, plan: JobPlan, own_shards: Sequence[int]) -> None:
         self._source, self._shards, self._plan, self._own_shards = source, shards, plan, tuple(own_shards)
         self._shares: tuple[float, ...] | None = None
-        self.steps_per_epoch = -(-shards.num_rows // plan.batch_size)
+        self.steps_per_epoch = plan.count_steps_per_epoch(shards.num_rows)
         self._cached_permutation = functools.lru_cache(maxsize=2 * len(shards.sizes) + 2)(self._permute_rows)
         self._cached_count_block = functools.lru_cache(maxsize=2)(self._count_samples_in_block)
 

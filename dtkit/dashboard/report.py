@@ -271,14 +271,13 @@ def _format_schedule(run: RunView) -> Iterator[str]:
     step_strip = read_step_strip(run)
     if step_strip is not None and step_strip.is_pipelined:
         yield f"<p>Timeline of the last step (in the picture above): {escape(step_strip.note)}.</p>"
-    ranks, steps, lrs = (run.history.column(name) for name in ("rank", "step", "lr"))
-    is_first = ranks == ranks.min(initial=0)
-    steps, lrs = steps[is_first], lrs[is_first]
-    changes = np.flatnonzero(np.diff(lrs, prepend=np.nan) != 0)
+    rows = run.history.read_valid_rows()
+    rows = rows[rows["rank"] == rows["rank"].min(initial=0)]
+    changes = np.flatnonzero(np.diff(rows["lr"], prepend=np.nan) != 0)
     if len(changes) < 2:  # the settings have it
         return
     shown = _keep_ends(list(changes), _MAX_LEARNING_RATES)
-    rates = [(f"{steps[k]:,}", f"{lrs[k]:.6g}") for k in shown]
+    rates = [(f"{rows['step'][k]:,}", f"{rows['lr'][k]:.6g}") for k in shown]
     hidden = f"{len(changes):,} learning rates in all; the first and the last are shown."
     yield format_long_table(
         "Learning rates", Table(("from step", "learning rate"), rates), [hidden] if len(changes) > len(shown) else []

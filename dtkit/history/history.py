@@ -206,7 +206,7 @@ class History:
         with self._lock:
             return divide_by_weight(self._totals.read(start, len(self._totals) if stop is None else stop))
 
-    def _read_valid_rows(self) -> np.ndarray:
+    def read_valid_rows(self) -> np.ndarray:
         """Return all rows without those of undone steps."""
         return keep_valid(self.rows(), [(back.num_rows, back.step) for back in self._returns])
 
@@ -253,13 +253,13 @@ class History:
         from `dtkit.log`.
         """
         if name in self.scalar_names:
-            return self._scalars.align(name, self._read_valid_rows())
+            return self._scalars.align(name, self.read_valid_rows())
         if name not in (ROW_DTYPE.names or ()):
             names = [*(ROW_DTYPE.names or ()), *self.scalar_names]
             similar = difflib.get_close_matches(str(name), names, n=1)
             hint = f"did you mean {similar[0]!r}?" if similar else f"the columns are {', '.join(names)}"
             raise ValueError(f"no column {name!r}; {hint}")
-        return self._read_valid_rows()[name]
+        return self.read_valid_rows()[name]
 
     @property
     def scalar_names(self) -> list[str]:
@@ -317,7 +317,7 @@ class History:
             return table["step"], table["samples"] / table["step_s"]
 
     def _select_rank(self, rank: int) -> np.ndarray:
-        rows = self._read_valid_rows()
+        rows = self.read_valid_rows()
         selected: np.ndarray = rows[rows["rank"] == rank]
         is_number = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
         if not is_number or (len(rows) and not len(selected)):
@@ -333,7 +333,7 @@ class History:
         """
         import pandas as pd
 
-        rows = self._read_valid_rows()
+        rows = self.read_valid_rows()
         return pd.DataFrame(rows).assign(**{name: self._scalars.align(name, rows) for name in self.scalar_names})
 
     def to_jsonl(self, path: str | Path) -> None:

@@ -16,10 +16,9 @@ from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder
 from dtkit.dashboard.summary import comparison as comparison_summary
 from dtkit.dashboard.text import comparison_text
 from dtkit.history.history import History
-from dtkit.history.scalars import ScalarRecord
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.types import Evaluation
-from tests.support.comparison_sources import make_source
+from tests.support.comparison_sources import make_diverging_pair, make_logging_runs, make_source
 from tests.support.fake_source import FakeSource
 
 
@@ -361,18 +360,6 @@ def test_long_names_are_told_apart_by_what_differs():
     assert comparison.labels == ("…0.9, first of two", "…0.9, second of two")
 
 
-def make_diverging_pair():
-    """Return a run that learns, and one whose loss reached 1e30 in five steps."""
-    good, diverged = FakeSource(steps=400, name="good"), FakeSource(steps=400, seed=1, name="diverged")
-    good.advance(400)
-    for k, loss in enumerate((2.4, 1e5, 1e12, 1e20, 1e30)):
-        diverged.advance(1, loss=loss)
-        diverged.history.add(Evaluation(k + 1, 100, {"loss": loss, "accuracy": 0.1}))
-    for step in (100, 200, 300, 400):
-        good.history.add(Evaluation(step, 100, {"loss": 100 / step, "accuracy": step / 400}))
-    return good, diverged
-
-
 def test_a_run_that_diverged_leaves_room_for_the_others():
     figure = dtkit.compare(*make_diverging_pair()).figure()
     axes = {ax.get_title(loc="left"): ax for ax in figure.axes}
@@ -390,18 +377,6 @@ def test_losses_that_fall_or_begin_high_have_no_cap():
     assert comparison_summary.find_loss_cap([np.array([500.0, 1.0, 1e-6]), np.array([2.0, 6.0])]) is None
     assert comparison_summary.find_loss_cap([np.array([np.nan, -1.0]), np.empty(0)]) is None
     assert comparison_summary.find_loss_cap([np.array([2.0, 1e30, np.inf, np.nan])]) == pytest.approx(6.0)
-
-
-def make_logging_runs():
-    """Return three runs; two of them logged "entropy", one "kl"."""
-    runs = [FakeSource(steps=400, seed=k, name=f"run {k}") for k in range(3)]
-    for k, run in enumerate(runs):
-        run.advance(400)
-        if k < 2:
-            rows = [(step, 2.0 - k - step / 400, 1.0) for step in range(1, 401 - 100 * k)]
-            run.history.add(ScalarRecord(0, {"entropy": rows}))
-    runs[2].history.add(ScalarRecord(0, {"kl": [(1, 1.0, 1.0)]}))
-    return runs
 
 
 def test_numbers_that_two_runs_logged_have_a_panel():

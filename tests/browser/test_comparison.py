@@ -11,9 +11,9 @@ from playwright.sync_api import Page, expect
 import dtkit
 from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
 from dtkit.types import Evaluation
+from tests.support.comparison_sources import make_diverging_pair, make_logging_runs
 from tests.support.fake_source import FakeSource
 from tests.support.static_view import load_widget
-from tests.test_compare import make_diverging_pair, make_logging_runs
 
 pytestmark = pytest.mark.browser
 

@@ -16,10 +16,9 @@ from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder
 from dtkit.dashboard.summary import comparison as comparison_summary
 from dtkit.dashboard.text import comparison_text
 from dtkit.history.history import History
-from dtkit.history.scalars import ScalarRecord
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.types import Evaluation
-from tests.support.comparison_sources import make_diverging_pair, make_source
+from tests.support.comparison_sources import make_diverging_pair, make_logging_runs, make_source
 from tests.support.fake_source import FakeSource
 
 
@@ -397,18 +396,6 @@ def test_losses_that_fall_or_begin_high_have_no_cap():
     assert comparison_summary.find_loss_cap([np.array([500.0, 1.0, 1e-6]), np.array([2.0, 6.0])]) is None
     assert comparison_summary.find_loss_cap([np.array([np.nan, -1.0]), np.empty(0)]) is None
     assert comparison_summary.find_loss_cap([np.array([2.0, 1e30, np.inf, np.nan])]) == pytest.approx(6.0)
-
-
-def make_logging_runs():
-    """Return three runs; two of them logged "entropy", one "kl"."""
-    runs = [FakeSource(steps=400, seed=k, name=f"run {k}") for k in range(3)]
-    for k, run in enumerate(runs):
-        run.advance(400)
-        if k < 2:
-            rows = [(step, 2.0 - k - step / 400, 1.0) for step in range(1, 401 - 100 * k)]
-            run.history.add(ScalarRecord(0, {"entropy": rows}))
-    runs[2].history.add(ScalarRecord(0, {"kl": [(1, 1.0, 1.0)]}))
-    return runs
 
 
 def test_numbers_that_two_runs_logged_have_a_panel():

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from dtkit.history.scalars import ScalarRecord
 from dtkit.types import Evaluation
 from tests.support.fake_source import FakeSource
 
@@ -17,7 +18,7 @@ def make_source(strategy="DataParallel()", *, every=1, steps=80, ranks=4, name="
     return source
 
 
-def make_diverging_pair() -> tuple[FakeSource, FakeSource]:
+def make_diverging_pair():
     """Return a run that learns, and one whose loss reached 1e30 in five steps."""
     good, diverged = FakeSource(steps=400, name="good"), FakeSource(steps=400, seed=1, name="diverged")
     good.advance(400)
@@ -27,3 +28,15 @@ def make_diverging_pair() -> tuple[FakeSource, FakeSource]:
     for step in (100, 200, 300, 400):
         good.history.add(Evaluation(step, 100, {"loss": 100 / step, "accuracy": step / 400}))
     return good, diverged
+
+
+def make_logging_runs():
+    """Return three runs; two of them logged "entropy", one "kl"."""
+    runs = [FakeSource(steps=400, seed=k, name=f"run {k}") for k in range(3)]
+    for k, run in enumerate(runs):
+        run.advance(400)
+        if k < 2:
+            rows = [(step, 2.0 - k - step / 400, 1.0) for step in range(1, 401 - 100 * k)]
+            run.history.add(ScalarRecord(0, {"entropy": rows}))
+    runs[2].history.add(ScalarRecord(0, {"kl": [(1, 1.0, 1.0)]}))
+    return runs

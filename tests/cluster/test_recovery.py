@@ -775,7 +775,7 @@ def test_lost_running_statistics_of_batch_norm_are_told(cluster: dtkit.Cluster):
     model = nn.Sequential(nn.BatchNorm1d(data()[0].shape[1], dtype=torch.float64), mlp())
     states = []
     for is_disturbed in (False, True):
-        run = start(cluster, model, steps=20, start=False)
+        run = start(cluster, model, steps=20, start=False, drop_last=True)
         run.step(10)
         if is_disturbed:
             run.inject_fault("kill", 1)

@@ -215,7 +215,16 @@ class FailureHandler:
         since_loss_s = measure_since_loss(self._progress.history.events, time.time(), at_least_s=result.duration_s)
         return (
             f"{nodes} {action}: all go on from step {result.step}{source} {since_loss_s:.1f} s after the loss, {steps}"
+            f"{self._describe_batch_statistics(result)}"
         )
+
+    def _describe_batch_statistics(self, result: RecoveryResult) -> str:
+        """Return a clause on running statistics that only the lost ranks had; a snapshot has those of all ranks."""
+        plan, is_on_gpu = self._progress.plan, self._engine_group.nodes[0].device.startswith("cuda")
+        are_shared = is_on_gpu and getattr(plan.options.strategy, "sync_batch_norm", False)
+        has_own = bool(plan.job_spec.model_handle.batch_norm_names) and not are_shared
+        is_lost = has_own and result.lost_ranks and not result.source and not result.lost_steps
+        return "; running statistics of BatchNorm there are lost" if is_lost else ""
 
     # -- engines that are all there ---------------------------------------------------------------------------
 

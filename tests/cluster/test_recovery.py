@@ -782,3 +782,24 @@ def test_group_that_cannot_be_formed_again_fails_the_run_with_the_reason(strateg
         run.resume()
         with pytest.raises(dtkit.errors.EngineError, match="TypeError: no group here"):
             run.wait(60)
+
+
+@pytest.mark.filterwarnings("ignore:.*normalizes with the statistics of a batch")
+def test_lost_running_statistics_of_batch_norm_are_told(cluster: dtkit.Cluster):
+    """Parameters are as in an undisturbed run, and the statistics that `run.model` averages over the ranks aren't."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(data()[0].shape[1], dtype=torch.float64), mlp())
+    states = []
+    for is_disturbed in (False, True):
+        run = start(cluster, model, steps=20, start=False, drop_last=True)
+        run.step(10)
+        if is_disturbed:
+            run.inject_fault("kill", 1)
+        run.resume()
+        run.wait(60)
+        states.append(run.model.state_dict())
+    (repair,) = [event.text for event in run.history.events if event.kind == "repair"]
+    assert repair.endswith("no step lost; running statistics of BatchNorm there are lost")
+    expected, found = states
+    for name in expected:
+        assert torch.equal(expected[name], found[name]) == (name not in ("0.running_mean", "0.running_var"))

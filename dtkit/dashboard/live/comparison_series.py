@@ -68,7 +68,7 @@ def make_scalar_series(histories: Sequence[History], name: str) -> np.ndarray:
         counts = np.bincount(buckets, minlength=count)
         sums = np.bincount(buckets, values[is_known], count)
         series[:, 1 + k] = np.divide(sums, counts, out=np.full(count, np.nan), where=counts > 0)
-    return series[np.isfinite(series[:, 1:-1]).any(axis=1)].astype("f4")
+    return np.asarray(series[np.isfinite(series[:, 1:-1]).any(axis=1)].astype("f4"))
 
 
 def make_metric_series(histories: Sequence[History], name: str) -> np.ndarray:

@@ -60,7 +60,7 @@ def make_scalar_series(histories: Sequence[History], name: str) -> np.ndarray:
     origin = int(steps.min())
     width = -(-(int(steps.max()) - origin + 1) // MAX_POINTS)
     count = (int(steps.max()) - origin) // width + 1
-    series: np.ndarray = np.full((count, len(histories) + 2), np.nan)
+    series = np.full((count, len(histories) + 2), np.nan)
     series[:, 0] = np.minimum(origin + width * np.arange(count) + (width - 1) / 2, steps.max())
     for k, (part, values) in enumerate(curves):
         is_known = np.abs(values) < np.finfo("f4").max
@@ -68,8 +68,7 @@ def make_scalar_series(histories: Sequence[History], name: str) -> np.ndarray:
         counts = np.bincount(buckets, minlength=count)
         sums = np.bincount(buckets, values[is_known], count)
         series[:, 1 + k] = np.divide(sums, counts, out=np.full(count, np.nan), where=counts > 0)
-    filled: np.ndarray = series[np.isfinite(series[:, 1:-1]).any(axis=1)]
-    return filled.astype("f4")
+    return np.asarray(series[np.isfinite(series[:, 1:-1]).any(axis=1)].astype("f4"))
 
 
 def make_metric_series(histories: Sequence[History], name: str) -> np.ndarray:

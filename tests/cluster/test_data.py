@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,6 +100,20 @@ def test_each_kind_of_data_trains_like_arrays(
     losses, loss = train_and_evaluate(cluster2, make(tmp_path), target)
     assert losses == pytest.approx(expected[0], abs=1e-6)
     assert loss == pytest.approx(expected[1], abs=1e-6)
+
+
+def test_a_training_from_parquet_survives_a_lost_engine(cluster2: dtkit.Cluster, tmp_path: Path):
+    """The survivor sends its data to the new engine, but no open file can be sent."""
+    options: dict[str, Any] = {"rows": save_parquet(tmp_path), "target": "label", "epochs": 4}
+    undisturbed = small.train(cluster2, **options)
+    undisturbed.wait(60)
+    run = small.train(cluster2, **options, start=False)
+    run.step(3)
+    os.kill(cluster2.nodes[1].pid, signal.SIGKILL)
+    run.resume()
+    run.wait(60)
+    for (name, p), q in zip(run.model.named_parameters(), undisturbed.model.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-6), name
 
 
 @pytest.mark.parametrize("shuffle", ["shard", "global"])

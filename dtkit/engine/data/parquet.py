@@ -80,6 +80,7 @@ class ParquetSource:
 
     def __init__(self, parquet_files: ParquetFiles, cache_bytes: int = CACHE_BYTES) -> None:
         check_files_exist(parquet_files.paths)
+        self._parquet_files = parquet_files
         self._files = [_open_file(path) for path in parquet_files.paths]
         self._columns = parquet_files.columns
         self._row_groups = [(f, g) for f, file in enumerate(self._files) for g in range(file.metadata.num_row_groups)]
@@ -98,6 +99,10 @@ class ParquetSource:
         largest = max(sizes, default=0) * self._compute_row_bytes()
         self.groups_per_window = max(1, cache_bytes // _WINDOWS_PER_CACHE // max(1, largest))
         """Number of row groups within which rows are shuffled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Open the files where the source is sent, as on an engine that replaces a lost one."""
+        return type(self), (self._parquet_files, self._cache_bytes)
 
     def __len__(self) -> int:
         return int(self._group_starts[-1])

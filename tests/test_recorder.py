@@ -150,13 +150,19 @@ def test_unread_evaluations_are_recorded_once_if_all_ranks_have_them(one_host: R
     ]
 
 
-def test_gap_is_filled_from_the_results_that_engines_keep(tmp_path: Path):
-    """All ranks took the steps, but their replies were lost, as after a call that failed beside them."""
+def make_recorder_after_four_steps(folder: Path) -> tuple[Recorder, History]:
+    """Return the recorder of two ranks, whose cluster has its files in `folder`, and its history."""
     history = History()
-    group = types.SimpleNamespace(membership=types.SimpleNamespace(clock_offsets=None), folder=tmp_path, world_size=2)
+    group = types.SimpleNamespace(membership=types.SimpleNamespace(clock_offsets=None), folder=folder, world_size=2)
     recorder = Recorder(group, history)
     recorder.record_steps([left(rank, 0, 4) for rank in range(2)])
-    RunLog(tmp_path / RUNS_FOLDER / "job").close()
+    RunLog(folder / RUNS_FOLDER / "job").close()
+    return recorder, history
+
+
+def test_gap_is_filled_from_the_results_that_engines_keep(tmp_path: Path):
+    """All ranks took the steps, but their replies were lost, as after a call that failed beside them."""
+    recorder, history = make_recorder_after_four_steps(tmp_path)
     for rank in range(2):
         ResultOutbox(tmp_path, "job", rank).store_dispatch(*left(rank, 4, 20))
     recorder.fill_gap("job", 20)
@@ -167,11 +173,7 @@ def test_gap_is_filled_from_the_results_that_engines_keep(tmp_path: Path):
 
 def test_unread_steps_are_recorded_once_before_a_recovery_ends_what_engines_keep(tmp_path: Path):
     """Rank 0 was ahead and has replied; the results of rank 1 reached no reply."""
-    history = History()
-    group = types.SimpleNamespace(membership=types.SimpleNamespace(clock_offsets=None), folder=tmp_path, world_size=2)
-    recorder = Recorder(group, history)
-    recorder.record_steps([left(rank, 0, 4) for rank in range(2)])
-    RunLog(tmp_path / RUNS_FOLDER / "job").close()
+    recorder, history = make_recorder_after_four_steps(tmp_path)
     for rank in range(2):
         for start in (0, 4):  # the first ones are read, and not yet removed
             ResultOutbox(tmp_path, "job", rank).store_dispatch(*left(rank, start, start + 8 * (start > 0) + 4))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit.strategies.update import run_update
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -40,7 +42,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """Take a step of each optimizer."""
         assert closure is None
         for optimizer in self.optimizers:
-            optimizer.step()
+            run_update(optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
         """Clear the gradients of all parameters."""

@@ -26,6 +26,7 @@ from dtkit.strategies.loss import LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM, Loss
 from dtkit.strategies.module_modes import module_eval_mode
 from dtkit.strategies.module_numbers import assign_numbers, find_changes, list_numbers
 from dtkit.strategies.router_loss import RouterLosses, find_namespaces
+from dtkit.strategies.update import run_update
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -227,7 +228,7 @@ class ReplicatedWorker(Worker):
             self._grad_scaler.update()
             finite = finite or self._grad_scaler.get_scale() >= 1
         elif finite:
-            self.optimizer.step()
+            run_update(self.optimizer)
         return finite, norm
 
     def _compute_grad_norm(self) -> float:

@@ -27,6 +27,7 @@ from dtkit.strategies.pipeline.stage import StageRunner
 from dtkit.strategies.pipeline.tied_weights import TiedCopies
 from dtkit.strategies.pipeline.trace import to_model_name
 from dtkit.strategies.replicated import LossAccumulator
+from dtkit.strategies.update import run_update
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -166,7 +167,7 @@ class PipelineWorker(Worker):
         if finite:
             if (factor := gradients.compute_clip_factor(norm, self._clip_grad_norm)) < 1:
                 gradients.scale_(self._list_gradients(), factor)
-            self.optimizer.step()
+            run_update(self.optimizer)
             if probe is not None:
                 probe.record_update(float(self.optimizer.param_groups[0]["lr"]))
         return StepResult(

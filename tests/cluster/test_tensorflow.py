@@ -169,6 +169,7 @@ def train_as_the_guide(root: Path) -> float:
     names: dict[str, Any] = {"dtkit": dtkit, "__name__": "__main__"}  # as in a notebook
     exec(code, names)
     inputs = np.random.default_rng(0).normal(size=(129, 8)).astype("float32")
+    keras.config.set_dtype_policy("float32")  # other tests leave "float64" on the engines, with other first weights
     keras.utils.set_random_seed(0)
     return float(names["train_own_loop"](inputs, inputs[:, :3].argmax(1), epochs=5))
 

@@ -29,6 +29,7 @@ version = release = dtkit.__version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx_copybutton",
     "sphinx_design",
 ]
@@ -42,6 +43,7 @@ html_css_files = ["dtkit.css"]
 html_show_sourcelink = False
 html_theme_options = {
     "header_links_before_dropdown": 6,
+    "navbar_persistent": ["search-button"],
     "navigation_with_keys": False,
     "secondary_sidebar_items": ["page-toc"],
     "show_toc_level": 2,
@@ -67,6 +69,7 @@ default_role = "code"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
+autosummary_generate = False  # its tables link to the pages of the reference, which show everything
 autodoc_default_options = {"members": True}
 _MADE_BY_DTKIT = {"dtkit.Checkpoint", "dtkit.History", "dtkit.Partition", "dtkit.Run"}
 _STRATEGY_METHODS = {name for name in vars(Strategy) if not name.startswith("_")} | {"has_plain_sums"}

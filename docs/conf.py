@@ -30,6 +30,7 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
 ]
@@ -69,6 +70,8 @@ default_role = "code"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
+napoleon_google_docstring = False
+napoleon_use_param = napoleon_use_rtype = False
 autosummary_generate = False  # its tables link to the pages of the reference, which show everything
 autodoc_default_options = {"members": True}
 _MADE_BY_DTKIT = {"dtkit.Checkpoint", "dtkit.History", "dtkit.Partition", "dtkit.Run"}

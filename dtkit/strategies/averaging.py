@@ -55,20 +55,7 @@ if TYPE_CHECKING:
 @suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class OuterSGD:
-    """DiLoCo's outer optimizer, by default as in its paper (Douillard et al., 2023).
-
-    It takes the change from one average to the next as a gradient. ``OuterSGD(1.0, 0.0)`` is plain averaging.
-
-    Parameters
-    ----------
-    lr
-        Rate at which the parameters follow the average.
-    momentum
-        Part of the last change that is kept, from 0 to less than 1.
-    nesterov
-        Whether the momentum is Nesterov's.
-
-    """
+    """SGD on the change between two averages, as in DiLoCo (Douillard et al., 2023). (1.0, 0.0) is plain averaging."""
 
     lr: float = 0.7
     momentum: float = 0.9
@@ -94,10 +81,7 @@ class OuterSGD:
 @suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class ParameterAveraging(Strategy):
-    """Training of each rank on its own samples, with parameters averaged over ranks after every `every` steps.
-
-    That is local SGD (Stich, ICLR 2019), and with `outer` DiLoCo (Douillard et al., 2023). It sends 1 / `every` of the
-    bytes, and its result is not that of one process.
+    """Local SGD (Stich, ICLR 2019): ranks train alone, and their parameters are averaged after every `every` steps.
 
     Parameters
     ----------

@@ -51,7 +51,7 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": [],
 }
-html_sidebars = {"index": [], "changelog": []}
+html_sidebars = {"index": [], "example": [], "contributing": [], "changelog": []}
 
 # -- notebooks and Markdown -----------------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ version = release = dtkit.__version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
 ]
@@ -42,13 +44,14 @@ html_css_files = ["dtkit.css"]
 html_show_sourcelink = False
 html_theme_options = {
     "header_links_before_dropdown": 6,
+    "navbar_persistent": ["search-button"],
     "navigation_with_keys": False,
     "secondary_sidebar_items": ["page-toc"],
     "show_toc_level": 2,
     "footer_start": ["copyright"],
     "footer_end": [],
 }
-html_sidebars = {"index": [], "changelog": []}
+html_sidebars = {"index": [], "example": [], "contributing": [], "changelog": []}
 
 # -- notebooks and Markdown -----------------------------------------------------------------------------------
 
@@ -67,6 +70,9 @@ default_role = "code"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
+napoleon_google_docstring = False
+napoleon_use_param = napoleon_use_rtype = False
+autosummary_generate = False  # its tables link to the pages of the reference, which show everything
 autodoc_default_options = {"members": True}
 _MADE_BY_DTKIT = {"dtkit.Checkpoint", "dtkit.History", "dtkit.Partition", "dtkit.Run"}
 _STRATEGY_METHODS = {name for name in vars(Strategy) if not name.startswith("_")} | {"has_plain_sums"}

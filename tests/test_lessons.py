@@ -49,6 +49,7 @@ def test_a_claim_is_judged_by_its_formula_not_by_the_guess(
     assert first.startswith(f"{verdict}  bytes: measured ")
     assert first.endswith("; 1 / k = 0.125 (± 0.005)")
     assert second.strip() == comment
+    assert "(±&nbsp;0.005)" in lesson.results[0]._repr_html_()  # never at the end of a line
 
 
 @pytest.mark.parametrize(

@@ -434,7 +434,11 @@ def test_a_plan_says_that_one_process_is_fastest():
     line = "one process is fastest: 15 ms a step, and 50 ms with DataParallel()"
     assert repr(plan).splitlines()[1] == line
     assert f"<p>{line}</p>" in plan._repr_html_()
-    assert plan.figure().axes[1].get_title(loc="right").startswith("one process is fastest: 15 ms a step")
+    assert plan.figure().get_supxlabel().startswith("one process is fastest: 15 ms a step")
+    figure = plan.figure()
+    figure.canvas.draw()
+    titles = [ax.get_title(loc=loc) for ax in figure.axes for loc in ("left", "right")]
+    assert titles == ["Memory per node", "tightest node · black mark: free", "Time per step", ""]  # none overlap
     one = plan.one_process
     assert one is not None
     for changes in ({"step_s": 0.051}, {"step_s": math.nan}, {"free": one.needed - 1}):

@@ -80,11 +80,11 @@ def test_the_run_equals_training_in_one_process(done: ExecutedNotebook):
 
 def test_throughput_of_one_and_two_engines_is_reported(done: ExecutedNotebook):
     lines = re.findall(
-        r"(\d+) samples per update: 1 engine (\S+) samples/s, 2 engines (\S+) samples/s, ratio (\S+): (.+)",
+        r"(\d+) samples per update: ratio (\S+), (.+)\n +samples/s: (\S+) on 1 engine, (\S+) on 2 engines",
         done.text("comment = "),
     )
     assert [line[0] for line in lines] == ["64", "750"]
-    for *_, one, two, ratio, comment in lines:
+    for _, ratio, comment, one, two in lines:
         rate_1, rate_2 = float(one.replace(",", "")), float(two.replace(",", ""))
         assert rate_1 > 0
         assert rate_2 > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import nbformat
@@ -26,10 +28,14 @@ GUIDES = [
     ),
 ]
 HOW_TO = [
-    f"docs/how-to/{name}.md"
-    for name in ("hugging-face", "own-loop", "torchrun-script", "resume", "several-runs", "log-numbers")
+    "docs/index.md",
+    *(
+        f"docs/how-to/{name}.md"
+        for name in ("hugging-face", "own-loop", "torchrun-script", "resume", "several-runs", "log-numbers")
+    ),
 ]
 PAGES = [*GUIDES, *HOW_TO]
+START = "cluster = dtkit.Cluster(2)\n"
 README_EPOCHS = "epochs=100,"
 """The README's training lasts until its reader has tried the buttons; tests shorten it."""
 NOT_EXECUTED = {"docs/guides/several-hosts.md"}  # needs hosts of its reader
@@ -50,10 +56,10 @@ def done(root: Path, tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
 
 @pytest.fixture(scope="module")
 def how_to(root: Path, tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
-    """The first block of the README, which starts the cluster, and the blocks of docs/how-to."""
-    start, *_ = (source for language, source in blocks(root, ["README.md"]) if language == "python")
+    """The blocks of the site's first page and of docs/how-to. The pages after the first one use its cluster."""
     sources = [source for language, source in blocks(root, HOW_TO) if language == "python"]
-    return execute_blocks([start, *sources], tmp_path_factory.mktemp("how-to"))
+    later = [source.replace(START, "") for source in sources[1:]]
+    return execute_blocks([sources[0], *later], tmp_path_factory.mktemp("how-to"))
 
 
 def execute_blocks(sources: list[str], folder: Path) -> NotebookNode:
@@ -72,7 +78,8 @@ def get_cell_output(done: NotebookNode, source: str) -> str:
 
 def test_each_fenced_block_is_found(root: Path):
     assert {language for language, _ in blocks(root)} == LANGUAGES
-    fences = sum((root / page).read_text(encoding="utf-8").count("```") for page in PAGES)
+    texts = [(root / page).read_text(encoding="utf-8") for page in PAGES]
+    fences = sum(text.count("```") - 2 * text.count("```{") for text in texts)  # without directives of the site
     assert fences == 2 * len(blocks(root))
 
 
@@ -81,6 +88,16 @@ def test_each_page_with_python_is_executed(root: Path):
     assert {page for page in pages if "```python" in (root / page).read_text(encoding="utf-8")} == set(
         PAGES
     ) | NOT_EXECUTED
+
+
+@pytest.mark.parametrize("page", HOW_TO)
+def test_a_how_to_page_needs_no_other_page(root: Path, page: str):
+    """Its blocks name no variable or module that they don't define."""
+    source = "".join(source for language, source in blocks(root, [page]) if language == "python")
+    assert source.count(START) == 1
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
+    checked = subprocess.run(command, input=source, capture_output=True, text=True, check=False, timeout=60)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_make_targets_in_the_readme_exist(root: Path):
@@ -130,6 +147,7 @@ def test_own_loops_run_as_described(done: NotebookNode):
 @pytest.mark.slow
 @pytest.mark.notebook
 def test_how_to_pages_run_as_described(how_to: NotebookNode):
+    assert "PASS" in get_cell_output(how_to, "run.verify()")
     assert "[1.0, 1.0]" in get_cell_output(how_to, "cluster.run(sum_of_ranks)")
     shown = get_cell_output(how_to, "show_rank.py")
     assert "0 of 2 ['--epochs', '3']" in shown

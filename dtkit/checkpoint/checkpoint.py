@@ -283,5 +283,9 @@ class Checkpoints(list[Checkpoint]):
 
 @suggest_arguments
 def list_checkpoints(path: str | Path) -> Checkpoints:
-    """Return a table of the checkpoints in a folder of `run.save` or ``train(checkpoint_dir=...)``, oldest first."""
+    """Return a table of the checkpoints in a folder of `run.save` or ``train(checkpoint_dir=...)``, oldest first.
+
+    It is a list of :class:`~dtkit.Checkpoint`. Its ``broken`` names the problem of each folder that can't be read.
+    Raises CheckpointError if the folder does not exist.
+    """
     return Checkpoints(path)

@@ -38,6 +38,10 @@ _NEEDS_ENGINES = "which needs all engines"
 class Cluster(Engines):
     """Engines on this machine (or wherever `launcher` starts them), as ranks 0 to n - 1 of one process group.
 
+    ``with dtkit.Cluster(2) as cluster:`` closes it at the end of the block. In a notebook, ``cluster`` in the last line
+    of a cell shows a table of the engines. Raises ValueError for an option that can't be met, and ClusterError if
+    engines don't start within `timeout`.
+
     n : number of engines; by default one per GPU, else what cores and memory allow, at most four.
     launcher : "local"; several hosts, such as ``dtkit.SSH(["gpu1:4", "gpu2:4"])``; or the name of any ipyparallel
         launcher ("slurm", "mpi", ...), whose engines must share the notebook's folder.

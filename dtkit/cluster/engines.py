@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from dtkit.cluster.config import LaunchConfig
     from dtkit.cluster.devices import DevicePlan
+    from dtkit.dashboard.text.table_page import TablePage
     from dtkit.planning.cost_model import Benchmark
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.transport import Transport
@@ -240,10 +241,15 @@ class Engines:
         self.close()
 
     def __repr__(self) -> str:
-        return cluster_text.make_page(self._engine_group, self._device_note).to_text()
+        return self._make_page().to_text()
 
     def _repr_html_(self) -> str:
-        return cluster_text.make_page(self._engine_group, self._device_note).to_html()
+        return self._make_page().to_html()
+
+    def _make_page(self) -> TablePage:
+        transport = self._engine_group.transport
+        num_spares = len(transport.spare_ids) if isinstance(transport, LaunchedTransport) else 0
+        return cluster_text.make_page(self._engine_group, self._device_note, num_spares)
 
 
 def _is_over(run: Run) -> bool:

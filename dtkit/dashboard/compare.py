@@ -168,6 +168,7 @@ def compare(
     or one list of them. `labels` name them in the figure. Without labels, a run has its name, and its strategy where
     runs of that name differ in it. Runs of one name are named by strategy, and equal ones are numbered.
 
+    The result shows itself as charts and a table: ``figure()``, ``report(path)``, ``to_pandas()``.
     Raises TypeError for anything else, and ValueError for an empty list or for labels that don't fit.
     """
     items = _to_list(runs)

@@ -31,9 +31,13 @@ _MAX_SHOWN_RANKS = 32
 class Partition:
     """Partition of `n` rows into one shard for each rank. Notebooks show it as a table and a figure.
 
-    Arguments are those of :func:`~dtkit.data.sharding.partition_rows`. `labels` (one for each row; required by
-    "stratified") also show the balance of classes. A UserWarning says if it differs between shards by more than chance.
-    `source` is the handle of the rows on the engines.
+    ``cluster.partition(data)`` makes one. A UserWarning says if classes differ between shards by more than chance.
+
+    n : number of rows.
+    world_size : number of ranks.
+    by, weights, seed : as for :meth:`dtkit.Cluster.partition`; without "speed".
+    labels : class of each row; "stratified" needs them. They also show the balance of classes.
+    source : handle of the rows on the engines; None for a partition without rows.
     """
 
     def __init__(

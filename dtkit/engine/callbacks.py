@@ -41,7 +41,16 @@ class EngineContext:
 
 
 class EngineCallback:
-    """Base of callbacks on engines. Each rank has its own copy; methods are called at the same step on all ranks."""
+    """Base of callbacks on engines. Each rank has its own copy; methods are called at the same step on all ranks.
+
+    Overwrite what you need, and pass an object to ``cluster.train(on_engine=[...])``::
+
+        class LogNorm(dtkit.EngineCallback):
+            def after_step(self, context):
+                dtkit.log(weight_norm=context.parameters["0.weight"].norm())
+
+    `context` has `rank`, `world_size`, `step`, `model`, `optimizer` and `parameters`: this rank's parts, by name.
+    """
 
     def start(self, context: EngineContext) -> None:
         """Prepare for a training that has just been built."""

@@ -75,7 +75,7 @@ class Measurement:
             f'<div style="border-left:4px solid {color};padding:1px 0 1px 10px;margin:2px 0;line-height:1.5">'
             f'<span style="color:{color};font-weight:600">{self.verdict}</span> &ensp;'
             f"{html.escape(self.quantity)}: <b>{html.escape(self.measured_text)}</b> measured, "
-            f"{html.escape(self.theory)}<br>"
+            f"{html.escape(self.theory).replace('± ', '±&nbsp;')}<br>"
             f'<span style="opacity:.75">{html.escape(self.guess_text)}</span></div>'
         )
 

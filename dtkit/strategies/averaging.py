@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 @suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class OuterSGD:
-    """DiLoCo's outer optimizer, by default as in its paper. ``OuterSGD(1.0, 0.0)`` is plain averaging."""
+    """SGD on the change between two averages, as in DiLoCo (Douillard et al., 2023). (1.0, 0.0) is plain averaging."""
 
     lr: float = 0.7
     momentum: float = 0.9
@@ -81,7 +81,7 @@ class OuterSGD:
 @suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class ParameterAveraging(Strategy):
-    """Training of each rank on its own samples, with parameters averaged over ranks after every `every` steps.
+    """Local SGD (Stich, ICLR 2019): ranks train alone, and their parameters are averaged after every `every` steps.
 
     Parameters
     ----------

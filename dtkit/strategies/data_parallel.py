@@ -48,7 +48,10 @@ if TYPE_CHECKING:
 @suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class DataParallel(Strategy):
-    """Gradients are all-reduced in every step, weighted by samples, while backward still runs.
+    """Gradients are all-reduced in every step, weighted by samples (Li et al., VLDB 2020).
+
+    The result equals training in one process up to rounding, also for unequal shards. Small gradients are sent in one
+    message after backward, large ones in buckets while backward still runs.
 
     Parameters
     ----------

@@ -62,6 +62,8 @@ _GATHER_ALL_LIMIT = 9  # whole tensors at a time: 3 blocks (two gathered, one gr
 class Sharded(DTensorStrategy):
     """Parameters, gradients and optimizer state sharded among the ranks, which gather one block at a time.
 
+    torch's FSDP2 does the work (Zhao et al., VLDB 2023; after ZeRO, Rajbhandari et al., SC 2020).
+
     Parameters
     ----------
     replicas

@@ -216,9 +216,10 @@ def test_second_lost_engine_is_replaced_by_the_next_spare(cluster: dtkit.Cluster
 
 
 @pytest.mark.slow
-def test_later_spare_is_recorded_in_the_cluster_file(cluster: dtkit.Cluster):
+def test_later_spare_is_shown_and_recorded_in_the_cluster_file(cluster: dtkit.Cluster):
     transport: Any = cluster._engine_group.transport
     wait_until(lambda: transport.spare_ids, 60)
+    assert repr(cluster).startswith("Cluster of 2 engines and 1 spare, gloo\n")
     spare = transport.spare_ids[0]
     transport._use_spare(1)  # without `replace`, which writes the cluster file, too
     transport._refill_spares()

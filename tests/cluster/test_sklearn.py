@@ -44,6 +44,7 @@ def test_partition_is_fitted_where_it_lies(cluster2: dtkit.Cluster):
     X, y = load_breast_cancer(return_X_y=True)
     part = cluster2.partition((X, y))
     ridge = Ridge(cluster=cluster2).fit(part)
+    assert repr(cluster2.last_task).startswith("Ridge.fit on 2 nodes: done")
     expected = sklearn.linear_model.Ridge().fit(X, y)
     check_close(ridge.coef_, expected.coef_, BOUND, "coef_")
     assert ridge.n_features_in_ == 30

@@ -31,6 +31,12 @@ _wide_panels: set[str] = set()
 def panel(name: str, *, wide: bool = False) -> Callable[[PanelFunction], PanelFunction]:
     """Add a panel to the dashboard of every run: a decorator of a function ``draw(ax, history)``.
 
+    `ax` is a matplotlib Axes, and `history` the run's :class:`~dtkit.History`::
+
+        @dtkit.panel("Loss of rank 0")
+        def draw(ax, history):
+            ax.plot(*history.loss(rank=0))
+
     `name` is its title. A `wide` panel takes the full width. A panel of the same name is replaced, so that a cell may
     run again. To remove a panel, call ``remove_panel(name)`` of this module.
     """

@@ -47,14 +47,17 @@ def draw_plan(plan: Plan) -> Figure:
         [*(find(plan.get_rows(name)) for name in plan.strategies), *alone]
         for find in (find_tightest_row, find_slowest_row)
     )
-    figure = create_figure(12.0, 2.1 + 0.42 * len(rows))
+    figure = create_figure(10.0, 2.1 + 0.42 * len(rows))
     memory_axes, time_axes = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _draw_memory(memory_axes, rows)
-    _draw_time(time_axes, slowest, describe_fastest(plan) or "")
+    _draw_time(time_axes, slowest)
     names = [textwrap.fill(formatting.sanitize_text(row.strategy, 80), _NAME_WRAP_CHARS) for row in rows]
     memory_axes.set_yticks(range(len(rows)), names, fontsize=8)
     memory_axes.set_ylim(len(rows) - 0.5, -0.5)
     style.set_figure_title(figure, format_headline(plan))
+    if fastest := describe_fastest(plan):
+        style.set_figure_note(figure, fastest)
+    style.fit_texts(figure)
     return figure
 
 
@@ -70,7 +73,7 @@ def _draw_memory(ax: Axes, rows: Sequence[PlanRow]) -> None:
         _mark_free_memory(ax, row, end, y, unit_size, longest)
     ax.set_xlim(0, 1.35 * longest or 1)
     style.style_axes(ax, "x", style.TEXT_COLOR)
-    style.set_title(ax, "Memory per node", "of the node with least to spare; a black mark: free")
+    style.set_title(ax, "Memory per node", "tightest node · black mark: free")
     style.format_bar_axis(ax, len(MEMORY_PARTS), fontsize=7, unit=unit)
 
 
@@ -85,7 +88,7 @@ def _mark_free_memory(ax: Axes, row: PlanRow, end: float, y: int, unit_size: flo
         style.write_beside(ax, "does not fit", end, y, color=style.COLORS[5], fontweight="bold")
 
 
-def _draw_time(ax: Axes, rows: Sequence[PlanRow], note: str) -> None:
+def _draw_time(ax: Axes, rows: Sequence[PlanRow]) -> None:
     longest = max(row.step_s for row in rows)
     unit, unit_size = formatting.choose_unit(longest, formatting.SECOND_UNITS)
     others = [row.other_s / unit_size if row.is_measured else 0.0 for row in rows]
@@ -106,5 +109,5 @@ def _draw_time(ax: Axes, rows: Sequence[PlanRow], note: str) -> None:
         style.write_beside(ax, f"{format_step_time(row)}, {traffic}", row.step_s / unit_size, y)
     ax.set_xlim(0, 1.7 * longest / unit_size or 1)
     style.style_axes(ax, "x", style.TEXT_COLOR)
-    style.set_title(ax, "Time per step", note)
+    style.set_title(ax, "Time per step")
     style.format_bar_axis(ax, 1, fontsize=7, unit=unit)

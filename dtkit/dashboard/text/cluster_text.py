@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _HEADER = ["node", "engine id", "host", "pid", "device", "memory free", "threads"]
 
 
-def make_page(group: EngineGroup, device_note: str) -> TablePage:
+def make_page(group: EngineGroup, device_note: str, num_spares: int = 0) -> TablePage:
     """Return the page of a cluster, whose choice of devices may need a note."""
     if group.is_closed:
         return TablePage("Cluster(closed)", [])
@@ -36,5 +36,6 @@ def make_page(group: EngineGroup, device_note: str) -> TablePage:
         notes.append(f"Tensors travel over {', '.join(interfaces)}, and that traffic is not encrypted.")
     if (clocks := group.membership.clocks) is not None:
         notes += clocks.describe([node.host for node in group.nodes])
-    headline = f"Cluster of {formatting.format_count(group.world_size, 'engine')}, {backend}"
+    spares = f" and {formatting.format_count(num_spares, 'spare')}" if num_spares else ""
+    headline = f"Cluster of {formatting.format_count(group.world_size, 'engine')}{spares}, {backend}"
     return TablePage(headline, [Table(_HEADER, rows, {"host", "device"})], notes)

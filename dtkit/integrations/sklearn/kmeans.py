@@ -161,7 +161,7 @@ def _run_lloyd(ranks: Ranks, X: np.ndarray, centers: np.ndarray, max_iter: int, 
         iterations += 1
         before = labels
         labels, offsets = _find_nearest(X, centers)
-        ranks.log(loss=(sum_of_norms + offsets) / max(len(X), 1), samples=len(X))
+        ranks.log(loss=(sum_of_norms + offsets) / max(len(X), 1))
         moved, num_changed = _move_centers(ranks, X, labels, before, centers)
         shift = float(((moved - centers) ** 2).sum())
         centers = moved

@@ -94,7 +94,7 @@ def _fit(
         weights = flat.reshape(shape)
         loss, gradient = _compute_loss(inputs @ weights.T, member, inputs)
         total, gradients = ranks.sum(loss, gradient)
-        ranks.log(loss=loss / max(len(X), 1), samples=len(X))
+        ranks.log(loss=loss / max(len(X), 1))
         penalty = weights * penalized
         objective = total / count + 0.5 * strength * (penalty**2).sum()
         return float(objective), (gradients / count + strength * penalty).ravel()

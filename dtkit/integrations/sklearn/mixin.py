@@ -9,7 +9,7 @@ import numpy as np
 from sklearn.utils.validation import validate_data
 
 from dtkit.data.partition import Partition
-from dtkit.integrations.sklearn.ranks import OneProcess, fit_shard
+from dtkit.integrations.sklearn.ranks import OneProcess, ShardFit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ class ShardedMixin:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # shards may differ, but all rows are summed
             partition = self.cluster.partition(tuple(np.ascontiguousarray(column) for column in columns))
-        return list(self.cluster.run(fit_shard, partition.source.key, fit, options))
+        return self._fit_placed(fit, partition, options)
 
     def _fit_partition(self, fit: Callable[..., Any], partition: Partition, y: Any, options: Any) -> list[Any]:
         if self.cluster is None:
@@ -50,9 +50,13 @@ class ShardedMixin:
             raise ValueError("y is part of the partition, as in cluster.partition((X, y)); leave it out in fit")
         if partition.source is None or partition.source.engine_group.folder != self.cluster.folder:
             raise ValueError("this partition belongs to another cluster; partition the rows with this one")
-        results = list(self.cluster.run(fit_shard, partition.source.key, fit, options))
+        results = self._fit_placed(fit, partition, options)
         self.n_features_in_ = int(results[0]["n_features"])
         return results
+
+    def _fit_placed(self, fit: Callable[..., Any], partition: Partition, options: Any) -> list[Any]:
+        assert partition.source is not None
+        return list(self.cluster.run(ShardFit(f"{type(self).__name__}.fit"), partition.source.key, fit, options))
 
     def _check_parameters(self) -> None:
         """Raise scikit-learn's InvalidParameterError, a ValueError, for options that it doesn't take."""

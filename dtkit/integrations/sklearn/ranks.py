@@ -80,11 +80,20 @@ class AllRanks:
         log(**numbers)
 
 
-def fit_shard(key: str, fit: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """Call `fit` on an engine with the rows of its shard. Raises ValueError for values that are not finite."""
-    columns, rows = read_shard(key)
-    check_columns(columns)
-    return fit(AllRanks(), columns, rows, **options)
+class ShardFit:
+    """An estimator's fit on an engine, with the rows of its shard. Raises ValueError for values that are not finite.
+
+    name : what the call's view shows, such as "KMeans.fit".
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, key: str, fit: Callable[..., Any], options: dict[str, Any]) -> Any:
+        """Call `fit` with the columns and numbers of this rank's rows."""
+        columns, rows = read_shard(key)
+        check_columns(columns)
+        return fit(AllRanks(), columns, rows, **options)
 
 
 def check_columns(columns: Sequence[np.ndarray]) -> None:

@@ -58,7 +58,10 @@ if TYPE_CHECKING:
 @suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class Pipeline(Strategy):
-    """The model in stages that work at the same time, each on another micro-batch.
+    """The model in stages that work at the same time, each on another micro-batch (Huang et al., NeurIPS 2019).
+
+    `stages` x `replicas` is the world size. The model is a chain of layers, such as an ``nn.Sequential``, or one that
+    torch can trace.
 
     Parameters
     ----------

@@ -69,6 +69,9 @@ if TYPE_CHECKING:
 class TensorParallel(DTensorStrategy):
     """Layers in `tp_size` slices, one per rank; the ranks of a replica compute on the same samples.
 
+    torch's DTensor does the work (Shoeybi et al., Megatron-LM, 2019). Ranks exchange activations in every layer, so
+    keep the ranks of a replica on one host.
+
     Parameters
     ----------
     tp_size

@@ -72,7 +72,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "one sample for a BatchNorm1d": (
         {"model": make_batch_norm_net(), "batch_size": 21},
         dtkit.errors.EngineError,
-        r"1 \(BatchNorm1d\) can't normalize one sample, and step 3 .*Choose a batch_size",
+        r"1 \(BatchNorm1d\) can't normalize one sample, and step 3 .*Use drop_last=True, .* or choose a batch_size",
     ),
 }
 

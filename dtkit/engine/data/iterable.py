@@ -31,7 +31,7 @@ from dtkit.engine.data.divided_stream import DividedStream, check_same_items
 from dtkit.engine.data.rank_queries import record_rank_queries
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.shard_iterator import ShardIterator
@@ -162,7 +162,7 @@ class IterableBatches:
             self._sample_counts = self._sum_counts(counts)
         return self._sample_counts
 
-    def find_step_with_count(self, count: int) -> tuple[int, int] | None:  # noqa: ARG002 - part of the interface
+    def find_step_with_count(self, wanted: Container[int]) -> tuple[int, int] | None:  # noqa: ARG002 - part of the interface
         """Return None: counts aren't known in advance."""
         return None
 

@@ -61,6 +61,22 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "^validation has arrays of 9",
     ),
+    "a function of a number as validation": (
+        {"validation": lambda: 3},
+        dtkit.errors.EngineError,
+        "TypeError: what the function validation returned is an int; it must be a tuple of arrays",
+    ),
+    "a function of an argument as validation": (
+        {"validation": lambda n: n},
+        TypeError,
+        r"^validation is a function of \(n\)",
+    ),
+    "a generator as validation": ({"validation": (k for k in [1])}, TypeError, "^validation is a generator that iter"),
+    "text instead of numbers in validation": (
+        {"validation": (data()[0], np.array(["a"] * 64))},
+        TypeError,
+        r"^validation\[1\] has dtype <U1",
+    ),
     "a number as tags": ({"tags": 3}, TypeError, "^tags=3; it must be a list of texts"),
     "a number as on_engine": ({"on_engine": 3}, TypeError, "^on_engine is an int; give a list"),
     "a number as columns": ({"columns": 3}, TypeError, "^columns=3; it must be a list of names"),

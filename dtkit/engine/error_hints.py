@@ -34,6 +34,9 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
         _explain_convolution(message, inputs, model),
         _explain_features(message, inputs),
         _explain_output_shape(message),
+        _explain_output_columns(message, target),
+        _explain_output_type(message),
+        _explain_detached(message),
         _explain_target(message, target, model),
     )
     for hint in filter(None, hints):
@@ -187,6 +190,40 @@ def _explain_output_shape(message: str) -> str | None:
     return (
         f"The outputs of a batch have shape ({sizes[2]}, 1), and the targets ({sizes[1]},); they must be equal. "
         "Convert the targets, as in y.reshape(-1, 1), or the outputs, as in output.squeeze(1)"
+    )
+
+
+def _explain_output_columns(message: str, target: Any) -> str | None:
+    """Return the remedy where a loss compares several outputs of a sample with its one target."""
+    sizes = re.search(r"tensor a \((\d+)\) must match the size of tensor b \((\d+)\) at non-singleton dim.* 1", message)
+    targets = next(_iterate_tensors(target), None)
+    if sizes is None or targets is None or targets.dim() != 1 or int(sizes[2]) != len(targets):
+        return None
+    return (
+        f"The model has {sizes[1]} outputs for each sample, and the targets have shape ({sizes[2]},), one number for "
+        "each sample. For class labels use nn.CrossEntropyLoss(); for one number, end the model with nn.Linear(..., 1) "
+        "and reshape the targets, as in y.reshape(-1, 1)"
+    )
+
+
+def _explain_output_type(message: str) -> str | None:
+    """Return the remedy where a loss of torch gets what the model returned, and that is not a tensor."""
+    kind = re.search(r"argument 'input' \(position 1\) must be Tensor, not (\w+)", message)
+    if kind is None:
+        return None
+    key = "['logits']" if kind[1] in ("dict", "OrderedDict") else "[0]" if kind[1] in ("tuple", "list") else ".logits"
+    return (
+        f"The loss gets what the model returns as its output, and that is of type {kind[1]}. Choose the tensor, as in "
+        f"loss=lambda output, target: nn.functional.cross_entropy(output{key}, target)"
+    )
+
+
+def _explain_detached(message: str) -> str | None:
+    if "does not require grad and does not have a grad_fn" not in message:
+        return None
+    return (
+        "The loss has no gradient, so it can't train the model. detach(), item(), numpy(), argmax() or torch.no_grad() "
+        "cut it off from the parameters; compute it from the model's output by torch's functions alone"
     )
 
 

@@ -371,17 +371,17 @@ class DispatchResult:
     step: int
     lr: float
     end_reason: str = "done"
-    """Reason why the dispatch ended.
-
-    It is "done", "time" (all ranks agreed that steps had become slow), "nonfinite", or "exhausted". Exhausted: a stream
-    of unknown length has ended on all ranks.
+    """Why the dispatch ended: "done", "time" (all ranks agreed that steps had become slow), "nonfinite", or "exhausted"
+    (a stream of unknown length has ended on all ranks).
     """
     loss: float | None = None
     """With "nonfinite", this rank's loss in the step that was not taken."""
     nonfinite: NonFiniteLocations = ()
     """With "nonfinite" in a pipeline, the values of this rank's stages that are not finite."""
     bad_rows: str = ""
-    """With "nonfinite", which rows of the rank's batch are not finite, in words; "" for none."""
+    """With "nonfinite", which rows of the rank's batch are not finite or far too large, in words; "" for none."""
+    largest_parameter: float = 0.0
+    """With "nonfinite", the largest absolute value of this rank's parameters."""
     blocked_spans: object = None
     """Spans in which this rank was blocked, of shape (steps, collectives, 3): begin and end in seconds on the rank's
     clock, and the group's number; NaN for none.

@@ -30,6 +30,19 @@ class Thing:
         return missing.real_mistake  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("name", "names", "hint"),
+    [
+        ("shutdown", ["close", "repair"], "did you mean it.close?"),
+        ("fit", ["train", "plan"], "did you mean it.train?"),
+        ("to_df", ["to_pandas"], "did you mean it.to_pandas?"),
+        ("fit", ["plan", "sum"], "it has plan, sum"),
+    ],
+)
+def test_a_name_of_another_library_is_translated(name: str, names: list[str], hint: str):
+    assert describe_missing("it", name, names) == f"it has no attribute {name!r}; {hint}"
+
+
 @pytest.mark.parametrize(("name", "meant"), [("nmae", "name"), ("resum", "resume")])
 def test_the_error_names_what_was_meant_once(name: str, meant: str):
     with pytest.raises(AttributeError) as caught:

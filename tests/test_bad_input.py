@@ -61,6 +61,28 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "^validation has arrays of 9",
     ),
+    "a function of a number as validation": (
+        {"validation": lambda: 3},
+        dtkit.errors.EngineError,
+        "TypeError: what the function validation returned is an int; it must be a tuple of arrays",
+    ),
+    "a function of an argument as validation": (
+        {"validation": lambda n: n},
+        TypeError,
+        r"^validation is a function of \(n\)",
+    ),
+    "a generator as validation": ({"validation": (k for k in [1])}, TypeError, "^validation is a generator that iter"),
+    "text instead of numbers in validation": (
+        {"validation": (data()[0], np.array(["a"] * 64))},
+        TypeError,
+        r"^validation\[1\] has dtype <U1",
+    ),
+    "a model wrapped for several GPUs": (
+        {"model": nn.DataParallel(net())},
+        TypeError,
+        r"wrapped in DataParallel, and dtkit distributes it by itself. Give what is inside \(model.module\)",
+    ),
+    "no samples": ({"rows": cut(0)}, ValueError, "^the data has no samples. Give at least one for each of the 2 ranks"),
     "a number as tags": ({"tags": 3}, TypeError, "^tags=3; it must be a list of texts"),
     "a number as on_engine": ({"on_engine": 3}, TypeError, "^on_engine is an int; give a list"),
     "a number as columns": ({"columns": 3}, TypeError, "^columns=3; it must be a list of names"),
@@ -102,6 +124,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "a seed below 0": ({"seed": -1}, ValueError, "seed=-1; it must be an integer from 0 up"),
 }
+
+
+def test_a_function_that_uses_the_cluster_is_refused_with_what_to_do(cluster: dtkit.Cluster):
+    message = r"\(closure variable 'cluster'\): a cluster stays in its notebook, .* give the function what it needs"
+    with pytest.raises(dtkit.errors.SerializationError, match=message):
+        cluster.run(lambda: cluster.world_size)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -39,6 +39,17 @@ def make(*shape: int, bad: dict[tuple[int, ...], float] | None = None) -> torch.
         ({"x": make(6, 2), "labels": make(6, bad={(3,): math.nan})}, "row 3 ('labels', nan)"),
         (make(6, 2, bad={(3, 0): math.nan}), "row 3 (column 0: nan)"),
         ((make(2, 2, bad={(0, 0): math.nan}), make(6)), ""),  # not a row a sample
+        (
+            (make(6, 3, bad={(2, 1): 1e38, (4, 0): -1e20}), make(6)),
+            "inputs, 2 of this rank's 6 rows of the step have numbers too large to square, the first is row 99 (column",
+        ),
+        ((make(6), make(6, bad={(3,): 1e38})), "1 of this rank's 6 rows of the step has numbers too large to square"),
+        ((make(6, 3, bad={(2, 1): 1e18}), make(6)), ""),
+        ((make(6, 3, bad={(2, 1): 1e4}).half(), make(6)), ""),
+        (
+            (make(6, 3, bad={(2, 1): 1e38, (4, 0): math.nan}), make(6)),
+            "1 of this rank's 6 rows of the step is not fini",
+        ),
     ],
 )
 def test_the_first_bad_row_is_named_with_its_column(batch: Any, text: str):

@@ -10,7 +10,7 @@ import pytest
 from dtkit.dashboard import report
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.verdict import find_shown_verdict
-from dtkit.history.divergence import find_divergence, find_ruined_step
+from dtkit.history.divergence import find_divergence, find_large_loss, find_ruined_step
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.training.divergence_watch import DivergenceWatch
 from tests.support.fake_source import FakeSource
@@ -51,6 +51,21 @@ def test_a_loss_far_above_its_start_is_the_first_notice_and_the_verdict(tmp_path
     assert notices[0] == {"kind": "diverged", "text": text}
     report.write_report(source, tmp_path / "run.html")
     assert text in (tmp_path / "run.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("losses", "remedy", "large"),
+    [
+        ([2.0, 1.5, math.inf], "train again with a lower learning rate (0.1 now)", (2, math.inf)),
+        ([math.inf, math.inf], "no update came before it, so look for numbers in the data or the model", (0, math.inf)),
+        ([2.0, 1e16, math.inf], "train again with a lower learning rate (0.1 now)", (1, 1e16)),
+    ],
+)
+def test_after_an_infinite_loss_only_another_training_helps(losses, remedy, large):
+    history = make_history(losses)
+    assert find_divergence(history).remedy.startswith(remedy)
+    assert find_large_loss(history) == large
+    assert find_large_loss(make_history([2.0, 1e6])) is None
 
 
 @pytest.mark.parametrize(

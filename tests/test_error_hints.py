@@ -19,9 +19,28 @@ ROWS = torch.zeros(5, 64)
 LABELS = torch.zeros(5, dtype=torch.int64)
 
 
+def test_forward_of_other_inputs_gets_the_remedy():
+    model = nn.Linear(64, 10)
+    with pytest.raises(TypeError) as caught:
+        model(ROWS, ROWS)
+    add_hints(caught.value, [(5, (ROWS, ROWS, LABELS))], model)
+    assert (
+        "but the last, which is the target: here 2 inputs. Give data with as many inputs as Linear.forward takes"
+        in (format_message(caught.value))
+    )
+
+
+def test_a_second_process_group_gets_the_remedy():
+    error = ValueError("trying to initialize the default process group twice!")
+    assert add_general_hint(error)
+    assert "leave init_process_group() out" in error.__notes__[0]
+
+
 def fail(model: nn.Module, inputs: Any, target: Any, loss: Callable[..., Any] = nn.functional.cross_entropy) -> str:
     """Return the message of the error that a step with this batch raises."""
-    with pytest.raises((RuntimeError, ValueError, IndexError, NameError, AssertionError)) as caught:
+    with pytest.raises(
+        (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError, NameError, AssertionError)
+    ) as caught:
         loss(model(inputs), target)
     add_hints(caught.value, [(5, (inputs, target))], model)
     return format_message(caught.value)
@@ -35,6 +54,16 @@ def use_cuda(output: Any, target: Any) -> Any:
     raise AssertionError("Torch not compiled with CUDA enabled")
 
 
+def detach_loss(output: Any, target: Any) -> Any:
+    loss = nn.functional.cross_entropy(output, target).detach()
+    loss.backward()
+
+
+class Named(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return {"logits": inputs}
+
+
 CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
 
 
@@ -45,6 +74,29 @@ CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
         (nn.Linear(64, 10).double(), ROWS, LABELS, None, r"data are float32, and the model is float64; .*'float64'\)"),
         (nn.Linear(64, 10), ROWS.byte(), LABELS, None, r"data are uint8, and the model is float32; .*'float32'\)"),
         (CONVOLUTION, torch.zeros(5, 1, 8, 8).byte(), LABELS, None, r"data are uint8, and the model is float32;"),
+        (nn.Linear(64, 10), ROWS, LABELS, detach_loss, "has no gradient, so it can't train the model. detach"),
+        (
+            nn.Linear(64, 10),
+            ROWS,
+            ("cat",) * 5,
+            None,
+            r"targets of a batch are of type tuple, as texts are. Give numbers",
+        ),
+        (nn.Module(), ROWS, LABELS, None, r"has to define forward\(self, ...\), with this spelling"),
+        (
+            Named(),
+            ROWS,
+            LABELS,
+            None,
+            r"that is of type dict. Choose the tensor, .*cross_entropy\(output\['logits'\], t",
+        ),
+        (
+            nn.Linear(64, 3),
+            ROWS,
+            torch.zeros(5),
+            lambda output, target: ((output - target) ** 2).mean(),
+            r"model has 3 outputs for each sample, and the targets have shape \(5,\), one .* use nn.CrossEntropyLoss",
+        ),
         (nn.Linear(64, 10), LABELS, ROWS, None, r"inputs have shape \(5,\) and type int64, .* swapped; pass \(X, y\)"),
         (
             nn.Linear(64, 1),

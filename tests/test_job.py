@@ -97,12 +97,21 @@ def test_a_nan_loss_ends_the_dispatch_before_the_update_and_is_reported():
     assert math.isnan(found.loss)
     assert "in the inputs, 1 of this rank's" in found.bad_rows
     assert "namely row 12 (column 0: nan)" in found.bad_rows
+    assert 0 < found.largest_parameter < 10
     assert found.step == made.step == len(found.rows) < 20
     before = get_state(made)
     assert all(value.isfinite().all() for value in before.values())
     made.advance(1)  # the same step again
     assert made.collect_results().end_reason == "nonfinite"
     assert all(torch.equal(value, before[name]) for name, value in get_state(made).items())
+
+
+def test_a_job_with_ruined_parameters_reports_their_size():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)).double()
+    model[1].weight.data.mul_(1e200).mul_(1e200)
+    made = make_job(model=model)
+    made.advance(1)
+    assert made.collect_results().largest_parameter == math.inf
 
 
 def test_infinite_gradients_of_a_zero_weight_loss_report_no_loss():

@@ -524,6 +524,22 @@ def test_one_process_in_place_of_all_ranks_gets_their_samples():
         ] or step == 4
 
 
+@pytest.mark.parametrize(("samples", "full"), [(70, 4), (64, 4), (16, 1)])
+def test_drop_last_ends_a_stream_before_a_step_that_is_not_full(samples: int, full: int):
+    source = load_source(counting(samples), ColumnSelection())
+    stream = IterableBatches(source, plan(drop_last=True), WORLD, [0, 1], None)  # type: ignore[arg-type]
+    counts = [stream.count_samples(step) for step in range(full + 2)]
+    assert counts == [(8, 8)] * full + [(0, 0)] * 2
+    assert stream.load_batches(full + 1) == []
+
+
+def test_drop_last_of_a_stream_that_fills_no_step_is_refused():
+    source = load_source(counting(10), ColumnSelection())
+    stream = IterableBatches(source, plan(drop_last=True), WORLD, [0, 1], None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"has only 10 samples for batch_size=16, .* Use batch_size=10 or less"):
+        stream.count_samples(0)
+
+
 def test_stream_steps_can_be_repeated_and_skipped_but_not_revisited():
     stream = alone(counting(200))
     first = numbers(stream.load_batches(0))

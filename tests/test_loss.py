@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,6 +20,10 @@ from dtkit.rpc.job_plan import JobPlan
 from dtkit.strategies.base import TrainingProgram
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.loss import LabelWeight, Loss
+from dtkit.strategies.pipeline.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from dtkit.strategies.base import Strategy
 
 
 def batch(rows: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,13 +155,22 @@ def test_known_targets_are_checked_once():
 # -- batch normalization of a single sample ------------------------------------------------------------------
 
 
-def check(network: nn.Module, inputs: torch.Tensor, batch_size: int, loss_fn: Loss | None = None) -> None:
+def check(
+    network: nn.Module,
+    inputs: torch.Tensor,
+    batch_size: int,
+    loss_fn: Loss | None = None,
+    strategy: Strategy | None = None,
+) -> None:
+    strategy = strategy or DataParallel()
     part = Partition(len(inputs), 2)
     source = ArraySource([inputs, torch.zeros(len(inputs))])
     stream = ShardedBatches(
         source, Shards(part.flatten_indices(), part.sizes), JobPlan(batch_size, 10, "shard", 0), [0]
     )
-    program = TrainingProgram(loss_fn or Loss(nn.MSELoss(), None), torch.optim.SGD, DataParallel())
+    if strategy.pipeline_schedule is not None:
+        stream.set_shares([1.0])
+    program = TrainingProgram(loss_fn or Loss(nn.MSELoss(), None), torch.optim.SGD, strategy)
     check_batch_norm(network.train(), program, lambda n: source.take(np.arange(n) % len(source)), stream)
 
 
@@ -168,6 +183,32 @@ def test_batch_norm_refuses_a_single_sample():
     assert network.training
     assert not network[1]._forward_pre_hooks  # the check removes its hooks
     assert not network[1].running_mean.any()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "samples", "message"),
+    [
+        (Pipeline(2, 4), 19, r"step 2 .* gives the model 3 samples for micro_batches=4, so a micro-batch has just one"),
+        (Pipeline(2, 4), 20, "Use drop_last=True, which leaves out the last batch, or choose another batch_size or a"),
+        (DataParallel(accumulate=2), 22, r"step 2 .* gives replica 0 3 samples for accumulate=2"),
+        (Pipeline(2, 8), 16, r"step 0 .* gives the model 8 samples for micro_batches=8.*Choose .* which makes 16"),
+        (Pipeline(2, 4), 24, None),
+        (Pipeline(2, 2), 20, None),
+        (DataParallel(accumulate=2), 24, None),
+    ],
+)
+def test_batch_norm_refuses_a_single_sample_in_a_micro_batch(strategy, samples, message):
+    network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    expected = contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message)
+    with expected:
+        check(network, torch.zeros(samples, 4), 8, strategy=strategy)
+
+
+def test_batch_norm_2d_refuses_a_single_pixel_and_accepts_several():
+    network = nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4))
+    with pytest.raises(ValueError, match=r"1 \(BatchNorm2d\) can't normalize one sample"):
+        check(network, torch.zeros(21, 2, 2, 2), 10)
+    check(network, torch.zeros(21, 2, 3, 3), 10)
 
 
 def test_batch_norm_check_accepts_harmless_models():
@@ -187,7 +228,7 @@ def test_torch_s_batch_norm_error_gets_the_remedy():
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
         network(torch.zeros(1, 4))
     add_batch_norm_hint(caught.value)
-    assert "batch_size that leaves every rank two samples or none" in caught.value.__notes__[0]
+    assert "batch_size that leaves every rank, and each micro-batch, two samples or none" in caught.value.__notes__[0]
     other = ValueError("something else")
     add_batch_norm_hint(other)
     assert not hasattr(other, "__notes__")

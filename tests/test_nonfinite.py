@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -39,9 +40,41 @@ def test_rows_that_are_not_finite_are_named_and_have_their_own_remedy():
     (failure,) = build_nonfinite_failures(5, advances, NODES)
     assert failure.rank == 1
     assert "not finite: in the targets, 1 of 4 rows. All ranks paused" in failure.message
-    assert "Repair these rows or leave them out, and train again" in failure.message
+    assert "Repair or scale these rows, or leave them out, and train again" in failure.message
     (failure,) = build_nonfinite_failures(5, advances, NODES, ruined_step=3)
     assert "in the targets, 1 of 4 rows. The loss grew since step 3" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("step", "largest", "large_loss", "message"),
+    [
+        (
+            5,
+            2e38,
+            (3, math.inf),
+            r"reach 2e\+38, so they are ruined .* loss was inf at step 3\. Train .* before step 3",
+        ),
+        (
+            5,
+            math.inf,
+            None,
+            r"parameters are not finite, so they are ruined .* again\. Train again with a lower learning",
+        ),
+        (
+            5,
+            1e14,
+            (0, 3e36),
+            r"loss was 3e\+36 at step 0, before any update: the data of that step, or the model, hold",
+        ),
+        (0, 1e14, None, "reach 1e[+]14 before the first update: with them, no learning rate helps"),
+        (5, 1e5, (3, math.inf), "parameters are as after the step before. Lower the learning rate"),
+    ],
+)
+def test_parameters_that_are_too_large_are_called_ruined(step, largest, large_loss, message):
+    advances = [DispatchResult(None, step, 0.1, "nonfinite", math.inf, (), "", largest)]
+    (failure,) = build_nonfinite_failures(step, advances, NODES, large_loss=large_loss)
+    assert re.search(message, failure.message)
+    assert choose_remedy(advances, None) == ("train" if largest > 1e10 else "lr")
 
 
 def test_failure_with_finite_losses_lists_the_losses_of_all_ranks():

@@ -542,3 +542,30 @@ def test_modules_that_an_object_needs_are_listed(tmp_path: Path, monkeypatch: py
     exec(code, scope)
     packed = pickling.pack_object([models.Net(), scope["loss"], np.zeros(3)])
     assert {"models_of_a_user", "helpers_of_a_user"} <= pickling.list_modules(packed.header, packed.buffers)
+
+
+class CollectorWatch:
+    """Whether garbage was collected while this was pickled and unpickled."""
+
+    seen: list[bool] = []  # noqa: RUF012 - emptied by the test
+
+    def __reduce__(self) -> Any:
+        self.seen.append(gc.isenabled())
+        return self._build, ()
+
+    @classmethod
+    def _build(cls) -> CollectorWatch:
+        cls.seen.append(gc.isenabled())
+        return cls()
+
+
+def test_no_garbage_is_collected_while_many_objects_are_pickled():
+    CollectorWatch.seen.clear()
+    pickling.loads(pickling.dumps(CollectorWatch()))
+    packed = pickling.pack_object(CollectorWatch())
+    pickling.unpack_object(packed.header, packed.buffers)
+    assert CollectorWatch.seen == [False] * 4
+    assert gc.isenabled()
+    with pytest.raises(SerializationError):
+        pickling.dumps(threading.Lock())
+    assert gc.isenabled()

@@ -23,7 +23,7 @@ from dtkit.engine import benchmark as measure
 from dtkit.engine import dry_run, memory, memory_limit, strategy_trial, trial_training
 from dtkit.engine.data.sources import ArraySource
 from dtkit.engine.ops.benchmarks import BenchmarkOps
-from dtkit.planning import fit_check
+from dtkit.planning import fit_check, planner
 from dtkit.planning.cost_model import Benchmark, Cost, LinearFit, MemoryBudget, compute_ring_bytes, divide_memory
 from dtkit.planning.layer_chain import LayerChain, LayerCosts
 from dtkit.planning.plan import Plan, Shortage, build_rows, find_shortage
@@ -388,6 +388,19 @@ def test_a_step_whose_communication_is_not_counted_is_a_lower_bound():
     assert re.split(" {2,}", repr(unknown).splitlines()[5])[-2:] == ["—", "> 112 µs"]
     texts = [text.get_text() for text in unknown.figure().axes[1].texts]
     assert set(texts) == {"> 112 µs, what is sent not counted"}
+
+
+def test_parts_of_a_measured_step_add_up_if_communication_is_not_counted():
+    """Replicas of tensor parallelism know a part of their communication: its time must not vanish."""
+    plan = make_measured_plan()
+    rows = [dataclasses.replace(row, sent_bytes=math.nan) for row in plan.rows]
+    unknown = dataclasses.replace(plan, rows=tuple(rows))
+    assert [row.compute_s + row.other_s for row in rows] == [pytest.approx(row.step_s) for row in rows]
+    _, steps, _ = plan_text._make_page(unknown).tables
+    assert steps.rows[0][2:] == ["—", "40 ms", "in other", "10 ms", "50 ms"]
+    containers = unknown.figure().axes[1].containers
+    drawn = [sum(bars[k].get_width() for bars in containers) for k in range(len(unknown.strategies))]
+    assert drawn == [pytest.approx(50)] * len(unknown.strategies)
 
 
 def test_bars_of_a_plan_figure_add_up():
@@ -911,7 +924,12 @@ def test_the_mean_of_steps_leaves_accidents_out_but_counts_each_position_of_a_cy
 def test_unknown_traffic_is_noted_and_not_shown_as_zero(cluster: dtkit.Cluster):
     strategies = [dtkit.TensorParallel(2), dtkit.DataParallel()]
     found = ask(cluster, strategies=strategies)
-    assert any("not counted: what TensorParallel(tp_size=2) sends" in note for note in found.notes)
+    name = repr(strategies[0])
+    is_measured = found.get_rows(name)[0].is_measured
+    end = "; 'other' contains the time it takes" if is_measured else ", and the time it takes: 'in all' is a lower"
+    assert any(f"not counted: what {name} sends within layers{end}" in note for note in found.notes)
+    rows = [dataclasses.replace(row, is_measured=not is_measured) for row in found.get_rows(name)]
+    assert ("lower bound" in planner._list_unknowns(rows)[0]) == is_measured
     assert [math.isnan(found.get_rows(strategy)[0].sent_bytes) for strategy in strategies] == [True, False]
     assert "what is sent not counted" in " ".join(text.get_text() for text in found.figure().axes[1].texts)
 

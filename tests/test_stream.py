@@ -160,10 +160,18 @@ def test_a_step_without_a_sample_has_no_batch():
 
 
 def test_find_step_with_count_finds_the_first_single_sample():
-    assert stream(2, [0]).find_step_with_count(1) == (5, stream(2, [0]).count_samples(5).index(1))
-    assert stream(2, [0], samples=120).find_step_with_count(1) is None
+    assert stream(2, [0]).find_step_with_count({1}) == (5, stream(2, [0]).count_samples(5).index(1))
+    assert stream(2, [0], samples=120).find_step_with_count({1}) is None
     late = stream(2, [0], batch=4, samples=4 * 2000 + 1)
-    assert late.find_step_with_count(1)[0] == 2000
+    assert late.find_step_with_count({1})[0] == 2000
+
+
+def test_find_step_with_count_counts_the_samples_of_a_replica_of_several_ranks():
+    batches = stream(2, [0], samples=122)
+    assert batches.find_step_with_count({1}) == (5, 0)
+    batches.set_shares([1.0])
+    assert batches.find_step_with_count({1}) is None
+    assert batches.find_step_with_count({2}) == (5, 0)
 
 
 class Samples(Dataset):

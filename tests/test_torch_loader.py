@@ -38,6 +38,7 @@ def test_dropped_last_batch_is_taken_over():
     assert settings.drop_last
     assert str(settings).endswith("rows in order, without an incomplete last batch")
     assert not read_data_loader(DataLoader(ROWS, batch_size=3)).drop_last
+    assert read_data_loader(DataLoader(Endless(), batch_size=3, drop_last=True)).drop_last
 
 
 WEIGHTED = WeightedRandomSampler([1.0] * 8, 8)

@@ -90,7 +90,7 @@ def test_run_that_is_slower_than_one_process_says_so_with_the_arithmetic():
     )
     assert verdict.arithmetic[0] == (
         "one process computes the rows of 2 nodes: 2.00 * 60 ms + 10 ms (update, other) = 130 ms; computing grows at "
-        "most as the rows"
+        "most as the rows. Nodes that share cores compute more slowly than it would; run.verify() measures it"
     )
     assert verdict.arithmetic[1].startswith("communication is 57 % of a step: batch_size=256")
 

@@ -76,7 +76,10 @@ def test_elements_with_zero_gradient_are_reported_and_get_a_wider_tolerance():
     assert found.verdict == "PASS"
     assert found.max_difference == 0
     assert found.zero_gradient == {"w": (1, pytest.approx(5e-11, rel=1e-4))}
-    line = "  1 number in w has no gradient beyond rounding, which makes a difference of 5e-11 (bound 1e-10)"
+    line = (
+        "  1 number in w differs by up to 5e-11, within a wider bound of 1e-10: their true gradient is 0, and "
+        "only rounding changes them"
+    )
     assert line in found.text().splitlines()
     assert verify_changed_state({"w": [0, 5e-10, 0]}, gradients).verdict == "FAIL"
     assert (
@@ -87,20 +90,41 @@ def test_elements_with_zero_gradient_are_reported_and_get_a_wider_tolerance():
 def test_elements_with_zero_gradient_of_all_parameters_are_one_line():
     gradients = {"w": torch.tensor([1.0, 0, 1], dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)}
     found = verify_changed_state({"w": [0, 5e-11, 0]}, gradients)
-    lines = [line for line in found.text().splitlines() if "no gradient" in line]
+    lines = [line for line in found.text().splitlines() if "true gradient" in line]
     assert lines == [
         (
-            "  3 numbers in w and 1 other parameter have no gradient beyond rounding, which makes a difference of "
-            "5e-11 (bound 1e-10)"
+            "  3 numbers in w and 1 other parameter differ by up to 5e-11, within a wider bound of 1e-10: their true "
+            "gradient is 0, and only rounding changes them"
         )
     ]
 
 
-def test_elements_with_zero_gradient_that_are_equal_are_called_so():
+def test_zero_gradients_beyond_their_bound_are_named_in_both_forms():
     gradients = {"w": torch.tensor([1.0, 0, 1], dtype=torch.float64)}
-    text = verify_changed_state({}, gradients).text()
-    assert "  1 number in w has no gradient beyond rounding, and is equal to the last bit" in text.splitlines()
-    assert "optimizer" not in text
+    found = verify_changed_state({"w": [0, 5e-10, 0]}, gradients)
+    assert "differs by up to 5e-10, beyond a wider bound of 1e-10" in found.text()
+    assert repr(found) == "Verification(FAIL, difference=5e-10 where the true gradient is 0, bound=1e-10)"
+
+
+@pytest.mark.parametrize("change", [None, {"w": [0, 0.9e-12, 0]}])
+def test_zero_gradients_within_the_tolerance_of_all_are_not_mentioned(change):
+    gradients = {"w": torch.tensor([1.0, 0, 1], dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
+    found = verify_changed_state(change, gradients)
+    assert found.zero_gradient["w"][0] == 1
+    assert "gradient" not in found.text()
+
+
+def test_the_short_form_of_a_pass_by_float64_says_so():
+    in_float32 = verify_changed_state({"b": [0, 2.2e-5]}, dtype=torch.float32)
+    found = judge_rounding(in_float32, verify_changed_state({"b": [0, 2**-48]}), "")
+    short = "Verification(PASS in float64: difference=3.6e-15; float32 differs by 2.2e-05, which is rounding)"
+    assert repr(found) == str(found) == short
+    assert found._repr_html_() == f"<p>{short}</p>"
+
+
+def test_the_short_form_of_a_verdict_without_a_comparison_has_no_difference():
+    found = dataclasses.replace(verify_changed_state(modules=("1 (BatchNorm1d): why",)), max_difference=math.nan)
+    assert repr(found) == "Verification(NOT COMPARABLE)"
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,26 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("shutdown", "stop", "terminate", "quit", "exit"), ("close",)),
+    **dict.fromkeys(("cancel", "abort", "interrupt", "kill"), ("stop",)),
+    **dict.fromkeys(("to_df", "to_dataframe", "df", "dataframe"), ("to_pandas",)),
+    **dict.fromkeys(("execute", "apply", "call"), ("run",)),
+    "fit": ("train",),
+    "scatter": ("partition",),
+    "plot": ("figure",),
+    "continue_training": ("resume",),
+    "num_engines": ("world_size",),
+    "ranks": ("world_size",),
+}
+"""Names of other libraries, with those that mean the same here."""
+
 
 def describe_missing(owner: str, name: str, names: Sequence[str]) -> str:
     """Return the text of an AttributeError: what was probably meant, or all that there is."""
     anagrams = [known for known in names if sorted(known) == sorted(name)]  # letters in another order
     similar = anagrams or difflib.get_close_matches(name, names, n=1)
+    similar = [known for known in _OTHER_NAMES.get(name, ()) if known in names] or similar
     hint = f"did you mean {owner}.{similar[0]}?" if similar else f"it has {', '.join(names)}"
     return f"{owner} has no attribute {name!r}; {hint}"
 

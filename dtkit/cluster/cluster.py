@@ -289,7 +289,8 @@ class Cluster(Engines):
         activation_checkpointing : compute blocks again in backward, for less memory: True for the model's chain of
             blocks, or names of modules. A Pipeline does so with its stages.
         sampler : iterable of an epoch's row numbers, with a length, such as torch's ``WeightedRandomSampler``.
-        drop_last : leave out the rows that don't fill the last batch of an epoch, as a DataLoader's ``drop_last`` does.
+        drop_last : leave out the rows that don't fill the last batch of an epoch or of a stream, as a DataLoader's
+            ``drop_last`` does.
         num_workers : processes per engine that load a Dataset's samples (torch's DataLoader); 0 loads in the engine.
         pin_memory : whether batches for a GPU are in page-locked memory; by default if there is a GPU.
         prefetch : load the next batch during a step; by default for data in files, and with a GPU for arrays.

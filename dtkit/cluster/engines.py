@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import threading
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.arguments import explain_arguments, suggest_arguments
@@ -233,6 +233,12 @@ class Engines:
         is_leased = not isinstance(transport, LaunchedTransport) or transport.config.lease is not None
         is_ours = not self._engine_group.is_closed and not self._engine_group.is_superseded
         return is_ours and not is_leased and (run is None or run.is_released or _is_over(run))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a cluster stays in its notebook, and engines can't call it; give the function what it needs, such as "
+            "cluster.world_size, as an argument"
+        )
 
     def __enter__(self) -> Self:
         return self

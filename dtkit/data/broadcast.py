@@ -118,6 +118,9 @@ def broadcast(engine_group: EngineGroup, model: Any, *, by_shared_file: bool = F
     return ModelHandle(engine_group, key, packed, model, checksums)
 
 
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")  # of torch
+
+
 def check_model(model: Any) -> None:
     """Raise TypeError or ValueError unless the model is an nn.Module whose numbers exist."""
     import torch
@@ -134,6 +137,11 @@ def check_model(model: Any) -> None:
         )
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {name_type(model)}; it must be a torch.nn.Module. Build it in the notebook")
+    if type(model).__name__ in _WRAPPERS and type(model).__module__.startswith("torch."):
+        raise TypeError(
+            f"model is wrapped in {type(model).__name__}, and dtkit distributes it by itself. Give what is inside "
+            "(model.module), and choose how by strategy=, as in strategy=dtkit.DataParallel()"
+        )
     for name, tensor in _list_tensors(model):
         if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(

@@ -112,9 +112,8 @@ def require_target(columns: ColumnSelection, names: Iterable[Hashable]) -> Colum
     """Return `columns` resolved for a table with these names. Raises ValueError without a target."""
     if columns.target is None:
         raise ValueError(
-            f"a table needs target=, the column to predict. Its columns are {_format_names(names)}; or say "
-            "target=[] for "
-            "data without one"
+            f"a table needs target=, the column to predict. It has {_format_names(names)}; or say "
+            "target=[] for data without one"
         )
     return columns.resolve(names)
 

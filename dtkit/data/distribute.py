@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import re
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -127,29 +126,13 @@ def distribute_validation_data(
     The columns of a table are those of `training_data`, with its order and its classes. Errors for unusable data call
     them by `name`, the user's argument.
     """
-    with _name_data(name):
-        return _distribute_validation_data(engine_group, data, training_data)
-
-
-@contextlib.contextmanager
-def _name_data(name: str) -> Iterator[None]:
-    """Have errors name the user's argument instead of "data"."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        message = re.sub(r"^data (?=is|has)", f"{name} ", str(error))
-        error.args = (f"{name}={message}" if message.startswith(("'", '"')) and name != "data" else message,)
-        raise
-
-
-def _distribute_validation_data(engine_group: EngineGroup, data: Any, training_data: DataHandle | None) -> DataHandle:
     if isinstance(data, Partition):
         return get_data_handle(engine_group, data)
     selection = ColumnSelection.from_arguments(None) if training_data is None else training_data.columns
     data, selection = unwrap_data_loader(data, selection)
-    if _is_loaded_by_engines(data):
-        return _shard_engine_data(engine_group, data, selection)
-    return _send_validation_rows(engine_group, inspect_data(data, selection, for_evaluation=True))
+    if _is_loaded_by_engines(data, name):
+        return _shard_engine_data(engine_group, data, selection, name)
+    return _send_validation_rows(engine_group, inspect_data(data, selection, for_evaluation=True, name=name))
 
 
 def unwrap_data_loader(data: Any, columns: ColumnSelection) -> tuple[Any, ColumnSelection]:
@@ -161,12 +144,12 @@ def unwrap_data_loader(data: Any, columns: ColumnSelection) -> tuple[Any, Column
     return settings.dataset, dataclasses.replace(columns, collate_fn=collate_fn)
 
 
-def _shard_engine_data(engine_group: EngineGroup, data: Any, columns: ColumnSelection) -> DataHandle:
+def _shard_engine_data(engine_group: EngineGroup, data: Any, columns: ColumnSelection, name: str) -> DataHandle:
     """Divide data that the engines load into equal contiguous shards. Raises ValueError for a stream."""
-    handle = None if _is_plain_stream(data) else _load_on_engines(engine_group, data, columns)
+    handle = None if _is_plain_stream(data, name) else _load_on_engines(engine_group, data, columns, name)
     if handle is None or handle.num_samples is None:
         raise ValueError(
-            "this data is a stream without length, so an evaluation would have no end. Give the samples to "
+            f"{name} is a stream without length, so an evaluation would have no end. Give the samples to "
             "evaluate on as arrays or as a Dataset"
         )
     rows, sizes = _make_even_shards(handle.num_samples, engine_group.world_size)
@@ -260,9 +243,9 @@ def _make_data_key(engine_group: EngineGroup) -> Iterator[str]:
 # --- functions and streams, which engines call or iterate over --------------------------------------------------
 
 
-def _is_loaded_by_engines(data: Any) -> bool:
+def _is_loaded_by_engines(data: Any, name: str = "data") -> bool:
     """Return whether engines load the data. The notebook inspects data with rows that can be indexed."""
-    _refuse_iterator(data)
+    _refuse_iterator(data, name)
     return isinstance(data, StreamHandle) or _is_function(data) or iterable.is_iterable_only(data)
 
 
@@ -273,16 +256,16 @@ def _is_function(data: Any) -> bool:
     )
 
 
-def _is_plain_stream(data: Any) -> bool:
+def _is_plain_stream(data: Any, name: str = "data") -> bool:
     """Return whether data is a stream, as far as can be seen without calling it."""
-    return iterable.is_stream_factory(data) if _is_function(data) else iterable.is_iterable_only(data)
+    return iterable.is_stream_factory(data, name) if _is_function(data) else iterable.is_iterable_only(data)
 
 
-def _refuse_iterator(data: Any) -> None:
+def _refuse_iterator(data: Any, name: str) -> None:
     """Refuse iterators of this process, which can't be sent."""
     if hasattr(data, "__next__") and not isinstance(data, type):
         raise TypeError(
-            f"data is {name_type(data)} that iterates in this process; it can't be sent. Give the function that "
+            f"{name} is {name_type(data)} that iterates in this process; it can't be sent. Give the function that "
             "creates it, not its result; each engine calls it"
         )
 
@@ -295,7 +278,7 @@ def _refuse_to_partition(data: Any) -> None:
         )
 
 
-def _load_on_engines(engine_group: EngineGroup, data: Any, columns: ColumnSelection) -> DataHandle:
+def _load_on_engines(engine_group: EngineGroup, data: Any, columns: ColumnSelection, name: str = "data") -> DataHandle:
     """Have every engine call the function or store the iterable. All must get the same rows."""
     if isinstance(data, StreamHandle):
         return data
@@ -303,9 +286,9 @@ def _load_on_engines(engine_group: EngineGroup, data: Any, columns: ColumnSelect
 
     load = sources.load_source if _is_function(data) else sources.as_source
     if _is_function(data):
-        iterable.accepts_rank(data)  # refuses one that can't be called
+        iterable.accepts_rank(data, name)  # refuses one that can't be called
     payload = engine_group.uploads.upload(
-        engine_group.uploads.pack(functools.partial(load, data, columns), name="data")
+        engine_group.uploads.pack(functools.partial(load, data, columns, name), name=name)
     )
     with show_progress("loading data on the engines"), _make_data_key(engine_group) as key:
         try:
@@ -316,7 +299,7 @@ def _load_on_engines(engine_group: EngineGroup, data: Any, columns: ColumnSelect
         return StreamHandle(engine_group, key, columns)
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"the function loaded {lengths} rows on ranks 0 to {len(lengths) - 1}; it must load the same rows "
+            f"the function {name} loaded {lengths} rows on ranks 0 to {len(lengths) - 1}; it must load the same rows "
             "in the same order on all of them. Ranks select rows by number. Seed its random choices"
         )
     return DataHandle(engine_group, key, lengths[0], columns)

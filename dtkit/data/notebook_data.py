@@ -37,30 +37,35 @@ class NotebookData:
     """Whether rows are read in blocks, which is faster for contiguous shards."""
 
 
-def inspect_data(data: Any, column_selection: ColumnSelection, *, for_evaluation: bool = False) -> NotebookData:
-    """Inspect `data`; return its properties and the form to send. Raises ValueError or TypeError for unusable data."""
-    data = paths.describe_files(data, column_selection)
+def inspect_data(
+    data: Any, column_selection: ColumnSelection, *, for_evaluation: bool = False, name: str = "data"
+) -> NotebookData:
+    """Inspect `data`; return its properties and the form to send.
+
+    Raises ValueError or TypeError for unusable data, which they call by `name`, the user's argument.
+    """
+    data = paths.describe_files(data, column_selection, name)
     if isinstance(data, ParquetFiles):
         return _inspect_parquet(data, want_labels=not for_evaluation)
     if _is_hugging_face_dataset(data):
         return _inspect_hugging_face_dataset(data, column_selection)
     if frames.is_pandas(data):
         arrays, columns = frames.convert_frame(data, column_selection)
-        return _inspect_arrays(arrays, columns, frames.describe_arrays(arrays, columns))
+        return _inspect_arrays(arrays, columns, frames.describe_arrays(arrays, columns), name=name)
     if isinstance(data, dict):
-        return _inspect_named_arrays(data, column_selection)
+        return _inspect_named_arrays(data, column_selection, name)
     if hasattr(data, "to_pandas"):
-        raise TypeError(f"data is a {type(data).__module__}.{type(data).__name__}; give data.to_pandas()")
+        raise TypeError(f"{name} is a {type(data).__module__}.{type(data).__name__}; give {name}.to_pandas()")
     if (parts := _as_tuple_of_arrays(data, column_selection)) is not None:
-        return _inspect_plain_arrays(parts, column_selection, for_evaluation=for_evaluation)
+        return _inspect_plain_arrays(parts, column_selection, for_evaluation=for_evaluation, name=name)
     if hasattr(data, "named_parameters"):  # nn.Sequential has rows, too: its layers
         raise TypeError(
-            f"data is a model, {type(data).__name__}; cluster.broadcast(model) places a model on the engines"
+            f"{name} is a model, {type(data).__name__}; cluster.broadcast(model) places a model on the engines"
         )
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, bytes)):
         return _inspect_samples(data, column_selection)
     raise TypeError(
-        f"data is {name_type(data)}; it must be a tuple of arrays as in (X, y), a dict of arrays, a DataFrame, "
+        f"{name} is {name_type(data)}; it must be a tuple of arrays as in (X, y), a dict of arrays, a DataFrame, "
         "or a path of .npy or .parquet files. A map-style Dataset (with __len__ and __getitem__) and an iterable of "
         "samples will do, too, or a function that returns one of these on the engine"
     )
@@ -75,14 +80,16 @@ def _as_tuple_of_arrays(data: Any, columns: ColumnSelection) -> Any:
     return data if isinstance(data, (tuple, list)) and not is_sample_list(data) else None
 
 
-def _inspect_plain_arrays(data: Sequence[Any], columns: ColumnSelection, *, for_evaluation: bool) -> NotebookData:
+def _inspect_plain_arrays(
+    data: Sequence[Any], columns: ColumnSelection, *, for_evaluation: bool, name: str
+) -> NotebookData:
     _refuse_collation(columns)
     if columns.is_given and not for_evaluation:
         raise ValueError(
             f"target={columns.target!r}, columns={columns.features!r} name columns of a table, but this data has "
             "arrays, of which the last is the target. Leave them out"
         )
-    return _inspect_arrays(frames.convert_pandas_parts(data, columns.float_dtype), ColumnSelection())
+    return _inspect_arrays(frames.convert_pandas_parts(data, columns.float_dtype), ColumnSelection(), name=name)
 
 
 def _inspect_samples(data: Any, columns: ColumnSelection) -> NotebookData:
@@ -101,8 +108,8 @@ def _refuse_collation(columns: ColumnSelection) -> None:
         )
 
 
-def _inspect_arrays(data: Sequence[Any], columns: ColumnSelection, note: str = "") -> NotebookData:
-    arrays, samples = _check_arrays(data)
+def _inspect_arrays(data: Sequence[Any], columns: ColumnSelection, note: str = "", *, name: str) -> NotebookData:
+    arrays, samples = _check_arrays(data, name)
     labels = None
     if len(arrays) > 1:
         last = arrays[-1]
@@ -110,13 +117,13 @@ def _inspect_arrays(data: Sequence[Any], columns: ColumnSelection, note: str = "
     return NotebookData(arrays, samples, columns, labels, note)
 
 
-def _inspect_named_arrays(data: dict[str, Any], columns: ColumnSelection) -> NotebookData:
+def _inspect_named_arrays(data: dict[str, Any], columns: ColumnSelection, name: str) -> NotebookData:
     """Inspect a dict of arrays, whose batches are dicts, or (inputs..., target) if columns were named."""
     _refuse_collation(columns)
     chosen = frames.select_arrays(data, columns)
     if not isinstance(chosen, dict):
-        return dataclasses.replace(_inspect_arrays(chosen, ColumnSelection()), columns=columns)
-    arrays, samples = _check_arrays(list(chosen.values()), list(chosen))
+        return dataclasses.replace(_inspect_arrays(chosen, ColumnSelection(), name=name), columns=columns)
+    arrays, samples = _check_arrays(list(chosen.values()), name, list(chosen))
     named = dict(zip(chosen, arrays, strict=True))
     return NotebookData(named, samples, columns, as_labels(named["labels"]) if "labels" in named else None)
 
@@ -162,34 +169,34 @@ class _WithColumns:
         return as_source, (self._data, self._columns)
 
 
-def _check_arrays(data: Sequence[Any], names: Sequence[Any] = ()) -> tuple[tuple[Any, ...], int]:
+def _check_arrays(data: Sequence[Any], name: str, keys: Sequence[Any] = ()) -> tuple[tuple[Any, ...], int]:
     arrays = []
-    for k, array in zip(names or range(len(data)), data, strict=True):
+    for k, array in zip(keys or range(len(data)), data, strict=True):
         if not (hasattr(array, "__array__") or isinstance(array, MappedFile)):
             raise TypeError(
-                f"data[{k!r}] is {name_type(array)}; each part must be a numpy array or a tensor. "
+                f"{name}[{k!r}] is {name_type(array)}; each part must be a numpy array or a tensor. "
                 "Convert it with numpy.asarray"
             )
         if type(array).__module__.partition(".")[0] != "torch":
-            array = _to_numeric_array(array if isinstance(array, MappedFile) else np.asarray(array), k)  # noqa: PLW2901 - the same array in the one form that travels
+            array = _to_numeric_array(array if isinstance(array, MappedFile) else np.asarray(array), f"{name}[{k!r}]")  # noqa: PLW2901 - the same array in the one form that travels
         arrays.append(array)
     shapes = [tuple(a.shape) for a in arrays]
     if not shapes or any(not shape for shape in shapes):
         raise ValueError(
-            f"data has arrays of shapes {shapes}; each must have rows. Give arrays of one dimension or more"
+            f"{name} has arrays of shapes {shapes}; each must have rows. Give arrays of one dimension or more"
         )
     if len({shape[0] for shape in shapes}) > 1:
         raise ValueError(
-            f"data has arrays of {', '.join(str(s[0]) for s in shapes)} rows (shapes {shapes}); all must have equally "
-            "many, one per sample. Cut them to the same length"
+            f"{name} has arrays of {', '.join(str(s[0]) for s in shapes)} rows (shapes {shapes}); all must have "
+            "equally many, one per sample. Cut them to the same length"
         )
     return tuple(arrays), int(shapes[0][0])
 
 
-def _to_numeric_array(array: Any, k: Any) -> Any:
+def _to_numeric_array(array: Any, name: str) -> Any:
     if np.dtype(array.dtype).kind not in "biufc":
         raise TypeError(
-            f"data[{k!r}] has dtype {array.dtype}; tensors hold numbers only. Encode it first, as in "
+            f"{name} has dtype {array.dtype}; tensors hold numbers only. Encode it first, as in "
             "numpy.unique(labels, return_inverse=True)[1]"
         )
     return array

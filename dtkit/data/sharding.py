@@ -73,6 +73,8 @@ def _check_arguments(n: int, ranks: int, by: str, seed: int | None) -> None:
         )
     if ranks < 1:
         raise ValueError(f"there are {ranks} ranks, but there must be at least one. Start an engine.")
+    if not n:
+        raise ValueError(f"the data has no samples. Give at least one for each of the {ranks} ranks")
     if n < ranks:
         raise ValueError(
             f"{n} samples don't suffice for {ranks} ranks: each rank needs at least one. Give more samples, "

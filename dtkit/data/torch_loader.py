@@ -54,7 +54,7 @@ def read_data_loader(loader: Any) -> LoaderSettings:
         )
     collate_fn = None if loader.collate_fn is default_collate else loader.collate_fn
     if isinstance(loader.dataset, IterableDataset):
-        return LoaderSettings(loader.dataset, loader.batch_size, collate_fn, 0, "shard", None)
+        return LoaderSettings(loader.dataset, loader.batch_size, collate_fn, 0, "shard", None, loader.drop_last)
     if type(loader.batch_sampler) is not BatchSampler:
         raise ValueError(
             f"the DataLoader has {name_type(loader.batch_sampler)}, so dtkit can't split its batches over ranks. "

@@ -238,6 +238,6 @@ def _check_rows(
         program = dataclasses.replace(program, loss_fn=program.loss_fn.with_checked_targets(source.labels))
     if context.group is not None:
         assert context.make_sample_batch is not None
-        check_batch_norm(enter_training(model), program, context.make_sample_batch, batch_source)
+        check_batch_norm(enter_training(model), program, context.make_sample_batch, batch_source, context.device)
         check_sync_batch_norm(model, program, batch_source, context.device)
     return program

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 _UNKNOWN = -1  # instead of a checksum
+_CPU = torch.device("cpu")
 
 
 def check_batch_norm(
@@ -39,24 +40,58 @@ def check_batch_norm(
     program: TrainingProgram,
     make_sample_batch: Callable[[int], Any],
     batch_source: ShardedBatches | IterableBatches,
+    device: torch.device = _CPU,
 ) -> None:
-    """Raise ValueError if a BatchNorm1d would see a single value, because some step gives a rank one sample.
+    """Raise ValueError if a BatchNorm would see a single value of a channel, because some step gives it one sample.
 
-    Every rank knows all counts, so all raise together. A BatchNorm1d on (N, C, L) has L values for each sample, and is
-    accepted. A forward pass shows which case it is. It runs only if some step gives a rank one sample.
+    Micro-batches divide the samples of a rank once more. Where a pipeline pads them, it repeats the one sample, whose
+    variance is zero. Every rank knows all counts, so all raise together. A BatchNorm on (N, C, L) has L values for
+    each sample, and is accepted. A forward pass shows which case it is. It runs only if some step gives one sample.
     """
-    modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.BatchNorm1d) and m.training}
-    single = batch_source.find_step_with_count(1) if modules else None
+    if is_sync_batch_norm(program, device):
+        return
+    modules = {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, BatchNormBase) and not isinstance(m, nn.SyncBatchNorm) and m.training
+    }
+    num_parts = program.strategy.num_micro_batches
+    single = batch_source.find_step_with_count(range(1, 2 * num_parts)) if modules else None
     if single is None or program.loss_fn.training_step is not None:
         return
-    flat = _find_modules_with_2d_input(program.loss_fn, model, modules, make_sample_batch(2))
+    flat = _find_modules_with_one_value(program.loss_fn, model, modules, make_sample_batch(2))
     if flat:
-        step, rank = single
         raise ValueError(
-            f"{flat[0]} (BatchNorm1d) can't normalize one sample, and step {step} of each epoch gives rank {rank} "
-            f"just one ({batch_source.count_samples(step)} samples by rank). Choose a batch_size that leaves every "
-            "rank two samples or none in the last batch, or use LayerNorm or GroupNorm"
+            _describe_single_sample(f"{flat[0]} ({type(modules[flat[0]]).__name__})", program, batch_source, single)
         )
+
+
+def _describe_single_sample(
+    module: str, program: TrainingProgram, batch_source: ShardedBatches | IterableBatches, single: tuple[int, int]
+) -> str:
+    """Return why a module can't train: `single` is the step and the rank (or replica) with too few samples."""
+    (step, rank), num_parts = single, program.strategy.num_micro_batches
+    counts = batch_source.count_samples(step)
+    start = f"{module} can't normalize one sample, and step {step} of each epoch gives"
+    is_last = step == batch_source.steps_per_epoch - 1
+    drop = "Use drop_last=True, which leaves out the last batch, or choose" if is_last else "Choose"
+    if num_parts == 1:
+        return (
+            f"{start} rank {rank} just one ({counts} samples by rank). {drop} a batch_size that leaves every rank two "
+            "samples or none in the last batch, or use LayerNorm or GroupNorm"
+        )
+    option = "micro_batches" if program.strategy.pipeline_schedule is not None else "accumulate"
+    owner = f"replica {rank}" if len(counts) > 1 else "the model"
+    return (
+        f"{start} {owner} {counts[rank]} samples for {option}={num_parts}, so a micro-batch has just one. {drop} "
+        f"another batch_size or a smaller {option}: each micro-batch needs two samples, which makes {2 * num_parts}. "
+        "LayerNorm and GroupNorm need one"
+    )
+
+
+def is_sync_batch_norm(program: TrainingProgram, device: torch.device) -> bool:
+    """Return whether the strategy makes all batch normalizations take their statistics from all ranks."""
+    return device.type == "cuda" and bool(getattr(program.strategy, "sync_batch_norm", False))
 
 
 def check_same_rows(source: RowSource, seed: int, group: Group) -> None:
@@ -100,9 +135,9 @@ def check_sync_batch_norm(
     model: nn.Module, program: TrainingProgram, batch_source: ShardedBatches | IterableBatches, device: torch.device
 ) -> None:
     """Raise ValueError if SyncBatchNorm would wait for a rank that has no sample in some step."""
-    wanted = device.type == "cuda" and getattr(program.strategy, "sync_batch_norm", False)
+    wanted = is_sync_batch_norm(program, device)
     names = [name for name, m in model.named_modules() if isinstance(m, BatchNormBase)]
-    empty = batch_source.find_step_with_count(0) if wanted and names else None
+    empty = batch_source.find_step_with_count({0}) if wanted and names else None
     if empty is not None:
         step, rank = empty
         raise ValueError(
@@ -112,15 +147,15 @@ def check_sync_batch_norm(
         )
 
 
-def _find_modules_with_2d_input(
-    loss: Loss, model: nn.Module, modules: dict[str, nn.BatchNorm1d], batch: Any
+def _find_modules_with_one_value(
+    loss: Loss, model: nn.Module, modules: dict[str, BatchNormBase], batch: Any
 ) -> list[str]:
-    """Return the names of the modules that get two-dimensional input."""
+    """Return the names of the modules whose input has one value of each sample and channel."""
     flat: list[str] = []
 
     def make_hook(name: str) -> Any:
         def hook(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if inputs[0].dim() == 2:
+            if inputs[0].numel() == inputs[0].shape[0] * inputs[0].shape[1]:
                 flat.append(name)
 
         return hook
@@ -142,7 +177,8 @@ def add_batch_norm_hint(error: Exception) -> None:
     if "more than 1 value per channel when training" in str(error):
         error.add_note(
             "A batch normalization in training can't normalize one sample, and this step gave this rank one sample. "
-            "Choose a batch_size that leaves every rank two samples or none, or use LayerNorm or GroupNorm"
+            "Choose a batch_size that leaves every rank, and each micro-batch, two samples or none, or "
+            "use LayerNorm or GroupNorm"
         )
 
 

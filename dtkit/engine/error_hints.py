@@ -34,6 +34,11 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
         _explain_convolution(message, inputs, model),
         _explain_features(message, inputs),
         _explain_output_shape(message),
+        _explain_output_columns(message, target),
+        _explain_output_type(message),
+        _explain_detached(message),
+        _explain_target_type(message),
+        _explain_forward(message, inputs, model),
         _explain_target(message, target, model),
     )
     for hint in filter(None, hints):
@@ -42,7 +47,8 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
 
 def add_general_hint(error: BaseException) -> bool:
     """Add a note with a remedy to an error of any function of the user, and return whether there is one."""
-    hint = _explain_name(error) or _explain_module(error) or _explain_memory(error) or _explain_mean(error)
+    explain = (_explain_name, _explain_module, _explain_memory, _explain_mean, _explain_group)
+    hint = next((text for each in explain if (text := each(error))), None)
     if hint and hint not in getattr(error, "__notes__", ()):
         error.add_note(hint)
     return bool(hint)
@@ -84,6 +90,15 @@ def _explain_mean(error: BaseException) -> str | None:
         return None
     kind = "A comparison gives booleans, which" if mean[1] == "Bool" else "Whole numbers"
     return f"{kind} have no mean in torch; convert them first, as in (output.argmax(1) == target).float().mean()"
+
+
+def _explain_group(error: BaseException) -> str | None:
+    if "initialize the default process group twice" not in str(error):
+        return None
+    return (
+        "dtkit has formed the process group of all ranks already, so leave init_process_group() out. A script that "
+        "forms its own runs by cluster.torchrun(...)"
+    )
 
 
 def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -187,6 +202,66 @@ def _explain_output_shape(message: str) -> str | None:
     return (
         f"The outputs of a batch have shape ({sizes[2]}, 1), and the targets ({sizes[1]},); they must be equal. "
         "Convert the targets, as in y.reshape(-1, 1), or the outputs, as in output.squeeze(1)"
+    )
+
+
+def _explain_output_columns(message: str, target: Any) -> str | None:
+    """Return the remedy where a loss compares several outputs of a sample with its one target."""
+    sizes = re.search(r"tensor a \((\d+)\) must match the size of tensor b \((\d+)\) at non-singleton dim.* 1", message)
+    targets = next(_iterate_tensors(target), None)
+    if sizes is None or targets is None or targets.dim() != 1 or int(sizes[2]) != len(targets):
+        return None
+    return (
+        f"The model has {sizes[1]} outputs for each sample, and the targets have shape ({sizes[2]},), one number for "
+        "each sample. For class labels use nn.CrossEntropyLoss(); for one number, end the model with nn.Linear(..., 1) "
+        "and reshape the targets, as in y.reshape(-1, 1)"
+    )
+
+
+def _explain_output_type(message: str) -> str | None:
+    """Return the remedy where a loss of torch gets what the model returned, and that is not a tensor."""
+    kind = re.search(r"argument 'input' \(position 1\) must be Tensor, not (\w+)", message)
+    if kind is None:
+        return None
+    key = "['logits']" if kind[1] in ("dict", "OrderedDict") else "[0]" if kind[1] in ("tuple", "list") else ".logits"
+    return (
+        f"The loss gets what the model returns as its output, and that is of type {kind[1]}. Choose the tensor, as in "
+        f"loss=lambda output, target: nn.functional.cross_entropy(output{key}, target)"
+    )
+
+
+def _explain_target_type(message: str) -> str | None:
+    """Return the remedy where targets are not numbers."""
+    kind = re.search(r"argument 'target' \(position 2\) must be Tensor, not (\w+)", message)
+    if kind is None:
+        return None
+    return (
+        f"The targets of a batch are of type {kind[1]}, as texts are. Give numbers: for classes, as in "
+        "numpy.unique(labels, return_inverse=True)[1]"
+    )
+
+
+def _explain_forward(message: str, inputs: Any, model: torch.nn.Module) -> str | None:
+    """Return the remedy where the model has no forward, or one of other inputs than a batch has."""
+    name = type(model).__name__
+    if 'is missing the required "forward" function' in message:
+        return "The class of this module has to define forward(self, ...), with this spelling, indented in the class"
+    if f"{name}.forward() " not in message or "positional argument" not in message or isinstance(inputs, dict):
+        return None
+    count = len(inputs) if isinstance(inputs, tuple) else 1
+    return (
+        f"The model gets all parts of a batch but the last, which is the target: here "
+        f"{formatting.format_count(count, 'input')}. Give data with as many inputs as {name}.forward takes, or "
+        "training_step=, a function of (model, batch) that calls the model itself"
+    )
+
+
+def _explain_detached(message: str) -> str | None:
+    if "does not require grad and does not have a grad_fn" not in message:
+        return None
+    return (
+        "The loss has no gradient, so it can't train the model. detach(), item(), numpy(), argmax() or torch.no_grad() "
+        "cut it off from the parameters; compute it from the model's output by torch's functions alone"
     )
 
 

@@ -34,6 +34,7 @@ from dtkit.engine.observe.phase_timer import (
 from dtkit.engine.observe.step_scalars import StepScalars
 from dtkit.engine.observe.system_monitor import MONITOR
 from dtkit.engine.observe.training_position import POSITION
+from dtkit.engine.parameter_range import find_largest_parameter
 from dtkit.engine.rng import JobRng
 from dtkit.engine.state.capture import capture_model
 from dtkit.engine.step_guard import StepGuard
@@ -105,7 +106,7 @@ class Job:
         self._end_reason = "done"
         self._nonfinite_loss: float | None = None
         self._nonfinite: NonFiniteLocations = ()
-        self._bad_rows = ""
+        self._bad_rows, self._largest_parameter = "", 0.0
         self._step_start = (0, 0.0, 0)  # samples and learning rate of the current step, bytes sent before it
         self._sent_bytes: int | None = None  # up to now; None if something other than a step has sent bytes since
 
@@ -176,7 +177,7 @@ class Job:
         self.context.phases.reset()
         self.context.phases.clock.start_dispatch()
         self._end_reason, self._nonfinite_loss, self._nonfinite, self.step_report = "failed", None, (), None
-        self._sent_bytes, self._bad_rows = None, ""
+        self._sent_bytes, self._bad_rows, self._largest_parameter = None, "", 0.0
 
     def _start_vote(self, flag: bool) -> Callable[[], bool]:  # noqa: FBT001 - the one value that is agreed upon
         """Start to ask whether any rank has the flag, and return a function that waits for the answer."""
@@ -209,6 +210,7 @@ class Job:
             self._nonfinite_loss,
             self._nonfinite,
             self._bad_rows,
+            self._largest_parameter,
             blocked_spans=build_blocked_times(groups, num_steps),
             messages=messages if len(messages) else None,
             scalars=self._scalars.take() | (MONITOR.take(completed[-1].step) if completed else {}),
@@ -301,6 +303,7 @@ class Job:
     def _record_nonfinite(self, result: StepResult, batches: Sequence[tuple[int, Any]]) -> None:
         self._end_reason, self._nonfinite = "nonfinite", result.nonfinite
         self._bad_rows = describe_bad_rows(batches, self._batch_source.get_rows(self.step))
+        self._largest_parameter = find_largest_parameter(self._worker.model)
         # Without weight the mean is 0 / 0, which doesn't mean that this rank's samples are to blame.
         if result.loss is not None and float(result.loss_weight):
             self._nonfinite_loss = float(result.loss)

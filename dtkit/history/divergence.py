@@ -33,6 +33,7 @@ MIN_STEPS = 5
 """Steps after the start that a judgment needs."""
 MIN_JUMP = 1000
 """Ratio of a single step's loss to the start from which it isn't noise."""
+_VERY_LARGE = 1e15  # no loss of a training with usual numbers is as large
 _BACK_AT_START = 0.8  # share of the start's loss; a network whose units all died is a little below it
 _MIN_BLOCK_SAMPLES = 64  # of the best and of the present; with fewer samples, a few easy ones are a block of their own
 _EARLY_STEPS = 256  # among which a loss that can be negative is so
@@ -49,6 +50,16 @@ class Divergence:
     since_step: int
     """The last step before the loss grew, or the first one whose loss is not finite."""
     arithmetic: tuple[str, ...]
+    is_finite: bool = True
+
+    @property
+    def remedy(self) -> str:
+        """What would help. Updates by losses that are not finite leave nothing to continue from."""
+        if self.is_finite:
+            return f"lower the learning rate ({self.lr:g} now), or set the strategy's clip_grad_norm="
+        if not self.since_step:
+            return "no update came before it, so look for numbers in the data or the model that are too large"
+        return f"train again with a lower learning rate ({self.lr:g} now), or with the strategy's clip_grad_norm="
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +102,13 @@ def find_ruined_step(history: History) -> int | None:
     return start.step if is_far and known["step"][-1] > start.step else None
 
 
+def find_large_loss(history: History) -> tuple[int, float] | None:
+    """Return the first step whose loss is not finite or very large, and its loss; None without one."""
+    known = _select_known(history.read_totals())  # read only when a step fails
+    large = np.flatnonzero(~(np.abs(known["loss"]) < _VERY_LARGE))
+    return (int(known["step"][large[0]]), float(known["loss"][large[0]])) if len(large) else None
+
+
 def _find_growth(history: History, early: np.ndarray, last: np.ndarray, block: int) -> Divergence | None:
     start = _measure_start(early)
     best = min(start, _get_best_block(history, block), key=lambda level: level.loss)
@@ -116,7 +134,7 @@ def _describe_nonfinite(history: History) -> Divergence:
     loss, step = formatting.format_loss(float(totals["loss"][-1])), int(first["step"])
     text = f"the loss is {loss} since step {step:,}"
     short, arithmetic = f"loss is {loss} since step {step:,}", (f"loss of step {step:,}: {loss}",)
-    return Divergence(text, short, _get_lr(history), step, arithmetic)
+    return Divergence(text, short, _get_lr(history), step, arithmetic, is_finite=False)
 
 
 def _describe_growth(best: _Level, present: np.ndarray, lr: float) -> Divergence:

@@ -291,7 +291,8 @@ class History:
     def __getitem__(self, index: int) -> StepRecord:
         if not isinstance(index, int | np.integer):
             raise TypeError(
-                f"history[{index!r}]: an index is a whole number; history.rows(0, 100) returns several rows"
+                f"history[{index!r}]: an index is a whole number; history.rows(0, 100) returns several rows, and "
+                "history.to_pandas() a table with columns"
             )
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")

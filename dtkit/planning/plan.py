@@ -57,8 +57,13 @@ class PlanRow:
 
     @property
     def other_s(self) -> float:
-        """Rest of a measured step: loading rows, Python between operations, waiting for the slowest rank."""
-        return max(0.0, self.step_s - self.compute_s - self.communication_s) if self.is_measured else math.nan
+        """Rest of a measured step: loading rows, Python between operations, waiting for the slowest rank.
+
+        Also all communication, if it is not counted.
+        """
+        if not self.is_measured:
+            return math.nan
+        return max(0.0, self.step_s - self.compute_s - (self.communication_s if self.is_traffic_counted else 0.0))
 
     @property
     def fits(self) -> bool:

@@ -182,9 +182,19 @@ def _is_one_ring(strategy: Strategy, world_size: int) -> bool:
 
 
 def _list_unknowns(rows: Sequence[PlanRow]) -> list[str]:
-    """Return notes on strategies whose traffic is unknown."""
-    names = dict.fromkeys(row.strategy for row in rows if math.isnan(row.sent_bytes))
-    return [f"not counted: what {', '.join(names)} sends within layers, and the time that takes"] if names else []
+    """Return notes on strategies whose traffic is unknown: where its time is contained, or that it isn't."""
+    unknown = [row for row in rows if not row.is_traffic_counted]
+    measured = dict.fromkeys(row.strategy for row in unknown if row.is_measured)
+    estimated = dict.fromkeys(row.strategy for row in unknown if not row.is_measured)
+    notes = []
+    if measured:
+        notes.append(f"not counted: what {', '.join(measured)} sends within layers; 'other' contains the time it takes")
+    if estimated:
+        notes.append(
+            f"not counted: what {', '.join(estimated)} sends within layers, and the time it takes: 'in all' is a lower "
+            "bound (>)"
+        )
+    return notes
 
 
 def list_candidates(engine_group: EngineGroup, model: Any) -> list[Strategy]:

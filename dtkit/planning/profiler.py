@@ -56,7 +56,7 @@ class ModelProfiler:
     ) -> None:
         self._engine_group, self._model, self._report_progress = engine_group, model, report_progress
         self.notes: list[str] = []
-        self._data = distribute.distribute_validation_data(engine_group, request.sample)
+        self._data = distribute.distribute_validation_data(engine_group, request.sample, name="sample")
         self._program = pickle_program(
             engine_group,
             model,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import io
 import pickle
@@ -78,8 +79,9 @@ def unpack_object(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> An
     Arrays and tensors alias writable buffers. On a read-only buffer an array is read-only, and a tensor is a copy,
     because torch has no read-only tensors.
     """
-    # unpickles: sent by an engine or the notebook, in a message or a file that it names
-    obj = pickle.loads(header, buffers=buffers)
+    with _pause_garbage_collection():
+        # unpickles: sent by an engine or the notebook, in a message or a file that it names
+        obj = pickle.loads(header, buffers=buffers)
     register_recorders()
     return obj
 
@@ -91,8 +93,9 @@ def dumps(obj: Any, by_value: Iterable[types.ModuleType] = (), *, name: str | No
 
 def loads(data: bytes | memoryview) -> Any:
     """Load what :func:`dumps` returned."""
-    # unpickles: passed by the caller; each caller is marked
-    obj = pickle.loads(data)
+    with _pause_garbage_collection():
+        # unpickles: passed by the caller; each caller is marked
+        obj = pickle.loads(data)
     register_recorders()
     return obj
 
@@ -139,9 +142,23 @@ def _try_pickle(obj: Any) -> None:
 
 
 def _pickle_to_bytes(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> bytes:
-    with io.BytesIO() as file:
+    with io.BytesIO() as file, _pause_garbage_collection():
         _Pickler(file, buffer_callback).dump(obj)
         return file.getvalue()
+
+
+@contextlib.contextmanager
+def _pause_garbage_collection() -> Iterator[None]:
+    """Let no collection run within the context. Each would walk over all objects made so far, of which none is garbage:
+    with a million arrays, that takes longer than the rest.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import numpy as np
 
 from dtkit._util import timeouts
 from dtkit.errors import NonFiniteError
-from dtkit.history.divergence import find_ruined_step
+from dtkit.history.divergence import find_large_loss, find_ruined_step
 from dtkit.rpc.protocol import JobOperations, make_call
 from dtkit.training.learning_rate import LearningRateChange, LearningRateUpdater
 from dtkit.training.load_balancing import LoadBalancer
@@ -200,7 +200,13 @@ class StepDispatcher:
         progress = self._progress
         progress.needs_resync = True
         ruined_step = find_ruined_step(progress.history)
-        failures = build_nonfinite_failures(progress.step, results, self._engine_group.nodes, ruined_step=ruined_step)
+        failures = build_nonfinite_failures(
+            progress.step,
+            results,
+            self._engine_group.nodes,
+            ruined_step=ruined_step,
+            large_loss=find_large_loss(progress.history),
+        )
         progress.pause_for(NonFiniteError(failures, choose_remedy(results, ruined_step)))
         progress.add_event("error", f"not finite at step {progress.step}; all nodes paused before the update")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from dtkit._util.deadline import Deadline
 from dtkit._util.function_checks import check_metrics
 from dtkit.checkpoint import folders
 from dtkit.checkpoint.manager import CheckpointRequest
-from dtkit.data import distribute
+from dtkit.data import broadcast, distribute
 from dtkit.errors import DtkitError, EngineError, RunError
 from dtkit.rpc.measurements import ProfileOperations
 from dtkit.rpc.protocol import DataOperations, JobOperations, make_call
@@ -22,7 +23,7 @@ from dtkit.training.recorder import combine_evaluations
 from dtkit.types import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from dtkit.history.workload import Workload
@@ -49,6 +50,7 @@ class JobClient:
         self._progress = driver.progress
         self._fetched_state: tuple[int, Mapping[str, Any]] | None = None
         self._model: tuple[int, Any] | None = None
+        self._kept_placement: tuple[Any] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -70,7 +72,10 @@ class JobClient:
             return f"Its checkpoint of step {saved.step:,} remains: cluster.train(..., resume_from={str(saved.path)!r})"
         if self._fetched_state is None:
             return "It has no checkpoint; cluster.train(...) starts again"
-        return "Its weights are in run.model: cluster.train(run.model, ...) trains on, with a new optimizer"
+        return (
+            "Its weights are in run.model, which this notebook can use; cluster.train(run.model, ...) trains on, with "
+            "a new optimizer"
+        )
 
     # -- the weights ------------------------------------------------------------------------------------------
 
@@ -116,9 +121,10 @@ class JobClient:
         return state
 
     def keep_state_dict(self, deadline: Deadline) -> None:
-        """Fetch the weights before the job is freed, unless an engine with a part of them is gone."""
+        """Fetch the weights and the placement before the job is freed, unless an engine with a part of them is gone."""
         try:
             self._fetched_state = self._progress.step, self.fetch_state_dict(deadline.get_remaining_s())
+            self._kept_placement = (self.get_placement(deadline.get_remaining_s()),)
         except DtkitError as error:
             deadline.get_remaining_s()  # raises if engines are only slow, which then keep the job
             if isinstance(error, EngineError) and all(failure.kind == "refused" for failure in error.failures):
@@ -156,7 +162,6 @@ class JobClient:
         self, data: Any, metrics: Mapping[str, Callable[..., Any]] | None, timeout: float | None
     ) -> Evaluation:
         """See :meth:`dtkit.Run.evaluate`."""
-        self.check_not_released("evaluate")
         plan = self._progress.plan
         if plan.options.is_manual:
             raise ValueError(
@@ -164,17 +169,41 @@ class JobClient:
                 "would update the model. Compute from run.model"
             )
         checked_metrics = check_metrics(metrics)
-        handle = distribute.distribute_validation_data(
-            self._engine_group, data, training_data=plan.job_spec.data_handle
-        )
-        pickled_metrics = (
-            self._driver.actions.evaluation.pickled_metrics
-            if metrics is None
-            else self._engine_group.uploads.dumps(dict(checked_metrics), name="metrics")
-        )
-        call = plan.make_evaluation_call(handle.key, pickled_metrics)
-        step = self._progress.step
-        return combine_evaluations(step, self._engine_group.call_all(call, timeout=timeout))
+        deadline = Deadline(timeout, "evaluate")
+        with self._open_job("evaluate", deadline) as job:
+            handle = distribute.distribute_validation_data(
+                self._engine_group, data, training_data=plan.job_spec.data_handle
+            )
+            pickled_metrics = (
+                self._driver.actions.evaluation.pickled_metrics
+                if metrics is None
+                else self._engine_group.uploads.dumps(dict(checked_metrics), name="metrics")
+            )
+            call = dataclasses.replace(plan, job=job).make_evaluation_call(handle.key, pickled_metrics)
+            step = self._progress.step
+            return combine_evaluations(step, self._engine_group.call_all(call, timeout=deadline.get_remaining_s()))
+
+    @contextlib.contextmanager
+    def _open_job(self, action: str, deadline: Deadline) -> Iterator[str]:
+        """Yield the key of a job with the run's model: its own, or one with the kept weights for a run before the
+        current one, whose data the engines keep.
+        """
+        if not self.is_released or self.check_idle is None or self._fetched_state is None:
+            self.check_not_released(action)
+            yield self._progress.plan.job
+            return
+        self.check_idle()
+        plan, group = self._progress.plan, self._engine_group
+        model = plan.job_spec.model_handle.build_with_state(self._fetched_state[1])
+        handle = broadcast.broadcast(group, model, by_shared_file=plan.options.strategy.shards_model)
+        job = group.make_key("job")
+        try:
+            dataclasses.replace(plan.job_spec, model_handle=handle).build(
+                group, job, timeout=deadline.get_remaining_s()
+            )
+            yield job
+        finally:
+            group.free_later(job)
 
     def measure_memory(self, expected: Plan | None, timeout: float | None) -> Memory:
         """See :meth:`dtkit.Run.memory`."""
@@ -197,6 +226,8 @@ class JobClient:
 
     def get_placement(self, timeout: float | None) -> Any:
         """See :meth:`dtkit.Run.placement`."""
+        if self.is_released and self._kept_placement is not None:
+            return self._kept_placement[0]
         self.check_not_released("placement")
         call = make_call(JobOperations.model_placement, job=self._progress.plan.job)
         return self._engine_group.call_all(call, timeout=timeout, ranks=[0])[0]

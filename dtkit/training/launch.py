@@ -86,6 +86,8 @@ def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, 
     run.lifecycle.build(resume_point)
     _warn_about_batch_norm(engine_group, plan.job_spec.model_handle, strategy)
     host.current_run = run
+    if run.lr == 0 and config.lr_scheduler is None:
+        run.note("the learning rate is 0, so no parameter will change; run.set(lr=...) sets another")
     start_callbacks(plan.options.callbacks, run)
     if config.start:
         run.resume()

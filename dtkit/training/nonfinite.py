@@ -22,24 +22,44 @@ _RUINED_REMEDY = (
     "The loss grew since step {step:,}, so the parameters are ruined already: run.resume() would fail again. Train "
     "again with a lower learning rate{or_checkpoint}; run.stop() ends this run"
 )
+_RUINED = "The parameters {size}, so they are ruined already: run.resume() would fail again."
+_RUINED_AT_START = (
+    " The loss was {loss} at step {step:,}, before any update: the data of that step, or the model, hold numbers that "
+    "are too large. Repair these, and train again; run.stop() ends this run"
+)
+_RUINED_LATER = (
+    "{when} Train again with a lower learning rate{or_checkpoint}. If the data of that step hold numbers that are too "
+    "large, repair or scale them; run.stop() ends this run"
+)
+_LARGE_MODEL = (
+    "The model's parameters {size} before the first update: with them, no learning rate helps. Train a "
+    "model with smaller parameters; run.stop() ends this run"
+)
+_MAX_PARAMETER = 1e10  # no model trains with larger ones
 _REMEDY = (
     "All ranks paused before that update: parameters are as after the step before. Lower the learning rate "
     "(run.set(lr=...)) or repair the data or the loss; run.resume() takes the same step again, run.stop() ends the run"
 )
 _DATA_REMEDY = (
-    "All ranks paused before that update: parameters are as after the step before. Repair these rows or leave them "
-    "out, and train again; run.resume() takes the same step again, run.stop() ends the run"
+    "All ranks paused before that update: parameters are as after the step before. Repair or scale these rows, or "
+    "leave them out, and train again; run.resume() takes the same step again, run.stop() ends the run"
 )
 
 
 def build_nonfinite_failures(
-    step: int, advances: Sequence[DispatchResult], nodes: Sequence[Any], *, ruined_step: int | None = None
+    step: int,
+    advances: Sequence[DispatchResult],
+    nodes: Sequence[Any],
+    *,
+    ruined_step: int | None = None,
+    large_loss: tuple[int, float] | None = None,
 ) -> list[Failure]:
     """Return one failure for each rank of origin. If that is unknown, return one failure without a rank to blame.
 
-    `ruined_step` is the last step before the loss exploded; None if it was fine until now.
+    `ruined_step` is the last step before the loss exploded; None if it was fine until now. `large_loss` is the first
+    step with a loss that is not finite or very large, and this loss.
     """
-    remedy = _describe_remedy(advances, ruined_step)
+    remedy = _describe_remedy(step, advances, ruined_step, large_loss)
     hosts = {node.rank: node.host for node in nodes}
     return [
         Failure(rank, hosts.get(rank, "?"), "NonFinite", f"{message}. {remedy}", "", step=step, kind="nonfinite")
@@ -49,15 +69,36 @@ def build_nonfinite_failures(
 
 def choose_remedy(advances: Sequence[DispatchResult], ruined_step: int | None) -> str:
     """Return what helps: "train", "data" or "lr", see :class:`~dtkit.errors.NonFiniteError`."""
-    if ruined_step is not None:
+    if ruined_step is not None or _find_largest_parameter(advances) > _MAX_PARAMETER:
         return "train"
     return "data" if any(advance.bad_rows for advance in advances) else "lr"
 
 
-def _describe_remedy(advances: Sequence[DispatchResult], ruined_step: int | None) -> str:
+def _find_largest_parameter(advances: Sequence[DispatchResult]) -> float:
+    return max((advance.largest_parameter for advance in advances), default=0.0)
+
+
+def _describe_remedy(
+    step: int, advances: Sequence[DispatchResult], ruined_step: int | None, large_loss: tuple[int, float] | None
+) -> str:
     if ruined_step is not None:
         return _describe_ruin(ruined_step)
+    if (largest := _find_largest_parameter(advances)) > _MAX_PARAMETER:
+        return _describe_large_parameters(step, largest, large_loss)
     return {"data": _DATA_REMEDY, "lr": _REMEDY}[choose_remedy(advances, ruined_step)]
+
+
+def _describe_large_parameters(step: int, largest: float, large_loss: tuple[int, float] | None) -> str:
+    """Return what a user can do with parameters that are too large, and since when they are, as far as it is known."""
+    size = f"reach {largest:.2g}" if math.isfinite(largest) else "are not finite"
+    if not step:
+        return _LARGE_MODEL.format(size=size)
+    start = _RUINED.format(size=size)
+    if large_loss is not None and not large_loss[0]:
+        return start + _RUINED_AT_START.format(step=0, loss=f"{large_loss[1]:.3g}")
+    when = "" if large_loss is None else f" The loss was {large_loss[1]:.3g} at step {large_loss[0]:,}."
+    or_checkpoint = "" if large_loss is None else f", or resume_from= a checkpoint from before step {large_loss[0]:,}"
+    return start + _RUINED_LATER.format(when=when, or_checkpoint=or_checkpoint)
 
 
 def _describe_ruin(step: int) -> str:

@@ -316,7 +316,8 @@ class Run(ShownRun):
     ) -> Evaluation:
         """Return loss and metrics over `data` (arrays, a Dataset, a function or a Partition), split over the ranks.
 
-        By default, `metrics` are those of `train`. The result is exact for any number of samples.
+        By default, `metrics` are those of `train`. The result is exact for any number of samples. A run before the
+        current one sends its weights again, while no other run is training.
         """
         return self._job.evaluate(data, metrics, timeout)
 

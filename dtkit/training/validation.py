@@ -346,8 +346,6 @@ def check_stream(engine_group: EngineGroup, config: TrainConfig) -> None:
         )
     if config.sampler is not None:
         raise ValueError("sampler= yields row numbers, and the data is a stream, which has none. Leave it out")
-    if config.drop_last:
-        raise ValueError("drop_last=True: the data is a stream, whose epochs have no last batch. Leave it out")
     if config.shuffle == "global":
         raise ValueError(
             "shuffle='global': the data is a stream, whose samples come in an order of their own. Shuffle where they "

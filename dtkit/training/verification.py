@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
@@ -55,7 +56,7 @@ class Verification:
     @property
     def is_within_tolerance(self) -> bool:
         """Whether all differences are within their bounds."""
-        bound = ZERO_TOLERANCE.get(self.dtype, HALF_PRECISION_TOLERANCE)
+        bound = self._zero_gradient_bound
         return self.max_difference <= self.tolerance and all(x <= bound for _, x in self.zero_gradient.values())
 
     @property
@@ -75,8 +76,8 @@ class Verification:
             lines.append(f"  worst: {worst}, {self.differences[worst]:.3g}")
         if self.rounding_note and self.verdict != "NOT COMPARABLE":
             lines.append(f"  {self.rounding_note}")
-        if self.zero_gradient:
-            lines.append(self._describe_zero_gradients())
+        if self.zero_gradient and (wider := self._describe_zero_gradients()):
+            lines.append(wider)
         lines += [f"  {module}" for module in self.incomparable_reasons]
         if self.step_times is not None:
             lines.append(self._describe_step_times(self.step_times))
@@ -97,19 +98,46 @@ class Verification:
         return f"{both}not comparable, because other programs used the processors"
 
     def _describe_zero_gradients(self) -> str:
-        """Return one line: a large model has dozens of such parameters."""
+        """Return one line, since a large model has dozens of such parameters.
+
+        Return nothing if their differences are within the tolerance of all others: their wider bound then decides
+        nothing.
+        """
         worst = max(self.zero_gradient, key=lambda name: self.zero_gradient[name][1])
         others = len(self.zero_gradient) - 1
         names = f"{worst} and {formatting.format_count(others, 'other parameter')}" if others else worst
         count, largest = sum(n for n, _ in self.zero_gradient.values()), self.zero_gradient[worst][1]
-        bound = ZERO_TOLERANCE.get(self.dtype, HALF_PRECISION_TOLERANCE)
-        start = f"  {formatting.format_count(count, 'number')} in {names} {'has' if count == 1 else 'have'}"
-        if not largest:
-            return f"{start} no gradient beyond rounding, and {'is' if count == 1 else 'are'} equal to the last bit"
-        return f"{start} no gradient beyond rounding, which makes a difference of {largest:.3g} (bound {bound:g})"
+        if largest <= self.tolerance:
+            return ""
+        bound = self._zero_gradient_bound
+        judged = f"{'within' if largest <= bound else 'beyond'} a wider bound of {bound:g}"
+        return (
+            f"  {formatting.format_count(count, 'number')} in {names} {'differs' if count == 1 else 'differ'} by up to "
+            f"{largest:.3g}, {judged}: their true gradient is 0, and only rounding changes them"
+        )
+
+    @property
+    def _zero_gradient_bound(self) -> float:
+        return ZERO_TOLERANCE.get(self.dtype, HALF_PRECISION_TOLERANCE)
+
+    def _summarize(self) -> str:
+        """Return the verdict with the difference that decided it."""
+        if math.isnan(self.max_difference):
+            return self.verdict
+        if self.verdict == "PASS" and not self.is_within_tolerance:
+            return (
+                f"PASS in float64: difference={self.float64_difference:.2g}; {self.dtype} differs by "
+                f"{self.largest_difference:.2g}, which is rounding"
+            )
+        if self.max_difference <= self.tolerance and not self.is_within_tolerance:
+            return (
+                f"{self.verdict}, difference={self.largest_difference:.3g} where the true gradient is 0, "
+                f"bound={self._zero_gradient_bound:g}"
+            )
+        return f"{self.verdict}, difference={self.max_difference:.3g}, tolerance={self.tolerance:g}"
 
     def __repr__(self) -> str:
-        return f"Verification({self.verdict}, difference={self.max_difference:.3g}, tolerance={self.tolerance:g})"
+        return f"Verification({self._summarize()})"
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(repr(self))}</p>"

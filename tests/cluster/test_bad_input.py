@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import threading
@@ -72,7 +73,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "one sample for a BatchNorm1d": (
         {"model": make_batch_norm_net(), "batch_size": 21},
         dtkit.errors.EngineError,
-        r"1 \(BatchNorm1d\) can't normalize one sample, and step 3 .*Choose a batch_size",
+        r"1 \(BatchNorm1d\) can't normalize one sample, and step 3 .*Use drop_last=True, .* or choose a batch_size",
     ),
 }
 
@@ -232,3 +233,17 @@ def test_optimizer_that_fails_on_one_rank_fails_the_run(cluster2: dtkit.Cluster)
     with pytest.raises(dtkit.errors.EngineError, match=r"rank 0 .*no update here"):
         run.wait(60)
     check_usable(cluster2)
+
+
+def test_learning_rate_of_zero_is_noted_without_a_scheduler(cluster2: dtkit.Cluster):
+    def still(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.0)
+
+    def find_notes(**options: Any) -> list[str]:
+        run = train(cluster2, steps=2, optimizer=still, **options)
+        run.wait(60)
+        return [event.text for event in run.history.events if "the learning rate is 0" in event.text]
+
+    assert find_notes() == ["the learning rate is 0, so no parameter will change; run.set(lr=...) sets another"]
+    warm_up = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: step)
+    assert find_notes(lr_scheduler=warm_up) == []

@@ -291,6 +291,13 @@ def test_validation_data_beside_a_stream_are_tried_before_the_first_step(cluster
         small.train(cluster2, rows=stream, steps=6, validation=(x.double(), y))
 
 
+class Numbers(IterableDataset[Any]):
+    """55 samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((torch.tensor([k / 55]), torch.tensor([1.0])) for k in range(55))
+
+
 def test_stream_of_whole_batches_is_taken_apart(cluster2: dtkit.Cluster, capsys: pytest.CaptureFixture[str]):
     run = small.train(cluster2, rows=batches, steps=6)
     run.wait(60)
@@ -309,6 +316,14 @@ def test_train_uses_the_named_columns_of_a_table(cluster2: dtkit.Cluster):
         run.wait(60)
         losses.append(run.history.loss()[1].tolist())
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_data_loader_over_a_stream_ends_before_a_batch_that_is_not_full(cluster2: dtkit.Cluster):
+    loader = DataLoader(Numbers(), batch_size=16, drop_last=True)
+    run = cluster2.train(nn.Linear(1, 1), loader, steps=20, loss=nn.MSELoss(), optimizer=small.sgd)
+    run.wait(60)
+    assert run.history.totals()["samples"].tolist() == [16] * 3
+    assert run.verify(3).verdict == "PASS"
 
 
 def test_run_on_a_stream_can_be_paused_and_stepped(cluster2: dtkit.Cluster):

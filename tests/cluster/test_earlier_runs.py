@@ -47,6 +47,27 @@ def test_earlier_run_can_be_verified_while_no_other_trains(cluster2: dtkit.Clust
     assert len(first.history) == 3 * cluster2.world_size
 
 
+@pytest.mark.parametrize("strategy", [dtkit.DataParallel(), dtkit.Pipeline(2, 2), dtkit.Sharded()], ids=repr)
+def test_earlier_run_can_be_evaluated_while_no_other_trains(cluster2: dtkit.Cluster, strategy: dtkit.Strategy):
+    first = small.train(cluster2, steps=5, strategy=strategy)
+    first.wait(60)
+    expected, placement = first.evaluate(small.data()), repr(first.placement())
+    second = small.train(cluster2, steps=small.LONG)
+    assert first.is_released
+    with pytest.raises(dtkit.errors.RunError, match=r"this cluster is training Sequential .* Wait for it"):
+        first.evaluate(small.data())
+    second.stop()
+    keys = list_stored_keys(cluster2)
+    found = first.evaluate(small.data())
+    assert (found.step, found.samples) == (expected.step, expected.samples)
+    assert found.values == pytest.approx(expected.values)
+    assert repr(first.placement()) == placement
+    assert repr(second.placement()) == "None"
+    gc.collect()
+    wait_until(lambda: list_stored_keys(cluster2) <= keys, 60)  # engines keep neither the job nor its weights
+    assert second.evaluate(small.data()).step == second.status.step
+
+
 def test_released_run_cannot_be_verified(cluster2: dtkit.Cluster):
     first = small.train(cluster2, steps=2)
     first.wait(60)

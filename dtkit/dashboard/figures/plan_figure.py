@@ -92,7 +92,9 @@ def _draw_time(ax: Axes, rows: Sequence[PlanRow]) -> None:
     longest = max(row.step_s for row in rows)
     unit, unit_size = formatting.choose_unit(longest, formatting.SECOND_UNITS)
     others = [row.other_s / unit_size if row.is_measured else 0.0 for row in rows]
-    waiting = [row.communication_s / unit_size for row in rows]
+    waiting = [
+        row.communication_s / unit_size if row.is_traffic_counted or not row.is_measured else 0.0 for row in rows
+    ]
     computing = [row.compute_s / unit_size for row in rows]
     positions, ends = range(len(rows)), [0.0] * len(rows)
     parts = [

@@ -73,7 +73,7 @@ def estimate_one_process(history: History, rows_s: np.ndarray, fixed_s: np.ndarr
     amount = f"about {one} a step" if is_shown else f"{one} a step at most"
     source = (
         "shorter steps show how computing grows with the rows" if is_shown else "computing grows at most as the rows"
-    )
+    ) + ". Nodes that share cores compute more slowly than it would; run.verify() measures it"
     line = (
         f"one process computes the rows of {len(rows_s)} nodes: {growth:.2f} * {rows} + {fixed} (update, other) = "
         f"{one}; {source}"

@@ -114,8 +114,7 @@ def find_verdict(history: History, spec: RunSpec, measured: OneProcess | None = 
     """Return the verdict on the last steps of a history. `measured` times of one process replace an estimate."""
     divergence = find_divergence(history)
     if divergence is not None:  # how fast a training is matters only while it converges
-        remedy = f"lower the learning rate ({divergence.lr:g} now), or set the strategy's clip_grad_norm="
-        return Verdict("diverged", f"the {divergence.short}: {remedy}", 0.0, divergence.arithmetic)
+        return Verdict("diverged", f"the {divergence.short}: {divergence.remedy}", 0.0, divergence.arithmetic)
     if history.num_steps <= MIN_STEPS:
         steps = formatting.format_count(history.num_steps, "step")
         return Verdict("unknown", f"{steps} so far: a verdict needs {MIN_STEPS + 1}", 0.0)

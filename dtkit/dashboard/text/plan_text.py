@@ -173,10 +173,17 @@ def _format_step(row: PlanRow) -> list[str]:
     return [
         formatting.format_bytes(row.sent_bytes),
         formatting.format_duration(row.compute_s),
-        formatting.format_duration(row.communication_s if row.is_traffic_counted else None),
+        _format_waiting(row),
         formatting.format_duration(row.other_s if row.is_measured else None),
         format_step_time(row),
     ]
+
+
+def _format_waiting(row: PlanRow) -> str:
+    """Return the time of communication, or where it is contained if it is not known by itself."""
+    if row.is_measured and not row.is_traffic_counted:
+        return "in other"
+    return formatting.format_duration(row.communication_s if row.is_traffic_counted else None)
 
 
 def _format_parts(row: PlanRow) -> list[str]:

@@ -21,7 +21,7 @@ from dtkit.data.step_counts import count_cumulative_samples
 from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.sources import RowSource
@@ -97,13 +97,20 @@ class ShardedBatches:
         table, _ = self._cached_count_block(within // _COUNT_BLOCK_STEPS)
         return table[within % _COUNT_BLOCK_STEPS]
 
-    def find_step_with_count(self, count: int) -> tuple[int, int] | None:
-        """Return (step of the epoch, shard) of a shard that gives `count` samples to a step; None if there is none."""
+    def find_step_with_count(self, wanted: Container[int]) -> tuple[int, int] | None:
+        """Return (step of the epoch, shard) in which that shard's worker takes one of the `wanted` counts.
+
+        Return None if there is none. Steps of equal size are divided once, since shares divide them alike.
+        """
+        shares = self._shares
+        divide = functools.cache(lambda total: tuple(divide_proportionally(total, shares or ())))
         for block in range(-(-self.steps_per_epoch // _COUNT_BLOCK_STEPS)):
             table, _ = self._cached_count_block(block)
-            for k, counts in enumerate(table):
-                if count in counts:
-                    return block * _COUNT_BLOCK_STEPS + k, counts.index(count)
+            for k, shard_counts in enumerate(table):
+                counts = shard_counts if shares is None else divide(sum(shard_counts))
+                shard = next((i for i, count in enumerate(counts) if count in wanted), None)
+                if shard is not None:
+                    return block * _COUNT_BLOCK_STEPS + k, shard
         return None
 
     def get_rows(self, step: int) -> np.ndarray:

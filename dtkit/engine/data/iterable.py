@@ -31,7 +31,7 @@ from dtkit.engine.data.divided_stream import DividedStream, check_same_items
 from dtkit.engine.data.rank_queries import record_rank_queries
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.shard_iterator import ShardIterator
@@ -99,7 +99,7 @@ class IterableBatches:
         """
         self.steps_per_epoch = max(1, plan.steps)
         self._source, self._own_shards, self._group = source, tuple(own_shards), group
-        self._batch_size, self._num_shards = plan.batch_size, num_shards
+        self._batch_size, self._num_shards, self._drop_last = plan.batch_size, num_shards, plan.drop_last
         self._shares: tuple[float, ...] | None = None
         self._seed = plan.seed
         self._shard_iterators = [self._start_iterator(shard, prefetch=prefetch) for shard in self._own_shards]
@@ -153,16 +153,31 @@ class IterableBatches:
         self._shares = tuple(shares)
 
     def count_samples(self, step: int) -> tuple[int, ...]:
-        """Return the number of samples of each rank in a step; all 0 after the stream's end. A collective."""
+        """Return the number of samples of each rank in a step; all 0 after the stream's end. A collective.
+
+        With `drop_last`, a step that the stream doesn't fill is its end.
+        """
         self._advance_to(step)
         if self._sample_counts is None:
             counts = [0] * self._num_shards
             for shard, samples in zip(self._own_shards, self._current_samples, strict=True):
                 counts[shard] = len(samples)
             self._sample_counts = self._sum_counts(counts)
+            if self._drop_last and sum(self._sample_counts) < self._batch_size:
+                self._drop_samples(step, sum(self._sample_counts))
         return self._sample_counts
 
-    def find_step_with_count(self, count: int) -> tuple[int, int] | None:  # noqa: ARG002 - part of the interface
+    def _drop_samples(self, step: int, count: int) -> None:
+        """Leave a step's samples out. Raises ValueError on all ranks if no step was full."""
+        if not step:
+            raise ValueError(
+                f"drop_last=True leaves out a batch that isn't full, and the stream has only {count} samples for "
+                f"batch_size={self._batch_size}, so no step would train. Use batch_size={count} or less, or "
+                "drop_last=False"
+            )
+        self._current_samples, self._sample_counts = [[] for _ in self._shard_iterators], (0,) * self._num_shards
+
+    def find_step_with_count(self, wanted: Container[int]) -> tuple[int, int] | None:  # noqa: ARG002 - part of the interface
         """Return None: counts aren't known in advance."""
         return None
 
@@ -280,15 +295,15 @@ def is_iterable_only(data: Any) -> bool:
     return hasattr(data, "__iter__") and not (hasattr(data, "__getitem__") or hasattr(data, "__len__"))
 
 
-def is_stream_factory(function: Callable[..., Any]) -> bool:
+def is_stream_factory(function: Callable[..., Any], name: str = "data") -> bool:
     """Return whether a function returns a stream, as far as this is known without calling it."""
-    return inspect.isgeneratorfunction(function) or accepts_rank(function)
+    return inspect.isgeneratorfunction(function) or accepts_rank(function, name)
 
 
-def accepts_rank(function: Callable[..., Any]) -> bool:
+def accepts_rank(function: Callable[..., Any], name: str = "data") -> bool:
     """Return whether a function returns one rank's part: it has the parameters ``rank`` and ``world_size``.
 
-    Raises TypeError if the function needs other arguments.
+    Raises TypeError if the function needs other arguments, and calls it by `name`, the user's argument.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -301,7 +316,7 @@ def accepts_rank(function: Callable[..., Any]) -> bool:
     needed = [p.name for p in parameters.values() if p.default is empty and p.kind not in optional]
     if needed:
         raise TypeError(
-            f"data is a function of ({', '.join(needed)}); engines call it without arguments, or with rank= and "
+            f"{name} is a function of ({', '.join(needed)}); engines call it without arguments, or with rank= and "
             "world_size= where it has these two. Bind the others with functools.partial"
         )
     return False

@@ -220,25 +220,28 @@ _FUNCTION_SEED = 0
 _TEXT_DTYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
-def as_source(data: Any, columns: ColumnSelection | None = None) -> RowSource | StreamSource:
-    """Return the source for any data that :meth:`dtkit.Cluster.partition` takes; a stream if its length is unknown."""
+def as_source(data: Any, columns: ColumnSelection | None = None, name: str = "data") -> RowSource | StreamSource:
+    """Return the source for any data that :meth:`dtkit.Cluster.partition` takes; a stream if its length is unknown.
+
+    Errors call the data by `name`.
+    """
     columns = columns or ColumnSelection()
     if isinstance(data, StreamSource) or (hasattr(data, "take") and hasattr(data, "is_thread_safe")):
         return data  # type: ignore[no-any-return]  # a source already
-    data = paths.describe_files(data, columns)
+    data = paths.describe_files(data, columns, name)
     if isinstance(data, ParquetFiles):
         return ParquetSource(data)
     data = frames.select_arrays(data, columns)
     names = tuple(data) if isinstance(data, dict) else ()
     arrays = list(data.values()) if isinstance(data, dict) else _as_arrays(data, columns)
     if arrays is None:
-        return _make_sample_source(data, columns)
+        return _make_sample_source(data, columns, name)
     if any(isinstance(part, (MappedFile, np.memmap)) for part in arrays):
         return MappedSource(arrays, names)
     return ArraySource([torch.as_tensor(part) for part in arrays], names)
 
 
-def _make_sample_source(data: Any, columns: ColumnSelection) -> RowSource | StreamSource:
+def _make_sample_source(data: Any, columns: ColumnSelection, name: str) -> RowSource | StreamSource:
     """Return the source for data that yields samples: a Dataset, or a stream without rows by number."""
     if is_hub_dataset(data):
         return HubSource(data, columns)
@@ -247,7 +250,7 @@ def _make_sample_source(data: Any, columns: ColumnSelection) -> RowSource | Stre
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return DatasetSource(data, columns)
     raise TypeError(
-        f"data is {name_type(data)}; it must be a tuple of arrays, a DataFrame, an iterable of samples, or a "
+        f"{name} is {name_type(data)}; it must be a tuple of arrays, a DataFrame, an iterable of samples, or a "
         "map-style Dataset (with __len__ and __getitem__). A function that returns one of these will do, too"
     )
 
@@ -267,10 +270,11 @@ def _as_arrays(data: Any, columns: ColumnSelection) -> Sequence[Any] | None:
     return None
 
 
-def load_source(function: Callable[..., Any], columns: ColumnSelection) -> RowSource | StreamSource:
+def load_source(function: Callable[..., Any], columns: ColumnSelection, name: str = "data") -> RowSource | StreamSource:
     """Return the source for a user's function on this engine; a stream calls the function for each job.
 
-    All engines call the function with the same seeds, so that random data are equal on all of them.
+    All engines call the function with the same seeds, so that random data are equal on all of them. The function is
+    the user's argument `name`.
     """
     if is_stream_factory(function):
         return StreamSource(function, columns)
@@ -279,7 +283,7 @@ def load_source(function: Callable[..., Any], columns: ColumnSelection) -> RowSo
         data = function()
     if is_iterable_only(data):
         return StreamSource(function, columns)
-    source = as_source(data, columns)
+    source = as_source(data, columns, f"what the function {name} returned")
     assert not isinstance(source, StreamSource)
     source.is_same_on_all_ranks = False  # it may read different files on each host, or draw from its own generator
     return source

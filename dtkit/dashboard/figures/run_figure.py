@@ -12,17 +12,17 @@ from dtkit._util import formatting
 from dtkit.dashboard.figures import custom_panels, panel_frame
 from dtkit.dashboard.figures.panels import (
     gradient_norm,
-    headline,
     learning_rate,
     log,
     loss,
     memory,
     metrics,
-    nodes_table,
+    nodes,
     scalars,
     step_time,
     system,
     throughput,
+    tiles,
     timeline,
     waffle,
 )
@@ -99,15 +99,15 @@ def select_panels(history: History) -> list[Panel]:
 
 def _make_first_panels(run: RunView) -> dict[Panel, float]:
     """Return the headline numbers with their height in inches."""
-    num_rows = -(-len(headline.list_tiles(run)) // headline.TILES_PER_ROW)
-    return {headline.make_panel(run): _TILE_HEIGHT_IN * num_rows + 0.15}
+    num_rows = -(-len(tiles.list_tiles(run)) // tiles.TILES_PER_ROW)
+    return {tiles.make_panel(run): _TILE_HEIGHT_IN * num_rows + 0.15}
 
 
 def _make_last_panels(run: RunView) -> dict[Panel, float]:
     """Return the table of nodes and the log with their heights in inches."""
     panels: dict[Panel, float] = {}
     if run.nodes:
-        panels[nodes_table.make_panel(run)] = _TABLE_FRAME_IN + _TABLE_LINE_IN * nodes_table.count_lines(run)
+        panels[nodes.make_panel(run)] = _TABLE_FRAME_IN + _TABLE_LINE_IN * nodes.count_lines(run)
     if num_lines := log.count_lines(run):
         panels[log.make_panel(run)] = _TABLE_FRAME_IN + _TABLE_LINE_IN * num_lines
     return panels

@@ -76,7 +76,8 @@ def style_axes(ax: Axes, grid: Literal["x", "y"] | None = "y", label_color: str 
 
 def format_step_axis(ax: Axes) -> None:
     """Format the x axis for whole steps."""
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    # More numbers would touch in a narrow panel.
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     ax.set_xlabel("step", **_SMALL_TEXT)
 

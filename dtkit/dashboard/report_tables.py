@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.run_view import RunView
 
+_NBSP = "\u00a0"
 _MIN_SHARE = 0.0005  # of a step; a phase that is shorter everywhere has no column
 
 
@@ -42,10 +43,11 @@ def format_nodes(run: RunView) -> Iterator[str]:
         is_known = node.rank < len(metrics.by_rank)
         loss, rate, memory = metrics.by_rank[node.rank] if is_known else (None, None, None)
         has_loss = is_known and not metrics.ranks_without_loss[node.rank]
+        used_memory = f"{formatting.format_bytes(memory)} of {formatting.format_bytes(node.memory_total)}"
         rows.append(
             (
                 f"{node.rank}", f"{node.engine_id}", node.host, f"{node.pid}", node.device, f"{node.threads}",
-                f"{formatting.format_bytes(memory)} of {formatting.format_bytes(node.memory_total)}",
+                used_memory.replace(" ", _NBSP),
                 formatting.format_loss(loss) if has_loss else formatting.UNKNOWN, formatting.format_rate(rate),
             )
         )  # fmt: skip
@@ -67,7 +69,7 @@ def format_step_time(run: RunView) -> Iterator[str]:
     rows = [
         (
             f"▲ {bar.label}" if bar.is_straggler else bar.label,
-            *(_format_phase(each[k], each.sum()) for k in shown),
+            *(formatting.format_percent(float(each[k] / each.sum())) for k in shown),
             formatting.format_duration(float(each.sum())),
         )
         for bar, each in zip(bars, seconds, strict=True)
@@ -75,9 +77,5 @@ def format_step_time(run: RunView) -> Iterator[str]:
     yield "<h2>Where a step's time goes</h2>"
     yield format_table(Table(("node", *(PHASES[k] for k in shown), "step"), rows, {"node"}))
     straggler = "" if timing.straggler is None else f" ▲ {escape(timing.straggler.text)}."
-    yield f"<p>Means of the last {formatting.format_count(timing.num_steps, 'step')}.{straggler}</p>"
-
-
-def _format_phase(seconds: float, total: float) -> str:
-    share = formatting.format_percent(float(seconds / total)) if total else formatting.UNKNOWN
-    return f"{formatting.format_duration(float(seconds))} · {share}"
+    steps = formatting.format_count(timing.num_steps, "step")
+    yield f"<p>Shares of a step, as means of the last {steps}.{straggler}</p>"

@@ -42,8 +42,9 @@ def make_panel(run: RunView) -> Callable[[Axes, History], None]:
 
 
 def list_tiles(run: RunView) -> list[Tile]:
-    """Return the tiles of the live view, and one for the last value of each validation metric."""
-    return [*build_tiles(run, compute_run_metrics(run.history, run.spec.world_size)), *_build_metric_tiles(run)]
+    """Return the tiles of the live view, those of validation metrics with their range, and for more metrics."""
+    tiles = {tile.label: tile for tile in build_tiles(run, compute_run_metrics(run.history, run.spec.world_size))}
+    return [*(tiles | {tile.label: tile for tile in _build_metric_tiles(run)}).values()]
 
 
 def _build_metric_tiles(run: RunView) -> Iterator[Tile]:

@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         evaluation = run.evaluate(held_out)
         print(f"\naccuracy on {evaluation.samples} held-out rows: {100 * evaluation.values['accuracy']:.1f} %\n")
         run.verify()
-        run.figure().savefig(options.picture)
+        run.figure().savefig(options.picture, dpi=200)
         print(f"\nthe figure of the run: {options.picture.resolve()}")
 
 

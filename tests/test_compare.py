@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
 from torch import nn
 
 import dtkit
@@ -17,7 +18,7 @@ from dtkit.dashboard.summary import comparison as comparison_summary
 from dtkit.dashboard.text import comparison_text
 from dtkit.history.history import History
 from dtkit.testing.fake_transport import FakeTransport
-from dtkit.types import Evaluation
+from dtkit.types import Evaluation, State
 from tests.support.comparison_sources import make_diverging_pair, make_logging_runs, make_source
 from tests.support.fake_source import FakeSource
 
@@ -62,7 +63,7 @@ def test_the_text_of_a_comparison_is_a_table():
         .splitlines()
     )
     columns = [name for name in comparison_text.NUMBER_COLUMNS if name != "nodes"]  # which are equal
-    assert re.split(" {2,}", header) == ["run", *columns]
+    assert re.split(" {2,}", header) == ["run", "state", *columns]
     assert lines[0].startswith("DataParallel()  ")
     assert "32 MB" in lines[0]
     assert "4 MB" in lines[1]
@@ -193,7 +194,7 @@ def test_default_labels_are_what_differs_between_runs(runs, labels):
 def test_strategies_are_named_once_in_a_comparison():
     text = repr(dtkit.compare([make_source(), make_source("ParameterAveraging(every=8)", every=8)], labels=["a", "b"]))
     assert text.count("ParameterAveraging(every=8)") == 1
-    assert text.splitlines()[0].split()[:2] == ["run", "steps"]
+    assert text.splitlines()[0].split()[:3] == ["run", "state", "steps"]
 
 
 def test_runs_may_be_arguments():
@@ -387,8 +388,8 @@ def test_a_run_that_diverged_leaves_room_for_the_others():
         good = next(line for line in axes[name].get_lines() if line.get_gid().startswith("good")).get_ydata()
         assert high < 10, name
         assert np.ptp(good) > 0.3 * (high - low), name
-        assert "lie beyond" in axes[name].get_title(loc="right")
-    assert axes["Validation accuracy"].get_title(loc="right") == ""
+        assert "lie beyond" in axes[name].get_xlabel()
+    assert axes["Validation accuracy"].get_xlabel() == "step"
 
 
 def test_losses_that_fall_or_begin_high_have_no_cap():
@@ -416,3 +417,29 @@ def test_numbers_that_two_runs_logged_are_a_series_of_the_live_view():
     np.testing.assert_allclose(table[:, 1], 2 - table[:, 0] / 400, atol=0.02)
     assert np.isnan(table[-1, 2])
     assert np.isnan(table[:, 3]).all()
+
+
+def test_the_printed_table_has_the_states_of_runs_that_did_not_complete():
+    runs = [make_source(name=name) for name in ("first", "second", "third")]
+    for run, state in zip(runs, (State.COMPLETED, State.FAILED, State.PAUSED), strict=True):
+        run.state = state
+    comparison = dtkit.compare(*runs, runs[0].history, labels=["a", "b", "c", "d"])
+    head, *lines = repr(comparison).split("\n\n")[0].splitlines()
+    assert head.split()[:2] == ["run", "state"]
+    assert [line.split()[1] for line in lines] == ["completed", "failed", "paused", "kept"]
+    assert comparison.to_pandas()["state"].tolist() == ["completed", "failed", "paused", "kept"]
+    runs[1].state = runs[2].state = State.COMPLETED
+    assert "state" not in repr(comparison).splitlines()[0]
+
+
+@pytest.mark.parametrize("num_runs", [2, 8])
+def test_the_picture_of_a_comparison_is_readable_in_a_window_of_600_px(num_runs):
+    runs = [make_source(name=f"width {2**k}, rate 0.05, momentum 0.9, {k}") for k in range(num_runs)]
+    figure = dtkit.compare(runs).figure()
+    pixels_per_point = 484 / figure.get_figwidth() / 72  # a cell's output is 484 px wide
+    texts = [text for text in figure.findobj(Text) if text.get_text()]
+    assert [text for text in texts if round(text.get_fontsize() * pixels_per_point) < 10] == []
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert legend.get_window_extent().x1 <= figure.bbox.x1
+    assert [text.get_text() for text in legend.get_texts()] == list(dtkit.compare(runs).labels)

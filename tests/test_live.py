@@ -348,6 +348,16 @@ def test_tiles_agree_with_the_records():
     assert list(tiles) == ["throughput", "mean loss", "step time", "waiting", "nodes"]
 
 
+def test_the_last_value_of_a_metric_has_a_tile():
+    source = FakeSource()
+    source.advance(60)
+    for step, accuracy in ((30, 0.5), (60, 0.75)):
+        source.history.add(Evaluation(step, 100, {"loss": 1.0, "accuracy": accuracy}))
+    tiles = {tile["label"]: tile for tile in MessageBuilder(source).build_snapshot().content["tiles"]}
+    assert (tiles["accuracy"]["value"], tiles["accuracy"]["note"]) == ("0.750", "validation, step 60")
+    assert "loss" not in tiles  # next to that of the training
+
+
 def test_the_loss_tile_is_a_mean_by_samples_over_the_steps_it_names():
     source = FakeSource(ranks=1)
     source.advance(48, loss=0.5)

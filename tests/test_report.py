@@ -24,10 +24,12 @@ from dtkit.dashboard.svg_chart import MAX_POINTS, Series, draw_chart
 from dtkit.dashboard.text import run_text
 from dtkit.data.layers import MAX_LAYERS, summarize_model
 from dtkit.errors import EngineError
+from dtkit.history.scalars import ScalarRecord
 from dtkit.rpc.reference import StepTimes
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.settings import describe_value
-from dtkit.types import Evaluation, Event, Failure
+from dtkit.types import Evaluation, Event, Failure, ModelSummary
+from tests.support.comparison_sources import make_diverging_pair, make_logging_runs
 from tests.support.fake_source import FakeSource
 
 
@@ -448,3 +450,48 @@ def test_a_missing_folder_is_told_before_a_report_is_made(tmp_path: Path):
         report.write_report(source, tmp_path / "no/such/report.html")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         dtkit.compare(source, source).report(tmp_path / "no/such/report.html")
+
+
+def test_a_report_has_what_the_live_view_has_of_machines_and_phases(tmp_path):
+    source = FakeSource(ranks=2)
+    source.slowness = {1: 1.6}
+    source.advance(60)
+    for name in ("system/CPU (cores)", "system/network (MB/s)"):
+        source.history.add(ScalarRecord(0, {name: [(step, 0.5, 1.0) for step in range(1, 61, 5)]}))
+    text = Path(report.write_report(source, tmp_path / "report.html")).read_text()
+    assert "CPU <small>cores, by node</small>" in text
+    assert "Network <small>MB/s, by node</small>" in text
+    nodes = text.partition("Nodes</h2>")[2].partition("</table>")[0]
+    assert "316 MB of 8 GB" in nodes.replace("\u00a0", " ")
+    phases = text.partition("Where a step's time goes</h2>")[2].partition("</table>")[0]
+    assert "▲ node 1" in phases
+    assert re.search(r">5\d %<", phases)  # backward, of the slow node
+
+
+def test_a_model_of_one_layer_has_no_empty_table(tmp_path):
+    source = FakeSource()
+    source.spec = dataclasses.replace(source.spec, model=ModelSummary(84, 84, ()))
+    source.advance(5)
+    text = Path(report.write_report(source, tmp_path / "report.html")).read_text()
+    assert "<h2>Model</h2><p>ConvNet: 84 parameters.</p>" in text
+    assert "<tbody></tbody>" not in text
+
+
+def test_the_charts_of_a_report_have_the_same_steps_at_the_same_place():
+    series = [Series("a", np.array([20.0]), np.array([1.0]), 0, exact=True)]
+    text = draw_chart("accuracy", "", series, format_y=str, x_range=(0, 40))
+    x = float(re.search(r'<circle class="[^"]*" cx="([0-9.]+)"', text)[1])
+    assert x == pytest.approx((58 + 560 - 12) / 2, abs=0.1)  # the middle of the axis
+
+
+def test_the_report_of_a_comparison_leaves_room_beside_a_diverged_run(tmp_path):
+    path = dtkit.compare(*make_diverging_pair()).report(tmp_path / "comparison.html")
+    text = Path(path).read_text()
+    assert "values above 7.83 are left out" in text
+    assert "1e+30" not in re.sub(r"<table.*?</table>", "", text, flags=re.DOTALL)
+    assert 'class="series s1 dash1 line1"' in text
+
+
+def test_the_report_of_a_comparison_has_numbers_that_two_runs_logged(tmp_path):
+    text = Path(dtkit.compare(*make_logging_runs()).report(tmp_path / "comparison.html")).read_text()
+    assert "<h3>entropy <small>logged, mean over all nodes" in text

@@ -18,6 +18,7 @@ from dtkit._util.arguments import explain_arguments, suggest_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.formatting import name_type
 from dtkit._util.notebook import in_notebook
+from dtkit.dashboard.summary.activity import read_state
 from dtkit.dashboard.summary.comparison import make_row
 from dtkit.dashboard.summary.spec_differences import (
     list_differences,
@@ -98,8 +99,9 @@ class Comparison:
     @property
     def rows(self) -> list[ComparisonRow]:
         """A row for each run, as of now."""
-        positions = [_read_position(run) for run in self.runs]
-        return [make_row(*item) for item in zip(self.labels, self.histories, self._strategies, positions, strict=True)]
+        positions, states = [_read_position(run) for run in self.runs], [read_state(run) for run in self.runs]
+        columns = self.labels, self.histories, self._strategies, positions, states
+        return [make_row(*item) for item in zip(*columns, strict=True)]
 
     def figure(self) -> Figure:
         """Return loss against steps, time, and bytes where they differ, and each metric, as a matplotlib Figure."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -11,6 +12,12 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.report_page import escape, format_page, format_table
+from dtkit.dashboard.summary.comparison import (
+    find_loss_cap,
+    find_metric_cap,
+    list_shared_scalars,
+    read_scalar,
+)
 from dtkit.dashboard.svg_chart import Series, draw_chart
 from dtkit.dashboard.text.comparison_text import make_differences_table, make_table, make_table_note
 from dtkit.dashboard.written_report import WrittenReport, check_folder
@@ -60,27 +67,41 @@ def _format_parts(comparison: ComparisonData, title: str) -> Iterator[str]:
 
 def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iterator[str]:
     runs = list(zip(range(len(labels)), labels, histories, strict=True))
-    losses = [Series(label, *history.loss(), color=k) for k, label, history in runs]
+    cap = find_loss_cap([history.totals()["loss"] for history in histories])
+    losses = [Series(label, *history.loss(), color=k, dash=k) for k, label, history in runs]
+    shown, note = _leave_out(losses, cap)
     yield draw_chart(
-        "Loss against steps", "mean over all nodes", losses, format_y=formatting.format_loss, may_be_log=True
+        "Loss against steps", f"mean over all nodes{note}", shown, format_y=formatting.format_loss, may_be_log=True
     )
-    timed = [
-        Series(label, np.cumsum(history.totals()["step_s"]), history.loss()[1], color=k) for k, label, history in runs
-    ]
+    times = [np.cumsum(history.totals()["step_s"]) for history in histories]
     yield draw_chart(
-        "Loss against time", "of steps", timed, format_y=formatting.format_loss, x_name="time",
+        "Loss against time", f"of steps{note}",
+        [dataclasses.replace(line, x=x) for line, x in zip(shown, times, strict=True)],
+        format_y=formatting.format_loss, x_name="time",
         format_x=lambda x: formatting.format_duration(x) if x else "0", may_be_log=True,
     )  # fmt: skip
-    rates = [Series(label, *history.throughput(), color=k) for k, label, history in runs]
+    rates = [Series(label, *history.throughput(), color=k, dash=k) for k, label, history in runs]
     yield draw_chart("Throughput", "samples/s of all nodes", rates, format_y=formatting.format_rate, from_zero=True)
     for name in dict.fromkeys(name for history in histories for name in ["loss", *list_metric_names(history)]):
         points = [_make_metric_series(label, history, name, k) for k, label, history in runs]
-        yield draw_chart(
-            f"Validation {formatting.sanitize_text(name, 40)}", "", points, format_y=formatting.format_loss
-        )
+        shown, note = _leave_out(points, find_metric_cap(histories, name))
+        title = f"Validation {formatting.sanitize_text(name, 40)}"
+        yield draw_chart(title, note.removeprefix("; "), shown, format_y=formatting.format_loss)
+    for name in list_shared_scalars(histories):
+        logged = [Series(label, *read_scalar(history, name), color=k, dash=k) for k, label, history in runs]
+        title = formatting.sanitize_text(name, 40)
+        yield draw_chart(title, "logged, mean over all nodes", logged, format_y=formatting.format_loss)
+
+
+def _leave_out(lines: Sequence[Series], cap: float | None) -> tuple[list[Series], str]:
+    """Return the lines up to a cap, with a note: a run that diverges would make the others flat lines."""
+    if cap is None:
+        return list(lines), ""
+    kept = [dataclasses.replace(line, y=np.where(line.y <= cap, line.y, np.nan)) for line in lines]
+    return kept, f"; values above {formatting.format_loss(cap)} are left out"
 
 
 def _make_metric_series(label: str, history: History, name: str, color: int) -> Series:
     points = [(e.step, e.values[name]) for e in history.evaluations if e.values.get(name) is not None]
     steps, values = np.array(points, float).reshape(-1, 2).T
-    return Series(label, steps, values, color, exact=True)
+    return Series(label, steps, values, color, exact=True, dash=color)

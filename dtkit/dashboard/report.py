@@ -31,6 +31,7 @@ from dtkit.dashboard.report_page import (
     format_page,
     format_table,
 )
+from dtkit.dashboard.report_tables import format_model, format_nodes, format_step_time
 from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower, make_row
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_run_metrics
@@ -73,7 +74,9 @@ def write_report(
         *_format_head(run, cards, single_process),
         *_format_charts(run),
         *scaling,
-        format_columns(section(run) for section in (_format_settings, _format_model, _format_nodes, _format_schedule)),
+        format_columns(section(run) for section in (_format_settings, format_model, _format_schedule)),
+        *format_nodes(run),
+        *format_step_time(run),
         *_format_evaluations(run),
         *_format_events(run),
         *_format_origin(run),
@@ -207,17 +210,6 @@ def _format_settings(run: RunView) -> Iterator[str]:
     yield format_facts(Table((), facts))
 
 
-def _format_model(run: RunView) -> Iterator[str]:
-    model = run.spec.model
-    if model is None:
-        return
-    rows = [(layer.name, layer.kind, f"{layer.parameters:,}") for layer in model.layers]
-    frozen = "" if model.trainable == model.parameters else f", {model.trainable:,} of them trained"
-    note = f"{model.parameters:,} parameters{frozen}."
-    table = Table(("layer", "class", "parameters"), rows, {"layer", "class"})
-    yield format_long_table("Model", table, [note])
-
-
 def _format_scaling_if_given(run: RunView, single_process: History | None) -> Iterator[str]:
     if single_process is None:
         return iter(())
@@ -249,23 +241,6 @@ def _format_scaling(run: RunView, single_process: History) -> Iterator[str]:
     yield "<p>Means over all steps but the first. The ideal is the speed of one process times the number of nodes.</p>"
 
 
-def _format_nodes(run: RunView) -> Iterator[str]:
-    rows = [
-        (
-            f"{node.rank}",
-            f"{node.engine_id}",
-            node.host,
-            f"{node.pid}",
-            node.device,
-            formatting.format_bytes(node.memory_total),
-            f"{node.threads}",
-        )
-        for node in run.nodes
-    ]
-    header = ("node", "engine", "host", "pid", "device", "memory", "threads")
-    yield format_long_table("Nodes", Table(header, rows, {"host", "device"}))
-
-
 def _format_schedule(run: RunView) -> Iterator[str]:
     """List the bubble of a pipeline, and the learning rates."""
     step_strip = read_step_strip(run)
@@ -286,6 +261,8 @@ def _format_schedule(run: RunView) -> Iterator[str]:
 
 def _format_events(run: RunView) -> Iterator[str]:
     events = [event for event in run.history.events if event.kind != "evaluation"]
+    if not events:
+        return
     shown = _keep_ends(events, _MAX_EVENTS)
     rows = [
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,7 @@ from dtkit.dashboard.summary.curves import (
     format_overall_label,
     make_chart_layouts,
 )
+from dtkit.dashboard.summary.series_names import split_unit
 from dtkit.dashboard.svg_chart import MAX_POINTS, Series, draw_chart
 
 if TYPE_CHECKING:
@@ -36,27 +38,33 @@ def draw_charts(history: History) -> str:
 
 
 def _iterate_charts(history: History) -> Iterator[str]:
+    draw = functools.partial(draw_chart, x_range=_get_range(history))  # the same step is at the same place in each
     loss = [*_make_series(history, LOSS, "mean"), *_make_validation_series(history, "loss", "validation")]
-    yield draw_chart("Loss", "", loss, format_y=formatting.format_loss, may_be_log=True)
+    yield draw("Loss", "", loss, format_y=formatting.format_loss, may_be_log=True)
     label = format_overall_label(history.num_ranks, history.ranks_per_replica)
-    yield draw_chart(
+    yield draw(
         "Throughput", "samples/s without waiting", from_zero=True, format_y=formatting.format_rate,
         series=_make_throughput_series(history, label),
     )  # fmt: skip
     for name in list_metric_names(history):
         series = _make_validation_series(history, name, name)
-        yield draw_chart(formatting.sanitize_text(name, 40), "validation", series, format_y=formatting.format_loss)
+        yield draw(formatting.sanitize_text(name, 40), "validation", series, format_y=formatting.format_loss)
     for name in history.scalar_names:
-        yield draw_chart(
-            formatting.sanitize_text(name, 40), "logged", _make_scalar_series(history, name),
-            format_y=formatting.format_loss,
-        )  # fmt: skip
+        yield draw(split_unit(name)[0], "logged", _make_scalar_series(history, name), format_y=formatting.format_loss)
     if np.unique(history.column("lr")[np.isfinite(history.column("lr"))]).size > 1:
-        yield draw_chart("Learning rate", "", _make_series(history, LR, "lr"), format_y=formatting.format_loss)
-    yield draw_chart(
-        "Gradient norm", "over all nodes", _make_series(history, GRAD_NORM, "norm"), format_y=formatting.format_loss,
-        may_be_log=True,
-    )  # fmt: skip
+        yield draw("Learning rate", "", _make_series(history, LR, "lr"), format_y=formatting.format_loss)
+    norms = _make_series(history, GRAD_NORM, "norm")
+    yield draw("Gradient norm", "over all nodes", norms, format_y=formatting.format_loss, may_be_log=True)
+    for name in history.system_names:
+        title, unit = split_unit(name)
+        series = _make_scalar_series(history, name)
+        yield draw(title, f"{unit}, by node" if unit else "", series, format_y=formatting.format_loss, from_zero=True)
+
+
+def _get_range(history: History) -> tuple[float, float] | None:
+    """Return the first and the last step; None before the first."""
+    steps = history.totals()["step"]
+    return (float(steps.min()), float(steps.max())) if len(steps) else None
 
 
 def list_metric_names(history: History) -> list[str]:

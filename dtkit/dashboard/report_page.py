@@ -63,6 +63,8 @@ th, td {{ padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertica
 .charts figure {{ max-width: 720px; }}
 figure {{ margin: 0; min-width: 0; }} details {{ margin: 8px 0; }} summary {{ cursor: pointer; color: var(--accent); }}
 details img {{ max-width: 100%; height: auto; border-radius: 6px; }}
+@media (max-width: 700px) {{ body {{ padding: 0 12px 40px; }} .scroll table {{ font-size: 12px !important; }}
+  .scroll :is(th, td) {{ padding: 4px 3px !important; }} }}
 @media print {{ .theme {{ display: none; }} }}
 {chart_css}
 </style></head><body>

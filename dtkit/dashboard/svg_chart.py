@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 128
 """Points of a series, and strips with a tooltip. More values are merged to means with a band."""
-_MAX_DOTS = 40
+_MAX_DOTS, _NUM_DASHES = 40, 4
 
 _WIDTH, _HEIGHT = 560, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 34
@@ -44,7 +44,8 @@ svg.chart { width: 100%; height: auto; display: block; font: 11px system-ui, san
 .chart .series { fill: none; stroke-width: 1.7; stroke-linejoin: round; stroke-linecap: round; }
 .chart .all { stroke: var(--ink); stroke-dasharray: 5 3; stroke-width: 1.9; } .chart .kall { fill: var(--ink); }
 .chart .dot.all { stroke-dasharray: none; } .chart .band.all { fill: var(--ink); }
-.chart .band { stroke: none; }
+.chart .band { stroke: none; } .chart .dash1 { stroke-dasharray: 7 3; } .chart .dash2 { stroke-dasharray: 2 3; }
+.chart .dash3 { stroke-dasharray: 8 3 2 3; } .chart .dot { stroke-dasharray: none; }
 .chart .dot { fill: var(--page); stroke-width: 1.4; } .chart .strip > line { stroke: var(--muted); opacity: 0; }
 .chart .strip > rect { fill: transparent; } .chart .strip:hover > line { opacity: 1; }
 .chart .tip { display: none; pointer-events: none; } .chart .strip:hover .tip { display: inline; }
@@ -76,11 +77,14 @@ class Series:
     high: np.ndarray | None = None
     merged: int = 1
     band: str = "range"
+    dash: int = 0
+    """Number of its dashes, of four kinds."""
 
     @property
     def css_class(self) -> str:
-        """The class that has its color."""
-        return "all" if self.color is None else f"s{self.color % len(COLORS['light'])}"
+        """The classes that have its color and its dashes."""
+        dashes = f" dash{self.dash % _NUM_DASHES}" if self.dash % _NUM_DASHES else ""
+        return "all" if self.color is None else f"s{self.color % len(COLORS['light'])}{dashes}"
 
 
 def make_css() -> str:
@@ -108,8 +112,11 @@ def draw_chart(
     x_name: str = "step",
     from_zero: bool = False,
     may_be_log: bool = False,
+    x_range: tuple[float, float] | None = None,
 ) -> str:
     """Return a chart with its title and its legend as HTML; an empty text without a number to draw.
+
+    The x axis has at least `x_range`.
 
     With `may_be_log`, the y axis is logarithmic where a linear one would hide the smaller values.
     """
@@ -119,6 +126,9 @@ def draw_chart(
         return ""
     is_log = may_be_log and is_steep(np.concatenate([line.y for line in drawn]))
     frame = _Frame.around(drawn, from_zero=from_zero, is_log=is_log)
+    if x_range is not None:
+        low, high = min(frame.x_low, x_range[0]), max(frame.x_high, x_range[1])
+        frame = dataclasses.replace(frame, x_low=low, x_high=high)
     parts = [*_draw_axes(frame, format_x, format_y, x_name)]
     parts += [_draw_band(frame, line, k, 0.36 / (len(drawn) + 1)) for k, line in enumerate(drawn)]
     parts += [_draw_series(frame, line, k) for k, line in enumerate(drawn)]

@@ -39,7 +39,8 @@ _NUM_BUCKETS = 64  # more would make noisy lines that hide each other
 _LINE_STYLES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.6, 1.2, 1.6)))
 _MARKERS = "os^DvP*X"
 _LOG_BYTES_RATIO = 20.0  # from this ratio of bytes on, a linear axis would hide the smaller ones
-_LEGEND_COLUMNS = 2
+_WIDTH_IN, _ROW_HEIGHT_IN, _LEGEND_LINE_IN = 5.3, 2.3, 0.19  # as that of a run, which is readable in 600 px
+_MAX_SHORT_LABEL = 26  # characters of a label with another one next to it
 _MAX_METRICS = 6
 _MAX_SCALARS = 6
 _ROOM = 0.05  # around the values, as a share of their range
@@ -47,13 +48,14 @@ _ROOM = 0.05  # around the values, as a share of their range
 
 def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figure:
     """Draw loss against steps, time, and bytes where they differ; then metrics and logged numbers, under one legend."""
-    legend_rows = -(-len(labels) // _LEGEND_COLUMNS)
+    legend_columns = 2 if max(map(len, labels)) <= _MAX_SHORT_LABEL else 1
+    legend_rows = -(-len(labels) // legend_columns)
     has_bytes = differ_in_bytes([make_row("", history, "") for history in histories])
     metrics = list(dict.fromkeys(name for history in histories for name in list_metrics(history)))[:_MAX_METRICS]
     scalars = list_shared_scalars(histories)[:_MAX_SCALARS]
     num_panels = 2 + has_bytes + len(metrics) + len(scalars)
     rows = -(-num_panels // 2)
-    figure = create_figure(10.8, 3.1 * rows + 0.2 + 0.22 * legend_rows)
+    figure = create_figure(_WIDTH_IN, _ROW_HEIGHT_IN * rows + 0.2 + _LEGEND_LINE_IN * legend_rows)
     engine = figure.get_layout_engine()
     assert isinstance(engine, ConstrainedLayoutEngine)
     engine.set(wspace=0.05, hspace=0.06)
@@ -78,8 +80,8 @@ def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figu
         _draw_scalar(ax, name, histories, labels)
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(
-        handles, names, loc="outside upper left", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9,
-        labelcolor=style.TEXT_COLOR, handlelength=4,
+        handles, names, loc="outside upper left", ncols=legend_columns, frameon=False, fontsize=8,
+        labelcolor=style.TEXT_COLOR, handlelength=4, labelspacing=0.35,
     )  # fmt: skip
     style.fit_texts(figure)
     return figure
@@ -215,7 +217,7 @@ def _leave_out(ax: Axes, shown: np.ndarray, cap: float | None) -> None:
     room = _ROOM * ((high - low) or abs(high))
     ax.set_ylim((low / 1.1, high * 1.1) if is_log else (low - room, high + room))
     note = f"values above {formatting.format_loss(cap)} lie beyond"
-    style.set_title(ax, ax.get_title(loc="left"), "; ".join(filter(None, [ax.get_title(loc="right"), note])))
+    ax.set_xlabel(f"{ax.get_xlabel()}; {note}", fontsize=8, color=style.MUTED_COLOR)  # the title has no room
 
 
 def _use_log_scale(ax: Axes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
 
 _WIDTH_IN, _HEIGHT_IN = 6.0, 2.3
+_ERROR_CHARS = 26  # of a line, in the narrowest panel
 
 
 def wrap_panel(name: str, function: PanelFunction) -> PanelFunction:
@@ -25,7 +27,7 @@ def wrap_panel(name: str, function: PanelFunction) -> PanelFunction:
         def show_error(error: Exception) -> None:
             ax.clear()
             ax.set_axis_off()
-            style.show_placeholder(ax, f"this panel failed: {format_error(error)}")
+            style.show_placeholder(ax, textwrap.fill(f"this panel failed: {format_error(error)}", _ERROR_CHARS))
 
         style.style_axes(ax)
         run_guarded(lambda: function(ax, history), show_error)

@@ -14,8 +14,11 @@ from matplotlib.figure import Figure
 
 from dtkit.dashboard.figures.neutral import make_neutral, shrink_png
 
-_DPI = 160
+_MIN_DPI, _PIXELS_PER_CSS_PIXEL = 160, 1.75
 _CSS_PIXELS_PER_INCH = 92
+_MIN_CSS_WIDTH = 616
+"""Fills JupyterLab's cell in a window of 800 px. A narrower figure is enlarged, so that its text stays readable in one
+of 600 px."""
 _MIN_SCALE = 0.55  # a run or a partition fits a window of 600 px; of wider figures, smaller texts can't be read
 
 
@@ -29,7 +32,7 @@ def create_figure(width: float, height: float) -> Figure:
 def render_png(figure: Figure) -> bytes:
     """Return the figure as a PNG that is sharp on a dense screen at the width of :func:`get_css_width`."""
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=_DPI, facecolor="white")
+    figure.savefig(file, format="png", dpi=_get_dpi(figure), facecolor="white")
     return file.getvalue()
 
 
@@ -37,13 +40,18 @@ def render_notebook_png(figure: Figure) -> bytes:
     """Return the figure as a PNG for a notebook of any theme. Changes the figure's colors."""
     make_neutral(figure)
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=_DPI, facecolor="none")
+    figure.savefig(file, format="png", dpi=_get_dpi(figure), facecolor="none")
     return shrink_png(file.getvalue())
 
 
 def get_css_width(figure: Figure) -> int:
     """Return the figure's width in CSS pixels."""
-    return round(figure.get_figwidth() * _CSS_PIXELS_PER_INCH)
+    return max(_MIN_CSS_WIDTH, round(figure.get_figwidth() * _CSS_PIXELS_PER_INCH))
+
+
+def _get_dpi(figure: Figure) -> float:
+    """Return the pixels an inch of a PNG: more for a figure that is enlarged."""
+    return max(_MIN_DPI, _PIXELS_PER_CSS_PIXEL * get_css_width(figure) / figure.get_figwidth())
 
 
 def format_img_tag(figure: Figure, alt: str) -> str:

@@ -13,12 +13,16 @@ from dtkit.dashboard.figures import custom_panels, panel_frame
 from dtkit.dashboard.figures.panels import (
     gradient_norm,
     learning_rate,
+    log,
     loss,
     memory,
     metrics,
+    nodes,
     scalars,
     step_time,
+    system,
     throughput,
+    tiles,
     timeline,
     waffle,
 )
@@ -42,9 +46,11 @@ if TYPE_CHECKING:
 
     Panel = Callable[[Axes, History], None]
 
-_WIDTH_IN, _ROW_HEIGHT_IN, _LOW_ROW_HEIGHT_IN = 6.7, 2.9, 2.2  # fits JupyterLab's cell in a window of 800 px
-_TITLE_LINE_HEIGHT_IN = 0.24
-_TITLE_CHARS, _TITLE_LINE_CHARS = 72, 82
+# Shown 616 px wide in a window of 800 px, and 484 px wide in one of 600 px, where 8 points are 10 px.
+_WIDTH_IN, _ROW_HEIGHT_IN, _LOW_ROW_HEIGHT_IN = 5.3, 2.2, 1.7
+_TITLE_LINE_HEIGHT_IN = 0.2
+_TILE_HEIGHT_IN, _TABLE_LINE_IN, _TABLE_FRAME_IN = 0.62, 0.175, 0.35
+_TITLE_CHARS, _TITLE_LINE_CHARS = 60, 74
 
 
 def draw_run(run: RunView, panels: Sequence[Panel] | None = None) -> Figure:
@@ -54,6 +60,8 @@ def draw_run(run: RunView, panels: Sequence[Panel] | None = None) -> Figure:
     """
     wide_panels = {} if panels else _make_wide_panels(run)
     custom = {} if panels else _wrap_custom_panels()
+    has_texts = not panels and len(run.history) > 0
+    first, last = (_make_first_panels(run), _make_last_panels(run)) if has_texts else ({}, {})
     if panels is None:
         panels = [*select_panels(run.history), *custom]
     has_failed_early = run.exception is not None and not len(run.history)
@@ -62,7 +70,9 @@ def draw_run(run: RunView, panels: Sequence[Panel] | None = None) -> Figure:
         if has_failed_early
         else _arrange_rows(panels, wide_panels, [panel for panel, is_wide in custom.items() if is_wide])
     )
-    heights = [wide_panels.get(row[0]) or _get_row_height(row, run.spec.world_size) for row in rows]
+    rows = [*([panel] for panel in first), *rows, *([panel] for panel in last)]
+    given_heights = wide_panels | first | last
+    heights = [given_heights.get(row[0]) or _get_row_height(row, run.spec.world_size) for row in rows]
     title, title_lines = textwrap.wrap(_format_title(run), _TITLE_CHARS), _collect_title_lines(run)
     title_height = _TITLE_LINE_HEIGHT_IN * (len(title) + len(title_lines)) + 0.14
     figure = create_figure(_WIDTH_IN, sum(heights) + title_height)
@@ -70,7 +80,9 @@ def draw_run(run: RunView, panels: Sequence[Panel] | None = None) -> Figure:
     if has_failed_early:  # nothing was measured
         return figure
     grid = figure.add_gridspec(len(rows), 2, height_ratios=heights)
-    for k, row in enumerate(rows):
+    text_rows = {k for k, row in enumerate(rows) if row[0] in first}
+    for k in sorted(range(len(rows)), key=lambda k: k in text_rows):  # the charts are the first axes
+        row = rows[k]
         for column, panel in enumerate(row):
             panel(figure.add_subplot(grid[k, column] if len(row) == 2 else grid[k, :]), run.history)
     fit_texts(figure)
@@ -82,7 +94,23 @@ def select_panels(history: History) -> list[Panel]:
     small: list[Panel] = [*metrics.make_panels(history), *scalars.make_panels(history)]
     small += [gradient_norm.draw] if gradient_norm.has_gradient_norm(history) else []
     small += [learning_rate.draw] if learning_rate.has_lr_changes(history) else []  # else the title has it
-    return [loss.draw, throughput.draw, *small, step_time.draw]
+    return [loss.draw, throughput.draw, *small, *system.make_panels(history), step_time.draw]
+
+
+def _make_first_panels(run: RunView) -> dict[Panel, float]:
+    """Return the headline numbers with their height in inches."""
+    num_rows = -(-len(tiles.list_tiles(run)) // tiles.TILES_PER_ROW)
+    return {tiles.make_panel(run): _TILE_HEIGHT_IN * num_rows + 0.15}
+
+
+def _make_last_panels(run: RunView) -> dict[Panel, float]:
+    """Return the table of nodes and the log with their heights in inches."""
+    panels: dict[Panel, float] = {}
+    if run.nodes:
+        panels[nodes.make_panel(run)] = _TABLE_FRAME_IN + _TABLE_LINE_IN * nodes.count_lines(run)
+    if num_lines := log.count_lines(run):
+        panels[log.make_panel(run)] = _TABLE_FRAME_IN + _TABLE_LINE_IN * num_lines
+    return panels
 
 
 def _make_wide_panels(run: RunView) -> dict[Panel, float]:
@@ -127,10 +155,10 @@ def _arrange_rows(
 
 
 def _get_row_height(row: list[Panel], num_ranks: int) -> float:
-    """Return the height of a row. Bars set their own height, and optional panels are low."""
+    """Return the height of a row. Bars set their own height, and the others than loss and throughput are low."""
     if row[0] is step_time.draw:
         return 1.25 + 0.27 * (num_ranks if num_ranks <= MAX_NODE_LINES else 3)
-    return _LOW_ROW_HEIGHT_IN if gradient_norm.draw in row or learning_rate.draw in row else _ROW_HEIGHT_IN
+    return _ROW_HEIGHT_IN if loss.draw in row or throughput.draw in row else _LOW_ROW_HEIGHT_IN
 
 
 def _collect_title_lines(run: RunView) -> list[tuple[str, str]]:
@@ -147,7 +175,14 @@ def _collect_title_lines(run: RunView) -> list[tuple[str, str]]:
     if run.lr is not None and len(run.history) and not learning_rate.has_lr_changes(run.history):
         lines.append(("lr", f"learning rate {_describe_learning_rate(run.lr, run.history[-1].lr)}"))
     legend = describe_event_marks(run.history.events)
-    return [*lines, ("marks", f"marks:  {legend}")] if legend else lines
+    return [*lines, *(("marks", part) for part in _wrap_marks(legend))]
+
+
+def _wrap_marks(legend: str) -> list[str]:
+    """Return the legend of event marks in lines that don't end within an entry."""
+    entries = [entry.replace(" ", "\u00a0") for entry in legend.split("   ")] if legend else []
+    wrapped = textwrap.wrap("marks:  " + "   ".join(entries), _TITLE_LINE_CHARS, drop_whitespace=False)
+    return [part.replace("\u00a0", " ").rstrip() for part in wrapped] if entries else []
 
 
 def _describe_learning_rate(current: float, previous: float) -> str:
@@ -173,12 +208,12 @@ def _draw_title(figure: Figure, title: list[str], lines: Sequence[tuple[str, str
     engine.set(rect=(0, 0, 1, 1 - title_height / height), h_pad=0.08, hspace=0.04)
     text_style: dict[str, Any] = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
     figure.suptitle(
-        "\n".join(title), y=1 - 0.09 / height, fontsize=11, fontweight="bold", color=TEXT_COLOR, **text_style
+        "\n".join(title), y=1 - 0.09 / height, fontsize=10.5, fontweight="bold", color=TEXT_COLOR, **text_style
     )
     for k, (kind, line) in enumerate(lines, len(title)):
         is_alert = kind in (*ALERT_KINDS, "error")
         figure.text(
-            y=1 - (0.11 + _TITLE_LINE_HEIGHT_IN * k) / height, s=line, fontsize=9.5, gid=f"notice-{kind}",
+            y=1 - (0.11 + _TITLE_LINE_HEIGHT_IN * k) / height, s=line, fontsize=8.5, gid=f"notice-{kind}",
             fontweight="bold" if is_alert else "normal", color=ALERT_COLOR if is_alert else MUTED_COLOR, **text_style,
         )  # fmt: skip
 

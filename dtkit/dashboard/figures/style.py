@@ -54,6 +54,8 @@ _OUTLIER_DASHES = ("-", (0, (6, 1.6)), (0, (1.6, 1.6)), (0, (6, 1.6, 1.6, 1.6)))
 _NARROW_WIDTH_IN = 7.5  # below this width a legend has several rows
 _MAX_LEGEND_ROW_ENTRIES = 10
 _MIN_LABEL_GAP = 0.062  # of the axes' height; closer labels would overlap
+_FIGURE_EDGE = 0.985  # of its width
+_LABEL_LEADING = 1.12  # of a label's height
 _MAX_MARKED_EVENTS = 20
 _MAX_GLYPHS = 4
 _TITLE_CHARS_PER_INCH = 10  # of a bold headline
@@ -74,7 +76,8 @@ def style_axes(ax: Axes, grid: Literal["x", "y"] | None = "y", label_color: str 
 
 def format_step_axis(ax: Axes) -> None:
     """Format the x axis for whole steps."""
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    # More numbers would touch in a narrow panel.
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     ax.set_xlabel("step", **_SMALL_TEXT)
 
@@ -110,18 +113,33 @@ def fit_texts(figure: Figure) -> None:
     for ax in figure.axes:
         texts = ax.findobj(Text)
         _fit_titles(ax, {text.get_gid(): text for text in texts}, 0.08 * figure.dpi)
-        _spread_end_labels(ax, [text for text in texts if text.get_gid() == "end" and isinstance(text, Annotation)])
+    figure.draw_without_rendering()  # shorter names changed the room
+    for ax in figure.axes:
+        labels = [text for text in ax.texts if text.get_gid() == "end" and isinstance(text, Annotation)]
+        _spread_end_labels(ax, labels)
 
 
 def _fit_titles(ax: Axes, titles: Mapping[str | None, Text], gap: float) -> None:
     name, note = titles.get("name"), titles.get("note")
     if name is None or note is None:
         return
+    axes_box = ax.get_window_extent()
+    right = max([axes_box.x1, _find_free_edge(ax)])
+    if name.get_window_extent().x1 + gap > note.get_window_extent().x0:
+        note.set_x((right - axes_box.x0) / axes_box.width)  # above the names of the lines
     while note.get_text() and name.get_window_extent().x1 + gap > note.get_window_extent().x0:
         note.set_text(_drop_last_part(note.get_text()))
-    room = (ax.get_window_extent().x1 - name.get_window_extent().x0) / max(1.0, name.get_window_extent().width)
+    room = (right - name.get_window_extent().x0) / max(1.0, name.get_window_extent().width)
     if room < 1:
         name.set_text(formatting.sanitize_text(name.get_text(), int(room * len(name.get_text()))))
+
+
+def _find_free_edge(ax: Axes) -> float:
+    """Return where the room beside axes ends: at the figure's edge, or after the names of the lines."""
+    place, figure = ax.get_subplotspec(), ax.get_figure(root=True)
+    if place is not None and place.is_last_col() and figure is not None:
+        return float(_FIGURE_EDGE * figure.bbox.width)
+    return max((text.get_window_extent().x1 for text in ax.texts if text.get_gid() == "end"), default=0.0)
 
 
 def _drop_last_part(text: str) -> str:
@@ -131,11 +149,11 @@ def _drop_last_part(text: str) -> str:
 def _spread_end_labels(ax: Axes, labels: Sequence[Annotation]) -> None:
     if len(labels) < 2:
         return
-    gap = max(label.get_window_extent().height for label in labels) / ax.get_window_extent().height
+    gap = _LABEL_LEADING * max(label.get_window_extent().height for label in labels) / ax.get_window_extent().height
     ordered = sorted(labels, key=lambda label: label.xy[1])
     heights = spread_positions([label.xy[1] for label in ordered], gap)
     for label, height in zip(ordered, heights, strict=True):
-        label.xy = (label.xy[0], height)
+        label.xy = label.xyann = (label.xy[0], height)  # the text is at the second
 
 
 def set_figure_title(figure: Figure, text: str) -> None:
@@ -243,7 +261,7 @@ def draw_end_labels(ax: Axes, labels: Sequence[tuple[str, float, str]]) -> None:
     heights = [float((y - low) / (high - low)) for y in known]
     for (text, _, color), y in zip(ordered, spread_positions(heights, _MIN_LABEL_GAP), strict=True):
         ax.annotate(
-            text, (1.02, y), xycoords="axes fraction", va="center", fontsize=8, fontweight="bold",
+            text, (1.04, y), xycoords="axes fraction", va="center", fontsize=8, fontweight="bold",
             color=color, gid="end", annotation_clip=False,
         )  # fmt: skip
 

@@ -27,8 +27,7 @@ from dtkit.dashboard.live.comparison_series import (
 from dtkit.dashboard.live.messages import Message
 from dtkit.dashboard.live.placement import make_place_name, needs_widget_views, place_view
 from dtkit.dashboard.live.widget import STATIC_FOLDER
-from dtkit.dashboard.run_view import RunView
-from dtkit.dashboard.summary.activity import name_state
+from dtkit.dashboard.summary.activity import read_state
 from dtkit.dashboard.summary.comparison import find_loss_cap, find_metric_cap, is_steep, list_shared_scalars
 from dtkit.dashboard.summary.curves import LOSS, Chart, Curves
 from dtkit.dashboard.text.comparison_text import make_differences_table, make_table, make_table_note
@@ -117,7 +116,7 @@ class ComparisonMessageBuilder:
         cap = find_loss_cap([history.totals()["loss"] for history in histories])
         caps = {name: cap if name == "time" else find_metric_cap(histories, name) for name in series}
         means = values[..., 1]
-        states = [_get_state(run) for run in self._comparison.runs]
+        states = [read_state(run) for run in self._comparison.runs]
         step = max((_find_last_step(history) for history in histories), default=0)
         content: dict[str, Any] = {
             "kind": "snapshot",
@@ -131,7 +130,7 @@ class ComparisonMessageBuilder:
                 "names": list(self._comparison.names),
                 "steep": is_steep(means if cap is None else means[means <= cap]),
                 "most": cap,
-                **self._build_tables(states),
+                **self._build_tables(),
             },
             "curves": {"width": width, "origin": origin, "first": 0, "flat": False, "buckets": len(values)},
             "series": _describe_series(series, caps),
@@ -170,37 +169,20 @@ class ComparisonMessageBuilder:
         series |= {LOGGED_PREFIX + name: make_scalar_series(histories, name) for name in shared}
         return {name: points for name, points in series.items() if len(points)}
 
-    def _build_tables(self, states: Sequence[str]) -> dict[str, Any]:
-        """Return the tables of the kept picture, the first one with the state of each run in its second column."""
+    def _build_tables(self) -> dict[str, Any]:
+        """Return the tables of the kept picture."""
         rows, differences = self._comparison.rows, self._comparison.differences
         table = _describe_table(make_table(rows))
-        if set(states) - {"completed", "kept"}:
-            _insert_states(table, states)
         settings = (
             _describe_table(make_differences_table(self._comparison.labels, differences)) if differences else None
         )
         return {"table": table, "note": make_table_note(rows), "settings": settings}
 
 
-def _insert_states(table: dict[str, Any], states: Sequence[str]) -> None:
-    """Insert the state of each run as the second column."""
-    table["header"].insert(1, "state")
-    table["texts"].append(1)
-    for cells, state in zip(table["rows"], states, strict=True):
-        cells.insert(1, state)
-    table["bold"] = [[row, column + (column > 0)] for row, column in table["bold"]]
-
-
 def _find_last_step(history: History) -> int:
     """Return the last step of the curves or the evaluations. A final evaluation counts the steps before it."""
     steps = history.read_totals(history.num_totals - 1)["step"]
     return max(int(steps.max(initial=0)), max((e.step for e in history.evaluations), default=0))
-
-
-def _get_state(run: object) -> str:
-    if isinstance(run, RunView):
-        return name_state(run)
-    return run.status.state.value if isinstance(run, ChangingRun) else "kept"
 
 
 def _describe_table(table: Table) -> dict[str, Any]:

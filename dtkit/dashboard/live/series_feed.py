@@ -6,16 +6,14 @@ time at most.
 
 from __future__ import annotations
 
-import re
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from dtkit._util import formatting
 from dtkit.dashboard.live.messages import Message
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
-from dtkit.history.scalars import SYSTEM_PREFIX
+from dtkit.dashboard.summary.series_names import is_system_name, split_unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -155,9 +153,6 @@ def _compute_means(buckets: np.ndarray, values: np.ndarray, count: int) -> np.nd
 
 
 def _describe(name: str) -> dict[str, Any]:
-    """Return name, title and unit; the unit of ``system/CPU (cores)`` is in parentheses."""
-    is_system = name.startswith(SYSTEM_PREFIX)
-    match = re.fullmatch(r"(.+) \((.+)\)", name.removeprefix(SYSTEM_PREFIX)) if is_system else None
-    title, unit = (match[1], match[2]) if match else (name.removeprefix(SYSTEM_PREFIX), "")
-    title = title[0].upper() + title[1:] if is_system else formatting.sanitize_text(title, 40)
-    return {"name": name, "title": title, "unit": unit, "system": is_system}
+    """Return what a page shows of a name."""
+    title, unit = split_unit(name)
+    return {"name": name, "title": title, "unit": unit, "system": is_system_name(name)}

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from dtkit._util import formatting
+from dtkit.dashboard.run_view import RunView
+from dtkit.dashboard.summary.comparison import KEPT_STATE
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
 from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_position
 from dtkit.dashboard.summary.timing import format_nodes
@@ -20,14 +22,19 @@ from dtkit.types import State
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.lost_nodes import LostNodes
-    from dtkit.types import Event
+    from dtkit.types import Event, Status
 
 RECOVERING_GLYPH = "↻"
 _NEWER_KINDS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "save", "lost"})
 """Kinds of events that replace the text on a repair."""
 _MAX_EVENTS = 300
+
+
+@runtime_checkable
+class _HasStatus(Protocol):
+    @property
+    def status(self) -> Status: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +62,13 @@ def name_state(run: RunView) -> str:
         return "ready"
     has_ended_well = status.state in (State.COMPLETED, State.STOPPED)
     return "diverged" if has_ended_well and find_divergence(run.history) is not None else status.state.value
+
+
+def read_state(run: object) -> str:
+    """Return the word for the state of a run, or of another object with a status; a history has none."""
+    if isinstance(run, RunView):
+        return name_state(run)
+    return run.status.state.value if isinstance(run, _HasStatus) else KEPT_STATE
 
 
 def find_activity(run: RunView, lost_nodes: LostNodes | None = None) -> Activity | None:

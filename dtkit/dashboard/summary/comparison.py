@@ -21,6 +21,8 @@ _SAME_BYTES_RATIO = 1.05
 _STEEP_RATIO = 50.0  # from this ratio of losses on, an axis is logarithmic
 _FAR_ABOVE_START = 10.0  # a loss so many times the first one has diverged
 _ROOM_ABOVE_START = 3.0
+KEPT_STATE = "kept"
+"""State of a history without its run."""
 MANY_ORDERS = 1000.0
 """Ratio of values from which a panel of one run becomes logarithmic by itself, as in ``static/chart/grain.js``."""
 
@@ -44,9 +46,17 @@ class ComparisonRow:
     """How long the run took, without pauses; the sum of its steps where only these are known."""
     best: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Best validation of each metric, the loss included."""
+    state: str = KEPT_STATE
+    """The word for the run's state, as in its own views."""
 
 
-def make_row(label: str, history: History, strategy: str, position: tuple[int, float] | None = None) -> ComparisonRow:
+def make_row(
+    label: str,
+    history: History,
+    strategy: str,
+    position: tuple[int, float] | None = None,
+    state: str = KEPT_STATE,
+) -> ComparisonRow:
     """Return the totals of a history. `position` has the steps and seconds of its run, unless the history has them."""
     totals = history.totals()
     steps, seconds = history.position if position is None else position
@@ -62,6 +72,7 @@ def make_row(label: str, history: History, strategy: str, position: tuple[int, f
         bytes_per_step=sent_bytes / len(totals) if len(totals) else math.nan,
         samples_per_s=compute_speed(history).samples_per_s,
         seconds=seconds,
+        state=state,
         best={name: best[1] for name in _list_names(history) if (best := find_best_evaluation(history, name))},
     )
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from dtkit.types import RunSpec
 
 
+_MAX_METRIC_TILES = 2
+
+
 @dataclasses.dataclass(frozen=True)
 class RunMetrics:
     """Means over the last steps (:func:`count_window_steps`); None before the first one. Times are in seconds.
@@ -122,6 +125,7 @@ def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
         "of all nodes' time",
     )
     yield _build_nodes_tile(run, metrics)
+    yield from _build_metric_tiles(run)
     yield from _build_efficiency_tiles(run, metrics)
 
 
@@ -141,6 +145,17 @@ def _build_efficiency_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]
         yield Tile("tokens/s", formatting.format_rate(efficiency.tokens_per_s), "all nodes")
     if efficiency.mfu is not None:
         yield Tile("MFU", formatting.format_percent(efficiency.mfu), "of the devices' peak")
+
+
+def _build_metric_tiles(run: RunView) -> Iterator[Tile]:
+    """Return a tile for the first metrics of the last validation; its loss is next to that of the training."""
+    evaluations = run.history.evaluations
+    last = evaluations[-1] if evaluations else None
+    names = [name for name in last.values if name != "loss"] if last is not None else []
+    for name in names[:_MAX_METRIC_TILES]:
+        assert last is not None
+        label, value = formatting.sanitize_text(name, 24), formatting.format_loss(last.values[name])
+        yield Tile(label, value, f"validation, step {last.step:,}")
 
 
 def _describe_rate(metrics: RunMetrics) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit._util.table import Table
-from dtkit.dashboard.summary.comparison import differ_in_bytes, is_better_lower
+from dtkit.dashboard.summary.comparison import KEPT_STATE, differ_in_bytes, is_better_lower
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.summary.comparison import ComparisonRow
 
 NUMBER_COLUMNS = ("nodes", "steps", "final training loss", "sent per node", "per step", "samples/s", "duration")
+_USUAL_STATES = {"completed", KEPT_STATE}
 _FASTER_RATIO = 1.03
 _ROUNDING = 1e-6  # relative difference up to which numbers are equal: float32 has no more digits
 _BYTE_COLUMNS = ("sent per node", "per step")
@@ -24,7 +25,9 @@ _BYTE_COLUMNS = ("sent per node", "per step")
 def make_table(rows: Sequence[ComparisonRow]) -> Table:
     """Return the table. It has only columns in which runs differ, or that every comparison needs; the best is bold.
 
-    There are no bytes where all runs sent the same. Strategies that differ are in :func:`make_differences_table`.
+    States are shown unless all runs are completed. There are no bytes where all runs sent the same.
+
+    Strategies that differ are in :func:`make_differences_table`.
     """
     hidden = [
         *(() if differ_in_bytes(rows) else _BYTE_COLUMNS),
@@ -33,13 +36,16 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
     metrics = list(dict.fromkeys(name for row in rows for name in row.best))
     numbers = [name for name in NUMBER_COLUMNS if name not in hidden]
     split = numbers.index("final training loss") + 1
-    header = ["run", *numbers[:split], *(f"best validation {name}" for name in metrics), *numbers[split:]]
+    has_states = bool({row.state for row in rows} - _USUAL_STATES)
+    first = ["run", *(["state"] if has_states else [])]
+    header = [*first, *numbers[:split], *(f"best validation {name}" for name in metrics), *numbers[split:]]
     lines = []
     for row in rows:
         cells = [cell for name, cell in zip(NUMBER_COLUMNS, format_numbers(row), strict=True) if name not in hidden]
         best = [formatting.format_loss(row.best.get(name)) for name in metrics]
-        lines.append([row.label, *cells[:split], *best, *cells[split:]])
-    return Table(header, lines, {"run"}, _find_best_cells(rows, header, metrics))
+        state = [row.state] if has_states else []
+        lines.append([row.label, *state, *cells[:split], *best, *cells[split:]])
+    return Table(header, lines, {"run", "state"}, _find_best_cells(rows, header, metrics))
 
 
 def _find_best_cells(

@@ -10,6 +10,7 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
+from dtkit.dashboard.summary.series_names import is_system_name, split_unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +25,13 @@ _MAX_POINTS = 256
 
 def make_panels(history: History) -> list[Callable[[Axes, History], None]]:
     """Return the panels, in the order in which the names were first logged."""
-    with_numbers = [name for name in history.scalar_names if np.isfinite(history.scalar(name)[1]).any()]
+    with_numbers = [name for name in history.scalar_names if has_numbers(history, name)]
     return [functools.partial(draw, name=name) for name in with_numbers[:_MAX_PANELS]]
+
+
+def has_numbers(history: History, name: str) -> bool:
+    """Return whether some values of a name can be drawn."""
+    return bool(np.isfinite(history.scalar(name)[1]).any())
 
 
 def draw(ax: Axes, history: History, *, name: str) -> None:
@@ -42,10 +48,13 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
         *_thin_out(steps, values), color=style.TEXT_COLOR, linewidth=1.5, label="mean" if len(ranks) > 1 else "_",
         linestyle=(0, (3, 1.6)) if len(ranks) > 1 else "-", gid=f"scalar {name}",
     )  # fmt: skip
+    if is_system_name(name):
+        ax.set_ylim(bottom=0)
     style.draw_end_labels(ax, style.collect_line_labels(ax))
     known = values[np.isfinite(values)]
     last, low, high = (formatting.format_loss(float(value)) for value in (known[-1], known.min(), known.max()))
-    style.set_title(ax, formatting.sanitize_text(name, 40), f"last {last}, lowest {low}, highest {high}")
+    title, unit = split_unit(name)
+    style.set_title(ax, f"{title} ({unit})" if unit else title, f"last {last}, lowest {low}, highest {high}")
     style.mark_events(ax, history.events)
 
 

@@ -52,7 +52,16 @@ def draw(ax: Axes, history: History) -> None:
     visible = [PHASES[k] for k in _find_visible_phases(bars, longest)]
     style.draw_legend_below(ax, [Patch(label=phase, linewidth=0.6, **PHASE_STYLES[phase]) for phase in visible])
     if timing.straggler is not None:
-        ax.set_title(f"▲ {timing.straggler.text}", loc="right", fontsize=9, fontweight="bold", color=style.ALERT_COLOR)
+        ax.set_title(f"▲ {timing.straggler.text}", loc="right", fontsize=8, fontweight="bold", color=style.ALERT_COLOR)
+
+
+def list_legend_names(history: History) -> list[str]:
+    """Return the phases in the panel's legend."""
+    timing = compute_step_timing(history, history.num_ranks)
+    bars = select_bars(timing) if timing.is_measured else []
+    if not bars:
+        return []
+    return [PHASES[k] for k in _find_visible_phases(bars, max(float(bar.seconds.sum()) for bar in bars) * 1e3)]
 
 
 def _find_visible_phases(phase_bars: list[PhaseBar], longest: float) -> list[int]:
@@ -70,7 +79,7 @@ def _draw_bar(ax: Axes, row: int, bar: PhaseBar, longest: float) -> None:
             duration = f"{formatting.format_duration(seconds / 1e3)} · " if seconds >= _MIN_TIME_WIDTH * longest else ""
             ax.text(
                 left + seconds / 2, row, duration + formatting.format_percent(seconds / total), ha="center",
-                va="center", fontsize=7.5, color=style.TEXT_COLOR, gid="share",
+                va="center", fontsize=8, color=style.TEXT_COLOR, gid="share",
                 bbox={"boxstyle": "round,pad=0.18", "facecolor": "white", "edgecolor": "none", "alpha": 0.88},
             )  # fmt: skip
         left += seconds

@@ -46,4 +46,4 @@ def draw(ax: Axes, history: History) -> None:
 
 def _describe_unit(num_ranks: int, *, banded: bool) -> str:
     """Return the unit, which is short where the note on the lines is long."""
-    return "samples/s without waiting" if num_ranks > 1 and not banded else "samples/s"
+    return "samples/s, without waiting" if num_ranks > 1 and not banded else "samples/s"

@@ -8,11 +8,11 @@ import numpy as np
 from matplotlib.patches import Patch
 
 from dtkit.dashboard.figures import style
-from dtkit.dashboard.figures.panels.step_time import PHASE_STYLES
+from dtkit.dashboard.figures.panels.step_time import PHASE_STYLES, list_legend_names
 from dtkit.dashboard.summary.step_strip import BOX_KINDS, NUMBERED_KINDS, find_last_step, make_step_strip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from matplotlib.axes import Axes
 
@@ -44,6 +44,7 @@ def make_panel(timeline: Timeline | None) -> Callable[[Axes, History], None]:
             ax.set(xticks=[], yticks=[])
         else:
             _draw_strip(ax, step_strip)
+            _draw_legend(ax, step_strip, list_legend_names(history))
 
     return draw
 
@@ -75,7 +76,7 @@ def _write_micro_batches(ax: Axes, row: int, boxes: np.ndarray, seconds: float) 
     for box in boxes[(boxes["micro_batch"] >= 0) & (boxes["end"] - boxes["begin"] > _MIN_NUMBERED_WIDTH * seconds)]:
         begin, width = _get_begin_and_width(box)
         ax.text(
-            begin + width / 2, row, str(box["micro_batch"]), ha="center", va="center", fontsize=6.5,
+            begin + width / 2, row, str(box["micro_batch"]), ha="center", va="center", fontsize=8,
             color=style.TEXT_COLOR, gid="micro-batch",
             bbox={"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none"},
         )  # fmt: skip
@@ -89,8 +90,14 @@ def _label_axes(ax: Axes, step_strip: StepStrip) -> None:
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False, axis="y")
     ax.spines["left"].set_visible(False)
+
+
+def _draw_legend(ax: Axes, step_strip: StepStrip, explained: Collection[str]) -> None:
+    """Draw the legend of what the bars above don't explain already."""
     used = [name for kind, name in enumerate(BOX_KINDS) if (step_strip.boxes["kind"] == kind).any()]
+    used = [name for name in used if name not in explained]
     patches = [Patch(label=name, **{"linewidth": 0.6, **_KIND_STYLES[name]}) for name in used]
     if len(step_strip.plan):
         patches.append(Patch(label="planned", facecolor="none", edgecolor=style.MUTED_COLOR, linestyle=":"))
-    style.draw_legend_below(ax, patches)
+    if patches:
+        style.draw_legend_below(ax, patches)

@@ -59,4 +59,4 @@ def _draw_square(ax: Axes, rank: int, level: float, sign: str) -> None:
     )  # fmt: skip
     ax.add_patch(square)
     color = style.ALERT_COLOR if sign == "✕" else ink
-    ax.text(column + 0.5, row + 0.52, sign or str(rank), ha="center", va="center", fontsize=6.5, color=color)
+    ax.text(column + 0.5, row + 0.52, sign or str(rank), ha="center", va="center", fontsize=8, color=color)

@@ -103,7 +103,7 @@ function comparedCharts(store, _send, redraw) {
   return { el, update };
 }
 
-/** Return a table with a line as in the charts before each run, or one without lines. */
+/** Return a table with number and line of each run, as in the charts. Only a legend may be turned. */
 function tableOf(read, { testid, label, isLegend }) {
   const scroll = h("div", { class: "dtk-scroll dtk-high", tabindex: "0", role: "region", "aria-label": label }), note = h("p", { class: "dtk-note" });
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": testid }, scroll, note);
@@ -115,7 +115,7 @@ function tableOf(read, { testid, label, isLegend }) {
     if (!table || now === shown) return;
     shown = now;
     setText(note, text ?? "");
-    fitTable(scroll, isLegend ? [[table, false], [turned(table), true]] : [[table, null]], names);
+    fitTable(scroll, isLegend ? [[table, false], [turned(table), true]] : [[table, table.header[0] !== "run"]], names);
   };
   return { el, update };
 }
@@ -135,7 +135,7 @@ function fitTable(scroll, tables, names) {
   best.show();
   scroll.scrollLeft = scrollLeft; // a reader's place, which the measuring lost
 }
-/** Return the element of a table whose first cell of each row names a run, or of each column if it is turned; null if none does. */
+/** Return the element of a table whose first cell of each row names a run, or of each column if it is turned. */
 function tableElement(table, isTurned, names) {
   const name = (row, column) => (isTurned ? (row < 0 && column > 0 ? column - 1 : null) : isTurned === false && row >= 0 && !column ? row : null);
   return h("table", {}, h("thead", {}, tableRow(table, table.header, -1, name, names)), h("tbody", {}, ...table.rows.map((cells, row) => tableRow(table, cells, row, name, names))));
@@ -172,7 +172,7 @@ function buildComparison(store) {
   const panels = [
     toolbar(store, null), stepsChart(store, redraw), comparedCharts(store, null, redraw),
     tableOf(() => ({ table: store.head.table, text: store.head.note, names: store.head.names }), { testid: "runs-table", label: "table of runs", isLegend: true }),
-    tableOf(() => ({ table: store.head.settings }), { testid: "settings-table", label: "settings that differ" }),
+    tableOf(() => ({ table: store.head.settings, names: store.head.names }), { testid: "settings-table", label: "settings that differ" }),
   ];
   const body = h("div", { class: "dtk-body" }, ...panels.map((panel) => panel.el));
   root.append(body);

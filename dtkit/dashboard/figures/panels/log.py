@@ -1,0 +1,74 @@
+"""The last events of a run, as in the live view's log; evaluations are in the charts."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from typing import TYPE_CHECKING
+
+from dtkit._util import formatting
+from dtkit.dashboard.figures import style
+from dtkit.dashboard.figures.text_table import LEFT, prepare_axes, write
+from dtkit.dashboard.summary.notices import MARKED_EVENTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from matplotlib.axes import Axes
+
+    from dtkit.dashboard.run_view import RunView
+    from dtkit.history.history import History
+    from dtkit.types import Event
+
+_MAX_EVENTS, _MAX_LINES_OF_EVENT = 14, 3
+_TEXT_CHARS = 62
+_STEP_AT, _TEXT_AT = 0.235, 0.255  # of the width; steps end at theirs
+_URGENT_KINDS = ("error", "lost", "stuck", "diverged")
+
+
+def make_panel(run: RunView) -> Callable[[Axes, History], None]:
+    """Return the panel of a run's events."""
+    events = run.history.events
+    shown, num_shown = _wrap_events(events), len(_select_events(events))
+    num_all = sum(event.kind != "evaluation" for event in events)
+    note = f"{num_shown} of {num_all:,} events" if num_all > num_shown else ""
+
+    def draw(ax: Axes, _history: History) -> None:
+        prepare_axes(ax, sum(len(lines) for _, lines in shown), "Log", note)
+        y = 1.7
+        for event, lines in shown:
+            color = style.ALERT_COLOR if event.kind in _URGENT_KINDS else style.TEXT_COLOR
+            clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+            write(ax, LEFT, y, clock, style.MUTED_COLOR)
+            write(ax, _STEP_AT, y, f"{event.step:,}", style.MUTED_COLOR, ha="right")
+            for line in lines:
+                write(ax, _TEXT_AT, y, line, color, gid="event")
+                y += 1
+
+    return draw
+
+
+def count_lines(run: RunView) -> int:
+    """Return the lines of the log."""
+    return sum(len(lines) for _, lines in _wrap_events(run.history.events))
+
+
+def _select_events(events: Sequence[Event]) -> list[Event]:
+    """Return the last events, of which prints give way to those that say what happened to the run."""
+    events = [event for event in events if event.kind != "evaluation"]
+    if len(events) > _MAX_EVENTS:
+        by_weight = sorted(range(len(events)), key=lambda k: (events[k].kind in MARKED_EVENTS, k))
+        events = [events[k] for k in sorted(by_weight[-_MAX_EVENTS:])]
+    return events
+
+
+def _wrap_events(events: Sequence[Event]) -> list[tuple[Event, list[str]]]:
+    shown = []
+    for event in _select_events(events):
+        who = "" if event.rank is None else f"[{event.rank}] "
+        text = who + formatting.sanitize_text(event.text, 400)
+        lines = textwrap.wrap(
+            text, _TEXT_CHARS, max_lines=_MAX_LINES_OF_EVENT, placeholder=" …", break_on_hyphens=False
+        )
+        shown.append((event, lines or [""]))
+    return shown

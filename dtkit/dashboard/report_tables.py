@@ -1,0 +1,81 @@
+"""Tables of a run's report: model, nodes, and where a step's time goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtkit._util import formatting
+from dtkit._util.table import Table
+from dtkit.dashboard.report_page import escape, format_long_table, format_table
+from dtkit.dashboard.summary.metrics import compute_run_metrics
+from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, select_bars
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dtkit.dashboard.run_view import RunView
+
+_NBSP = "\u00a0"
+_MIN_SHARE = 0.0005  # of a step; a phase that is shorter everywhere has no column
+
+
+def format_model(run: RunView) -> Iterator[str]:
+    """List the layers, and count the parameters. A model that is one layer has no list."""
+    model = run.spec.model
+    if model is None:
+        return
+    rows = [(layer.name, layer.kind, f"{layer.parameters:,}") for layer in model.layers]
+    frozen = "" if model.trainable == model.parameters else f", {model.trainable:,} of them trained"
+    note = f"{model.parameters:,} parameters{frozen}."
+    if not rows:
+        yield f"<h2>Model</h2><p>{escape(run.spec.name)}: {escape(note)}</p>"
+        return
+    yield format_long_table("Model", Table(("layer", "class", "parameters"), rows, {"layer", "class"}), [note])
+
+
+def format_nodes(run: RunView) -> Iterator[str]:
+    """List the machines of the nodes, with the last numbers of each."""
+    metrics = compute_run_metrics(run.history, run.spec.world_size)
+    rows = []
+    for node in run.nodes:
+        is_known = node.rank < len(metrics.by_rank)
+        loss, rate, memory = metrics.by_rank[node.rank] if is_known else (None, None, None)
+        has_loss = is_known and not metrics.ranks_without_loss[node.rank]
+        used_memory = f"{formatting.format_bytes(memory)} of {formatting.format_bytes(node.memory_total)}"
+        rows.append(
+            (
+                f"{node.rank}", f"{node.engine_id}", node.host, f"{node.pid}", node.device, f"{node.threads}",
+                used_memory.replace(" ", _NBSP),
+                formatting.format_loss(loss) if has_loss else formatting.UNKNOWN, formatting.format_rate(rate),
+            )
+        )  # fmt: skip
+    header = ("node", "engine", "host", "pid", "device", "threads", "memory", "loss", "samples/s")
+    table = Table(header, rows, {"host", "device", "memory"})
+    yield format_long_table(
+        "Nodes", table, ["Memory of the process; loss of the last step; samples/s without waiting."]
+    )
+
+
+def format_step_time(run: RunView) -> Iterator[str]:
+    """List the phases of a step on each node, or on the fastest, the median and the slowest of many."""
+    timing = compute_step_timing(run.history, run.spec.world_size)
+    bars = select_bars(timing) if timing.is_measured else []
+    if not bars:
+        return
+    seconds = np.array([bar.seconds for bar in bars])
+    shown = [k for k in range(len(PHASES)) if (seconds[:, k] >= _MIN_SHARE * seconds.sum(1)).any()]
+    rows = [
+        (
+            f"▲ {bar.label}" if bar.is_straggler else bar.label,
+            *(formatting.format_percent(float(each[k] / each.sum())) for k in shown),
+            formatting.format_duration(float(each.sum())),
+        )
+        for bar, each in zip(bars, seconds, strict=True)
+    ]
+    yield "<h2>Where a step's time goes</h2>"
+    yield format_table(Table(("node", *(PHASES[k] for k in shown), "step"), rows, {"node"}))
+    straggler = "" if timing.straggler is None else f" ▲ {escape(timing.straggler.text)}."
+    steps = formatting.format_count(timing.num_steps, "step")
+    yield f"<p>Shares of a step, as means of the last {steps}.{straggler}</p>"

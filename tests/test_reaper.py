@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -83,3 +84,23 @@ def test_job_in_memory_extends_the_lease(tmp_path: Path):
         for process in reapers:
             process.kill()
             process.wait(10)
+
+
+def test_ends_the_processes_of_a_folder_that_is_being_removed(tmp_path: Path):
+    """Whoever removes a folder removes its files first. Engines outlived a reaper that looked at that moment."""
+    folder = make_folder(tmp_path / "cluster")
+    (folder / JOB_FLAG).touch()
+    waits_for_input = "print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", waits_for_input],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {reaper.MARKER_VARIABLE: str(folder)},
+    ) as engine:
+        assert engine.stdout is not None
+        engine.stdout.readline()
+        (folder / reaper.LOCK_FILE).unlink()
+        process = reaper.start_reaper(folder)
+        assert process.wait(30) == 0
+        assert engine.wait(30) != 0
+        assert not folder.exists()

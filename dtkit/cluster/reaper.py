@@ -134,7 +134,10 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _is_owned_elsewhere(folder: Path) -> bool:
-    """Return whether another process holds the lock. A holder must not call this, because it would free its lock."""
+    """Return whether another process holds the lock. A holder must not call this, because it would free its lock.
+
+    Raise FileNotFoundError if the folder is being removed.
+    """
     with (folder / LOCK_FILE).open("r+") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -235,12 +238,13 @@ def main(folder: Path) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     free_since: float | None = None
     while not is_terminated.wait(timeouts.REAPER_POLL_S):
-        if not folder.exists():  # no notebook can take over without the folder; the marker finds the processes
-            break
         lease = _read_members(folder)
-        if _is_owned_elsewhere(folder):
-            free_since = None
-            continue
+        try:
+            if _is_owned_elsewhere(folder):
+                free_since = None
+                continue
+        except FileNotFoundError:
+            break  # no notebook can take over without these files; the marker finds the processes
         free_since = free_since or time.monotonic()
         limit = lease["job_lease_s"] if (folder / JOB_FLAG).exists() else lease["lease_s"]
         if time.monotonic() - free_since >= limit:

@@ -791,7 +791,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a strategy that isn't one": ({"strategies": ["ddp"]}, TypeError, "strategies holds 'ddp'"),
     "no strategy": ({"strategies": []}, ValueError, "strategies is empty"),
     "a strategy that can't work": ({"strategies": [dtkit.DataParallel(accumulate=9)]}, ValueError, "accumulate=9"),
-    "a sample that isn't data": ({"sample": 3}, TypeError, "data"),
+    "a sample that isn't data": ({"sample": 3}, TypeError, "sample is an int"),
 }
 
 

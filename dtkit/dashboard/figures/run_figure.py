@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # Shown 616 px wide in a window of 800 px, and 484 px wide in one of 600 px, where 8 points are 10 px.
 _WIDTH_IN, _ROW_HEIGHT_IN, _LOW_ROW_HEIGHT_IN = 5.3, 2.2, 1.7
 _TITLE_LINE_HEIGHT_IN = 0.2
-_TILE_HEIGHT_IN, _TABLE_LINE_IN, _TABLE_FRAME_IN = 0.62, 0.175, 0.35
+_TILE_HEIGHT_IN, _TABLE_LINE_IN, _TABLE_FRAME_IN = 0.76, 0.175, 0.35
 _TITLE_CHARS, _TITLE_LINE_CHARS = 60, 74
 
 

@@ -109,14 +109,29 @@ def set_title(ax: Axes, name: str, note: str = "") -> None:
 
 def fit_texts(figure: Figure) -> None:
     """Shorten notes and names of panels that would overlap, and move labels of lines apart. Lays the figure out."""
-    figure.draw_without_rendering()
+    _lay_out(figure)
+    has_changed = False
     for ax in figure.axes:
-        texts = ax.findobj(Text)
-        _fit_titles(ax, {text.get_gid(): text for text in texts}, 0.08 * figure.dpi)
-    figure.draw_without_rendering()  # shorter names changed the room
+        titles = {text.get_gid(): text for text in ax.findobj(Text)}
+        before = _list_titles(titles)
+        _fit_titles(ax, titles, 0.08 * figure.dpi)
+        has_changed |= _list_titles(titles) != before
+    if has_changed:
+        _lay_out(figure)  # shorter names changed the room
     for ax in figure.axes:
         labels = [text for text in ax.texts if text.get_gid() == "end" and isinstance(text, Annotation)]
         _spread_end_labels(ax, labels)
+
+
+def _lay_out(figure: Figure) -> None:
+    """Let the figure's engine place the axes, without the time for a drawing."""
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
+
+
+def _list_titles(titles: Mapping[str | None, Text]) -> list[tuple[str, tuple[float, float]]]:
+    return [(titles[key].get_text(), titles[key].get_position()) for key in ("name", "note") if key in titles]
 
 
 def _fit_titles(ax: Axes, titles: Mapping[str | None, Text], gap: float) -> None:

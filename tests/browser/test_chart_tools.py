@@ -99,6 +99,29 @@ def test_smoothing_keeps_the_raw_line_pale(page: Page):
     expect(chart.locator("path.dtk-raw")).to_have_count(0)
 
 
+def test_smoothed_line_stays_in_sight_when_zoomed(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(40, loss=100.0)
+    run.advance(160, loss=1.0)
+    view = StaticView(page, run)
+    view.root.get_by_test_id("smoothing").fill("1")
+    chart = view.root.get_by_test_id(LOSS).locator("svg.dtk-chart")
+    chart.focus()
+    page.keyboard.press("End")
+    page.keyboard.press("+")
+    expect(view.root.get_by_test_id("reset-zoom")).to_be_visible()
+    page.evaluate(_PAINTED)
+    smooth = chart.locator("path.dtk-smooth.dtk-n0").get_attribute("d") or ""
+    last = float(smooth.rsplit(",", 1)[1])
+    box = chart.bounding_box()
+    assert box
+    assert 0 < last < box["height"]
+    labels = [
+        float(y) for y in chart.locator(".dtk-labels text").evaluate_all("all => all.map((t) => t.getAttribute('y'))")
+    ]
+    assert min(abs(y - 4 - last) for y in labels) <= 12, "the label isn't at the line's end"
+
+
 @pytest.mark.parametrize(
     ("axis", "texts"), [("epoch", {"0.5", "1", "1.5"}), slow("time", {"10 s", "20 s"}), slow("samples", {"10k", "20k"})]
 )

@@ -9,7 +9,7 @@
 
 import { xAxis } from "./chart/axis.js";
 import { bucketGrain, inverted, movingAverage, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
-import { drawLabels, drawLine, drawPoints, drawSpots, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
+import { drawLabels, drawLine, drawPoints, drawSpots, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { joinGlyphs, mergeSigns } from "./chart/marks.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
 import { newTooltip, within } from "./chart/tooltip.js";
@@ -85,7 +85,7 @@ function drawChart(view, width) {
   const [first, end] = store.view.zoom ?? view.whole;
   const inSight = points.filter((point) => point.step >= first && point.step <= end).map((point) => point.value);
   const [low, high] = valueLimits(grain, {
-    shown: view.shown, from: first, to: end, extra: inSight, isLog: view.isLog, robust: store.view.robust, fromZero: options.fromZero, most: options.most?.(store),
+    shown: view.shown, from: first, to: end, extra: inSight, averages: (line) => lineAverages(view, line), isLog: view.isLog, robust: store.view.robust, fromZero: options.fromZero, most: options.most?.(store),
   });
   const right = options.right?.(store.head, view) ?? RIGHT, plot = { width: width - LEFT - right, height: height - TOP - BOTTOM };
   const size = view.isLog ? Math.log10 : (v) => v, { axis } = view, from = axis.of(first), long = axis.of(end) - from || 1;

@@ -23,6 +23,12 @@ export function smoothing({ store, options }) {
   return options.exact ? 0 : store.view.smooth;
 }
 
+/** Return the moving average that is drawn over a line; null where none is, as over the band of many nodes. */
+export function lineAverages(view, line) {
+  const weight = view.layout.banded && line < view.layout.nodes ? 0 : smoothing(view);
+  return weight ? movingAverage(view.grain, line, weight) : null;
+}
+
 /** End the present part of a line and of its band: what comes next is drawn apart from it. */
 function breakLine(drawn) {
   if (drawn.part === 1) drawn.mean += "h.01"; // a dot, with round caps
@@ -37,7 +43,7 @@ export function drawLine(view, line, ends) {
   const single = overall && layout.nodes === 1 && !layout.banded; // the line of a single node is also the overall line
   const hidden = !view.shown(line) || single;
   const band = !hidden && (alone ? grain.wide > 1 : !overall && (layout.banded || grain.wide > 1));
-  const weight = crowd ? 0 : smoothing(view), means = weight ? movingAverage(grain, line, weight) : null;
+  const means = hidden ? null : lineAverages(view, line);
   const drawn = { mean: "", up: "", down: "", shade: "", smooth: "", part: 0, last: NaN, end: NaN, seen: 0 };
   for (let at = 0; at < grain.used && !hidden; at++) {
     const v = grain.value(line, at, 1);

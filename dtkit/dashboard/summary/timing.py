@@ -110,8 +110,22 @@ class PhaseBar:
 
 
 def count_window_steps(history: History) -> int:
-    """Return the number of last steps that means are taken over. The first step of a run warms up, and is left out."""
-    return min(WINDOW_STEPS, max(1, history.num_totals - 1))
+    """Return the number of last steps that means are taken over.
+
+    The first step of a run warms up, and is left out. So are the steps up to a repair and the first one after it.
+    """
+    return min(WINDOW_STEPS, max(1, (count_steps_since_repair(history) or history.num_totals) - 1))
+
+
+def count_steps_since_repair(history: History) -> int | None:
+    """Return the number of steps since the last repair, at most one more than a window's; None without a repair."""
+    repair = next((event for event in reversed(history.events) if event.kind == "repair"), None)
+    if repair is None:
+        return None
+    steps = history.read_totals(max(0, history.num_totals - WINDOW_STEPS - 1))["step"]
+    breaks = np.flatnonzero(np.diff(steps) <= 0)  # the run went back to a snapshot
+    again = steps[breaks[-1] + 1 :] if len(breaks) else steps
+    return int((again > repair.step).sum())
 
 
 def compute_step_timing(history: History, num_ranks: int) -> StepTiming:

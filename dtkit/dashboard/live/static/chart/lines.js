@@ -147,14 +147,20 @@ function apart(points, x) {
 export function drawLabels(view, lineEnds, { left, top, bottom }) {
   if (view.options.lineName) return drawRunLabels(view, lineEnds, { left, top, bottom });
   const ends = orderLabels(mergeLabels(view, lineEnds));
-  const placed = spread(ends.map((end) => end.y), LABEL_GAP, top, bottom);
+  const placed = spread(ends.map((end) => end.y), LABEL_GAP, top, bottom), at = view.options.joined ? labelStart(ends, left) : left;
   view.layers.labels.replaceChildren(...ends.map((end, k) => {
-    const text = s("text", { x: left, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);
+    const text = s("text", { x: at, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);
     if (end.rank !== undefined) text.addEventListener("click", () => pick(view.store, end.rank));
     return text;
   }));
 }
 const LETTER_PX = 6.6, SHORT_PX = 30, AWAY_PX = 7;
+
+/** Return where labels begin: next to the lines' ends, where all lines end long before the axis does. */
+function labelStart(ends, left) {
+  const last = Math.max(...ends.map((end) => end.x));
+  return left - last > SHORT_PX ? last + AWAY_PX : left;
+}
 
 /** Write each run's name next to the end of its line: within the plot if the run is shorter than others. */
 function drawRunLabels(view, ends, { left, top, bottom }) {

@@ -240,6 +240,7 @@ def test_chart_is_saved_as_table_and_pictures(page: Page):
 
 def test_panel_fills_the_screen_and_returns(page: Page):
     view = make_view(page)
+    view.root.get_by_test_id("smoothing").fill("0.8")
     chart = view.root.get_by_test_id(LOSS)
     chart.hover()
     chart.get_by_test_id("full-screen").click()
@@ -247,6 +248,7 @@ def test_panel_fills_the_screen_and_returns(page: Page):
     page.wait_for_function("(svg) => svg.getBoundingClientRect().height > 400", arg=svg.element_handle())
     page.evaluate(_PAINTED)
     expect(view.root.get_by_test_id("smoothing")).to_have_count(2)
+    expect(chart.get_by_test_id("smoothing")).to_have_value("0.8")
     chart.get_by_test_id("legend").get_by_text("node 1", exact=True).click()
     expect(chart.locator("path.dtk-line[data-rank='1']")).to_have_attribute("d", "")
     chart.get_by_test_id("scale").click()

@@ -268,6 +268,24 @@ def test_more_micro_batches_than_samples_are_refused(cluster: dtkit.Cluster):
     check_usable(cluster)
 
 
+def test_more_micro_batches_of_a_pipeline_than_samples_are_refused(cluster: dtkit.Cluster):
+    rule = (
+        r"micro_batches=17 with batch_size=16: 16 samples fill at most 16 micro-batches.* Use micro_batches=16 or less"
+    )
+    with pytest.raises(ValueError, match=rule):
+        train(cluster, strategy=dtkit.Pipeline(2, 17))
+    check_usable(cluster)
+
+
+def test_micro_batches_of_a_pipeline_fit_the_share_of_each_replica():
+    pipeline = dtkit.Pipeline(2, 64, replicas=2)
+    pipeline.check(4, 128)
+    with pytest.raises(
+        ValueError, match=r"63 samples on each of 2 replicas fill at most 63 .* batch_size of 128 or more"
+    ):
+        pipeline.check(4, 127)
+
+
 @pytest.mark.parametrize(
     ("rank", "factor", "word"),
     [(2, 2, "there are ranks 0 to 1"), (True, 2, "there are ranks"), (0, 0.5, "from 1"), (0, float("nan"), "from 1")],

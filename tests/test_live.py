@@ -764,6 +764,25 @@ def test_a_sign_of_life_is_sent_once_and_then_only_between_rare_messages(timers,
     dashboard.close()
 
 
+def test_the_counter_moves_between_the_messages_of_a_slow_page(timers, monkeypatch):
+    source = FakeSource()
+    dashboard = widget.Dashboard(source, clock=timers.clock, call_later=timers.later)
+    dashboard._heartbeat.stop()
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+    timers.run()
+    dashboard._on_page_message(dashboard, {"interval": 2500}, [])
+    sent = []
+    monkeypatch.setattr(dashboard, "send", lambda content, _buffers=(): sent.append(content))
+    for _ in range(2):  # within the time of one message of the whole state
+        source.advance(7)
+        timers.now += 1.0
+        assert dashboard._send_sign_of_life()
+    assert sent == [{"kind": "alive", "step": 7}, {"kind": "alive", "step": 14}]
+    assert dashboard._send_sign_of_life()
+    assert len(sent) == 2  # the step is known
+    dashboard.close()
+
+
 def test_changes_are_sent_after_the_first_hello(watched, timers):
     source, dashboard, sent = watched
 

@@ -14,9 +14,11 @@ from dtkit.dashboard.figures.run_figure import draw_run
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.one_process import OneProcess, estimate_growth, read_verification
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
+from dtkit.dashboard.summary.timing import count_window_steps
 from dtkit.dashboard.summary.verdict import MIN_STEPS, find_shown_verdict, find_verdict
 from dtkit.dashboard.text.run_text import TextProgress, format_run
 from dtkit.history.history import ROW_DTYPE, History
+from dtkit.history.scalars import ScalarRecord
 from dtkit.rpc.reference import StepTimes
 from dtkit.types import State
 from tests.support.fake_source import FakeSource
@@ -336,3 +338,45 @@ def test_a_stuck_or_failed_run_has_no_verdict_in_views():
     source.exception = None
     source.stick(1)
     assert find_shown_verdict(source) is None
+
+
+def test_views_after_a_repair_use_only_the_steps_after_it():
+    source = FakeSource(ranks=2)
+    source.slowness = {1: 3.0}
+    source.advance(100)
+    source.lose(1)
+    source.event("repair", "node 1 replaced in 9 s, no step lost", 1)
+    assert find_shown_verdict(source) is None
+    source.slowness = {}
+    source.advance(MIN_STEPS)
+    assert find_verdict(source.history, source.spec).text == "5 steps since the repair: a verdict needs 6"
+    source.advance(1)
+    assert find_shown_verdict(source).cause == "computing"
+    content = MessageBuilder(source).build_snapshot().content
+    assert content["time"]["steps"] == MIN_STEPS
+    assert f"means of the last {MIN_STEPS} steps" in content["verdict"]["arithmetic"][0]
+
+
+def test_steps_that_a_repair_undid_are_not_in_the_window():
+    source = FakeSource(ranks=2)
+    source.advance(100)
+    source.step = 80  # the snapshot
+    source.lose(1)
+    source.event("repair", "node 1 replaced in 9 s, 20 steps lost", 1)
+    source.advance(10)
+    assert count_window_steps(source.history) == 9
+
+
+@pytest.mark.parametrize(
+    ("cores", "load", "cause"), [(0.4, 2.0, "busy cores"), (0.4, 0.6, "computing"), (1.1, 2.0, "computing")]
+)
+def test_nodes_without_a_core_are_told_from_nodes_that_compute(cores: float, load: float, cause: str):
+    source = FakeSource(ranks=1)
+    source.advance(60)
+    for name, value in (("CPU (cores)", cores), ("load (per core)", load)):
+        source.history.add(ScalarRecord(0, {f"system/{name}": [(step, value, 1.0) for step in range(5, 60, 5)]}))
+    verdict = find_verdict(source.history, source.spec)
+    assert verdict.cause == cause
+    if cause == "busy cores":
+        assert "the cores are busy with other processes: node 0 computes 94 % of the time with 0.40" in verdict.text
+        assert "load of its host: 2.0 for each core" in verdict.arithmetic[-1]

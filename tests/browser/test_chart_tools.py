@@ -99,6 +99,29 @@ def test_smoothing_keeps_the_raw_line_pale(page: Page):
     expect(chart.locator("path.dtk-raw")).to_have_count(0)
 
 
+def test_smoothed_line_stays_in_sight_when_zoomed(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(40, loss=100.0)
+    run.advance(160, loss=1.0)
+    view = StaticView(page, run)
+    view.root.get_by_test_id("smoothing").fill("1")
+    chart = view.root.get_by_test_id(LOSS).locator("svg.dtk-chart")
+    chart.focus()
+    page.keyboard.press("End")
+    page.keyboard.press("+")
+    expect(view.root.get_by_test_id("reset-zoom")).to_be_visible()
+    page.evaluate(_PAINTED)
+    smooth = chart.locator("path.dtk-smooth.dtk-n0").get_attribute("d") or ""
+    last = float(smooth.rsplit(",", 1)[1])
+    box = chart.bounding_box()
+    assert box
+    assert 0 < last < box["height"]
+    labels = [
+        float(y) for y in chart.locator(".dtk-labels text").evaluate_all("all => all.map((t) => t.getAttribute('y'))")
+    ]
+    assert min(abs(y - 4 - last) for y in labels) <= 12, "the label isn't at the line's end"
+
+
 @pytest.mark.parametrize(
     ("axis", "texts"), [("epoch", {"0.5", "1", "1.5"}), slow("time", {"10 s", "20 s"}), slow("samples", {"10k", "20k"})]
 )
@@ -217,12 +240,21 @@ def test_chart_is_saved_as_table_and_pictures(page: Page):
 
 def test_panel_fills_the_screen_and_returns(page: Page):
     view = make_view(page)
+    view.root.get_by_test_id("smoothing").fill("0.8")
     chart = view.root.get_by_test_id(LOSS)
     chart.hover()
     chart.get_by_test_id("full-screen").click()
     svg = chart.locator("svg.dtk-chart")
     page.wait_for_function("(svg) => svg.getBoundingClientRect().height > 400", arg=svg.element_handle())
     page.evaluate(_PAINTED)
+    expect(view.root.get_by_test_id("smoothing")).to_have_count(2)
+    expect(chart.get_by_test_id("smoothing")).to_have_value("0.8")
+    chart.get_by_test_id("legend").get_by_text("node 1", exact=True).click()
+    expect(chart.locator("path.dtk-line[data-rank='1']")).to_have_attribute("d", "")
+    chart.get_by_test_id("scale").click()
+    expect(chart.locator("h3 .dtk-note")).to_contain_text("log scale")
+    chart.get_by_test_id("scale").click()
+    expect(chart.locator("h3 .dtk-note")).not_to_contain_text("log scale")
     labels = chart.locator(".dtk-labels text")
     expect(labels.filter(has_text="validation")).to_be_visible()
     right = page.evaluate("innerWidth")
@@ -234,6 +266,54 @@ def test_panel_fills_the_screen_and_returns(page: Page):
         page.screenshot(path=f"{shots}/full.png")
     chart.get_by_test_id("full-screen").press("Enter")
     page.wait_for_function("(svg) => svg.getBoundingClientRect().height < 300", arg=svg.element_handle())
+    expect(view.root.get_by_test_id("smoothing")).to_have_count(1)
+
+
+def test_chart_that_turns_logarithmic_by_itself_says_so(page: Page):
+    run = FakeSource(ranks=1)
+    run.advance(150)
+    view = StaticView(page, run)
+    caption = view.root.get_by_test_id(LOSS).locator("h3 .dtk-note")
+    expect(caption).not_to_contain_text("log scale")
+    run.advance(1, loss=5000.0)
+    view.update()
+    expect(caption).to_contain_text("log scale")
+
+
+@pytest.mark.parametrize("look", [Look(width=1400), Look(width=600)], indirect=True)
+@pytest.mark.parametrize("panel", [LOSS, "time-panel"])
+def test_caption_ends_before_the_tools_of_its_panel(page: Page, panel: str):
+    view = make_view(page)
+    part = view.root.get_by_test_id(panel)
+    part.locator("h3 .dtk-note").evaluate("(note) => { note.textContent = 'a caption as long as it gets '.repeat(9); }")
+    part.locator("h3").hover()
+    tools = part.locator(".dtk-tools").bounding_box()
+    inner = part.locator("h3").evaluate(
+        "(h) => h.getBoundingClientRect().right - parseFloat(getComputedStyle(h).paddingRight)"
+    )
+    assert tools
+    assert inner <= tools["x"]
+
+
+def test_label_is_next_to_a_line_that_ends_before_the_axis(page: Page):
+    run = FakeSource(ranks=2, strips=True)
+    run.advance(300)
+    for rank in (0, 1):
+        cpu = [(step, 0.5 + 0.2 * rank, 1.0) for step in (50, 100, 150)]
+        run.history.add(ScalarRecord(rank, {"system/CPU (cores)": cpu}))
+    view = StaticView(page, run)
+    message = SeriesFeed(run.history).build_message(is_last=True)
+    assert message
+    page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(message))
+    view.update()
+    chart = view.root.get_by_test_id("system-chart").first
+    label, line = (
+        chart.locator(".dtk-labels text").first.bounding_box(),
+        chart.locator("path.dtk-line").first.bounding_box(),
+    )
+    assert label
+    assert line
+    assert 0 < label["x"] - (line["x"] + line["width"]) < 15
 
 
 def test_constant_rate_and_low_memory_take_a_line(page: Page):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -517,6 +518,19 @@ def test_view_reports_a_kernel_that_is_gone_and_recovers(page: Page):
     page.clock.run_for(1_500)
     expect(view.root).to_have_attribute("data-state", "running")
     expect(view.root.get_by_test_id("error")).to_be_hidden()
+
+
+def test_counter_moves_while_the_page_is_still_paying_for_its_last_drawing(page: Page):
+    page.clock.install()
+    run = make_source(2)
+    run.nodes = [dataclasses.replace(node, host=socket.gethostname(), threads=999) for node in run.nodes]
+    view = StaticView(page, run)
+    drawn = view.root.get_attribute("data-step")
+    counter = view.root.locator(".dtk-ends > span").first
+    page.evaluate("window.receive({kind: 'alive', step: 161}, [])")
+    page.clock.run_for(100)
+    expect(counter).to_contain_text("step 161 of")
+    assert view.root.get_attribute("data-step") == drawn  # the panels wait for their share
 
 
 def test_stop_asks_once_and_a_bad_learning_rate_is_refused(page: Page):

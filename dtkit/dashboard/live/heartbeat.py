@@ -10,9 +10,12 @@ from dtkit._util import timeouts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+COUNTER_SHARE = 0.5
+"""Share of the period of the signs of life within which a page learns of a new step."""
+
 
 class Heartbeat:
-    """Calls `send` every two seconds on a thread of its own, also while a cell blocks the kernel.
+    """Calls `send` on a thread of its own, also while a cell blocks the kernel: twice in each period of the signs.
 
     The thread ends when `send` returns False, and :meth:`start` starts another one.
     """
@@ -33,5 +36,5 @@ class Heartbeat:
         self._stopped.set()
 
     def _run(self) -> None:
-        while self._send() and not self._stopped.wait(timeouts.LIVE_HEARTBEAT_S):
+        while self._send() and not self._stopped.wait(COUNTER_SHARE * timeouts.LIVE_HEARTBEAT_S):
             pass

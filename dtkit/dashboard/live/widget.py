@@ -26,7 +26,7 @@ from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.live.bundle import bundle_modules
 from dtkit.dashboard.live.commands import CommandHandler
-from dtkit.dashboard.live.heartbeat import Heartbeat
+from dtkit.dashboard.live.heartbeat import COUNTER_SHARE, Heartbeat
 from dtkit.dashboard.live.messages import Message, MessageBuilder
 from dtkit.dashboard.live.panel_renderer import CustomPanelRenderer
 from dtkit.dashboard.live.placement import make_place_name
@@ -44,6 +44,8 @@ STATIC_FOLDER = Path(__file__).parent / "static"
 _BUSY_FACTOR = 4
 _BUSY_SERIES_FACTOR = 2  # of series, whose charts would lag far behind the others
 """How much longer intervals are where a training pays for each message."""
+
+_COUNTER_LIMIT = 0.75 * COUNTER_SHARE  # a message that is due soon after brings the step itself
 
 
 class Dashboard(anywidget.AnyWidget):
@@ -71,6 +73,7 @@ class Dashboard(anywidget.AnyWidget):
     ) -> None:
         self._run, self._clock = run, clock
         self._sent_at = self._state_sent_at = -math.inf  # of the last message, and of the last one with the state
+        self._sent_step = -1
         self._message_builder = MessageBuilder(run)
         self._command_handler = CommandHandler(run, self._report_command, fault_injection=fault_injection)
         self._message_builder.extra_controls = self._command_handler.extra_controls
@@ -160,12 +163,18 @@ class Dashboard(anywidget.AnyWidget):
         return builder.build_change()
 
     def _send_sign_of_life(self) -> bool:
-        """Send a sign of life, unless another message just was one. Return False if the page needs no more of them."""
+        """Send a sign of life with the step, unless another message just was one.
+
+        A page that takes long to draw gets the state rarely, but its counter moves. Return False if the page needs no
+        more signs.
+        """
         with self._send_lock:
-            is_quiet = self._clock() - self._sent_at >= timeouts.LIVE_HEARTBEAT_S
-            if self.comm is not None and (is_quiet or not self._knows_heartbeat):
-                self.send({"kind": "alive"})
-                self._knows_heartbeat = True
+            step, silence_s = self._run.status.step, self._clock() - self._sent_at
+            has_moved = step != self._sent_step
+            limit_s = timeouts.LIVE_HEARTBEAT_S * (_COUNTER_LIMIT if has_moved else 1.0)
+            if self.comm is not None and (silence_s >= limit_s or not self._knows_heartbeat):
+                self.send({"kind": "alive", "step": step})
+                self._sent_at, self._sent_step, self._knows_heartbeat = self._clock(), step, True
             return self.comm is not None and not self._run.status.state.has_ended
 
     def _send_pictures(self) -> None:
@@ -189,6 +198,7 @@ class Dashboard(anywidget.AnyWidget):
 
     def _send_message(self, message: Message) -> None:
         self._sent_at = self._clock()
+        self._sent_step = message.content.get("status", {}).get("step", self._sent_step)
         self.send(message.content, message.buffers)
 
     def _on_page_message(self, _widget: object, content: Any, _buffers: object) -> None:

@@ -43,17 +43,16 @@ class SteadyVerdict:
     def update(self, found: Verdict | None, now: float, *, is_final: bool = False) -> Verdict | None:
         """Return the verdict to show after `found` was found; `is_final` while the run is at rest.
 
-        None, a first verdict, and one on a diverged loss show at once. So do other times in the same line, which a tile
-        beside it shows too.
+        None, a first verdict, and one on a diverged loss show at once. So do other numbers in the same line, which the
+        tiles and bars beside it show too.
         """
         before = self.shown
         if found is None or before is None or is_final or "diverged" in (found.cause, before.cause):
             return self._show(found)
-        if _is_same(found, before) and _have_times_moved(found.text, before.text):
-            return self._show(found)
-        if _is_close(found, before):
+        if _is_same(found, before):
+            is_close = _is_close(found, before) and not _have_times_moved(found.text, before.text)
             self._other_cause = None
-            return before
+            return before if is_close else self._show(found)
         if found.cause != self._other_cause:
             self._other_cause, self._other_since = found.cause, now
         return self._show(found) if now - self._other_since >= timeouts.VERDICT_HOLD_S else before
@@ -81,10 +80,10 @@ class SteadyVerdict:
 
 
 def _is_close(found: Verdict, shown: Verdict) -> bool:
-    """Return whether two verdicts say the same. A share in the text must not contradict the tile beside it for long."""
+    """Return whether two verdicts on the same cause have the same numbers, as a reader would say."""
     pairs = list(zip(_list_shares(found.text), _list_shares(shown.text), strict=False))
     differences = [found.gain - shown.gain, *(one - other for one, other in pairs)]
-    return _is_same(found, shown) and all(abs(difference) < CLOSE_GAINS for difference in differences)
+    return all(abs(difference) < CLOSE_GAINS for difference in differences)
 
 
 def _is_same(found: Verdict, shown: Verdict) -> bool:

@@ -85,6 +85,8 @@ class StepTiming:
     straggler: Straggler | None
     is_same_work: bool = True
     """Whether all ranks do the same work, so that one may be slower than another."""
+    first_step: int = 0
+    """The first of these steps."""
 
     @property
     def is_measured(self) -> bool:
@@ -110,8 +112,22 @@ class PhaseBar:
 
 
 def count_window_steps(history: History) -> int:
-    """Return the number of last steps that means are taken over. The first step of a run warms up, and is left out."""
-    return min(WINDOW_STEPS, max(1, history.num_totals - 1))
+    """Return the number of last steps that means are taken over.
+
+    The first step of a run warms up, and is left out. So are the steps up to a repair and the first one after it.
+    """
+    return min(WINDOW_STEPS, max(1, (count_steps_since_repair(history) or history.num_totals) - 1))
+
+
+def count_steps_since_repair(history: History) -> int | None:
+    """Return the number of steps since the last repair, at most one more than a window's; None without a repair."""
+    repair = next((event for event in reversed(history.events) if event.kind == "repair"), None)
+    if repair is None:
+        return None
+    steps = history.read_totals(max(0, history.num_totals - WINDOW_STEPS - 1))["step"]
+    breaks = np.flatnonzero(np.diff(steps) <= 0)  # the run went back to a snapshot
+    again = steps[breaks[-1] + 1 :] if len(breaks) else steps
+    return int((again > repair.step).sum())
 
 
 def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
@@ -127,7 +143,7 @@ def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     seconds, compute_times = _compute_phase_means(rows, num_ranks), _tabulate_compute_times(rows, steps, num_ranks)
     compute_s, is_same_work = _compute_fast_quartile(compute_times), _is_same_work(rows, num_ranks)
     straggler = _find_straggler(seconds, compute_times, compute_s) if is_same_work else None
-    return StepTiming(len(steps), seconds, compute_s, straggler, is_same_work)
+    return StepTiming(len(steps), seconds, compute_s, straggler, is_same_work, int(rows["step"].min()))
 
 
 def _is_same_work(rows: np.ndarray, num_ranks: int) -> bool:

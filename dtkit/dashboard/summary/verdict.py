@@ -19,10 +19,12 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
+from dtkit.dashboard.summary.busy_cores import find_busy_cores
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
+from dtkit.dashboard.summary.measurements import Measurements
 from dtkit.dashboard.summary.one_process import estimate_one_process, read_verification
 from dtkit.dashboard.summary.stall import find_stall
-from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, format_nodes
+from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, count_steps_since_repair, format_nodes
 from dtkit.history.divergence import find_divergence
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.one_process import OneProcess
-    from dtkit.dashboard.summary.timing import StepTiming
     from dtkit.history.history import History
     from dtkit.types import RunSpec
 
@@ -59,7 +60,7 @@ class Verdict:
 
     cause: str
     """One of "failed", "paused", "diverged", "data", "straggler", "communication", "overhead", "bubble", "cut",
-    "waiting", "one process", "computing" and "unknown".
+    "busy cores", "waiting", "one process", "computing" and "unknown".
     """
     text: str
     gain: float
@@ -77,55 +78,32 @@ class Verdict:
         return self.text
 
 
-@dataclasses.dataclass(frozen=True)
-class _Measurements:
-    """Measured means in seconds. Arrays have one number for each known rank."""
-
-    spec: RunSpec
-    timing: StepTiming
-    ranks: np.ndarray
-    phases: np.ndarray
-    ranks_per_replica: int
-
-    def get(self, phase: str) -> np.ndarray:
-        """Return the seconds of a phase by rank."""
-        seconds: np.ndarray = self.phases[:, PHASES.index(phase)]
-        return seconds
-
-    @property
-    def step_s(self) -> float:
-        return float(self.phases.sum(axis=1).max())
-
-    @property
-    def compute_s(self) -> np.ndarray:
-        """Seconds that each rank does not wait and does not communicate."""
-        return np.asarray(self.phases.sum(axis=1) - self.get("waiting") - self.get("communication"))
-
-    @property
-    def slowest(self) -> int:
-        return int(np.argmax(self.compute_s))
-
-    def share(self, phase: str) -> float:
-        """Return the share of all ranks' time that a phase takes."""
-        return float(self.get(phase).sum() / self.phases.sum())
-
-
 def find_verdict(history: History, spec: RunSpec, measured: OneProcess | None = None) -> Verdict:
     """Return the verdict on the last steps of a history. `measured` times of one process replace an estimate."""
     divergence = find_divergence(history)
     if divergence is not None:  # how fast a training is matters only while it converges
         return Verdict("diverged", f"the {divergence.short}: {divergence.remedy}", 0.0, divergence.arithmetic)
     if history.num_steps <= MIN_STEPS:
-        steps = formatting.format_count(history.num_steps, "step")
-        return Verdict("unknown", f"{steps} so far: a verdict needs {MIN_STEPS + 1}", 0.0)
+        return _refuse_few_steps(history.num_steps, "so far")
+    repaired = count_steps_since_repair(history)
+    if repaired is not None and repaired <= MIN_STEPS:
+        return _refuse_few_steps(repaired, "since the repair")
     timing = compute_step_timing(history, spec.world_size)
     ranks = np.flatnonzero(np.isfinite(timing.seconds).all(axis=1))
     if not timing.is_measured or not len(ranks):
         return Verdict("unknown", "the phases of the steps were not measured", 0.0)
-    facts = _Measurements(spec, timing, ranks, timing.seconds[ranks], history.ranks_per_replica)
+    facts = Measurements(spec, timing, ranks, timing.seconds[ranks], history.ranks_per_replica)
+    busy = _judge_busy_cores(facts, history)
+    if busy is not None and busy.gain >= MIN_GAIN:  # times measured between other processes show no other cause
+        return busy
     verdicts = [verdict for judge in _select_judges(facts) if (verdict := judge(facts)) and verdict.gain >= MIN_GAIN]
     best = max(verdicts, key=lambda verdict: verdict.gain, default=_report_computing(facts))
     return _compare_with_one_process(facts, history, best, measured)
+
+
+def _refuse_few_steps(count: int, since: str) -> Verdict:
+    steps = formatting.format_count(count, "step")
+    return Verdict("unknown", f"{steps} {since}: a verdict needs {MIN_STEPS + 1}", 0.0)
 
 
 def find_shown_verdict(run: RunView, measured: OneProcess | None = None) -> Verdict | None:
@@ -139,14 +117,14 @@ def find_shown_verdict(run: RunView, measured: OneProcess | None = None) -> Verd
     return None if verdict.cause == "unknown" else verdict
 
 
-def _select_judges(facts: _Measurements) -> Sequence[Callable[[_Measurements], Verdict | None]]:
+def _select_judges(facts: Measurements) -> Sequence[Callable[[Measurements], Verdict | None]]:
     if not facts.timing.is_same_work:
         return _judge_data, _judge_cut, _judge_bubble
     return _judge_data, _judge_straggler, _judge_overhead, _judge_waiting
 
 
 def _compare_with_one_process(
-    facts: _Measurements, history: History, best: Verdict, measured: OneProcess | None
+    facts: Measurements, history: History, best: Verdict, measured: OneProcess | None
 ) -> Verdict:
     """Return the verdict on nodes that take longer than one process, unless a slow node is more to blame."""
     compared = measured or _estimate_one_process(facts, history, best)
@@ -161,7 +139,7 @@ def _compare_with_one_process(
     return Verdict("one process", text, compared.gain, (compared.arithmetic, *lines))
 
 
-def _estimate_one_process(facts: _Measurements, history: History, best: Verdict) -> OneProcess | None:
+def _estimate_one_process(facts: Measurements, history: History, best: Verdict) -> OneProcess | None:
     """Return the estimate where one process would do the same work; None otherwise, or if a slow node is to blame."""
     is_whole = facts.spec.strategy.startswith(_REPLICATED) and 1 < len(facts.ranks) == facts.spec.world_size
     if not is_whole or best.cause in ("data", "straggler"):
@@ -173,7 +151,26 @@ def _estimate_one_process(facts: _Measurements, history: History, best: Verdict)
 # -- the causes --------------------------------------------------------------------------------------------------
 
 
-def _judge_data(facts: _Measurements) -> Verdict | None:
+def _judge_busy_cores(facts: Measurements, history: History) -> Verdict | None:
+    """Return the gain if the node that waits longest for a core had one."""
+    found = find_busy_cores(facts, history)
+    if found is None:
+        return None
+    gain = found.saved_s / facts.step_s
+    return Verdict(
+        "busy cores",
+        f"the cores are busy with other processes: node {found.rank} computes {_percent(found.computing_share)} of the "
+        f"time with {found.cores:.2f} of a core. Ending them would save up to {_percent(gain)}",
+        gain,
+        (
+            *_list_means(facts),
+            f"the process of node {found.rank} had {found.cores:.2f} cores; it needs {found.computing_share:.2f}",
+            f"load of its host: {found.load:.1f} for each core, in the mean of the last minute",
+        ),
+    )
+
+
+def _judge_data(facts: Measurements) -> Verdict | None:
     """Return the gain of loading all batches ahead: the slowest rank would only compute."""
     data, compute = facts.get("data"), facts.compute_s
     saved = float(compute.max() - (compute - data).max())
@@ -202,7 +199,7 @@ def _judge_data(facts: _Measurements) -> Verdict | None:
     )  # fmt: skip
 
 
-def _judge_straggler(facts: _Measurements) -> Verdict | None:
+def _judge_straggler(facts: Measurements) -> Verdict | None:
     """Return the gain if a step took as long as on the slowest node that isn't a straggler."""
     if facts.timing.straggler is None:
         return None
@@ -231,7 +228,7 @@ def _judge_straggler(facts: _Measurements) -> Verdict | None:
     )
 
 
-def _predict_balanced(facts: _Measurements) -> tuple[str, tuple[str, ...]]:
+def _predict_balanced(facts: Measurements) -> tuple[str, tuple[str, ...]]:
     """Return the gain of shares of the batch proportional to speed, if the strategy supports them."""
     if not facts.spec.strategy.startswith("DataParallel(") or "balance" in facts.spec.strategy:
         return "", ()
@@ -244,7 +241,7 @@ def _predict_balanced(facts: _Measurements) -> tuple[str, tuple[str, ...]]:
     return f'; with balance="auto" {ratio:.1f} times', (line,)
 
 
-def _judge_overhead(facts: _Measurements) -> Verdict | None:
+def _judge_overhead(facts: Measurements) -> Verdict | None:
     """Return the gain of a larger batch. Communication and update don't grow with it."""
     communication = float(facts.get("communication").mean())
     fixed = communication + float((facts.get("update") + facts.get("other"))[facts.slowest])
@@ -276,7 +273,7 @@ def _judge_overhead(facts: _Measurements) -> Verdict | None:
     )  # fmt: skip
 
 
-def _judge_sliced_model(facts: _Measurements) -> Verdict | None:
+def _judge_sliced_model(facts: Measurements) -> Verdict | None:
     """Return the share of the time in which a model with sliced layers sends activations, which grow with the batch."""
     share = facts.share("communication")
     return Verdict(
@@ -288,7 +285,7 @@ def _judge_sliced_model(facts: _Measurements) -> Verdict | None:
     )
 
 
-def _name_other_remedies(facts: _Measurements, is_communication: bool) -> str:  # noqa: FBT001 - one of two kinds of overhead
+def _name_other_remedies(facts: Measurements, is_communication: bool) -> str:  # noqa: FBT001 - one of two kinds of overhead
     """Return strategies that send less often or less, if the run could use them."""
     strategy = facts.spec.strategy
     if not is_communication:
@@ -301,7 +298,7 @@ def _name_other_remedies(facts: _Measurements, is_communication: bool) -> str:  
     return ", or DataParallel()" if strategy.startswith("NaiveDataParallel(") else ""
 
 
-def _judge_waiting(facts: _Measurements) -> Verdict | None:
+def _judge_waiting(facts: Measurements) -> Verdict | None:
     """Return the time that nodes wait for each other in turn, if none of them is slower than the others."""
     if facts.timing.straggler is not None:
         return None
@@ -315,7 +312,7 @@ def _judge_waiting(facts: _Measurements) -> Verdict | None:
     )
 
 
-def _judge_cut(facts: _Measurements) -> Verdict | None:
+def _judge_cut(facts: Measurements) -> Verdict | None:
     """Return the gain of stages that compute equally long."""
     compute = facts.compute_s
     saved = float(compute.max() - compute.mean())
@@ -338,7 +335,7 @@ def _judge_cut(facts: _Measurements) -> Verdict | None:
     )
 
 
-def _judge_bubble(facts: _Measurements) -> Verdict | None:
+def _judge_bubble(facts: Measurements) -> Verdict | None:
     """Return the gain of more micro-batches, by the formula (p - 1) / (m + p - 1) of the bubble."""
     stages, number = facts.ranks_per_replica, re.search(r"micro_batches=(\d+)", facts.spec.strategy)
     waiting = facts.share("waiting")
@@ -366,7 +363,7 @@ def _judge_bubble(facts: _Measurements) -> Verdict | None:
     )
 
 
-def _report_computing(facts: _Measurements) -> Verdict:
+def _report_computing(facts: Measurements) -> Verdict:
     """Return the verdict if no remedy would save much."""
     share = facts.share("forward") + facts.share("backward") + facts.share("update")
     largest = max(("data", "waiting", "communication", "other"), key=facts.share)
@@ -376,12 +373,12 @@ def _report_computing(facts: _Measurements) -> Verdict:
     return Verdict("computing", text, 0.0, lines)
 
 
-def _list_means(facts: _Measurements) -> tuple[str, ...]:
+def _list_means(facts: Measurements) -> tuple[str, ...]:
     """Return the mean of each phase over all nodes, and the window."""
     return tuple(_iterate_means(facts))
 
 
-def _iterate_means(facts: _Measurements) -> Iterator[str]:
+def _iterate_means(facts: Measurements) -> Iterator[str]:
     parts = (f"{phase} {_ms(float(facts.get(phase).mean()))}" for phase in PHASES if facts.get(phase).mean() > 0)
     yield f"means of the last {facts.timing.num_steps} steps and all nodes: {', '.join(parts)}"
     if len(facts.ranks) > 1:
@@ -391,6 +388,10 @@ def _iterate_means(facts: _Measurements) -> Iterator[str]:
             f"computing with data: {_ms(compute[fast])} on node {facts.ranks[fast]} to {_ms(compute[slow])} on node "
             f"{facts.ranks[slow]}; a step takes {_ms(facts.step_s)}"
         )
+
+
+def _percent(share: float) -> str:
+    return formatting.format_percent(share)
 
 
 def _ms(seconds: float) -> str:

@@ -144,6 +144,20 @@ class Pipeline(Strategy):
         """Return `micro_batches`."""
         return self.micro_batches
 
+    def check(self, world_size: int, batch_size: int) -> None:  # noqa: ARG002 - a replica's share has no other divisor
+        """Raise ValueError if a replica's samples of a step are fewer than its micro-batches.
+
+        The last batch of an epoch may be shorter.
+        """
+        share = batch_size // self.replicas
+        if self.micro_batches > share >= 1:
+            where = f" on each of {self.replicas} replicas" if self.replicas > 1 else ""
+            raise ValueError(
+                f"micro_batches={self.micro_batches} with batch_size={batch_size}: {share} samples{where} fill at most "
+                f"{share} micro-batches, and the others would be empty. Use micro_batches={share} or less, or a "
+                f"batch_size of {self.micro_batches * self.replicas} or more"
+            )
+
     def build_mesh(self, world_size: int) -> Mesh:
         """Return replicas of pipelines, whose stages are on consecutive ranks."""
         return Mesh({"dp": self.replicas, "pp": self.stages}).check(world_size, dp="replicas", pp="stages")

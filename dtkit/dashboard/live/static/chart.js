@@ -9,7 +9,7 @@
 
 import { xAxis } from "./chart/axis.js";
 import { bucketGrain, inverted, movingAverage, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
-import { drawLabels, drawLine, drawPoints, drawSpots, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
+import { drawLabels, drawLine, drawPoints, drawSpots, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { joinGlyphs, mergeSigns } from "./chart/marks.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
 import { newTooltip, within } from "./chart/tooltip.js";
@@ -19,6 +19,7 @@ import { logTicks, number, tick, ticks } from "./numbers.js";
 import { nodeName } from "./picking.js";
 import { detailInSight, lastEvaluated, LIVE, MARKED } from "./store.js";
 import { newPrefix } from "./textures.js";
+import { toolbar } from "./toolbar.js";
 import { newWidth } from "./width.js";
 
 const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
@@ -41,6 +42,7 @@ export function chart(store, name, options, redraw) {
   const frame = newFrame(options.title, note, { svg, csv: () => listValues(view) });
   const el = h("section", { class: "dtk-panel", "data-testid": options.testid, ...(options.title ? { "data-name": options.title } : {}) }, frame.head, svg);
   frame.attach(el, redraw);
+  const updateTools = fullScreenTools(store, el);
   const view = { store, name, svg, layers, clipped, paths: new Map(), options, layout: null, frame: null, grain: null, width: 0, point: null, tip: newTooltip(el) };
   const readWidth = newWidth(el, redraw);
   listenToChart(view, redraw);
@@ -52,6 +54,7 @@ export function chart(store, name, options, redraw) {
     const flat = Boolean(options.isFlat?.(store)), isMoved = el.classList.contains("dtk-flat") !== flat;
     el.classList.toggle("dtk-flat", flat);
     el.classList.toggle("dtk-wide", flat || Boolean(options.wide));
+    updateTools();
     view.height = frame.height() ?? options.height ?? 200;
     view.grain = options.grain?.(store) ?? bucketGrain(detailInSight(store) ?? store.curves, store.head.columns, view.layout, options.merged);
     if (options.inverted) view.grain.value = inverted(view.grain.value);
@@ -59,11 +62,24 @@ export function chart(store, name, options, redraw) {
     if (view.isLog) view.grain.value = onlyPositive(view.grain.value);
     view.width = readWidth(isMoved);
     if (!flat) drawChart(view, Math.max(160, view.width));
-    setText(note, (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view));
+    const caption = (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view);
+    setText(note, [view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · "));
     drawTooltip(view, el);
     setAttr(svg, "aria-label", `${options.title}: ${describe(view)}`);
   };
   return { el, update, title: options.title };
+}
+
+/** Return a function that shows the tools and the legend of all charts in a panel while it fills the screen. */
+function fullScreenTools(store, panel) {
+  let tools = null;
+  return () => {
+    const isFull = panel.ownerDocument.fullscreenElement === panel;
+    if (!isFull) tools?.el.remove();
+    if (!isFull) tools = null;
+    else if (!tools) panel.querySelector("h3").after((tools = toolbar(store, null)).el);
+    tools?.update();
+  };
 }
 
 /** Return whether a chart is logarithmic: as chosen, or since its values once spanned many orders. */
@@ -85,7 +101,7 @@ function drawChart(view, width) {
   const [first, end] = store.view.zoom ?? view.whole;
   const inSight = points.filter((point) => point.step >= first && point.step <= end).map((point) => point.value);
   const [low, high] = valueLimits(grain, {
-    shown: view.shown, from: first, to: end, extra: inSight, isLog: view.isLog, robust: store.view.robust, fromZero: options.fromZero, most: options.most?.(store),
+    shown: view.shown, from: first, to: end, extra: inSight, averages: (line) => lineAverages(view, line), isLog: view.isLog, robust: store.view.robust, fromZero: options.fromZero, most: options.most?.(store),
   });
   const right = options.right?.(store.head, view) ?? RIGHT, plot = { width: width - LEFT - right, height: height - TOP - BOTTOM };
   const size = view.isLog ? Math.log10 : (v) => v, { axis } = view, from = axis.of(first), long = axis.of(end) - from || 1;

@@ -46,6 +46,9 @@ const PANELS = [
   log,
 ];
 
+/** The part of a view that is drawn with each message that moves it: too little to count as a page's share. */
+const COUNTER = "counter";
+
 /** Show an error of a panel in that panel only. */
 function guarded(panel) {
   return () => {
@@ -69,17 +72,23 @@ function buildView(store, send) {
   const root = h("div", { class: "dtkit", "data-testid": "dtkit-dashboard", "data-state": "", "data-seq": 0, "data-lm-suppress-shortcuts": "true", role: "region", "aria-label": "training dashboard" });
   const body = h("div", { class: "dtk-body" });
   root.append(body);
-  let asked = false;
-  const redraw = () => {
+  let asked = false, isOnlyCounter = true;
+  const redraw = (part) => {
+    isOnlyCounter &&= part === COUNTER;
     if (asked) return;
     asked = true;
-    requestAnimationFrame(() => { asked = false; draw(); });
+    requestAnimationFrame(() => {
+      const drawPart = isOnlyCounter ? drawCounter : draw;
+      [asked, isOnlyCounter] = [false, true];
+      drawPart();
+    });
   };
   const make = (build) => build(store, send, redraw);
   const panels = PANELS.map(make), all = [...TOP_PANELS.map(make), toolbar(store, panels), ...panels, summary(store)];
   body.append(...all.map((panel) => panel.el));
   for (const panel of panels) store.sight.watch(panel.el);
   const updates = all.map((panel) => [panel, guarded(panel)]);
+  const drawCounter = updates[TOP_PANELS.indexOf(progress)][1];
   const draw = () => {
     if (!store.head) return;
     store.lost = isLost(store);
@@ -125,16 +134,17 @@ function openView(store, model) {
 export default () => {
   const store = newStore(), views = new Set();
   let asked = 0;
-  store.redraw = () => { for (const redraw of views) redraw(); };
+  store.redraw = (part) => { for (const redraw of views) redraw(part); };
   store.sight = newSight(store.redraw);
   const redrawAll = () => { store.redraw(); requestAnimationFrame(store.sight.drawn); };
   store.pacer = newPacer(redrawAll, (interval) => store.send({ interval }), () => Boolean(store.head?.has_spare_core));
   const receive = (model, content, buffers) => {
-    const before = pressing(store);
+    const before = pressing(store), step = store.status?.step;
     if (!apply(store, content, buffers) && Date.now() - asked > 1000) {
       asked = Date.now();
       model.send({ hello: "gap" });
     }
+    if (step !== undefined && store.status.step !== step) store.redraw(COUNTER); // the rest may have to wait for seconds
     if (pressing(store) === before) store.pacer.soon();
     else {
       store.sight.drawAll();

@@ -4,7 +4,7 @@ import { h, s, setAttr } from "./elements.js";
 import { saveCsv, savePng, saveSvg } from "./export.js";
 import { popover } from "./popover.js";
 
-const FULL_ROOM = 150; // pixels of a full screen around the chart
+const FULL_ROOM = 190; // pixels of a full screen around the chart and its tools
 
 /**
  * Return {head, attach(panel, redraw), height()} of a panel. `exports` has its `svg` and `csv()`, rows of a table. The

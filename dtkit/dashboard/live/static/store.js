@@ -67,6 +67,7 @@ export function apply(store, content, buffers) {
   store.heard = Date.now();
   if (content.kind === "alive") {
     store.beats = true;
+    if (content.step !== undefined && store.status) countStep(store, content.step);
     return true;
   }
   if (content.kind === "refused") {
@@ -120,6 +121,11 @@ export function apply(store, content, buffers) {
   if (content.series) applySeries(store, content.series, floats(buffers[2])); // of a comparison
   if (content.strip) store.strip = { ...content.strip, boxes: new Uint16Array(raw(buffers[4]).buffer), measured: content.strip.boxes };
   return true;
+}
+
+/** Move the counter, between messages with the whole state. */
+function countStep({ status, head }, step) {
+  [status.step, status.epoch] = [step, Math.max(1, Math.ceil(step / Math.max(1, head.steps_per_epoch)))];
 }
 
 /**

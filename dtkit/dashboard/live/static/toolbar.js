@@ -45,13 +45,14 @@ function axisField(store) {
 function smoothField(store) {
   const slider = h("input", { type: "range", min: 0, max: 1, step: 0.05, value: 0, "data-testid": "smoothing", "aria-label": "smoothing", title: "exponential moving average; the raw line stays, pale" });
   const shown = h("span", { class: "dtk-amount" });
+  const weight = () => Number(slider.value) && Math.min(0.995, 1 - (1 - Number(slider.value)) ** 2);
   slider.addEventListener("input", () => {
-    const v = Number(slider.value);
-    store.view.smooth = v && Math.min(0.995, 1 - (1 - v) ** 2);
+    store.view.smooth = weight();
     store.redraw();
   });
   const update = () => {
     const { smooth } = store.view;
+    if (weight() !== smooth) slider.value = smooth === 0.995 ? 1 : 1 - Math.sqrt(1 - smooth); // another toolbar's choice
     setText(shown, smooth ? smooth.toFixed(smooth > 0.985 ? 3 : 2) : "off");
     setAttr(slider, "aria-valuetext", shown.textContent);
   };

@@ -104,10 +104,13 @@ export function movingAverage(grain, line, weight) {
 
 const RARE = 0.02, RARE_ROOM = 0.25;
 
-/** Return the limits of the values in sight, with some room. `robust` leaves the rarest values outside, and `most` all above it if some are below. */
-export function valueLimits(grain, { shown, from, to, extra, isLog, robust, fromZero, most = Infinity }) {
+/**
+ * Return the limits of the values in sight, with some room. `robust` leaves the rarest values outside, and `most` all above
+ * it if some are below. `averages(line)` are the values of a smoothed line, which may be far from those in sight.
+ */
+export function valueLimits(grain, { shown, from, to, extra, averages = () => null, isLog, robust, fromZero, most = Infinity }) {
   let [low, high] = [Infinity, -Infinity];
-  const means = [];
+  const means = [], smoothed = Array.from({ length: grain.lines }, (_, line) => (shown(line) ? averages(line) : null));
   for (let at = 0; at < grain.used; at++) {
     if (grain.span(at)[1] < from || grain.span(at)[0] > to) continue;
     for (let line = 0; line < grain.lines; line++) {
@@ -116,10 +119,13 @@ export function valueLimits(grain, { shown, from, to, extra, isLog, robust, from
       const least = grain.value(line, at, 0); // NaN on a logarithmic scale, where it is 0
       low = Math.min(low, Number.isNaN(least) ? mean : least);
       high = Math.max(high, Math.min(Math.max(mean, most), grain.value(line, at, 2)));
-      if (robust) means.push(grain.value(line, at, 1));
+      if (robust) means.push(mean);
+      if (!smoothed[line]) continue;
+      [low, high] = [Math.min(low, smoothed[line][at]), Math.max(high, Math.min(smoothed[line][at], most))];
+      if (robust) means.push(smoothed[line][at]);
     }
   }
-  if (low > high && most < Infinity) return valueLimits(grain, { shown, from, to, extra, isLog, robust, fromZero });
+  if (low > high && most < Infinity) return valueLimits(grain, { shown, from, to, extra, averages, isLog, robust, fromZero });
   for (const v of extra) [low, high] = [Math.min(low, v), Math.max(high, v)];
   if (low > high) [low, high] = isLog ? [0.1, 1] : [0, 1];
   if (robust && means.length > 4) [low, high] = commonLimits(means, low, high);

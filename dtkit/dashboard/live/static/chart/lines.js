@@ -23,6 +23,12 @@ export function smoothing({ store, options }) {
   return options.exact ? 0 : store.view.smooth;
 }
 
+/** Return the moving average that is drawn over a line; null where none is, as over the band of many nodes. */
+export function lineAverages(view, line) {
+  const weight = view.layout.banded && line < view.layout.nodes ? 0 : smoothing(view);
+  return weight ? movingAverage(view.grain, line, weight) : null;
+}
+
 /** End the present part of a line and of its band: what comes next is drawn apart from it. */
 function breakLine(drawn) {
   if (drawn.part === 1) drawn.mean += "h.01"; // a dot, with round caps
@@ -37,7 +43,7 @@ export function drawLine(view, line, ends) {
   const single = overall && layout.nodes === 1 && !layout.banded; // the line of a single node is also the overall line
   const hidden = !view.shown(line) || single;
   const band = !hidden && (alone ? grain.wide > 1 : !overall && (layout.banded || grain.wide > 1));
-  const weight = crowd ? 0 : smoothing(view), means = weight ? movingAverage(grain, line, weight) : null;
+  const means = hidden ? null : lineAverages(view, line);
   const drawn = { mean: "", up: "", down: "", shade: "", smooth: "", part: 0, last: NaN, end: NaN, seen: 0 };
   for (let at = 0; at < grain.used && !hidden; at++) {
     const v = grain.value(line, at, 1);
@@ -141,14 +147,20 @@ function apart(points, x) {
 export function drawLabels(view, lineEnds, { left, top, bottom }) {
   if (view.options.lineName) return drawRunLabels(view, lineEnds, { left, top, bottom });
   const ends = orderLabels(mergeLabels(view, lineEnds));
-  const placed = spread(ends.map((end) => end.y), LABEL_GAP, top, bottom);
+  const placed = spread(ends.map((end) => end.y), LABEL_GAP, top, bottom), at = view.options.joined ? labelStart(ends, left) : left;
   view.layers.labels.replaceChildren(...ends.map((end, k) => {
-    const text = s("text", { x: left, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);
+    const text = s("text", { x: at, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);
     if (end.rank !== undefined) text.addEventListener("click", () => pick(view.store, end.rank));
     return text;
   }));
 }
 const LETTER_PX = 6.6, SHORT_PX = 30, AWAY_PX = 7;
+
+/** Return where labels begin: next to the lines' ends, where all lines end long before the axis does. */
+function labelStart(ends, left) {
+  const last = Math.max(...ends.map((end) => end.x));
+  return left - last > SHORT_PX ? last + AWAY_PX : left;
+}
 
 /** Write each run's name next to the end of its line: within the plot if the run is shorter than others. */
 function drawRunLabels(view, ends, { left, top, bottom }) {

@@ -20,6 +20,7 @@ from dtkit._util.formatting import name_type
 from dtkit._util.notebook import in_notebook
 from dtkit.dashboard.summary.activity import read_state
 from dtkit.dashboard.summary.comparison import make_row
+from dtkit.dashboard.summary.run_end import describe_end
 from dtkit.dashboard.summary.spec_differences import (
     list_differences,
     list_event_differences,
@@ -100,7 +101,8 @@ class Comparison:
     def rows(self) -> list[ComparisonRow]:
         """A row for each run, as of now."""
         positions, states = [_read_position(run) for run in self.runs], [read_state(run) for run in self.runs]
-        columns = self.labels, self.histories, self._strategies, positions, states
+        causes = [describe_end(run, history) for run, history in zip(self.runs, self.histories, strict=True)]
+        columns = self.labels, self.histories, self._strategies, positions, states, causes
         return [make_row(*item) for item in zip(*columns, strict=True)]
 
     def figure(self) -> Figure:

@@ -56,8 +56,10 @@ def write_comparison_report(comparison: ComparisonData, path: str | Path) -> Wri
 
 def _format_parts(comparison: ComparisonData, title: str) -> Iterator[str]:
     yield f'<h1>{escape(title)}</h1><p class="lead">Written {time.strftime("%Y-%m-%d %H:%M")}.</p>'
-    yield format_table(make_table(comparison.rows))
-    yield f"<p><small>{escape(make_table_note(comparison.rows))}. Bold: the best.</small></p>"
+    rows = comparison.rows
+    yield format_table(make_table(rows))
+    bold = " Bold: the best." if all(row.competes for row in rows) else ""  # else the note says more
+    yield f"<p><small>{escape(make_table_note(rows))}.{bold}</small></p>"
     if comparison.differences:
         yield "<h2>Settings that differ</h2>"
         yield format_table(make_differences_table(comparison.labels, comparison.differences))

@@ -19,7 +19,7 @@ from dtkit.dashboard.summary.comparison import (
     read_scalar,
 )
 from dtkit.dashboard.svg_chart import Series, draw_chart
-from dtkit.dashboard.text.comparison_text import make_differences_table, make_table, make_table_note
+from dtkit.dashboard.text.comparison_text import describe_ends, make_differences_table, make_table, make_table_note
 from dtkit.dashboard.written_report import WrittenReport, check_folder
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def _format_parts(comparison: ComparisonData, title: str) -> Iterator[str]:
     rows = comparison.rows
     yield format_table(make_table(rows))
     bold = " Bold: the best." if all(row.competes for row in rows) else ""  # else the note says more
+    yield "".join(f'<p class="error">{escape(line)}</p>' for line in describe_ends(rows))
     yield f"<p><small>{escape(make_table_note(rows))}.{bold}</small></p>"
     if comparison.differences:
         yield "<h2>Settings that differ</h2>"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit._util.table import Table
-from dtkit.dashboard.summary.comparison import KEPT_STATE, differ_in_bytes, is_better_lower
+from dtkit.dashboard.summary.comparison import EARLY_STATES, KEPT_STATE, differ_in_bytes, is_better_lower
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS
 
 if TYPE_CHECKING:
@@ -94,6 +94,15 @@ def make_table_note(rows: Sequence[ComparisonRow]) -> str:
     if not all(row.competes for row in rows):
         parts.append("bold: the best of the runs that did not fail, diverge or stop early")
     return "; ".join(parts)
+
+
+def describe_ends(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return a line for each run that failed or diverged, with the cause: ``lr 1.0 failed: ValueError: ...``."""
+    return [
+        f"{row.label} {row.state if row.state in EARLY_STATES else 'diverged'}: {row.cause}"
+        for row in rows
+        if row.cause
+    ]
 
 
 def make_differences_table(labels: Sequence[str], differences: Sequence[tuple[str, ...]]) -> Table:

@@ -3,6 +3,7 @@
 import { chart } from "./chart.js";
 import { MILLISECONDS } from "./chart/axis.js";
 import { seriesGrain } from "./chart/grain.js";
+import { runDash } from "./chart/lines.js";
 import { h, s, setAttr, setText } from "./elements.js";
 import { fillRow } from "./grid.js";
 import { messageWidget } from "./message_widget.js";
@@ -116,9 +117,9 @@ function tableOf(read, { testid, label, isLegend }) {
     if (!table || now === shown) return;
     shown = now;
     setText(note, text ?? "");
-    fitTable(scroll, isLegend ? [[table, false], [turned(table), true]] : [[table, table.header[0] !== "run"]], names);
     causes.hidden = !ends.length;
     causes.replaceChildren(...ends.map((line) => h("li", {}, line)));
+    fitTable(scroll, isLegend ? [[table, false], [turned(table), true]] : [[table, table.header[0] !== "run"]], names);
   };
   return { el, update };
 }
@@ -166,7 +167,7 @@ function turned({ header, rows, bold }) {
   };
 }
 function runLine(k) {
-  return s("svg", { width: 34, height: 10, "aria-hidden": "true" }, s("path", { d: "M1,5h32", class: `dtk-line dtk-n${k % 8} dtk-dash${k % 4}` }));
+  return s("svg", { width: 34, height: 10, "aria-hidden": "true" }, s("path", { d: "M1,5h32", class: `dtk-line dtk-n${k % 8} dtk-dash${runDash(k)}` }));
 }
 
 function buildComparison(store) {

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypedDict, TypeVar
 
 from dtkit._util.attributes import suggest_attributes
+from dtkit._util.formatting import format_status
 
 R = TypeVar("R")
 
@@ -147,6 +148,9 @@ class Status:
     elapsed_s: float
     remaining_s: float | None
     message: str = ""
+
+    def __repr__(self) -> str:
+        return format_status(**{**vars(self), "state": self.state.value})
 
 
 Scalars = dict[str, list[tuple[int, float, float]]]
@@ -371,9 +375,7 @@ class DispatchResult:
     step: int
     lr: float
     end_reason: str = "done"
-    """Why the dispatch ended: "done", "time" (all ranks agreed that steps had become slow), "nonfinite", or "exhausted"
-    (a stream of unknown length has ended on all ranks).
-    """
+    """Why it ended: "done", "time" (all ranks agree that steps are slow), "nonfinite", "exhausted" (a stream's end)."""
     loss: float | None = None
     """With "nonfinite", this rank's loss in the step that was not taken."""
     nonfinite: NonFiniteLocations = ()
@@ -383,9 +385,7 @@ class DispatchResult:
     largest_parameter: float = 0.0
     """With "nonfinite", the largest absolute value of this rank's parameters."""
     blocked_spans: object = None
-    """Spans in which this rank was blocked, of shape (steps, collectives, 3): begin and end in seconds on the rank's
-    clock, and the group's number; NaN for none.
-    """
+    """Blocked spans (steps, collectives, 3): begin, end in s on the rank's clock, group's number; NaN for none."""
     messages: object = None
     """Messages with other stages, of dtype :data:`~dtkit.history.comm_time.MESSAGE_DTYPE`; None if there were none."""
     scalars: Scalars = dataclasses.field(default_factory=dict)

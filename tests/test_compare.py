@@ -279,17 +279,18 @@ def test_a_learning_rate_that_a_function_hides_is_compared():
     assert dtkit.compare([runs[0], runs[0]]).differences == []
 
 
-def test_rates_set_by_hand_and_a_divergence_are_compared():
+def test_rates_set_by_hand_are_compared_and_a_divergence_is_no_setting():
     quiet, steered, lost = (FakeSource(ranks=1) for _ in range(3))
     for run in (quiet, steered, lost):
         run.advance(40)
     for lr in (0.05, 0.02, 0.0, 0.01):
         steered.event("lr", f"learning rate {lr:g}")
     lost.history.append(with_losses(lost.history, [float("nan")] * 3))
-    assert dtkit.compare(quiet, steered, lost).differences == [
+    comparison = dtkit.compare(quiet, steered, lost)
+    assert comparison.differences == [
         ("learning rate set by hand", "—", "1 more, 0.02 from step 40, 0 from step 40, 0.01 from step 40", "—"),
-        ("divergence", "—", "—", "loss is NaN since step 41"),
     ]
+    assert f"{comparison.labels[2]} diverged: loss is NaN since step 41\n\n" in repr(comparison)
 
 
 def test_metrics_and_differing_settings_are_compared():

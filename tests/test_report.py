@@ -495,3 +495,25 @@ def test_the_report_of_a_comparison_leaves_room_beside_a_diverged_run(tmp_path):
 def test_the_report_of_a_comparison_has_numbers_that_two_runs_logged(tmp_path):
     text = Path(dtkit.compare(*make_logging_runs()).report(tmp_path / "comparison.html")).read_text()
     assert "<h3>entropy <small>logged, mean over all nodes" in text
+
+
+def test_the_name_of_an_axis_is_below_the_labels_of_its_ticks():
+    page = draw_chart("Loss", "", [Series("mean", np.arange(4.0), np.ones(4), 0)], format_y=str)
+    texts = re.findall(r'<text(?: class="name")? x="([\d.]+)" y="([\d.]+)" text-anchor="middle">([^<]+)</text>', page)
+    rows = {float(y) for _, y, text in texts if text != "step"}
+    (below,) = [float(y) for _, y, text in texts if text == "step"]
+    assert [text for _, _, text in texts] == ["0", "1", "2", "3", "step"]
+    assert len(rows) == 1
+    assert 10 <= below - rows.pop() <= 24
+    assert below < float(re.search(r'viewBox="0 0 560 (\d+)"', page)[1])
+
+
+def test_a_short_run_names_the_steps_of_its_numbers():
+    source = FakeSource(ranks=2)
+    source.advance(4)
+    cards = {name: note for name, _, note in report._iterate_cards(source, None)}
+    assert cards["training loss"] == "mean of the last 4 steps"
+    assert re.fullmatch(r"samples/s; only 3 steps in \d+ ms, too short for a steady rate", cards["throughput"])
+    source.advance(40)
+    cards = {name: note for name, _, note in report._iterate_cards(source, None)}
+    assert (cards["training loss"], cards["throughput"]) == ("mean of the last 20 steps", "samples/s over all steps")

@@ -10,7 +10,7 @@ import pytest
 from dtkit._util import formatting
 from dtkit.dashboard.summary.notices import collect_notices
 from dtkit.dashboard.text import run_text
-from dtkit.types import Evaluation, ReplicaCheckResult, State
+from dtkit.types import Evaluation, ReplicaCheckResult, State, Status
 from tests.support.fake_source import FakeSource
 from tests.support.timers import Timers
 
@@ -335,3 +335,33 @@ def test_log_names_nodes_and_leaves_the_words_of_the_user_alone():
     )
     text = "ranks 0 and 1 on here, step 3: ValueError: a tensor of rank 2\nmore"
     assert formatting.name_nodes_at_start(text) == "nodes 0 and 1 on here, step 3: ValueError: a tensor of rank 2"
+
+
+def test_a_log_has_no_block_before_the_first_step_except_for_its_time():
+    source, stream = FakeSource(ranks=2), io.StringIO()
+    source.event("start", "start at step 0")
+    progress = run_text.TextProgress(source, stream, is_tty=False)
+    progress.update()
+    assert [line[10:] for line in stream.getvalue().splitlines()] == ["start at step 0"]
+    source.event("print", "a slow first step")
+    progress.update()
+    (_, event, head) = stream.getvalue().splitlines()
+    assert event.endswith("a slow first step")
+    assert head.startswith("running 0 % step 0 of 400")
+    source.advance(1)
+    progress.update()
+    assert "loss" in stream.getvalue()
+
+
+def test_a_log_shows_a_run_that_fails_before_its_first_step():
+    source, stream = FakeSource(ranks=2), io.StringIO()
+    source.state = State.FAILED
+    run_text.TextProgress(source, stream, is_tty=False).update()
+    assert stream.getvalue().startswith("failed 0 % step 0 of 400")
+
+
+def test_a_status_prints_as_a_line_of_the_log_does():
+    status = Status(State.STOPPED, 1031, 4000, 2, 101.49048789, 12.7)
+    assert str(status) == repr(status) == "stopped, step 1,031 of 4,000, epoch 2, 1 min 41 s elapsed"
+    running = dataclasses.replace(status, state=State.RUNNING, message="waiting for node 1")
+    assert str(running) == f"running{str(status).removeprefix('stopped')}, 12 s left: waiting for node 1"

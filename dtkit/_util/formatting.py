@@ -72,6 +72,19 @@ def format_elapsed(seconds: float | None) -> str:
     return f"{int(10 * seconds) / 10:.1f} s" if 0.1 <= seconds < 10 else format_clock(seconds)
 
 
+def format_status(
+    state: str, step: int, steps: int, epoch: int, elapsed_s: float, remaining_s: float | None, message: str
+) -> str:
+    """Return a run's status: ``running, step 31 of 400, epoch 1, 3.1 s elapsed, 12 s left``.
+
+    `epoch` counts from 1. The remaining seconds and the message are left out where there are none.
+    """
+    parts = [state, f"step {step:,} of {steps:,}", f"epoch {epoch:,}", f"{format_elapsed(elapsed_s)} elapsed"]
+    if remaining_s is not None and state in ("running", "paused", "pending"):
+        parts.append(f"{format_clock(remaining_s)} left")
+    return ", ".join(parts) + (f": {message}" if message else "")
+
+
 def _format_long_duration(seconds_total: int) -> str:
     """Return whole seconds in their two largest units."""
     minutes, seconds = divmod(seconds_total, 60)

@@ -9,6 +9,7 @@ A comparison reads its runs each time it is shown, so it may be made while they 
 from __future__ import annotations
 
 import base64
+import html
 import os.path
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -20,12 +21,14 @@ from dtkit._util.formatting import name_type
 from dtkit._util.notebook import in_notebook
 from dtkit.dashboard.summary.activity import read_state
 from dtkit.dashboard.summary.comparison import make_row
+from dtkit.dashboard.summary.run_end import describe_end
 from dtkit.dashboard.summary.spec_differences import (
     list_differences,
     list_event_differences,
     list_first_rate_differences,
 )
 from dtkit.dashboard.text.comparison_text import (
+    describe_ends,
     describe_rows,
     make_differences_table,
     make_table,
@@ -87,7 +90,7 @@ class Comparison:
 
     @property
     def differences(self) -> list[tuple[str, ...]]:
-        """What sets the runs apart: (setting, its text in each run), also rates set by hand and a divergence."""
+        """What sets the runs apart: (setting, its text in each run), also rates set by hand."""
         rows = list_differences([run.spec if isinstance(run, Comparable) else None for run in self.runs])
         if not any(
             name == "optimizer" for name, *_ in rows
@@ -100,7 +103,8 @@ class Comparison:
     def rows(self) -> list[ComparisonRow]:
         """A row for each run, as of now."""
         positions, states = [_read_position(run) for run in self.runs], [read_state(run) for run in self.runs]
-        columns = self.labels, self.histories, self._strategies, positions, states
+        causes = [describe_end(run, history) for run, history in zip(self.runs, self.histories, strict=True)]
+        columns = self.labels, self.histories, self._strategies, positions, states, causes
         return [make_row(*item) for item in zip(*columns, strict=True)]
 
     def figure(self) -> Figure:
@@ -131,8 +135,8 @@ class Comparison:
         return {"text/html": self._repr_html_(), "image/png": png, "text/plain": repr(self)}
 
     def __repr__(self) -> str:
-        differences = self.differences
-        table = make_table(self.rows).to_text()
+        rows, differences = self.rows, self.differences
+        table = "\n".join([make_table(rows).to_text(), *describe_ends(rows)])
         return f"{table}\n\n{make_differences_table(self.labels, differences).to_text()}" if differences else table
 
     def _ipython_display_(self) -> None:
@@ -157,7 +161,8 @@ class Comparison:
         image = format_img_tag(self.figure(), describe_rows(rows))
         differences = self.differences
         settings = make_differences_table(self.labels, differences).to_html() if differences else ""
-        return f"{image}{make_table(rows).to_html()}<small>{make_table_note(rows)}</small>{settings}"
+        ends = "".join(f"<div>{html.escape(line)}</div>" for line in describe_ends(rows))
+        return f"{image}{make_table(rows).to_html()}{ends}<small>{make_table_note(rows)}</small>{settings}"
 
 
 @suggest_arguments

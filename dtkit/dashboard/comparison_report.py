@@ -18,8 +18,9 @@ from dtkit.dashboard.summary.comparison import (
     list_shared_scalars,
     read_scalar,
 )
+from dtkit.dashboard.summary.run_lines import choose_dash
 from dtkit.dashboard.svg_chart import Series, draw_chart
-from dtkit.dashboard.text.comparison_text import make_differences_table, make_table, make_table_note
+from dtkit.dashboard.text.comparison_text import describe_ends, make_differences_table, make_table, make_table_note
 from dtkit.dashboard.written_report import WrittenReport, check_folder
 
 if TYPE_CHECKING:
@@ -56,8 +57,11 @@ def write_comparison_report(comparison: ComparisonData, path: str | Path) -> Wri
 
 def _format_parts(comparison: ComparisonData, title: str) -> Iterator[str]:
     yield f'<h1>{escape(title)}</h1><p class="lead">Written {time.strftime("%Y-%m-%d %H:%M")}.</p>'
-    yield format_table(make_table(comparison.rows))
-    yield f"<p><small>{escape(make_table_note(comparison.rows))}. Bold: the best.</small></p>"
+    rows = comparison.rows
+    yield format_table(make_table(rows))
+    yield "".join(f'<p class="error">{escape(line)}</p>' for line in describe_ends(rows))
+    bold = " Bold: the best." if all(row.competes for row in rows) else ""  # else the note says more
+    yield f"<p><small>{escape(make_table_note(rows))}.{bold}</small></p>"
     if comparison.differences:
         yield "<h2>Settings that differ</h2>"
         yield format_table(make_differences_table(comparison.labels, comparison.differences))
@@ -68,7 +72,7 @@ def _format_parts(comparison: ComparisonData, title: str) -> Iterator[str]:
 def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iterator[str]:
     runs = list(zip(range(len(labels)), labels, histories, strict=True))
     cap = find_loss_cap([history.totals()["loss"] for history in histories])
-    losses = [Series(label, *history.loss(), color=k, dash=k) for k, label, history in runs]
+    losses = [Series(label, *history.loss(), color=k, dash=choose_dash(k)) for k, label, history in runs]
     shown, note = _leave_out(losses, cap)
     yield draw_chart(
         "Loss against steps", f"mean over all nodes{note}", shown, format_y=formatting.format_loss, may_be_log=True
@@ -80,7 +84,7 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
         format_y=formatting.format_loss, x_name="time",
         format_x=lambda x: formatting.format_duration(x) if x else "0", may_be_log=True,
     )  # fmt: skip
-    rates = [Series(label, *history.throughput(), color=k, dash=k) for k, label, history in runs]
+    rates = [Series(label, *history.throughput(), color=k, dash=choose_dash(k)) for k, label, history in runs]
     yield draw_chart("Throughput", "samples/s of all nodes", rates, format_y=formatting.format_rate, from_zero=True)
     for name in dict.fromkeys(name for history in histories for name in ["loss", *list_metric_names(history)]):
         points = [_make_metric_series(label, history, name, k) for k, label, history in runs]
@@ -88,7 +92,9 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
         title = f"Validation {formatting.sanitize_text(name, 40)}"
         yield draw_chart(title, note.removeprefix("; "), shown, format_y=formatting.format_loss)
     for name in list_shared_scalars(histories):
-        logged = [Series(label, *read_scalar(history, name), color=k, dash=k) for k, label, history in runs]
+        logged = [
+            Series(label, *read_scalar(history, name), color=k, dash=choose_dash(k)) for k, label, history in runs
+        ]
         title = formatting.sanitize_text(name, 40)
         yield draw_chart(title, "logged, mean over all nodes", logged, format_y=formatting.format_loss)
 
@@ -104,4 +110,4 @@ def _leave_out(lines: Sequence[Series], cap: float | None) -> tuple[list[Series]
 def _make_metric_series(label: str, history: History, name: str, color: int) -> Series:
     points = [(e.step, e.values[name]) for e in history.evaluations if e.values.get(name) is not None]
     steps, values = np.array(points, float).reshape(-1, 2).T
-    return Series(label, steps, values, color, exact=True, dash=color)
+    return Series(label, steps, values, color, exact=True, dash=choose_dash(color))

@@ -42,6 +42,7 @@ from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
 from dtkit.dashboard.written_report import WrittenReport, check_folder, make_file_name
 from dtkit.errors import FULL_HINT, UserCodeError
+from dtkit.history.mean_loss import FINAL_LOSS_STEPS
 from dtkit.history.speed import compute_speed
 from dtkit.types import State
 
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("dtkit-jupyter", "torch", "ipyparallel", "numpy")
 _MAX_EVENTS = 500  # many printed lines would hide the other events
 _MAX_LEARNING_RATES = 40
+_MIN_RATE_S = 1.0  # a rate of less time is not steady
 _Item = TypeVar("_Item")
 
 
@@ -143,13 +145,13 @@ def _iterate_cards(run: RunView, single_process: History | None) -> Iterator[tup
     if math.isfinite(rate):
         metrics = dataclasses.replace(metrics, throughput=rate)
     if metrics.loss is not None:
-        yield "training loss", formatting.format_loss(make_row("", history, "").loss), "mean of the last 20 steps"
+        yield "training loss", formatting.format_loss(make_row("", history, "").loss), _describe_mean(history)
     for name in ["loss", *list_metric_names(history)]:
         best = find_best_evaluation(history, name)
         if best is not None:
             word = "lowest" if is_better_lower(name) else "highest"
             yield f"validation {name}", formatting.format_loss(best[1]), f"{word}, at step {best[0]:,}"
-    yield "throughput", formatting.format_rate(rate), "samples/s over all steps"
+    yield "throughput", formatting.format_rate(rate), _describe_throughput(history)
     efficiency = compute_efficiency(run, metrics)
     if efficiency is not None and efficiency.tokens_per_s is not None:
         yield "tokens", formatting.format_rate(efficiency.tokens_per_s), "tokens/s"
@@ -157,6 +159,24 @@ def _iterate_cards(run: RunView, single_process: History | None) -> Iterator[tup
         yield "MFU", formatting.format_percent(efficiency.mfu), efficiency.mfu_note
     yield "duration", formatting.format_elapsed(run.status.elapsed_s), f"{run.status.step:,} steps, without pauses"
     yield from _iterate_cost_cards(run, single_process)
+
+
+def _describe_mean(history: History) -> str:
+    """Return the steps over which the final loss is averaged, which are fewer in a short run."""
+    count = min(FINAL_LOSS_STEPS, history.num_totals)
+    return "loss of the only step" if count == 1 else f"mean of the last {count} steps"
+
+
+def _describe_throughput(history: History) -> str:
+    """Return what the rate is taken over. A rate of few or short steps comes with their number and time."""
+    count, total_s = max(1, history.num_totals - 1), 0.0  # the first step warms up, unless it is the only one
+    speed = compute_speed(history)
+    if math.isfinite(speed.step_s):
+        total_s = speed.step_s * count
+    if not history.num_totals or (count >= FINAL_LOSS_STEPS and total_s >= _MIN_RATE_S):
+        return "samples/s over all steps"
+    steps = formatting.format_count(count, "step")
+    return f"samples/s; only {steps} in {formatting.format_duration(total_s)}, too short for a steady rate"
 
 
 def _iterate_cost_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:

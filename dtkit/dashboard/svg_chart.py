@@ -25,8 +25,8 @@ MAX_POINTS = 128
 """Points of a series, and strips with a tooltip. More values are merged to means with a band."""
 _MAX_DOTS, _NUM_DASHES = 40, 4
 
-_WIDTH, _HEIGHT = 560, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 34
+_WIDTH, _HEIGHT = 560, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 44
 
 _ROW_HEIGHT, _CHAR_WIDTH, _MAX_LABEL_CHARS = 15, 6.1, 34  # of a tooltip; widths are estimated
 MAX_TOGGLES = 16
@@ -235,11 +235,12 @@ def _draw_axes(
         text = html.escape(formatting.shorten_tick(format_y(tick)))
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
-    ticks = [tick for tick in choose_ticks(frame.x_low, frame.x_high) if frame.place_x(tick) < right - 40]
-    for tick in ticks:
-        text = html.escape(formatting.shorten_tick(format_x(tick)))
-        parts.append(f'<text x="{frame.place_x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
-    parts.append(f'<text x="{right}" y="{bottom + 15}" text-anchor="end">{html.escape(x_name)}</text>')
+    for tick in choose_ticks(frame.x_low, frame.x_high):
+        label, x = formatting.shorten_tick(format_x(tick)), frame.place_x(tick)
+        x = min(x, _WIDTH - _CHAR_WIDTH * len(label) / 2)  # a long one at the end stays within the chart
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{html.escape(label)}</text>')
+    middle, below = (_LEFT + right) / 2, bottom + 31  # below the labels, as the last one may be at the end
+    parts.append(f'<text class="name" x="{middle:.0f}" y="{below}" text-anchor="middle">{html.escape(x_name)}</text>')
     return parts
 
 

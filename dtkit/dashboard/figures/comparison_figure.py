@@ -25,6 +25,7 @@ from dtkit.dashboard.summary.comparison import (
     read_scalar,
 )
 from dtkit.dashboard.summary.curves import LOSS, downsample
+from dtkit.dashboard.summary.run_lines import choose_dash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,7 +116,7 @@ def _draw_metric(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
             drawn.append(values)
             look: dict[str, Any] = {
                 "marker": _MARKERS[k % len(_MARKERS)],
-                "linestyle": _LINE_STYLES[k % len(_LINE_STYLES)],
+                "linestyle": _LINE_STYLES[choose_dash(k)],
             }
             ax.plot(
                 steps, values, color=style.COLORS[k % len(style.COLORS)], linewidth=1.5, gid=label, markersize=5,
@@ -139,7 +140,7 @@ def _draw_scalar(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
         every = max(1, len(steps) // 8)
         ax.plot(
             steps, values, color=style.COLORS[k % len(style.COLORS)], linewidth=1.5, gid=label, markersize=5,
-            linestyle=_LINE_STYLES[k % len(_LINE_STYLES)], marker=_MARKERS[k % len(_MARKERS)],
+            linestyle=_LINE_STYLES[choose_dash(k)], marker=_MARKERS[k % len(_MARKERS)],
             markerfacecolor="white", markevery=(k * every // max(1, len(labels)), every),
         )  # fmt: skip
 
@@ -155,7 +156,7 @@ def _draw_runs(
         every = max(1, len(line) // 8)
         ax.plot(
             x, line[:, 1], color=color, linewidth=1.7, label=label, gid=label, markersize=5.5,
-            linestyle=_LINE_STYLES[(k + k // len(style.COLORS)) % len(_LINE_STYLES)],
+            linestyle=_LINE_STYLES[choose_dash(k)],
             marker=_MARKERS[k % len(_MARKERS)], markerfacecolor="white", markeredgewidth=1.3,
             markevery=(k * every // max(1, len(labels)), every),
         )  # fmt: skip

@@ -30,7 +30,7 @@ from dtkit.dashboard.live.widget import STATIC_FOLDER
 from dtkit.dashboard.summary.activity import read_state
 from dtkit.dashboard.summary.comparison import find_loss_cap, find_metric_cap, is_steep, list_shared_scalars
 from dtkit.dashboard.summary.curves import LOSS, Chart, Curves
-from dtkit.dashboard.text.comparison_text import make_differences_table, make_table, make_table_note
+from dtkit.dashboard.text.comparison_text import describe_ends, make_differences_table, make_table, make_table_note
 from dtkit.dashboard.throttle import Throttle
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class ComparisonMessageBuilder:
         settings = (
             _describe_table(make_differences_table(self._comparison.labels, differences)) if differences else None
         )
-        return {"table": table, "note": make_table_note(rows), "settings": settings}
+        return {"table": table, "note": make_table_note(rows), "ends": describe_ends(rows), "settings": settings}
 
 
 def _find_last_step(history: History) -> int:

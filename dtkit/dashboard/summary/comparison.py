@@ -23,6 +23,8 @@ _FAR_ABOVE_START = 10.0  # a loss so many times the first one has diverged
 _ROOM_ABOVE_START = 3.0
 KEPT_STATE = "kept"
 """State of a history without its run."""
+EARLY_STATES = frozenset({"failed", "diverged", "stopped", "paused, error", "paused, not finite"})
+"""States of runs that are no match for the others: their numbers are of fewer or of other steps."""
 MANY_ORDERS = 1000.0
 """Ratio of values from which a panel of one run becomes logarithmic by itself, as in ``static/chart/grain.js``."""
 
@@ -48,6 +50,13 @@ class ComparisonRow:
     """Best validation of each metric, the loss included."""
     state: str = KEPT_STATE
     """The word for the run's state, as in its own views."""
+    cause: str = ""
+    """Why the run failed or diverged, in one line."""
+
+    @property
+    def competes(self) -> bool:
+        """Return whether the run may be the best: it is completed, or goes on without an error."""
+        return self.state not in EARLY_STATES and not self.cause
 
 
 def make_row(
@@ -56,6 +65,7 @@ def make_row(
     strategy: str,
     position: tuple[int, float] | None = None,
     state: str = KEPT_STATE,
+    cause: str = "",
 ) -> ComparisonRow:
     """Return the totals of a history. `position` has the steps and seconds of its run, unless the history has them."""
     totals = history.totals()
@@ -73,6 +83,7 @@ def make_row(
         samples_per_s=compute_speed(history).samples_per_s,
         seconds=seconds,
         state=state,
+        cause=cause,
         best={name: best[1] for name in _list_names(history) if (best := find_best_evaluation(history, name))},
     )
 

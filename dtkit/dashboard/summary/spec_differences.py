@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
-from dtkit.history.divergence import find_divergence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,12 +35,9 @@ def list_first_rate_differences(histories: Sequence[History]) -> list[tuple[str,
 
 
 def list_event_differences(histories: Sequence[History]) -> list[tuple[str, ...]]:
-    """Return what happened to some of the runs and is in no setting: learning rates set by hand, and a divergence."""
+    """Return what users changed while some of the runs took steps: learning rates set by hand."""
     changes = [_describe_rate_changes(history) for history in histories]
-    found = [find_divergence(history) for history in histories]
-    ends = [formatting.UNKNOWN if divergence is None else divergence.short for divergence in found]
-    rows = [("learning rate set by hand", *changes), ("divergence", *ends)]
-    return [row for row in rows if set(row[1:]) != {formatting.UNKNOWN}]
+    return [("learning rate set by hand", *changes)] if set(changes) != {formatting.UNKNOWN} else []
 
 
 def _describe_rate_changes(history: History) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit._util.table import Table
-from dtkit.dashboard.summary.comparison import KEPT_STATE, differ_in_bytes, is_better_lower
+from dtkit.dashboard.summary.comparison import EARLY_STATES, KEPT_STATE, differ_in_bytes, is_better_lower
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS
 
 if TYPE_CHECKING:
@@ -51,10 +51,13 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
 def _find_best_cells(
     rows: Sequence[ComparisonRow], header: Sequence[str], metrics: Sequence[str]
 ) -> list[tuple[int, int]]:
-    """Return the cells (row, column) of the best runs in each column that has a better and a worse."""
+    """Return the cells (row, column) of the best runs in each column that has a better and a worse.
+
+    Runs that failed, diverged or were stopped don't compete: a crash in the first steps would be the fastest.
+    """
     keys: dict[str, list[float]] = {
         "final training loss": [-row.loss for row in rows],
-        "samples/s": _drop_equal_speeds([row.samples_per_s for row in rows]),
+        "samples/s": _drop_equal_speeds([row.samples_per_s if row.competes else math.nan for row in rows]),
         **{
             f"best validation {name}": [
                 (-1 if is_better_lower(name) else 1) * row.best.get(name, math.nan) for row in rows
@@ -63,7 +66,8 @@ def _find_best_cells(
         },
     }
     cells = []
-    for name, values in keys.items():
+    for name, all_values in keys.items():
+        values = [value if row.competes else math.nan for row, value in zip(rows, all_values, strict=True)]
         known = [value for value in values if math.isfinite(value)]
         best = [
             row for row, value in enumerate(values) if math.isclose(value, max(known, default=0), rel_tol=_ROUNDING)
@@ -86,7 +90,19 @@ def make_table_note(rows: Sequence[ComparisonRow]) -> str:
         parts.append("best validation: the best of all evaluations of a run, on the rows of validation=")
     if differ_in_bytes(rows):
         parts.append("bytes: sent by one node")
-    return "; ".join([*parts, "samples/s: of all nodes, over all steps", "duration: without pauses"])
+    parts += ["samples/s: of all nodes, over all steps", "duration: without pauses"]
+    if not all(row.competes for row in rows):
+        parts.append("bold: the best of the runs that did not fail, diverge or stop early")
+    return "; ".join(parts)
+
+
+def describe_ends(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return a line for each run that failed or diverged, with the cause: ``lr 1.0 failed: ValueError: ...``."""
+    return [
+        f"{row.label} {row.state if row.state in EARLY_STATES else 'diverged'}: {row.cause}"
+        for row in rows
+        if row.cause
+    ]
 
 
 def make_differences_table(labels: Sequence[str], differences: Sequence[tuple[str, ...]]) -> Table:

@@ -180,6 +180,8 @@ class TextProgress:
         """Write the new lines of the log, and the current block."""
         new_lines = [_format_event(event) for event in self._take_new_events()]
         block = self.format_block()
+        if not self.is_tty and not self._has_news():
+            block = [] if self._last_block is None else block[:1]  # a long first step is told with its time
         if not new_lines and block == self._last_block:
             return
         self._last_block = block
@@ -211,6 +213,17 @@ class TextProgress:
             *_format_verdict(verdict),
         ]
         return [head, *(f"  {line}" for line in details), *_format_node_lines(self._run, metrics)]
+
+    def _has_news(self) -> bool:
+        """Return whether a block would say more than that no step was taken: numbers, an end, an error or a notice."""
+        run = self._run
+        return bool(
+            run.history.num_totals
+            or run.history.evaluations
+            or run.status.state.has_ended
+            or run.exception is not None
+            or _format_notices(run, compute_run_metrics(run.history, run.spec.world_size))
+        )
 
     def _show_in_terminal(self, new_lines: list[str], lines: list[str]) -> None:
         from dtkit.dashboard.text.terminal import TerminalBlock  # late: a log needs no rich

@@ -3,6 +3,7 @@
 import { chart } from "./chart.js";
 import { MILLISECONDS } from "./chart/axis.js";
 import { seriesGrain } from "./chart/grain.js";
+import { runDash } from "./chart/lines.js";
 import { h, s, setAttr, setText } from "./elements.js";
 import { fillRow } from "./grid.js";
 import { messageWidget } from "./message_widget.js";
@@ -106,15 +107,18 @@ function comparedCharts(store, _send, redraw) {
 /** Return a table with number and line of each run, as in the charts. Only a legend may be turned. */
 function tableOf(read, { testid, label, isLegend }) {
   const scroll = h("div", { class: "dtk-scroll dtk-high", tabindex: "0", role: "region", "aria-label": label }), note = h("p", { class: "dtk-note" });
-  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": testid }, scroll, note);
+  const causes = h("ul", { class: "dtk-notices", "data-testid": "causes", "aria-label": "runs that failed or diverged" });
+  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": testid }, scroll, causes, note);
   let shown = "";
   const update = () => {
-    const { table, text, names } = read();
+    const { table, text, names, ends = [] } = read();
     el.hidden = !table;
-    const now = JSON.stringify([table, text, el.clientWidth]);
+    const now = JSON.stringify([table, text, ends, el.clientWidth]);
     if (!table || now === shown) return;
     shown = now;
     setText(note, text ?? "");
+    causes.hidden = !ends.length;
+    causes.replaceChildren(...ends.map((line) => h("li", {}, line)));
     fitTable(scroll, isLegend ? [[table, false], [turned(table), true]] : [[table, table.header[0] !== "run"]], names);
   };
   return { el, update };
@@ -163,7 +167,7 @@ function turned({ header, rows, bold }) {
   };
 }
 function runLine(k) {
-  return s("svg", { width: 34, height: 10, "aria-hidden": "true" }, s("path", { d: "M1,5h32", class: `dtk-line dtk-n${k % 8} dtk-dash${k % 4}` }));
+  return s("svg", { width: 34, height: 10, "aria-hidden": "true" }, s("path", { d: "M1,5h32", class: `dtk-line dtk-n${k % 8} dtk-dash${runDash(k)}` }));
 }
 
 function buildComparison(store) {
@@ -171,7 +175,7 @@ function buildComparison(store) {
   const redraw = () => requestAnimationFrame(draw);
   const panels = [
     toolbar(store, null), stepsChart(store, redraw), comparedCharts(store, null, redraw),
-    tableOf(() => ({ table: store.head.table, text: store.head.note, names: store.head.names }), { testid: "runs-table", label: "table of runs", isLegend: true }),
+    tableOf(() => ({ table: store.head.table, text: store.head.note, names: store.head.names, ends: store.head.ends }), { testid: "runs-table", label: "table of runs", isLegend: true }),
     tableOf(() => ({ table: store.head.settings, names: store.head.names }), { testid: "settings-table", label: "settings that differ" }),
   ];
   const body = h("div", { class: "dtk-body" }, ...panels.map((panel) => panel.el));

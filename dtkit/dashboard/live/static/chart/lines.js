@@ -17,6 +17,10 @@ export function lineHue(layout, line) {
   if (line === layout.nodes) return layout.nodes ? "all" : "only";
   return layout.banded ? "crowd" : `n${line % 8}`;
 }
+/** Return the number of a run's dashes; `choose_dash` in summary/run_lines.py is the same. Colors four apart are alike, and get others. */
+export function runDash(run) {
+  return (run + 2 * Math.floor(run / 4) + Math.floor(run / 8)) % 4;
+}
 
 /** Return the weight of the moving average in a chart. */
 export function smoothing({ store, options }) {
@@ -61,7 +65,7 @@ export function drawLine(view, line, ends) {
   }
   breakLine(drawn);
   const hue = lineHue(layout, line), own = overall || crowd || options.lineName ? undefined : line;
-  const dash = options.lineName ? ` dtk-dash${line % 4}` : ""; // runs differ without colors too
+  const dash = options.lineName ? ` dtk-dash${runDash(line)}` : ""; // runs differ without colors too
   const path = pathOf(view, `line${line}`, layers.lines, "", overall ? "all" : crowd ? "band" : line);
   setAttr(path, "class", `dtk-line dtk-${hue}${dash}${drawn.seen === 1 ? " dtk-dot" : ""}${means ? " dtk-raw" : ""}${pickedClass(store, own)}`);
   setAttr(path, "d", crowd ? "" : drawn.mean);

@@ -1,0 +1,48 @@
+"""Why a run of a comparison ended early or does not learn: its error, or its divergence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from dtkit._util import formatting
+from dtkit.dashboard.summary.notices import list_error_lines
+from dtkit.errors import EngineError
+from dtkit.history.divergence import find_divergence
+
+if TYPE_CHECKING:
+    from dtkit.history.history import History
+
+_MAX_CAUSE_CHARS = 160
+_TURNS = frozenset({"start", "resume", "stop", "done", "error"})
+"""Kinds of events after which a run goes on or ends."""
+
+
+@runtime_checkable
+class _HasException(Protocol):
+    @property
+    def exception(self) -> BaseException | None: ...
+
+
+def describe_end(run: object, history: History) -> str:
+    """Return the error of a run or the divergence of its loss, in one line; an empty text without either.
+
+    A history has the error of its run as an event.
+    """
+    error = run.exception if isinstance(run, _HasException) else None
+    if error is not None:
+        return formatting.sanitize_text(_format_error(error), _MAX_CAUSE_CHARS)
+    turns = [] if isinstance(run, _HasException) else [e for e in history.events if e.kind in _TURNS]
+    if turns and turns[-1].kind == "error":
+        return formatting.sanitize_text((turns[-1].text.strip().splitlines() or ["error"])[0], _MAX_CAUSE_CHARS)
+    divergence = find_divergence(history)
+    return "" if divergence is None else divergence.short
+
+
+def _format_error(error: BaseException) -> str:
+    """Return the error of the user's code with its step, such as ``ValueError: bad batch, step 4``."""
+    if not isinstance(error, EngineError) or error.cause.kind != "error":
+        return list_error_lines(error)[0]
+    cause = error.cause
+    first = (cause.message.strip().splitlines() or [""])[0]
+    text = formatting.sanitize_text(f"{cause.type}: {first}".rstrip(": "), _MAX_CAUSE_CHARS - 20)
+    return text if cause.step is None else f"{text}, step {cause.step:,}"

@@ -1,4 +1,4 @@
-"""Runs of a comparison that failed, diverged or were stopped: why they ended, and that none of them is the best."""
+"""Runs of a comparison that failed or diverged: why they ended, and that none of them is the best."""
 
 import pytest
 
@@ -10,8 +10,8 @@ from dtkit.types import Evaluation, Event, Failure, State
 from tests.support.fake_source import FakeSource
 
 
-@pytest.mark.parametrize("state", [State.FAILED, State.STOPPED])
-def test_a_run_that_ended_early_is_never_the_best(state, tmp_path):
+@pytest.mark.parametrize("state", [State.FAILED])
+def test_a_run_that_an_error_ended_is_never_the_best(state, tmp_path):
     runs = [FakeSource(steps=40, seed=k, name=f"run {k}") for k in range(3)]
     for run, slowness in zip(runs, (2.0, 3.0, 1.0), strict=True):
         run.slowness = {0: slowness}
@@ -27,6 +27,17 @@ def test_a_run_that_ended_early_is_never_the_best(state, tmp_path):
     assert {row for row, _ in table.bold_cells} == {0}
     comparison.report(tmp_path / "runs.html")
     assert "bold: the best of the runs that did not fail" in (tmp_path / "runs.html").read_text(encoding="utf-8")
+
+
+def test_a_stopped_run_may_be_the_best():
+    """`EarlyStopping` stops a run that was good."""
+    runs = [FakeSource(steps=40, seed=k, name=f"run {k}") for k in range(2)]
+    for run, loss, state in zip(runs, (2.0, 1.0), (State.COMPLETED, State.STOPPED), strict=True):
+        run.advance(40, loss=loss)
+        run.state = state
+    table = comparison_text.make_table(dtkit.compare(*runs).rows)
+    column = list(table.header).index("final training loss")
+    assert [row for row, k in table.bold_cells if k == column] == [1]
 
 
 def test_a_diverged_run_is_never_the_best():

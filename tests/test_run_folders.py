@@ -88,7 +88,10 @@ def test_released_run_without_a_checkpoint_names_its_weights(cluster: dtkit.Clus
     run = train(cluster, steps=3)
     run.wait(60)
     train(cluster, steps=1).wait(60)
-    with pytest.raises(dtkit.errors.RunError, match=r"Its weights are in run\.model, which this notebook can use; cluster\.train\(run\.model"):
+    with pytest.raises(
+        dtkit.errors.RunError,
+        match=r"Its weights are in run\.model, which this notebook can use; cluster\.train\(run\.model",
+    ):
         run.resume()
     train(cluster, run.model, steps=1).wait(60)
 

@@ -23,8 +23,8 @@ _FAR_ABOVE_START = 10.0  # a loss so many times the first one has diverged
 _ROOM_ABOVE_START = 3.0
 KEPT_STATE = "kept"
 """State of a history without its run."""
-EARLY_STATES = frozenset({"failed", "diverged", "stopped", "paused, error", "paused, not finite"})
-"""States of runs that are no match for the others: their numbers are of fewer or of other steps."""
+BROKEN_STATES = frozenset({"failed", "diverged", "paused, error", "paused, not finite"})
+"""States of runs that an error ended. A stopped run is none of them: `EarlyStopping` ends a good one."""
 MANY_ORDERS = 1000.0
 """Ratio of values from which a panel of one run becomes logarithmic by itself, as in ``static/chart/grain.js``."""
 
@@ -55,8 +55,8 @@ class ComparisonRow:
 
     @property
     def competes(self) -> bool:
-        """Return whether the run may be the best: it is completed, or goes on without an error."""
-        return self.state not in EARLY_STATES and not self.cause
+        """Return whether the run may be the best: no error ended it."""
+        return self.state not in BROKEN_STATES and not self.cause
 
 
 def make_row(

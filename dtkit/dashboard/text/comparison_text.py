@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit._util.table import Table
-from dtkit.dashboard.summary.comparison import EARLY_STATES, KEPT_STATE, differ_in_bytes, is_better_lower
+from dtkit.dashboard.summary.comparison import BROKEN_STATES, KEPT_STATE, differ_in_bytes, is_better_lower
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _find_best_cells(
 ) -> list[tuple[int, int]]:
     """Return the cells (row, column) of the best runs in each column that has a better and a worse.
 
-    Runs that failed, diverged or were stopped don't compete: a crash in the first steps would be the fastest.
+    Runs that failed or diverged don't compete: a crash in the first steps would be the fastest.
     """
     keys: dict[str, list[float]] = {
         "final training loss": [-row.loss for row in rows],
@@ -92,14 +92,14 @@ def make_table_note(rows: Sequence[ComparisonRow]) -> str:
         parts.append("bytes: sent by one node")
     parts += ["samples/s: of all nodes, over all steps", "duration: without pauses"]
     if not all(row.competes for row in rows):
-        parts.append("bold: the best of the runs that did not fail, diverge or stop early")
+        parts.append("bold: the best of the runs that did not fail or diverge")
     return "; ".join(parts)
 
 
 def describe_ends(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return a line for each run that failed or diverged, with the cause: ``lr 1.0 failed: ValueError: ...``."""
     return [
-        f"{row.label} {row.state if row.state in EARLY_STATES else 'diverged'}: {row.cause}"
+        f"{row.label} {row.state if row.state in BROKEN_STATES else 'diverged'}: {row.cause}"
         for row in rows
         if row.cause
     ]

@@ -101,6 +101,12 @@ def make_parameter_lists(_app: Any, _kind: str, _name: str, _object: Any, _optio
         is_list = match is not None or (is_list and line.startswith("    "))
 
 
+def keep_colons(_app: Any, kind: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+    """Begin an attribute's text with an empty comment, because napoleon splits it at a colon."""
+    if kind in {"attribute", "data", "property"}:
+        lines[:0] = ["..", ""]
+
+
 def hide_constructor(
     _app: Any, kind: str, name: str, _object: Any, _options: Any, _signature: str, returned: str
 ) -> tuple[str, str] | None:
@@ -147,6 +153,7 @@ def _write_block_math(translator: Any, node: Any) -> None:
 def setup(app: Any) -> None:
     """Connect this file's functions to Sphinx. Formulas become MathML, which needs no script from another host."""
     app.add_html_math_renderer("mathml", (_write_inline_math, None), (_write_block_math, None))
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon, whose priority is 500
     app.connect("autodoc-process-docstring", make_parameter_lists)
     app.connect("autodoc-process-signature", hide_constructor)
     app.connect("autodoc-skip-member", skip_internal)

@@ -74,6 +74,7 @@ napoleon_google_docstring = False
 napoleon_use_param = napoleon_use_rtype = False
 autosummary_generate = False  # its tables link to the pages of the reference, which show everything
 autodoc_default_options = {"members": True}
+toc_object_entries_show_parents = "hide"  # the list on the right is narrow
 _MADE_BY_DTKIT = {"dtkit.Checkpoint", "dtkit.History", "dtkit.Partition", "dtkit.Run"}
 _STRATEGY_METHODS = {name for name in vars(Strategy) if not name.startswith("_")} | {"has_plain_sums"}
 _NO_OUTPUTS = (

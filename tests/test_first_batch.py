@@ -219,6 +219,18 @@ def need_one_value(output: torch.Tensor, target: torch.Tensor) -> float:
     return (output.argmax(1) == target).float().item()
 
 
+def return_text(output: torch.Tensor, target: torch.Tensor) -> str:
+    return "x"
+
+
+def return_nothing(output: torch.Tensor, target: torch.Tensor) -> None:
+    accuracy(output, target)
+
+
+def return_three(output: torch.Tensor, target: torch.Tensor) -> tuple[float, float, float]:
+    return 1.0, 2.0, 3.0
+
+
 def need_two_classes(output: torch.Tensor, target: torch.Tensor) -> float:
     raise ValueError(f"only one class is in {target} and {output}")
 
@@ -230,8 +242,11 @@ def need_two_classes(output: torch.Tensor, target: torch.Tensor) -> float:
         (average_booleans, r"metric 'acc': RuntimeError: mean\(\).*A comparison gives booleans.*\.float\(\)\.mean\(\)"),
         (need_one_value, r"metric 'acc': RuntimeError: .*cannot be converted to Scalar.*in need_one_value"),
         (name_wrong, r"metric 'acc': AttributeError: .*arg_max.*test_first_batch.py, line \d+, in name_wrong"),
+        (return_text, r"TypeError: metric 'acc' returned 'x' \(a str\); it must return one number"),
+        (return_nothing, r"metric 'acc' returned None .*; it must return one number"),
+        (return_three, r"metric 'acc' returned \(1\.0, 2\.0, 3\.0\) .*; it must return one number"),
     ],
-    ids=["shape", "booleans", "several values", "name"],
+    ids=["shape", "booleans", "several values", "name", "text", "nothing", "three"],
 )
 def test_metrics_are_tried_before_anything_is_sent(
     cluster: dtkit.Cluster, transport: RecordingTransport, metric: Any, expected: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -94,3 +95,6 @@ def test_the_site_builds_without_a_warning(root: Path, tmp_path: Path):
     }
     assert len(fields) > 5
     assert {name: found for name, found in fields.items() if found} == {}  # signatures have the types
+    index = json.loads((tmp_path / "searchindex.js").read_text(encoding="utf-8").removeprefix("Search.setIndex(")[:-1])
+    found = index["terms"]["dashboard"]
+    assert index["docnames"].index("changelog") not in found and len(found) > 5

@@ -74,6 +74,7 @@ napoleon_google_docstring = False
 napoleon_use_param = napoleon_use_rtype = False
 autosummary_generate = False  # its tables link to the pages of the reference, which show everything
 autodoc_default_options = {"members": True}
+toc_object_entries_show_parents = "hide"  # the list on the right is narrow
 _MADE_BY_DTKIT = {"dtkit.Checkpoint", "dtkit.History", "dtkit.Partition", "dtkit.Run"}
 _STRATEGY_METHODS = {name for name in vars(Strategy) if not name.startswith("_")} | {"has_plain_sums"}
 _NO_OUTPUTS = (
@@ -99,6 +100,12 @@ def make_parameter_lists(_app: Any, _kind: str, _name: str, _object: Any, _optio
         else:
             lines += ["", line] if is_list and line else [line]
         is_list = match is not None or (is_list and line.startswith("    "))
+
+
+def keep_colons(_app: Any, kind: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+    """Begin an attribute's text with an empty comment, because napoleon splits it at a colon."""
+    if kind in {"attribute", "data", "property"}:
+        lines[:0] = ["..", ""]
 
 
 def hide_constructor(
@@ -147,6 +154,7 @@ def _write_block_math(translator: Any, node: Any) -> None:
 def setup(app: Any) -> None:
     """Connect this file's functions to Sphinx. Formulas become MathML, which needs no script from another host."""
     app.add_html_math_renderer("mathml", (_write_inline_math, None), (_write_block_math, None))
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon, whose priority is 500
     app.connect("autodoc-process-docstring", make_parameter_lists)
     app.connect("autodoc-process-signature", hide_constructor)
     app.connect("autodoc-skip-member", skip_internal)

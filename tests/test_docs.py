@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -47,6 +48,12 @@ def find_broken_links(path: Path) -> list[str]:
     return broken
 
 
+def find_type_fields(page: str) -> list[str]:
+    """Return the texts of the fields "Type:", into which napoleon splits sentences with a colon."""
+    fields = re.findall(r"<dt[^>]*>Type<span[^>]*>:</span></dt>\s*<dd[^>]*>(.*?)</dd>", page, re.DOTALL)
+    return [re.sub(r"<[^>]+>", "", field).strip() for field in fields]
+
+
 def test_links_and_anchors_of_all_pages_resolve(root: Path):
     broken = {path.relative_to(root).as_posix(): find_broken_links(path) for path in list_pages(root)}
     assert {page: links for page, links in broken.items() if links} == {}
@@ -83,3 +90,12 @@ def test_the_site_builds_without_a_warning(root: Path, tmp_path: Path):
     assert 'id="dtkit.Cluster.train"' in page
     assert "<strong>batch_size</strong>" in page  # the lists of arguments are lists
     assert "<math" in (tmp_path / "tutorials" / "02_data_parallel.html").read_text(encoding="utf-8")
+    fields = {
+        path.name: find_type_fields(path.read_text(encoding="utf-8")) for path in tmp_path.glob("reference/*.html")
+    }
+    assert len(fields) > 5
+    assert {name: found for name, found in fields.items() if found} == {}  # signatures have the types
+    index = json.loads((tmp_path / "searchindex.js").read_text(encoding="utf-8").removeprefix("Search.setIndex(")[:-1])
+    found = index["terms"]["dashboard"]
+    assert index["docnames"].index("changelog") not in found
+    assert len(found) > 5

@@ -182,8 +182,8 @@ def test_stale_requests_are_refused_by_both_doubles(cluster: dtkit.Cluster):
         return reply.failure.message
 
     advance = make_call(JobOperations.advance, job=job, step=3, steps=1)
-    assert "belongs to owner" in refusal(send(advance, owner - 1))
-    assert "belongs to owner" in refusal(send(make_call(GroupOperations.acquire_ownership, owner=owner - 1)))
+    assert "has taken this cluster over" in refusal(send(advance, owner - 1))
+    assert "has taken this cluster over" in refusal(send(make_call(GroupOperations.acquire_ownership, owner=owner - 1)))
     assert "before the group was formed again" in refusal(send(advance, generation=generation - 1))
     assert "the job is at step 3, the call is for step 2" in refusal(
         send(make_call(JobOperations.advance, job=job, step=2, steps=1))

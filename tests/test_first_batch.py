@@ -76,6 +76,25 @@ def lose_reduction(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, target, reduction="none")
 
 
+def log_text(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    dtkit.log(kind="0.5")
+    return F.cross_entropy(output, target)
+
+
+def log_several(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    dtkit.log(output=output)
+    return F.cross_entropy(output, target)
+
+
+def log_reserved(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    dtkit.log(rank=1)
+    return F.cross_entropy(output, target)
+
+
+def detach_output(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.detach(), target)
+
+
 CONVOLUTION = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 3))
 IMAGES = np.zeros((64, 64), np.float32)
 
@@ -91,8 +110,25 @@ IMAGES = np.zeros((64, 64), np.float32)
         (net(), (INPUTS, TARGETS.float()), {}, "class labels must be int64"),
         (net(), (INPUTS, TARGETS), {"loss": call_unknown}, "NameError: .*written_in_a_later_cell.*later cell"),
         (net(), (INPUTS, TARGETS), {"loss": lose_reduction}, r"loss returned a tensor of shape \(8,\).*'mean'"),
+        (net(), (INPUTS, TARGETS), {"loss": log_text}, r"dtkit\.log\(kind=str\): values must be numbers"),
+        (net(), (INPUTS, TARGETS), {"loss": log_several}, r"dtkit\.log\(output=Tensor\): values must be numbers"),
+        (net(), (INPUTS, TARGETS), {"loss": log_reserved}, r"dtkit\.log\(rank=.*use another name"),
+        (net(), (INPUTS, TARGETS), {"loss": detach_output}, r"The loss has no gradient.*detach\(\)"),
     ],
-    ids=["float64", "dict", "Dataset", "samples", "images", "labels", "name", "loss"],
+    ids=[
+        "float64",
+        "dict",
+        "Dataset",
+        "samples",
+        "images",
+        "labels",
+        "name",
+        "loss",
+        "text",
+        "several",
+        "reserved",
+        "detached",
+    ],
 )
 def test_first_rows_are_refused_before_anything_is_sent(
     cluster: dtkit.Cluster, transport: RecordingTransport, model: Any, rows: Any, options: dict[str, Any], expected: str
@@ -103,6 +139,13 @@ def test_first_rows_are_refused_before_anything_is_sent(
     assert len(str(caught.value).splitlines()) <= 15
     assert "Traceback" in caught.value.full
     assert not transport.has_sent
+
+
+def test_softmax_before_cross_entropy_is_told_once(cluster: dtkit.Cluster):
+    model = nn.Sequential(net(), nn.Softmax(1))
+    with pytest.warns(UserWarning, match=r"outputs .* are probabilities.*Leave the softmax out") as caught:
+        train(cluster, model, start=False).stop()
+    assert len(caught) == 1
 
 
 class Counted(nn.Module):
@@ -219,6 +262,18 @@ def need_one_value(output: torch.Tensor, target: torch.Tensor) -> float:
     return (output.argmax(1) == target).float().item()
 
 
+def return_text(output: torch.Tensor, target: torch.Tensor) -> str:
+    return "x"
+
+
+def return_nothing(output: torch.Tensor, target: torch.Tensor) -> None:
+    accuracy(output, target)
+
+
+def return_three(output: torch.Tensor, target: torch.Tensor) -> tuple[float, float, float]:
+    return 1.0, 2.0, 3.0
+
+
 def need_two_classes(output: torch.Tensor, target: torch.Tensor) -> float:
     raise ValueError(f"only one class is in {target} and {output}")
 
@@ -230,8 +285,11 @@ def need_two_classes(output: torch.Tensor, target: torch.Tensor) -> float:
         (average_booleans, r"metric 'acc': RuntimeError: mean\(\).*A comparison gives booleans.*\.float\(\)\.mean\(\)"),
         (need_one_value, r"metric 'acc': RuntimeError: .*cannot be converted to Scalar.*in need_one_value"),
         (name_wrong, r"metric 'acc': AttributeError: .*arg_max.*test_first_batch.py, line \d+, in name_wrong"),
+        (return_text, r"TypeError: metric 'acc' returned 'x' \(a str\); it must return one number"),
+        (return_nothing, r"metric 'acc' returned None .*; it must return one number"),
+        (return_three, r"metric 'acc' returned \(1\.0, 2\.0, 3\.0\) .*; it must return one number"),
     ],
-    ids=["shape", "booleans", "several values", "name"],
+    ids=["shape", "booleans", "several values", "name", "text", "nothing", "three"],
 )
 def test_metrics_are_tried_before_anything_is_sent(
     cluster: dtkit.Cluster, transport: RecordingTransport, metric: Any, expected: str

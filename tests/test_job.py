@@ -315,6 +315,12 @@ def test_an_optimizer_that_does_not_fit_the_model_is_refused(name):
         make_optimizer(factory, net())
 
 
+def test_text_as_a_learning_rate_has_a_hint():
+    with pytest.raises(TypeError) as caught:
+        make_optimizer(lambda params: torch.optim.SGD(params, lr="0.1"), net())
+    assert caught.value.__notes__ == ["An option of the optimizer is text. Give a number without quotes, as in lr=0.1"]
+
+
 def test_the_optimizer_gets_only_trainable_parameters():
     model = net()
     model[0].requires_grad_(False)

@@ -208,7 +208,7 @@ def test_repr_of_a_cut_shows_costs_around_the_layers():
 
 
 def test_plan_for_explains_why_a_model_can_not_be_cut():
-    with pytest.raises(ValueError, match=r"Linear has 0 layers in a chain \(none\), too few for 2 stages.*Sharded"):
+    with pytest.raises(ValueError, match=r"Linear has no layers in a chain, too few for 2 stages.*Sharded"):
         dtkit.Pipeline(2, 2).plan_for(nn.Linear(2, 2), torch.zeros(1, 2))
     with pytest.raises(TypeError, match=r"a micro-batch: plan_for\(model, X\[:8\]\)"):
         dtkit.Pipeline(2, 2).plan_for(Decoder())

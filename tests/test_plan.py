@@ -809,7 +809,7 @@ def test_a_partition_smaller_than_the_batch_is_refused(cluster: dtkit.Cluster):
 
 
 def test_a_model_that_a_strategy_cannot_train_is_refused(cluster: dtkit.Cluster):
-    with pytest.raises(ValueError, match="has 0 layers in a chain"):
+    with pytest.raises(ValueError, match="has no layers in a chain"):
         ask(cluster, nn.Linear(100, 10), strategies=[dtkit.Pipeline(2, 4)])
 
 

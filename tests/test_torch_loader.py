@@ -58,6 +58,10 @@ WEIGHTED = WeightedRandomSampler([1.0] * 8, 8)
 def test_order_is_that_of_the_loader(options: dict[str, Any], expected: tuple[Any, Any]):
     settings = read_data_loader(DataLoader(ROWS, **options))
     assert (settings.shuffle, settings.sampler) == expected
+    is_distributed = isinstance(options.get("sampler"), DistributedSampler)
+    assert str(settings).endswith("dtkit divides all rows over the ranks itself, without the DistributedSampler") == (
+        is_distributed
+    )
 
 
 class Endless(IterableDataset[Any]):

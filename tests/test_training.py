@@ -67,6 +67,9 @@ class Notes:
     def find_lost_ranks(self) -> list[int]:
         return []
 
+    def track_processes(self, pids: Any) -> None:
+        """It has no processes."""
+
     def close(self) -> None:
         """Nothing was started here."""
 

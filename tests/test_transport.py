@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ def lost_message(transport: IpyparallelTransport) -> str:
 def make_launched(ended_jobs: str) -> LaunchedTransport:
     transport = LaunchedTransport.__new__(LaunchedTransport)
     IpyparallelTransport.__init__(transport, CLIENT, [7])
+    transport._processes = {}
     transport._launcher = SimpleNamespace(describe_ended_jobs=lambda: ended_jobs, describe_host=lambda engine_id: "")
     return transport
 
@@ -41,6 +44,15 @@ def test_the_message_of_a_lost_engine_has_the_remedy_of_a_started_cluster():
         "the engine of rank 0 is gone: its process has ended, or was silent for 8 s. cluster.repair() starts another "
         "one in its place"
     )
+
+
+def test_the_message_of_a_lost_engine_of_this_host_says_whether_its_process_has_ended():
+    transport = make_launched("")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        transport.track_processes({0: process.pid})
+        assert "its process runs, but was silent for 8 s. " in lost_message(transport)
+        process.kill()
+    assert "its process has ended. " in lost_message(transport)
 
 
 def test_the_message_of_an_engine_that_was_killed_on_purpose_says_so():

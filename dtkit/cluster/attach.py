@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
     """Take over a running cluster whose notebook has ended, such as before a restart of the kernel.
 
+    A cluster that this notebook has already is returned as it is.
+
     A line of output names the cluster, its folder and its run, and says how its former notebook gets it back.
 
     Parameters
@@ -46,6 +48,7 @@ def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
         ended, if that notebook ran in this one's working directory.
     force
         Whether to take the named cluster even if another notebook still uses it, or if it uses another environment.
+        One that this notebook has already is then connected anew, and its former object can't be used any more.
 
     Returns
     -------
@@ -70,6 +73,10 @@ def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
         )
     running = cluster_file.find_running(get_runtime_folder())
     info = cluster_file.choose_cluster(running, None if name is None else str(name), force=force)
+    own = None if force else Cluster._find_own(info.folder)  # noqa: SLF001
+    if own is not None:
+        print(f"this notebook already has {info.name}; attach() returned that cluster")  # noqa: T201 - nothing changed
+        return own
     if info.version != VERSION:
         raise VersionMismatchError(
             f"{info.name} was started by dtkit {info.version}, and this is {VERSION}. Take it over with "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from dtkit._util import formatting, timeouts
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
     from dtkit.training.run import Run
     from dtkit.training.task import Task
     from dtkit.types import NodeInfo
+
+
+_clusters: weakref.WeakValueDictionary[Path, Engines] = weakref.WeakValueDictionary()
+"""Clusters of this notebook by their folders."""
 
 
 @explain_arguments
@@ -96,6 +101,7 @@ class Engines:
         self._repair_lock = threading.RLock()
         self._job_ends = JobEndWatcher(group, lambda: self.current_run)
         self._job_ends.start()
+        _clusters[group.folder] = self
         atexit.register(self._close_at_exit)
         exit_on_sigterm()
         install_hook()
@@ -119,6 +125,15 @@ class Engines:
         self = cls.__new__(cls)
         self._set_up(starting.use_engines(transport, plan, **options), plan)
         return self
+
+    @classmethod
+    def _find_own(cls, folder: Path) -> Self | None:
+        """Return the cluster of this folder if this notebook has it; None if it is closed, or another notebook's."""
+        cluster = _clusters.get(folder)
+        if not isinstance(cluster, cls):
+            return None
+        group = cluster._engine_group  # noqa: SLF001 - of this class
+        return None if group.is_closed or group.is_superseded else cluster
 
     @classmethod
     def _from_group(cls, group: EngineGroup, config: LaunchConfig, run: Run | None) -> Self:

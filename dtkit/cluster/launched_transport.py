@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import resources, timeouts
 from dtkit._util.deadline import wait_until
+from dtkit._util.process import ProcessId
 from dtkit.cluster import reaper
 from dtkit.cluster.config import LaunchConfig
 from dtkit.cluster.launchers.agents import AgentLauncher
@@ -27,9 +28,8 @@ from dtkit.errors import ClusterError
 from dtkit.rpc.transport import REPAIR_REMEDY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from dtkit._util.process import ProcessId
     from dtkit.cluster.cluster_file import ClusterInfo
     from dtkit.rpc.job_end import JobEnd
 
@@ -50,6 +50,7 @@ class LaunchedTransport(IpyparallelTransport):
         self._launcher, self._lease = launcher, lease
         self.spare_ids: list[int] = []
         """Ipyparallel's ids of the engines that wait to replace one."""
+        self._processes: dict[int, ProcessId] = {}  # of this host, by ipyparallel's ids
         self.on_refill = bool
         # locks: while engines start, which has a timeout
         self._start_lock = threading.Lock()  # any engine that connects meanwhile is the holder's
@@ -143,10 +144,21 @@ class LaunchedTransport(IpyparallelTransport):
         lost_hosts = {rank for rank, engine in enumerate(self.engine_ids) if self._launcher.has_lost_host(engine)}
         return sorted({*super().find_lost_ranks(), *lost_hosts})
 
-    def _describe_loss(self) -> str:
+    def track_processes(self, pids: Mapping[int, int]) -> None:
+        """See :class:`~dtkit.rpc.transport.Transport`."""
+        for rank, pid in pids.items():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                self._processes.setdefault(self.engine_ids[rank], ProcessId.from_pid(pid))
+
+    def _describe_loss(self, rank: int) -> str:
         jobs = self._launcher.describe_ended_jobs()
         reason = f" ({jobs})" if jobs else ""
-        return f"its process has ended, or was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}"
+        process = self._processes.get(self.engine_ids[rank])
+        if process is None:
+            return f"its process has ended, or was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}"
+        if process.is_alive:
+            return f"its process runs, but was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}"
+        return f"its process has ended{reason}"
 
     def end_processes(self, pids: Sequence[int]) -> None:
         """End these engines at once. The controller forgets a stopped engine, which no message can end."""

@@ -24,7 +24,7 @@ from dtkit.errors import ClusterError
 from dtkit.types import Failure, Reply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.rpc.transport import Hosts
 
@@ -101,7 +101,7 @@ class IpyparallelTransport:
         host = self._describe_host(rank)
         where = f" on {host}" if host else ""
         is_killed = self.engine_ids[rank] in self._killed_ids
-        reason = "dtkit ended its process, as it was told to" if is_killed else self._describe_loss()
+        reason = "dtkit ended its process, as it was told to" if is_killed else self._describe_loss(rank)
         return f"the engine of rank {rank}{where} is gone: {reason}. {self._remedy}"
 
     def _describe_host(self, rank: int) -> str:
@@ -109,8 +109,9 @@ class IpyparallelTransport:
         del rank
         return ""
 
-    def _describe_loss(self) -> str:
-        """Return why an engine may be gone."""
+    def _describe_loss(self, rank: int) -> str:
+        """Return why the engine of a rank may be gone."""
+        del rank
         return "its process has ended, or its controller receives no heartbeats"
 
     def interrupt(self, ranks: Sequence[int], *, wake: bool = False) -> None:
@@ -127,6 +128,9 @@ class IpyparallelTransport:
         """Return the ranks whose engines have ended."""
         alive = set(self._client.ids)
         return [rank for rank, engine in enumerate(self.engine_ids) if engine not in alive]
+
+    def track_processes(self, pids: Mapping[int, int]) -> None:
+        """Do nothing: these processes belong to the user."""
 
     def kill(self, ranks: Sequence[int], timeout: float = timeouts.KILL_TIMEOUT_S) -> bool:
         """End these engines by SIGKILL, through their nannies, and wait until the controller knows. See `Transport`."""

@@ -24,13 +24,19 @@ from dtkit.data.broadcast import ModelHandle, find_batch_norms
 from dtkit.data.buffer_check import describe_batch_statistics
 from dtkit.data.columns import ColumnSelection, is_sample_list
 from dtkit.data.distribute import DataHandle, unwrap_data_loader
-from dtkit.data.loss_check import check_gradients_reach_model, check_target_shape, describe_parts
+from dtkit.data.loss_check import (
+    check_gradients_reach_model,
+    check_target_shape,
+    describe_parts,
+    describe_softmax,
+    has_trainable,
+)
 from dtkit.data.notebook_data import NUM_FIRST_ROWS, copy_first_rows
 from dtkit.data.pairing import PairedRowsError, PairingDetector
 from dtkit.data.partition import Partition
 from dtkit.engine.data.random_state import preserve_generators
 from dtkit.engine.data.sources import ArraySource, as_source, map_tensors
-from dtkit.engine.error_hints import add_general_hint, add_hints
+from dtkit.engine.error_hints import DETACHED_MESSAGE, add_general_hint, add_hints
 from dtkit.engine.evaluation import compute_metrics
 from dtkit.engine.observe.error_report import format_message, format_traceback, list_user_frames
 from dtkit.engine.stateful_metrics import is_stateful
@@ -62,11 +68,11 @@ _CERTAIN_METRIC_ERRORS = re.compile(
 
 def check_first_batch(
     engine_group: EngineGroup, model: Any, program: bytes, data: Any, columns: ColumnSelection, *, divides_batch: bool
-) -> str | None:
+) -> list[str]:
     """Raise FirstBatchError if model and loss refuse the first rows, and the remedy is known.
 
-    With `divides_batch`, also check whether the loss is a mean over samples. Return a warning if it is not. Raise
-    ValueError for a sum, and for a loss whose gradients don't reach the model.
+    Return warnings: of a softmax before a loss that contains one and, with `divides_batch`, of a loss that is not a
+    mean over samples. Raise ValueError for a sum, and for a loss whose gradients don't reach the model.
 
     No-op where a trial would be long or impossible. Examples are large models and rows, data that engines load, and
     models on other devices or in 16 bits. Another one is a training step that updates the model itself.
@@ -75,13 +81,13 @@ def check_first_batch(
         warnings.simplefilter("ignore")
         # silent: what can't be copied or read here, the engines report when they get it
         trial = run_guarded(lambda: _prepare(engine_group, model, program, data, columns), lambda _: None)
-        if trial is None:
-            return None
-        outcome = _try(trial, trial.run)
-        if outcome is None:
-            return None
+        outcome = None if trial is None else _try(trial, trial.run)
+        if trial is None or outcome is None:
+            return []
         check_gradients_reach_model(outcome, trial.model)
-        return _describe_division(trial) if divides_batch else None
+        # silent: the loss was computed, so what fails is the trial's evaluation mode
+        softmax = run_guarded(lambda: describe_softmax(trial.loss, trial.model, trial.batch), lambda _: None)
+        return [text for text in (softmax, _describe_division(trial) if divides_batch else None) if text is not None]
 
 
 def _describe_division(trial: _Trial) -> str | None:
@@ -203,7 +209,10 @@ class _Trial:
 
     def run(self) -> torch.Tensor:
         """Return the loss of the batch."""
-        value, _ = self.loss(enter_training(self.model), self.batch)
+        with torch.enable_grad():  # as engines do
+            value, _ = self.loss(enter_training(self.model), self.batch)
+        if not (value.requires_grad or torch.is_inference_mode_enabled()) and has_trainable(self.model):
+            raise RuntimeError(DETACHED_MESSAGE)
         return value
 
     def evaluate(self) -> EvalOutput:
@@ -221,7 +230,8 @@ class _Trial:
             return self.explain_pairing(error)
         add_hints(error, [(self.num_rows, self.batch)], self.model)
         frames = traceback.extract_tb(error.__traceback__)
-        is_own_check = frames[-1].filename == loss_module.__file__
+        # dtkit.log hides its frames
+        is_own_check = frames[-1].filename == loss_module.__file__ or str(error).startswith("dtkit.log(")
         if not is_own_check and not getattr(error, "__notes__", ()):
             return None
         return self._make_error(error, f"{type(error).__name__}: {format_message(error)}")

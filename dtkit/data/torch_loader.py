@@ -26,6 +26,8 @@ class LoaderSettings:
     """A sampler of the user's own, or None."""
     drop_last: bool = False
     """Whether an incomplete last batch of each epoch is left out."""
+    replaces_sampler: bool = False
+    """Whether the DataLoader's DistributedSampler is left out, because dtkit divides the rows."""
 
     def __str__(self) -> str:
         order = "a sampler" if self.sampler is not None else "rows in order" if self.shuffle is None else "shuffled"
@@ -33,7 +35,8 @@ class LoaderSettings:
         workers = f", num_workers={self.num_workers} on each rank" if self.num_workers else ""
         title = f"{type(self.dataset).__name__}, batch_size={self.batch_size} over all ranks"
         last = ", without an incomplete last batch" if self.drop_last else ""
-        return f"{title}, {order}{collation}{workers}{last}"
+        parts = "; dtkit divides all rows over the ranks itself, without the DistributedSampler"
+        return f"{title}, {order}{collation}{workers}{last}{parts if self.replaces_sampler else ''}"
 
 
 def is_data_loader(data: Any) -> bool:
@@ -45,7 +48,7 @@ def is_data_loader(data: Any) -> bool:
 
 def read_data_loader(loader: Any) -> LoaderSettings:
     """Return the settings of a DataLoader. Raises ValueError for one whose batches dtkit can't make."""
-    from torch.utils.data import BatchSampler, IterableDataset, TensorDataset, default_collate
+    from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, TensorDataset, default_collate
 
     if loader.batch_size is None:
         raise ValueError(
@@ -64,7 +67,14 @@ def read_data_loader(loader: Any) -> LoaderSettings:
     has_plain_rows = type(loader.dataset) is TensorDataset and collate_fn is None  # a worker would only delay copying
     num_workers = 0 if has_plain_rows else loader.num_workers
     return LoaderSettings(
-        loader.dataset, loader.batch_size, collate_fn, num_workers, shuffle, sampler, loader.drop_last
+        loader.dataset,
+        loader.batch_size,
+        collate_fn,
+        num_workers,
+        shuffle,
+        sampler,
+        loader.drop_last,
+        type(loader.sampler) is DistributedSampler,
     )
 
 

@@ -15,6 +15,8 @@ from dtkit.strategies.loss import get_labels
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+DETACHED_MESSAGE = "does not require grad and does not have a grad_fn"
+"""Part of torch's error for a loss that is cut off from the parameters."""
 _DIMENSION_NAMES = {1: "length", 2: "height, width", 3: "depth, height, width"}
 
 
@@ -257,7 +259,7 @@ def _explain_forward(message: str, inputs: Any, model: torch.nn.Module) -> str |
 
 
 def _explain_detached(message: str) -> str | None:
-    if "does not require grad and does not have a grad_fn" not in message:
+    if DETACHED_MESSAGE not in message:
         return None
     return (
         "The loss has no gradient, so it can't train the model. detach(), item(), numpy(), argmax() or torch.no_grad() "

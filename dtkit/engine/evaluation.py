@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit._util.formatting import name_type
 from dtkit.engine.data.sources import to_device
 from dtkit.engine.observe.training_position import POSITION
 from dtkit.engine.stateful_metrics import StatefulMetrics, is_stateful
@@ -67,11 +68,25 @@ def compute_metrics(
     }
     for name, metric in metrics.items():
         result = metric(eval_output.output, eval_output.target)
-        total, weight = result if isinstance(result, tuple) else (result, None)
-        if isinstance(total, torch.Tensor) and total.numel() != 1:
-            raise TypeError(
-                f"metric {name!r} returned a tensor of shape {tuple(total.shape)}; it must return one number, the "
-                "mean over the samples, as in .float().mean() (or a pair (sum, weight))"
-            )
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        total, weight = result if is_pair else (result, None)
+        for number in result if is_pair else (result,):
+            _check_number(name, number)
         values[name] = (float(total), None if weight is None else float(weight))
     return values
+
+
+def _check_number(name: str, value: Any) -> None:
+    """Raise TypeError unless a part of a metric's result is a number. A text is not, also if it consists of digits."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            return
+        got = f"a tensor of shape {tuple(value.shape)}"
+    elif not isinstance(value, (str, bytes)) and hasattr(value, "__float__"):
+        return
+    else:
+        got = f"{value!r:.60} ({name_type(value)})"
+    raise TypeError(
+        f"metric {name!r} returned {got}; it must return one number, the mean over the samples, as in .float().mean() "
+        "(or a pair (sum, weight))"
+    )

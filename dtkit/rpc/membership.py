@@ -148,6 +148,9 @@ class Membership:
         """Store each engine's description."""
         ids = self._transport.engine_ids
         self._nodes = [NodeInfo(rank=rank, engine_id=ids[rank], **row) for rank, row in enumerate(descriptions)]
+        if self.hosts is None:
+            host = socket.gethostname()
+            self._transport.track_processes({node.rank: node.pid for node in self._nodes if node.host == host})
 
     def handshake(self, ranks: Sequence[int] | None = None) -> None:
         """Compare versions with these engines, by default all, and store their hosts and import path."""

@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PICKLE_PROTOCOL = 5
+RESULT_NAME = "the function's result"
+"""Name of an object that an engine returns."""
+_SENT_ADVICE = (
+    "What is sent to an engine must be picklable. Create it on the engine (in the function, or at the first forward), "
+    "or leave it out of the object's state with __getstate__."
+)
+_RESULT_ADVICE = (
+    "What a function returns to the notebook must be picklable. Return plain values or tensors that are computed from "
+    "it, or None."
+)
 
 
 def raise_serialization_error(
@@ -21,10 +31,8 @@ def raise_serialization_error(
 ) -> NoReturn:
     """Raise SerializationError for an object, called `name`, whose pickling raised `error`."""
     path, cause = _find_smallest_failing_part(obj, name or _get_default_name(obj), error, try_pickle)
-    raise SerializationError(
-        f"{path}: {_get_first_line(cause)}. What is sent to an engine must be picklable. Create it on the engine (in "
-        "the function, or at the first forward), or leave it out of the object's state with __getstate__."
-    ) from cause
+    advice = _RESULT_ADVICE if name == RESULT_NAME else _SENT_ADVICE
+    raise SerializationError(f"{path}: {_get_first_line(cause)}. {advice}") from cause
 
 
 def _get_default_name(obj: Any) -> str:

@@ -90,6 +90,9 @@ class Transport(Protocol):
     def explain_loss(self, rank: int) -> str:
         """Return where the engine of a rank was, and why it may be gone."""
 
+    def track_processes(self, pids: Mapping[int, int]) -> None:
+        """Store which processes of this host are the engines of these ranks, so that a loss can be explained."""
+
     def kill(self, ranks: Sequence[int], timeout: float = timeouts.KILL_TIMEOUT_S) -> bool:
         """End these engines at once, and wait until they are gone. Return whether they are, after `timeout` seconds."""
 

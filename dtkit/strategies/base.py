@@ -255,6 +255,21 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
+def _call_factory(factory: Callable[..., Any], model: torch.nn.Module, whole: torch.nn.Module) -> Any:
+    """Return what the user's function returns for the trainable parameters of `model`, or for the `whole` model."""
+    parameter_name = _get_first_parameter_name(factory)
+    try:
+        if parameter_name == "model":
+            return factory(whole)
+        if parameter_name == "named_parameters":
+            return factory([(name, p) for name, p in whole.named_parameters() if p.requires_grad])
+        return factory([p for p in model.parameters() if p.requires_grad])
+    except TypeError as error:
+        if "not supported between instances of 'str' and" in str(error):
+            error.add_note("An option of the optimizer is text. Give a number without quotes, as in lr=0.1")
+        raise
+
+
 def make_optimizer(
     factory: Callable[..., Any], model: torch.nn.Module, view: torch.nn.Module | None = None
 ) -> torch.optim.Optimizer:
@@ -265,14 +280,7 @@ def make_optimizer(
     """
     from dtkit.strategies.combined_optimizer import CombinedOptimizer
 
-    whole = model if view is None else view
-    parameter_name = _get_first_parameter_name(factory)
-    if parameter_name == "model":
-        optimizer = factory(whole)
-    elif parameter_name == "named_parameters":
-        optimizer = factory([(name, p) for name, p in whole.named_parameters() if p.requires_grad])
-    else:
-        optimizer = factory([p for p in model.parameters() if p.requires_grad])
+    optimizer = _call_factory(factory, model, model if view is None else view)
     several = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in several:
         _check_optimizer(each)

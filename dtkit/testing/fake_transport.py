@@ -31,7 +31,7 @@ from dtkit.testing.fake_ops import make_operations
 from dtkit.types import Failure, Reply, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.rpc.transport import Hosts
     from dtkit.types import OutputItem
@@ -157,6 +157,9 @@ class FakeTransport(FakeResults):
         """See :class:`~dtkit.rpc.transport.Transport`."""
         del rank
         return _LOSS
+
+    def track_processes(self, pids: Mapping[int, int]) -> None:
+        """Do nothing: its engines have no processes."""
 
     def find_lost_ranks(self) -> list[int]:
         """See :class:`~dtkit.rpc.transport.Transport`."""

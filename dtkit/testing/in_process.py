@@ -11,7 +11,7 @@ from dtkit.engine.session import Session
 from dtkit.types import Failure, Reply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.rpc.transport import Hosts
     from dtkit.types import OutputItem
@@ -51,6 +51,9 @@ class InProcessTransport:
 
     def check_reachable(self) -> None:
         """See :class:`~dtkit.rpc.transport.Transport`."""
+
+    def track_processes(self, pids: Mapping[int, int]) -> None:
+        """Do nothing: its engines have no processes of their own."""
 
     def find_lost_ranks(self) -> list[int]:
         """See :class:`~dtkit.rpc.transport.Transport`."""

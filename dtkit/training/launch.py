@@ -299,8 +299,7 @@ def _partition_data(
         fit_check.check_fits(engine_group, model, config.optimizer_factory, strategy)
         num_parts = strategy.build_mesh(engine_group.world_size).num_replicas * strategy.num_micro_batches
         divides_batch = strategy.divides_batch and num_parts > 1
-        problem = check_first_batch(engine_group, model, program, data, columns, divides_batch=divides_batch)
-        if problem is not None:
+        for problem in check_first_batch(engine_group, model, program, data, columns, divides_batch=divides_batch):
             warnings.warn(problem, stacklevel=find_caller_stacklevel())
         check_held_out(training_columns)
 

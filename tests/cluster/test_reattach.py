@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -361,7 +362,7 @@ def test_superseded_notebook_cannot_change_the_persisted_run(tmp_path: Path):
         run.resume()
         wait_for_step(run, run.status.step + 50)
         run.pause()
-        with dtkit.attach(newer.folder.name) as cluster:
+        with dtkit.attach(newer.folder.name, force=True) as cluster:
             last = cluster.current_run
             assert last is not None
             assert [e.text for e in last.history.events[:-1]] == [e.text for e in run.history.events]
@@ -378,7 +379,7 @@ def test_failed_attach_leaves_the_cluster_with_its_owner(tmp_path: Path, monkeyp
     cluster = dtkit.attach()
     monkeypatch.setattr("dtkit.cluster.attach._restore_run", raise_missing_module)
     with pytest.raises(dtkit.errors.ClusterError, match=r"needs the module 'absent'.* The cluster is as it was"):
-        dtkit.attach(cluster.folder.name)
+        dtkit.attach(cluster.folder.name, force=True)
     assert not cluster._engine_group.is_superseded
     assert is_owned(cluster.folder)  # otherwise the reaper ends it
     check_usable(cluster)
@@ -390,6 +391,19 @@ def raise_missing_module(*_: object) -> None:
     raise ModuleNotFoundError("No module named 'absent'", name="absent")
 
 
+def test_attach_returns_the_cluster_that_this_notebook_has(capsys: pytest.CaptureFixture[str]):
+    with dtkit.Cluster(1, threads=1) as cluster:
+        assert dtkit.attach() is cluster
+        assert dtkit.attach(cluster.folder.name) is cluster
+        assert f"this notebook already has {cluster.folder.name}" in capsys.readouterr().out
+        check_usable(cluster)
+        with dtkit.attach(cluster.folder.name, force=True) as newer:
+            with pytest.raises(dtkit.errors.DtkitError, match=r"has taken this cluster over") as caught:
+                cluster.run(print)
+            assert not re.search(r"\d{10}", str(caught.value))  # a number of an owner
+            check_usable(newer)
+
+
 @pytest.mark.slow
 def test_second_attach_sees_what_the_first_one_did():
     with notebook() as process:
@@ -399,7 +413,7 @@ def test_second_attach_sees_what_the_first_one_did():
         assert first.current_run is not None
         first.current_run.resume()
         wait_for_step(first.current_run, first.current_run.status.step + 50)
-        with dtkit.attach(first.folder.name) as cluster:
+        with dtkit.attach(first.folder.name, force=True) as cluster:
             check_run_continues(cluster)
         first.close()
 

@@ -250,6 +250,8 @@ def _to_float(value: Any) -> float:
 def _is_number(value: Any) -> bool:
     if hasattr(value, "numel"):
         return bool(value.numel() == 1)
+    if isinstance(value, (str, bytes)):  # float() reads texts of digits
+        return False
     try:
         float(value)
     except (TypeError, ValueError):

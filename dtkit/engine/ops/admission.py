@@ -17,7 +17,7 @@ def check_admission(request: Request, owner: int, generation: int, *, is_broken:
     if operation.accepts_any_owner:
         return
     if request.owner_id != owner:
-        raise make_superseded_error(owner, request.owner_id)
+        raise make_superseded_error()
     if operation.is_independent:
         return
     if request.generation != generation:
@@ -35,14 +35,14 @@ def check_admission(request: Request, owner: int, generation: int, *, is_broken:
 def check_not_older(owner: int, current_owner: int) -> None:
     """Raise SupersededError if a newer notebook owns the engine."""
     if owner < current_owner:
-        raise make_superseded_error(current_owner, owner)
+        raise make_superseded_error()
 
 
-def make_superseded_error(owner: int, caller: int) -> SupersededError:
+def make_superseded_error() -> SupersededError:
     """Return the error for a call that did not come from the engine's owner."""
     return SupersededError(
-        f"this engine belongs to owner {owner}, the call came from owner {caller}: another notebook, or "
-        "this one by attaching again, has taken this cluster over since. Attach again to take it back"
+        "another notebook, or this one by attaching again, has taken this cluster over since. "
+        "dtkit.attach(name, force=True) takes it back by its name, or dtkit.Cluster.from_client(client)"
     )
 
 

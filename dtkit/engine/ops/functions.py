@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dtkit.engine.observe.call_output import CallOutput, activate_output
+from dtkit.rpc.pickle_errors import RESULT_NAME
 from dtkit.rpc.protocol import FunctionOperations
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class FunctionOps(FunctionOperations):
 
         with activate_output(output):
             value = self._run(work)
-        return state.pack(value, name="the function's result"), output.items
+        return state.pack(value, name=RESULT_NAME), output.items
 
     def _run(self, work: Callable[[], Any]) -> Any:
         """Run a function in the group of the cluster, with the environment variables of its rank."""
@@ -63,4 +64,4 @@ class FunctionOps(FunctionOperations):
         with activate_output(output):
             environment = torchrun.make_torchrun_environment(spec, port, restart_count)
             value = script_process.run_script(script, environment, output)
-        return state.pack(value, name="the function's result"), output.items
+        return state.pack(value, name=RESULT_NAME), output.items

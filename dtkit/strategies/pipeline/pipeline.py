@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from dtkit._util.arguments import suggest_options
+from dtkit._util.formatting import format_count
 from dtkit.engine.data.sources import map_tensors, to_device
 from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
@@ -354,8 +355,9 @@ class Pipeline(Strategy):
         """Return the names of the layers at which `model` may be cut; raise ValueError for too few."""
         names = tuple(name for name, _ in find_layer_chain(model))
         if len(names) < self.pipeline_schedule.stages:
+            found = f"{format_count(len(names), 'layer')} ({', '.join(names)})" if names else "no layers"
             raise ValueError(
-                f"{type(model).__name__} has {len(names)} layers in a chain ({', '.join(names) or 'none'}), too few "
+                f"{type(model).__name__} has {found} in a chain, too few "
                 f"for {self.pipeline_schedule.stages} stages. dtkit can cut an nn.Sequential, or a model with an "
                 "nn.ModuleList of blocks. Use fewer stages, or strategy=dtkit.Sharded() or dtkit.TensorParallel()"
             )

@@ -46,7 +46,7 @@ def test_the_message_of_a_lost_engine_has_the_remedy_of_a_started_cluster():
     )
 
 
-def test_the_message_of_a_lost_engine_of_this_host_says_whether_its_process_has_ended():
+def test_an_error_says_whether_a_lost_engines_process_has_ended():
     transport = make_launched("")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         transport.track_processes({0: process.pid})

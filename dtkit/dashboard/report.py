@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 _PACKAGES = ("dtkit-jupyter", "torch", "ipyparallel", "numpy")
 _MAX_EVENTS = 500  # many printed lines would hide the other events
 _MAX_LEARNING_RATES = 40
-_MIN_RATE_S = 1.0  # a rate of less time is not steady
 _Item = TypeVar("_Item")
 
 
@@ -173,7 +172,9 @@ def _describe_throughput(history: History) -> str:
     speed = compute_speed(history)
     if math.isfinite(speed.step_s):
         total_s = speed.step_s * count
-    if not history.num_totals or (count >= FINAL_LOSS_STEPS and total_s >= _MIN_RATE_S):
+    if not history.num_totals or (
+        count >= FINAL_LOSS_STEPS and total_s >= 1
+    ):  # seconds; a rate of less time is not steady
         return "samples/s over all steps"
     steps = formatting.format_count(count, "step")
     return f"samples/s; only {steps} in {formatting.format_duration(total_s)}, too short for a steady rate"

@@ -18,7 +18,6 @@ from dtkit.dashboard.summary.timing import count_window_steps
 from dtkit.dashboard.summary.verdict import MIN_STEPS, find_shown_verdict, find_verdict
 from dtkit.dashboard.text.run_text import TextProgress, format_run
 from dtkit.history.history import ROW_DTYPE, History
-from dtkit.history.scalars import ScalarRecord
 from dtkit.rpc.reference import StepTimes
 from dtkit.types import State
 from tests.support.fake_source import FakeSource
@@ -365,18 +364,3 @@ def test_steps_that_a_repair_undid_are_not_in_the_window():
     source.event("repair", "node 1 replaced in 9 s, 20 steps lost", 1)
     source.advance(10)
     assert count_window_steps(source.history) == 9
-
-
-@pytest.mark.parametrize(
-    ("cores", "load", "cause"), [(0.4, 2.0, "busy cores"), (0.4, 0.6, "computing"), (1.1, 2.0, "computing")]
-)
-def test_nodes_without_a_core_are_told_from_nodes_that_compute(cores: float, load: float, cause: str):
-    source = FakeSource(ranks=1)
-    source.advance(60)
-    for name, value in (("CPU (cores)", cores), ("load (per core)", load)):
-        source.history.add(ScalarRecord(0, {f"system/{name}": [(step, value, 1.0) for step in range(5, 60, 5)]}))
-    verdict = find_verdict(source.history, source.spec)
-    assert verdict.cause == cause
-    if cause == "busy cores":
-        assert "the cores are busy with other processes: node 0 computes 94 % of the time with 0.40" in verdict.text
-        assert "load of its host: 2.0 for each core" in verdict.arithmetic[-1]

@@ -85,8 +85,6 @@ class StepTiming:
     straggler: Straggler | None
     is_same_work: bool = True
     """Whether all ranks do the same work, so that one may be slower than another."""
-    first_step: int = 0
-    """The first of these steps."""
 
     @property
     def is_measured(self) -> bool:
@@ -143,7 +141,7 @@ def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     seconds, compute_times = _compute_phase_means(rows, num_ranks), _tabulate_compute_times(rows, steps, num_ranks)
     compute_s, is_same_work = _compute_fast_quartile(compute_times), _is_same_work(rows, num_ranks)
     straggler = _find_straggler(seconds, compute_times, compute_s) if is_same_work else None
-    return StepTiming(len(steps), seconds, compute_s, straggler, is_same_work, int(rows["step"].min()))
+    return StepTiming(len(steps), seconds, compute_s, straggler, is_same_work)
 
 
 def _is_same_work(rows: np.ndarray, num_ranks: int) -> bool:

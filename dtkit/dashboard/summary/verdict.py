@@ -19,7 +19,6 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
-from dtkit.dashboard.summary.busy_cores import find_busy_cores
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
 from dtkit.dashboard.summary.measurements import Measurements
 from dtkit.dashboard.summary.one_process import estimate_one_process, read_verification
@@ -60,7 +59,7 @@ class Verdict:
 
     cause: str
     """One of "failed", "paused", "diverged", "data", "straggler", "communication", "overhead", "bubble", "cut",
-    "busy cores", "waiting", "one process", "computing" and "unknown".
+    "waiting", "one process", "computing" and "unknown".
     """
     text: str
     gain: float
@@ -93,9 +92,6 @@ def find_verdict(history: History, spec: RunSpec, measured: OneProcess | None = 
     if not timing.is_measured or not len(ranks):
         return Verdict("unknown", "the phases of the steps were not measured", 0.0)
     facts = Measurements(spec, timing, ranks, timing.seconds[ranks], history.ranks_per_replica)
-    busy = _judge_busy_cores(facts, history)
-    if busy is not None and busy.gain >= MIN_GAIN:  # times measured between other processes show no other cause
-        return busy
     verdicts = [verdict for judge in _select_judges(facts) if (verdict := judge(facts)) and verdict.gain >= MIN_GAIN]
     best = max(verdicts, key=lambda verdict: verdict.gain, default=_report_computing(facts))
     return _compare_with_one_process(facts, history, best, measured)
@@ -149,25 +145,6 @@ def _estimate_one_process(facts: Measurements, history: History, best: Verdict) 
 
 
 # -- the causes --------------------------------------------------------------------------------------------------
-
-
-def _judge_busy_cores(facts: Measurements, history: History) -> Verdict | None:
-    """Return the gain if the node that waits longest for a core had one."""
-    found = find_busy_cores(facts, history)
-    if found is None:
-        return None
-    gain = found.saved_s / facts.step_s
-    return Verdict(
-        "busy cores",
-        f"the cores are busy with other processes: node {found.rank} computes {_percent(found.computing_share)} of the "
-        f"time with {found.cores:.2f} of a core. Ending them would save up to {_percent(gain)}",
-        gain,
-        (
-            *_list_means(facts),
-            f"the process of node {found.rank} had {found.cores:.2f} cores; it needs {found.computing_share:.2f}",
-            f"load of its host: {found.load:.1f} for each core, in the mean of the last minute",
-        ),
-    )
 
 
 def _judge_data(facts: Measurements) -> Verdict | None:
@@ -388,10 +365,6 @@ def _iterate_means(facts: Measurements) -> Iterator[str]:
             f"computing with data: {_ms(compute[fast])} on node {facts.ranks[fast]} to {_ms(compute[slow])} on node "
             f"{facts.ranks[slow]}; a step takes {_ms(facts.step_s)}"
         )
-
-
-def _percent(share: float) -> str:
-    return formatting.format_percent(share)
 
 
 def _ms(seconds: float) -> str:

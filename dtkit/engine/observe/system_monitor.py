@@ -1,4 +1,4 @@
-"""One engine's use of the machine: CPU, load, network, memory, and its GPU if NVIDIA's library is installed.
+"""One engine's use of the machine: CPU, network, memory, and its GPU if NVIDIA's library is installed.
 
 The watchdog's thread samples every two seconds; a sample takes less than 0.2 ms of CPU. The next dispatch that ends
 returns the means since the last one, as numbers of a step with the prefix ``system/``. So they reach the history, its
@@ -73,7 +73,6 @@ class SystemMonitor:
         if seconds < float("inf"):  # rates need an earlier sample
             values["CPU (cores)"] = (cpu_s - before[0]) / seconds
             values["network (MB/s)"] = max(0.0, sent_bytes - before[1]) / 1e6 / seconds
-            values["load (per core)"] = psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
         if self._gpu is not None:
             values |= _read_gpu(*self._gpu)
         return values

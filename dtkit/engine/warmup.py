@@ -10,8 +10,8 @@ import contextlib
 import gc
 import threading
 
+from dtkit._util.garbage import pause_gc
 from dtkit.engine import memory_limit
-from dtkit.engine.observe.stack_sampler import pause_gc
 
 
 def load_torch() -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import importlib
 import io
 import pickle
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import cloudpickle
 import numpy as np
 
+from dtkit._util.garbage import pause_gc
 from dtkit._util.guard import run_guarded
 from dtkit.rpc.output_recorders import reduce_collector, register_recorders
 from dtkit.rpc.parametrized_modules import reduce_parametrized
@@ -79,7 +79,7 @@ def unpack_object(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> An
     Arrays and tensors alias writable buffers. On a read-only buffer an array is read-only, and a tensor is a copy,
     because torch has no read-only tensors.
     """
-    with _pause_garbage_collection():
+    with pause_gc():
         # unpickles: sent by an engine or the notebook, in a message or a file that it names
         obj = pickle.loads(header, buffers=buffers)
     register_recorders()
@@ -93,7 +93,7 @@ def dumps(obj: Any, by_value: Iterable[types.ModuleType] = (), *, name: str | No
 
 def loads(data: bytes | memoryview) -> Any:
     """Load what :func:`dumps` returned."""
-    with _pause_garbage_collection():
+    with pause_gc():
         # unpickles: passed by the caller; each caller is marked
         obj = pickle.loads(data)
     register_recorders()
@@ -142,23 +142,10 @@ def _try_pickle(obj: Any) -> None:
 
 
 def _pickle_to_bytes(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> bytes:
-    with io.BytesIO() as file, _pause_garbage_collection():
+    # Each collection would walk over all objects made so far, of which none is garbage.
+    with io.BytesIO() as file, pause_gc():
         _Pickler(file, buffer_callback).dump(obj)
         return file.getvalue()
-
-
-@contextlib.contextmanager
-def _pause_garbage_collection() -> Iterator[None]:
-    """Let no collection run within the context. Each would walk over all objects made so far, of which none is garbage:
-    with a million arrays, that takes longer than the rest.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

@@ -12,18 +12,18 @@ reads no files, since the notebook looks up the source lines.
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import threading
 from itertools import accumulate, chain, repeat, starmap
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING
 
+from dtkit._util.garbage import pause_gc
 from dtkit._util.installation import PACKAGE_FOLDER
 from dtkit.health.frames import MAX_FRAMES, CallStack, has_user_code, make_stack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from types import CodeType
 
     from dtkit.health.frames import Frame
@@ -41,6 +41,9 @@ _P2P_FUNCTIONS = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 def sample_thread(thread_id: int) -> CallStack:
     """Return the stack of a thread, innermost first, without the frames that every call has."""
     codes_and_lines: list[tuple[CodeType, int]] = []
+    # Before Python 3.12, a collection may start within C code. Its finalizers run Python, so that threads take turns.
+    # A thread that creates another one then waits for the lock on the list of threads, whose owner waits for the
+    # interpreter (CPython issue 106883).
     innermost = map(methodcaller("get", thread_id), starmap(sys._current_frames, [()]))  # noqa: SLF001 - Python's only way
     with pause_gc(), contextlib.suppress(AttributeError):  # at the outermost frame, or if the thread has ended
         # One call without bytecode. Between bytecodes other threads may run, so a loop would be wrong.
@@ -48,22 +51,6 @@ def sample_thread(thread_id: int) -> CallStack:
             map(_get_code_and_line, accumulate(chain(innermost, repeat("f_back", MAX_FRAMES - 1)), getattr))
         )
     return make_stack([(code.co_filename, line or code.co_firstlineno, code.co_name) for code, line in codes_and_lines])
-
-
-@contextlib.contextmanager
-def pause_gc() -> Iterator[None]:
-    """Pause the garbage collector, which before Python 3.12 may start within C code.
-
-    Its finalizers run Python, so that threads take turns. A thread that creates another one then waits for the lock on
-    the list of threads. The lock's owner waits for the interpreter (CPython issue 106883).
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def sample_helper_threads(main_thread_id: int) -> dict[str, CallStack]:

@@ -40,7 +40,10 @@ html_math_renderer = "mathml"
 html_theme = "pydata_sphinx_theme"
 html_title = "dtkit"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
+html_context = {"default_mode": "auto"}  # without it, the theme's script reports an invalid mode on each page
 html_css_files = ["dtkit.css"]
+html_js_files = ["search.js"]
 html_show_sourcelink = False
 html_theme_options = {
     "header_links_before_dropdown": 6,
@@ -67,7 +70,8 @@ suppress_warnings = ["misc.highlighting_failure", "mystnb.unknown_mime_type"]
 # -- reference ------------------------------------------------------------------------------------------------
 
 default_role = "code"
-autodoc_typehints = "signature"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = False
@@ -76,12 +80,15 @@ autosummary_generate = False  # its tables link to the pages of the reference, w
 autodoc_default_options = {"members": True}
 toc_object_entries_show_parents = "hide"  # the list on the right is narrow
 _MADE_BY_DTKIT = {"dtkit.Checkpoint", "dtkit.History", "dtkit.Partition", "dtkit.Run"}
+_MADE_BY_USERS = ("dtkit.lessons.", "dtkit.types.", "dtkit.errors.", "dtkit.integrations.trackers.")
 _STRATEGY_METHODS = {name for name in vars(Strategy) if not name.startswith("_")} | {"has_plain_sums"}
 _NO_OUTPUTS = (
     '<div class="admonition note"><p class="admonition-title">Without outputs</p><p>This page was built without '
     "running the notebook. <code>make lab</code> opens it in JupyterLab, where its results and dashboards are live. "
     "<code>make docs EXECUTE=1</code> builds this page with the outputs.</p></div>"
 )
+_PICTURE = re.compile(r"^!\[(?P<alt>[^\]]+)\]\((?:\.\./)+notebooks/images/(?P<name>[\w-]+)\.png\)$", re.MULTILINE)
+"""A line of a page that is a picture, as GitHub shows it."""
 _PARAMETER = re.compile(r"(?P<names>[*\w]+(, [*\w]+)*) : (?P<text>.*)")
 
 
@@ -112,7 +119,8 @@ def hide_constructor(
     _app: Any, kind: str, name: str, _object: Any, _options: Any, _signature: str, returned: str
 ) -> tuple[str, str] | None:
     """Leave out the constructors of classes that dtkit makes itself, such as a run."""
-    return ("", returned) if kind == "class" and name in _MADE_BY_DTKIT else None
+    is_made = name in _MADE_BY_DTKIT or name.count(".") > 1  # classes outside of the root are returned by calls
+    return ("", returned) if kind == "class" and is_made and not name.startswith(_MADE_BY_USERS) else None
 
 
 def skip_internal(_app: Any, kind: str, name: str, _object: Any, skip: bool, _options: Any) -> bool | None:  # noqa: FBT001 - Sphinx's signature
@@ -121,11 +129,21 @@ def skip_internal(_app: Any, kind: str, name: str, _object: Any, skip: bool, _op
 
 
 def adapt_links(_app: Any, document: str, content: list[str]) -> None:
-    """Let links to the README's example, to notebooks and to JupyterLab's headings point to places of the site."""
-    text = content[0].replace("../../README.md#the-example", "/example.md").replace("../../notebooks/", "/tutorials/")
+    """Show pictures in the theme's colors, and let links to the README, notebooks and headings point into the site."""
+    text = content[0].replace("../../README.md#the-example", "/example.md")
+    text = _PICTURE.sub(_show_in_both_themes, text).replace("../../notebooks/", "/tutorials/")
     if document.startswith("tutorials/"):
         text = re.sub(r"\]\(#([^)]+)\)", lambda match: f"](#{_make_slug(match[1])})", text)
     content[0] = text
+
+
+def _show_in_both_themes(picture: re.Match[str]) -> str:
+    """Return directives that show a picture on light pages, and its double NAME-dark.png on dark ones."""
+    images = [
+        f":::{{image}} /_static/{picture['name']}{ending}.png\n:alt: {picture['alt']}\n:class: {shown}\n:::\n"
+        for ending, shown in (("", "only-light"), ("-dark", "only-dark"))
+    ]
+    return "::::{div} scrolling-picture\n" + "\n".join(images) + "::::"
 
 
 def note_missing_outputs(
@@ -134,6 +152,14 @@ def note_missing_outputs(
     """Begin a tutorial with a note that its outputs are missing, where the notebooks were not run."""
     if page.startswith("tutorials/0") and nb_execution_mode == "off" and "NOTEBOOKS" not in os.environ:
         context["body"] = f"{_NO_OUTPUTS}{context['body']}"
+
+
+def name_pictures(
+    _app: Any, _page: str, _template: str, context: dict[str, Any], _doctree: nodes.document | None
+) -> None:
+    """Replace the file names that myst-nb gives to pictures of cells as their texts."""
+    alt = 'alt="The picture that this cell shows"'
+    context["body"] = re.sub(r'alt="[./]*_images/[0-9a-f]+\.png"', alt, context.get("body", ""))
 
 
 def _make_slug(heading: str) -> str:
@@ -160,6 +186,7 @@ def setup(app: Any) -> None:
     app.connect("autodoc-skip-member", skip_internal)
     app.connect("source-read", adapt_links)
     app.connect("html-page-context", note_missing_outputs)
+    app.connect("html-page-context", name_pictures)
 
 
 def copy_tutorials() -> None:

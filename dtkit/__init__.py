@@ -20,6 +20,7 @@ torch nor matplotlib nor ipyparallel.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util.installation import VERSION
@@ -145,6 +146,15 @@ _OVERWRITTEN = (
 )
 
 
+def _check_platform(platform: str = sys.platform) -> None:
+    """Raise ImportError on Windows, where the first cluster would fail for lack of a module of Unix."""
+    if platform == "win32":
+        raise ImportError(
+            "dtkit needs Linux or another Unix, and this is Windows. Install it in WSL, and start Jupyter there: "
+            "https://learn.microsoft.com/windows/wsl/install"
+        )
+
+
 def _check_installation() -> None:
     """Warn if the unrelated distribution `dtkit` is installed too, as long as it has not replaced this file."""
     import importlib.metadata
@@ -162,4 +172,5 @@ def _check_installation() -> None:
     )
 
 
+_check_platform()
 _check_installation()

@@ -23,9 +23,9 @@ from dtkit.history.timeline import Timeline
 from dtkit.history.workload import Efficiency
 from dtkit.planning.memory_report import Memory
 from dtkit.planning.plan import Plan
+from dtkit.rpc.verification import Verification
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.task import Task
-from dtkit.training.verification import Verification
 from tests.support.small import accuracy, data, net, train
 
 if TYPE_CHECKING:

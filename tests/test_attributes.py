@@ -9,8 +9,11 @@ import traceback
 import pytest
 
 import dtkit
-from dtkit._util.attributes import describe_missing, suggest_attributes
+from dtkit._util.attributes import ELSEWHERE, describe_missing, suggest_attributes
+from dtkit.history.history import History
 from dtkit.planning.plan import Plan
+from dtkit.training.run import Run
+from tests.support.fake_source import FakeSource
 
 
 @suggest_attributes("thing")
@@ -102,3 +105,30 @@ def test_name_of_the_same_letters_is_preferred():
     assert describe_missing("run", "stpe", ["status", "step", "stop"]) == (
         "run has no attribute 'stpe'; did you mean run.step?"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("loss", "run.history.loss()"),
+        ("metrics", "run.history.evaluations"),
+        ("scalars", 'run.history.scalar("name")'),
+        ("df", "run.history.to_pandas()"),
+        ("epochs", "run.spec"),
+        ("show", "run.figure()"),
+    ],
+)
+def test_names_that_newcomers_try_on_a_run_lead_to_where_it_is(name: str, meant: str):
+    assert describe_missing("run", name, dir(Run)) == f"run has no attribute {name!r}; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(("owner", "cls"), [("run", Run), ("history", History)])
+def test_what_errors_suggest_exists_and_what_they_are_for_does_not(owner: str, cls: type):
+    source = FakeSource(ranks=1)
+    for name, meant in ELSEWHERE[owner].items():
+        assert not hasattr(cls, name), name
+        first, *others = meant.removeprefix(f"{owner}.").split(".")
+        attribute = first.partition("(")[0]
+        assert hasattr(cls, attribute) or hasattr(source.history, attribute), meant
+        if attribute == "history":
+            assert hasattr(source.history, others[0].partition("(")[0]), meant

@@ -304,6 +304,8 @@ def test_partition_by_speed_requires_a_model_and_a_loss(cluster: dtkit.Cluster):
         cluster.partition(data(), by="speed", model=net())
     with pytest.raises(ValueError, match="measures the weights itself"):
         cluster.partition(data(), by="speed", model=net(), loss=nn.CrossEntropyLoss(), weights=[1, 2])
+    with pytest.raises(ValueError, match="'stratified', 'speed'"):
+        dtkit.Partition(10, 2, by="foo")
     with pytest.raises(ValueError, match="by='speed' needs measured speeds"):
         dtkit.Partition(10, 2, by="speed")
     check_usable(cluster)
@@ -318,6 +320,8 @@ def test_bad_callback_is_refused(cluster: dtkit.Cluster):
         train(cluster, callbacks=[dtkit.EarlyStopping(monitor="accuracy")])
     with pytest.raises(ValueError, match="what is evaluated is loss, all of it on the validation data"):
         train(cluster, callbacks=[dtkit.EarlyStopping(monitor="val_loss")], validation=data())
+    with pytest.raises(ValueError, match=r"monitor='acc'\), but what is evaluated is loss, all"):
+        train(cluster, callbacks=[dtkit.EarlyStopping(monitor="acc")], validation=data())
     with pytest.raises(ValueError, match="it must be a number of epochs from 1 up"):
         dtkit.EarlyStopping(patience=0)
 

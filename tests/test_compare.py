@@ -15,12 +15,20 @@ import dtkit
 from dtkit.dashboard.figures import comparison_figure
 from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder
 from dtkit.dashboard.summary import comparison as comparison_summary
+from dtkit.dashboard.summary.function_text import read_function, read_optimizer
+from dtkit.dashboard.summary.source_differences import tell_sources_apart
+from dtkit.dashboard.summary.spec_differences import list_differences
 from dtkit.dashboard.text import comparison_text
-from dtkit.history.history import History
+from dtkit.history.history import ROW_DTYPE, History
+from dtkit.history.speed import compute_speed, read_step_ends
 from dtkit.testing.fake_transport import FakeTransport
-from dtkit.types import Evaluation, State
+from dtkit.training.function_sources import read_sources
+from dtkit.training.settings import describe_value
+from dtkit.types import Evaluation, RunSpec, State
 from tests.support.comparison_sources import make_diverging_pair, make_logging_runs, make_source
 from tests.support.fake_source import FakeSource
+from tests.support.report_page import remove_own_scripts
+from tests.support.verification import make_verification
 
 
 def test_the_table_agrees_with_the_histories():
@@ -56,13 +64,14 @@ def test_losses_that_differ_by_rounding_are_all_bold_or_none(losses, bold):
     assert table.bold_cells == [(row, column) for row in bold]
 
 
-def test_the_text_of_a_comparison_is_a_table():
+def test_the_text_of_a_comparison_is_a_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     header, *lines = (
         repr(dtkit.compare([make_source(), make_source("ParameterAveraging(every=8)", every=8)]))
         .partition("\n\n")[0]
         .splitlines()
     )
-    columns = [name for name in comparison_text.NUMBER_COLUMNS if name != "nodes"]  # which are equal
+    columns = [name for name in comparison_text.NUMBER_COLUMNS if name not in ("nodes", "in steps")]  # which are equal
     assert re.split(" {2,}", header) == ["run", "state", *columns]
     assert lines[0].startswith("DataParallel()  ")
     assert "32 MB" in lines[0]
@@ -78,7 +87,9 @@ def test_the_html_of_a_comparison_is_a_figure_and_an_escaped_table():
     assert "<script>" not in page
     assert "Odd(<wbr>&#x27;&lt;script&gt;&#x27;)" in page
     numbers = re.findall(r'<td style="text-align: right; white-space: nowrap;', page)
-    assert len(numbers) == 2 * (len(comparison_text.NUMBER_COLUMNS) - 3)  # equal bytes and nodes are hidden
+    assert len(numbers) == 2 * (
+        len(comparison_text.NUMBER_COLUMNS) - 4
+    )  # equal bytes and nodes are hidden, and time in steps
     assert 'alt="Loss against steps and time. DataParallel(): loss ' in page
     assert comparison._repr_png_().startswith(b"\x89PNG")
 
@@ -138,7 +149,8 @@ def test_a_long_comparison_is_drawn_from_few_points():
     assert sent.get_lines()[0].get_xdata()[-1] == 5000 * 400_000
 
 
-def test_runs_without_steps_or_bytes_are_shown():
+def test_runs_without_steps_or_bytes_are_shown(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     empty, alone = FakeSource(name="Fresh"), make_source(ranks=1, sent=0)
     for runs in ([empty], [alone], [empty, alone], [empty, make_source("B()")]):
         comparison = dtkit.compare(runs)
@@ -279,6 +291,47 @@ def test_a_learning_rate_that_a_function_hides_is_compared():
     assert dtkit.compare([runs[0], runs[0]]).differences == []
 
 
+@pytest.mark.parametrize(
+    ("optimizers", "shown"),
+    [
+        (
+            [
+                "lambda params, lr=0.1: torch.optim.SGD(params, lr=lr)",
+                "lambda params, lr=0.02: torch.optim.SGD(params, lr=lr)",
+            ],
+            [],
+        ),
+        (["lambda params: torch.optim.SGD(params, lr=lr)"] * 2, []),
+        (["partial(SGD, lr=0.1)", "partial(SGD, lr=0.02)"], []),
+        (
+            ["lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)", "lambda m: AdamW(m.parameters(), lr=0.02)"],
+            [("optimizer", "SGD(momentum=0.9)", "AdamW")],
+        ),
+        (
+            ["lambda p: SGD([{'params': p}], lr=0.1)", "lambda p: SGD(p, **options)"],
+            [("optimizer", "SGD([{'params': p}], lr=0.1)", "SGD(p, **options)")],
+        ),
+    ],
+    ids=["defaults", "closures", "partial", "classes", "unreadable"],
+)
+def test_a_sweep_of_learning_rates_is_told_in_one_form(optimizers, shown):
+    runs = [FakeSource(ranks=1) for _ in range(2)]
+    runs[1].lr = 0.02
+    for run, optimizer in zip(runs, optimizers, strict=True):
+        settings = (("optimizer", optimizer),)  # as `train` has it
+        run.spec = dataclasses.replace(run.spec, optimizer=optimizer, settings=settings)
+        run.advance(3)
+    assert dtkit.compare(runs).differences == [*shown, ("first learning rate", "0.1", "0.02")]
+
+
+def test_typed_learning_rates_are_compared_where_the_first_ones_are_equal():
+    runs = [FakeSource(ranks=1) for _ in range(2)]
+    for run, rate in zip(runs, (0.1, 0.02), strict=True):
+        optimizer = f"lambda params, lr={rate}: torch.optim.SGD(params, lr=lr)"
+        run.spec = dataclasses.replace(run.spec, optimizer=optimizer)
+    assert dtkit.compare(runs).differences == [("learning rate", "0.1", "0.02")]
+
+
 def test_rates_set_by_hand_are_compared_and_a_divergence_is_no_setting():
     quiet, steered, lost = (FakeSource(ranks=1) for _ in range(3))
     for run in (quiet, steered, lost):
@@ -328,7 +381,7 @@ def test_a_comparison_is_written_as_one_page(tmp_path):
     runs = [with_metrics("DataParallel()", [0.5, 0.9]), with_metrics("Odd('<script>')", [0.6, 0.7])]
     dtkit.compare([*runs, runs[0].history], labels=["a", "b", "c"]).report(tmp_path / "runs.html")
     page = (tmp_path / "runs.html").read_text(encoding="utf-8")
-    assert not re.search(r"<script|<link|https?://", page)
+    assert not re.search(r"<script|<link|https?://", remove_own_scripts(page))
     headings = re.findall(r"<h3>([^<]*) <small>", page)
     assert headings == [
         "Loss against steps",
@@ -389,7 +442,7 @@ def test_a_run_that_diverged_leaves_room_for_the_others():
         good = next(line for line in axes[name].get_lines() if line.get_gid().startswith("good")).get_ydata()
         assert high < 10, name
         assert np.ptp(good) > 0.3 * (high - low), name
-        assert "lie beyond" in axes[name].get_xlabel()
+        assert "left out" in axes[name].get_xlabel()  # as in the live view
     assert axes["Validation accuracy"].get_xlabel() == "step"
 
 
@@ -444,3 +497,193 @@ def test_the_picture_of_a_comparison_is_readable_in_a_window_of_600_px(num_runs)
     (legend,) = figure.legends
     assert legend.get_window_extent().x1 <= figure.bbox.x1
     assert [text.get_text() for text in legend.get_texts()] == list(dtkit.compare(runs).labels)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1)", "cross_entropy(label_smoothing=0.1)"),
+        ("lambda o, t: F.cross_entropy(o, t, label_smoothing=s), where s=0.2", "cross_entropy(label_smoothing=0.2)"),
+        ("lambda o: StepLR(o, size), where size=10", "StepLR(10)"),
+        ("lambda o, t, k=2: k * o.sum()", "2 * o.sum()"),
+        ("lambda o, t: o.sum(dim=1)", "o.sum(dim=1)"),
+        ("lambda o, t: f(o, **options)", "f(o, **options)"),
+        ("own_loss, where weight=0.5", "own_loss, where weight=0.5"),
+        ("{'accuracy': lambda o, t: f(o, k), where k=5}", "{'accuracy': lambda o, t: f(o, k), where k=5}"),
+    ],
+)
+def test_a_lambda_is_named_by_what_it_calls(text, name):
+    assert read_function(text) == name
+
+
+def test_the_rate_of_a_lambda_that_closes_over_it_is_known():
+    found = read_optimizer("lambda p: torch.optim.SGD(p, lr=rate, momentum=m), where rate=0.1, m=0.9")
+    assert (found.name, found.rate) == ("SGD(momentum=0.9)", "0.1")
+
+
+def test_runs_whose_functions_close_over_other_values_differ_by_these():
+    def make_spec(smoothing: float, weight: float) -> RunSpec:
+        def own_schedule(optimizer: object) -> object:
+            return optimizer, weight
+
+        loss = lambda o, t: nn.functional.cross_entropy(o, t, label_smoothing=smoothing)  # noqa: E731 - is described
+        settings = ("loss", describe_value(loss)), ("lr_scheduler", describe_value(own_schedule))
+        return dataclasses.replace(FakeSource().spec, settings=settings)
+
+    rows = list_differences([make_spec(0.1, 1.0), make_spec(0.2, 2.0)])
+    assert rows == [
+        ("loss", "cross_entropy(label_smoothing=0.1)", "cross_entropy(label_smoothing=0.2)"),
+        ("lr_scheduler", "own_schedule, where weight=1.0", "own_schedule, where weight=2.0"),
+    ]
+
+
+def test_functions_that_differ_only_in_the_order_of_their_arguments_are_told_in_full():
+    specs = [
+        dataclasses.replace(FakeSource().spec, settings=(("loss", f"lambda o, t: f({arguments})"),))
+        for arguments in ("o, t", "t, o")
+    ]
+    assert list_differences(specs) == [("loss", "lambda o, t: f(o, t)", "lambda o, t: f(t, o)")]
+
+
+def test_options_that_the_text_of_a_loss_leaves_out_are_told():
+    assert describe_value(nn.CrossEntropyLoss(label_smoothing=0.1)) == "CrossEntropyLoss(label_smoothing=0.1)"
+    assert describe_value(nn.CrossEntropyLoss()) == "CrossEntropyLoss()"
+
+
+def test_a_comparison_names_the_result_of_each_verification():
+    runs = [make_source(name=name) for name in ("passed", "failed", "apart", "none")]
+    header = comparison_text.make_table(dtkit.compare(runs).rows).header
+    assert comparison_text.VERIFIED not in header
+    passed = make_verification()
+    runs[0].verification = passed
+    runs[1].verification = dataclasses.replace(passed, verdict="FAIL", max_difference=0.25)
+    runs[2].verification = dataclasses.replace(
+        passed, verdict="NOT COMPARABLE", max_difference=float("nan"), differences={}
+    )
+    comparison = dtkit.compare([*runs, runs[0].history])
+    table = comparison_text.make_table(comparison.rows)
+    column = list(table.header).index(comparison_text.VERIFIED)
+    cells = ["PASS, 3e-08", "FAIL, 0.25", "NOT COMPARABLE", "no", "no"]
+    assert [row[column] for row in table.rows] == cells
+    assert all(cell in repr(comparison) and cell in comparison._repr_html_() for cell in cells)
+    assert "largest difference to one process" in comparison._repr_html_()
+
+
+def test_throughput_of_a_comparison_is_as_smooth_as_that_of_a_run():
+    noisy = FakeSource(ranks=2)
+    for k in range(640):
+        noisy.slowness = {0: 1.0, 1: 5.0 if k % 10 == 0 else 1.0}
+        noisy.advance(1)
+    comparison = dtkit.compare([noisy, make_source(steps=40)])
+    message = ComparisonMessageBuilder(comparison).build_snapshot()
+    place = next(series for series in message.content["series"] if series["title"] == "Throughput")
+    assert place["points"] <= 64
+    values = np.frombuffer(message.buffers[2], "<f4")[place["first"] :][: place["points"] * (place["lines"] + 1)]
+    rates = values.reshape(place["points"], -1)[:, 1]
+    whole = compute_speed(noisy.history).samples_per_s  # a mean of the steps' rates is larger
+    np.testing.assert_allclose(rates, whole, rtol=0.1)
+    np.testing.assert_allclose(comparison_summary.read_rates(noisy.history)[1], whole, rtol=0.1)
+    assert noisy.history.throughput()[1].min() < 0.5 * whole
+
+
+def test_the_time_axis_ends_where_the_table_says():
+    """The slowest steps of different ranks overlap where ranks don't wait for each other: their sum is too long."""
+    rows = np.zeros(200, ROW_DTYPE)
+    rows["step"], rows["rank"] = np.repeat(np.arange(100), 2), np.tile([0, 1], 100)
+    rows["step_s"] = np.where((rows["step"] + rows["rank"]) % 2, 0.5, 0.1)
+    rows["samples"], rows["weight"], rows["loss"] = 64, 64, 1.0
+    history = History()
+    history.append(rows)
+    ends = read_step_ends(history)
+    assert ends[-1] == pytest.approx(30)  # of each rank; the slowest steps are 50 s
+    message = ComparisonMessageBuilder(dtkit.compare([history, make_source(steps=40)])).build_snapshot()
+    _, milliseconds = message.content["head"]["axes"]["time"][0]
+    assert milliseconds[-1] == pytest.approx(30_000, rel=1e-3)
+
+
+def make_named_loss(scale):
+    """Return one of two functions of the same name, whose second lines differ."""
+    if scale == 1:
+
+        def loss(outputs, targets):
+            difference = outputs - targets
+            return difference.abs().mean()
+    else:
+
+        def loss(outputs, targets):
+            # squares weigh outliers more
+            difference = outputs - targets
+            return (difference**2).mean()
+
+    return loss
+
+
+def make_spec_with_loss(loss):
+    return dataclasses.replace(
+        FakeSource().spec,
+        settings=(("loss", describe_value(loss)),),
+        sources=(("loss", read_sources(loss)),),
+    )
+
+
+def test_functions_of_one_name_are_told_apart_by_the_lines_that_differ():
+    specs = [make_spec_with_loss(make_named_loss(scale)) for scale in (1, 2)]
+    assert list_differences(specs) == [
+        ("loss", "loss: return difference.abs().mean()", "loss: return (difference**2).mean()")
+    ]
+    assert list_differences([specs[0], make_spec_with_loss(make_named_loss(1))]) == []
+
+
+def test_functions_without_source_of_one_name_are_told_apart():
+    losses = [eval(f"lambda o, t: {power} * (o - t)") for power in (2, 3)]
+    (row,) = list_differences([make_spec_with_loss(loss) for loss in losses])
+    assert row[1].startswith("a lambda: no source; bytecode ")
+    assert row[1] != row[2]
+    assert list_differences([make_spec_with_loss(eval("lambda o, t: 2 * (o - t)")) for _ in range(2)]) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "texts"),
+    [
+        (["a\nb", "a"], ["f: b", "f (2)"]),
+        (["a\nb", "b\na"], ["f (1)", "f (2)"]),
+        (["a", "a\n\n# why"], ["f", "f"]),
+        (["a", ""], ["f", "f"]),
+        (["1\n2\n3\n4\n5", "6"], ["f: 1; 2; 3; and 2 more lines", "f: 6"]),
+    ],
+)
+def test_sources_are_told_apart_by_their_own_lines_or_by_numbers(sources, texts):
+    assert tell_sources_apart(["f", "f"], sources) == texts
+
+
+def test_optimizers_that_differ_in_their_rate_only_have_no_row_of_lines():
+    text = "lambda p: torch.optim.SGD(p, lr={rate})"
+    specs = [
+        dataclasses.replace(
+            FakeSource().spec, optimizer=text.format(rate=rate), sources=(("optimizer", f"SGD(p, lr={rate})"),)
+        )
+        for rate in (0.1, 0.2)
+    ]
+    assert list_differences(specs) == []
+
+
+def test_a_comparison_shows_no_secret_of_a_function():
+    def make_loss(number):
+        if number == 1:
+
+            def loss(outputs, targets):
+                log(outputs, api_key="sesame")
+                return (outputs - targets).abs()
+        else:
+
+            def loss(outputs, targets):
+                log(outputs)
+                return (outputs - targets).abs()
+
+        return loss
+
+    (row,) = list_differences([make_spec_with_loss(make_loss(number)) for number in (1, 2)])
+    assert row == ("loss", 'loss: log(outputs, api_key="***")', "loss: log(outputs)")
+
+
+def log(*_args, **_options): ...

@@ -5,7 +5,7 @@ import pytest
 import dtkit
 from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder
 from dtkit.dashboard.text import comparison_text
-from dtkit.errors import EngineError, PausedError
+from dtkit.errors import EngineError, NonFiniteError, PausedError
 from dtkit.types import Evaluation, Event, Failure, State
 from tests.support.fake_source import FakeSource
 
@@ -75,12 +75,12 @@ def test_every_view_of_a_comparison_names_the_cause_of_a_failure(tmp_path):
     assert [row.cause for row in comparison.rows] == ["", "ValueError: boom <in> loss, step 4"]
 
 
-def test_a_cause_is_one_short_line():
+def test_a_cause_is_one_line_of_limited_length():
     good, crashed = make_failed_pair()
-    crashed.exception = PausedError(f"{'long ' * 100}\nsecond line")
+    crashed.exception = PausedError(f"{'long ' * 200}\nsecond line")
     cause = dtkit.compare(good, crashed).rows[1].cause
     assert cause.startswith("PausedError: long long")
-    assert len(cause) <= 160
+    assert len(cause) <= 600
     assert "second" not in cause
 
 
@@ -89,4 +89,16 @@ def test_a_history_has_the_cause_that_ended_its_run():
     crashed.history.add(Event(4, "error", "node 1: ValueError: boom\nin a line", 0.0))
     row = dtkit.compare(good, crashed.history).rows[1]
     assert row.cause.startswith("node 1: ValueError: boom")
+    assert not row.competes
+
+
+@pytest.mark.parametrize("state", [State.STOPPED, State.PAUSED])
+def test_a_run_that_ends_at_a_loss_that_is_not_finite_has_one_word_for_it(state: State):
+    """Its loss may have grown for too few steps to be seen in the history."""
+    source = FakeSource(ranks=2)
+    source.advance(4)
+    source.exception = NonFiniteError([Failure(0, "host", "NonFiniteError", "gradients are not finite", "", step=4)])
+    source.end(state)
+    row = dtkit.compare([source]).rows[0]
+    assert row.state == f"{state.value}, not finite"
     assert not row.competes

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+from IPython.core.completer import IPCompleter, provisionalcompleter
 
 import dtkit
 from dtkit._util.completion import hide_from_completion
@@ -36,6 +41,59 @@ def test_run_and_history_offer_nothing_that_only_dtkit_calls():
     ):
         assert set(users) <= set(names)
         assert not set(internal) & set(names)
+
+
+@pytest.fixture
+def user_objects():
+    """One object of each kind that a user holds, by the name of its class in the reference."""
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
+        handle, partition = cluster.broadcast(small.net()), cluster.partition(small.data())
+        run = small.train(cluster, handle, partition, start=False)
+        yield {
+            "Cluster": cluster,
+            "Run": run,
+            "History": run.history,
+            "Partition": partition,
+            "EarlyStopping": dtkit.EarlyStopping(),
+            "dtkit.data.broadcast.ModelHandle": handle,
+        }
+        run.stop()
+
+
+def read_excluded(name: str) -> set[str]:
+    """Return the names that the reference leaves out of a class."""
+    pages = "".join(page.read_text() for page in (Path(__file__).parents[1] / "docs/reference").glob("*.md"))
+    (options,) = re.findall(rf"^\.\. autoclass:: {re.escape(name)}\n((?:   :.*\n)*)", pages, re.MULTILINE)
+    return {word for line in re.findall(":exclude-members: (.*)", options) for word in line.split(", ")}
+
+
+def find_undocumented(obj: object) -> list[str]:
+    """Return the names behind an object that have no docstring in its class."""
+    pycode = pytest.importorskip("sphinx.pycode")
+    described = {
+        name
+        for kind in type(obj).__mro__
+        if kind.__module__.startswith("dtkit")
+        for _, name in pycode.ModuleAnalyzer.for_module(kind.__module__).find_attr_docs()
+    }
+    described |= set(re.findall(r"^    (\w+)$", type(obj).__doc__ or "", re.MULTILINE))  # parameters
+    static: dict[str, Any] = {name: inspect.getattr_static(type(obj), name, None) for name in list_shown(obj)}
+    return [name for name, member in static.items() if name not in described and not (member and member.__doc__)]
+
+
+def test_each_name_behind_an_object_is_in_the_reference_or_hidden(user_objects):
+    for name, obj in user_objects.items():
+        assert not read_excluded(name) & set(list_shown(obj)), name
+        assert find_undocumented(obj) == [], name
+
+
+def test_the_tab_key_offers_what_dir_lists(user_objects):
+    completer = IPCompleter(shell=None, namespace={"it": None}, use_jedi=True)
+    for obj in user_objects.values():
+        completer.namespace = {"it": obj}
+        with provisionalcompleter():
+            offered = {completion.text for completion in completer.completions("it.", 3)}
+        assert {name for name in offered if not name.startswith("_")} == set(list_shown(obj))
 
 
 def test_a_name_to_hide_must_exist():

@@ -51,7 +51,7 @@ def test_partitions_and_the_explained_step_have_tables_and_pictures(done: Execut
     for source in ("\npartition = cluster.partition(", "skewed = cluster.partition("):
         shown = done.outputs(source)[-1].data
         assert "image/png" in shown
-        assert "sizes=(749, 748)" in shown["text/plain"]
+        assert "748 or 749 each" in shown["text/plain"]
     page = done.outputs("explanation = run.explain_step()")[-1].data["text/html"]
     assert "Both nodes hold identical parameters, bit by bit." in page
     assert "data:image/png;base64,iVBOR" in page
@@ -74,6 +74,8 @@ def test_the_comparison_shows_every_run(done: ExecutedNotebook):
     assert "data:image/png;base64,iVBOR" in page
     for label in ("gradients", "averaging, every 8", "DiLoCo, every 8", "fp16", "PowerSGD"):
         assert f">{label}<" in page
+    (figure,) = done.outputs("comparison.figure()")
+    assert "image/png" in figure.data  # with the loss against bytes, of which the text speaks
 
 
 def accuracies(text: str) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import os
 import re
@@ -73,9 +74,40 @@ def test_the_reference_has_every_public_name(root: Path):
     assert set(dtkit.__all__) - documented == {"DtkitError"}  # among the errors
 
 
+def test_examples_in_docstrings_print_what_they_show():
+    runner, report = doctest.DocTestRunner(), []
+    for name in dtkit.__all__:
+        for example in doctest.DocTestFinder().find(getattr(dtkit, name), name, globs={"dtkit": dtkit}):
+            runner.run(example, out=report.append)
+    assert "".join(report) == ""
+    assert runner.summarize(verbose=False).attempted >= 6
+
+
 def test_the_readme_is_short(root: Path):
     lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 120  # two screens
+
+
+def test_pictures_of_pages_are_small_and_there_are_two_for_light_and_dark_pages(root: Path):
+    shown = set()
+    for page in list_pages(root):
+        for alt, image in re.findall(r"!\[(.*)\]\((.+\.png)\)", page.read_text(encoding="utf-8")):
+            path = (page.parent / image).resolve()
+            shown |= {path, path.with_stem(f"{path.stem}-dark")}
+            assert len(alt) > 20, image
+    images = set((root / "notebooks" / "images").iterdir())
+    assert {path.name for path in shown ^ images} == set()
+    assert {path.name: path.stat().st_size for path in images if path.stat().st_size > 150_000} == {}
+
+
+def test_pictures_of_pages_begin_with_an_empty_row_and_not_with_a_cut_line_of_text(root: Path):
+    image = pytest.importorskip("PIL.Image")
+    colors = {}
+    for path in (root / "notebooks" / "images").iterdir():
+        if not path.name.startswith("dashboard"):  # these begin at the dashboard's border
+            with image.open(path) as picture:
+                colors[path.name] = picture.convert("RGB").crop((0, 0, picture.width, 1)).getcolors()
+    assert {name: found for name, found in colors.items() if found is None or len(found) > 1} == {}
 
 
 @pytest.mark.slow
@@ -90,12 +122,32 @@ def test_the_site_builds_without_a_warning(root: Path, tmp_path: Path):
     assert 'id="dtkit.Cluster.train"' in page
     assert "<strong>batch_size</strong>" in page  # the lists of arguments are lists
     assert "<math" in (tmp_path / "tutorials" / "02_data_parallel.html").read_text(encoding="utf-8")
-    fields = {
-        path.name: find_type_fields(path.read_text(encoding="utf-8")) for path in tmp_path.glob("reference/*.html")
-    }
+    pages = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("reference/*.html")}
+    tables = (root / "docs/reference/index.md").read_text(encoding="utf-8")
+    names = re.findall(r"^   ((?:Cluster|Run|History)\.\w+)$", tables, re.MULTILINE)
+    assert "Run.verdict" in names  # a property of its base class
+    assert [name for name in names if not any(f'id="dtkit.{name}"' in page for page in pages.values())] == []
+    fields = {name: find_type_fields(page) for name, page in pages.items()}
     assert len(fields) > 5
     assert {name: found for name, found in fields.items() if found} == {}  # signatures have the types
+    for name in ("pause.png", "pause-dark.png"):  # on light and on dark pages
+        assert f'src="../_images/{name}"' in (tmp_path / "how-to" / "pause.html").read_text(encoding="utf-8")
     index = json.loads((tmp_path / "searchindex.js").read_text(encoding="utf-8").removeprefix("Search.setIndex(")[:-1])
     found = index["terms"]["dashboard"]
     assert index["docnames"].index("changelog") not in found
     assert len(found) > 5
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "public"),
+    [
+        ("dtkit.history.history", "History", {"evaluations", "events", "ranks_per_replica", "workload"}),
+        ("dtkit.training.run", "Run", set()),
+    ],
+)
+def test_attributes_that_only_dtkit_uses_are_not_in_the_reference(root: Path, module: str, name: str, public: set[str]):
+    analyzer = pytest.importorskip("sphinx.pycode").ModuleAnalyzer
+    page = (root / "docs/reference/runs.md").read_text(encoding="utf-8")
+    excluded = re.findall(rf"autoclass:: {name}\n   :exclude-members: (.*)", page)[0].split(", ")
+    attributes = {attribute for owner, attribute in analyzer.for_module(module).find_attr_docs() if owner == name}
+    assert attributes - set(excluded) == public

@@ -15,20 +15,21 @@ from dtkit.engine.ops.benchmarks import BenchmarkOps
 from dtkit.engine.ops.group import GroupOps
 from dtkit.engine.session import Session
 from dtkit.errors import CheckpointError
+from dtkit.messages import Request
 from dtkit.rpc import user_modules
 from dtkit.rpc.protocol import OPERATIONS, SUBJECTS, Call, GroupOperations, JobOperations, make_call
 from dtkit.testing.fake_engine import FakeEngine, FakeResults
 from dtkit.testing.fake_ops import make_operations
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.testing.in_process import InProcessTransport
-from dtkit.types import Request, State
+from dtkit.types import State
 from tests.support.small import accuracy, data, net, sgd, train
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from dtkit.types import Reply
+    from dtkit.messages import Reply
 
 STEPS = 5
 LIMIT_S = 60.0

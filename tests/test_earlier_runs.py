@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dtkit
+from dtkit.errors import NonFiniteError
 from dtkit.testing.in_process import InProcessTransport
 from dtkit.types import State
 from tests.support.small import train
@@ -47,6 +48,18 @@ def test_replaced_run_is_named_and_its_weights_outlive_its_variable(
     assert "a later training" in " ".join(event.text for event in replaced.history.events)
     torch.testing.assert_close(dict(replaced.model.state_dict()), weights, rtol=0, atol=0)
     run.wait(60)
+
+
+def test_ruined_weights_of_a_replaced_run_are_not_offered(cluster: dtkit.Cluster, capsys: pytest.CaptureFixture[str]):
+    run = train(cluster, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e30), name="first")
+    with pytest.raises(NonFiniteError) as caught:
+        run.wait(60)
+    assert caught.value.remedy == "train"
+    train(cluster, steps=1).wait(60)
+    line = capsys.readouterr().out
+    assert "Its parameters are ruined" in line
+    assert "earlier_runs.replaced" not in line
+    assert "run.save()" not in line
 
 
 def test_replaced_run_with_a_checkpoint_dir_can_be_continued(

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dtkit.integrations.horovod.exceptions import MeetingError
+from dtkit.integrations.horovod.own_group import OwnGroup
 from dtkit.rpc.script_ranks import ScriptFolder, ScriptRanks
 from dtkit.training.elastic_script import ElasticPolicy, make_policy
 
@@ -64,3 +66,20 @@ def test_ranks_move_down_when_a_slot_is_dropped(tmp_path: Path):
     assert environment["WORLD_SIZE"] == environment["HOROVOD_SIZE"] == "2"
     folder.remove()
     assert not folder.path.exists()
+
+
+def test_rank_does_not_wait_for_one_that_has_ended_the_script(tmp_path: Path):
+    folder = ScriptFolder.create(tmp_path / "script", [0, 2])
+    folder.mark_ended(2)
+    with pytest.raises(MeetingError, match=r"since rank 1 ended the script before.*; run the script again"):
+        OwnGroup()._meet(folder, 0)
+    folder.remove()
+    folder.mark_ended(0)  # the notebook has given the script up
+    assert not folder.path.exists()
+
+
+def test_ranks_that_have_all_arrived_meet_though_one_has_ended_since(tmp_path: Path):
+    folder = ScriptFolder.create(tmp_path / "script", [0])
+    folder.mark_ended(0)
+    _, rank, size = OwnGroup()._meet(folder, 0)
+    assert (rank, size) == (0, 1)

@@ -14,7 +14,7 @@ from dtkit.history import engine_outbox
 from dtkit.history.comm_time import MESSAGE_DTYPE
 from dtkit.history.engine_outbox import ResultOutbox
 from dtkit.history.history import ROW_DTYPE
-from dtkit.types import DispatchResult
+from dtkit.messages import DispatchResult
 
 if TYPE_CHECKING:
     from pathlib import Path

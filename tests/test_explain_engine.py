@@ -138,7 +138,7 @@ def in_group(rank: int, store: str, counts: tuple[int, ...]) -> dict[str, Any]:
     """One rank of a real group; its all-reduce changes the recorded tensors in place."""
     from dtkit._util.resources import find_loopback_interface
     from dtkit.engine.comm.process_group import Group
-    from dtkit.types import GroupSpec
+    from dtkit.messages import GroupSpec
 
     torch.set_num_threads(1)
     group = Group(GroupSpec(rank, len(counts), 0, "gloo", "cpu", store, find_loopback_interface(), 1, 60.0))

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from dtkit.dashboard.figures import render, style
 from dtkit.dashboard.text import data_parallel_text
@@ -327,3 +328,14 @@ def test_text_needs_neither_torch_nor_matplotlib_and_figures_no_pyplot():
         "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_figure_fits_a_cell_of_616_pixels_with_readable_texts():
+    figure = make_explanation().figure()
+    texts = [text for ax in figure.axes for text in ax.findobj(Text) if text.get_text() and text.get_visible()]
+    pixels = 616 / figure.get_figwidth() / 72  # of a point
+    assert min(pixels * text.get_fontsize() for text in texts) >= 8
+    figure.draw_without_rendering()
+    bars, columns = figure.axes[2:]
+    title = next(text for text in bars.findobj(Text) if text.get_text().startswith("Gradient"))
+    assert all(title.get_window_extent().x1 < text.get_window_extent().x0 for text in columns.texts)

@@ -9,14 +9,18 @@ from matplotlib.text import Text
 
 import dtkit
 from dtkit._util import formatting
-from dtkit.dashboard.figures import render, run_figure, style
+from dtkit.dashboard.figures import plan_figure, render, run_figure, style
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.errors import EngineError
+from dtkit.explain import explain
 from dtkit.health.diagnosis import RankObservation
 from dtkit.health.stall_report import report_stuck
 from dtkit.history.scalars import ScalarRecord
+from dtkit.schedules.schedule import Schedule
 from dtkit.types import Evaluation, Failure, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
+from tests.support.plans import make_plan
+from tests.support.stage_reports import make_pipeline_reports, make_sharded_reports
 
 
 def panel(figure, name):
@@ -104,6 +108,28 @@ def test_the_picture_has_what_the_live_view_has():
     assert not [name for name in names if "evaluation" in name]
 
 
+def test_a_saved_notebook_keeps_the_panels_about_learning_and_speed():
+    """A picture of all panels was 2,200 pixels long, and took two seconds of a core at each end of a run."""
+    source = make_complete_run()
+    figure, whole = run_figure.draw_overview(source), run_figure.draw_run(source)
+    names = {text.get_text() for text in figure.findobj(Text)}
+    assert {"throughput", "mean loss", "nodes", "Loss", "Throughput", "accuracy", "entropy"} <= names
+    assert {"Where a step's time goes", "+ node 1 replaced in 1 s, no step lost"} <= names
+    assert not {"Timeline", "CPU (cores)", "pid"} & names
+    assert any("run.report()" in name for name in names)
+    assert render.get_css_width(figure) == render.get_css_width(whole)
+    assert figure.get_figheight() * render.get_css_width(figure) / figure.get_figwidth() < 1100
+    assert figure.get_figheight() < 0.6 * whole.get_figheight()
+
+
+def test_the_kept_picture_of_a_failed_run_has_its_log():
+    source = make_complete_run()
+    source.state, source.exception = State.FAILED, ValueError("a bad batch")
+    texts = {text.get_text() for text in run_figure.draw_overview(source).findobj(Text)}
+    assert "[1] node 1 replaced in 1.3 s, no step lost" in texts
+    assert "pid" in texts
+
+
 def test_prints_give_way_to_events_in_the_log_of_the_picture():
     source = make_complete_run()
     for k in range(100):
@@ -134,6 +160,31 @@ def test_names_of_lines_move_apart_where_they_are_drawn():
     heights = sorted(text.get_window_extent().y0 for text in figure.axes[0].texts if text.get_gid() == "end")
     tallest = max(text.get_window_extent().height for text in figure.axes[0].texts if text.get_gid() == "end")
     assert min(b - a for a, b in itertools.pairwise(heights)) >= tallest - 1
+
+
+def test_names_at_the_top_of_a_panel_leave_room_for_its_note():
+    source = FakeSource(ranks=2)
+    source.advance(60)
+    for rank in range(2):
+        rows = [(step, 300.0 + rank + step / 60, 1.0) for step in range(1, 61)]
+        source.history.add(ScalarRecord(rank, {"system/memory (MB)": rows}))  # lines that end at the top
+    figure = run_figure.draw_run(source)
+    (ax,) = (ax for ax in figure.axes if ax.get_title(loc="left") == "Memory (MB)")
+    assert ax.get_ylim()[1] > 305  # the line is not cut
+    names = [text.get_window_extent() for text in ax.texts if text.get_gid() == "end"]
+    assert len(names) == 3
+    assert max(box.y1 for box in names) <= ax.get_window_extent().y1 + 0.5
+    assert all(b.y0 >= a.y1 - 1 for a, b in itertools.pairwise(sorted(names, key=lambda box: box.y0)))
+
+
+def test_panels_of_the_machines_have_the_steps_of_the_run():
+    source = FakeSource(ranks=2)
+    source.advance(60)
+    for rank in range(2):
+        source.history.add(ScalarRecord(rank, {"system/CPU (cores)": [(step, 0.5, 1.0) for step in (10, 30, 45)]}))
+    figure = run_figure.draw_run(source)
+    (ax,) = (ax for ax in figure.axes if ax.get_title(loc="left") == "CPU (cores)")
+    assert ax.get_xlim() == (1, 60)
 
 
 def test_each_node_has_a_line_and_a_label():
@@ -182,6 +233,20 @@ def test_one_node_has_no_mean_line():
     source.advance(30)
     loss, throughput, *_ = run_figure.draw_run(source).axes
     assert lines(loss) == lines(throughput) == ["node 0"]
+
+
+def test_lines_of_nodes_are_pale_below_a_solid_mean_as_in_the_live_view():
+    source = FakeSource(ranks=2)
+    source.advance(30)
+    for rank in range(2):
+        source.history.add(ScalarRecord(rank, {"entropy": [(step, 1.0, 1.0) for step in range(30)]}))
+    panels = {ax.get_title(loc="left"): ax.get_lines()[:3] for ax in run_figure.draw_run(source).axes}
+    for name in ("Loss", "entropy"):
+        *nodes, mean = panels[name]
+        assert [line.get_alpha() for line in nodes] == [0.6, 0.6]
+        assert mean.get_linestyle() == "-"
+        assert mean.get_linewidth() > nodes[0].get_linewidth()
+    assert panels["Throughput"][2].get_linestyle() != "-"  # with waiting, which is not a mean of the lines above it
 
 
 def test_stages_without_a_loss_have_no_line_and_samples_count_once():
@@ -454,10 +519,42 @@ def test_a_failed_run_shows_its_error_first():
     assert figure.axes
 
 
-def test_a_run_that_failed_before_its_first_step_has_no_empty_axes():
+def test_a_run_that_failed_before_its_first_step_shows_nodes_and_log():
     source = FakeSource(ranks=2)
     source.exception = RuntimeError("no step was made")
     source.end(State.FAILED)
     figure = run_figure.draw_run(source)
-    assert not figure.axes
+    assert all(ax.texts and not ax.lines and not ax.axison for ax in figure.axes)
+    texts = [text.get_text() for ax in figure.axes for text in ax.findobj(Text)]
+    assert {"Nodes", "Log", "host0", "done"} <= set(texts)
     assert get_notices(figure)[0].get_text() == "RuntimeError: no step was made"
+
+
+def make_wide_figures():
+    """Return figures of a plan, a schedule, and explained steps."""
+    explained = [
+        explain.build_explanation(make(), "Net", None) for make in (make_pipeline_reports, make_sharded_reports)
+    ]
+    schedule = Schedule.from_name("1F1B", 4, 8)
+    return [plan_figure.draw_plan(make_plan()), schedule.figure(), *(step.figure() for step in explained)]
+
+
+def test_the_texts_of_wide_figures_are_readable_in_a_window_of_600_px():
+    """A cell is 484 px wide there. A box of a schedule may have a shorter text."""
+    for figure in make_wide_figures():
+        texts = [text for ax in figure.axes for text in ax.findobj(Text) if text.get_text() and text.get_visible()]
+        pixels = 484 / figure.get_figwidth() / 72  # of a point
+        assert min(pixels * text.get_fontsize() for text in texts) >= 7.5
+
+
+def test_times_below_a_comparison_do_not_touch():
+    runs = [FakeSource(ranks=2, seed=k) for k in range(2)]
+    for run in runs:
+        run.advance(60)
+    figure = dtkit.compare(runs).figure()
+    (ax,) = [ax for ax in figure.axes if ax.get_xlabel() == "time"]
+    ax.set_xlim(0, 0.16 * ax.get_xlim()[1] / runs[0].history.totals()["step_s"].sum())  # of milliseconds
+    figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in ax.get_xticklabels() if label.get_text()]
+    assert len(boxes) >= 3
+    assert all(right.x0 - left.x1 >= 4 for left, right in itertools.pairwise(boxes))

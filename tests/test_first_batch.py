@@ -141,11 +141,35 @@ def test_first_rows_are_refused_before_anything_is_sent(
     assert not transport.has_sent
 
 
-def test_softmax_before_cross_entropy_is_told_once(cluster: dtkit.Cluster):
-    model = nn.Sequential(net(), nn.Softmax(1))
-    with pytest.warns(UserWarning, match=r"outputs .* are probabilities.*Leave the softmax out") as caught:
-        train(cluster, model, start=False).stop()
+def take_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, targets = batch
+    return F.binary_cross_entropy_with_logits(model(inputs)[:, 0], targets.float())
+
+
+@pytest.mark.parametrize(
+    ("layer", "options", "expected"),
+    [
+        (nn.Softmax(1), {}, r"are probabilities.*Leave the softmax out"),
+        (nn.Softmax(1), {"loss": lambda *pair: F.cross_entropy(*pair, label_smoothing=0.1)}, "Leave the softmax out"),
+        (nn.Softmax(1), {"loss": nn.NLLLoss()}, r"are probabilities.*Use log_softmax in place of softmax"),
+        (nn.Sigmoid(), {"loss": None, "training_step": take_step}, r"been through a sigmoid.*Leave the sigmoid out"),
+    ],
+    ids=["class", "function", "logarithm", "sigmoid"],
+)
+def test_softmax_before_a_loss_that_contains_it_is_told_once(
+    cluster: dtkit.Cluster, layer: nn.Module, options: dict[str, Any], expected: str
+):
+    with pytest.warns(UserWarning, match=expected) as caught:
+        train(cluster, nn.Sequential(net(), layer), start=False, **options).stop()
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "loss"), [(nn.LogSoftmax(1), nn.NLLLoss()), (nn.Identity(), nn.CrossEntropyLoss())], ids=["NLL", "CE"]
+)
+@pytest.mark.filterwarnings("error")
+def test_outputs_that_a_loss_expects_are_not_told(cluster: dtkit.Cluster, layer: nn.Module, loss: nn.Module):
+    train(cluster, nn.Sequential(net(), layer), loss=loss, start=False).stop()
 
 
 class Counted(nn.Module):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dtkit.engine.comm import process_group, rendezvous
 from dtkit.engine.observe import error_report
-from dtkit.types import ABORT_FLAG, GroupSpec
+from dtkit.messages import ABORT_FLAG, GroupSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import dtkit
+from dtkit.messages import Reply
 from dtkit.testing.fake_transport import FakeTransport
-from dtkit.types import Failure, Reply
+from dtkit.types import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

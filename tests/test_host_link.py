@@ -17,8 +17,8 @@ from dtkit.engine.comm import host_link
 from dtkit.engine.comm.host_link import HostLink
 from dtkit.engine.comm.host_memory import PIECE_BYTES
 from dtkit.engine.comm.process_group import is_lost_peer_error
+from dtkit.messages import GroupSpec
 from dtkit.planning.cost_model import MAX_WHOLE_SUM_BYTES
-from dtkit.types import GroupSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import dtkit
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -34,6 +36,11 @@ def test_dtkit_is_imported_from_the_folder_above_a_clone_named_dtkit(root: Path,
     # Without the folders of the tests' own environment: it has an editable install, too.
     done = run(code, tmp_path, environment, "-S")
     assert done.strip() == str(clone / "dtkit" / "__init__.py")
+
+
+def test_windows_is_refused_with_the_remedy():
+    with pytest.raises(ImportError, match=r"this is Windows. Install it in WSL"):
+        dtkit._check_platform("win32")
 
 
 def run(code: str, folder: Path, environment: dict[str, str], *options: str) -> str:

@@ -94,10 +94,10 @@ def test_a_nan_loss_ends_the_dispatch_before_the_update_and_is_reported():
     made.advance(20)
     found = made.collect_results()
     assert found.end_reason == "nonfinite"
-    assert math.isnan(found.loss)
-    assert "in the inputs, 1 of this rank's" in found.bad_rows
-    assert "namely row 12 (column 0: nan)" in found.bad_rows
-    assert 0 < found.largest_parameter < 10
+    assert math.isnan(found.nonfinite.loss)
+    assert "in the inputs, 1 of this rank's" in found.nonfinite.bad_rows
+    assert "namely row 12 (column 0: nan)" in found.nonfinite.bad_rows
+    assert 0 < found.nonfinite.largest_parameter < 10
     assert found.step == made.step == len(found.rows) < 20
     before = get_state(made)
     assert all(value.isfinite().all() for value in before.values())
@@ -111,7 +111,7 @@ def test_a_job_with_ruined_parameters_reports_their_size():
     model[1].weight.data.mul_(1e200).mul_(1e200)
     made = make_job(model=model)
     made.advance(1)
-    assert made.collect_results().largest_parameter == math.inf
+    assert made.collect_results().nonfinite.largest_parameter == math.inf
 
 
 def test_infinite_gradients_of_a_zero_weight_loss_report_no_loss():
@@ -124,7 +124,7 @@ def test_infinite_gradients_of_a_zero_weight_loss_report_no_loss():
     made = make_job(loss=loss)
     made.advance(1)
     found = made.collect_results()
-    assert (found.end_reason, found.loss, found.bad_rows) == ("nonfinite", None, "")
+    assert (found.end_reason, found.nonfinite.loss, found.nonfinite.bad_rows) == ("nonfinite", None, "")
 
 
 def test_finite_gradients_with_an_overflowing_norm_do_not_end_the_dispatch():

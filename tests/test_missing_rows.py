@@ -27,6 +27,12 @@ def test_steps_that_a_lost_engine_did_not_report_are_named():
     )
 
 
+def test_a_single_step_that_a_lost_engine_did_not_report_is_named():
+    told = describe_missing_rows(make_history({0: 13, 1: 12}), [1], 13)
+    assert told is not None
+    assert told.startswith("what node 1 measured in step 12 went with its engine")
+
+
 def test_nothing_is_said_where_nothing_is_missing():
     history = make_history({0: 300, 1: 170})
     assert describe_missing_rows(history, [0], 300) is None

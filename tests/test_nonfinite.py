@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dtkit.dashboard.summary.notices import list_error_lines
 from dtkit.errors import NonFiniteError
+from dtkit.messages import DispatchResult, NonFiniteLocations, NonFiniteReport
 from dtkit.training.nonfinite import build_nonfinite_failures, choose_remedy
-from dtkit.types import DispatchResult, NonFiniteLocations
 
 NODES = [SimpleNamespace(rank=rank, host=f"host{rank}") for rank in range(4)]
 
 
+def make_result(loss: float | None, *report: Any, step: int = 5) -> DispatchResult:
+    return DispatchResult(None, step, 0.1, "nonfinite", NonFiniteReport(loss, *report))
+
+
 def build_failure_messages(*ranks: tuple[float | None, NonFiniteLocations]) -> dict[int, str]:
     """{rank: message} for each rank's (loss, nonfinite values of its stages)."""
-    advances = [DispatchResult(None, 5, 0.1, "nonfinite", loss, astray) for loss, astray in ranks]
+    advances = [make_result(loss, astray) for loss, astray in ranks]
     failures = build_nonfinite_failures(5, advances, NODES)
     assert {(f.kind, f.step, f.host) for f in failures} == {("nonfinite", 5, f"host{f.rank}") for f in failures}
     assert all("run.resume() takes the same step again" in f.message for f in failures)
@@ -34,8 +39,8 @@ def test_ranks_with_nonfinite_losses_are_named():
 
 def test_rows_that_are_not_finite_are_named_and_have_their_own_remedy():
     advances = [
-        DispatchResult(None, 5, 0.1, "nonfinite", 1.0, ()),
-        DispatchResult(None, 5, 0.1, "nonfinite", math.nan, (), "in the targets, 1 of 4 rows"),
+        make_result(1.0),
+        make_result(math.nan, (), "in the targets, 1 of 4 rows"),
     ]
     (failure,) = build_nonfinite_failures(5, advances, NODES)
     assert failure.rank == 1
@@ -71,7 +76,7 @@ def test_rows_that_are_not_finite_are_named_and_have_their_own_remedy():
     ],
 )
 def test_parameters_that_are_too_large_are_called_ruined(step, largest, large_loss, message):
-    advances = [DispatchResult(None, step, 0.1, "nonfinite", math.inf, (), "", largest)]
+    advances = [make_result(math.inf, (), "", largest, step=step)]
     (failure,) = build_nonfinite_failures(step, advances, NODES, large_loss=large_loss)
     assert re.search(message, failure.message)
     assert choose_remedy(advances, None) == ("train" if largest > 1e10 else "lr")
@@ -122,7 +127,7 @@ def test_nonfinite_gradients_are_attributed_to_the_last_affected_stage(last: int
     ],
 )
 def test_a_loss_that_exploded_before_has_another_remedy(step: int, end: str):
-    advances = [DispatchResult(None, 5, 0.1, "nonfinite", math.inf, ())]
+    advances = [make_result(math.inf)]
     (failure,) = build_nonfinite_failures(5, advances, NODES, ruined_step=step)
     assert f"since step {step}, so the parameters are ruined already: run.resume() would fail again" in failure.message
     assert failure.message.endswith(end)
@@ -133,12 +138,12 @@ def test_a_loss_that_exploded_before_has_another_remedy(step: int, end: str):
     ("bad_rows", "ruined", "remedy"), [("", None, "lr"), ("row 3", None, "data"), ("", 7, "train")]
 )
 def test_the_error_knows_its_remedy(bad_rows: str, ruined: int | None, remedy: str):
-    advances = [DispatchResult(None, 5, 0.1, "nonfinite", math.nan, (), bad_rows)]
+    advances = [make_result(math.nan, (), bad_rows)]
     assert choose_remedy(advances, ruined) == remedy
 
 
 def test_a_view_shows_the_whole_remedy_and_names_the_error_once():
-    advances = [DispatchResult(None, 5, 0.1, "nonfinite", math.nan, ())] * 4
+    advances = [make_result(math.nan)] * 4
     (line,) = list_error_lines(NonFiniteError(build_nonfinite_failures(5, advances, NODES)))
     assert line.startswith("NonFiniteError: nodes 0, 1, 2 and 3 on host0, host1, host2, host3, step 5: the gradients")
     assert line.endswith("run.resume() takes the same step again, run.stop() ends the run")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import dtkit
+from dtkit._util import timeouts
 from dtkit.dashboard import report
 from dtkit.dashboard.figures import custom_panels, run_figure, style
 from dtkit.dashboard.live import comparison_widget, panel_renderer, widget
@@ -32,6 +33,7 @@ from dtkit.history.timeline import SPAN_DTYPE, Timeline, convert_simulation
 from dtkit.schedules.schedule import Schedule
 from dtkit.types import Evaluation, Event, State
 from tests.support.fake_source import FakeSource, FaultInjectableSource
+from tests.support.report_page import remove_own_scripts
 from tests.support.timers import Timers
 
 # -- lost nodes ------------------------------------------------------------------------------------------
@@ -333,7 +335,7 @@ def test_a_failing_timeline_is_an_error_of_that_panel_only(monkeypatch):
 
 def test_verdict_at_the_end_is_that_of_the_run():
     source = FakeSource(steps=500)
-    source.advance(60)
+    source.advance(10)
     builder = MessageBuilder(source, clock=lambda: 0.0)
     builder.build_snapshot()
     source.slowness = {1: 3.0}
@@ -497,24 +499,32 @@ def test_custom_panels_and_their_errors_appear_in_the_figure(own_panels):
     assert rows(by_name["Loss"], source.history) is None  # the decorated function can still be called
 
 
-def test_custom_panels_are_drawn_at_a_bounded_rate(own_panels):
-    drawn, now = [], [100.0]
+@pytest.mark.parametrize(("cpu_s", "interval_s"), [(0.02, 2.0), (0.12, 2.4), (0.3, 3.0), (1.0, 5.0)])
+def test_custom_panels_are_drawn_at_a_bounded_rate(own_panels, cpu_s, interval_s):
+    drawn, now, cpu = [], [100.0], [0.0]
 
-    @dtkit.panel("Slow to draw")
+    @dtkit.panel("Mine")
     def draw(_ax, history):
+        now[0] += 1.5  # on cores that others use, too
+        cpu[0] += cpu_s if drawn else 4.0  # the first drawing imports libraries
         drawn.append(len(history))
-        now[0] += 1.0  # a second of drawing: the next not before twenty have passed
 
     source = FakeSource()
-    renderer = panel_renderer.CustomPanelRenderer(source.history, lambda: now[0])
+    renderer = panel_renderer.CustomPanelRenderer(source.history, lambda: now[0], lambda: cpu[0])
     assert [picture.png[:4] for picture in renderer.draw_due_panels()] == [b"\x89PNG"]
     assert list(renderer.draw_due_panels()) == []
-    source.advance(1)
-    assert renderer.is_outdated
-    for later, count in ((115.0, 1), (121.5, 2)):
-        now[0] = later
+    due_at = 102.0
+    for count in (2, 3):
+        source.advance(1)
+        assert renderer.is_outdated
+        now[0] = due_at - 0.1
+        assert renderer.due_in_s == pytest.approx(0.1)
+        assert list(renderer.draw_due_panels()) == []
+        now[0] = due_at + 0.1
+        assert renderer.due_in_s == 0
         list(renderer.draw_due_panels())
         assert len(drawn) == count
+        due_at += 0.1 + interval_s
     assert not renderer.is_outdated
 
 
@@ -530,6 +540,28 @@ def test_custom_panels_and_their_errors_are_sent_to_pages(own_panels, monkeypatc
     timers.run()
     pictures = [(c["name"], c["error"], b) for c, b in sent if c["kind"] == "picture"]
     assert pictures == [("Broken", "RuntimeError: no", [b""])]
+    view.close()
+
+
+def test_custom_panels_of_a_run_that_ends_are_drawn_at_once(own_panels, monkeypatch):
+    @dtkit.panel("Rows")
+    def draw(ax, history):
+        ax.set_title(len(history))
+
+    timers, source = Timers(), FakeSource()
+    view = widget.Dashboard(source, clock=timers.clock, call_later=timers.later)
+    sent_at = []
+    monkeypatch.setattr(view, "send", lambda content, _buffers=(): sent_at.append((content["kind"], timers.now)))
+    timers.run()
+    source.advance(1)
+    timers.run()  # drawn just now: the next drawing is due in two seconds
+    sent_at.clear()
+    ended_at = timers.now
+    source.advance(1)
+    source.state = State.COMPLETED
+    source.event("done", "completed")
+    timers.run()
+    assert [at - ended_at <= 2 * timeouts.LIVE_INTERVAL_S for kind, at in sent_at if kind == "picture"] == [True]
     view.close()
 
 
@@ -605,7 +637,7 @@ def test_series_of_a_comparison_are_losses_by_time_and_each_metric():
     for series in message.content["series"]:
         shape = series["points"], series["lines"] + 1
         found[series["title"]] = values[series["first"] :][: math.prod(shape)].reshape(shape)
-    assert list(found) == ["Loss against time", "Validation loss", "Validation accuracy"]
+    assert list(found) == ["Loss against time", "Validation loss", "Validation accuracy", "Throughput"]
     times, losses = found["Loss against time"][:, 0], found["Loss against time"][:, 1:3]
     seconds = float(long.history.totals()["step_s"].sum())
     assert times[-1] == pytest.approx(1e3 * seconds, rel=0.01)
@@ -677,7 +709,7 @@ def test_a_report_is_one_self_contained_file(tmp_path):
     path = tmp_path / "run.html"
     report.write_report(source, path, single_process=alone.history)
     page = path.read_text(encoding="utf-8")
-    assert not re.search(r"<script|<link|<img src=x|https?://", page)
+    assert not re.search(r"<script|<link|<img src=x|https?://", remove_own_scripts(page))
     assert page.count("data:image/png;base64,") == 1
     assert "&lt;script&gt;alert(1)" in page
     for heading in (
@@ -736,5 +768,46 @@ def test_numbers_of_the_user_have_panels_with_a_line_for_each_node():
     (ax,) = [ax for ax in run_figure.draw_run(source).axes if ax.get_title(loc="left") == "kl"]
     assert [line.get_label() for line in ax.get_lines()] == ["node 0", "node 1", "mean"]
     np.testing.assert_allclose(ax.get_lines()[2].get_ydata(), 1.5)
-    assert ax.get_title(loc="right") == "last 1.50, lowest 1.50"
+    assert ax.get_title(loc="right") == "last 1.50, from 1.50 to 1.50"
     assert "logged: kl 1.50" in run_text.format_run(source)
+
+
+def test_custom_panels_out_of_sight_are_not_drawn_until_a_page_shows_them(own_panels, monkeypatch):
+    drawn = []
+
+    @dtkit.panel("Mine")
+    def draw(_ax, history):
+        drawn.append(len(history))
+
+    timers, source = Timers(), FakeSource()
+    view = widget.Dashboard(source, clock=timers.clock, call_later=timers.later)
+    monkeypatch.setattr(view, "send", lambda *_: None)
+
+    def advance(seconds):
+        timers.now += seconds
+        source.advance(1)
+        timers.run()
+        return len(drawn)
+
+    def report(page, *away):
+        view._on_page_message(None, {"sight": {"page": page, "away": list(away)}}, [])
+
+    for nothing in (None, {"page": 1, "away": []}, {"page": "a"}, {"page": "a", "away": "Mine"}):
+        view._on_page_message(None, {"sight": nothing}, [])
+    assert advance(5) == 1
+    report("a", "Mine", "Other")
+    assert advance(5) == 1
+    report("b")  # another page has it in sight
+    timers.run()
+    assert len(drawn) == 2
+    assert advance(5) == 3
+    report("b", "Mine")
+    assert advance(5) == 3
+    report("a")  # at once, although the last one was just drawn
+    assert timers.waiting[0][0] == timers.now
+    timers.run()
+    assert len(drawn) == 4
+    report("a", "Mine")
+    assert advance(5) == 4
+    assert advance(timeouts.SIGHT_REPORT_LIFE_S) == 5  # pages that report no more may be closed
+    view.close()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -221,7 +222,7 @@ def test_a_partition_has_the_rows_of_partition_rows() -> None:
     assert part.labels is None
     assert part.class_counts is None
     assert part.classes is None
-    assert part.format_headline() == "1,797 rows on 4 nodes, shuffled (seed=3), then contiguous"
+    assert part.format_headline() == "1,797 rows on 4 nodes, shuffled (seed=3)"
     for rank, rows in enumerate(partition_rows(1797, 4, seed=3, weights=[1, 2, 3, 4])):
         assert np.array_equal(part.indices(rank), rows)
         assert part.sizes[rank] == len(rows)
@@ -250,13 +251,40 @@ def test_shards_are_ranges_or_32_bit_integers() -> None:
 def test_a_partition_is_shown_as_text_html_and_png(by: str) -> None:
     labels = np.arange(300) % 3
     part = Partition(300, 40, by=by, labels=labels)
-    assert repr(part).startswith(f"Partition(300 rows on 40 nodes, {by}, sizes=(8, 8")
+    assert repr(part) == f"Partition(300 rows on 40 nodes, {by}, 7 or 8 each)"
     page = part._repr_html_()
-    assert ">31</td>" in page
-    assert "and 8 more nodes" in page
+    assert ">39</td>" in page
     assert "class 2" in page
     assert 'src="data:image/png;base64,' in page
     assert part._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_partition_of_many_nodes_shows_the_first_and_the_last_ones() -> None:
+    page = Partition(4000, 40, by="stratified", labels=np.arange(4000) % 3)._repr_html_()
+    rows, classes = [re.findall(r"<tr>(.*?)</tr>", table) for table in page.split("<table")[1:]]
+    assert [len(rows), len(classes)] == [12, 12]  # a head, five, one for those between, five
+    assert "…" in rows[6]
+    assert "…" in classes[6]
+    assert "node 34" not in page
+    assert "node 35" in page
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"seed": 0}, "Partition(60,000 rows on 2 nodes, shuffled (seed=0), 30,000 each)"),
+        ({"weights": (1, 3), "by": "strided"}, "Partition(60,000 rows on 2 nodes, strided, 15,000 + 45,000)"),
+        ({"weights": (1, 2, 3, 4, 5)}, "Partition(60,000 rows on 5 nodes, contiguous, 4,000 to 20,000 each)"),
+    ],
+)
+def test_the_text_of_a_partition_fits_a_line(options: dict[str, Any], line: str) -> None:
+    part = Partition(60_000, len(options.get("weights", (1, 1))), **options)
+    assert repr(part) == line
+    part.note = "24 columns as float32, target 'kind' as int64 (" + ", ".join(f"{k}=class{k}" for k in range(12)) + ")"
+    first, *note = repr(part).splitlines()
+    assert first == line
+    assert " ".join(text.strip() for text in note) == part.note
+    assert max(map(len, [first, *note])) <= 88
 
 
 @pytest.mark.parametrize(("world_size", "num_classes"), [(2, 10), (10, 2), (3, 4)])

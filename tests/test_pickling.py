@@ -47,6 +47,44 @@ def python(code: str, *args: str, path: str = ROOT, cwd: Path | None = None, dat
     return ran.stdout
 
 
+# --- classes ------------------------------------------------------------------------------------------------
+
+seen: list[str] = []
+
+
+def test_listing_modules_and_loading_leave_classes_of_this_process_as_they_are() -> None:
+    class Spy:
+        calls: list[str] = []  # noqa: RUF012 - shared on purpose
+
+        def __call__(self) -> None:
+            seen.append("global")
+            self.calls.append("class")
+
+    attributes = dict(vars(Spy))
+    data = pickling.dumps(Spy())
+    pickling.list_modules(data)
+    loaded = pickling.loads(data)
+    assert type(loaded) is Spy
+    assert [name for name, value in attributes.items() if vars(Spy)[name] is not value] == []
+    seen.clear()
+    loaded()
+    assert (seen, Spy.calls) == (["global"], ["class"])
+
+
+def test_a_class_of_another_process_is_updated() -> None:
+    code = (
+        "import sys; from dtkit.rpc import pickling\n"
+        "class Net:\n    scale = 1\n"
+        "first = pickling.dumps(Net()); Net.scale = 2; second = pickling.dumps(Net())\n"
+        "sys.stdout.buffer.write(len(first).to_bytes(4, 'big') + first + second)"
+    )
+    data = python(code)
+    size = int.from_bytes(data[:4], "big")
+    first = pickling.loads(data[4 : 4 + size])
+    assert first.scale == 1
+    assert pickling.loads(data[4 + size :]).scale == first.scale == 2
+
+
 # --- buffers ------------------------------------------------------------------------------------------------
 
 

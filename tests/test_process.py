@@ -39,3 +39,12 @@ def test_zombie_can_be_found_but_is_not_alive():
     assert process.find() is None
     with pytest.raises(ProcessLookupError, match="name one that is"):
         ProcessId.from_pid(child.pid)
+
+
+def test_a_killed_process_is_given_time_to_end():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = ProcessId.from_pid(child.pid)
+    assert not process.wait_until_ended(0.0)
+    child.kill()
+    assert process.wait_until_ended(10.0)
+    child.communicate(timeout=10)

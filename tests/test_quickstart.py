@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
-from tests.support.notebook import ExecutedNotebook, check_memory, check_nothing_is_left, execute_and_watch, join_stream
+from tests.support.notebook import (
+    ExecutedNotebook,
+    check_claims,
+    check_memory,
+    check_nothing_is_left,
+    execute_and_watch,
+    join_stream,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,9 +38,9 @@ def test_the_cluster_is_shown_as_a_table_of_two_nodes(done: ExecutedNotebook):
 
 
 def test_the_shards_hold_all_rows_except_the_held_out_ones(done: ExecutedNotebook):
-    shards = re.search(r"sizes=\((\d+), (\d+)\)", done.text("cluster.partition("))
+    shards = re.search(r"Partition\(([\d,]+) rows on 2 nodes, .*, 750 each\)", done.text("cluster.partition("))
     assert shards
-    assert sum(map(int, shards.groups())) == 1797 - 297
+    assert int(shards[1].replace(",", "")) == 1797 - 297
     assert "image/png" in done.outputs("cluster.partition(")[-1].data
 
 
@@ -78,19 +85,26 @@ def test_the_run_equals_training_in_one_process(done: ExecutedNotebook):
     assert done.text("run.verify(").startswith("PASS: 20 steps on 2 ranks against one process")
 
 
-def test_throughput_of_one_and_two_engines_is_reported(done: ExecutedNotebook):
+def test_all_claims_hold(done: ExecutedNotebook):
+    check_claims(done, least=3)
+
+
+def test_the_verdict_on_two_engines_follows_from_all_rounds(done: ExecutedNotebook):
+    """One measurement of each, one after the other, called a slowed one process a win of two engines."""
     lines = re.findall(
-        r"(\d+) samples per update: ratio (\S+), (.+)\n +samples/s: (\S+) on 1 engine, (\S+) on 2 engines",
+        r"(\d+) samples per update: ratio (\S+) \(three rounds: (\S+) to (\S+)\), (.+)\n"
+        r" +samples/s: (\S+) in one process, (\S+) on 2 engines",
         done.text("comment = "),
     )
     assert [line[0] for line in lines] == ["64", "750"]
-    for _, ratio, comment, one, two in lines:
-        rate_1, rate_2 = float(one.replace(",", "")), float(two.replace(",", ""))
-        assert rate_1 > 0
-        assert rate_2 > 0
-        assert float(ratio) == pytest.approx(rate_2 / rate_1, abs=0.02)
-        if abs(float(ratio) - 1) > 0.11:  # away from the limits, since the printed ratio is rounded
-            assert comment == ("two engines win" if float(ratio) > 1 else "two engines don't pay")
+    for _, *numbers, comment, one, two in lines:
+        ratio, low, high = map(float, numbers)
+        assert 0 < low <= ratio <= high
+        rate_1, rate_2 = (float(rate.replace(",", "")) for rate in (one, two))
+        assert ratio == pytest.approx(rate_2 / rate_1, abs=0.02)
+        is_near_a_limit = min(abs(low - 1.1), abs(high - 0.9)) < 0.01  # the printed ratios are rounded
+        verdict = "two engines win" if low > 1.1 else "two engines don't pay" if high < 0.9 else "no clear winner"
+        assert comment == verdict or is_near_a_limit
 
 
 def test_no_process_is_left(done: ExecutedNotebook):

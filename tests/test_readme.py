@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -27,15 +28,40 @@ GUIDES = [
         for name in ("training", "checkpoints", "failures", "inside-a-step", "own-loop", "models", "keras")
     ),
 ]
+FURTHER_GUIDES = [f"docs/guides/{name}.md" for name in ("data", "map-and-search", "trackers", "traditional")]
 HOW_TO = [
     "docs/index.md",
     *(
         f"docs/how-to/{name}.md"
-        for name in ("hugging-face", "own-loop", "torchrun-script", "resume", "several-runs", "log-numbers")
+        for name in (
+            "options",
+            "gpus",
+            "datasets",
+            "pause",
+            "check",
+            "speed",
+            "report",
+            "lost-engine",
+            "errors",
+            "hang",
+            "hugging-face",
+            "own-loop",
+            "torchrun-script",
+            "other-trainers",
+            "save-model",
+            "predict",
+            "resume",
+            "reproducible",
+            "memory",
+            "several-runs",
+            "log-numbers",
+        )
     ),
 ]
-PAGES = [*GUIDES, *HOW_TO]
+PAGES = [*GUIDES, *FURTHER_GUIDES, *HOW_TO]
 START = "cluster = dtkit.Cluster(2)\n"
+RAISES = "# raises"
+"""Ends the line of a block that shows an error."""
 README_EPOCHS = "epochs=100,"
 """The README's training lasts until its reader has tried the buttons; tests shorten it."""
 NOT_EXECUTED = {"docs/guides/several-hosts.md"}  # needs hosts of its reader
@@ -48,22 +74,36 @@ def blocks(root: Path, pages: list[str] = PAGES) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def done(root: Path, tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
-    sources = [source for language, source in blocks(root, GUIDES) if language == "python"]
+    """The blocks of the README and of guides, which use the README's cluster."""
+    sources = [source for language, source in blocks(root, GUIDES[:1]) if language == "python"]
     (lasting,) = [k for k, source in enumerate(sources) if README_EPOCHS in source]
     sources[lasting] = sources[lasting].replace(README_EPOCHS, "epochs=15,")
-    return execute_blocks(sources, tmp_path_factory.mktemp("readme"))
+    later = [source.replace(START, "") for language, source in blocks(root, GUIDES[1:]) if language == "python"]
+    return execute_blocks([*sources, *later], tmp_path_factory.mktemp("readme"))
 
 
 @pytest.fixture(scope="module")
 def how_to(root: Path, tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
     """The blocks of the site's first page and of docs/how-to. The pages after the first one use its cluster."""
-    sources = [source for language, source in blocks(root, HOW_TO) if language == "python"]
-    later = [source.replace(START, "") for source in sources[1:]]
-    return execute_blocks([sources[0], *later], tmp_path_factory.mktemp("how-to"))
+    return execute_blocks(read_with_one_cluster(root, HOW_TO), tmp_path_factory.mktemp("how-to"))
+
+
+@pytest.fixture(scope="module")
+def further(root: Path, tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
+    return execute_blocks(read_with_one_cluster(root, FURTHER_GUIDES), tmp_path_factory.mktemp("guides"))
+
+
+def read_with_one_cluster(root: Path, pages: list[str]) -> list[str]:
+    """Return the Python blocks of the pages. The pages after the first one use its cluster."""
+    (_, first), *others = [block for block in blocks(root, pages) if block[0] == "python"]
+    assert START in first
+    return [first, *(source.replace(START, "") for _, source in others)]
 
 
 def execute_blocks(sources: list[str], folder: Path) -> NotebookNode:
     cells = [new_code_cell(source.rstrip("\n")) for source in [*sources, "cluster.close()"]]
+    for cell in cells:
+        cell.metadata["tags"] = ["raises-exception"] if RAISES in cell.source else []
     nbformat.write(new_notebook(cells=cells), folder / "blocks.ipynb")
     return execute(folder / "blocks.ipynb", timeout=120)
 
@@ -90,11 +130,12 @@ def test_each_page_with_python_is_executed(root: Path):
     ) | NOT_EXECUTED
 
 
-@pytest.mark.parametrize("page", HOW_TO)
-def test_a_how_to_page_needs_no_other_page(root: Path, page: str):
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_needs_no_other_page(root: Path, page: str):
     """Its blocks name no variable or module that they don't define."""
-    source = "".join(source for language, source in blocks(root, [page]) if language == "python")
-    assert source.count(START) == 1
+    sources = [source for language, source in blocks(root, [page]) if language == "python"]
+    source = "".join(source for source in sources if not source.startswith("%%"))
+    assert source.count(START.rstrip("\n")) == 1
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
     checked = subprocess.run(command, input=source, capture_output=True, text=True, check=False, timeout=60)
     assert checked.returncode == 0, checked.stdout
@@ -121,7 +162,7 @@ def test_links_point_to_existing_files(root: Path, page: str):
 @pytest.mark.notebook
 def test_the_readme_example_runs_as_described(done: NotebookNode):
     assert len(set(re.findall(r"node \d+\s+([0-9a-f]{8,})", get_cell_output(done, "cluster.broadcast(")))) == 1
-    (kept,) = [cell for cell in done.cells if cell.source.startswith("run = cluster.train(")]
+    (kept,) = [cell for cell in done.cells if cell.source.startswith("run = cluster.train(\n    replicas")]
     place, picture = kept.outputs
     assert "dtkit-live" in place.data["text/html"]
     assert set(picture.data) == {"image/png", "text/plain"}
@@ -142,6 +183,34 @@ def test_own_loops_run_as_described(done: NotebookNode):
     px = get_cell_output(done, "%%px")
     assert "rank 0 of 2" in px
     assert "rank 1 of 2" in px
+
+
+def mask_numbers(text: str) -> str:
+    """Return a text with its numbers, and their units, replaced, because these differ from run to run."""
+    return re.sub(r"[\d.,]*\d(e-\d+)?( (ms|µs|s)\b)?", "#", text)
+
+
+@pytest.mark.slow
+@pytest.mark.notebook
+def test_further_guides_run_as_described(further: NotebookNode):
+    assert "2 nodes" in get_cell_output(further, 'by="stratified"')
+    assert re.fullmatch(r"\[\d+(, \d+)+\]", get_cell_output(further, "cluster.map(").strip())
+    assert "max_depth" in get_cell_output(further, "cluster.joblib()")
+
+
+@pytest.mark.slow
+@pytest.mark.notebook
+def test_outputs_on_how_to_pages_are_what_the_code_prints(root: Path, how_to: NotebookNode):
+    """On these pages, a block of text follows the code that prints it."""
+    pairs = [
+        (source, text)
+        for page in HOW_TO
+        for (language, source), (kind, text) in itertools.pairwise(blocks(root, [page]))
+        if (language, kind) == ("python", "text")
+    ]
+    assert pairs
+    for source, text in pairs:
+        assert mask_numbers(text).strip() == mask_numbers(get_cell_output(how_to, source.strip())).strip()
 
 
 @pytest.mark.slow

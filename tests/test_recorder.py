@@ -13,8 +13,9 @@ from dtkit.history.comm_time import MESSAGE_DTYPE, MESSAGE_PHASES
 from dtkit.history.engine_outbox import ResultOutbox
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.history.run_log import RUNS_FOLDER, RunLog
+from dtkit.messages import DispatchResult, Reply
 from dtkit.training.recorder import Recorder
-from dtkit.types import DispatchResult, Evaluation, Failure, Reply
+from dtkit.types import Evaluation, Failure
 
 if TYPE_CHECKING:
     from pathlib import Path

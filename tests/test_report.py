@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
+import math
 import platform
 import re
 import subprocess
@@ -16,21 +18,26 @@ import torch
 from torch import nn
 
 import dtkit
+from dtkit._util import formatting
 from dtkit.dashboard import report
 from dtkit.dashboard.figures import run_figure
-from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower
+from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower, make_row
+from dtkit.dashboard.summary.metrics import build_tiles, compute_run_metrics
 from dtkit.dashboard.summary.ticks import choose_log_ticks, choose_ticks
 from dtkit.dashboard.svg_chart import MAX_POINTS, Series, draw_chart
 from dtkit.dashboard.text import run_text
+from dtkit.dashboard.text.comparison_text import make_table
 from dtkit.data.layers import MAX_LAYERS, summarize_model
 from dtkit.errors import EngineError
 from dtkit.history.scalars import ScalarRecord
+from dtkit.history.speed import compute_speed, split_time
 from dtkit.rpc.reference import StepTimes
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.settings import describe_value
-from dtkit.types import Evaluation, Event, Failure, ModelSummary
+from dtkit.types import Evaluation, Event, Failure, ModelSummary, State
 from tests.support.comparison_sources import make_diverging_pair, make_logging_runs
 from tests.support.fake_source import FakeSource
+from tests.support.verification import make_verification
 
 
 def write(source: FakeSource, folder, **options) -> str:
@@ -89,7 +96,7 @@ def test_evaluations_have_a_table_of_their_own(tmp_path):
         source.event("evaluation", f"validation loss {step / 100}")
     page = write(source, tmp_path)
     assert "<h2>Evaluations</h2><details><summary>40 rows</summary>" in page
-    (events,) = re.findall(r"<h2>Events</h2>(.*?)<h2>", page, re.DOTALL)
+    events = page.split("<h2>Events</h2>")[1]
     assert "paused at step 40" in events
     assert "validation loss" not in events
 
@@ -161,21 +168,70 @@ def test_the_cost_against_one_process_comes_from_a_verification(tmp_path):
     source = FakeSource(ranks=2)
     source.advance(40)
     cards = read_cards(source, tmp_path)
-    assert cards["cost against one process"] == ("—", "not measured; run.verify() does it")
-    source.step_times = StepTimes(17, all_ranks_s=0.008, single_process_s=0.010)
+    assert cards["cost of a sample"] == ("—", "against one process: run.verify() measures it")
+    source.verification = make_verification(StepTimes(17, all_ranks_s=0.100, single_process_s=0.125))
     cards = read_cards(source, tmp_path)
-    assert cards["speed against one process"] == ("1.25 times", "2 nodes, median of 17 steps of run.verify()")
-    assert cards["cost against one process"] == ("1.60 times", "the node-seconds of a sample")
+    assert cards["speed-up"] == ("1.25 times", "2 nodes against one process, median of 17 steps of run.verify()")
+    assert cards["cost of a sample"] == ("1.60 times", "that of one process, in node-seconds")
+
+
+def test_the_result_of_a_verification_is_a_card_and_a_section(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    assert "verified" not in read_cards(source, tmp_path)
+    assert "Verification" not in write(source, tmp_path)
+    source.verification = make_verification(StepTimes(17, all_ranks_s=0.100, single_process_s=0.125))
+    assert read_cards(source, tmp_path)["verified"] == (
+        "PASS",
+        "difference=2.98e-08, tolerance=1e-05, 20 steps against one process",
+    )
+    section = write(source, tmp_path).split("<h2>Verification against one process</h2>")[1]
+    for text in ("PASS", "2 nodes with one process", "float32", "2.98e-08", "1e-05", "1.25 times as fast", "weight"):
+        assert text in section
+
+
+def test_the_sources_of_functions_are_folded_below_the_settings(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(5)
+    source.spec = dataclasses.replace(source.spec, sources=(("loss", "def loss(o, t):\n    return o < t"),))
+    page = write(source, tmp_path)
+    assert '<summary>source of loss</summary><pre class="scroll">def loss(o, t):\n    return o &lt; t</pre>' in page
+
+
+def test_a_verification_without_a_comparison_says_why(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    source.verification = dataclasses.replace(
+        make_verification(), verdict="NOT COMPARABLE", max_difference=math.nan, differences={},
+        incomparable_reasons=("its step calls <a collective>",),
+    )  # fmt: skip
+    assert read_cards(source, tmp_path)["verified"] == ("NOT COMPARABLE", "20 steps against one process")
+    assert "its step calls &lt;a collective&gt;" in write(source, tmp_path)
 
 
 def test_the_verdict_of_a_report_agrees_with_its_card(tmp_path):
     source = FakeSource(ranks=2)
     source.advance(40)
-    source.step_times = StepTimes(17, all_ranks_s=0.014, single_process_s=0.010)
+    source.verification = make_verification(StepTimes(17, all_ranks_s=0.112, single_process_s=0.080))
     page = write(source, tmp_path)
     assert "<b>0.71 times</b>" in page
-    assert "one process is faster, with 10 ms a step instead of 14 ms in run.verify()" in page
+    assert "one process is faster, with 80 ms a step instead of 112 ms in run.verify()" in page
     assert "the nodes are 0.71 times as fast" in page
+
+
+@pytest.mark.parametrize(
+    ("factor", "rule"),
+    [(0.0, "took no time"), (-1.0, "took no time"), (math.nan, "took no time"), (1e-7, "differ"), (1e7, "differ")],
+)
+def test_a_speed_that_no_process_can_have_is_refused_for_the_scaling(tmp_path, factor, rule):
+    source, single, impossible = FakeSource(ranks=2), FakeSource(ranks=1), dtkit.History()
+    source.advance(40)
+    single.advance(40)
+    rows = single.history.rows().copy()
+    rows["step_s"] *= factor
+    impossible.append(rows)
+    with pytest.raises(ValueError, match=f"single_process=.*{rule}.*train the same on dtkit.Cluster"):
+        write(source, tmp_path, single_process=impossible)
 
 
 def test_the_verdict_of_a_report_uses_the_given_history_of_one_process(tmp_path):
@@ -184,7 +240,7 @@ def test_the_verdict_of_a_report_uses_the_given_history_of_one_process(tmp_path)
     single.slowness = {0: 0.1}  # of the time to compute
     single.advance(40)
     page = write(source, tmp_path, single_process=single.history)
-    (ratio,) = re.findall(r"speed against one process</span><b>([\d.]+) times", page)
+    (ratio,) = re.findall(r"speed-up</span><b>([\d.]+) times", page)
     assert float(ratio) < 0.9
     assert "one process is faster" in page
     assert f"the nodes are {ratio} times as fast" in page
@@ -193,16 +249,34 @@ def test_the_verdict_of_a_report_uses_the_given_history_of_one_process(tmp_path)
 def test_times_that_no_number_of_nodes_explains_are_not_a_speed(tmp_path):
     source = FakeSource(ranks=2)
     source.advance(40)
-    source.step_times = StepTimes(17, all_ranks_s=0.002, single_process_s=0.009)
+    source.verification = make_verification(StepTimes(17, all_ranks_s=0.002, single_process_s=0.009))
     cards = read_cards(source, tmp_path)
-    assert "speed against one process" not in cards
-    assert cards["cost against one process"] == ("—", "other programs used the processors of run.verify()")
+    assert cards["speed-up"] == ("—", "unknown: other programs used the processors")
+    assert "cost of a sample" not in cards
+
+
+@pytest.mark.parametrize(
+    ("all_ranks_s", "reason"),
+    [
+        (0.5, "a step took 500 ms in run.verify(), 4.9 times the 102 ms of the run: the machine was busy"),
+        (0.02, "a step took 102 ms in the run, 5.1 times the 20 ms of run.verify(): the machine was busy"),
+    ],
+)
+def test_a_verification_on_a_busy_machine_gives_no_speed_up(tmp_path, all_ranks_s: float, reason: str):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    source.verification = make_verification(StepTimes(17, all_ranks_s, single_process_s=0.21 * all_ranks_s))
+    page = write(source, tmp_path)
+    cards = read_cards(source, tmp_path)
+    assert cards["speed-up"] == ("—", html.escape(f"unknown: {reason}, or 17 steps are too few"))
+    assert "0.21 times" not in page
+    assert "one process is faster" not in page
 
 
 def test_one_process_has_no_cost_against_one_process(tmp_path):
     source = FakeSource(ranks=1)
     source.advance(40)
-    assert "cost against one process" not in read_cards(source, tmp_path)
+    assert "cost of a sample" not in read_cards(source, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["loss", "val_loss", "error", "rmse", "perplexity", "word error", "kl"])
@@ -257,6 +331,9 @@ def test_settings_and_model_are_in_the_report_as_typed(tmp_path):
     cluster.close()
 
 
+SMALL = 0.001
+
+
 def scale(x: float, *, by: float) -> float:
     return x * by
 
@@ -284,6 +361,12 @@ def test_a_lambda_over_several_lines_is_one_line():
         x + 1
     )
     assert describe_value(function) == "lambda x: x + 1"
+
+
+def test_a_lambda_has_the_values_that_it_reads_from_outside():
+    rate, model = 0.1, nn.Linear(1, 1)
+    assert describe_value(lambda p: (p, rate, model)) == "lambda p: (p, rate, model), where rate=0.1"
+    assert describe_value(lambda p: (p, SMALL, np.e)) == "lambda p: (p, SMALL, np.e), where SMALL=0.001"
 
 
 def test_a_lambda_without_source_is_named_as_one():
@@ -423,6 +506,17 @@ def test_the_charts_of_a_report_have_the_extremes_of_its_steps(tmp_path):
     assert "(0.500 to 2.30)</tspan>" in chart_of_loss
 
 
+def test_nodes_are_pale_below_a_solid_mean_as_in_the_live_view(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    page = write(source, tmp_path)
+    loss, throughput = (
+        re.search(rf"<figure><h3>{title} .*?</figure>", page, re.DOTALL)[0] for title in ("Loss", "Throughput")
+    )
+    assert re.findall(r'<path class="series ([^"]*) line', loss) == ["s0 part", "s1 part", "all"]
+    assert re.findall(r'<path class="series ([^"]*) line', throughput) == ["s0", "s1", "all dashed"]
+
+
 def test_nothing_to_draw_is_no_chart():
     assert chart(Series("all", np.empty(0), np.empty(0), None)) == ""
     assert chart(Series("all", np.arange(2.0), np.full(2, np.nan), None)) == ""
@@ -487,7 +581,7 @@ def test_the_charts_of_a_report_have_the_same_steps_at_the_same_place():
 def test_the_report_of_a_comparison_leaves_room_beside_a_diverged_run(tmp_path):
     path = dtkit.compare(*make_diverging_pair()).report(tmp_path / "comparison.html")
     text = Path(path).read_text()
-    assert "values above 7.83 are left out" in text
+    assert "above 7.83 left out" in text
     assert "1e+30" not in re.sub(r"<table.*?</table>", "", text, flags=re.DOTALL)
     assert 'class="series s1 dash1 line1"' in text
 
@@ -516,4 +610,51 @@ def test_a_short_run_names_the_steps_of_its_numbers():
     assert re.fullmatch(r"samples/s; only 3 steps in \d+ ms, too short for a steady rate", cards["throughput"])
     source.advance(40)
     cards = {name: note for name, _, note in report._iterate_cards(source, None)}
-    assert (cards["training loss"], cards["throughput"]) == ("mean of the last 20 steps", "samples/s over all steps")
+    assert (cards["training loss"], cards["throughput"]) == (
+        "mean of the last 20 steps",
+        "samples/s over the time in steps",
+    )
+
+
+def test_tile_report_comparison_and_terminal_have_one_loss():
+    source = FakeSource(ranks=2)
+    source.advance(30, loss=2.0)
+    source.advance(20, loss=0.5)
+    source.advance(1, loss=0.9)
+    expected = formatting.format_loss((19 * 0.5 + 0.9) / 20)
+    tiles = {tile.label: tile for tile in build_tiles(source, compute_run_metrics(source.history, 2))}
+    cards = {name: value for name, value, _ in report._iterate_cards(source, None)}
+    row = make_row("run", source.history, "")
+    assert {tiles["mean loss"].value, cards["training loss"], formatting.format_loss(row.loss)} == {expected}
+    assert tiles["mean loss"].note.startswith("20 steps")
+    assert f"loss {expected} (mean of 20 steps); " in run_text.format_run(source)
+
+
+def test_the_parts_of_a_duration_add_up_and_explain_the_samples_per_second(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(200)
+    source.event("done", "done after 200 steps")
+    source.state = State.COMPLETED
+    in_steps_s = 199 * compute_speed(source.history).step_s
+    parts = split_time(source.history, 50.0)
+    assert parts.steps_s == pytest.approx(in_steps_s)
+    assert sum(parts) == pytest.approx(50.0)
+    assert compute_speed(source.history).samples_per_s == pytest.approx(199 * 128 / parts.steps_s)
+    source.elapsed_s = 50.0  # most of it between the steps
+    cards = read_cards(source, tmp_path)
+    value, note = cards["duration"]
+    assert value == "50 s"
+    assert re.fullmatch(
+        r"200 steps, without pauses: \d+ s in steps, \d+ ms in the first, \d+ s between them",
+        note,  # it was neither evaluated nor saved
+    )
+    source.history.add(Evaluation(100, 1, {"loss": 1.0}))
+    assert read_cards(source, tmp_path)["duration"][1] == f"{note} (validation)"
+    source.event("save", "checkpoint at step 100")
+    assert read_cards(source, tmp_path)["duration"][1] == f"{note} (validation, saving)"
+    assert cards["throughput"][1] == "samples/s over the time in steps"
+    assert re.search(r"50 s elapsed, \d+ s of them in steps", run_text.format_run(source))
+    row = make_row("a", source.history, "", (200, 50.0))
+    assert row.steps_s == parts.steps_s
+    columns = make_table([row]).header
+    assert list(columns[-3:]) == ["samples/s", "in steps", "duration"]

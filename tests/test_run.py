@@ -24,6 +24,7 @@ from dtkit.dashboard.summary.metrics import compute_epoch
 from dtkit.dashboard.text import run_text
 from dtkit.errors import HostLostError, RefusedError, RunError
 from dtkit.health.stall_report import StallReport
+from dtkit.messages import Reply
 from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.rpc.reference import StepTimes
 from dtkit.rpc.replacement import replace_lost_ranks
@@ -32,7 +33,7 @@ from dtkit.testing.fake_engine import LOST_PEER_MESSAGE
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.task import Task
 from dtkit.training.verify import Verification
-from dtkit.types import Evaluation, Failure, Reply, State
+from dtkit.types import Evaluation, Failure, State
 from tests.support.waiting import wait_until as watched
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
@@ -76,11 +77,11 @@ def test_a_verification_reaches_open_views(cluster, monkeypatch):
     times = StepTimes(17, all_ranks_s=0.034, single_process_s=0.0082)
     verification = Verification("PASS", 20, 2, "float32", 0.0, 1e-6, {}, {}, (), step_times=times)
     monkeypatch.setattr(run._job, "verify", lambda *_: verification)
-    shown: list[StepTimes | None] = []
-    unsubscribe = run.subscribe(lambda: shown.append(run.step_times))
+    shown: list[Verification | None] = []
+    unsubscribe = run.subscribe(lambda: shown.append(run.verification))
     run.verify()
     unsubscribe()
-    assert shown[-1:] == [times]
+    assert shown[-1:] == [verification]
 
 
 def test_interrupt_at_the_start_of_a_wait_pauses_the_run(cluster, monkeypatch):
@@ -132,7 +133,7 @@ def test_dispatches_start_with_one_step_and_grow_to_the_target_duration(cluster,
     run.wait(10)
     sizes = [steps for _, steps in dispatches(engines)]
     assert sizes[0] == 1
-    assert max(sizes) == 20
+    assert max(sizes) == round(timeouts.TARGET_DISPATCH_S / 0.05)
     assert sum(sizes) == 200
 
 
@@ -231,11 +232,11 @@ def test_a_verification_does_not_count_after_a_node_was_left_out(cluster, engine
     monkeypatch.setattr(run._job, "verify", lambda *_: verification)
     run.step(5)
     run.verify()
-    assert run.step_times == times
+    assert run.verification == verification
     engines.end_engine(1)
     run.step(5)
     assert run.spec.world_size == 1
-    assert run.step_times is None
+    assert run.verification is None
 
 
 @pytest.mark.parametrize(("on_failure", "action"), [("repair", "replaced"), ("shrink", "left out")])
@@ -981,6 +982,13 @@ def test_repr_of_a_run_shows_its_model_strategy_and_state(cluster):
     assert run.figure().axes
 
 
+def test_a_paused_run_has_no_remaining_time(cluster):
+    run = train(cluster, steps=1000, start=False)
+    run.step(2)
+    assert run.status.remaining_s is None
+    assert "left" not in str(run.status)
+
+
 def test_first_error_is_raised_even_if_the_group_cannot_be_formed_again(cluster, engines):
     engines.inject_failure(1, "build_job", ValueError("no such layer"))
     engines.inject_failure(0, "join_group", RuntimeError("no port is left"))
@@ -1282,3 +1290,11 @@ def test_a_lost_engine_is_explained_by_its_loss_and_not_by_its_last_error():
         assert [event.text for event in run.history.events if event.kind == "lost"] == [
             "node 1 lost at step 3: its process has ended"
         ]
+
+
+def test_early_stopping_prints_values_that_differ():
+    from dtkit.training.callbacks import _format_apart
+
+    assert _format_apart(1.63301, 1.63299) == ("1.63301", "1.63299")
+    assert _format_apart(2.0, 1.0) == ("2", "1")
+    assert _format_apart(1.0, 1.0) == ("1", "1")

@@ -23,9 +23,10 @@ from dtkit.cluster import cluster_file
 from dtkit.history import run_log
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.history.timeline import SPAN_DTYPE
+from dtkit.messages import DispatchResult, JobPosition, Reply
 from dtkit.training import recovery
 from dtkit.training.recorder import Recorder
-from dtkit.types import DispatchResult, Evaluation, Event, JobPosition, ReplicaCheckResult, Reply
+from dtkit.types import Evaluation, Event, ReplicaCheckResult
 
 
 def rows(start: int, stop: int, ranks: int = 2) -> np.ndarray:
@@ -49,7 +50,7 @@ def written(folder: Path) -> History:
 def advance(start: int, stop: int) -> DispatchResult:
     found = rows(start, stop, ranks=1)
     found["loss"] = 1.0  # a loss that grows would be told as an event of its own
-    return DispatchResult(found, stop, 0.1, "done", None, ())
+    return DispatchResult(found, stop, 0.1)
 
 
 def test_a_history_is_read_as_it_was_written(tmp_path: Path):

@@ -14,6 +14,8 @@ from dtkit.engine.observe.call_output import CallOutput, activate_output
 from dtkit.engine.observe.step_scalars import StepScalars, weigh_scalars
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.history.scalars import ScalarRecord, ScalarTables
+from dtkit.types import Evaluation
+from tests.support.fake_source import FakeSource
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,6 +93,37 @@ def test_mean_over_ranks_is_weighted():
         tables.read("kll")
     with pytest.raises(ValueError, match=r"no numbers were logged as 'zz'; there are kl, other\. dtkit\.log"):
         tables.read("zz")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("lr", r"history\.column\('lr'\) returns"),
+        ("learning_rate", r"history\.column\('lr'\) returns"),
+        ("accuracy", r"it is a metric: \[\(e\.step, e\['accuracy'\]\) for e in history\.evaluations\]"),
+        ("val_accuracy", r"it is a metric: .*e\['accuracy'\]"),
+    ],
+)
+def test_a_series_that_nobody_logs_is_refused_with_the_way_to_get_it(name: str, remedy: str):
+    history = History()
+    history.add(Evaluation(4, 10, {"loss": 0.5, "accuracy": 0.75}))
+    with pytest.raises(ValueError, match=f"no numbers were logged as '{name}'; {remedy}"):
+        history.scalar(name)
+    assert [(e.step, e["accuracy"]) for e in history.evaluations] == [(4, 0.75)]
+
+
+def test_loss_and_throughput_are_series_as_logged_numbers_are():
+    source = FakeSource(ranks=2)
+    source.advance(10)
+    history = source.history
+    for name, read in (("loss", history.loss), ("throughput", history.throughput)):
+        for rank in (None, 1):
+            for found, expected in zip(history.scalar(name, rank), read(rank), strict=True):
+                np.testing.assert_array_equal(found, expected)
+    steps, losses = history.scalar("loss", since=8)
+    assert len(steps) == len(losses) == (history.loss()[0] >= 8).sum() > 0
+    history.add(ScalarRecord(0, {"loss": [(3, 9.0, 1.0)]}))  # a number of this name that somebody logged
+    assert history.scalar("loss")[1].tolist() == [9.0]
 
 
 def test_step_that_was_taken_again_counts_once():

@@ -244,3 +244,11 @@ def test_pipeline_accepts_schedules_in_any_form():
 def test_pipeline_refuses_schedules_that_do_not_fit(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         dtkit.Pipeline(**options)
+
+
+@pytest.mark.parametrize("name", BUILTIN_SCHEDULES)
+def test_a_schedule_is_found_whatever_the_case_of_its_name(name):
+    for typed in (name.lower(), name.upper()):
+        strategy = dtkit.Pipeline(2, 4, schedule=typed)
+        assert strategy.schedule == name  # as the engines and the views know it
+        assert Schedule.from_name(typed, 2, 4).name == name

@@ -78,12 +78,21 @@ def test_only_what_grew_is_sent_again():
 
 def test_last_message_is_not_delayed_by_a_slow_reading():
     history = make_history()
-    times = iter([0, 50, *range(51, 100)])
-    feed = SeriesFeed(history, clock=times.__next__)
+    feed = SeriesFeed(history, clock=lambda: 0.0, cpu_clock=iter(range(100)).__next__)
     feed.build_message()
     history.add(ScalarRecord(0, {"kl": [(41, 1.0, 1.0)]}))
     assert feed.build_message() is None
     assert list(unpack(feed.build_message(is_last=True))) == ["kl"]
+
+
+def test_time_of_other_processes_delays_no_message():
+    """A reading that waits for a core takes longer, but costs the training nothing more."""
+    history = make_history()
+    feed = SeriesFeed(history, clock=iter(range(0, 100_000, 1000)).__next__, cpu_clock=lambda: 0.0)
+    feed.build_message()
+    history.add(ScalarRecord(0, {"kl": [(41, 1.0, 1.0)]}))
+    assert feed._next_at == 1000  # the time at which the first one was ready
+    assert list(unpack(feed.build_message())) == ["kl"]
 
 
 def test_long_series_are_thinned_and_keep_their_range():
@@ -96,5 +105,33 @@ def test_long_series_are_thinned_and_keep_their_range():
 
 def test_many_names_come_in_several_messages(monkeypatch):
     monkeypatch.setattr(series_feed, "MAX_BYTES", 10)
-    feed = SeriesFeed(make_history(), clock=lambda: 0.0)
+    feed = SeriesFeed(make_history(), clock=lambda: 0.0, cpu_clock=lambda: 0.0)
     assert [list(unpack(feed.build_message())) for _ in range(2)] == [["kl"], ["system/CPU (cores)"]]
+
+
+class ArrivingHistory:
+    """A real history, to which rows of a later step arrive after each read."""
+
+    def __init__(self, history):
+        self._history = history
+
+    def __getattr__(self, name):
+        return getattr(self._history, name)
+
+    def scalar(self, name, rank=None):
+        read = self._history.scalar(name, rank)
+        for of in self._history.ranks:
+            self._history.add(ScalarRecord(of, {name: [(len(self._history.scalar(name, of)[0]) + 1, 1.0, 1.0)]}))
+        return read
+
+
+@pytest.mark.parametrize("steps", [40, series_feed.MAX_POINTS, 200])
+def test_rows_that_arrive_during_a_read_are_left_for_the_next_message(steps):
+    history = make_history(steps=steps)
+    feed = SeriesFeed(ArrivingHistory(history), clock=iter(range(100)).__next__)
+    points = unpack(feed.build_message())["kl"]
+    width = -(-steps // series_feed.MAX_POINTS)
+    assert points[-1, 0] == min(steps, points[-2, 0] + width)
+    assert np.isfinite(points).all()
+    np.testing.assert_allclose(points[:, 1:3].mean(axis=1), points[:, 3])  # all lines are of the same rows
+    assert feed.is_outdated

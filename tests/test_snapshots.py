@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,13 @@ from dtkit.engine.state.peer_snapshots import choose_peer_distance
 from dtkit.engine.state.shards import ShardedState, TensorShard
 from dtkit.history import run_log
 from dtkit.history.history import History
+from dtkit.messages import JobPosition
 from dtkit.rpc import pickling
 from dtkit.rpc.payload import make_payload
 from dtkit.training import launch, recovered_state, recovery
 from dtkit.training.boundary_actions import BoundaryActions
 from dtkit.training.config import SnapshotInterval, TrainConfig
 from dtkit.training.snapshot_tracker import SnapshotTracker
-from dtkit.types import JobPosition
 
 
 def answers(error: str | None = None, seconds: float = 0.0) -> list[dict[str, Any]]:
@@ -41,6 +42,17 @@ def test_snapshot_of_the_step_where_a_run_pauses_is_taken_once():
     found.on_sent(3)
     assert [found.is_missing(step) for step in (3, 4)] == [False, True]
     assert not SnapshotTracker().is_missing(3)  # other ranks hold the whole state
+
+
+def test_between_single_steps_snapshots_take_little_of_the_time():
+    found = SnapshotTracker(SnapshotInterval(every_seconds=100.0))
+    assert found.is_missing(1, is_brief=True)
+    found.on_sent(1)
+    found.on_result(answers(seconds=0.1))
+    assert found.is_missing(2)
+    assert not found.is_missing(2, is_brief=True)
+    found.on_result(answers(seconds=0.0))
+    assert found.is_missing(2, is_brief=True)
 
 
 def test_snapshots_are_due_at_step_intervals():
@@ -64,6 +76,18 @@ def test_timed_snapshots_take_at_most_one_percent_of_the_time():
     assert found.on_result(answers(seconds=0.2)) is None
     assert found._min_interval_s == pytest.approx(20.0)
     assert not SnapshotTracker(SnapshotInterval(every_seconds=1000.0)).is_due(1)
+
+
+def test_first_snapshots_follow_at_doubled_times(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    found, taken = SnapshotTracker(SnapshotInterval(every_seconds=10.0)), []
+    for step in range(1, 42):
+        now += 1.0
+        if found.is_due(step):
+            found.on_sent(step)
+            taken.append(step)
+    assert taken == [1, 2, 4, 8, 16, 26, 36]
 
 
 def test_snapshot_is_due_at_once_at_the_step_from_which_a_run_continues():

@@ -311,7 +311,21 @@ def test_compilation_is_no_stall_and_is_reported_once(world: World, everywhere: 
     detector.on_result(43.0, 1.0)
     found = detector.check(43.0)
     assert found is not None
-    assert (found.kind, found.reason) == ("recovered", "the model was compiled in 40 s or so")
+    assert (found.kind, found.reason) == ("recovered", "the model was compiled in 42 s or so")
+
+
+def test_compilation_lasts_from_the_forward_to_the_backward_pass(world: World):
+    """The backward pass is compiled after the forward pass, and a rank's time without progress begins again."""
+    world.ranks = [seen(rank, "running", **AWAY, stack=COMPILING, stalled_s=10.0) for rank in range(2)]
+    detector = StallDetector(world)
+    detector.on_sent(0.0)
+    assert detector.check(11.0) is not None
+    world.ranks = [seen(rank, "running", **AWAY, stack=COMPILING, stalled_s=6.0) for rank in range(2)]
+    assert detector.check(57.0) is None
+    detector.on_result(58.0, 57.0)
+    found = detector.check(58.0)
+    assert found is not None
+    assert found.reason == "the model was compiled in 57 s or so"
 
 
 def test_compiler_is_found_in_a_stack_that_is_cut_within_it():

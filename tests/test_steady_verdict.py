@@ -1,26 +1,67 @@
 """The verdict of a view over time: it does not flip between two states."""
 
+import dataclasses
+
 from dtkit._util import timeouts
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
 from dtkit.dashboard.summary.verdict import Verdict
 
 DATA, WAITING = Verdict("data", "waiting for data: save up to 30 %", 0.3), Verdict("waiting", "nodes wait", 0.31)
 DIVERGED = Verdict("diverged", "the loss is NaN", 0.0)
+COMPUTING = Verdict("computing", "computing is 95 % of a step", 0.0)
 HOLD_S = timeouts.VERDICT_HOLD_S
+
+
+def beside(found: Verdict, *others: Verdict) -> Verdict:
+    """Return a verdict of a look in which the other causes were measured, too."""
+    return dataclasses.replace(found, others=others)
 
 
 def test_two_causes_in_turn_leave_the_line_alone():
     steady = SteadyVerdict()
-    shown = [steady.update((DATA, WAITING)[k % 2], 2.0 * k) for k in range(20)]
+    looks = beside(DATA, WAITING), beside(WAITING, DATA)
+    shown = [steady.update(looks[k % 2], 2.0 * k) for k in range(20)]
     assert set(shown) == {DATA}
 
 
 def test_a_cause_that_lasts_replaces_the_shown_one():
     steady = SteadyVerdict()
     steady.update(DATA, 0.0)
-    assert steady.update(WAITING, 10.0) is DATA
-    assert steady.update(WAITING, 10.0 + HOLD_S - 0.1) is DATA
-    assert steady.update(WAITING, 10.0 + HOLD_S) is WAITING
+    waiting = beside(WAITING, DATA)
+    assert steady.update(waiting, 10.0) is DATA
+    assert steady.update(waiting, 10.0 + HOLD_S - 0.1) is DATA
+    assert steady.update(waiting, 10.0 + HOLD_S) is waiting
+
+
+def test_a_cause_that_the_bars_no_longer_show_is_dropped_at_once():
+    steady = SteadyVerdict()
+    steady.update(DATA, 0.0)
+    assert steady.update(COMPUTING, 2.0) is COMPUTING
+
+
+def test_a_far_larger_cause_shows_at_once():
+    larger, steady = Verdict("waiting", "nodes wait", 0.6), SteadyVerdict()
+    steady.update(COMPUTING, 0.0)
+    assert steady.update(DATA, 2.0) is DATA
+    found = beside(larger, DATA)
+    assert steady.update(found, 4.0) is found
+
+
+def test_a_held_line_has_the_present_numbers_of_its_cause():
+    steady, smaller = SteadyVerdict(), Verdict("data", "waiting for data: save up to 22 %", 0.22)
+    steady.update(DATA, 0.0)
+    assert steady.update(beside(WAITING, smaller), 2.0) is smaller
+    assert steady.update(beside(WAITING, smaller), 2.0 + HOLD_S).cause == "waiting"
+
+
+def test_measurements_around_a_limit_do_not_flip_the_line():
+    """A cause of 8 to 12 % is above the smallest gain of a verdict in every other look."""
+    shown, steady = [], SteadyVerdict()
+    for k in range(20):
+        data = Verdict("data", "waiting for data", 0.1 + 0.02 * (-1) ** k)
+        found = data if data.gain >= 0.1 else beside(COMPUTING, data)
+        shown.append(steady.update(found, 2.0 * k).cause)
+    assert set(shown) == {"data"}
 
 
 def test_numbers_that_vary_a_little_leave_the_line_alone():

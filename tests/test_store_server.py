@@ -13,7 +13,7 @@ import pytest
 from dtkit._util import timeouts
 from dtkit.engine.comm.host_store import HostStore
 from dtkit.engine.comm.store_server import StoreServer
-from dtkit.types import StoreAddress
+from dtkit.messages import StoreAddress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

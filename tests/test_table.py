@@ -68,3 +68,19 @@ def test_showing_text_loads_no_matplotlib():
         "assert 'matplotlib' not in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_table_wraps_headers_and_names_to_the_width_of_a_terminal():
+    rows = [["a network of sixty-four hidden units", "1,234", "0.5"], ["b", "7", "0.25"]]
+    table = Table(["run", "final training loss", "duration"], rows, {"run"})
+    assert table.to_text(max_width=80) == table.to_text()
+    assert table.to_text(max_width=40).splitlines() == [
+        "run                   final  duration",
+        "                   training",
+        "                       loss",
+        "a network of          1,234       0.5",
+        "sixty-four hidden",
+        "units",
+        "b                         7      0.25",
+    ]
+    assert "1,234" in table.to_text(max_width=10)  # a number stays whole

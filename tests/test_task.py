@@ -23,13 +23,14 @@ from dtkit.dashboard.live.call_widget import CallMessageBuilder
 from dtkit.dashboard.text import call_text
 from dtkit.engine.observe.call_output import CallOutput, activate_output, log
 from dtkit.errors import ClusterClosedError, ClusterError, EngineError
+from dtkit.messages import Reply
 from dtkit.rpc import pickling
 from dtkit.rpc.engine_group import EngineGroup
 from dtkit.rpc.membership import Membership
 from dtkit.rpc.payload import Payload, make_payload
 from dtkit.training import task
 from dtkit.training.script_task import submit_script
-from dtkit.types import Failure, Reply
+from dtkit.types import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,10 +7,12 @@ import re
 
 import pytest
 
+import dtkit
 from dtkit._util import formatting
 from dtkit.dashboard.summary.notices import collect_notices
-from dtkit.dashboard.text import run_text
-from dtkit.types import Evaluation, ReplicaCheckResult, State, Status
+from dtkit.dashboard.text import cluster_text, run_text
+from dtkit.testing.fake_transport import FakeTransport
+from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, State, Status
 from tests.support.fake_source import FakeSource
 from tests.support.timers import Timers
 
@@ -114,7 +116,7 @@ def test_the_summary_has_state_metrics_and_a_line_for_each_node():
     assert verdict.startswith("→ computing is ")
     assert head == "Net · DataParallel() · running"
     assert where == "step 151 of 400, epoch 1 of 2, 15 s elapsed, 12 s left"
-    assert now.startswith("last 50 steps: loss 0.500, ")
+    assert now.startswith("loss 0.500 (mean of 20 steps); last 50 steps: ")
     assert "samples/s" in now
     assert note == "  each node: loss of the last step, samples/s without waiting (last 50 steps), memory"
     assert [line.split()[:4] for line in nodes] == [["node", str(k), "loss", "0.500"] for k in range(4)]
@@ -206,7 +208,7 @@ def test_a_stage_without_a_loss_has_a_dash_and_a_nan_loss_is_shown():
     source = FakeSource(ranks=4, stages=2)
     source.advance(1, loss=0.5)
     _, _, now, _, *nodes = run_text.format_run(source).splitlines()
-    assert now.startswith("last step: loss 0.500, ")
+    assert now.startswith("loss 0.500 (mean of 1 step); last step: ")
     assert [line.split()[3] for line in nodes] == ["—", "0.500", "—", "0.500"]
     source.advance(1, loss=float("nan"))
     notice, *_ = lines = run_text.format_run(source).splitlines()[3:]
@@ -309,10 +311,34 @@ def test_a_log_gets_plain_lines_every_few_seconds():
     assert "\x1b" not in said
     assert all(b - a >= 5 for a, b in itertools.pairwise(times))
     blocks = [line for line in said.splitlines() if line.startswith(("running", "completed"))]
-    assert len(blocks) == 5
+    assert len(blocks) == 4  # none at once
     assert blocks[-1].startswith("completed 1 % step 4 of 400")
-    assert said.count("  node 1  loss") == 5
+    assert said.count("  node 1  loss") == 4
     assert source.subscribers == 0
+
+
+def test_a_log_of_a_short_run_has_one_block():
+    source, stream, timers = FakeSource(ranks=2), io.StringIO(), Timers()
+    source.event("start", "start at step 0")
+    stop = run_text.start_text_progress(source, stream, clock=timers.clock, call_later=timers.later)
+    source.advance(4)
+    timers.run()
+    assert [line[10:] for line in stream.getvalue().splitlines()] == ["start at step 0"]
+    source.end()
+    stop()
+    assert stream.getvalue().count("each node: loss") == 1
+
+
+def test_progress_of_a_resumed_run_leaves_out_the_events_of_the_earlier_one():
+    source, stream, timers = FakeSource(ranks=2), io.StringIO(), Timers()
+    source.event("save", "saved step-00000007")
+    source.history.num_inherited_events = len(source.history.events)
+    source.event("note", "goes on from step-00000007")
+    stop = run_text.start_text_progress(source, stream, clock=timers.clock, call_later=timers.later)
+    stop()
+    assert [line[10:] for line in stream.getvalue().splitlines() if line[:2].isdigit()] == [
+        "goes on from step-00000007"
+    ]
 
 
 def test_progress_shown_again_prints_only_new_events():
@@ -365,3 +391,20 @@ def test_a_status_prints_as_a_line_of_the_log_does():
     assert str(status) == repr(status) == "stopped, step 1,031 of 4,000, epoch 2, 1 min 41 s elapsed"
     running = dataclasses.replace(status, state=State.RUNNING, message="waiting for node 1")
     assert str(running) == f"running{str(status).removeprefix('stopped')}, 12 s left: waiting for node 1"
+
+
+def test_a_large_cluster_folds_the_rows_of_engines_that_are_alike():
+    with dtkit.Cluster.from_transport(FakeTransport(50), device="cpu") as cluster:
+        text, page = repr(cluster), cluster._repr_html_()
+    assert text.startswith("Cluster of 50 engines")
+    assert text.count(" cpu ") == page.count("<tr>") - 1 == 10
+    assert "and 40 more like these" in text
+    assert "and 40 more like these" in page
+
+
+def test_a_folded_cluster_shows_an_engine_that_differs():
+    nodes = [NodeInfo(r, r, "a", 1000 + r, "cpu", 8, 4, 1) for r in range(30)]
+    nodes[20] = dataclasses.replace(nodes[20], threads=4)
+    nodes[29] = dataclasses.replace(nodes[29], host="b")
+    assert [node.rank for node in cluster_text.select_nodes(nodes)] == [*range(8), 20, 29]
+    assert len(cluster_text.select_nodes(nodes[:11])) == 11

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from dtkit.dashboard.summary.metrics import compute_run_metrics
+from dtkit.dashboard.summary import timing
+from dtkit.dashboard.summary.metrics import build_tiles, compute_run_metrics
 from dtkit.dashboard.summary.timing import (
     PHASES,
     WINDOW_STEPS,
@@ -14,6 +15,7 @@ from dtkit.dashboard.summary.timing import (
 )
 from dtkit.dashboard.summary.verdict import find_verdict
 from dtkit.history.history import ROW_DTYPE, History
+from dtkit.history.speed import compute_speed
 from tests.support.fake_source import FakeSource
 
 WAITING = PHASES.index("waiting")
@@ -241,3 +243,41 @@ def test_format_nodes_shortens_long_lists():
     assert format_nodes((1, 3)) == "nodes 1 and 3"
     assert format_nodes((1, 3, 5, 6)) == "nodes 1, 3, 5 and 6"
     assert format_nodes(range(10, 25)) == "nodes 10, 11, 12 and 12 more"
+
+
+def test_numbers_of_a_run_that_is_over_are_those_of_all_its_steps():
+    source = FakeSource(ranks=2)
+    source.advance(300)
+    source.slowness = {0: 3.0, 1: 3.0}  # the last steps are slow
+    source.advance(50)
+    running = compute_run_metrics(source.history, 2)
+    assert running.timing.steps_text == "last 50 steps"
+    source.event("done", "done after 350 steps")
+    over = compute_run_metrics(source.history, 2)
+    assert over.timing.steps_text == "all 350 steps"
+    assert over.throughput == compute_speed(source.history).samples_per_s > 1.5 * running.throughput
+    tiles = {tile.label: tile.note for tile in build_tiles(source, over)}
+    assert (tiles["throughput"], tiles["step time"]) == ("samples/s, all 350 steps", "mean of all 350 steps")
+    verdict = find_verdict(source.history, source.spec)
+    assert verdict.arithmetic[0].startswith("means of all 350 steps but the first and all nodes: data")
+    source.advance(60)  # the run was extended
+    assert compute_run_metrics(source.history, 2).timing.steps_text == "last 50 steps"
+
+
+def test_numbers_of_a_failed_run_are_those_of_all_its_steps():
+    source = FakeSource(ranks=2)
+    source.advance(300)
+    source.event("error", "node 1: ValueError: bad rows")
+    failed = compute_run_metrics(source.history, 2)
+    assert failed.timing.steps_text == "all 300 steps"
+    assert failed.throughput == compute_speed(source.history).samples_per_s
+    source.event("repair", "node 1 replaced, no step lost", 1)
+    source.advance(60)
+    assert compute_run_metrics(source.history, 2).timing.steps_text == "last 50 steps"
+
+
+def test_the_chance_of_many_steps_agrees_with_the_exact_sum(monkeypatch):
+    times = np.random.default_rng(0).normal(1.0, 0.1, (600, 2)) + np.array([0.0, 0.008])
+    about = timing._compute_chance(times, 1, 0)
+    monkeypatch.setattr(timing, "_MAX_EXACT_STEPS", 1000)
+    assert about == pytest.approx(timing._compute_chance(times, 1, 0), rel=0.05)

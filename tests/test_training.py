@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit.data.broadcast import ModelHandle
+from dtkit.data.broadcast import ModelHandle, describe_sending
+from dtkit.messages import Reply, Request
 from dtkit.planning.cost_model import AvailableMemory
 from dtkit.rpc.handshake import get_handshake
 from dtkit.training.config import TrainConfig
-from dtkit.types import Failure, Reply, Request
+from dtkit.types import Failure
 from tests.support.small import data, net, sgd
 
 if TYPE_CHECKING:
@@ -289,3 +290,22 @@ def test_a_closed_cluster_refuses_to_train(cluster):
     for call in (lambda: train(cluster), lambda: cluster.partition(data()), lambda: cluster.broadcast(net())):
         with pytest.raises(dtkit.errors.ClusterClosedError, match="was closed; start another one"):
             call()
+
+
+def test_the_progress_of_sending_names_the_library_that_engines_import_for_a_model():
+    class LibraryNet(nn.Module):
+        """A model of a library."""
+
+    class OwnNet(LibraryNet):
+        """A subclass that a notebook defines."""
+
+    LibraryNet.__module__, OwnNet.__module__ = "library.models.net", "__main__"
+    assert describe_sending(nn.Linear(2, 2), 24) == "sending Linear, 24 B"
+    for model in (LibraryNet(), OwnNet()):
+        name = type(model).__name__
+        assert describe_sending(model, 24) == f"sending {name}, 24 B, to the engines, which import library for it"
+
+
+@pytest.mark.parametrize(("given", "mode"), [(False, None), (None, None), ("global", "global")])
+def test_no_shuffle_is_false_as_in_a_data_loader_or_none(given: str | bool | None, mode: str | None):  # noqa: FBT001 - as typed
+    assert TrainConfig(shuffle=given).shuffle == mode

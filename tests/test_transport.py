@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ipyparallel.error import EngineError
 
 from dtkit.cluster.launched_transport import LaunchedTransport
 from dtkit.cluster.transport import IpyparallelTransport
@@ -77,6 +78,30 @@ def test_error_of_a_lost_engine_that_the_user_started_promises_no_replacement():
     with pytest.raises(ClusterError) as caught:
         transport.replace([0])
     assert str(caught.value).endswith(remedy)
+
+
+@pytest.mark.parametrize("knows_the_call", [True, False])
+def test_engine_that_is_lost_while_a_call_is_sent_ends_the_call(*, knows_the_call: bool):
+    """The client ends the calls that it knows as it sees the loss, and never a later one."""
+    call: Future[Any] = Future()
+
+    def lose_engine(*_args: object, **_options: object) -> Future[Any]:
+        client._engines.clear()
+        if knows_the_call:
+            call.set_result(EngineError())
+        return call
+
+    client: Any = SimpleNamespace(
+        _engines={7: "identity"},
+        _queue_handlers={"apply_reply": print},
+        _mux_stream=None,
+        history=[],
+        send_apply_request=lose_engine,
+    )
+    call.msg_id = "call"  # type: ignore[attr-defined]
+    assert lost_message(IpyparallelTransport(client, [7])).startswith("the engine of rank 0 is gone")
+    if not knows_the_call:
+        call.set_result(EngineError())  # the client has seen it after all
 
 
 def test_late_replies_of_given_up_engines_print_nothing():

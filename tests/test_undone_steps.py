@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from dtkit.dashboard.summary.comparison import make_row
+from dtkit.history import run_log
 from dtkit.history.history import History
-from dtkit.types import StepRecord
+from dtkit.history.scalars import ScalarRecord
+from dtkit.history.undone_steps import UndoneSteps
+from dtkit.types import Evaluation, StepRecord
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,3 +90,57 @@ def test_rows_that_one_rank_had_kept_undo_nothing():
     append(history, 5, 10, 1.0, ranks=(0,))
     append(history, 5, 10, 1.0, ranks=(1,))
     assert np.bincount(history.to_pandas()["step"]).tolist() == [2] * 10
+
+
+def evaluate(history: History, step: int, loss: float) -> None:
+    history.add(Evaluation(step, 8, {"loss": loss}))
+
+
+def write_evaluated(folder: Path) -> History:
+    """Return a history, also written to `folder`, that lost the evaluation at step 9 and made that at 7 again."""
+    history = History()
+    run_log.RunLog(folder).start_recording(history)
+    append(history, 0, 10, 1.0)
+    history.add(ScalarRecord(0, {"kl": [(step, 1.0, 1.0) for step in (4, 9)]}))
+    for step in (3, 6, 7, 9):
+        evaluate(history, step, 1.0)
+    append(history, 6, 8, 2.0)
+    evaluate(history, 7, 2.0)
+    return history
+
+
+def check_evaluated(history: History) -> None:
+    found = [(evaluation.step, evaluation["loss"]) for evaluation in history.evaluations]
+    assert found == [(3, 1.0), (6, 1.0), (7, 2.0)]
+    assert history.scalar("kl")[0].tolist() == [4]
+
+
+def test_evaluations_and_numbers_of_undone_steps_are_gone(tmp_path: Path):
+    history = write_evaluated(tmp_path / "run")
+    check_evaluated(history)
+    assert repr(history) == "History(16 rows, 8 steps, 2 ranks, last loss 2)"
+    check_evaluated(history.copy_until(len(history), 0, 3))
+    history.to_jsonl(tmp_path / "history.jsonl")
+    check_evaluated(History.from_jsonl(tmp_path / "history.jsonl"))
+    continued = History()
+    continued.extend(history)
+    check_evaluated(continued)
+
+
+def test_a_notebook_that_takes_over_finds_no_undone_evaluation(tmp_path: Path):
+    write_evaluated(tmp_path / "run")
+    found = run_log.read_history(tmp_path / "run", ranks_per_replica=1)
+    check_evaluated(found)
+    run_log.RunLog(tmp_path / "run").start_recording(found)
+    evaluate(found, 8, 2.0)
+    again = run_log.read_history(tmp_path / "run", ranks_per_replica=1)
+    assert [evaluation.step for evaluation in again.evaluations] == [3, 6, 7, 8]
+
+
+def test_a_reader_knows_that_logged_numbers_were_dropped(tmp_path: Path):
+    history = write_evaluated(tmp_path / "run")
+    assert history.count_scalar_records("kl") == 2
+    history.add(UndoneSteps(2))
+    assert history.count_scalar_records("kl") == 3
+    assert history.scalar("kl")[0].tolist() == []
+    assert (history.evaluations, history.list_scalar_records()) == ([], [])

@@ -21,6 +21,8 @@ from dtkit.history.history import ROW_DTYPE, History
 from dtkit.rpc.reference import StepTimes
 from dtkit.types import State
 from tests.support.fake_source import FakeSource
+from tests.support.phase_rows import make_phase_rows
+from tests.support.verification import make_verification
 
 SPEC = FakeSource(ranks=2).spec
 
@@ -28,14 +30,7 @@ SPEC = FakeSource(ranks=2).spec
 def find(seconds: list[dict[str, float]], steps: int = 60, stages: int = 1, measured: OneProcess | None = None, **spec):
     """Return the verdict on steps in which each rank takes these milliseconds in each phase."""
     ranks = len(seconds)
-    rows = np.zeros(steps * ranks, ROW_DTYPE)
-    rows["step"], rows["rank"] = np.repeat(np.arange(steps), ranks), np.tile(np.arange(ranks), steps)
-    rows["samples"], rows["weight"], rows["loss"] = 64, 64, 1.0
-    for rank, phases in enumerate(seconds):
-        own = rows["rank"] == rank
-        for name, milliseconds in phases.items():
-            rows[f"{name}_s"][own] = milliseconds / 1e3
-        rows["step_s"][own] = sum(phases.values()) / 1e3
+    rows = make_phase_rows(seconds, steps)
     if stages > 1:
         early = rows["rank"] % stages < stages - 1
         rows["loss"][early], rows["weight"][early] = np.nan, 0
@@ -96,11 +91,18 @@ def test_run_that_is_slower_than_one_process_says_so_with_the_arithmetic():
     assert verdict.arithmetic[1].startswith("communication is 57 % of a step: batch_size=256")
 
 
+def read_times(all_ranks_s: float, single_process_s: float) -> OneProcess | None:
+    """Return the times of a verification of two nodes before their first step."""
+    source = FakeSource(ranks=2)
+    source.verification = make_verification(StepTimes(17, all_ranks_s, single_process_s))
+    return read_verification(source)
+
+
 def measure(all_ranks_s: float, single_process_s: float) -> FakeSource:
     """Return a run of two nodes whose steps take 100 ms, after a verification."""
     source = FakeSource(ranks=2)
     source.advance(100)
-    source.step_times = StepTimes(17, all_ranks_s, single_process_s)
+    source.verification = make_verification(StepTimes(17, all_ranks_s, single_process_s))
     return source
 
 
@@ -108,10 +110,10 @@ def test_a_verification_that_found_one_process_faster_comes_before_any_predictio
     source = FakeSource(ranks=2)
     source.advance(100)
     assert find_shown_verdict(source).cause == "computing"
-    source = measure(all_ranks_s=0.034, single_process_s=0.0082)
+    source = measure(all_ranks_s=0.098, single_process_s=0.0235)
     verdict = find_shown_verdict(source)
     assert verdict.cause == "one process"
-    assert verdict.text.startswith("one process is faster, with 8.2 ms a step instead of 34 ms in run.verify(): ")
+    assert verdict.text.startswith("one process is faster, with 24 ms a step instead of 98 ms in run.verify(): ")
     assert "medians of 17 steps" in verdict.arithmetic[0]
     assert "0.24 times as fast" in verdict.arithmetic[0]
     assert verdict.text in format_run(source)
@@ -120,20 +122,31 @@ def test_a_verification_that_found_one_process_faster_comes_before_any_predictio
 def test_a_verification_that_found_the_nodes_faster_replaces_the_estimate():
     slow = [computing(comm=90, update=10)] * 2
     assert find(slow).cause == "one process"
-    verdict = find(slow, measured=read_verification(StepTimes(17, 0.080, 0.100), 2))
+    verdict = find(slow, measured=read_times(0.080, 0.100))
     assert verdict.cause == "communication"
     assert "1.25 times as fast" in verdict.arithmetic[-1]
 
 
 def test_a_disturbed_verification_does_not_replace_the_estimate():
     slow = [computing(comm=90, update=10)] * 2
-    assert find(slow, measured=read_verification(StepTimes(17, 0.020, 0.100), 2)) == find(slow)
+    assert find(slow, measured=read_times(0.020, 0.100)) == find(slow)
+
+
+@pytest.mark.parametrize("all_ranks_s", [0.05, 0.2])
+def test_a_verification_with_other_step_times_than_the_run_gives_no_speed(all_ranks_s: float):
+    source = measure(all_ranks_s, single_process_s=all_ranks_s / 4)
+    assert read_verification(source) is None
+    assert find_shown_verdict(source).cause == "computing"
+    source.verification = make_verification(StepTimes(17, all_ranks_s, all_ranks_s / 4, run_step_s=0.1))
+    text = source.verification.text()
+    assert "times as fast" not in text
+    assert ", 2 times the " in text
 
 
 def test_a_worse_straggler_is_named_before_a_measured_process():
     slow = [computing(wait=180), {"forward": 80.0, "backward": 160.0}]
-    assert find(slow, measured=read_verification(StepTimes(17, 0.100, 0.080), 2)).cause == "straggler"
-    assert find(slow, measured=read_verification(StepTimes(17, 0.100, 0.020), 2)).cause == "one process"
+    assert find(slow, measured=read_times(0.100, 0.080)).cause == "straggler"
+    assert find(slow, measured=read_times(0.100, 0.020)).cause == "one process"
 
 
 def test_times_in_the_shown_line_follow_those_of_the_tile_beside_it():
@@ -187,7 +200,26 @@ def test_growth_of_computing_is_between_none_and_all():
     ids=["faster", "another model", "one node", "straggler"],
 )
 def test_one_process_is_not_named_where_it_is_not_surely_faster(phases: Any, strategy: str):
-    assert find(phases, strategy=strategy).cause != "one process"
+    verdict = find(phases, strategy=strategy)
+    assert verdict.cause != "one process"
+    assert ("run.verify()" in verdict.text) == (strategy == "Sharded()")
+
+
+@pytest.mark.parametrize("strategy", ["Sharded()", "TensorParallel(tp_size=2)", "Pipeline(stages=2)"])
+def test_verdict_names_verify_where_one_process_is_not_estimated(strategy: str):
+    line = f"one process isn't estimated for {strategy.partition('(')[0]}, whose own work"
+    assert line in find([computing(comm=60)] * 2, strategy=strategy).arithmetic[-1]
+    hint = "; run.verify() compares with one process"
+    text = find([computing(comm=60)] * 2, strategy=strategy).text
+    assert text.endswith(hint) == ("batch_size=" in text)
+    assert line not in "".join(find([computing(comm=60)], strategy=strategy).arithmetic)
+    measured = find(
+        [computing(comm=60)] * 2,
+        strategy=strategy,
+        measured=read_times(0.1, 0.09),
+    )
+    assert line not in "".join(measured.arithmetic)
+    assert line not in "".join(find([computing(comm=60)] * 2).arithmetic)
 
 
 def test_communication_that_grows_with_the_batch_proposes_no_batch():
@@ -292,7 +324,7 @@ def test_marks_of_a_slow_node_come_and_go_with_the_verdict_on_it():
         shown = builder._steady_verdict.shown
         assert slow == [1] * (shown.cause == "straggler")
         seen.append(shown.cause)
-    assert (seen[0], seen[5], seen[6], seen[-1]) == ("computing", "straggler", "straggler", "computing")
+    assert seen == ["straggler"] * 6 + ["computing"] * 6  # the bars leave no doubt
 
 
 def test_a_paused_run_has_the_verdict_on_its_last_steps():
@@ -352,7 +384,7 @@ def test_views_after_a_repair_use_only_the_steps_after_it():
     source.advance(1)
     assert find_shown_verdict(source).cause == "computing"
     content = MessageBuilder(source).build_snapshot().content
-    assert content["time"]["steps"] == MIN_STEPS
+    assert content["time"]["steps"] == f"the last {MIN_STEPS} steps"
     assert f"means of the last {MIN_STEPS} steps" in content["verdict"]["arithmetic"][0]
 
 

@@ -9,13 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from dtkit.training.verify import (
-    compare_states,
-    find_incomparable_modules,
-    find_unexplained,
-    judge_rounding,
-    summarize_modules,
-)
+from dtkit.strategies.incomparable_modules import find_incomparable_modules, summarize_modules
+from dtkit.training.verify import compare_states, find_unexplained, judge_rounding
 from tests.support.verification import verify_changed_state
 
 
@@ -87,13 +82,41 @@ def test_elements_with_zero_gradient_are_reported_and_get_a_wider_tolerance():
     )  # other elements have the narrow tolerance
 
 
+def test_numbers_of_zero_gradient_count_only_if_they_differ():
+    """An image of one pixel uses one number of nine in each filter, so the others are equal, and no news."""
+    gradients = {"w": torch.tensor([1.0, 0, 0], dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)}
+    found = verify_changed_state({"w": [0, 5e-11, 0]}, gradients)
+    assert found.zero_gradient == {"w": (1, pytest.approx(5e-11, rel=1e-4))}
+    assert "  1 number in w differs by up to 5e-11" in found.text()
+
+
+def test_numbers_of_zero_gradient_do_not_hide_others_of_the_same_parameter():
+    gradients = {"w": torch.tensor([1.0, 0, 1.0], dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)}
+    found = verify_changed_state({"w": [3e-12, 5e-11, 0]}, gradients)
+    assert found.verdict == "FAIL"
+    assert found.differences["w"] == pytest.approx(3e-12, rel=1e-3)
+    assert found.zero_gradient == {"w": (1, pytest.approx(5e-11, rel=1e-4))}
+
+
+def test_large_parameters_are_compared_to_their_last_number():
+    """They are compared in parts, each of which may have numbers of zero gradient."""
+    reference = {"w": torch.zeros(3, 33_000, dtype=torch.float64)}
+    state, gradients = {"w": reference["w"].clone()}, {"w": torch.ones_like(reference["w"])}
+    for row, column in ((0, 0), (1, 5), (2, -2)):
+        state["w"][row, column], gradients["w"][row, column] = 3e-11 + 1e-11 * row, 0.0
+    found = compare_states(state, reference, gradients, (), 20, 2)
+    assert (found.verdict, found.differences["w"], found.zero_gradient) == ("PASS", 0, {"w": (3, pytest.approx(5e-11))})
+    state["w"][2, -1] = -2.0
+    assert compare_states(state, reference, gradients, (), 20, 2).differences["w"] == 2
+
+
 def test_elements_with_zero_gradient_of_all_parameters_are_one_line():
     gradients = {"w": torch.tensor([1.0, 0, 1], dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)}
-    found = verify_changed_state({"w": [0, 5e-11, 0]}, gradients)
+    found = verify_changed_state({"w": [0, 5e-11, 0], "b": [1e-11, 0]}, gradients)
     lines = [line for line in found.text().splitlines() if "true gradient" in line]
     assert lines == [
         (
-            "  3 numbers in w and 1 other parameter differ by up to 5e-11, within a wider bound of 1e-10: their true "
+            "  2 numbers in w and 1 other parameter differ by up to 5e-11, within a wider bound of 1e-10: their true "
             "gradient is 0, and only rounding changes them"
         )
     ]
@@ -106,11 +129,11 @@ def test_zero_gradients_beyond_their_bound_are_named_in_both_forms():
     assert repr(found) == "Verification(FAIL, difference=5e-10 where the true gradient is 0, bound=1e-10)"
 
 
-@pytest.mark.parametrize("change", [None, {"w": [0, 0.9e-12, 0]}])
-def test_zero_gradients_within_the_tolerance_of_all_are_not_mentioned(change):
+@pytest.mark.parametrize(("change", "count"), [(None, 0), ({"w": [0, 0.9e-12, 0]}, 1)])
+def test_zero_gradients_within_the_tolerance_of_all_are_not_mentioned(change, count):
     gradients = {"w": torch.tensor([1.0, 0, 1], dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
     found = verify_changed_state(change, gradients)
-    assert found.zero_gradient["w"][0] == 1
+    assert found.zero_gradient.get("w", (0, 0))[0] == count
     assert "gradient" not in found.text()
 
 
@@ -123,7 +146,8 @@ def test_the_short_form_of_a_pass_by_float64_says_so():
 
 
 def test_the_short_form_of_a_verdict_without_a_comparison_has_no_difference():
-    found = dataclasses.replace(verify_changed_state(modules=("1 (BatchNorm1d): why",)), max_difference=math.nan)
+    found = verify_changed_state({"w": 1.0}, modules=("1 (BatchNorm1d): why",))
+    found = dataclasses.replace(found, max_difference=math.nan)
     assert repr(found) == "Verification(NOT COMPARABLE)"
 
 
@@ -193,6 +217,41 @@ def test_a_small_gradient_does_not_count_as_zero():
     assert not found.zero_gradient
 
 
+def test_a_training_within_the_tolerance_passes_whatever_could_differ():
+    found = verify_changed_state({"w": 0.9e-12}, modules=("1 (BatchNorm1d): each rank normalizes",))
+    assert found.verdict == "PASS"
+    assert not found.incomparable_reasons
+    assert "BatchNorm1d" not in found.text()
+
+
+def test_a_not_comparable_verdict_blames_no_rounding_and_names_the_worst_parameter():
+    """A gradient of zero in one process may be another on the ranks."""
+    gradients = {"w": torch.tensor([1.0, 0, 1], dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
+    found = verify_changed_state({"w": [0, 0.2, 0], "b": 0.1}, gradients, modules=("1 (BatchNorm1d): why",))
+    assert found.text().splitlines()[1:] == [
+        "  largest difference of the parameters 0.2, tolerance 1e-12",
+        "  worst: w, 0.2",
+        "  1 (BatchNorm1d): why",
+    ]
+    assert repr(found) == "Verification(NOT COMPARABLE, difference=0.2, tolerance=1e-12)"
+
+
+def test_batch_norm_of_micro_batches_is_told():
+    found = dataclasses.replace(verify_changed_state(), num_micro_batches=4)
+    assert "BatchNorm normalizes each of 4 micro-batches by itself, and the one process does so too" in found.text()
+    assert "micro-batches" not in verify_changed_state().text()
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "is_pipeline", "reason"),
+    [(2, False, "each rank normalizes"), (2, True, "each rank normalizes"), (1, True, "copies"), (1, False, None)],
+)
+def test_batch_norm_differs_between_replicas_and_by_copies_in_micro_batches(num_replicas, is_pipeline, reason):
+    lines = summarize_modules(nn.BatchNorm1d(2), num_replicas=num_replicas, is_pipeline=is_pipeline)
+    assert len(lines) == (reason is not None)
+    assert all(reason in line for line in lines)
+
+
 def test_a_not_comparable_verdict_names_the_modules():
     found = verify_changed_state({"w": 1.0}, modules=("1 (BatchNorm1d): each rank normalizes",))
     assert found.verdict == "NOT COMPARABLE"
@@ -206,7 +265,7 @@ def test_extra_state_is_not_compared():
 
 
 def test_the_report_is_escaped_in_html():
-    found = verify_changed_state(modules=("<b> (Dropout)",))
+    found = verify_changed_state({"w": 1.0}, modules=("<b> (Dropout)",))
     assert "<b>" not in found._repr_html_()
 
 

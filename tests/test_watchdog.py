@@ -29,7 +29,8 @@ from dtkit.health.frames import Frame
 from dtkit.health.link_traffic import LinkTraffic
 from dtkit.health.stack_dump import get_process_state
 from dtkit.health.status import EngineStatus, get_dump_path, get_status_path, remove_status_files
-from dtkit.types import GroupSpec, NodeInfo, Request
+from dtkit.messages import GroupSpec, Request
+from dtkit.types import NodeInfo
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:

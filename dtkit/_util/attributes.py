@@ -26,12 +26,37 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 """Names of other libraries, with those that mean the same here."""
 
+ELSEWHERE: dict[str, dict[str, str]] = {
+    "run": {
+        **dict.fromkeys(("loss", "losses", "train_loss"), "run.history.loss()"),
+        **dict.fromkeys(("scalar", "scalars", "logs", "log", "logged"), 'run.history.scalar("name")'),
+        **dict.fromkeys(("metrics", "evaluations", "val_loss", "validation_loss"), "run.history.evaluations"),
+        **dict.fromkeys(("throughput", "speed", "samples_per_s"), "run.history.throughput()"),
+        **dict.fromkeys(("df", "dataframe", "to_df", "to_dataframe", "to_pandas"), "run.history.to_pandas()"),
+        **dict.fromkeys(("learning_rate", "learning_rates"), "run.lr"),
+        **dict.fromkeys(("weights", "state_dict", "parameters"), "run.model.state_dict()"),
+        **dict.fromkeys(("steps", "epochs", "config", "settings", "optimizer", "strategy", "batch_size"), "run.spec"),
+        **dict.fromkeys(("progress", "state", "summary", "elapsed"), "run.status"),
+        **dict.fromkeys(("plot", "show"), "run.figure()"),
+        **dict.fromkeys(("events", "errors"), "run.history.events"),
+    },
+    "history": {
+        **dict.fromkeys(("metrics", "val_loss", "validation_loss", "validation"), "history.evaluations"),
+        **dict.fromkeys(("train_loss", "losses"), "history.loss()"),
+        **dict.fromkeys(("scalars", "logs", "logged"), 'history.scalar("name")'),
+        **dict.fromkeys(("lr", "learning_rate", "grad_norm"), "history.to_pandas()"),
+    },
+}
+"""What newcomers look for in a class, and where it is. Errors name these before anything that is spelled alike."""
+
 
 def describe_missing(owner: str, name: str, names: Sequence[str]) -> str:
     """Return the text of an AttributeError: what was probably meant, or all that there is."""
     anagrams = [known for known in names if sorted(known) == sorted(name)]  # letters in another order
     similar = anagrams or difflib.get_close_matches(name, names, n=1)
     similar = [known for known in _OTHER_NAMES.get(name, ()) if known in names] or similar
+    if elsewhere := ELSEWHERE.get(owner, {}).get(name):
+        return f"{owner} has no attribute {name!r}; did you mean {elsewhere}?"
     hint = f"did you mean {owner}.{similar[0]}?" if similar else f"it has {', '.join(names)}"
     return f"{owner} has no attribute {name!r}; {hint}"
 

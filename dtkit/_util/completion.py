@@ -17,7 +17,8 @@ def hide_from_completion(*names: str) -> Callable[[type[_T]], type[_T]]:
     def decorate(cls: type[_T]) -> type[_T]:
         missing = [name for name in names if not hasattr(cls, name) and name not in cls.__annotations__]
         assert not missing, f"{cls.__name__} has no {', '.join(missing)}"
-        cls.__dir__ = lambda self: [name for name in object.__dir__(self) if name not in names]  # type: ignore[method-assign]
+        list_names = cls.__dir__  # a class may be decorated several times
+        cls.__dir__ = lambda self: [name for name in list_names(self) if name not in names]  # type: ignore[method-assign]
         return cls
 
     return decorate

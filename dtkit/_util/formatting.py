@@ -72,6 +72,11 @@ def format_elapsed(seconds: float | None) -> str:
     return f"{int(10 * seconds) / 10:.1f} s" if 0.1 <= seconds < 10 else format_clock(seconds)
 
 
+def format_run_time(seconds: float) -> str:
+    """Return how long a run took, as :func:`format_elapsed`, but also of one that took no tenth of a second."""
+    return format_duration(seconds) if 0 < seconds < 0.1 else format_elapsed(seconds)
+
+
 def format_status(
     state: str, step: int, steps: int, epoch: int, elapsed_s: float, remaining_s: float | None, message: str
 ) -> str:

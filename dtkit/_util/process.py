@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 import sys
+import time
 
 import psutil
 
@@ -52,6 +53,15 @@ class ProcessId:
             process = self.find()
             return process is not None and process.status() != psutil.STATUS_ZOMBIE
         return False
+
+    def wait_until_ended(self, timeout_s: float) -> bool:
+        """Wait for the process to end, and return whether it has. A large one takes a while after its last sign."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(timeouts.PROCESS_POLL_S)
+        return True
 
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

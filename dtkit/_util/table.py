@@ -6,6 +6,7 @@ import dataclasses
 import html
 import itertools
 import re
+import textwrap
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _MAX_UNBROKEN_CHARS = 14  # a longer text may wrap; a shorter one stays on one line
 _MAX_NARROW_CHARS, _MAX_WIDE_COLUMNS = 9, 6  # of a narrow table: more columns have headers with hyphens
+_MIN_TEXT_CHARS, _GAP = 10, "  "  # of a column of wrapped text; between columns
 _PADDING = "padding: 0.3em 0.4em"  # JupyterLab's is wider, and a table of seven columns would be cut off
 
 
@@ -36,13 +38,18 @@ class Table:
     caption: str = ""
     """What HTML writes above the columns of a narrow table; by default the name of its first column."""
 
-    def to_text(self, indent: str = "") -> str:
-        """Return the table as lines of text, with two spaces between columns."""
+    def to_text(self, indent: str = "", max_width: int = 0) -> str:
+        """Return the table as lines of text, with two spaces between columns.
+
+        Headers and texts wrap where a line would be longer than `max_width` characters; 0 is no limit.
+        """
         lines = [*([self.header] if self.header else []), *self.rows]
         if not lines:
             return ""
         cells = [[_clean(cell) for cell in line] for line in lines]
         left_aligned = [k for k in range(len(cells[0])) if self._is_text(k)]
+        if max_width:
+            cells = _wrap_cells(cells, left_aligned, max_width - len(indent))
         return "\n".join(indent + line for line in formatting.format_columns(cells, left_aligned))
 
     def to_html(self) -> str:
@@ -107,6 +114,29 @@ def _add_hyphens(text: str) -> str:
     for word, length in reversed(list(middle)):
         text = f"{text[: word.start() + length]}&shy;{text[word.start() + length :]}"
     return text
+
+
+def _wrap_cells(lines: Sequence[Sequence[str]], text_columns: Collection[int], max_width: int) -> list[list[str]]:
+    """Return lines that fit into `max_width`, as far as wrapped headers and texts allow it. Numbers stay whole."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    gaps = len(_GAP) * (len(widths) - 1)
+    if sum(widths) + gaps <= max_width:
+        return [list(line) for line in lines]
+    for k, (header, *cells) in enumerate(zip(*lines, strict=True)):
+        if k not in text_columns:
+            widths[k] = max(map(len, [*header.split(), *cells]), default=1)
+    while sum(widths) + gaps > max_width:
+        widest = max(text_columns, key=lambda k: widths[k], default=None)
+        if widest is None or widths[widest] <= _MIN_TEXT_CHARS:
+            break
+        widths[widest] -= 1
+    wrapped = []
+    for line in lines:
+        parts = [
+            textwrap.wrap(cell, max(1, width), break_on_hyphens=False) for cell, width in zip(line, widths, strict=True)
+        ]
+        wrapped += [list(part) for part in itertools.zip_longest(*parts, fillvalue="")]
+    return wrapped
 
 
 def _clean(cell: str) -> str:

@@ -5,11 +5,9 @@ Use them as ``timeouts.NAME``, so that a test that changes one reaches all uses.
 ====================== =========================================================================================
 what                   in order
 ====================== =========================================================================================
-an engine is stopped   watchdog sample < status too old to judge < watchdog silent < stall reported < heartbeat lost
-                       < 10 s, after which no call may still be silent
+an engine is stopped   watchdog sample < status too old < watchdog silent < stall reported < heartbeat lost < 10 s
 a rank fails           grace for the other ranks < heartbeat lost < gathering of late replies < reforming the group
-a call takes too long  stalled predecessor < wait for a call's turn < collective's limit; the notebook waits longer
-                       than the engines' own limit, by more than the grace before and after an interrupt
+a call takes too long  stalled predecessor < wait for a turn < collective's limit < the notebook's by over two graces
 a pause                grace + interrupt + grace <= 3 s where steps are short
 a dispatch             slow step < target < forced end < stall reported
 a notebook ends        reaper's poll < lease < lease while a job trains
@@ -151,8 +149,8 @@ PEER_INTERRUPT_S = 0.02
 
 SLOW_STEP_S = 0.5
 """Step duration above which each dispatch is sent after the previous one has returned."""
-TARGET_DISPATCH_S = 1.0
-"""Target duration of a dispatch: short enough to pause, long enough that sending it costs little."""
+TARGET_DISPATCH_S = 0.9
+"""Target duration of a dispatch: views show each one within a second, and sending it costs little."""
 MAX_DISPATCH_S = 2.0
 """Duration after which the ranks agree to end a dispatch early."""
 DRIVER_POLL_S = 0.5
@@ -245,7 +243,9 @@ REAPER_EXIT_TIMEOUT_S = 10.0
 FORK_REQUEST_TIMEOUT_S = 5.0
 """Limit for a loaded fork server to read a request and to say who it is."""
 PROCESS_POLL_S = 0.02
-"""Polling period until processes have ended or engines have registered."""
+"""Polling period until processes have ended, engines have registered, or ranks have arrived."""
+ENDING_PROCESS_TIMEOUT_S = 0.5
+"""Time for the process of a lost engine to end, before it is said to run."""
 
 # -- several hosts ----------------------------------------------------------------------------------------------
 
@@ -313,6 +313,8 @@ LIVE_LONGEST_INTERVAL_S = 2.5
 """The same for a page on a busy machine, which draws less often (pacing.js)."""
 TIMER_TOLERANCE_S = 0.001
 """How much before its time a timer may end."""
+SIGHT_REPORT_LIFE_S = 75.0
+"""How long a page's report counts of which panels are in sight. It reports every 30 s, in the background every 60."""
 LIVE_HEARTBEAT_S = 2.0
 """Period of the signs of life to a live display. The page misses them after five seconds (store.js)."""
 ELAPSED_INTERVAL_S = 1.0
@@ -321,8 +323,6 @@ COMPARISON_INTERVAL_S = 0.5
 """Period of updating a comparison, which reads several runs."""
 TIMELINE_INTERVAL_S = 1.0
 """Interval between two timelines of a live display, whose boxes are most of its bytes."""
-SERIES_INTERVAL_S = 2.0
-"""Shortest interval between two messages of a live display with numbers of the user's own or of the machines."""
 VERDICT_INTERVAL_S = 2.0
 """Interval between two verdicts of a live display, so that its line can be read."""
 VERDICT_HOLD_S = 6.0
@@ -387,8 +387,6 @@ HOROVOD_RESET_TIMEOUT_S = 60.0
 """Limit for all ranks to form a new group after an error under `elastic.run`, from the arrival of the last one."""
 HOROVOD_MEETING_TIMEOUT_S = 1800.0
 """Limit for all ranks to arrive. Some may compute for long, or start on a new engine; a failed script ends the wait."""
-HOROVOD_MEETING_POLL_S = 0.02
-"""Pause between two looks for ranks that arrive."""
 LESSON_TIMEOUT_S = 60.0
 """Default limit for a lesson to wait for a condition of a run."""
 

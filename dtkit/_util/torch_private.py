@@ -1,4 +1,4 @@
-"""Private names of torch and ipyparallel that dtkit uses: one table, and the only place that reaches for them.
+"""Private names of torch and other libraries that dtkit uses: one table, and the only place that reaches for them.
 
 Import a name from here as from any module: ``from dtkit._util.torch_private import tree_leaves``. The first import of a
 name loads torch and looks the name up. So with a torch version without it, the import of the feature's module fails,
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util.private_name import PrivateName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     import torch.distributed as dist
@@ -43,7 +43,13 @@ if TYPE_CHECKING:
     foreach_norm: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
     foreach_mul_: Callable[[Sequence[torch.Tensor], torch.Tensor], None]
     foreach_copy_: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
+    foreach_maximum_: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+    foreach_minimum_: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
     get_storage_id: Callable[[torch.UntypedStorage], int]
+    class_trackers: Mapping[str, type]
+    set_class_state: Callable[[type, Any], type]
+    make_skeleton_class: Callable[..., type]
+    make_skeleton_enum: Callable[..., type]
     get_sparse_values: Callable[[torch.Tensor], torch.Tensor]
     get_sparse_indices: Callable[[torch.Tensor], torch.Tensor]
     is_view: Callable[[torch.Tensor], bool]
@@ -96,6 +102,7 @@ _NO_PUBLIC = "torch has no public name for it"
 _NESTED = "Batches with nested tensors", "torch has no public functions for nested containers"
 _SIZES = "Memory estimates without memory", "only fake tensors run a user's forward without allocating"
 _PIPELINES = "Pipeline strategies"
+_CLASSES = "Classes of a notebook", "cloudpickle sets all their attributes again where they return"
 _FORKS = "Engines on this host"
 _REPLIES = "Calls to engines", "the client prints a line for each late reply, into whatever cell runs"
 _CALLS = "Calls to engines", "a view would make ten objects a call"
@@ -103,7 +110,10 @@ _LOSSES = "Hosts that end", "only an engine's own nanny reports its end"
 _SPARSE = "Sizes of sparse gradients", "the public methods refuse an uncoalesced tensor"
 _CUT = "Pipeline stages", "hasattr, named_children and named_parameters omit repeated layers and tied weights"
 _CACHES = "Process groups that end", "a cache of DTensor keeps meshes, and so threads and connections, alive"
-_FUSED = "Norms, scales and copies of many tensors", "one operation a tensor is slower; clip_grad_norm_ uses them"
+_FUSED = (
+    "Norms, scales, copies and extremes of many tensors",
+    "one operation a tensor is slower; clip_grad_norm_ uses them",
+)
 _UPDATES = "Updates without a label", "the public `step` makes a label for profilers in each call"
 _PARAMETRIZED = "Models with parametrizations", "torch refuses to pickle them, and has no public way to make them again"
 _COMPILED_MODELS = "Compiled models", "Module.compile() skips the classes of torch.nn"
@@ -152,6 +162,8 @@ PRIVATE_NAMES = {
     "foreach_norm": PrivateName("torch", "_foreach_norm", *_FUSED),
     "foreach_mul_": PrivateName("torch", "_foreach_mul_", *_FUSED),
     "foreach_copy_": PrivateName("torch", "_foreach_copy_", *_FUSED),
+    "foreach_maximum_": PrivateName("torch", "_foreach_maximum_", *_FUSED),
+    "foreach_minimum_": PrivateName("torch", "_foreach_minimum_", *_FUSED),
     "is_profiling": PrivateName("torch.autograd", "_profiler_enabled", *_UPDATES),
     "get_step_pre_hooks": PrivateName("torch.optim", "Optimizer._optimizer_step_pre_hooks", *_UPDATES, "attribute"),
     "get_step_post_hooks": PrivateName("torch.optim", "Optimizer._optimizer_step_post_hooks", *_UPDATES, "attribute"),
@@ -191,7 +203,7 @@ PRIVATE_NAMES = {
         f"{_DISTRIBUTED}.distributed_c10d", "_get_default_store", "Horovod's join", _NO_PUBLIC
     ),
     "world_state": PrivateName(
-        f"{_DISTRIBUTED}.distributed_c10d", "_world", "Detections of stuck ranks", "torch doesn't list its groups"
+        f"{_DISTRIBUTED}.distributed_c10d", "_world", "Groups that are formed again", "torch doesn't list its groups"
     ),
     "count_collectives": PrivateName(
         _DISTRIBUTED,
@@ -318,6 +330,11 @@ PRIVATE_NAMES = {
         "ipyparallel.engine.app", "start_nanny", _FORKS, "dtkit replaces it to fork the nanny", "key", "9.2"
     ),
     "KernelNanny": PrivateName("ipyparallel.engine.nanny", "KernelNanny", _FORKS, "it has no public name", since="9.2"),
+    # -- cloudpickle, for rpc.unpickling alone
+    "class_trackers": PrivateName("cloudpickle.cloudpickle", "_DYNAMIC_CLASS_TRACKER_BY_ID", *_CLASSES, since="3.0"),
+    "set_class_state": PrivateName("cloudpickle.cloudpickle", "_class_setstate", *_CLASSES, since="3.0"),
+    "make_skeleton_class": PrivateName("cloudpickle.cloudpickle", "_make_skeleton_class", *_CLASSES, since="3.0"),
+    "make_skeleton_enum": PrivateName("cloudpickle.cloudpickle", "_make_skeleton_enum", *_CLASSES, since="3.0"),
     # -- Keras
     "get_compile_config": PrivateName(
         "keras", "Model._compile_config", "Compiled Keras models", "the public form lacks classes", "attribute", "3.15"

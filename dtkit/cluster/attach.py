@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dtkit.cluster.cluster_file import ClusterInfo
+    from dtkit.messages import EngineInventory
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.run import Run
-    from dtkit.types import EngineInventory
 
 
 @suggest_arguments

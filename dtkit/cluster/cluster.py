@@ -225,7 +225,7 @@ class Cluster(Engines):
         epochs: int | None = None,
         steps: int | None = None,
         strategy: Strategy | None = None,
-        shuffle: str | None = "shard",
+        shuffle: str | bool | None = "shard",
         training_step: Callable[..., Any] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         validation: Any = None,
@@ -271,7 +271,7 @@ class Cluster(Engines):
         epochs, steps : length of the training; give one. A stream needs `steps`, and may end earlier.
         strategy : how to parallelize; :class:`DataParallel` by default.
         shuffle : "shard": each rank its own rows, in its own order. "global": the rows of a step don't depend on the
-            number of ranks. So training is the same up to rounding. None: rows of a partition in their order.
+            number of ranks. So training is the same up to rounding. None or False: rows in their order.
         training_step : ``step(model, batch)`` instead of `loss`, for batches of any form; it returns what `loss` may.
             With several losses and optimizers, ``step(model, batch, optimizers)`` calls ``backward`` and ``step``
             itself.

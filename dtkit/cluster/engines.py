@@ -55,6 +55,14 @@ _clusters: weakref.WeakValueDictionary[Path, Engines] = weakref.WeakValueDiction
 class Engines:
     """Started or attached engines: their state, repair and end. The base of `Cluster`."""
 
+    current_run: Run | None
+    """The last run that was started, also if it failed; None after a `train` that raised an error while the engines
+    built its job, since the earlier run was then released."""
+    last_task: Task | None
+    """The last function or script that was started, with the numbers that it logged."""
+    earlier_runs: EarlierRuns
+    """Paused runs that a later training replaced, and runs that `verify` can still repeat."""
+
     @suggest_arguments
     def __init__(
         self,
@@ -90,11 +98,7 @@ class Engines:
 
     def _set_up(self, group: EngineGroup, plan: DevicePlan, *, keep_alive: bool = False) -> None:
         self._engine_group, self._device_note, self._keep_alive = group, plan.note, keep_alive
-        self.current_run: Run | None = None
-        """The last run that was started, also if it failed; None after a `train` that raised an error while the engines
-        built its job, since the earlier run was then released."""
-        self.last_task: Task | None = None
-        """The last function or script that was started, with the numbers that it logged."""
+        self.current_run = self.last_task = None
         self.earlier_runs = EarlierRuns(lambda: planner.check_idle(self.current_run))
         self._benchmarks: dict[str, Benchmark] = {}
         # locks: while engines are replaced; every step of that has a timeout

@@ -156,7 +156,7 @@ class LaunchedTransport(IpyparallelTransport):
         process = self._processes.get(self.engine_ids[rank])
         if process is None:
             return f"its process has ended, or was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}"
-        if process.is_alive:
+        if not process.wait_until_ended(timeouts.ENDING_PROCESS_TIMEOUT_S):
             return f"its process runs, but was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}"
         return f"its process has ended{reason}"
 

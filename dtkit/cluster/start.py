@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from dtkit.cluster.cluster_file import ClusterInfo
     from dtkit.cluster.config import LaunchConfig
     from dtkit.cluster.devices import DevicePlan
+    from dtkit.messages import EngineInventory
     from dtkit.rpc.transport import Transport
-    from dtkit.types import EngineInventory
 
 
 def start_engines(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import signal
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 import ipyparallel as ipp
@@ -21,7 +20,9 @@ from dtkit._util.torch_private import (
 )
 from dtkit.engine.entrypoint import MIMETYPE, Entrypoint
 from dtkit.errors import ClusterError
-from dtkit.types import Failure, Reply
+from dtkit.messages import Reply
+from dtkit.rpc.unpickling import unpickle
+from dtkit.types import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +64,8 @@ class IpyparallelTransport:
         """See :class:`~dtkit.rpc.transport.Transport`."""
         reply: Future[Reply[Any]] = Future()
         client = self._client
-        engine = get_client_engines(client).get(self.engine_ids[rank])
+        engine_id, engines = self.engine_ids[rank], get_client_engines(client)
+        engine = engines.get(engine_id)
         if engine is None:
             reply.set_result(self._make_lost_reply(rank))
             return reply
@@ -71,7 +73,9 @@ class IpyparallelTransport:
         if listen is not None:
             _OutputListener(result.output.metadata, listen, reply).start()
         waiting = [reply]
-        result.add_done_callback(lambda done: waiting.pop().set_result(self._read_reply(rank, done)))
+        result.add_done_callback(lambda done: _resolve(waiting.pop(), self._read_reply(rank, done)))
+        if engine_id not in engines:  # the client may have seen the loss before it knew of the call
+            _resolve(reply, self._make_lost_reply(rank))
         return reply
 
     def _read_reply(self, rank: int, finished: Any) -> Reply[Any]:
@@ -85,7 +89,7 @@ class IpyparallelTransport:
         result = finished.result(timeout=0)
         if isinstance(result, list):
             # unpickles: an engine's reply; engines are trusted (docs/guides/security.md)
-            return pickle.loads(result.pop())  # type: ignore[no-any-return]
+            return unpickle(result.pop())  # type: ignore[no-any-return]
         name = getattr(result, "ename", type(result).__name__)
         if name == ipp.error.EngineError.__name__:  # an engine ended during the call
             return self._make_lost_reply(rank)
@@ -194,6 +198,12 @@ class _OutputListener:
                 self._num_handled += 1
                 if data is not None:
                     self._listen(data["first"], data["items"])
+
+
+def _resolve(future: Future[Reply[Any]], reply: Reply[Any]) -> None:
+    """Set the result, unless another thread has noticed the engine's loss before."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_result(reply)
 
 
 def _drop_late_replies(client: ipp.Client) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import html
 import os.path
+import shutil
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -25,7 +26,7 @@ from dtkit.dashboard.summary.run_end import describe_end
 from dtkit.dashboard.summary.spec_differences import (
     list_differences,
     list_event_differences,
-    list_first_rate_differences,
+    list_rate_differences,
 )
 from dtkit.dashboard.text.comparison_text import (
     describe_ends,
@@ -91,11 +92,8 @@ class Comparison:
     @property
     def differences(self) -> list[tuple[str, ...]]:
         """What sets the runs apart: (setting, its text in each run), also rates set by hand."""
-        rows = list_differences([run.spec if isinstance(run, Comparable) else None for run in self.runs])
-        if not any(
-            name == "optimizer" for name, *_ in rows
-        ):  # whose text may have the rate, unless a function hides it
-            rows += list_first_rate_differences(self.histories)
+        specs = [run.spec if isinstance(run, Comparable) else None for run in self.runs]
+        rows = list_differences(specs) + list_rate_differences(specs, self.histories)
         rows += list_event_differences(self.histories)
         return [row for row in rows if row[1:] != self.labels]  # labels show this setting
 
@@ -104,7 +102,8 @@ class Comparison:
         """A row for each run, as of now."""
         positions, states = [_read_position(run) for run in self.runs], [read_state(run) for run in self.runs]
         causes = [describe_end(run, history) for run, history in zip(self.runs, self.histories, strict=True)]
-        columns = self.labels, self.histories, self._strategies, positions, states, causes
+        verifications = [getattr(run, "verification", None) for run in self.runs]  # a history has none
+        columns = self.labels, self.histories, self._strategies, positions, states, causes, verifications
         return [make_row(*item) for item in zip(*columns, strict=True)]
 
     def figure(self) -> Figure:
@@ -135,9 +134,10 @@ class Comparison:
         return {"text/html": self._repr_html_(), "image/png": png, "text/plain": repr(self)}
 
     def __repr__(self) -> str:
-        rows, differences = self.rows, self.differences
-        table = "\n".join([make_table(rows).to_text(), *describe_ends(rows)])
-        return f"{table}\n\n{make_differences_table(self.labels, differences).to_text()}" if differences else table
+        rows, differences, width = self.rows, self.differences, shutil.get_terminal_size((0, 0)).columns  # 0: a file
+        table = "\n".join([make_table(rows).to_text(max_width=width), *describe_ends(rows)])
+        settings = make_differences_table(self.labels, differences).to_text(max_width=width) if differences else ""
+        return f"{table}\n\n{settings}" if settings else table
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -169,7 +169,7 @@ class Comparison:
 def compare(
     *runs: Comparable | History | Iterable[Comparable | History], labels: Sequence[str] | None = None
 ) -> Comparison:
-    """Compare several runs: loss against steps and against the bytes that each rank sent.
+    """Compare several runs: loss against steps, time and, in ``figure()``, the bytes that each rank sent.
 
     `runs` are runs, also while they train, or histories (``dtkit.History.from_jsonl(path)``): ``compare(run, other)``,
     or one list of them. `labels` name them in the figure. Without labels, a run has its name, and its strategy where

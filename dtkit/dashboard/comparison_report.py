@@ -1,53 +1,39 @@
-"""A comparison as one HTML file: the table, the settings that differ, and charts with tooltips."""
+"""A comparison as one HTML file: the table, the settings that differ, and charts that can be zoomed."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.report_charts import list_metric_names
+from dtkit.dashboard.report_live import format_comparison_charts
 from dtkit.dashboard.report_page import escape, format_page, format_table
 from dtkit.dashboard.summary.comparison import (
     find_loss_cap,
     find_metric_cap,
     list_shared_scalars,
+    read_rates,
     read_scalar,
 )
 from dtkit.dashboard.summary.run_lines import choose_dash
 from dtkit.dashboard.svg_chart import Series, draw_chart
 from dtkit.dashboard.text.comparison_text import describe_ends, make_differences_table, make_table, make_table_note
 from dtkit.dashboard.written_report import WrittenReport, check_folder
+from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from dtkit.dashboard.summary.comparison import ComparisonRow
+    from dtkit.dashboard.live.comparison_widget import ComparisonView
     from dtkit.history.history import History
 
 
-class ComparisonData(Protocol):
-    """All that the report reads of a comparison."""
-
-    labels: tuple[str, ...]
-    histories: tuple[History, ...]
-
-    @property
-    def rows(self) -> list[ComparisonRow]:
-        """A row for each run."""
-        ...
-
-    @property
-    def differences(self) -> list[tuple[str, ...]]:
-        """Settings in which the runs differ."""
-        ...
-
-
-def write_comparison_report(comparison: ComparisonData, path: str | Path) -> WrittenReport:
+def write_comparison_report(comparison: ComparisonView, path: str | Path) -> WrittenReport:
     """Write the report to `path`, whose folder exists."""
     check_folder(path)
     title = f"Comparison of {formatting.format_count(len(comparison.labels), 'run')}"
@@ -55,18 +41,20 @@ def write_comparison_report(comparison: ComparisonData, path: str | Path) -> Wri
     return WrittenReport(title, path)
 
 
-def _format_parts(comparison: ComparisonData, title: str) -> Iterator[str]:
+def _format_parts(comparison: ComparisonView, title: str) -> Iterator[str]:
     yield f'<h1>{escape(title)}</h1><p class="lead">Written {time.strftime("%Y-%m-%d %H:%M")}.</p>'
-    rows = comparison.rows
+    labels = [f"{k}: {label}" for k, label in enumerate(comparison.labels, 1)]  # as in the charts
+    rows = [dataclasses.replace(row, label=label) for row, label in zip(comparison.rows, labels, strict=True)]
     yield format_table(make_table(rows))
     yield "".join(f'<p class="error">{escape(line)}</p>' for line in describe_ends(rows))
     bold = " Bold: the best." if all(row.competes for row in rows) else ""  # else the note says more
     yield f"<p><small>{escape(make_table_note(rows))}.{bold}</small></p>"
     if comparison.differences:
         yield "<h2>Settings that differ</h2>"
-        yield format_table(make_differences_table(comparison.labels, comparison.differences))
-    charts = "".join(_iterate_charts(comparison.labels, comparison.histories))
-    yield f'<h2>Charts</h2><div class="charts">{charts}</div>'
+        yield format_table(make_differences_table(labels, comparison.differences))
+    charts = "".join(_iterate_charts(labels, comparison.histories))
+    yield "<h2>Charts</h2>"
+    yield format_comparison_charts(comparison, f'<div class="charts">{charts}</div>')
 
 
 def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iterator[str]:
@@ -77,14 +65,14 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
     yield draw_chart(
         "Loss against steps", f"mean over all nodes{note}", shown, format_y=formatting.format_loss, may_be_log=True
     )
-    times = [np.cumsum(history.totals()["step_s"]) for history in histories]
+    times = [read_step_ends(history) for history in histories]
     yield draw_chart(
         "Loss against time", f"of steps{note}",
         [dataclasses.replace(line, x=x) for line, x in zip(shown, times, strict=True)],
         format_y=formatting.format_loss, x_name="time",
         format_x=lambda x: formatting.format_duration(x) if x else "0", may_be_log=True,
     )  # fmt: skip
-    rates = [Series(label, *history.throughput(), color=k, dash=choose_dash(k)) for k, label, history in runs]
+    rates = [Series(label, *read_rates(history), color=k, dash=choose_dash(k)) for k, label, history in runs]
     yield draw_chart("Throughput", "samples/s of all nodes", rates, format_y=formatting.format_rate, from_zero=True)
     for name in dict.fromkeys(name for history in histories for name in ["loss", *list_metric_names(history)]):
         points = [_make_metric_series(label, history, name, k) for k, label, history in runs]
@@ -104,7 +92,7 @@ def _leave_out(lines: Sequence[Series], cap: float | None) -> tuple[list[Series]
     if cap is None:
         return list(lines), ""
     kept = [dataclasses.replace(line, y=np.where(line.y <= cap, line.y, np.nan)) for line in lines]
-    return kept, f"; values above {formatting.format_loss(cap)} are left out"
+    return kept, f"; above {formatting.format_loss(cap)} left out"
 
 
 def _make_metric_series(label: str, history: History, name: str, color: int) -> Series:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.live.widget import Dashboard
     from dtkit.dashboard.run_view import RunView
 
-MAX_DRAWING_SHARE = 0.01
+MAX_DRAWING_SHARE = 0.005
 """Largest share of a core for the pictures of a run that goes on."""
 MAX_ENDED_VIEWS = 16
 """Live views of ended runs that stay; older ones are closed, so that their memory is freed."""
@@ -71,9 +71,9 @@ def wait_until_replaced(run: RunView, timeout: float = timeouts.REPLACE_TIMEOUT_
 def make_static_output(run: RunView) -> Output:
     """Return the output for a saved notebook: (data, metadata) of a MIME bundle with a PNG and text."""
     from dtkit.dashboard.figures.render import get_css_width, render_notebook_png
-    from dtkit.dashboard.figures.run_figure import draw_run
+    from dtkit.dashboard.figures.run_figure import draw_overview
 
-    figure = draw_run(run)
+    figure = draw_overview(run)
     png = base64.b64encode(render_notebook_png(figure)).decode("ascii")
     metadata = {"image/png": {"width": get_css_width(figure)}}  # or as wide as a narrower cell
     return {"image/png": png, "text/plain": run_text.format_run(run)}, metadata

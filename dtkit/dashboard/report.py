@@ -1,4 +1,4 @@
-"""A run as one HTML file without network, scripts, or other files.
+"""A run as one HTML file without network or other files.
 
 It has headline numbers, the verdict, charts with tooltips, and the speed-up over one process. Tables list the settings
 as typed, the model, nodes, learning rates, events and versions.
@@ -22,6 +22,7 @@ from dtkit._util import formatting, timeouts
 from dtkit._util.table import Table
 from dtkit.dashboard.figures import render, run_figure
 from dtkit.dashboard.report_charts import draw_charts, list_metric_names
+from dtkit.dashboard.report_live import format_run_charts
 from dtkit.dashboard.report_page import (
     escape,
     format_cards,
@@ -31,19 +32,24 @@ from dtkit.dashboard.report_page import (
     format_page,
     format_table,
 )
-from dtkit.dashboard.report_tables import format_model, format_nodes, format_step_time
+from dtkit.dashboard.report_tables import (
+    format_model,
+    format_nodes,
+    format_sources,
+    format_step_time,
+    format_verification,
+)
 from dtkit.dashboard.summary.activity import name_state
-from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower, make_row
+from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_run_metrics
 from dtkit.dashboard.summary.notices import ALERT_KINDS, collect_notices, list_error_lines
-from dtkit.dashboard.summary.one_process import describe_measured
-from dtkit.dashboard.summary.step_strip import read_step_strip
+from dtkit.dashboard.summary.one_process import describe_measured, read_step_times
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
 from dtkit.dashboard.written_report import WrittenReport, check_folder, make_file_name
 from dtkit.errors import FULL_HINT, UserCodeError
-from dtkit.history.mean_loss import FINAL_LOSS_STEPS
-from dtkit.history.speed import compute_speed
+from dtkit.history.mean_loss import FINAL_LOSS_STEPS, count_final_steps
+from dtkit.history.speed import compute_speed, split_time
 from dtkit.types import State
 
 if TYPE_CHECKING:
@@ -56,6 +62,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("dtkit-jupyter", "torch", "ipyparallel", "numpy")
 _MAX_EVENTS = 500  # many printed lines would hide the other events
 _MAX_LEARNING_RATES = 40
+_MAX_SPEED_RATIO = 100_000  # no cluster is so much faster, or slower, than one of its processes
 _Item = TypeVar("_Item")
 
 
@@ -75,12 +82,8 @@ def write_report(
         *_format_head(run, cards, single_process),
         *_format_charts(run),
         *scaling,
-        format_columns(section(run) for section in (_format_settings, format_model, _format_schedule)),
-        *format_nodes(run),
-        *format_step_time(run),
-        *_format_evaluations(run),
+        format_columns(section(run) for section in _SECTIONS),
         *_format_events(run),
-        *_format_origin(run),
     ]
     if path is None:
         path = make_file_name(run.spec.name, next((event.time for event in run.history.events), None))
@@ -144,7 +147,7 @@ def _iterate_cards(run: RunView, single_process: History | None) -> Iterator[tup
     if math.isfinite(rate):
         metrics = dataclasses.replace(metrics, throughput=rate)
     if metrics.loss is not None:
-        yield "training loss", formatting.format_loss(make_row("", history, "").loss), _describe_mean(history)
+        yield "training loss", formatting.format_loss(metrics.loss), _describe_mean(history)
     for name in ["loss", *list_metric_names(history)]:
         best = find_best_evaluation(history, name)
         if best is not None:
@@ -156,14 +159,41 @@ def _iterate_cards(run: RunView, single_process: History | None) -> Iterator[tup
         yield "tokens", formatting.format_rate(efficiency.tokens_per_s), "tokens/s"
     if efficiency is not None and efficiency.mfu is not None:
         yield "MFU", formatting.format_percent(efficiency.mfu), efficiency.mfu_note
-    yield "duration", formatting.format_elapsed(run.status.elapsed_s), f"{run.status.step:,} steps, without pauses"
+    yield (
+        "duration",
+        formatting.format_run_time(run.status.elapsed_s),
+        _describe_duration(run),
+    )
+    if (verification := run.verification) is not None:
+        steps = formatting.format_count(verification.steps, "step")
+        note = ", ".join(filter(None, [verification.describe_difference(), f"{steps} against one process"]))
+        yield "verified", verification.verdict, note
     yield from _iterate_cost_cards(run, single_process)
 
 
 def _describe_mean(history: History) -> str:
     """Return the steps over which the final loss is averaged, which are fewer in a short run."""
-    count = min(FINAL_LOSS_STEPS, history.num_totals)
+    count = count_final_steps(history)
     return "loss of the only step" if count == 1 else f"mean of the last {count} steps"
+
+
+def _describe_duration(run: RunView) -> str:
+    """Return the steps, and the parts of the duration, of which the throughput is over the steps only."""
+    steps, parts = formatting.format_count(run.status.step, "step"), split_time(run.history, run.status.elapsed_s)
+    if not run.history.num_totals or parts.is_mostly_steps:
+        return f"{steps}, without pauses"
+    first, between = map(formatting.format_duration, (parts.first_step_s, parts.between_s))
+    return (
+        f"{steps}, without pauses: {formatting.format_duration(parts.steps_s)} in steps, "
+        f"{first} in the first, {between} between them{_name_work_between_steps(run.history)}"
+    )
+
+
+def _name_work_between_steps(history: History) -> str:
+    """Return what a run did between its steps, in parentheses; nothing if it only sent calls and got their results."""
+    has_saved = any(event.kind == "save" for event in history.events)
+    names = [name for name, was_done in (("validation", history.evaluations), ("saving", has_saved)) if was_done]
+    return f" ({', '.join(names)})" if names else ""
 
 
 def _describe_throughput(history: History) -> str:
@@ -175,7 +205,7 @@ def _describe_throughput(history: History) -> str:
     if not history.num_totals or (
         count >= FINAL_LOSS_STEPS and total_s >= 1
     ):  # seconds; a rate of less time is not steady
-        return "samples/s over all steps"
+        return "samples/s over the time in steps"
     steps = formatting.format_count(count, "step")
     return f"samples/s; only {steps} in {formatting.format_duration(total_s)}, too short for a steady rate"
 
@@ -185,25 +215,25 @@ def _iterate_cost_cards(run: RunView, single_process: History | None) -> Iterato
     if single_process is not None:
         ratio = compute_speed(run.history).samples_per_s / compute_speed(single_process).samples_per_s
         source = "samples/s over all steps of both histories"
-    elif run.step_times is not None:
-        if not run.step_times.are_comparable(run.spec.world_size):
-            yield "cost against one process", formatting.UNKNOWN, "other programs used the processors of run.verify()"
+    elif (times := read_step_times(run)) is not None:
+        if disturbance := times.describe_disturbance(run.spec.world_size):
+            yield "speed-up", formatting.UNKNOWN, f"unknown: {disturbance}"
             return
-        ratio = run.step_times.speed_up
-        source = f"median of {run.step_times.num_steps} steps of run.verify()"
+        ratio = times.speed_up
+        source = f"median of {times.num_steps} steps of run.verify()"
     elif run.spec.world_size > 1:
-        yield "cost against one process", formatting.UNKNOWN, "not measured; run.verify() does it"
+        yield "cost of a sample", formatting.UNKNOWN, "against one process: run.verify() measures it"
         return
     else:
         return
     nodes = formatting.format_count(run.spec.world_size, "node")
-    yield "speed against one process", f"{ratio:.2f} times", f"{nodes}, {source}"
-    yield "cost against one process", f"{run.spec.world_size / ratio:.2f} times", "the node-seconds of a sample"
+    yield "speed-up", f"{ratio:.2f} times", f"{nodes} against one process, {source}"
+    yield "cost of a sample", f"{run.spec.world_size / ratio:.2f} times", "that of one process, in node-seconds"
 
 
 def _format_charts(run: RunView) -> Iterator[str]:
     yield "<h2>Charts</h2>"
-    yield draw_charts(run.history)
+    yield format_run_charts(run, draw_charts(run.history))
     text = " ".join(run_text.format_run(run).split())
     picture = render.format_img_tag(run_figure.draw_run(run), text)
     yield f"<details><summary>all panels as one picture</summary>{picture}</details>"
@@ -227,19 +257,31 @@ def _format_settings(run: RunView) -> Iterator[str]:
         ("num_workers", f"{spec.num_workers}"),
     ]
     yield "<h2>Settings, as typed</h2>"
-    yield format_facts(Table((), typed), is_code=True)
-    yield format_facts(Table((), facts))
+    yield format_facts(Table((), typed), is_code=True) + format_facts(Table((), facts))
+    yield from format_sources(run)
 
 
 def _format_scaling_if_given(run: RunView, single_process: History | None) -> Iterator[str]:
     if single_process is None:
         return iter(())
-    if len(single_process.ranks) != 1:
-        raise ValueError(
-            f"single_process={single_process!r}: the speed-up needs the history of one process that took steps; train "
-            "the same on dtkit.Cluster(1)"
-        )
+    _check_single_process(run.history, single_process)
     return _format_scaling(run, single_process)
+
+
+def _check_single_process(history: History, single_process: History) -> None:
+    """Raise ValueError for a history without a speed that the run's could be compared with."""
+    remedy = "train the same on dtkit.Cluster(1)"
+    if len(single_process.ranks) != 1:
+        raise ValueError(f"single_process={single_process!r}: the speed-up needs the steps of one process; {remedy}")
+    rate, own_rate = compute_speed(single_process).samples_per_s, compute_speed(history).samples_per_s
+    if not (math.isfinite(rate) and rate > 0):
+        raise ValueError(f"single_process={single_process!r}: its steps took no time, so it has no speed; {remedy}")
+    if math.isfinite(own_rate) and not 1 / _MAX_SPEED_RATIO < rate / own_rate < _MAX_SPEED_RATIO:
+        raise ValueError(
+            f"single_process={single_process!r}: its {formatting.format_rate(rate)} samples/s and the run's "
+            f"{formatting.format_rate(own_rate)} differ by more than {_MAX_SPEED_RATIO:,} times, so they are not of "
+            f"the same training, or the times of one are wrong; {remedy}"
+        )
 
 
 def _format_scaling(run: RunView, single_process: History) -> Iterator[str]:
@@ -262,11 +304,8 @@ def _format_scaling(run: RunView, single_process: History) -> Iterator[str]:
     yield "<p>Means over all steps but the first. The ideal is the speed of one process times the number of nodes.</p>"
 
 
-def _format_schedule(run: RunView) -> Iterator[str]:
-    """List the bubble of a pipeline, and the learning rates."""
-    step_strip = read_step_strip(run)
-    if step_strip is not None and step_strip.is_pipelined:
-        yield f"<p>Timeline of the last step (in the picture above): {escape(step_strip.note)}.</p>"
+def _format_learning_rates(run: RunView) -> Iterator[str]:
+    """List the learning rates of a schedule."""
     rows = run.history.read_valid_rows()
     rows = rows[rows["rank"] == rows["rank"].min(initial=0)]
     changes = np.flatnonzero(np.diff(rows["lr"], prepend=np.nan) != 0)
@@ -342,3 +381,15 @@ def _describe_commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return answer.stdout.strip()
+
+
+_SECTIONS = (
+    _format_settings,
+    format_model,
+    format_nodes,
+    format_step_time,
+    format_verification,
+    _format_learning_rates,
+    _format_evaluations,
+    _format_origin,
+)

@@ -88,7 +88,9 @@ def _make_lines(buckets: CurveBuckets, history: History, chart: Chart, overall: 
     (layout,) = make_chart_layouts([chart], history.num_ranks)
     has_lines = not layout.banded and layout.nodes > 1
     lines = [_make_line(f"node {k}", buckets, k, k) for k in range(layout.nodes)] if has_lines else []
-    return [*lines, _make_line(overall, buckets, -1, None if lines else 0)]
+    lines = [dataclasses.replace(line, is_part=layout.has_mean) for line in lines]
+    last = _make_line(overall, buckets, -1, None if lines else 0)
+    return [*lines, dataclasses.replace(last, is_dashed=not layout.has_mean)]
 
 
 def _make_line(label: str, buckets: CurveBuckets, column: int, color: int | None) -> Series:
@@ -108,5 +110,5 @@ def _make_scalar_series(history: History, name: str) -> list[Series]:
     ranks = history.ranks
     lines = []
     if 1 < len(ranks) <= MAX_NODE_LINES:
-        lines = [Series(f"node {rank}", *history.scalar(name, rank), color=rank) for rank in ranks]
+        lines = [Series(f"node {rank}", *history.scalar(name, rank), color=rank, is_part=True) for rank in ranks]
     return [*lines, Series("mean" if lines else name, *history.scalar(name), color=None if lines else 0)]

@@ -1,4 +1,4 @@
-"""The frame of a report: one HTML file without network or scripts, light or dark as the reader's system is."""
+"""The frame of a report: one HTML file without network, light or dark as the reader's system is."""
 
 from __future__ import annotations
 
@@ -25,14 +25,25 @@ _DARK = (
     "--good: #35c79b; --bad: #ff8548"
 )
 
+_EDGE, _DARKER = "var(--page) 50%, transparent", "color-mix(in srgb, var(--ink) 40%, var(--page)), transparent"
+_SHADOWS = (
+    f"linear-gradient(90deg, {_EDGE}) 0 0 / 36px 100% local no-repeat, "
+    f"linear-gradient(270deg, {_EDGE}) 100% 0 / 36px 100% local no-repeat, "
+    f"linear-gradient(90deg, {_DARKER}) 0 0 / 18px 100% scroll no-repeat, "
+    f"linear-gradient(270deg, {_DARKER}) 100% 0 / 18px 100% scroll no-repeat"
+)
+"""Shadows where a table goes on, covered by its ends, as in the live views."""
+
 _TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta name="color-scheme" content="light dark"><title>{title}</title><style>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline';
+script-src 'unsafe-inline'; img-src data: blob:"><meta name="color-scheme" content="light dark"><title>{title}</title>
+<style>
 :root {{ color-scheme: light; {light}; }}
 @media (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {dark}; }} }}
 :root:has(#light:checked) {{ color-scheme: light; {light}; }}
 :root:has(#dark:checked) {{ color-scheme: dark; {dark}; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1180px;
+body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1280px;
   margin: 24px auto; padding: 0 20px 40px; }}
 h1 {{ font-size: 26px; margin: 0; display: flex; flex-wrap: wrap; align-items: center; gap: 4px 14px; }}
 h2 {{ font-size: 18px; margin: 34px 0 10px; }}
@@ -43,9 +54,12 @@ th, td {{ padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertica
 .facts td:first-child {{ color: var(--muted); white-space: nowrap; min-width: 0 !important; }}
 .facts td:last-child {{ min-width: 0 !important; overflow-wrap: anywhere; }}
 .code td:last-child {{ font: 12.5px/1.5 ui-monospace, monospace; }}
-.columns {{ columns: 2 460px; column-gap: 40px; }} .columns section {{ break-inside: avoid; padding-top: 1px; }}
-.columns h2 {{ margin-top: 24px; }}
-.scroll {{ overflow-x: auto; }} p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; }}
+.columns {{ columns: 2 540px; column-gap: 40px; }} .columns section {{ break-inside: avoid; }}
+.columns h2 {{ margin-top: 0; padding-top: 28px; }} .columns table {{ width: 100%; }}
+.columns section {{ font-size: 14px; }} .columns :is(th, td) {{ padding-inline: 4px !important; }}
+.columns .facts td:first-child {{ width: 190px; }}
+.scroll {{ overflow-x: auto; scrollbar-width: thin; background: {shadows}; }}
+p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; }}
 .state {{ font-size: 13px; font-weight: 700; padding: 1px 12px; border: 1.5px solid; border-radius: 99px;
   color: var(--muted); }} .state.good {{ color: var(--good); }} .state.bad {{ color: var(--bad); }}
 .theme {{ float: right; font-size: 12px; color: var(--muted); border: 1px solid var(--line); border-radius: 7px;
@@ -53,6 +67,8 @@ th, td {{ padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertica
 .theme input {{ position: absolute; opacity: 0; }} .theme label:has(:checked) {{ background: var(--card);
   color: var(--ink); border-radius: 6px; }} .theme label:has(:focus-visible) {{ outline: 2px solid var(--accent); }}
 .cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(155px, 1fr)); gap: 10px; margin: 16px 0; }}
+@media (max-width: 1060px) {{ .cards:has(> :nth-child(6):last-child) {{ /* no card alone in a row */
+  grid-template-columns: repeat(auto-fit, minmax(max(155px, 30%), 1fr)); }} }}
 .card {{ background: var(--card); border-radius: 8px; padding: 10px 14px; }}
 .card b {{ font-size: 22px; display: block; line-height: 1.35; font-variant-numeric: tabular-nums; }}
 .card span {{ color: var(--muted); font-size: 12.5px; display: block; line-height: 1.4; }}
@@ -65,7 +81,7 @@ figure {{ margin: 0; min-width: 0; }} details {{ margin: 8px 0; }} summary {{ cu
 details img {{ max-width: 100%; height: auto; border-radius: 6px; }}
 @media (max-width: 700px) {{ body {{ padding: 0 12px 40px; }} .scroll table {{ font-size: 12px !important; }}
   .scroll :is(th, td) {{ padding: 4px 3px !important; }} }}
-@media print {{ .theme {{ display: none; }} }}
+@media print {{ .theme {{ display: none; }} figure, .card {{ break-inside: avoid; }} }}
 {chart_css}
 </style></head><body>
 <div class="theme" role="radiogroup" aria-label="colors">
@@ -81,13 +97,14 @@ def format_page(title: str, parts: Iterable[str]) -> str:
     """Return the whole file."""
     return _TEMPLATE.format(
         title=escape(title), body="\n".join(parts), chart_css=svg_chart.make_css(),
+        shadows=_SHADOWS,
         light=f"{_LIGHT}; {svg_chart.make_color_variables('light')}",
         dark=f"{_DARK}; {svg_chart.make_color_variables('dark')}",
     )  # fmt: skip
 
 
 def format_columns(sections: Iterable[Iterable[str]]) -> str:
-    """Return sections next to each other where the page is wide, and below each other elsewhere."""
+    """Return sections in two columns of about the same height where the page has room, and in one elsewhere."""
     parts = ("\n".join(section) for section in sections)
     return f'<div class="columns">{"".join(f"<section>{part}</section>" for part in parts if part)}</div>'
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import html
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dtkit._util import formatting
 from dtkit._util.table import Table
-from dtkit.dashboard.report_page import escape, format_long_table, format_table
+from dtkit.dashboard.report_page import escape, format_facts, format_long_table, format_table
 from dtkit.dashboard.summary.metrics import compute_run_metrics
+from dtkit.dashboard.summary.one_process import read_step_times
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, select_bars
 
 if TYPE_CHECKING:
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
 
 _NBSP = "\u00a0"
+_MAX_DIFFERENCES = 40  # parameters; a large model has hundreds
 _MIN_SHARE = 0.0005  # of a step; a phase that is shorter everywhere has no column
 
 
@@ -77,5 +81,42 @@ def format_step_time(run: RunView) -> Iterator[str]:
     yield "<h2>Where a step's time goes</h2>"
     yield format_table(Table(("node", *(PHASES[k] for k in shown), "step"), rows, {"node"}))
     straggler = "" if timing.straggler is None else f" ▲ {escape(timing.straggler.text)}."
-    steps = formatting.format_count(timing.num_steps, "step")
-    yield f"<p>Shares of a step, as means of the last {steps}.{straggler}</p>"
+    yield f"<p>Shares of a step, as means of {'' if timing.is_whole else 'the '}{timing.steps_text}.{straggler}</p>"
+
+
+def format_verification(run: RunView) -> Iterator[str]:
+    """Show the result of the last `run.verify()`, with the difference of each parameter, the largest first."""
+    if run.verification is None:
+        return
+    verification = dataclasses.replace(run.verification, step_times=read_step_times(run))
+    facts = [
+        ("verdict", verification.verdict),
+        ("steps", f"{verification.steps:,}"),
+        ("compared", f"{formatting.format_count(verification.world_size, 'node')} with one process"),
+        ("type of numbers", verification.dtype),
+    ]
+    if verification.differences:
+        facts.append(("largest difference", f"{verification.compared_difference:.3g}"))
+        facts.append(("tolerance", f"{verification.tolerance:g}"))
+    yield "<h2>Verification against one process</h2>"
+    yield format_facts(Table((), facts))
+    yield "".join(f"<p>{escape(line.strip())}</p>" for line in verification.text().splitlines()[1:])
+    ordered = sorted(verification.differences.items(), key=lambda item: -item[1])
+    if ordered:
+        rows = [
+            (formatting.sanitize_text(name, 100), f"{difference:.3g}")
+            for name, difference in ordered[:_MAX_DIFFERENCES]
+        ]
+        hidden = f"{len(ordered):,} parameters in all; the {_MAX_DIFFERENCES} largest differences are shown."
+        table = Table(("parameter", "largest difference"), rows, {"parameter"})
+        yield format_long_table("Differences", table, [hidden] if len(ordered) > len(rows) else [])
+
+
+def format_sources(run: RunView) -> Iterator[str]:
+    """Show the sources of the user's functions among the settings, folded."""
+    typed = dict(run.spec.settings)
+    for name, source in run.spec.sources:
+        if source in typed.get(name, ""):  # a lambda
+            continue
+        lines = html.escape(source)
+        yield f'<details><summary>source of {escape(name)}</summary><pre class="scroll">{lines}</pre></details>'

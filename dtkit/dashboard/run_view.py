@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dtkit.health.stall_report import StallReport
     from dtkit.history.history import History
     from dtkit.history.timeline import Timeline
-    from dtkit.rpc.reference import StepTimes
+    from dtkit.rpc.verification import Verification
     from dtkit.types import NodeInfo, ReplicaCheckResult, RunSpec, Status
 
 
@@ -65,8 +65,8 @@ class RunView(Protocol):
         ...
 
     @property
-    def step_times(self) -> StepTimes | None:
-        """Times of steps on all ranks and in one process, from the last verification; None before."""
+    def verification(self) -> Verification | None:
+        """The comparison with one process by the last `verify`, which may have times of steps; None before."""
         ...
 
     @property

@@ -42,8 +42,8 @@ _CSS = """
 svg.chart { width: 100%; height: auto; display: block; font: 11px system-ui, sans-serif; overflow: visible; }
 .chart text { fill: var(--muted); } .chart .grid { stroke: var(--line); } .chart .axis { stroke: var(--muted); }
 .chart .series { fill: none; stroke-width: 1.7; stroke-linejoin: round; stroke-linecap: round; }
-.chart .all { stroke: var(--ink); stroke-dasharray: 5 3; stroke-width: 1.9; } .chart .kall { fill: var(--ink); }
-.chart .dot.all { stroke-dasharray: none; } .chart .band.all { fill: var(--ink); }
+.chart .all { stroke: var(--ink); stroke-width: 1.9; } .chart .series.dashed { stroke-dasharray: 5 3; }
+.chart .part { stroke-width: 1; opacity: 0.6; } .chart .kall, .chart .band.all { fill: var(--ink); }
 .chart .band { stroke: none; } .chart .dash1 { stroke-dasharray: 7 3; } .chart .dash2 { stroke-dasharray: 2 3; }
 .chart .dash3 { stroke-dasharray: 8 3 2 3; } .chart .dot { stroke-dasharray: none; }
 .chart .dot { fill: var(--page); stroke-width: 1.4; } .chart .strip > line { stroke: var(--muted); opacity: 0; }
@@ -64,8 +64,9 @@ svg.chart { width: 100%; height: auto; display: block; font: 11px system-ui, san
 class Series:
     """A line, and a band from `low` to `high` where each value is the mean of `merged` steps; `band` is its name.
 
-    Its `color` is a number, or None for the dashed line over all. Values that are `exact`, such as evaluations, are
-    never averaged, and have dots where they are few. NaN in the others is a gap: rows that went with an engine.
+    Its `color` is a number, or None for the line over all, the mean of the others unless `is_dashed`. Values that are
+    `exact`, such as evaluations, are never averaged, and have dots where they are few. NaN in the others is a gap: rows
+    that went with an engine.
     """
 
     label: str
@@ -79,12 +80,18 @@ class Series:
     band: str = "range"
     dash: int = 0
     """Number of its dashes, of four kinds."""
+    is_part: bool = False
+    """Whether it is a node's line below the mean, which is paler."""
+    is_dashed: bool = False
+    """Whether a line over all is not the mean of the others."""
 
     @property
     def css_class(self) -> str:
         """The classes that have its color and its dashes."""
         dashes = f" dash{self.dash % _NUM_DASHES}" if self.dash % _NUM_DASHES else ""
-        return "all" if self.color is None else f"s{self.color % len(COLORS['light'])}{dashes}"
+        if self.color is None:
+            return "all dashed" if self.is_dashed else "all"
+        return f"s{self.color % len(COLORS['light'])}{dashes}"
 
 
 def make_css() -> str:
@@ -262,7 +269,8 @@ def _draw_series(frame: _Frame, series: Series, index: int) -> str:
         points = [f"{frame.place_x(series.x[k]):.1f},{frame.place_y(series.y[k]):.1f}" for k in part]
         shape += "M" + "L".join(points) + ("h.01" if len(points) == 1 else "")  # a dot, with round caps
         places += points
-    line = f'<path class="series {series.css_class} line{index}" d="{shape}"/>'
+    look = f"{series.css_class} part" if series.is_part else series.css_class
+    line = f'<path class="series {look} line{index}" d="{shape}"/>'
     if len(places) > (_MAX_DOTS if series.exact else 1):
         return line
     centers = (place.split(",") for place in places)
@@ -325,7 +333,7 @@ def _draw_tip(x: float, title: str, rows: Sequence[tuple[Series, str]]) -> str:
     left = min(max(0.0, left), _WIDTH - width) if width < _WIDTH else 0.0
     lines = [f'<tspan class="head" x="{left + 8:.0f}" dy="{_ROW_HEIGHT}">{html.escape(title)}</tspan>']
     for label, (line, text) in zip(labels, rows, strict=True):
-        key = "kall" if line.css_class == "all" else f"k{line.css_class[1:]}"
+        key = "kall" if line.color is None else f"k{line.css_class[1:]}"
         lines.append(
             f'<tspan x="{left + 8:.0f}" dy="{_ROW_HEIGHT}" class="{key}">●</tspan><tspan x="{left + 22:.0f}">'
             f'{html.escape(label)}</tspan><tspan x="{left + width - 8:.0f}" class="value">{html.escape(text)}</tspan>'

@@ -7,7 +7,10 @@ training. A trigger during an update schedules another one, so the last state is
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -19,14 +22,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 log = logging.getLogger("dtkit.dashboard")
+VIEW_NICENESS = 5
+"""How much lower a view's priority is than that of its process; see :manpage:`nice(2)`."""
 
 
 def start_timer(delay: float, callback: Callable[[], None]) -> None:
-    """Call `callback` after `delay` seconds on a daemon thread."""
-    timer = threading.Timer(delay, callback)
+    """Call `callback` after `delay` seconds on a daemon thread of low priority."""
+    timer = threading.Timer(delay, _call_at_low_priority, [callback])
     timer.name = "dtkit-view"
     timer.daemon = True
     timer.start()
+
+
+def _call_at_low_priority(callback: Callable[[], None]) -> None:
+    """Call `callback`, mostly while engines on the same cores wait. Only Linux has priorities of threads."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a container may forbid it
+            niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + VIEW_NICENESS
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    callback()
 
 
 class Throttle:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
+from dtkit._util.completion import hide_from_completion
 from dtkit._util.formatting import name_type
 from dtkit._util.table import Table
 from dtkit.dashboard.text.progress import show_progress
@@ -27,16 +28,24 @@ if TYPE_CHECKING:
     import torch
 
     from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.types import ModelSummary
 
 
 @explain_arguments
 @suggest_attributes("replicas")
+@hide_from_completion("batch_norm_names", "engine_group", "key", "list_modules", "returns_loss", "summary")
 class ModelHandle:
     """One copy of a model per rank, as it was when it was sent. Pass it to ``cluster.train`` as often as you like.
 
     ``checksums`` has each rank's digest of all parameters and buffers; equal digests mean equal bits. It is empty if
     ranks map one file.
     """
+
+    engine_group: EngineGroup
+    key: str
+    summary: ModelSummary
+    batch_norm_names: list[str]
+    returns_loss: bool
 
     def __init__(
         self,
@@ -46,12 +55,18 @@ class ModelHandle:
         model: torch.nn.Module,
         checksums: Sequence[str],
     ) -> None:
-        self.engine_group, self.key, self.checksums = engine_group, key, tuple(checksums)
-        self.name = getattr(model, "model_name", type(model).__name__)
+        self.engine_group, self.key = engine_group, key
+        self.checksums = tuple(checksums)
+        """Digest of all parameters and buffers, by rank."""
+        self.name: str = getattr(model, "model_name", type(model).__name__)
+        """The model's class, or the name that it was given."""
         self.num_parameters = sum(p.numel() for p in model.parameters())
+        """Number of parameters."""
         self.num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self.summary = summarize_model(model)
+        """Number of parameters that need gradients."""
         self.nbytes = sum(packed.sizes)
+        """Size of parameters and buffers, in bytes."""
+        self.summary = summarize_model(model)
         self.batch_norm_names = find_batch_norms(model)
         self.returns_loss = returns_loss(model)
         self._packed = packed
@@ -103,7 +118,7 @@ def broadcast(engine_group: EngineGroup, model: Any, *, by_shared_file: bool = F
     model = _copy_to_cpu(model)
     key = engine_group.make_key("model")
     packed = engine_group.uploads.pack(model, name="model")
-    with show_progress(f"sending {type(model).__name__}, {formatting.format_bytes(packed.nbytes)}"):
+    with show_progress(describe_sending(model, packed.nbytes)):
         if by_shared_file and engine_group.membership.is_single_host:
             payload = engine_group.uploads.upload(packed)
             engine_group.call_all(make_call(ModelOperations.store_model, key=key, payload=payload))
@@ -118,6 +133,19 @@ def broadcast(engine_group: EngineGroup, model: Any, *, by_shared_file: bool = F
     return ModelHandle(engine_group, key, packed, model, checksums)
 
 
+def describe_sending(model: Any, num_bytes: int) -> str:
+    """Return the text of the progress line. Engines that get a library's model import the library, which takes longer
+    than sending.
+    """
+    from torch.nn import Module
+
+    sending = f"sending {type(model).__name__}, {formatting.format_bytes(num_bytes)}"
+    libraries = [kind.__module__.partition(".")[0] for kind in type(model).__mro__ if issubclass(kind, Module)]
+    library = next((name for name in libraries if name not in _LOADED_LIBRARIES), None)
+    return f"{sending}, to the engines, which import {library} for it" if library else sending
+
+
+_LOADED_LIBRARIES = ("torch", "dtkit", "__main__")  # engines have imported them, or need no import
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")  # of torch
 
 

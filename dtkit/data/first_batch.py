@@ -28,10 +28,10 @@ from dtkit.data.loss_check import (
     check_gradients_reach_model,
     check_target_shape,
     describe_parts,
-    describe_softmax,
     has_trainable,
 )
 from dtkit.data.notebook_data import NUM_FIRST_ROWS, copy_first_rows
+from dtkit.data.output_check import describe_activated_output
 from dtkit.data.pairing import PairedRowsError, PairingDetector
 from dtkit.data.partition import Partition
 from dtkit.engine.data.random_state import preserve_generators
@@ -71,8 +71,8 @@ def check_first_batch(
 ) -> list[str]:
     """Raise FirstBatchError if model and loss refuse the first rows, and the remedy is known.
 
-    Return warnings: of a softmax before a loss that contains one and, with `divides_batch`, of a loss that is not a
-    mean over samples. Raise ValueError for a sum, and for a loss whose gradients don't reach the model.
+    Return warnings: of a softmax or sigmoid before a loss that contains it and, with `divides_batch`, of a loss that
+    is not a mean over samples. Raise ValueError for a sum, and for a loss whose gradients don't reach the model.
 
     No-op where a trial would be long or impossible. Examples are large models and rows, data that engines load, and
     models on other devices or in 16 bits. Another one is a training step that updates the model itself.
@@ -86,8 +86,10 @@ def check_first_batch(
             return []
         check_gradients_reach_model(outcome, trial.model)
         # silent: the loss was computed, so what fails is the trial's evaluation mode
-        softmax = run_guarded(lambda: describe_softmax(trial.loss, trial.model, trial.batch), lambda _: None)
-        return [text for text in (softmax, _describe_division(trial) if divides_batch else None) if text is not None]
+        activation = run_guarded(
+            lambda: describe_activated_output(trial.loss, trial.model, trial.batch), lambda _: None
+        )
+        return [text for text in (activation, _describe_division(trial) if divides_batch else None) if text is not None]
 
 
 def _describe_division(trial: _Trial) -> str | None:

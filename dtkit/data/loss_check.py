@@ -70,26 +70,6 @@ def has_trainable(model: torch.nn.Module) -> bool:
     return any(p.requires_grad for p in model.parameters())
 
 
-def describe_softmax(loss: Loss, model: torch.nn.Module, batch: Any) -> str | None:
-    """Return a warning if outputs are probabilities, and the loss takes their softmax once more. Runs the model."""
-    function = loss.loss_fn
-    if not isinstance(function, torch.nn.CrossEntropyLoss) and function is not torch.nn.functional.cross_entropy:
-        return None
-    with module_eval_mode(model):
-        inputs, _ = loss.split_batch(batch)
-        output = inputs.pass_to(model)
-    if not isinstance(output, torch.Tensor) or output.dim() < 2 or output.shape[1] < 2 or bool((output < 0).any()):
-        return None
-    sums = output.double().sum(1)
-    if not torch.allclose(sums, torch.ones_like(sums), rtol=0, atol=1e-4):
-        return None
-    return (
-        "the model's outputs for a sample are probabilities: they sum to 1. CrossEntropyLoss takes their softmax once "
-        "more, so the training is slow and the loss stays high. Leave the softmax out of the model, and apply it to "
-        "outputs where you need probabilities"
-    )
-
-
 def _find_leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that a loss would give gradients to."""
     leaves, seen, pending = [], set(), [loss.grad_fn]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import textwrap
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +23,20 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-_MAX_SHOWN_RANKS = 32
+_MAX_LISTED_SIZES = 4
+_MAX_LINE = 88
 
 
 @explain_arguments
 @suggest_attributes("partition")
-@hide_from_completion("flatten_indices", "format_headline", "to_dict", "to_json")
+@hide_from_completion("flatten_indices", "format_headline", "note", "source", "to_dict", "to_json")
 class Partition:
     """Partition of `n` rows into one shard for each rank. Notebooks show it as a table and a figure.
 
     ``cluster.partition(data)`` makes one. A UserWarning says if classes differ between shards by more than chance.
+
+    >>> dtkit.Partition(8, 2, weights=[3, 1]).sizes
+    (6, 2)
 
     n : number of rows.
     world_size : number of ranks.
@@ -39,6 +44,9 @@ class Partition:
     labels : class of each row; "stratified" needs them. They also show the balance of classes.
     source : handle of the rows on the engines; None for a partition without rows.
     """
+
+    source: Any
+    note: str
 
     def __init__(
         self,
@@ -156,14 +164,15 @@ class Partition:
 
     def format_headline(self) -> str:
         """Return the size and the method in one line. With a seed, rows are shuffled before they are divided."""
-        method = self.by if self.seed is None else f"shuffled (seed={self.seed}), then {self.by}"
+        method = self.by
+        if self.seed is not None:
+            method = f"shuffled (seed={self.seed})" + (f", then {self.by}" if self.by != "contiguous" else "")
         return f"{self.n:,} rows on {formatting.format_count(self.world_size, 'node')}, {method}"
 
     def __repr__(self) -> str:
-        sizes = ", ".join(map(str, self.sizes[:_MAX_SHOWN_RANKS]))
-        more = ", ..." if self.world_size > _MAX_SHOWN_RANKS else ""
-        note = f", {self.note}" if self.note else ""
-        return f"Partition({self.format_headline()}, sizes=({sizes}{more}){note})"
+        line = f"Partition({self.format_headline()}, {_format_sizes(self.sizes)})"
+        note = textwrap.wrap(self.note, _MAX_LINE, initial_indent="  ", subsequent_indent="  ")
+        return "\n".join([line, *note])
 
     def _repr_png_(self) -> bytes:
         return views.render_png(self)
@@ -184,6 +193,16 @@ class Partition:
             f"{distance[rank]:.2f}; a random cut stays under {expected[rank]:.2f}), as when labels are "
             f"sorted. Ranks with other classes than the rest train worse: use seed=0 or by='stratified'."
         )
+
+
+def _format_sizes(sizes: Sequence[int]) -> str:
+    """Return the rows of each rank in few words: ``7 or 8 each``."""
+    least, most = min(sizes), max(sizes)
+    if most - least <= 1:
+        return f"{least:,} each" if least == most else f"{least:,} or {most:,} each"
+    if len(sizes) <= _MAX_LISTED_SIZES:
+        return " + ".join(f"{size:,}" for size in sizes)
+    return f"{least:,} to {most:,} each"
 
 
 def as_labels(target: Any) -> np.ndarray | None:

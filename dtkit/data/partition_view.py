@@ -11,6 +11,8 @@ from dtkit._util import formatting
 from dtkit._util.table import Table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from dtkit.data.partition import Partition
     from dtkit.data.sharding import Shard
 
-_MAX_SHOWN_RANKS = 32
+_MAX_SHOWN_RANKS = 10  # of more, the first and the last ones
 _MAX_SHOWN_CLASSES = 12
 _MAX_BINS = 400
 
@@ -27,15 +29,15 @@ _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#
 
 
 def draw_partition(partition: Partition) -> Figure:
-    """Return a figure of the rows by rank and, if labels are known, of the balance of classes."""
+    """Return a figure of the rows by rank and, if labels are known, of the balance of classes below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = 1 if partition.class_counts is None else 2
+    parts = 1 if partition.class_counts is None else 2
     height = min(1.3 + 0.36 * partition.world_size, 7.0)
-    figure = Figure(figsize=(4.5 * columns, height), layout="constrained")
+    figure = Figure(figsize=(6.0, height * parts), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, columns, squeeze=False)[0]
+    axes = figure.subplots(parts, 1, squeeze=False)[:, 0]
     _draw_rows(axes[0], partition)
     if partition.class_counts is not None:
         _draw_classes(axes[1], partition.classes or (), partition.class_counts)
@@ -44,13 +46,20 @@ def draw_partition(partition: Partition) -> Figure:
 
 def format_html(partition: Partition) -> str:
     """Return the headline, the note and tables of ranks and of classes as HTML."""
-    shown_ranks = min(partition.world_size, _MAX_SHOWN_RANKS)
-    rows = [_format_row(partition, rank) for rank in range(shown_ranks)]
-    tables = [Table(["node", "rows", "share"], rows), *_make_class_table(partition, shown_ranks)]
+    ranks = _choose_ranks(partition.world_size)
+    rows = [["…"] * 3 if rank is None else _format_row(partition, rank) for rank in ranks]
+    tables = [Table(["node", "rows", "share"], rows), *_make_class_table(partition, ranks)]
     shown = "".join(f'<div style="overflow-x: auto">{table.to_html()}</div>' for table in tables)
-    more = f"<p>and {partition.world_size - shown_ranks} more nodes</p>" if partition.world_size > shown_ranks else ""
     note = f"<p>{html.escape(formatting.name_nodes(partition.note))}</p>" if partition.note else ""
-    return f"<p>{html.escape(partition.format_headline())}</p>{note}{shown}{more}"
+    return f"<p>{html.escape(partition.format_headline())}</p>{note}{shown}"
+
+
+def _choose_ranks(world_size: int) -> list[int | None]:
+    """Return the ranks to show; None in the place of those left out."""
+    if world_size <= _MAX_SHOWN_RANKS:
+        return list(range(world_size))
+    half = _MAX_SHOWN_RANKS // 2
+    return [*range(half), None, *range(world_size - half, world_size)]
 
 
 def _format_row(partition: Partition, rank: int) -> list[str]:
@@ -58,17 +67,18 @@ def _format_row(partition: Partition, rank: int) -> list[str]:
     return [str(rank), f"{size:,}", f"{100 * size / partition.n:.1f} %"]
 
 
-def _make_class_table(partition: Partition, shown_ranks: int) -> list[Table]:
+def _make_class_table(partition: Partition, ranks: Sequence[int | None]) -> list[Table]:
     """Return the rows of each class by node, if there are labels: turned so that the table is narrow."""
     classes = _get_shown_classes(partition)
     if partition.class_counts is None or not classes:
         return []
-    names, nodes = [f"class {name}" for name in classes], [f"node {rank}" for rank in range(shown_ranks)]
-    counts = partition.class_counts[:shown_ranks]
-    if len(names) > len(nodes):
-        names, nodes, counts = nodes, names, counts.T
-    rows = [[node, *(f"{count:,}" for count in line)] for node, line in zip(nodes, counts.tolist(), strict=True)]
-    return [Table(["", *names], rows, {""})]
+    counts = partition.class_counts.tolist()
+    columns = [["", *(f"class {name}" for name in classes)]]
+    for rank in ranks:
+        line = ["…"] * len(classes) if rank is None else [f"{count:,}" for count in counts[rank]]
+        columns.append(["…" if rank is None else f"node {rank}", *line])
+    lines = columns if len(classes) <= len(ranks) else [list(line) for line in zip(*columns, strict=True)]
+    return [Table(lines[0], lines[1:], {""})]
 
 
 def _get_shown_classes(partition: Partition) -> tuple[Any, ...]:

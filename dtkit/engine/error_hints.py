@@ -39,6 +39,7 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
         _explain_output_columns(message, target),
         _explain_output_type(message),
         _explain_detached(message),
+        _explain_swapped_loss(message),
         _explain_target_type(message),
         _explain_forward(message, inputs, model),
         _explain_target(message, target, model),
@@ -264,6 +265,15 @@ def _explain_detached(message: str) -> str | None:
     return (
         "The loss has no gradient, so it can't train the model. detach(), item(), numpy(), argmax() or torch.no_grad() "
         "cut it off from the parameters; compute it from the model's output by torch's functions alone"
+    )
+
+
+def _explain_swapped_loss(message: str) -> str | None:
+    if not re.search(r"softmax\w*\"? not implemented for '(Long|Int|Short|Char|Byte)'", message):
+        return None
+    return (
+        "The loss takes the softmax of whole numbers, which look like labels. dtkit calls loss(output, target) in this "
+        "order, and torch's losses take both in the same order; swap them"
     )
 
 

@@ -39,9 +39,9 @@ from dtkit.engine.rng import JobRng
 from dtkit.engine.state.capture import capture_model
 from dtkit.engine.step_guard import StepGuard
 from dtkit.engine.step_records import CompletedStep, build_rows
+from dtkit.messages import DispatchResult, NonFiniteReport
 from dtkit.strategies.base import StepResult
 from dtkit.strategies.module_modes import enter_training
-from dtkit.types import DispatchResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from dtkit.engine.state.visitor import StateVisitor
     from dtkit.planning.memory_report import MemoryUsage
     from dtkit.strategies.base import TrainingProgram, Worker
-    from dtkit.types import NonFiniteLocations
 
 NUM_TIMELINE_STEPS = 2  # of each dispatch
 _NUM_RECENT_STEPS = 50
@@ -104,9 +103,7 @@ class Job:
         self._completed_steps: list[CompletedStep] = []
         self._scalars = StepScalars()
         self._end_reason = "done"
-        self._nonfinite_loss: float | None = None
-        self._nonfinite: NonFiniteLocations = ()
-        self._bad_rows, self._largest_parameter = "", 0.0
+        self._nonfinite = NonFiniteReport()
         self._step_start = (0, 0.0, 0)  # samples and learning rate of the current step, bytes sent before it
         self._sent_bytes: int | None = None  # up to now; None if something other than a step has sent bytes since
 
@@ -119,10 +116,6 @@ class Job:
     def placement(self) -> Any:
         """Table of the parts of the model by rank; None if all ranks hold equal parts."""
         return self._worker.placement
-
-    @property
-    def _rank(self) -> int:
-        return self._locate()[0]
 
     def _locate(self) -> tuple[int, int]:
         """Return (rank, world size)."""
@@ -176,8 +169,9 @@ class Job:
         self._completed_steps.clear()
         self.context.phases.reset()
         self.context.phases.clock.start_dispatch()
-        self._end_reason, self._nonfinite_loss, self._nonfinite, self.step_report = "failed", None, (), None
-        self._sent_bytes, self._bad_rows, self._largest_parameter = None, "", 0.0
+        MONITOR.start_dispatch()
+        self._end_reason, self._nonfinite = "failed", NonFiniteReport()
+        self._sent_bytes = self.step_report = None
 
     def _start_vote(self, flag: bool) -> Callable[[], bool]:  # noqa: FBT001 - the one value that is agreed upon
         """Start to ask whether any rank has the flag, and return a function that waits for the answer."""
@@ -196,10 +190,9 @@ class Job:
         memory = node_info.read_used_memory(self.context.device)
         self.context.phases.clock.synchronize()
         events = [(done.step, self.context.phases.clock.read_events(done.events)) for done in completed]
-        clock = Clock()  # the events have times now
         groups, num_steps = group_steps([each for _, each in events]), len(events)
         durations = sum_durations(groups, num_steps)
-        rows = build_rows(completed, durations, self._rank, self._batch_source.get_epoch, memory)
+        rows = build_rows(completed, durations, self._locate()[0], self._batch_source.get_epoch, memory)
         self._recent_step_s = (self._recent_step_s + rows["step_s"][-_NUM_RECENT_STEPS:].tolist())[-_NUM_RECENT_STEPS:]
         messages = build_messages(groups, [done.step for done in completed])
         result = DispatchResult(
@@ -207,17 +200,14 @@ class Job:
             self.step,
             self.lr,
             self._end_reason,
-            self._nonfinite_loss,
             self._nonfinite,
-            self._bad_rows,
-            self._largest_parameter,
             blocked_spans=build_blocked_times(groups, num_steps),
             messages=messages if len(messages) else None,
             scalars=self._scalars.take() | (MONITOR.take(completed[-1].step) if completed else {}),
             fingerprint=checksums,
             fingerprint_s=fingerprint_s,
             step_report=self.step_report,
-            spans=build_spans(events[-NUM_TIMELINE_STEPS:], self._rank, clock),
+            spans=build_spans(events[-NUM_TIMELINE_STEPS:], self._locate()[0], Clock()),  # the events have times now
         )
         self._completed_steps = []
         return result
@@ -301,12 +291,15 @@ class Job:
         return result
 
     def _record_nonfinite(self, result: StepResult, batches: Sequence[tuple[int, Any]]) -> None:
-        self._end_reason, self._nonfinite = "nonfinite", result.nonfinite
-        self._bad_rows = describe_bad_rows(batches, self._batch_source.get_rows(self.step))
-        self._largest_parameter = find_largest_parameter(self._worker.model)
         # Without weight the mean is 0 / 0, which doesn't mean that this rank's samples are to blame.
-        if result.loss is not None and float(result.loss_weight):
-            self._nonfinite_loss = float(result.loss)
+        loss = None if result.loss is None or not float(result.loss_weight) else float(result.loss)
+        self._end_reason = "nonfinite"
+        self._nonfinite = NonFiniteReport(
+            loss,
+            result.nonfinite,
+            describe_bad_rows(batches, self._batch_source.get_rows(self.step)),
+            find_largest_parameter(self._worker.model),
+        )
 
     def _complete_step(self, step_result: StepResult) -> CompletedStep:
         """Return the record of the current step, which ends now."""
@@ -324,7 +317,7 @@ class Job:
 
     def _make_probe(self, num_samples: int) -> StepProbe:
         epoch = self._batch_source.get_epoch(self.step)
-        probe = self._worker.make_step_probe(rank=self._rank, step=self.step, epoch=epoch)
+        probe = self._worker.make_step_probe(rank=self._locate()[0], step=self.step, epoch=epoch)
         probe.record_rows(self._batch_source.get_rows(self.step), num_samples)
         return probe
 
@@ -348,6 +341,10 @@ class Job:
         self._learning_rates.visit_state(visitor)
         self._rng.visit_state(visitor, self.step)
         self._callbacks.visit_state(visitor, self.step)
+
+    def visit_worker(self, visitor: StateVisitor) -> None:
+        """Show the state of model and optimizer. A collective."""
+        self._worker.visit_state(visitor)
 
     def visit_model(self, visitor: StateVisitor) -> None:
         """Show the model's state. A collective."""

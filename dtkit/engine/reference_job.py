@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from dtkit.engine.data.sources import map_tensors, to_device
 from dtkit.engine.job import Job
+from dtkit.engine.largest_gradients import LargestGradients
 from dtkit.engine.observe.tensor_values import compute_digest
 from dtkit.engine.rng import JobRng
 from dtkit.errors import CollectiveInStepError
-from dtkit.rpc.reference import Reference, ReferenceReport
+from dtkit.rpc.reference import DIGESTED_STEPS, Reference, ReferenceReport
 from dtkit.strategies import router_loss
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class ReferenceJob(Job):
         self._shard_rngs: list[JobRng] | None = None
         if reference is Reference.BY_PART:
             self._shard_rngs = [JobRng(seed + shard, context.device) for shard in context.shards]
-        self._max_gradients: dict[str, torch.Tensor] = {}
+        self._largest_gradients = LargestGradients()
         self._batch_digests: list[str] = []
         self._comparison_s: list[float] = []  # of each step
 
@@ -61,7 +62,8 @@ class ReferenceJob(Job):
         is_double = all(p.dtype == torch.float64 for p in model.parameters())
         if is_double and router_loss.find_namespaces(model, self.loss_fn.training_step):
             dtype = "float32"  # in which transformers computes this loss
-        return ReferenceReport(self._max_gradients, tuple(self._batch_digests), dtype, tuple(self._comparison_s))
+        max_gradients = self._largest_gradients.compute()
+        return ReferenceReport(max_gradients, tuple(self._batch_digests), dtype, tuple(self._comparison_s))
 
     def advance(
         self, num_steps: int, *, explain: bool = False, should_end_early: Callable[[], bool] = lambda: False
@@ -74,7 +76,8 @@ class ReferenceJob(Job):
         if self._shard_rngs is None or self._worker.batch_per_shard or self._worker.takes_whole_batch:
             batches = super()._load_batches()
             begun = time.perf_counter()
-            self._batch_digests.append(_digest_batches(batches))
+            if self.step < DIGESTED_STEPS:
+                self._batch_digests.append(_digest_batches(batches))
             self._comparison_s.append(time.perf_counter() - begun)
             return batches
         self._comparison_s.append(0.0)
@@ -88,16 +91,9 @@ class ReferenceJob(Job):
     ) -> StepResult:
         result = super()._run_worker(batches, counts, probe)
         begun = time.perf_counter()
-        self._update_max_gradients()
+        self._largest_gradients.update(self._worker.model.named_parameters())
         self._comparison_s[-1] += time.perf_counter() - begun
         return result
-
-    def _update_max_gradients(self) -> None:
-        for name, p in self._worker.model.named_parameters():
-            if p.grad is not None:
-                size = p.grad.to_dense().abs().cpu() if p.grad.is_sparse else p.grad.abs().cpu()
-                previous = self._max_gradients.get(name)
-                self._max_gradients[name] = size if previous is None else torch.maximum(previous, size)
 
 
 class _PartBatches(Sequence[tuple[int, Any]]):

@@ -56,6 +56,14 @@ def run_script(script: Script, environment: Mapping[str, str], output: CallOutpu
 
     Any exception, such as an interrupt, ends the process and all processes that it started.
     """
+    value = _run_processes(script, environment, output)
+    if script.shared_folder is not None:
+        ScriptFolder(Path(script.shared_folder)).mark_ended(script.slot)
+    return value
+
+
+def _run_processes(script: Script, environment: Mapping[str, str], output: CallOutput) -> Any:
+    """Run a process, and another one each time that an elastic script's process is killed."""
     with tempfile.TemporaryDirectory(prefix="dtkit-script-") as folder:
         call, result = Path(folder) / "call", Path(folder) / "result"
         if script.payload is not None:

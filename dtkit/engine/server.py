@@ -1,4 +1,4 @@
-"""Entry point of an engine: takes a pickled :class:`~dtkit.types.Request`, returns a pickled reply.
+"""Entry point of an engine: takes a pickled :class:`~dtkit.messages.Request`, returns a pickled reply.
 
 Every error becomes a :class:`~dtkit.types.Failure` in the reply, so each rank replies for itself. A rank that fails
 aborts its process group, so that its peers leave their collectives at once. The notebook then forms the next
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit.engine.session import get_session
 from dtkit.errors import RefusedError
+from dtkit.messages import Reply
 from dtkit.rpc.protocol import OPERATIONS
-from dtkit.types import Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dtkit.engine.session import Session
-    from dtkit.types import OutputItem, Request
+    from dtkit.messages import OutputItem, Request
 
 # locks: for one call; an engine gets no second call meanwhile
 _request_lock = threading.Lock()

@@ -22,13 +22,14 @@ from dtkit.engine.ops.state import EngineState
 from dtkit.engine.script_interrupt import ScriptInterrupt
 from dtkit.engine.script_process import ScriptError
 from dtkit.errors import RefusedError
+from dtkit.messages import Reply
 from dtkit.rpc.protocol import OPERATIONS, bind_operations
-from dtkit.types import Failure, Reply
+from dtkit.types import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dtkit.types import OutputItem, Request
+    from dtkit.messages import OutputItem, Request
 
 
 class Session:

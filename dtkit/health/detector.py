@@ -58,6 +58,7 @@ class StallDetector:
         self._reported_key: tuple[object, ...] | None = None
         self._ignore_stragglers_until = -math.inf  # blocked fractions still include the last stall
         self._reported_straggler: int | None = None  # reported once, and not again for each dispatch
+        self._compiling_since: float | None = None  # the forward and the backward pass are compiled one after the other
 
     # -- reports by the driver --------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class StallDetector:
     def reset(self) -> None:
         """Forget pending calls, after a failure or for a new group."""
         self._num_pending, self._first_markers = 0, {}
-        self.stall_report = self._reported_key = self._reported_straggler = None
+        self.stall_report = self._reported_key = self._reported_straggler = self._compiling_since = None
 
     @property
     def median_step_s(self) -> float:
@@ -105,6 +106,8 @@ class StallDetector:
         markers = {observation.rank: get_progress_marker(observation) for observation in observations}
         self._first_markers = self._first_markers or markers
         report = self._find_stuck_rank(observations)
+        if report is not None and report.kind == "compiling" and self._compiling_since is None:
+            self._compiling_since = now - report.stalled_s
         if report is None and now >= self._ignore_stragglers_until:
             moving = {rank for rank, marker in markers.items() if marker != self._first_markers.get(rank)}
             report = self._find_moving_straggler(observations, moving)
@@ -157,13 +160,14 @@ class StallDetector:
     def _report_recovery(self, now: float) -> StallReport | None:
         """Clear the report, and return one of the recovery; None for a straggler, which may still be one."""
         report, self.stall_report, self._reported_key = self.stall_report, None, None
+        compiling_since, self._compiling_since = self._compiling_since, None
         if report is None or report.kind == "straggler":
             return None
         self._ignore_stragglers_until = now + timeouts.STRAGGLER_HOLDOFF_S
         subject = "all ranks go" if report.rank is None else f"rank {report.rank} goes"
         reason = f"{subject} on after {report.stalled_s:.0f} s"
-        if report.kind == "compiling":
-            reason = f"the model was compiled in {report.stalled_s:.0f} s or so"
+        if report.kind == "compiling" and compiling_since is not None:
+            reason = f"the model was compiled in {now - compiling_since:.0f} s or so"
         return dataclasses.replace(report, kind="recovered", reason=reason, remedy="", location="")
 
 

@@ -25,7 +25,8 @@ from dtkit._util import files
 from dtkit.history.comm_time import MESSAGE_DTYPE
 from dtkit.history.history import ROW_DTYPE
 from dtkit.history.run_log import RUNS_FOLDER
-from dtkit.types import DispatchResult, Failure
+from dtkit.messages import DispatchResult
+from dtkit.types import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

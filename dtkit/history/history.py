@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit._util.arguments import check_no_folder, check_path, explain_arguments
+from dtkit._util.arguments import check_no_folder, check_path, check_range, explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit.history.growing_array import GrowingArray
-from dtkit.history.items import decode_fields, encode_line
+from dtkit.history.items import LogItem, decode_fields, encode_line
 from dtkit.history.missing_steps import describe_missing_steps, find_missing_steps
-from dtkit.history.scalars import SYSTEM_PREFIX, ScalarRecord, ScalarTables
+from dtkit.history.scalars import SYSTEM_PREFIX, ScalarRecord, ScalarTables, raise_for_other_source
 from dtkit.history.totals import TOTAL_DTYPE, divide_by_weight, sum_over_ranks
-from dtkit.history.undone_steps import Return, find_returns, keep_valid, split_returns
+from dtkit.history.undone_steps import Return, UndoneSteps, find_returns, keep_valid, split_returns
 from dtkit.types import Evaluation, Event, StepRecord
 
 if TYPE_CHECKING:
@@ -63,17 +63,10 @@ ROW_DTYPE = np.dtype(
 @explain_arguments
 @suggest_attributes("history")
 @hide_from_completion(
-    "add",
-    "append",
-    "append_arrived",
-    "close_run_log",
-    "copy_until",
-    "count_scalar_records",
-    "extend",
-    "list_scalar_records",
-    "num_totals",
-    "read_totals",
+    "add", "append", "append_arrived", "close_run_log", "copy_until", "count_scalar_records", "extend"
 )
+@hide_from_completion("list_scalar_records", "num_inherited_events", "num_totals", "read_totals", "read_valid_rows")
+@hide_from_completion("read_position", "run_log")
 class History:
     """All ranks' steps; ``len(history)`` is the number of rows (one for each rank and step).
 
@@ -84,9 +77,16 @@ class History:
     iteration and :meth:`rows` have every row that arrived.
     """
 
+    num_inherited_events = 0  # those of the run whose checkpoint this one resumes
+    run_log: HistoryLog | None = None
+    """Log on disk to which the history is also written."""
+    read_position: Callable[[], tuple[int, float]] | None = None
+    """Returns the position of the run that writes this history."""
+
     def __init__(self, *, ranks_per_replica: int = 1) -> None:
         """Create an empty history. `ranks_per_replica` ranks share a replica, so they report the same samples."""
         self.ranks_per_replica = ranks_per_replica
+        """Number of ranks that hold one replica together."""
         self._rows = GrowingArray(ROW_DTYPE)
         self._totals = GrowingArray(TOTAL_DTYPE)
         self._returns: list[Return] = []
@@ -94,14 +94,12 @@ class History:
         # locks: while rows are appended
         self._lock = threading.Lock()
         self.events: list[Event] = []
+        """Lines of the log, such as a pause or a lost engine."""
         self.evaluations: list[Evaluation] = []
+        """Results on the validation data, the newest last."""
         self._scalars = ScalarTables()
         self.workload: Workload | None = None
         """Operations and tokens of a sample, once they were measured."""
-        self.run_log: HistoryLog | None = None
-        """Log on disk to which the history is also written."""
-        self.read_position: Callable[[], tuple[int, float]] | None = None
-        """Returns the position of the run that writes this history."""
 
     # -- writing (the run's driver thread) --------------------------------------------------------------------
 
@@ -113,8 +111,11 @@ class History:
         block = rows[order]
         totals = sum_over_ranks(block)
         totals["samples"] //= self.ranks_per_replica
+        returns = find_returns(self._rows, self._totals, block)
+        for back in returns:
+            self.add(UndoneSteps(back.step))
         with self._lock:
-            self._returns += find_returns(self._rows, self._totals, block)
+            self._returns += returns
             self._rows.append(block)
             self._totals.append(totals)
             self._ranks.update(np.unique(block["rank"]).tolist())
@@ -127,8 +128,11 @@ class History:
         for part in split_returns(rows):
             self.append(part)
 
-    def add(self, event: Event | Evaluation | ScalarRecord) -> None:
-        """Add an item. An evaluation replaces an earlier one after the same number of steps."""
+    def add(self, event: LogItem) -> None:
+        """Add an item. An evaluation replaces an earlier one after the same number of steps.
+
+        Undone steps take their evaluations and logged numbers with them.
+        """
         run_log = self.run_log
         if run_log is not None:
             run_log.append_event(event)
@@ -138,8 +142,12 @@ class History:
         if isinstance(event, ScalarRecord):
             self._scalars.add(event)
             return
+        if isinstance(event, UndoneSteps):  # an evaluation's step is the number of steps before it
+            self.evaluations = [known for known in self.evaluations if known.step <= event.first]
+            self._scalars.drop_from(event.first)
+            return
         for k, known in enumerate(self.evaluations):
-            if known.step == event.step:  # the run went back to an earlier step
+            if known.step == event.step:
                 self.evaluations[k] = event
                 return
         self.evaluations.append(event)
@@ -176,8 +184,6 @@ class History:
             copy.add(ScalarRecord(record.rank, {name: rows for name, rows in kept.items() if rows}))
         return copy
 
-    # -- reading ----------------------------------------------------------------------------------------------
-
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -186,7 +192,7 @@ class History:
 
         After the run went back to a snapshot, steps that were undone are among them; :meth:`to_pandas` leaves them out.
         """
-        _check_range("rows", start, stop)
+        check_range("rows", start, stop)
         with self._lock:
             return self._rows.read(start, len(self._rows) if stop is None else stop)
 
@@ -195,7 +201,7 @@ class History:
 
         Steps that were undone, because the run went back to a snapshot, are left out.
         """
-        _check_range("totals", start, stop)
+        check_range("totals", start, stop)
         if not self._returns:
             return self.read_totals(start, stop)
         ends = [(back.num_totals, back.step) for back in self._returns]
@@ -274,14 +280,20 @@ class History:
         return [name for name in self._scalars.names if name.startswith(SYSTEM_PREFIX)]
 
     def count_scalar_records(self, name: str) -> int:
-        """Return how often numbers of this name were added, so that a reader knows whether there are new ones."""
+        """Return how often numbers of this name were added or dropped, so that a reader knows of a change."""
         return self._scalars.count_records(name)
 
     def scalar(self, name: str, rank: int | None = None, *, since: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return (steps, values) that one rank passed to `dtkit.log`, or the mean over all ranks by samples.
 
-        Steps before `since` are left out.
+        Steps before `since` are left out. "loss" and "throughput" need no call of `dtkit.log`.
         """
+        own = {"loss": self.loss, "throughput": self.throughput}.get(name)
+        if own is not None and name not in self._scalars.names:
+            steps, values = own(rank)
+            return steps[steps >= since], values[steps >= since]
+        if name not in self._scalars.names:
+            raise_for_other_source(str(name), ROW_DTYPE.names or (), self.evaluations)
         return self._scalars.read(name, rank, since)
 
     def list_scalar_records(self) -> list[ScalarRecord]:
@@ -325,8 +337,6 @@ class History:
             raise ValueError(f"rank={rank!r}; there are rows of rank {', '.join(map(str, self.ranks))}")
         return selected
 
-    # -- export -----------------------------------------------------------------------------------------------
-
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each rank and step. Needs pandas.
 
@@ -356,7 +366,7 @@ class History:
         """Read a file that :meth:`to_jsonl` wrote. Raises FileNotFoundError, and ValueError for another file."""
         check_path(path)
         check_no_folder("from_jsonl", path)
-        history, rows = cls(), []
+        history, rows, items = cls(), [], []
         if not Path(path).is_file():
             raise FileNotFoundError(f"{str(path)!r}: there is no such file. history.to_jsonl(path) writes one")
         for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
@@ -374,8 +384,10 @@ class History:
             elif isinstance(item, StepRecord):
                 rows.append(item)
             else:
-                history.add(item)
+                items.append(item)
         history.append_arrived(np.array([dataclasses.astuple(row) for row in rows], ROW_DTYPE))
+        for item in items:  # after the rows, which may tell of undone steps
+            history.add(item)
         return history
 
     def __repr__(self) -> str:
@@ -383,13 +395,6 @@ class History:
             return "History(empty)"
         _, losses = self.loss()
         missing = describe_missing_steps(self.totals()["step"])
-        parts = [f"{len(self)} rows", f"{self.num_steps} steps", f"{len(self.ranks)} ranks"]
+        parts = [f"{len(self.read_valid_rows())} rows", f"{self.num_steps} steps", f"{len(self.ranks)} ranks"]
         parts += [f"{missing} missing"] if missing else []
         return f"History({', '.join(parts)}, last loss {losses[-1]:.4g})"
-
-
-def _check_range(call: str, start: object, stop: object) -> None:
-    """Raise TypeError for limits that are no whole numbers."""
-    for name, value in (("start", start), ("stop", stop)):
-        if not (isinstance(value, int | np.integer) or (name == "stop" and value is None)):
-            raise TypeError(f"{call}({name}={value!r}): a whole number is needed, as in history.{call}(0, 100)")

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from dtkit.history.scalars import ScalarRecord
-    from dtkit.types import Evaluation, Event, ReplicaCheckResult
+    from dtkit.history.items import LogItem
+    from dtkit.types import ReplicaCheckResult
 
 
 class HistoryLog(Protocol):
@@ -25,8 +25,8 @@ class HistoryLog(Protocol):
     def append_rows(self, block: np.ndarray) -> None:
         """Append rows of dtype :data:`~dtkit.history.history.ROW_DTYPE`."""
 
-    def append_event(self, item: Event | Evaluation | ScalarRecord) -> None:
-        """Append an event, an evaluation, or numbers of the user's own."""
+    def append_event(self, item: LogItem) -> None:
+        """Append an item that is no row."""
 
     def write_elapsed(self, num_steps: int, elapsed_s: float) -> None:
         """Store how long the run was RUNNING for the first `num_steps` of its history."""

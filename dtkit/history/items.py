@@ -7,15 +7,19 @@ import json
 from typing import Any
 
 from dtkit.history.scalars import ScalarRecord
+from dtkit.history.undone_steps import UndoneSteps
 from dtkit.types import Evaluation, Event, StepRecord
 
-HistoryItem = StepRecord | Evaluation | Event | ScalarRecord
+LogItem = Evaluation | Event | ScalarRecord | UndoneSteps
+"""Types of the items that a run log receives besides rows."""
+HistoryItem = StepRecord | LogItem
 """Types of the items in a history's JSON lines."""
 _ITEM_CLASSES: dict[str, type[HistoryItem]] = {
     "row": StepRecord,
     "evaluation": Evaluation,
     "event": Event,
     "scalars": ScalarRecord,
+    "undone": UndoneSteps,
 }
 
 

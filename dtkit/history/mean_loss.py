@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
+    from dtkit.history.history import History
+
 FINAL_LOSS_STEPS = 20
 """Steps over which the final loss is averaged."""
 
@@ -16,3 +18,13 @@ def compute_mean_loss(totals: np.ndarray) -> float:
     """Return the mean loss of some steps by weight; NaN without one. `totals` are those of a history."""
     known = totals[totals["weight"] != 0]  # the others have no samples, or no stage with a loss
     return float((known["loss"] * known["weight"]).sum() / known["weight"].sum()) if len(known) else math.nan
+
+
+def count_final_steps(history: History) -> int:
+    """Return the number of steps over which the final loss of a history is averaged: fewer in a short one."""
+    return min(FINAL_LOSS_STEPS, history.num_totals)
+
+
+def read_final_loss(history: History) -> float:
+    """Return the mean loss of the last steps by weight, which all views show; NaN before the first step."""
+    return compute_mean_loss(history.read_totals(history.num_totals - count_final_steps(history)))

@@ -27,10 +27,9 @@ import numpy as np
 from dtkit._util import files
 from dtkit._util.formatting import format_count
 from dtkit.history.history import ROW_DTYPE, History
-from dtkit.history.items import decode_fields, encode_line
-from dtkit.history.scalars import ScalarRecord
+from dtkit.history.items import LogItem, decode_fields, encode_line
 from dtkit.history.timeline import SPAN_DTYPE
-from dtkit.types import Evaluation, Event, ReplicaCheckResult
+from dtkit.types import Event, ReplicaCheckResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,11 +73,7 @@ class RunLog:
     def start_recording(self, history: History) -> None:
         """Write the history so far, and subscribe to its new items."""
         self.append_rows(history.rows())
-        items: list[Event | Evaluation | ScalarRecord] = [
-            *history.events,
-            *history.evaluations,
-            *history.list_scalar_records(),
-        ]
+        items: list[LogItem] = [*history.events, *history.evaluations, *history.list_scalar_records()]
         self._events.append("".join(map(encode_line, items)).encode())
         history.run_log = self
 
@@ -91,8 +86,8 @@ class RunLog:
         """Append rows of dtype :data:`ROW_DTYPE`."""
         self._rows.append(block.tobytes())
 
-    def append_event(self, item: Event | Evaluation | ScalarRecord) -> None:
-        """Append an event, an evaluation, or numbers of the user's own."""
+    def append_event(self, item: LogItem) -> None:
+        """Append an item that is no row."""
         self._events.append(encode_line(item).encode())
 
     def write_elapsed(self, num_steps: int, elapsed_s: float) -> None:
@@ -176,7 +171,7 @@ def read_history(
             item = decode_fields(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError):
             item = None
-        if isinstance(item, Event | Evaluation | ScalarRecord):
+        if isinstance(item, LogItem):
             history.add(item)
         else:
             unreadable += 1

@@ -12,13 +12,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from dtkit.types import Scalars
+    from collections.abc import Collection, Iterable
+
+    from dtkit.types import Evaluation, Scalars
 
 SYSTEM_PREFIX = "system/"
 """Prefix of the names that engines report of themselves."""
 
+CORE_WAIT_NAME = f"{SYSTEM_PREFIX}waiting for a core (%)"
+"""Share of a training thread's time in which it was ready to run, but waited for a core."""
+
 SCALAR_DTYPE = np.dtype([("step", "i4"), ("rank", "i4"), ("total", "f8"), ("weight", "f8")])
 """Row of one name, rank and step; the value is the total divided by the weight."""
+
+_COLUMN_ALIASES = {"learning_rate": "lr", "gradient_norm": "grad_norm", "memory": "memory_bytes"}
+_THROUGHPUTS = ("throughput", "samples/s", "samples_per_second")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +42,7 @@ class ScalarTables:
 
     def __init__(self) -> None:
         self._parts: dict[str, list[np.ndarray]] = {}
+        self._num_changes: dict[str, int] = {}
 
     @property
     def names(self) -> list[str]:
@@ -41,8 +50,8 @@ class ScalarTables:
         return list(self._parts)
 
     def count_records(self, name: str) -> int:
-        """Return how often numbers of this name were added."""
-        return len(self._parts.get(name, ()))
+        """Return how often numbers of this name were added or dropped."""
+        return self._num_changes.get(name, 0)
 
     def add(self, record: ScalarRecord) -> None:
         """Append one rank's numbers."""
@@ -51,6 +60,15 @@ class ScalarTables:
             steps, totals, weights = zip(*rows, strict=True)
             part["step"], part["total"], part["weight"], part["rank"] = steps, totals, weights, record.rank
             self._parts.setdefault(name, []).append(part)
+            self._num_changes[name] = self.count_records(name) + 1
+
+    def drop_from(self, step: int) -> None:
+        """Drop the numbers of the steps from `step` on, which were undone."""
+        for name, parts in self._parts.items():
+            kept = [part[part["step"] < step] for part in parts]
+            if sum(map(len, kept)) < sum(map(len, parts)):
+                self._parts[name] = [part for part in kept if len(part)]  # other threads may read the old list
+                self._num_changes[name] += 1
 
     def list_records(self) -> list[ScalarRecord]:
         """Return all numbers, as they were appended."""
@@ -98,3 +116,27 @@ class ScalarTables:
             known[known] = steps[at[known]] == rows["step"][of_rank][known]
             values[of_rank[known]] = logged[at[known]]
         return values
+
+
+def raise_for_other_source(name: str, columns: Collection[str], evaluations: Iterable[Evaluation]) -> None:
+    """Raise ValueError for a series that dtkit records by itself, so that nobody logs it, with how to get it.
+
+    `columns` are those of a history's rows.
+    """
+    metrics = {metric for one in evaluations for metric in one.values}
+    if source := _find_other_source(name, columns, metrics):
+        raise ValueError(f"no numbers were logged as {name!r}; {source}")
+
+
+def _find_other_source(name: str, columns: Collection[str], metrics: Collection[str]) -> str | None:
+    column = _COLUMN_ALIASES.get(name, name)
+    metric = name.removeprefix("val_").removeprefix("validation_")
+    if name == "loss":
+        return "history.loss() returns its steps and values"
+    if name in _THROUGHPUTS:
+        return "history.throughput() returns its steps and values"
+    if column in columns:
+        return f"history.column({column!r}) returns it for each step and rank"
+    if metric in metrics:
+        return f"it is a metric: [(e.step, e[{metric!r}]) for e in history.evaluations] has its steps and values"
+    return None

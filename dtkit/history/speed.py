@@ -16,6 +16,8 @@ import numpy as np
 if TYPE_CHECKING:
     from dtkit.history.history import History
 
+_MIN_REST_SECONDS, _MIN_REST_SHARE = 0.1, 0.05
+_MAX_MEDIAN_STEPS = 1000  # a view asks again and again
 _BLOCK_ROWS = 16_384  # as a history stores them, so that nothing is copied
 
 
@@ -26,6 +28,31 @@ class Speed(NamedTuple):
     """Of all ranks."""
     step_s: float
     """Mean seconds of a step."""
+
+
+class TimeParts(NamedTuple):
+    """Parts of a run's duration, in seconds, whose sum it is."""
+
+    steps_s: float
+    """In all steps but the first: the time that the samples/s of a whole run are over."""
+    first_step_s: float
+    """In the first step, which warms up; 0 if it is the only one."""
+    between_s: float
+    """Between the steps: validation, saving, callbacks, and steps without a record."""
+
+    @property
+    def is_mostly_steps(self) -> bool:
+        """Return whether the rest is too short to be told apart from the whole."""
+        rest_s = self.first_step_s + self.between_s
+        return rest_s < max(_MIN_REST_SECONDS, _MIN_REST_SHARE * self.steps_s)
+
+
+def split_time(history: History, elapsed_s: float) -> TimeParts:
+    """Return the parts of `elapsed_s`, the seconds that the run of a history has taken without pauses."""
+    num_known = max(1, history.num_totals - 1)
+    rest_s = _measure_s(history, history.read_totals(history.num_totals - num_known)) if history.num_totals else 0.0
+    all_s = _measure_s(history, history.read_totals(0)) if history.num_totals else 0.0
+    return TimeParts(rest_s, max(0.0, all_s - rest_s), max(0.0, elapsed_s - all_s))
 
 
 def compute_speed(history: History, max_steps: int | None = None) -> Speed:
@@ -39,6 +66,27 @@ def compute_speed(history: History, max_steps: int | None = None) -> Speed:
     if seconds <= 0:
         return Speed(math.nan, math.nan)
     return Speed(float(totals["samples"].sum()) / seconds, seconds / len(totals))
+
+
+def read_step_ends(history: History) -> np.ndarray:
+    """Return the seconds in steps until each one's end, of shape (steps,); the last one is the time of all steps.
+
+    A step counts as its slowest rank takes, in proportion: those of different ranks may overlap.
+    """
+    slowest_s = np.nan_to_num(history.totals()["step_s"].astype("f8"), posinf=0.0)
+    totals = history.read_totals(0)  # with undone steps, whose rows are measured, too
+    all_s = float(np.nan_to_num(totals["step_s"].astype("f8"), posinf=0.0).sum())
+    return np.asarray(np.cumsum(slowest_s) * (_measure_s(history, totals) / all_s if all_s > 0 else 1.0))
+
+
+def compute_median_step_s(history: History, num_ranks: int) -> float | None:
+    """Return the median seconds of the last steps of `num_ranks` ranks, each of its slowest rank; None without one.
+
+    The first step of a run warms up, and is left out, unless it is the only one.
+    """
+    totals = history.read_totals(max(min(1, history.num_totals - 1), history.num_totals - _MAX_MEDIAN_STEPS))
+    seconds = totals["step_s"][(totals["ranks"] == num_ranks) & (totals["step_s"] > 0)]
+    return float(np.median(seconds)) if len(seconds) else None
 
 
 def _measure_s(history: History, totals: np.ndarray) -> float:

@@ -6,12 +6,22 @@ that were undone.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dtkit.history.growing_array import GrowingArray
+
+
+@dataclasses.dataclass(frozen=True)
+class UndoneSteps:
+    """The run went back: steps from `first` on were undone. In a log, this holds for the items before it."""
+
+    first: int
 
 
 class Return(NamedTuple):
@@ -49,3 +59,9 @@ def keep_valid(table: np.ndarray, ends: list[tuple[int, int]]) -> np.ndarray:
 def split_returns(rows: np.ndarray) -> list[np.ndarray]:
     """Return the parts of rows in order of arrival, between which the run went back to an earlier step."""
     return [part for part in np.split(rows, np.flatnonzero(np.diff(rows["step"]) < 0) + 1) if len(part)]
+
+
+def count_unchanged(known: Sequence[object], current: Sequence[object]) -> int:
+    """Return how many of the first items are still those that a reader of a history knows."""
+    pairs = zip(known, current, strict=False)
+    return next((k for k, (a, b) in enumerate(pairs) if a is not b), min(len(known), len(current)))

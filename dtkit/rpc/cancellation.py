@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from dtkit.health.status import EngineStatus
-    from dtkit.types import Reply
+    from dtkit.messages import Reply
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ import shutil
 from typing import TYPE_CHECKING
 
 from dtkit.health import status
+from dtkit.messages import END_EARLY_PREFIX
 from dtkit.rpc.script_ranks import FOLDER_PREFIX
-from dtkit.types import END_EARLY_PREFIX
 
 if TYPE_CHECKING:
     from pathlib import Path

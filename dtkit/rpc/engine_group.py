@@ -28,12 +28,13 @@ from dtkit.errors import (
     drop_consequential_refusals,
 )
 from dtkit.health import stacks
+from dtkit.messages import Reply, Request
 from dtkit.rpc.cancellation import AbandonedCall
 from dtkit.rpc.gathering import ReplyDeadline
 from dtkit.rpc.membership import GroupConfig, Membership
 from dtkit.rpc.protocol import Call, DataOperations, GroupOperations, make_call
 from dtkit.rpc.uploads import Uploads
-from dtkit.types import Failure, NodeInfo, Reply, Request
+from dtkit.types import Failure, NodeInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,11 +42,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dtkit.health.status import EngineStatus
+    from dtkit.messages import OutputItem
     from dtkit.rpc.cluster_folder import ClusterFolder
     from dtkit.rpc.payload import Payload
     from dtkit.rpc.pickling import PackedObject
     from dtkit.rpc.transport import Transport
-    from dtkit.types import OutputItem
 
 R = TypeVar("R")
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from dtkit.types import Reply
+    from dtkit.messages import Reply
 
 
 class ReplyDeadline:

@@ -14,7 +14,7 @@ from dtkit.errors import EngineError, VersionMismatchError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dtkit.types import Reply
+    from dtkit.messages import Reply
 
 
 def get_handshake() -> dict[str, object]:

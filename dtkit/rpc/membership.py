@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from dtkit._util import resources
 from dtkit.errors import ClusterError, EngineError, drop_consequential_refusals
+from dtkit.messages import ABORT_FLAG, EngineInventory, GroupSpec, Reply
 from dtkit.rpc import handshake
 from dtkit.rpc.clocks import ClockComparison
 from dtkit.rpc.host_devices import choose_devices
 from dtkit.rpc.protocol import GroupOperations, make_call
-from dtkit.types import ABORT_FLAG, EngineInventory, Failure, GroupSpec, NodeInfo, Reply
+from dtkit.types import Failure, NodeInfo
 
 if TYPE_CHECKING:
     import threading
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dtkit._util.process import ProcessId
+    from dtkit.messages import EngineDescription
     from dtkit.rpc.cluster_folder import ClusterFolder
     from dtkit.rpc.protocol import Call
     from dtkit.rpc.transport import Hosts, Transport
-    from dtkit.types import EngineDescription
 
 R = TypeVar("R")
 

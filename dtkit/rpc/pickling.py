@@ -32,6 +32,7 @@ from dtkit._util.guard import run_guarded
 from dtkit.rpc.output_recorders import reduce_collector, register_recorders
 from dtkit.rpc.parametrized_modules import reduce_parametrized
 from dtkit.rpc.pickle_errors import PICKLE_PROTOCOL, raise_serialization_error
+from dtkit.rpc.unpickling import ClassKeepingUnpickler, unpickle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -81,7 +82,7 @@ def unpack_object(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> An
     """
     with pause_gc():
         # unpickles: sent by an engine or the notebook, in a message or a file that it names
-        obj = pickle.loads(header, buffers=buffers)
+        obj = unpickle(header, buffers)
     register_recorders()
     return obj
 
@@ -95,12 +96,12 @@ def loads(data: bytes | memoryview) -> Any:
     """Load what :func:`dumps` returned."""
     with pause_gc():
         # unpickles: passed by the caller; each caller is marked
-        obj = pickle.loads(data)
+        obj = unpickle(data)
     register_recorders()
     return obj
 
 
-class _ModuleFinder(pickle.Unpickler):
+class _ModuleFinder(ClassKeepingUnpickler):
     """Unpickler that records the modules that an object needs."""
 
     modules: set[str]

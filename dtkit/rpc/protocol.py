@@ -20,13 +20,7 @@ if TYPE_CHECKING:
 
     from dtkit._util.process import ProcessId
     from dtkit.history.engine_outbox import EvaluationSums
-    from dtkit.planning.memory_report import MemoryUsage
-    from dtkit.rpc.clocks import ClockReading
-    from dtkit.rpc.job_plan import JobDefinition, LoadingOptions
-    from dtkit.rpc.payload import Payload
-    from dtkit.rpc.reference import Reference
-    from dtkit.rpc.script import Script
-    from dtkit.types import (
+    from dtkit.messages import (
         CheckpointReport,
         DispatchResult,
         EngineDescription,
@@ -36,6 +30,12 @@ if TYPE_CHECKING:
         OutputItem,
         SnapshotReport,
     )
+    from dtkit.planning.memory_report import MemoryUsage
+    from dtkit.rpc.clocks import ClockReading
+    from dtkit.rpc.job_plan import JobDefinition, LoadingOptions
+    from dtkit.rpc.payload import Payload
+    from dtkit.rpc.reference import Reference
+    from dtkit.rpc.script import Script
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -305,6 +305,19 @@ class StateOperations(ABC):
 
         Returns the step, the learning rate, and optimizer options by name: (the checkpoint's, the one given).
         """
+
+    @abstractmethod
+    def restore_weights(
+        self,
+        *,
+        job: str,
+        step: int,
+        folder: str,
+        index: Mapping[str, Any],
+        files: Sequence[str],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Put the weights of a checkpoint back into a job, which must be at `step` and stays there."""
 
     @abstractmethod
     def take_snapshot(self, *, job: str, step: int) -> SnapshotReport:

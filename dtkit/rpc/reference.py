@@ -6,8 +6,15 @@ import dataclasses
 import enum
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util import formatting
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+DIGESTED_STEPS = 2
+"""Steps in which `verify` compares the samples of two references: enough to show whether training is reproducible."""
+
+_MAX_RATIO = 1.5  # between the repeated steps and those of the run; medians of few steps vary by less
 
 
 class Reference(enum.Enum):
@@ -25,7 +32,7 @@ class ReferenceReport:
     max_gradients: Mapping[str, Any]
     """Largest absolute gradient of every element, as a tensor for each parameter."""
     batch_digests: tuple[str, ...]
-    """Digest of the samples of each step; none for a reference by parts."""
+    """Digests of the samples of the first `DIGESTED_STEPS` steps; none for a reference by parts."""
     update_dtype: str | None = None
     """Dtype that the optimizer computes in, if it isn't the parameters': Muon's is bfloat16."""
     comparison_s: tuple[float, ...] = ()
@@ -34,12 +41,14 @@ class ReferenceReport:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Median seconds of a step: on all ranks, and in one process with the same rows."""
+    """Median seconds of a step: on all ranks, in one process with the same rows, and of the run that was repeated."""
 
     num_steps: int
     """Number of steps of which these are the medians."""
     all_ranks_s: float
     single_process_s: float
+    run_step_s: float | None = None
+    """Median of the run's own steps on all ranks; None before its first ones."""
 
     @property
     def speed_up(self) -> float:
@@ -47,5 +56,22 @@ class StepTimes:
         return self.single_process_s / self.all_ranks_s
 
     def are_comparable(self, world_size: int) -> bool:
-        """Return whether the two agree: beyond the number of ranks, other programs have slowed down one of them."""
-        return self.speed_up <= world_size
+        """Return whether nothing shows that other programs disturbed the two (see :meth:`describe_disturbance`)."""
+        return not self.describe_disturbance(world_size)
+
+    def describe_disturbance(self, world_size: int) -> str:
+        """Return why the two don't give a speed; "" if nothing shows that.
+
+        All ranks can't be faster than their number, and the repeated steps take as long as those of the run.
+        """
+        if self.speed_up > world_size:
+            return "other programs used the processors"
+        ratio = 1.0 if self.run_step_s is None else self.all_ranks_s / self.run_step_s
+        if 1 / _MAX_RATIO <= ratio <= _MAX_RATIO:
+            return ""
+        own, repeated = formatting.format_duration(self.run_step_s), formatting.format_duration(self.all_ranks_s)
+        steps = formatting.format_count(self.num_steps, "step")
+        cause = f"the machine was busy, or {steps} are too few"
+        if ratio > 1:
+            return f"a step took {repeated} in run.verify(), {ratio:.2g} times the {own} of the run: {cause}"
+        return f"a step took {own} in the run, {1 / ratio:.2g} times the {repeated} of run.verify(): {cause}"

@@ -7,6 +7,7 @@ processes meet.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -79,6 +80,15 @@ class ScriptFolder:
     def elastic_file(self) -> Path:
         """The file that a process creates if it survives the loss of other ranks."""
         return self.path / "elastic"
+
+    def mark_ended(self, slot: int) -> None:
+        """Note that a slot has ended the script without an error, so that no other slot waits for it."""
+        with contextlib.suppress(FileNotFoundError):  # the notebook has given the script up
+            (self.path / f"ended-{slot}").touch(mode=0o600)
+
+    def find_ended(self, ranks: ScriptRanks) -> list[int]:
+        """Return the ranks whose slots have ended the script."""
+        return [rank for rank, slot in enumerate(ranks.slots) if (self.path / f"ended-{slot}").exists()]
 
     def remove(self) -> None:
         """Delete the folder."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dtkit.checkpoint.remote_files import HostFiles
+    from dtkit.messages import Reply, StoreAddress
     from dtkit.rpc.shared_memory import SharedBuffer
-    from dtkit.types import Reply, StoreAddress
 
 REPAIR_REMEDY = "cluster.repair() starts another one in its place"
 """What to do about a lost engine, outside of a run."""

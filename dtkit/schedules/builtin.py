@@ -38,6 +38,11 @@ class BuiltinSchedule:
     """Formula of the bubble for stages of equal cost."""
 
 
+def get_proper_name(name: str) -> str:
+    """Return the name of a built-in schedule as it is written, whatever the case of `name`; other names as they are."""
+    return next((known for known in BUILTIN_SCHEDULES if known.lower() == name.lower()), name)
+
+
 def build_rows(name: str, ranks: int, micro_batches: int) -> list[Row]:
     """Return the table of a built-in schedule; raise ValueError if these numbers don't allow it."""
     kind = BUILTIN_SCHEDULES.get(name)

@@ -47,13 +47,19 @@ _CELL_PATTERN = re.compile(r"(\d*)([FBIW])(\d+)", re.IGNORECASE)
 class Schedule:
     """The order of each rank's actions in a pipeline. Notebooks show it as a figure.
 
-    >>> Schedule('''F0 F1 B0 B1
-    ...             F0 B0 F1 B1''')
+    >>> schedule = dtkit.Schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"])
+    >>> schedule
     Schedule('custom', 2 ranks, 2 micro-batches)
+    >>> schedule.simulate()
+    Simulation(time 9, bubble 33.3 %, peak micro-batches by node: 2, 1)
 
     `rows` is text with a line per rank and blanks between cells. Or it is a list of such lines, or of lists of cells
     (`"F0"`, `None` if idle). Ranks, stages, micro-batches and cells are counted from 0. A schedule that can't run
     raises a ValueError with the rank, the cell, the rule and the remedy.
+
+    A cell is an action and its micro-batch: ``F0`` forward, ``B0`` backward. Instead of ``B0``, there may be its two
+    halves: ``I0``, the gradient of the stage's input, and anywhere after it ``W0``, that of its weights. With several
+    stages on a rank, the stage comes first, as in ``2F0``. A point is an idle cell.
     """
 
     rows: tuple[Row, ...]
@@ -77,7 +83,13 @@ class Schedule:
 
     @classmethod
     def from_name(cls, name: str, ranks: int, micro_batches: int) -> Schedule:
-        """Return a built-in schedule, such as "1F1B": see :data:`dtkit.schedules.builtin.BUILTIN_SCHEDULES`."""
+        """Return one of :data:`dtkit.schedules.builtin.BUILTIN_SCHEDULES`, such as "1F1B", in any case of letters.
+
+        >>> print(dtkit.Schedule.from_name("GPipe", ranks=2, micro_batches=2))
+        F0 F1 B0 B1
+        F0 F1 B0 B1
+        """
+        name = builtin.get_proper_name(name)
         return cls(builtin.build_rows(name, ranks, micro_batches), name)
 
     # -- contents --------------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.engine.state.visitor import StateVisitor
+    from dtkit.messages import Fingerprint, NonFiniteLocations
     from dtkit.planning.cost_model import Benchmark, Cost, ModelProfile
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.loss import EvalOutput, Loss
-    from dtkit.types import Fingerprint, NonFiniteLocations
 
 
 class StepResult(NamedTuple):
@@ -141,6 +141,11 @@ class Strategy(abc.ABC):
     def equivalence_notes(self) -> tuple[str, ...]:
         """Return the reasons why training with this strategy differs from one process; usually none."""
         return ()
+
+    @property
+    def rounds_by_part(self) -> bool:
+        """Whether the only such reason is rounding of sums over the samples that a rank computes together."""
+        return False
 
     @abc.abstractmethod
     def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:

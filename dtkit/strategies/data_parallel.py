@@ -141,6 +141,11 @@ class DataParallel(Strategy):
         notes = [rounding] if self.precision else []
         return tuple(notes + ([f"compress={self.compress!r} sends rounded gradients"] if self.compress else []))
 
+    @property
+    def rounds_by_part(self) -> bool:
+        """Whether `precision` rounds sums, and gradients are sent as they are."""
+        return self.precision is not None and self.compress is None
+
     def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
         """Return the cost of an all-reduce in buckets, which overlaps with backward except for the last bucket.
 

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.engine.state.visitor import StateVisitor
+    from dtkit.messages import Fingerprint
     from dtkit.strategies.loss import Loss
-    from dtkit.types import Fingerprint
 
 
 class DTensorStrategy(Strategy):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.engine.state.visitor import StateVisitor
-    from dtkit.types import Fingerprint
+    from dtkit.messages import Fingerprint
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

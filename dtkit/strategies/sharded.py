@@ -111,7 +111,7 @@ class Sharded(DTensorStrategy):
 
     def equivalence_notes(self) -> tuple[str, ...]:
         """Return a note on rounding that doesn't occur in one process."""
-        return (f"precision={self.precision!r} rounds sums over other samples on each rank",) if self.precision else ()
+        return (_PRECISION_NOTE.format(precision=self.precision),) if self.precision else ()
 
     def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
         """Return the cost of the shards and of the gathered blocks.
@@ -149,6 +149,12 @@ class Sharded(DTensorStrategy):
     ) -> DTensorWorker:
         check_shardable(model)
         return _FSDPWorker(self, model, loss_fn, optimizer, context)
+
+
+_PRECISION_NOTE = (
+    "precision={precision!r} lets FSDP compute in bfloat16, which one process does in float32: it shards nothing. "
+    "Verify the same training without precision="
+)
 
 
 def _compute_largest_tensor_bytes(profile: ModelProfile) -> float:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dtkit._util.process import ProcessId
+    from dtkit.messages import OutputItem
     from dtkit.rpc.payload import Payload
-    from dtkit.types import OutputItem
 
 LOST_PEER_MESSAGE = "Connection closed by peer"
 

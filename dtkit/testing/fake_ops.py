@@ -18,6 +18,7 @@ from dtkit.engine.ops.admission import check_not_older
 from dtkit.history.history import ROW_DTYPE
 from dtkit.history.profile import OperatorTime, RankProfile
 from dtkit.history.workload import Workload
+from dtkit.messages import DispatchResult, EngineInventory, JobPosition, NonFiniteReport
 from dtkit.planning.cost_model import AvailableMemory, LinkSpeeds, StepTimings
 from dtkit.planning.memory_report import MemoryUsage
 from dtkit.rpc.clocks import ClockReading
@@ -34,13 +35,13 @@ from dtkit.rpc.protocol import (
 )
 from dtkit.rpc.reference import ReferenceReport
 from dtkit.testing.fake_engine import FakeJob
-from dtkit.types import DispatchResult, EngineInventory, JobPosition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from dtkit._util.process import ProcessId
     from dtkit.history.engine_outbox import EvaluationSums
+    from dtkit.messages import CheckpointReport, EngineDescription, GroupSpec, OutputItem, SnapshotReport
     from dtkit.planning.cost_model import ActivationPeak, ModelSizes
     from dtkit.planning.layer_chain import LayerChain
     from dtkit.rpc.job_plan import JobDefinition, LoadingOptions
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from dtkit.rpc.reference import Reference
     from dtkit.rpc.script import Script
     from dtkit.testing.fake_engine import FakeEngine
-    from dtkit.types import CheckpointReport, EngineDescription, GroupSpec, OutputItem, SnapshotReport
 
 _NO_STATE = "fake engines have no state to save"
 
@@ -110,6 +110,7 @@ class _Group(_Subject, GroupOperations):
             "memory_total": 8_000_000_000,
             "memory_free": self._results.memory_free,
             "threads": 1,
+            "cores": 8,
         }
 
     def read_clock(self, *, rounds: int = 9) -> list[ClockReading]:
@@ -212,7 +213,7 @@ class _Jobs(_Subject, JobOperations):
             (end, loss), end_reason = nonfinite, "nonfinite"
         training.step = end
         rows = self._build_rows(training, step, end)
-        return DispatchResult(rows, end, engine.lr, end_reason, loss), engine.take_output()
+        return DispatchResult(rows, end, engine.lr, end_reason, NonFiniteReport(loss)), engine.take_output()
 
     def _build_rows(self, job: FakeJob, start: int, stop: int) -> np.ndarray:
         rows = np.zeros(stop - start, ROW_DTYPE)
@@ -277,6 +278,18 @@ class _State(_Subject, StateOperations):
         self, *, job: str, folder: str, index: Mapping[str, Any], files: Sequence[str], facts: Mapping[str, Any]
     ) -> tuple[int, float, dict[str, tuple[Any, Any]]]:
         return self._engine.get_job(job).step, self._engine.lr, {}
+
+    def restore_weights(
+        self,
+        *,
+        job: str,
+        step: int,
+        folder: str,
+        index: Mapping[str, Any],
+        files: Sequence[str],
+        facts: Mapping[str, Any],
+    ) -> None:
+        self._engine.get_job(job, step)
 
     def take_snapshot(self, *, job: str, step: int) -> SnapshotReport:
         self._engine.get_job(job, step)

@@ -26,15 +26,16 @@ from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded_in_thread
 from dtkit.engine.ops.admission import check_admission
 from dtkit.errors import RefusedError
+from dtkit.messages import Reply, Request
 from dtkit.testing.fake_engine import LOST_PEER_MESSAGE, FakeEngine, FakeResults
 from dtkit.testing.fake_ops import make_operations
-from dtkit.types import Failure, Reply, Request
+from dtkit.types import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from dtkit.messages import OutputItem
     from dtkit.rpc.transport import Hosts
-    from dtkit.types import OutputItem
 
     Publish = Callable[[int, list[OutputItem]], None]
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit.engine import server
 from dtkit.engine.session import Session
-from dtkit.types import Failure, Reply
+from dtkit.messages import Reply
+from dtkit.types import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from dtkit.messages import OutputItem
     from dtkit.rpc.transport import Hosts
-    from dtkit.types import OutputItem
 
     Publish = Callable[[int, list[OutputItem]], None]
 

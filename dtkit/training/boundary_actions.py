@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dtkit.errors import EngineError
+    from dtkit.messages import CheckpointReport, DispatchResult
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.protocol import Call
     from dtkit.training.pending_calls import PendingCalls
     from dtkit.training.progress import RunProgress
-    from dtkit.types import CheckpointReport, DispatchResult
 
 
 class BoundaryAction(Protocol):
@@ -171,11 +171,13 @@ class SnapshotAction:
         call = make_call(StateOperations.take_snapshot, job=self._progress.plan.job, step=step)
         self._calls.send(PendingCall(call, step, self._on_result, self._on_failure, self.tracker.on_cancel))
 
-    def perform_before_idle(self, step: int) -> bool:
-        """Request one before the run pauses or ends, if there were steps since the last. Return whether one was
-        requested.
+    def perform_before_idle(self, step: int, *, is_brief: bool = False) -> bool:
+        """Request one before the run pauses or ends, if there were steps since the last.
+
+        Single steps don't wait for each one: with `is_brief`, a minimum of time must have passed since the last. Return
+        whether one was requested.
         """
-        is_wanted = not self._progress.lost_ranks and self.tracker.is_missing(step)
+        is_wanted = not self._progress.lost_ranks and self.tracker.is_missing(step, is_brief=is_brief)
         if is_wanted:
             self.perform(step)
         return is_wanted
@@ -333,6 +335,7 @@ class BoundaryActions:
         plan = self._progress.plan
         description = {
             "spec": dataclasses.asdict(plan.spec),
+            "elapsed_s": self._progress.elapsed_s,
             "called": self.callbacks.runner.last_called_step,
             "callbacks": collect_callback_states(plan.options.callbacks),
         }

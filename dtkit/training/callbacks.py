@@ -8,23 +8,47 @@ import math
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dtkit._util.arguments import suggest_arguments
+from dtkit._util.completion import hide_from_completion
 from dtkit._util.guard import return_error, run_guarded_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.history.history import History
-    from dtkit.types import RunSpec
+    from dtkit.types import RunSpec, Status
 
 CALLBACK_THREAD_NAME = "dtkit-callbacks"
 """The name of the thread that callbacks run on."""
 
 
+class WeightKeeper(Protocol):
+    """The part of a run that keeps the weights of one epoch, and puts them back."""
+
+    def keep_weights(self) -> Path:
+        """Write the state of the present step to disk, in place of what was kept before. Return its folder."""
+        ...
+
+    def restore_weights(self, path: Path) -> None:
+        """Put kept weights back on all engines."""
+        ...
+
+
 class StoppableRun(Protocol):
     """The part of a run that early stopping needs."""
+
+    @property
+    def lifecycle(self) -> WeightKeeper:
+        """Access to the weights."""
+        ...
+
+    @property
+    def status(self) -> Status:
+        """Step and state."""
+        ...
 
     @property
     def spec(self) -> RunSpec:
@@ -45,6 +69,7 @@ class StoppableRun(Protocol):
         ...
 
 
+@hide_from_completion("check_epochs", "check_monitor", "on_start")
 class EarlyStopping:
     """Stop a run whose metric has not improved for `patience` epochs in a row.
 
@@ -59,8 +84,20 @@ class EarlyStopping:
         Smallest change that counts as better.
     mode
         "min" where smaller is better, as for a loss; "max" where larger is better, as for an accuracy.
+    restore_best
+        Whether a run that ends by itself or is stopped early ends with the weights of its best epoch, exactly, and with
+        the optimizer's state of that epoch; steps and history stay. Each better epoch replaces the checkpoint in
+        `best_checkpoint`, a folder of the run's own in ``checkpoint_dir``, by default in "checkpoints". ``run.stop()``
+        and the averages of ``on_engine`` keep the last weights.
 
     """
+
+    best: float
+    """Best value so far."""
+    best_epoch: int
+    """Epoch of the best value; the first one is 1."""
+    best_checkpoint: Path | None
+    """Folder of the best epoch's checkpoint; None without `restore_best`."""
 
     @suggest_arguments
     def __init__(
@@ -70,6 +107,7 @@ class EarlyStopping:
         monitor: str = "loss",
         min_delta: float = 0.0,
         mode: Literal["min", "max"] = "min",
+        restore_best: bool = False,
     ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise ValueError(f"patience={patience!r}; it must be a number of epochs from 1 up")
@@ -77,39 +115,66 @@ class EarlyStopping:
             raise ValueError(f"min_delta={min_delta!r}; it must be a number from 0 up")
         if mode not in ("min", "max"):
             raise ValueError(f"mode={mode!r}; it must be 'min' (smaller is better) or 'max' (larger is better)")
+        if not isinstance(restore_best, bool):
+            raise TypeError(f"restore_best={restore_best!r}; it must be True or False")
         self.patience, self.monitor, self.min_delta, self.mode = patience, monitor, min_delta, mode
+        self.restore_best = restore_best
         self._is_restored = False
         self._reset(None)
 
-    def check_monitor(self, metrics: Sequence[str], *, has_validation: bool) -> None:
-        """Raise ValueError if a training with these metrics won't have the value to monitor."""
+    def check_monitor(self, metrics: Sequence[str], *, has_validation: bool, logs_further: bool) -> None:
+        """Raise ValueError if a training with these metrics won't have the value to monitor.
+
+        A step of a model, such as Lightning's ``validation_step``, logs `logs_further` names, known once it has run.
+        """
         if self.monitor == "loss":
             return
         if not has_validation:
             raise ValueError(
                 f"EarlyStopping(monitor={self.monitor!r}) needs held-out data: cluster.train(validation=...)"
             )
-        if self.monitor not in metrics and (metrics or self.monitor == "val_loss"):
+        if self.monitor not in metrics and (metrics or not logs_further or self.monitor == "val_loss"):
             raise ValueError(
                 f"EarlyStopping(monitor={self.monitor!r}), but what is evaluated is {', '.join(('loss', *metrics))}, "
                 "all of it on the validation data"
             )
 
+    def check_epochs(self, spec: RunSpec) -> None:
+        """Raise ValueError if a training ends within an epoch, where no callback can put weights back."""
+        rest = spec.steps % spec.steps_per_epoch
+        if self.restore_best and rest:
+            whole = spec.steps - rest + spec.steps_per_epoch
+            raise ValueError(
+                f"EarlyStopping(restore_best=True) puts weights back at the end of an epoch, and {spec.steps:,} steps "
+                f"end within one of {spec.steps_per_epoch:,} steps. Train for {whole:,} steps, or for epochs"
+            )
+
     def _reset(self, run: StoppableRun | None) -> None:
         self._run = None if run is None else weakref.ref(run)
         self.best = -math.inf if self.mode == "max" else math.inf
-        """Best value so far."""
-        self.best_epoch = 0
-        self._epoch = 0
+        self.best_epoch = self._epoch = 0
+        self.best_checkpoint = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"best": self.best, "best_epoch": self.best_epoch, "epoch": self._epoch}
+        kept = None if self.best_checkpoint is None else str(self.best_checkpoint)
+        return {"best": self.best, "best_epoch": self.best_epoch, "epoch": self._epoch, "checkpoint": kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state, so that the next run that calls this callback continues the saved one."""
         self.best, self.best_epoch, self._epoch = state["best"], state["best_epoch"], state["epoch"]
+        self.best_checkpoint = None if state["checkpoint"] is None else Path(state["checkpoint"])
         self._is_restored = True
+
+    def on_start(self, run: StoppableRun) -> None:
+        """Note at once if the best weights of the run that this one continues are gone."""
+        if (
+            self._is_restored
+            and self.restore_best
+            and (self.best_checkpoint is None or not self.best_checkpoint.exists())
+        ):
+            run.note(f"the weights of epoch {self.best_epoch}, the best so far, are gone: {self.best_checkpoint}")
+            self.best_checkpoint = None
 
     def __call__(self, run: StoppableRun) -> None:
         """Judge the epoch that has just ended. A different run starts with no earlier values."""
@@ -122,12 +187,30 @@ class EarlyStopping:
         gain = value - self.best if self.mode == "max" else self.best - value
         if gain > self.min_delta:
             self.best, self.best_epoch = value, self._epoch
+            if self.restore_best:
+                self.best_checkpoint = run.lifecycle.keep_weights()
         elif self._epoch - self.best_epoch >= self.patience:
+            watched = self.monitor if run.history.evaluations else "training loss"
+            present, best = _format_apart(value, self.best)
             run.note(
-                f"stopped early after epoch {self._epoch}: {self.monitor} {value:.4g}, and the best was "
-                f"{self.best:.4g}, after epoch {self.best_epoch}"
+                f"stopped early after epoch {self._epoch}: {watched} {present}, and the best was {best}, after epoch "
+                f"{self.best_epoch}"
             )
+            self._restore_best(run)  # before the end, so that nobody sees other weights after it
             run.stop()
+            return
+        if self.restore_best and run.status.step >= run.spec.steps:
+            self._restore_best(run)
+
+    def _restore_best(self, run: StoppableRun) -> None:
+        """Put the weights of the best epoch back, unless it has just ended."""
+        if not self.restore_best or self.best_epoch == self._epoch:
+            return
+        if self.best_checkpoint is None:
+            run.note(f"the last weights stay: those of epoch {self.best_epoch} were not kept")
+            return
+        run.lifecycle.restore_weights(self.best_checkpoint)
+        run.note(f"the weights of epoch {self.best_epoch}, the best, are back: {self.monitor} {self.best:.4g}")
 
     def _get_value(self, run: StoppableRun) -> float:
         if run.history.evaluations:
@@ -146,6 +229,22 @@ class EarlyStopping:
 
     def __repr__(self) -> str:
         return f"EarlyStopping(patience={self.patience}, monitor={self.monitor!r}, best={self.best:.4g})"
+
+
+def _format_apart(value: float, other: float) -> tuple[str, str]:
+    """Return two numbers with four digits, or as many more as tell them apart."""
+    for digits in range(4, 17):
+        texts = f"{value:.{digits}g}", f"{other:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
+
+
+def check_epochs(callbacks: Sequence[Any], spec: RunSpec) -> None:
+    """Raise ValueError if a training ends where a callback could not put weights back."""
+    for callback in callbacks:
+        if isinstance(callback, EarlyStopping):
+            callback.check_epochs(spec)
 
 
 def start_callbacks(callbacks: Sequence[Any], run: Any) -> None:

@@ -82,6 +82,11 @@ class TrainConfig:
         assert self.batch_size is not None
         return int(self.batch_size)
 
+    def __post_init__(self) -> None:
+        given: object = self.shuffle
+        if given is False:  # as torch's DataLoader has it; True could be "shard" or "global"
+            object.__setattr__(self, "shuffle", None)
+
     def complete_by(self, settings: LoaderSettings) -> TrainConfig:
         """Return the arguments with a DataLoader's settings in place of those that the user left out."""
         return dataclasses.replace(

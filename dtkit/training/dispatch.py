@@ -1,9 +1,9 @@
 """Dispatches of one run: their numbers of steps, sending, and results.
 
-A *dispatch* is one call that takes several steps. It should last a second. This is long enough that the work between
-two dispatches costs only about one percent. It is short enough that a new learning rate takes effect soon, and views
-are up to date. (A pause does not wait for the end of a dispatch.) The number of steps starts at one, since the first
-steps compile and warm up. It grows at most fourfold at a time.
+A *dispatch* is one call that takes several steps. It should last almost a second. This is long enough that the work
+between two dispatches costs only about one percent. It is short enough that a new learning rate takes effect soon, and
+views are up to date. (A pause does not wait for the end of a dispatch.) The number of steps starts at one, since the
+first steps compile and warm up. It grows at most fourfold at a time.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dtkit.errors import EngineError
+    from dtkit.messages import DispatchResult, OutputItem
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.boundary_actions import ReplicaCheckAction
     from dtkit.training.pending_calls import PendingCalls
     from dtkit.training.progress import RunProgress
-    from dtkit.types import DispatchResult, OutputItem, ReplicaCheckResult
+    from dtkit.types import ReplicaCheckResult
 
     DispatchReply = tuple[DispatchResult, list[OutputItem]]
 

@@ -339,17 +339,17 @@ class Driver:
         """Perform the actions that are due before the next step. Pause or complete if no step is left."""
         progress, actions = self.progress, self.actions
         step, is_stopping, is_complete = progress.step, progress.stop_request, progress.step >= progress.plan.steps
-        is_evaluation_due = actions.evaluation.is_due(step)
+        is_evaluation_due, is_resting = actions.evaluation.is_due(step), is_stopping or step >= progress.target_step
         if is_evaluation_due and not is_stopping:
             actions.evaluation.perform(step)
         elif not is_stopping and actions.callbacks.is_due(step):
             actions.callbacks.perform(step)
-        elif (is_stopping or is_complete) and actions.snapshot.perform_before_idle(step):
+        elif is_resting and actions.snapshot.perform_before_idle(step, is_brief=not (is_stopping or is_complete)):
             return
         elif is_complete and not is_evaluation_due:
-            progress.add_event("done", f"done after {step} steps")
+            progress.add_event("done", f"done after {step} step{'s' * (step != 1)}")
             self._end(State.COMPLETED)
-        elif is_stopping or step >= progress.target_step:
+        elif is_resting:
             self._pause()
 
     def _pause(self) -> None:

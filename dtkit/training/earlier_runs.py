@@ -14,6 +14,7 @@ import psutil
 from dtkit._util import formatting
 from dtkit._util.completion import hide_from_completion
 from dtkit._util.deadline import Deadline
+from dtkit.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,6 +81,8 @@ def _describe_replacement(run: Run) -> str:
     line = (
         f"{run.spec.name} was paused at step {status.step:,} of {status.steps:,}, and this training takes its place. "
     )
+    if isinstance(run.exception, NonFiniteError) and run.exception.remedy == "train":
+        return f"{line}Its parameters are ruined, so that nothing of it can be continued"
     if saved is not None and saved.step == status.step:
         return f"{line}To continue it later: cluster.train(..., resume_from={str(saved.path)!r})"
     if not run.lifecycle.has_weights:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
+    from dtkit.messages import Reply
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
     from dtkit.rpc.protocol import Call
-    from dtkit.types import Reply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ class ElasticTask(Task):
             has_failed = any(reply.failure is not None for slot, reply in replies.items() if slot not in lost)
             if len(replies) == len(slots) and not lost:
                 return slots
-            if has_failed or (lost and not self._can_go_on(lost, num_ended=len(replies) - len(lost))):
+            if has_failed or (lost and not self._can_go_on(lost)):
                 return slots
             if lost:
                 self._go_on_without(lost)
@@ -158,10 +158,11 @@ class ElasticTask(Task):
         failure = reply.failure
         return failure is not None and (failure.kind == "lost" or (failure.type == KILLED and self._policy.shrinks))
 
-    def _can_go_on(self, lost: Sequence[int], *, num_ended: int) -> bool:
+    def _can_go_on(self, lost: Sequence[int]) -> bool:
         """Return whether the script can continue: other ranks hold the state, and wait for the notebook's decision."""
-        has_survivors = len(self.folder.read().slots) > len(lost)
-        return has_survivors and not num_ended and not self._was_cancelled and self.folder.elastic_file.exists()
+        ranks = self.folder.read()
+        has_survivors = len(ranks.slots) > len(lost) and not self.folder.find_ended(ranks)
+        return has_survivors and not self._was_cancelled and self.folder.elastic_file.exists()
 
     def _go_on_without(self, lost: Sequence[int]) -> None:
         """Let other engines take the lost ones' places, or let the script go on with fewer ranks."""

@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dtkit.history.history import History
+    from dtkit.messages import Reply
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.pending_calls import PendingCall, PendingCalls
     from dtkit.training.progress import RunProgress
     from dtkit.training.recovery import RecoveryResult
-    from dtkit.types import Event, Failure, Reply
+    from dtkit.types import Event, Failure
 
 _MAX_RETRIES = 3  # most failed calls in a row, without a step between them
 _MAX_ENGINE_LOSSES = 3  # most losses in a row at one step; replacements would be lost for the same reason
@@ -284,9 +285,10 @@ def describe_missing_rows(history: History, lost_ranks: Sequence[int], step: int
         last = rows["step"][rows["rank"] == rank].max(initial=-1)
         missing = np.unique(rows["step"][(rows["step"] > last) & (rows["step"] < step)])
         if last >= 0 and len(missing):
+            steps = f"step {missing[0]:,}" if len(missing) == 1 else f"steps {missing[0]:,} to {missing[-1]:,}"
             return (
-                f"what node {rank} measured in steps {missing[0]:,} to {missing[-1]:,} went with its engine: losses "
-                "and times there are those of the other nodes"
+                f"what node {rank} measured in {steps} went with its engine: losses and times there are those of the "
+                "other nodes"
             )
     return None
 

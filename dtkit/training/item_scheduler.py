@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from dtkit.engine.item_call import ItemResult
+    from dtkit.messages import OutputItem, Reply
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
-    from dtkit.types import Failure, OutputItem, Reply
+    from dtkit.types import Failure
 
 _NOBODY = -1
 """Stands for the rank that has answered, if none has."""

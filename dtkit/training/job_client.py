@@ -14,6 +14,7 @@ from dtkit.checkpoint import folders
 from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.data import broadcast, distribute
 from dtkit.errors import DtkitError, EngineError, RunError
+from dtkit.history.speed import compute_median_step_s
 from dtkit.rpc.measurements import ProfileOperations
 from dtkit.rpc.protocol import DataOperations, JobOperations, make_call
 from dtkit.training import state_dict
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from dtkit.planning.memory_report import Memory
     from dtkit.planning.plan import Plan
     from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.rpc.verification import Verification
     from dtkit.training.driver import Driver
-    from dtkit.training.verification import Verification
     from dtkit.types import Evaluation
 
 _log = logging.getLogger("dtkit")
@@ -88,6 +89,10 @@ class JobClient:
         if step == self._progress.step:
             self._model = step, model
         return model
+
+    def forget_weights(self) -> None:
+        """Fetch weights again when they are asked for, since the engines have others at the same step."""
+        self._fetched_state = self._model = None
 
     @property
     def has_weights(self) -> bool:
@@ -189,6 +194,12 @@ class JobClient:
         current one, whose data the engines keep.
         """
         if not self.is_released or self.check_idle is None or self._fetched_state is None:
+            if self.is_released and self._fetched_state is not None:
+                raise RunError(
+                    f"{action} needs the job on the engines, and this run was released, or its cluster closed. Call "
+                    f"run.{action}(...) before that, or compute from run.model, which this notebook has: "
+                    "with torch.no_grad(): run.model.eval()(inputs)"
+                )
             self.check_not_released(action)
             yield self._progress.plan.job
             return
@@ -244,8 +255,13 @@ class JobClient:
         else:
             self.check_idle()
         plan = self._progress.plan
-        notes, deadline = plan.options.equivalence_notes, Deadline(timeout, "verify")
-        return verify.verify(self._engine_group, plan.job_spec, min(steps, plan.steps), notes, deadline)
+        options, deadline = plan.options, Deadline(timeout, "verify")
+        steps, notes = min(steps, plan.steps), options.equivalence_notes
+        found = verify.verify(self._engine_group, plan.job_spec, steps, options.strategy, notes, deadline)
+        own_s = compute_median_step_s(self._progress.history, self._engine_group.world_size)
+        if found.step_times is None or own_s is None:
+            return found
+        return dataclasses.replace(found, step_times=dataclasses.replace(found.step_times, run_step_s=own_s))
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 

@@ -22,12 +22,12 @@ from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions, count_steps_per_epoch
 from dtkit.training import failure_notice
 from dtkit.training.adapters import adapt_model
-from dtkit.training.callbacks import start_callbacks
+from dtkit.training.callbacks import check_epochs, start_callbacks
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
 from dtkit.training.lightning import read_lightning
 from dtkit.training.resume import load_start
 from dtkit.training.run import Run
-from dtkit.training.settings import describe_settings, describe_value
+from dtkit.training.settings import collect_sources, describe_settings, describe_value
 from dtkit.training.validation import (
     check_batch_size,
     check_can_shrink,
@@ -78,6 +78,7 @@ def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, 
     plan = _make_plan(engine_group, model, data, config, strategy, () if resume_point is None else resume_point.lineage)
     if resume_point is not None:
         resume_point.check_steps_left(plan.spec)
+    check_epochs(plan.options.callbacks, plan.spec)
     failure_notice.print_pending()
     previous, host.current_run = host.current_run, None
     if previous is not None:
@@ -369,6 +370,7 @@ def _make_spec(
         tags=tuple(config.tags),
         num_workers=int(config.num_workers),
         settings=describe_settings(config),
+        sources=collect_sources(config),
         model=model_handle.summary,
     )
 

@@ -22,8 +22,9 @@ from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.errors import CheckpointError, DtkitError, EngineError, RunError
 from dtkit.history import engine_outbox, run_log
 from dtkit.training import job_end, persisted_run, recovered_data, recovered_state, recovery
-from dtkit.training.callbacks import finish_callbacks
+from dtkit.training.callbacks import check_epochs, finish_callbacks
 from dtkit.training.config import SnapshotInterval
+from dtkit.training.resume import ResumePoint
 from dtkit.training.states import RETRAIN_HINT
 from dtkit.types import State
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from dtkit.rpc.job_end import JobEnd
     from dtkit.training.driver import Driver
     from dtkit.training.job_client import JobClient
-    from dtkit.training.resume import ResumePoint
 
 
 _NOT_KEPT_NOTE = (
@@ -80,7 +80,9 @@ class RunLifecycle:
         progress, plan = self._progress, self._progress.plan
         progress.lr, overridden = resume_point.restore_job(self._engine_group, plan.job)
         progress.history.extend(resume_point.checkpoint.load_history())
-        self._restore_position(resume_point.step, resume_point.last_callback_step, resume_point.last_evaluation_step)
+        progress.history.num_inherited_events = len(progress.history.events)
+        callback_step, evaluation_step = resume_point.last_callback_step, resume_point.last_evaluation_step
+        self._restore_position(resume_point.step, callback_step, evaluation_step, resume_point.elapsed_s)
         resume_point.restore_callbacks(plan.options.callbacks)
         mesh = plan.options.strategy.build_mesh(plan.spec.world_size)
         progress.add_event("note", name_nodes(resume_point.describe(plan.spec, mesh, overridden)))
@@ -241,12 +243,28 @@ class RunLifecycle:
         """Write a checkpoint of a paused run into its `checkpoint_dir`, unless it has none or that step's."""
         folder, step = self._progress.plan.options.checkpoint_policy.folder, self._progress.step
         saved = self.last_checkpoint
-        if folder is None or not step or self._progress.lost_ranks or (saved and saved.step == step):
+        is_saved = saved is not None and (saved.step, saved.path.parent) == (step, folder)
+        if folder is None or not step or self._progress.lost_ranks or is_saved:
             return
         request = CheckpointRequest(folder, None)
         with contextlib.suppress(RunError, CheckpointError):  # the log has the reason
             self._driver.submit("save", request)
             request.result(self._engine_group.call_timeout_s)
+
+    def keep_weights(self) -> Path:
+        """Write a checkpoint of the present step for a callback, in place of its last one. Return its folder."""
+        policy = self._progress.plan.options.checkpoint_policy
+        assert policy.default_folder is not None
+        request = CheckpointRequest(policy.default_folder / f"best-{policy.lineage[-1][:8]}", 1)
+        self._driver.submit("save", request)
+        return request.result(self._engine_group.call_timeout_s).path
+
+    def restore_weights(self, path: Path) -> None:
+        """Put a checkpoint's weights back on the engines, while a callback runs. The run stays at its step."""
+        checkpoint, progress = Checkpoint(path), self._progress
+        checkpoint.check_files()
+        ResumePoint(checkpoint).restore_weights(self._engine_group, progress.plan.job, progress.step)
+        self._job.forget_weights()
 
     def extend(self, *, epochs: int | None, steps: int | None, timeout: float | None) -> None:
         """Let an ended run take more steps; it is then paused. `limit` bounds the wait for views to show its end."""
@@ -266,7 +284,9 @@ class RunLifecycle:
         limit = timeouts.LIFECYCLE_JOIN_TIMEOUT_S if timeout is None else timeout
         if not self._driver.join(limit):
             raise RunError(f"the run has ended, but a view has not shown its end within {limit:g} s; try again")
-        self._progress.plan = self._progress.plan.end_at(self._progress.step + num_steps)
+        plan = self._progress.plan.end_at(self._progress.step + num_steps)
+        check_epochs(plan.options.callbacks, plan.spec)
+        self._progress.plan = plan
         self._driver.start()
         self._update_persisted()
 

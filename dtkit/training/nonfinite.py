@@ -16,7 +16,7 @@ from dtkit.types import Failure
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtkit.types import DispatchResult
+    from dtkit.messages import DispatchResult, NonFiniteReport
 
 _RUINED_REMEDY = (
     "The loss grew since step {step:,}, so the parameters are ruined already: run.resume() would fail again. Train "
@@ -71,11 +71,11 @@ def choose_remedy(advances: Sequence[DispatchResult], ruined_step: int | None) -
     """Return what helps: "train", "data" or "lr", see :class:`~dtkit.errors.NonFiniteError`."""
     if ruined_step is not None or _find_largest_parameter(advances) > _MAX_PARAMETER:
         return "train"
-    return "data" if any(advance.bad_rows for advance in advances) else "lr"
+    return "data" if any(advance.nonfinite.bad_rows for advance in advances) else "lr"
 
 
 def _find_largest_parameter(advances: Sequence[DispatchResult]) -> float:
-    return max((advance.largest_parameter for advance in advances), default=0.0)
+    return max((advance.nonfinite.largest_parameter for advance in advances), default=0.0)
 
 
 def _describe_remedy(
@@ -108,31 +108,31 @@ def _describe_ruin(step: int) -> str:
 
 def _find_causes(advances: Sequence[DispatchResult]) -> dict[int, str]:
     """Return {rank of origin: message}."""
-    problem = "the gradients over all ranks are not finite"
-    if bad_rows := {rank: advance.bad_rows for rank, advance in enumerate(advances) if advance.bad_rows}:
+    problem, reports = "the gradients over all ranks are not finite", [advance.nonfinite for advance in advances]
+    if bad_rows := {rank: report.bad_rows for rank, report in enumerate(reports) if report.bad_rows}:
         return {rank: f"{problem}: {rows}" for rank, rows in bad_rows.items()}
-    if outputs := _find_first_stages(advances, "output"):
+    if outputs := _find_first_stages(reports, "output"):
         first = min(outputs.values())
         inputs = "rows of data" if first == 0 else f"stage {first - 1}'s, which are finite"
         detail = f"the first numbers that are not are outputs of this rank's stage {first} (its inputs are {inputs})"
         return {rank: f"{problem}: {detail}" for rank, stage in outputs.items() if stage == first}
-    losses = {rank: advance.loss for rank, advance in enumerate(advances) if advance.loss is not None}
+    losses = {rank: report.loss for rank, report in enumerate(reports) if report.loss is not None}
     if bad := {rank: loss for rank, loss in losses.items() if not math.isfinite(loss)}:
         return {rank: f"{problem}, with this rank's loss {loss}" for rank, loss in bad.items()}
     if losses:
         all_losses = ", ".join(f"{loss:.4g}" for loss in losses.values())
         problem += f", though every rank's loss is ({all_losses})"
-    if gradients := _find_first_stages(advances, "gradient"):
+    if gradients := _find_first_stages(reports, "gradient"):
         last = max(gradients.values())
         detail = f"the first ones in backward's order are those of this rank's stage {last}"
         return {rank: f"{problem}: {detail}" for rank, stage in gradients.items() if stage == last}
     return {0: problem}
 
 
-def _find_first_stages(advances: Sequence[DispatchResult], wanted_kind: str) -> dict[int, int]:
+def _find_first_stages(reports: Sequence[NonFiniteReport], wanted_kind: str) -> dict[int, int]:
     """Return {rank: first stage with non-finite values}. Forward runs up through the stages, backward down."""
     edge = {"output": min, "gradient": max}[wanted_kind]
     stages_by_rank = {
-        rank: [stage for stage, kind in a.nonfinite if kind == wanted_kind] for rank, a in enumerate(advances)
+        rank: [stage for stage, kind in report.locations if kind == wanted_kind] for rank, report in enumerate(reports)
     }
     return {rank: edge(stages) for rank, stages in stages_by_rank.items() if stages}

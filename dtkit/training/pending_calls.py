@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from dtkit.errors import EngineError
+    from dtkit.messages import Reply
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.protocol import Call
     from dtkit.training.progress import RunProgress
-    from dtkit.types import Reply
 
 
 R = TypeVar("R")

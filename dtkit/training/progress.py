@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
 from dtkit._util.formatting import name_nodes
+from dtkit.history.undone_steps import UndoneSteps
 from dtkit.types import State, Status
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class RunProgress:
         )
 
     def _estimate_remaining_s(self, step: int, steps: int) -> float | None:
-        if not step or self.state.has_ended:
+        if not step or self.state is not State.RUNNING:
             return None
         recent = self.history.read_totals(max(0, self.history.num_totals - 50))["step_s"]
         return (steps - step) * float(recent.mean()) if len(recent) else None
@@ -138,10 +139,12 @@ class RunProgress:
     def restore(self, step: int, elapsed_s: float) -> None:
         """Continue from a step of an earlier run."""
         self.step, self._accumulated_s = step, elapsed_s
+        self.history.add(UndoneSteps(step))
 
     def rewind(self, step: int, lr: float | None) -> None:
         """All ranks are at `step` again, in jobs that were built again."""
         self.step = self.next_step = step
+        self.history.add(UndoneSteps(step))  # also if no step follows
         self.lr, self.lost_ranks, self.retry_count = lr, [], 0
         self.forget_losses()
 

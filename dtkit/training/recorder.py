@@ -19,16 +19,18 @@ from dtkit.history.engine_outbox import format_output
 from dtkit.history.missing_steps import describe_missing_steps
 from dtkit.history.scalars import ScalarRecord
 from dtkit.history.timeline import merge_spans
+from dtkit.messages import DispatchResult
 from dtkit.training.divergence_watch import DivergenceWatch
-from dtkit.types import DispatchResult, Evaluation, Event
+from dtkit.types import Evaluation, Event
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dtkit.history.engine_outbox import EvaluationSums, UnreadDispatches
     from dtkit.history.history import History
+    from dtkit.messages import Reply
     from dtkit.rpc.engine_group import EngineGroup
-    from dtkit.types import Reply, Scalars
+    from dtkit.types import Scalars
 
 
 class Recorder:

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 
 from dtkit.errors import CheckpointError, ClusterError, EmptyEnginesError, format_ranks
 from dtkit.history import engine_outbox
+from dtkit.messages import ALL_STATE, OPTIMIZER_STATE, PER_RANK_STATE, JobPosition
 from dtkit.rpc.protocol import JobOperations, StateOperations, make_call
 from dtkit.rpc.replacement import replace_lost_ranks
 from dtkit.training import recovered_data
 from dtkit.training.recovered_state import RecoveredState, load_interrupted
-from dtkit.types import ALL_STATE, OPTIMIZER_STATE, PER_RANK_STATE, JobPosition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

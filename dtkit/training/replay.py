@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dtkit._util.deadline import Deadline
+    from dtkit.messages import DispatchResult
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.reference import Reference, ReferenceReport
     from dtkit.training.config import JobSpec
-    from dtkit.types import DispatchResult
 
     StateDict = Mapping[str, Any]
 

@@ -18,7 +18,7 @@ from dtkit.types import ReplicaCheckResult
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dtkit.types import Fingerprint
+    from dtkit.messages import Fingerprint
 
 MAX_TIME_FRACTION = 0.004  # share of the time that checksums may take
 

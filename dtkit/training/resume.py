@@ -21,7 +21,7 @@ from dtkit.rpc.protocol import StateOperations, make_call
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dtkit.rpc.engine_group import EngineGroup
@@ -52,6 +52,11 @@ class ResumePoint:
         return int(self.checkpoint.metadata.get("evaluated", self.step))
 
     @property
+    def elapsed_s(self) -> float:
+        """Seconds that the run took until the checkpoint, without pauses; 0 if an earlier version wrote it."""
+        return float(self.checkpoint.metadata.get("elapsed_s", 0.0))
+
+    @property
     def lineage(self) -> Lineage:
         """The runs that led to it, its own last."""
         return get_run_lineage(self.checkpoint.metadata)
@@ -69,31 +74,43 @@ class ResumePoint:
 
         Returns the learning rate, and the optimizer's options that differ from the arguments of `train`.
         """
-        head, folder = self.checkpoint.metadata, self.checkpoint.path.absolute()
-        with self._make_readable(engine_group, folder) as folders:
+        with self._make_readable(engine_group) as folders:
             calls = [
-                make_call(
-                    StateOperations.restore_checkpoint,
-                    job=job,
-                    folder=folders.get(rank, str(folder)),
-                    index=head["index"],
-                    files=list(head["files"]),
-                    facts=head["facts"],
-                )
-                for rank in range(engine_group.world_size)
+                make_call(StateOperations.restore_checkpoint, job=job, folder=folder, **self._contents)
+                for folder in folders
             ]
             results = engine_group.call_all(calls)
         return results[0][1], {name: pair for rank in reversed(results) for name, pair in rank[2].items()}
 
-    def _make_readable(
-        self, engine_group: EngineGroup, folder: Path
-    ) -> contextlib.AbstractContextManager[Mapping[int, str]]:
-        """Return a context with folders by rank, where hosts don't see the notebook's."""
-        hosts = engine_group.transport.hosts
+    def restore_weights(self, engine_group: EngineGroup, job: str, step: int) -> None:
+        """Put the weights back on all ranks, in a job that stays at `step`."""
+        with self._make_readable(engine_group) as folders:
+            calls = [
+                make_call(StateOperations.restore_weights, job=job, step=step, folder=folder, **self._contents)
+                for folder in folders
+            ]
+            engine_group.call_all(calls)
+
+    @property
+    def _contents(self) -> dict[str, Any]:
+        """Arguments of both operations: what the checkpoint's files have."""
+        head = self.checkpoint.metadata
+        return {"index": head["index"], "files": list(head["files"]), "facts": head["facts"]}
+
+    @contextlib.contextmanager
+    def _make_readable(self, engine_group: EngineGroup) -> Iterator[list[str]]:
+        """Yield the folder that each rank sees, also where hosts don't see the notebook's."""
+        hosts, folder, world_size = (
+            engine_group.transport.hosts,
+            self.checkpoint.path.absolute(),
+            engine_group.world_size,
+        )
         if hosts is None:
-            return contextlib.nullcontext({})
+            yield [str(folder)] * world_size
+            return
         names = [name for name in self.checkpoint.metadata["files"] if name != HISTORY_FILE]
-        return placed_on_hosts(hosts.checkpoint_files, folder, names, engine_group.world_size)
+        with placed_on_hosts(hosts.checkpoint_files, folder, names, world_size) as folders:
+            yield [folders.get(rank, str(folder)) for rank in range(world_size)]
 
     def restore_callbacks(self, callbacks: Sequence[Any]) -> None:
         """Restore the state of callbacks that have the same class and the same place in the list."""

@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from dtkit.planning.memory_report import Memory
     from dtkit.planning.plan import Plan
     from dtkit.rpc.engine_group import EngineGroup
-    from dtkit.rpc.reference import StepTimes
+    from dtkit.rpc.verification import Verification
     from dtkit.training.config import RunPlan
-    from dtkit.training.verification import Verification
     from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, RunSpec, Status
 
 
@@ -54,9 +53,11 @@ if TYPE_CHECKING:
 class Run(ShownRun):
     """One training on a cluster. As the last line of a cell, it is a live dashboard.
 
-    ``run.pause()``, ``resume()``, ``step()``, ``set(lr=...)`` and ``stop()`` return the step at which they took effect
-    on all ranks. ``await run``, ``run.wait()`` and ``run.result()`` wait for the end, also through a pause, and raise
-    the run's error. They raise :class:`~dtkit.errors.PausedError` if the run paused because it needs its caller.
+    ``run.pause()``, ``step()``, ``set(lr=...)`` and ``stop()`` return the step at which they took effect on all ranks.
+    ``await run``, ``run.wait()`` and ``run.result()`` wait for the end, also through a pause. They raise the run's
+    error, or :class:`~dtkit.errors.PausedError` if the run paused because it needs its caller. Every `timeout` is in
+    seconds: a call that takes longer raises TimeoutError, and the run goes on. A call that the run's state does not
+    allow raises :class:`~dtkit.errors.RunError`.
     """
 
     lifecycle: RunLifecycle
@@ -76,7 +77,7 @@ class Run(ShownRun):
             self._step_callbacks.finish,
             self._failure_notice.mark_seen,
         )
-        self._step_times: StepTimes | None = None
+        self._verification: Verification | None = None
         self._verified_spec: tuple[object, ...] = ()
         self.lifecycle = RunLifecycle(engine_group, driver, self._job, self._notify)
 
@@ -133,9 +134,9 @@ class Run(ShownRun):
         return self._driver.progress.delay_factors
 
     @property
-    def step_times(self) -> StepTimes | None:
-        """Times of steps on all ranks and in one process, from the last `verify`; None before, and for other ranks."""
-        return self._step_times if self._verified_spec == get_step_settings(self.spec) else None
+    def verification(self) -> Verification | None:
+        """The result of the last `verify`; None before, and after the ranks, the batch or the strategy changed."""
+        return self._verification if self._verified_spec == get_step_settings(self.spec) else None
 
     @property
     def timeline(self) -> Timeline:
@@ -242,10 +243,9 @@ class Run(ShownRun):
         self._notify()
 
     def inject_delay(self, rank: int, factor: float, *, timeout: float | None = None) -> int:
-        """Make one rank's computing take `factor` times as long (it sleeps), for lessons and tests. A factor of 1 ends
-        the delay.
+        """Make one rank's computing take `factor` times as long (it sleeps), for lessons. A factor of 1 ends that.
 
-        Every picture of the run shows the delay. Returns the step of the request.
+        Every picture of the run shows the delay. Returns the number of steps taken so far.
         """
         self.note(self._job.inject_delay(rank, factor, timeout))
         return self._driver.progress.step
@@ -363,7 +363,7 @@ class Run(ShownRun):
         isn't changed. Without a `timeout` in seconds, each call to the engines has the time limit of a collective.
         """
         verification = self._job.verify(steps, timeout)
-        self._step_times, self._verified_spec = verification.step_times, get_step_settings(self.spec)
+        self._verification, self._verified_spec = verification, get_step_settings(self.spec)
         self._notify()
         print(verification.text())  # noqa: T201 - asked for as a report
         return verification
@@ -377,9 +377,7 @@ class Run(ShownRun):
         self.resume(deadline.get_remaining_s())
 
     def repair(self, timeout: float | None = None) -> None:
-        """Replace the engines that are gone, and continue at the survivors' step. After a TimeoutError, the repair
-        continues.
-        """
+        """Replace engines that have ended, and continue at the survivors' step. It goes on after a TimeoutError."""
         self._job.check_not_released("run.repair()")
         if self._driver.progress.state.has_ended:
             self.lifecycle.repair(timeout)

@@ -1,25 +1,38 @@
-"""The arguments of a training as the user typed them, such as the source of a lambda instead of ``<lambda>``."""
+"""The arguments of a training as the user typed them, such as the source of a lambda instead of ``<lambda>``.
+
+A function comes with the values that it closes over: ``lambda p: SGD(p, lr=lr), where lr=0.1``. Secrets are hidden.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import inspect
-import linecache
+import itertools
 import types
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting
+from dtkit._util.redaction import HIDDEN, hide_secrets, is_secret_name
+from dtkit.training.function_sources import read_sources
+from dtkit.training.lambda_source import read_body
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dtkit.training.config import TrainConfig
     from dtkit.types import RunSpec
 
-_MAX_CHARS = 160
+_MAX_CHARS, _MAX_NAME_CHARS, _MAX_NAMES = 160, 40, 5
+_PLAIN = (bool, int, float, str)
+WHERE = ", where "
+"""What is between a function and the values of names that it reads from outside."""
 _IN_SPEC = frozenset(
     {"batch_size", "epochs", "steps", "strategy", "shuffle", "seed", "start", "name", "tags", "num_workers"}
 )
 """Arguments that are fields of a run's spec."""
+_DATA = frozenset({"validation", "target", "columns"})
 
 
 def describe_settings(config: TrainConfig) -> tuple[tuple[str, str], ...]:
@@ -31,12 +44,23 @@ def describe_settings(config: TrainConfig) -> tuple[tuple[str, str], ...]:
     )
 
 
+def collect_sources(config: TrainConfig) -> tuple[tuple[str, str], ...]:
+    """Return (name, source) of the arguments that are functions or objects of the user, or have some in them."""
+    names = [field.name for field in dataclasses.fields(config) if field.name not in _DATA]
+    sources = {name: read_sources(getattr(config, name)) for name in names}
+    return tuple((name, source) for name, source in sources.items() if source)
+
+
 def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
     return value is field.default or (isinstance(value, bool | int | float | str | tuple) and value == field.default)
 
 
 def describe_value(value: Any) -> str:
     """Return a value as text: a lambda's source, a function's name, a short repr, else the class."""
+    return hide_secrets(_describe_value(value))
+
+
+def _describe_value(value: Any) -> str:
     if isinstance(value, types.FunctionType):
         return _describe_function(value)
     if isinstance(value, type | types.BuiltinFunctionType | types.MethodType):
@@ -60,42 +84,52 @@ def _describe_by_repr(value: Any) -> str:
     if hasattr(value, "shape") or hasattr(value, "__len__"):
         return f"{name} of {len(value):,}" if hasattr(value, "__len__") else name
     text = repr(value)
+    if text == f"{name}()":  # torch's losses leave their options out
+        return f"{name}({', '.join(_list_options(value))})"
     return text if len(text) <= _MAX_CHARS and "\n" not in text and " at 0x" not in text else name
 
 
+def _list_options(value: Any) -> Iterator[str]:
+    """Return the arguments of an object that it keeps by their names, and that differ from their defaults."""
+    try:
+        parameters = inspect.signature(type(value)).parameters
+    except (TypeError, ValueError):  # a class of C has none
+        return
+    for name, parameter in parameters.items():
+        own = getattr(value, name, parameter.default)
+        if isinstance(own, _PLAIN) and own != parameter.default:
+            yield f"{name}={own!r}"
+
+
 def _describe_function(function: types.FunctionType) -> str:
+    names = _read_names(function)
+    where = formatting.sanitize_text(", ".join(itertools.islice(names, _MAX_NAMES)), _MAX_CHARS // 2)
+    where = f"{WHERE}{where}" if where else ""
     if function.__name__ != "<lambda>":
-        return function.__name__
-    body = _read_body(function.__code__)
-    if body is None:
-        return "a lambda"
-    return formatting.sanitize_text(f"lambda{_format_parameters(function)}: {body}", _MAX_CHARS)
+        return function.__name__ + where
+    body = read_body(function.__code__)
+    text = "a lambda" if body is None else hide_secrets(f"lambda{_format_parameters(function)}: {body}")
+    return formatting.sanitize_text(text, _MAX_CHARS - len(where)) + where
+
+
+def _read_names(function: types.FunctionType) -> Iterator[str]:
+    """Return the plain values of names outside of a function: those it closes over, and a lambda's global ones."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    is_lambda = function.__name__ == "<lambda>"  # other functions have too many
+    used = [step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"] if is_lambda else []
+    for name in dict.fromkeys([*cells, *used]):
+        try:
+            value = cells[name].cell_contents if name in cells else function.__globals__.get(name)
+        except ValueError:  # not assigned yet
+            continue
+        if isinstance(value, _PLAIN):
+            is_hidden = isinstance(value, str) and is_secret_name(name)
+            yield f"{name}={formatting.sanitize_text(repr(HIDDEN if is_hidden else value), _MAX_NAME_CHARS)}"
 
 
 def _format_parameters(function: types.FunctionType) -> str:
     text = str(inspect.signature(function))[1:-1]
     return f" {text}" if text else ""
-
-
-def _read_body(code: types.CodeType) -> str | None:
-    """Return the source of a lambda's body, found by the positions of its instructions; None without a source."""
-    spans = [
-        (line, column, end_line, end_column)
-        for line, end_line, column, end_column in code.co_positions()
-        if line is not None and column is not None and end_line is not None and end_column and end_column > column >= 0
-    ]
-    if not spans:
-        return None
-    first = min(span[:2] for span in spans)
-    last = max(span[2:] for span in spans)
-    lines = [linecache.getline(code.co_filename, number) for number in range(first[0], last[0] + 1)]
-    if not all(lines):
-        return None
-    # Columns count the bytes of UTF-8.
-    parts = [line.encode() for line in lines]
-    parts[-1] = parts[-1][: last[1]]
-    parts[0] = parts[0][first[1] :]
-    return " ".join(b" ".join(parts).decode(errors="replace").split())
 
 
 def get_step_settings(spec: RunSpec) -> tuple[object, ...]:

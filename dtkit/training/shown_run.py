@@ -50,8 +50,7 @@ class ShownRun(RunView):
         from dtkit.dashboard.summary.one_process import read_verification
         from dtkit.dashboard.summary.verdict import Verdict, find_verdict
 
-        measured = read_verification(self.step_times, self.spec.world_size)
-        verdict = find_verdict(self.history, self.spec, measured)
+        verdict = find_verdict(self.history, self.spec, read_verification(self), self.nodes)
         if self.exception is None or verdict.cause == "diverged":
             return verdict
         steps = formatting.format_count(self.status.step, "step")
@@ -90,7 +89,10 @@ class ShownRun(RunView):
 
         history = single_process.history if isinstance(single_process, ShownRun) else single_process
         if not isinstance(history, History | None):
-            raise TypeError(f"single_process={history!r}; it must be the run of one engine, or that run's history")
+            raise TypeError(
+                f"single_process={history!r}; it must be the run of one engine, or that run's history. "
+                "Train the same on dtkit.Cluster(1), and pass that run"
+            )
         return report.write_report(self, path, single_process=history)
 
     def _ipython_display_(self) -> None:

@@ -11,9 +11,10 @@ from dtkit.training.config import SnapshotInterval
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtkit.types import SnapshotReport
+    from dtkit.messages import SnapshotReport
 
 _MAX_TIME_FRACTION = 0.01  # share of the time that training may wait for snapshots
+_FIRST_FRACTION = 0.1  # of the interval, after which the first one is due; the next ones follow at doubled times
 NEVER_DUE = 2**31
 """Steps until something that is never due."""
 
@@ -27,13 +28,15 @@ class SnapshotTracker:
     """Decides when a run's next snapshot in the engines' memory is due.
 
     Snapshots are for strategies in which only one rank holds some part of the model: see
-    :mod:`dtkit.engine.state.peer_snapshots`. Training waits for them. So by default, the interval grows until the wait
-    is a hundredth of the time. Its limit is the interval of snapshots on disk (:mod:`dtkit.checkpoint.manager`).
+    :mod:`dtkit.engine.state.peer_snapshots`. Training waits for them. So by default, the interval grows until the
+    wait is a hundredth of the time. The first ones follow sooner, so that a short run loses little, too. The limit
+    is the interval of snapshots on disk (:mod:`dtkit.checkpoint.manager`).
     """
 
     def __init__(self, interval: SnapshotInterval | None = None) -> None:
         self.interval = interval or SnapshotInterval()
-        self._last_request = 0, time.monotonic()
+        self._started_at = time.monotonic()
+        self._last_request = 0, self._started_at
         self._is_due_now = False
         self._min_interval_s = 0.0  # derived from the time that the last one took
         self._has_warned = False
@@ -51,11 +54,18 @@ class SnapshotTracker:
             return False
         if every is not None:
             return step % every == 0
-        return time.monotonic() - self._last_request[1] >= max(seconds or 0.0, self._min_interval_s)
+        last_at, seconds = self._last_request[1], seconds or 0.0
+        interval_s = min(seconds, max(_FIRST_FRACTION * seconds, last_at - self._started_at))
+        return time.monotonic() - last_at >= max(interval_s, self._min_interval_s)
 
-    def is_missing(self, step: int) -> bool:
-        """Return whether steps were taken since the last one. A run may pause for long, or for good."""
-        return not self.interval.is_disabled and step > self._last_request[0]
+    def is_missing(self, step: int, *, is_brief: bool = False) -> bool:
+        """Return whether steps were taken since the last one. A run may pause for long, or for good.
+
+        With `is_brief`, as between single steps, the last one must also be so old that another takes a small share.
+        """
+        is_new = not self.interval.is_disabled and step > self._last_request[0]
+        age_s = time.monotonic() - self._last_request[1]
+        return is_new and not (is_brief and age_s < self._min_interval_s)
 
     def steps_until_due(self, step: int) -> int:
         """Return the steps until the next one is due."""

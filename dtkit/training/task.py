@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dtkit._util.views import Figure
+    from dtkit.messages import Reply
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
     from dtkit.rpc.protocol import Call
-    from dtkit.types import Failure, Reply
+    from dtkit.types import Failure
 
 
 @suggest_attributes("task")

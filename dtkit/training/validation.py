@@ -53,7 +53,7 @@ def check_config(config: TrainConfig) -> Strategy:
     if config.shuffle not in SHUFFLE_MODES:
         raise ValueError(
             f"shuffle={config.shuffle!r}; it must be 'shard' (each rank its own rows), 'global' (the same rows a step "
-            "on any number of ranks) or None"
+            "on any number of ranks), or None or False (rows in their order)"
         )
     if isinstance(config.seed, bool) or not isinstance(config.seed, int | np.integer) or config.seed < 0:
         raise ValueError(f"seed={config.seed!r}; it must be an integer from 0 up. Use seed=0")
@@ -214,7 +214,11 @@ def _check_callbacks(config: TrainConfig) -> None:
                 "dtkit.EarlyStopping(patience=3), or an object with a method on_step(run, step) or on_start(run)"
             )
         if isinstance(callback, EarlyStopping):
-            callback.check_monitor(_list_metric_names(config), has_validation=config.validation is not None)
+            callback.check_monitor(
+                _list_metric_names(config),
+                has_validation=config.validation is not None,
+                logs_further=config.loss is None or config.training_step is not None,
+            )
 
 
 def _list_metric_names(config: TrainConfig) -> list[str]:

@@ -22,28 +22,43 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dtkit.errors import CollectiveInStepError, EngineError
-from dtkit.rpc.reference import Reference
+from dtkit.rpc.reference import DIGESTED_STEPS, Reference
+from dtkit.rpc.verification import HALF_PRECISION_TOLERANCE, Verification
+from dtkit.strategies.incomparable_modules import summarize_modules
 from dtkit.training.replay import Replay
-from dtkit.training.verification import HALF_PRECISION_TOLERANCE, Verification
+from dtkit.training.verify_reasons import (
+    ERROR_IN_FLOAT64,
+    GROWN_ROUNDING,
+    NO_ERROR_IN_FLOAT64,
+    NOT_A_MEAN,
+    NOT_REPEATED,
+    OWN_GENERATOR_IN_DATA,
+    OWN_GENERATOR_IN_STEP,
+    RANDOM_STEP,
+    ROUNDING,
+    SAME_PRECISION,
+    STILL_DIFFERS_BY_PART,
+    TOO_LARGE,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
     from dtkit._util.deadline import Deadline
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.reference import ReferenceReport
+    from dtkit.strategies.base import Strategy
     from dtkit.training.config import JobSpec
 
     StateDict = Mapping[str, Any]
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
-_REPEATED_STEPS = 2  # enough to show whether training is reproducible
 _ROUNDING_MARGIN = 5  # factor by which rounding is below the tolerance at first, and grows faster than the steps
 _MAX_MOVE_RATIO = 10  # of the median difference, to how far float32 instead of float64 moves the reference
 _MAX_FLOAT64_NUMBERS = 100_000_000  # parameters; a copy with gradients and Adam's averages takes 32 bytes for each
-_MAX_NAMES = 2  # modules named in one line
+_PART_NUMBERS = 2**15  # numbers that are compared at once
 _ZERO_GRADIENT_FRACTION = {
     "float64": 1e-13,
     "float32": 1e-6,
@@ -57,7 +72,12 @@ def check_steps(steps: Any) -> None:
 
 
 def verify(
-    engine_group: EngineGroup, job_spec: JobSpec, steps: int, equivalence_notes: Sequence[str], deadline: Deadline
+    engine_group: EngineGroup,
+    job_spec: JobSpec,
+    steps: int,
+    strategy: Strategy,
+    equivalence_notes: Sequence[str],
+    deadline: Deadline,
 ) -> Verification:
     """See :meth:`dtkit.Run.verify`."""
     replay = Replay(engine_group, job_spec, deadline)
@@ -71,8 +91,13 @@ def verify(
                 raise
             return _make_incomparable(state, reason, steps, engine_group.world_size)
         modules: tuple[str, ...] = ()
+        num_replicas = strategy.build_mesh(engine_group.world_size).num_replicas
         if engine_group.world_size > 1:
-            modules = summarize_modules(job_spec.model_handle.build_with_state(reference))
+            modules = summarize_modules(
+                job_spec.model_handle.build_with_state(reference),
+                num_replicas=num_replicas,
+                is_pipeline=strategy.pipeline_schedule is not None,
+            )
         verification = compare_states(
             state,
             reference,
@@ -82,9 +107,16 @@ def verify(
             engine_group.world_size,
             report.update_dtype,
         )
-        verification = dataclasses.replace(verification, step_times=replay.get_step_times())
-        if verification.is_within_tolerance or equivalence_notes:
+        verification = dataclasses.replace(
+            verification,
+            step_times=replay.get_step_times(),
+            num_micro_batches=strategy.num_micro_batches if job_spec.model_handle.batch_norm_names else 1,
+        )
+        if verification.is_within_tolerance:
             return verification
+        if equivalence_notes:
+            is_comparable = strategy.rounds_by_part and not modules
+            return _compare_by_part(replay, verification, state, report) if is_comparable else verification
         if verification.verdict == "FAIL" and verification.dtype != "float64":
             verification = _compare_in_float64(replay.in_float64(), verification, state, reference)
             if verification.verdict == "PASS":
@@ -127,6 +159,32 @@ def _explain_difference(
         incomparable_reasons=reasons,
         part_difference=part_comparison.max_difference if part_comparison.is_within_tolerance else None,
     )
+
+
+def _compare_by_part(
+    replay: Replay, verification: Verification, state: StateDict, report: ReferenceReport
+) -> Verification:
+    """Return the comparison with one process that takes each rank's part of a batch by itself, if the two agree.
+
+    Lower precision rounds sums over the samples of a part, the same on a rank as in that process.
+    """
+    by_part, _ = replay.train_reference(Reference.BY_PART, verification.steps)
+    gradients = report.max_gradients
+    comparison = compare_states(
+        state,
+        {name: by_part[name] for name in gradients},
+        gradients,
+        (),
+        verification.steps,
+        verification.world_size,
+        report.update_dtype,
+    )
+    if comparison.verdict == "PASS":
+        whole_difference, step_times = verification.max_difference, verification.step_times
+        return dataclasses.replace(comparison, whole_difference=whole_difference, step_times=step_times)
+    difference, note = comparison.max_difference, "; ".join(verification.incomparable_reasons)
+    reason = STILL_DIFFERS_BY_PART.format(note=note, difference=difference, tolerance=comparison.tolerance)
+    return dataclasses.replace(verification, incomparable_reasons=(reason,))
 
 
 def _compare_in_float64(
@@ -208,7 +266,7 @@ def _find_reasons(replay: Replay, part_comparison: Verification, difference: flo
     Return none if it should be equal.
     For a few steps, the reference is trained twice, and then with other random numbers.
     """
-    steps = min(part_comparison.steps, _REPEATED_STEPS)
+    steps = min(part_comparison.steps, DIGESTED_STEPS)
     first, first_report = replay.train_reference(Reference.WHOLE, steps)
     second, second_report = replay.train_reference(Reference.WHOLE, steps)
     if first_report.batch_digests != second_report.batch_digests:
@@ -246,50 +304,6 @@ def _find_largest_difference(state: StateDict, other: StateDict) -> float:
     return max((float(_compute_difference(a, b).max()) for a, b in pairs if a.numel()), default=0.0)
 
 
-OWN_GENERATOR_IN_DATA = (
-    "the data gives other samples each time: it draws from a generator of its own, or reads a clock. Draw from the "
-    "global generator of torch, numpy or Python, which train() seeds for each sample"
-)
-OWN_GENERATOR_IN_STEP = (
-    "the step gives another result each time: it draws from a generator of its own, or its kernels are not "
-    "deterministic (torch.use_deterministic_algorithms)"
-)
-RANDOM_STEP = "the model or the step draws random numbers, and each rank draws its own"
-NOT_A_MEAN = (
-    "the loss of a batch is not the mean of the losses of its parts. Samples of a batch may depend on each other (a "
-    "contrastive loss, or the routers' loss of a mixture of experts in micro-batches). Or it is a mean over something "
-    "else than samples (tokens with labels of -100); then return (sum, weight) instead"
-)
-ROUNDING = (
-    "it is rounding in {dtype}, which the training amplifies: repeated in float64, the two differ by {difference:.2g} "
-    "(tolerance {tolerance:g})"
-)
-ERROR_IN_FLOAT64 = (
-    "rounding in {dtype} doesn't explain it: repeated in float64, the two still differ by {difference:.2g} (tolerance "
-    "{tolerance:g})"
-)
-NO_ERROR_IN_FLOAT64 = (
-    "the two differ in {dtype} only, but rounding doesn't explain {name}: most of it differs over ten times as much as "
-    "one process in {dtype} from itself in float64. Look for code that depends on the dtype"
-)
-SAME_PRECISION = (
-    "whether rounding explains it is unknown: a model in float64 still computes in {computed} here. Verify fewer "
-    "steps, or with torch.optim.SGD, which doesn't amplify rounding"
-)
-NOT_REPEATED = (
-    "whether rounding explains it is unknown: repeated in float64, it failed with {cause}. Train model.double() with "
-    "data in float64, and verify that run"
-)
-TOO_LARGE = (
-    "whether rounding explains it is unknown: {numbers:,} parameters are too many to repeat it in float64. Train a "
-    "smaller model of the same kind as model.double(), with data in float64, and verify that run"
-)
-GROWN_ROUNDING = (
-    "the difference was {difference:.2g} after {steps} steps, and grew much faster than the steps. Rounding in {dtype} "
-    "does that. Verify fewer steps, or train in float64"
-)
-
-
 def compare_states(
     state: Mapping[str, torch.Tensor],
     reference: Mapping[str, torch.Tensor],
@@ -313,11 +327,9 @@ def compare_states(
     for name, expected in reference.items():
         if not hasattr(expected, "is_floating_point"):  # a module's extra state may have any type
             continue
-        difference = _compute_difference(state[name], expected)
-        if name in gradients and bool((is_zero := gradients[name] <= floor).any()):
-            zero[name] = int(is_zero.sum()), float(difference[is_zero].max())
-            difference = difference[~is_zero]
-        differences[name] = float(difference.max()) if difference.numel() else 0.0
+        differences[name], num_zero, zero_difference = _find_extremes(state[name], expected, gradients.get(name), floor)
+        if num_zero:
+            zero[name] = num_zero, zero_difference
     largest_difference, tolerance = (
         max(differences.values(), default=0.0),
         TOLERANCE.get(dtype, HALF_PRECISION_TOLERANCE),
@@ -325,9 +337,9 @@ def compare_states(
     verification = Verification(
         "FAIL", steps, world_size, dtype, largest_difference, tolerance, differences, zero, incomparable_reasons
     )
-    if incomparable_reasons:
-        return dataclasses.replace(verification, verdict="NOT COMPARABLE")
-    return dataclasses.replace(verification, verdict="PASS") if verification.is_within_tolerance else verification
+    if verification.is_within_tolerance:  # the reasons have made no difference
+        return dataclasses.replace(verification, verdict="PASS", incomparable_reasons=())
+    return dataclasses.replace(verification, verdict="NOT COMPARABLE") if incomparable_reasons else verification
 
 
 def _get_least_precise_dtype(tensors: Iterable[torch.Tensor]) -> str:
@@ -338,42 +350,34 @@ def _get_least_precise_dtype(tensors: Iterable[torch.Tensor]) -> str:
     return str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
 
 
+def _find_extremes(
+    a: torch.Tensor, b: torch.Tensor, gradient: torch.Tensor | None, floor: float
+) -> tuple[float, int, float]:
+    """Return the largest difference, and the count and largest difference of differing numbers of zero gradient.
+
+    The former leaves out the latter. Small parts stay in the processor's cache; new memory for large ones takes longer
+    than comparing them.
+    """
+    largest, num_zero, largest_zero = 0.0, 0, 0.0
+    a, b, sizes = a.reshape(-1), b.reshape(-1), None if gradient is None else gradient.reshape(-1)
+    for begin in range(0, a.numel(), _PART_NUMBERS):
+        part = slice(begin, begin + _PART_NUMBERS)
+        difference = _compute_difference(a[part], b[part])
+        if sizes is not None and bool((has_zero_gradient := sizes[part] <= floor).any()):
+            changed = difference[has_zero_gradient & (difference > 0)]
+            num_zero += changed.numel()
+            largest_zero = max(largest_zero, float(changed.max()) if changed.numel() else 0.0)
+            difference.masked_fill_(has_zero_gradient, 0.0)
+        largest = max(largest, float(difference.max()))
+    return largest, num_zero, largest_zero
+
+
 def _compute_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the absolute difference of every number. It is 0 between equal infinities (of a mask), and infinite for
     NaN.
     """
     is_complex = a.is_complex() or b.is_complex()
-    difference = (a - b).abs() if is_complex else (a.double() - b.double()).abs()
-    return difference.masked_fill(a == b, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
-
-
-def summarize_modules(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return a line for each kind of module whose training differs between one process and several by nature."""
-    names_by_kind: dict[tuple[str, str], list[str]] = {}
-    for name, kind, reason in find_incomparable_modules(model):
-        names_by_kind.setdefault((kind, reason), []).append(name or "the model")
-    return tuple(f"{_format_names(names)} ({kind}): {reason}" for (kind, reason), names in names_by_kind.items())
-
-
-def _format_names(names: Sequence[str]) -> str:
-    others = len(names) - _MAX_NAMES
-    return ", ".join(names) if others <= 0 else f"{', '.join(names[:_MAX_NAMES])} and {others} more"
-
-
-def find_incomparable_modules(model: torch.nn.Module) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, kind, reason) of the modules whose training differs between one process and several by nature."""
-    import torch
-    from torch import nn
-
-    from dtkit._util.torch_private import BatchNormBase, DropoutBase
-
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if isinstance(module, BatchNormBase) and not isinstance(module, nn.SyncBatchNorm):
-            yield name, kind, "each rank normalizes with the statistics of its own part of the batch"
-        elif isinstance(module, DropoutBase) and module.p > 0:
-            yield name, kind, "each rank draws its own random numbers"
-        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0:
-            yield name, kind, f"dropout={module.dropout}, for which each rank draws its own random numbers"
-        elif isinstance(module, torch.nn.RReLU):
-            yield name, kind, "each rank draws its own random slopes"
+    difference = (a - b).abs() if is_complex else (a.double() - b.double()).abs_()
+    if difference.numel() and not math.isfinite(float(difference.max())):
+        difference.masked_fill_(a == b, 0.0).nan_to_num_(nan=math.inf, posinf=math.inf)
+    return difference

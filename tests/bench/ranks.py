@@ -29,10 +29,10 @@ from dtkit.engine.data.worker_context import WorkerContext
 from dtkit.engine.job import Job
 from dtkit.engine.observe.clock import make_clock
 from dtkit.engine.observe.phase_timer import PhaseTimer
+from dtkit.messages import GroupSpec
 from dtkit.rpc.job_plan import JobPlan
 from dtkit.strategies.base import TrainingProgram
 from dtkit.strategies.loss import Loss
-from dtkit.types import GroupSpec
 from tests.bench.work import optimizer
 
 if TYPE_CHECKING:

@@ -234,7 +234,7 @@ def test_chart_is_saved_as_table_and_pictures(page: Page):
     assert rows[0] == ["first step", "last step", "node 0", "node 1", "overall"]
     assert len(rows) == 301
     assert kept["svg"].startswith(b"<svg")
-    assert b"stroke-width: 1.5" in kept["svg"]  # its styles are in the file
+    assert b"stroke-width: 1.8" in kept["svg"]  # its styles are in the file
     assert kept["png"].startswith(b"\x89PNG")
 
 
@@ -258,12 +258,9 @@ def test_panel_fills_the_screen_and_returns(page: Page):
     labels = chart.locator(".dtk-labels text")
     expect(labels.filter(has_text="validation")).to_be_visible()
     right = page.evaluate("innerWidth")
-    for label in labels.all():
-        box = label.bounding_box()
-        assert box
-        assert box["x"] + box["width"] <= right - 20, label.text_content()
-    if shots := os.environ.get("ERR_SHOTS"):
-        page.screenshot(path=f"{shots}/full.png")
+    # In one call: a chart that is drawn between two would replace its labels.
+    ends = labels.evaluate_all("(texts) => texts.map((text) => [text.textContent, text.getBoundingClientRect().right])")
+    assert [name for name, end in ends if end > right - 20] == []
     chart.get_by_test_id("full-screen").press("Enter")
     page.wait_for_function("(svg) => svg.getBoundingClientRect().height < 300", arg=svg.element_handle())
     expect(view.root.get_by_test_id("smoothing")).to_have_count(1)
@@ -307,13 +304,11 @@ def test_label_is_next_to_a_line_that_ends_before_the_axis(page: Page):
     page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(message))
     view.update()
     chart = view.root.get_by_test_id("system-chart").first
-    label, line = (
-        chart.locator(".dtk-labels text").first.bounding_box(),
-        chart.locator("path.dtk-line").first.bounding_box(),
-    )
-    assert label
-    assert line
-    assert 0 < label["x"] - (line["x"] + line["width"]) < 15
+    expect(chart.locator(".dtk-labels text").first).to_be_visible()
+    # in one call, since a drawing replaces the labels
+    apart = chart.evaluate("""(el) => el.querySelector(".dtk-labels text").getBoundingClientRect().left
+      - el.querySelector("path.dtk-line").getBoundingClientRect().right""")
+    assert 0 < apart < 15
 
 
 def test_constant_rate_and_low_memory_take_a_line(page: Page):
@@ -384,7 +379,7 @@ def show_numbers(page: Page, samples: slice) -> StaticView:
 
 def test_one_sample_of_the_machines_use_takes_a_line(page: Page):
     chart = show_numbers(page, slice(1)).root.get_by_test_id("system-chart").first
-    expect(chart.locator("h3")).to_contain_text("CPU (cores) mean 1.00")
+    expect(chart.locator("h3")).to_contain_text("CPU (cores) last 1.00, mean of the nodes")
     expect(chart.locator("svg.dtk-chart")).to_be_hidden()
 
 
@@ -392,10 +387,10 @@ def test_logged_numbers_and_the_machines_use_have_charts(page: Page):
     view = show_numbers(page, slice(None, None, 10))
     own = view.root.get_by_test_id("scalars-chart")
     expect(own).to_have_count(1)
-    expect(own.locator("h3")).to_contain_text("kl mean 59.0")
+    expect(own.locator("h3")).to_contain_text("kl last 59.0, mean of the nodes")
     charts = view.root.get_by_test_id("system-chart")
     expect(charts).to_have_count(2)
-    expect(charts.first.locator("h3")).to_contain_text("CPU (cores) mean 51.0")
+    expect(charts.first.locator("h3")).to_contain_text("CPU (cores) last 51.0, mean of the nodes")
     assert charts.first.locator("path.dtk-line:not([d=''])").count() == 3
     charts.first.locator("svg.dtk-chart").hover(position={"x": 200, "y": 40})
     expect(charts.first.get_by_test_id("tooltip")).to_contain_text("cores")
@@ -452,5 +447,3 @@ def test_a_changed_rate_begins_at_the_step_of_its_event(page: Page):
     chart = view.root.get_by_test_id("learning-rate-chart")
     expect(chart).to_contain_text("0.05 since step 1,666, the same on all nodes")
     expect(chart.locator(".dtk-marks text")).to_have_text("‖ lr ▶")
-    if shots := os.environ.get("ERR_SHOTS"):
-        view.screenshot(Path(shots) / "marks.png")

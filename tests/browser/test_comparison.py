@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import re
 
 import pytest
 from playwright.sync_api import Page, expect
 
 import dtkit
 from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
-from dtkit.types import Evaluation
+from dtkit.types import Evaluation, State
 from tests.support.comparison_sources import make_diverging_pair, make_logging_runs
 from tests.support.fake_source import FakeSource
 from tests.support.static_view import load_widget
@@ -66,7 +66,7 @@ def test_tables_of_runs_are_neither_cut_nor_overlap(page: Page, width: int):
 def test_the_longer_run_ends_at_its_last_evaluation(page: Page):
     show_runs(page)
     chart = page.locator("[data-name='Validation accuracy'] svg.dtk-lines-chart")
-    expect(chart.locator(".dtk-labels text")).to_have_text(["second", "wide net, learning rate 0.05"])
+    expect(chart.locator(".dtk-labels text")).to_have_text(["2: second", "1: wide net, learning rate 0.05"])
     ends = chart.evaluate("""(svg) => [...svg.querySelectorAll(".dtk-lines path")].map((path) => path.getBBox())
       .map(({ x, width }) => x + width)""")
     plot = chart.locator(".dtk-grid line").first.evaluate("(line) => line.x2.baseVal.value")
@@ -86,7 +86,10 @@ _LABELS_IN_SIGHT = """(svg) => {
 
 @pytest.mark.parametrize("width", [600, 1400])
 @pytest.mark.parametrize("num_runs", [2, 8])
-def test_long_names_wrap_and_a_pointer_shows_the_whole(page: Page, width: int, num_runs: int):
+def test_long_names_wrap_and_a_pointer_shows_the_whole(
+    page: Page, width: int, num_runs: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "200")  # several test processes have narrower terminals
     names = [f"ParameterAveraging(every={k}), warm-up of a tenth of it all" for k in range(1, num_runs + 1)]
     runs = [FakeSource(steps=200, seed=k, name=name) for k, name in enumerate(names)]
     for run in runs:
@@ -98,8 +101,6 @@ def test_long_names_wrap_and_a_pointer_shows_the_whole(page: Page, width: int, n
     chart = page.get_by_test_id("comparison-chart").locator("svg.dtk-lines-chart")
     expect(chart.locator(".dtk-labels text")).to_have_count(num_runs)
     assert chart.evaluate(_LABELS_IN_SIGHT)
-    if shots := os.environ.get("ERR_SHOTS"):
-        page.screenshot(path=f"{shots}/cmp-{num_runs}-{width}.png")
     titles = chart.locator(".dtk-labels title").all_text_contents()
     assert sorted(titles) == sorted(dtkit.compare(*runs).labels)
     chart.hover(position={"x": 200, "y": 100})
@@ -164,8 +165,6 @@ def show_named_runs(page: Page, num_runs: int, width: int) -> None:
     load_widget(page, str(ComparisonWidget._esm), message, "light")
     page.evaluate(_JUPYTERLAB)
     expect(page.get_by_test_id("runs-table").locator("table")).to_be_visible()
-    if shots := os.environ.get("ERR_SHOTS"):
-        page.screenshot(path=f"{shots}/runs-{num_runs}-{width}.png", full_page=True)
 
 
 @pytest.mark.parametrize("testid", ["comparison-chart", "time-chart", "metric-chart"])
@@ -174,17 +173,16 @@ def test_a_run_that_diverged_leaves_room_for_the_others(page: Page, testid: str)
     message = ComparisonMessageBuilder(dtkit.compare(*make_diverging_pair())).build_snapshot()
     load_widget(page, str(ComparisonWidget._esm), message, "light")
     panel = page.get_by_test_id(testid).first
-    expect(panel.locator("h3")).to_contain_text("lie beyond")
+    expect(panel.locator("h3")).to_contain_text("left out")
+    assert panel.locator("h3").evaluate("(h) => h.scrollWidth <= h.clientWidth")  # the caption is whole
     plot = "(svg) => svg.querySelector('clipPath rect').getBBox().height"
     line = "(svg) => svg.querySelector('.dtk-lines path').getBBox().height"
     chart = panel.locator("svg.dtk-lines-chart")
     assert chart.evaluate(line) > 0.3 * chart.evaluate(plot)
     assert chart.evaluate(_LABELS_IN_SIGHT)
-    expect(chart.get_by_text("↑ diverged")).to_be_visible()
+    expect(chart.get_by_text("↑ 2: diverged")).to_be_visible()
     tops = "(els) => els.map((el) => el.getBBox().y)"
     assert min(chart.locator(".dtk-labels :is(path, circle, text)").evaluate_all(tops)) >= 0
-    if shots := os.environ.get("ERR_SHOTS"):
-        page.screenshot(path=f"{shots}/diverged.png", full_page=True)
 
 
 def test_numbers_that_two_runs_logged_have_a_chart(page: Page):
@@ -194,5 +192,91 @@ def test_numbers_that_two_runs_logged_have_a_chart(page: Page):
     chart = page.get_by_test_id("logged-chart")
     expect(chart.locator(".dtk-title")).to_have_text("entropy")
     expect(chart.locator(".dtk-labels text")).to_have_count(2)
-    if shots := os.environ.get("ERR_SHOTS"):
-        page.screenshot(path=f"{shots}/logged.png", full_page=True)
+
+
+def make_paced_pair() -> tuple[FakeSource, FakeSource]:
+    """Return two runs of 200 steps; the second one has smaller epochs, fewer samples in a step, and shorter steps."""
+    runs = FakeSource(steps=200, name="slow"), FakeSource(steps=200, seed=1, name="quick")
+    runs[1].spec = dataclasses.replace(runs[1].spec, samples=runs[1].spec.samples // 2, batch_size=128)
+    runs[0].slowness = dict.fromkeys(range(4), 3.0)
+    for run in runs:
+        run.advance(200)
+        run.history.add(Evaluation(200, 100, {"loss": 0.5, "accuracy": 0.9}))
+    return runs
+
+
+@pytest.mark.parametrize(("axis", "title"), [("time", "time"), ("epoch", "epochs"), ("samples", "samples")])
+def test_all_charts_follow_the_axis_of_the_runs(page: Page, axis: str, title: str):
+    runs = make_paced_pair()
+    load_widget(
+        page, str(ComparisonWidget._esm), ComparisonMessageBuilder(dtkit.compare(*runs)).build_snapshot(), "light"
+    )
+    root, chart = page.get_by_test_id("dtkit-comparison"), page.get_by_test_id("comparison-chart")
+    expect(root.get_by_role("toolbar", name="chart tools")).to_be_visible()
+    root.get_by_test_id("x-axis").focus()
+    root.get_by_label("x axis").select_option(axis)
+    expect(chart.get_by_role("heading")).to_contain_text(f"Loss against {title}")
+    expect(chart.locator(".dtk-grid text").filter(has_text=axis)).to_have_count(1)
+    expect(page.get_by_test_id("time-chart")).to_be_visible(visible=axis != "time")
+    ends = chart.locator("svg.dtk-lines-chart").evaluate(
+        """(svg) => [...svg.querySelectorAll(".dtk-lines path:not([d=''])")].map((path) => path.getBBox())
+          .map(({ x, width }) => x + width)"""
+    )
+    ratio = (ends[1] - 50) / (ends[0] - 50)  # the plot begins at 50
+    slow_s, quick_s = (run.history.totals()["step_s"].sum() for run in runs)
+    assert ratio == pytest.approx({"time": quick_s / slow_s, "samples": 0.5, "epoch": 1}[axis], abs=0.03)
+    svg = chart.locator("svg.dtk-lines-chart")
+    svg.focus()
+    page.keyboard.press("+")
+    expect(root.get_by_test_id("reset-zoom")).to_be_visible()
+    expect(svg).to_have_attribute("aria-label", re.compile("slow .*; quick "))
+    root.get_by_label("x axis").select_option("step")
+    expect(root.get_by_test_id("reset-zoom")).to_be_hidden()
+
+
+def test_an_axis_that_a_history_lacks_is_not_offered(page: Page):
+    first, second = make_paced_pair()
+    message = ComparisonMessageBuilder(dtkit.compare(first, second.history)).build_snapshot()
+    load_widget(page, str(ComparisonWidget._esm), message, "light")
+    options = page.get_by_test_id("x-axis").locator("option")
+    expect(options).to_have_count(4)
+    assert [option.is_enabled() for option in options.all()] == [True, False, True, False]
+
+
+def test_the_legend_hides_runs_in_all_charts(page: Page):
+    message = ComparisonMessageBuilder(dtkit.compare(*make_paced_pair())).build_snapshot()
+    load_widget(page, str(ComparisonWidget._esm), message, "light")
+    button = page.get_by_role("button", name="1: slow")
+    button.click()
+    expect(button).to_have_attribute("aria-pressed", "false")
+    for chart in ("comparison-chart", "metric-chart"):
+        expect(page.get_by_test_id(chart).first.locator(".dtk-lines path:not([d=''])")).to_have_count(1)
+
+
+def test_names_are_numbered_in_all_charts_and_lie_on_no_number_of_an_axis(page: Page):
+    page.set_viewport_size({"width": 1400, "height": 1600})
+    runs = [FakeSource(steps=400, seed=k, name=name) for k, name in enumerate(["wide", "narrow", "fails"])]
+    for run, steps in zip(runs, (400, 400, 8), strict=True):
+        run.advance(steps)
+        run.history.add(Evaluation(min(steps, 20), 100, {"accuracy": 0.4}))
+        if steps > 20:
+            run.history.add(Evaluation(steps, 100, {"accuracy": 0.9}))
+    cause = "the shapes of the parameter and of its gradient differ, " * 5 + "in the last layer"
+    runs[2].state, runs[2].exception = State.FAILED, ValueError(cause)
+    message = ComparisonMessageBuilder(dtkit.compare(*runs)).build_snapshot()
+    load_widget(page, str(ComparisonWidget._esm), message, "light")
+    charts = page.locator(".dtk-panel:has(svg.dtk-lines-chart)")
+    expect(charts.locator(".dtk-labels text").first).to_be_visible()
+    texts = charts.locator(".dtk-labels text").all_text_contents()
+    assert all(re.match(r"\d", text) for text in texts), texts
+    on_axis = charts.evaluate_all("""(charts) => charts.flatMap((chart) => {
+      const ticks = [...chart.querySelectorAll(".dtk-grid text")].map((el) => el.getBoundingClientRect());
+      return [...chart.querySelectorAll(".dtk-labels text")].filter((el) => {
+        const a = el.getBoundingClientRect();
+        return ticks.some((b) => a.left < b.right && b.left < a.right && a.top + 3 < b.bottom && b.top + 3 < a.bottom);
+      }).map((el) => el.textContent);
+    })""")
+    assert on_axis == []
+    line = page.get_by_test_id("runs-table").get_by_test_id("causes").locator("li")
+    expect(line).to_contain_text("in the last layer")
+    assert line.evaluate("(li) => li.scrollWidth <= li.clientWidth")

@@ -418,7 +418,9 @@ def test_custom_panel_and_its_error_are_shown_separately(page: Page):
     panels = view.root.get_by_test_id("custom-panel")
     expect(panels).to_have_count(2)
     page.wait_for_function("() => document.querySelector('[data-name=Mine] img').naturalWidth > 500")
-    expect(panels.nth(1)).to_have_text("<b>Broken</b>: this panel failed: RuntimeError: <script>")
+    expect(panels.nth(1).locator("h3")).to_have_text("<b>Broken</b> ")
+    expect(panels.nth(1).locator("p")).to_have_text("this panel failed: RuntimeError: <script>")
+    expect(panels.nth(1).get_by_test_id("full-screen")).to_be_hidden()
     assert view.root.locator("script, b").count() == 0
     view.show_picture("<b>Broken</b>", render.render_png(figure))
     expect(panels.nth(1).locator("p")).to_be_hidden()
@@ -466,12 +468,13 @@ def test_comparison_shows_live_runs_with_distinct_lines(page: Page):
     dashes = lines.evaluate_all("(all) => all.map((el) => getComputedStyle(el).strokeDasharray)")
     assert len(set(dashes)) == 3  # distinguishable without colors, too
     assert sorted(root.get_by_test_id("comparison-chart").locator(".dtk-labels text").all_text_contents()) == [
-        "<b>two</b>", "one", "three",
+        "1: one", "2: <b>two</b>", "3: three",
     ]  # fmt: skip
     titles = root.locator(".dtk-title").all_text_contents()
-    assert titles == ["Loss against steps", "Loss against time", "Validation loss", "Validation accuracy"]
-    widths = {chart.bounding_box()["width"] for chart in root.locator("[data-name]").all()}
-    assert len(widths) == 1  # pairs, and no empty half
+    assert titles == ["Loss against steps", "Loss against time", "Validation loss", "Validation accuracy", "Throughput"]
+    *widths, last = (chart.bounding_box()["width"] for chart in root.locator("[data-name]").all())
+    assert len(set(widths)) == 1  # pairs
+    assert last > 2 * widths[0]  # and no empty half
     page.get_by_test_id("time-chart").locator("svg.dtk-chart").hover()
     expect(page.get_by_test_id("time-chart").get_by_test_id("tooltip")).to_contain_text(re.compile(r"^\d+ s.*one"))
     runs[0].advance(50)
@@ -490,7 +493,7 @@ def test_names_of_runs_are_in_the_order_of_their_lines(page: Page):
     builder = ComparisonMessageBuilder(dtkit.compare(runs, labels=["lower", "higher"]))
     load_widget(page, str(ComparisonWidget._esm), builder.build_snapshot(), "light")
     labels = page.get_by_test_id("dtkit-comparison").locator("[data-name='Validation accuracy'] .dtk-labels text")
-    expect(labels).to_have_text(["higher", "lower"])
+    expect(labels).to_have_text(["2: higher", "1: lower"])
 
 
 def receive(page: Page, content: dict[str, Any]) -> None:
@@ -520,17 +523,61 @@ def test_view_reports_a_kernel_that_is_gone_and_recovers(page: Page):
     expect(view.root.get_by_test_id("error")).to_be_hidden()
 
 
-def test_counter_moves_while_the_page_is_still_paying_for_its_last_drawing(page: Page):
+@pytest.mark.parametrize("ranks", [2, 8, 12, 40])
+def test_up_to_eight_nodes_are_all_in_sight_and_more_say_to_scroll(page: Page, ranks: int):
+    page.set_viewport_size({"width": 1280, "height": 900})
+    panel = StaticView(page, make_source(ranks)).root.get_by_test_id("nodes-table")
+    beyond = panel.locator(".dtk-scroll").evaluate("(el) => el.scrollHeight - el.clientHeight")
+    assert (beyond <= 0) == (ranks <= 8)
+    assert ("scroll for all" in panel.locator("h3").inner_text()) == (ranks > 8)
+
+
+def test_view_reports_a_restarted_kernel_at_once(page: Page):
+    """JupyterLab cuts its models off at a restart, long before signs of life are missing."""
+    page.clock.install()
+    view = StaticView(page, make_source(2))
+    receive(page, {"kind": "alive"})
+    page.evaluate("window.cutOff()")
+    page.clock.run_for(100)
+    expect(view.root).to_have_attribute("data-state", "lost")
+    receive(page, {"kind": "alive"})  # only the connection was lost for a while
+    page.clock.run_for(1_500)
+    expect(view.root).to_have_attribute("data-state", "running")
+
+
+def test_the_counter_the_tiles_and_the_charts_show_the_same_step(page: Page):
     page.clock.install()
     run = make_source(2)
     run.nodes = [dataclasses.replace(node, host=socket.gethostname(), threads=999) for node in run.nodes]
     view = StaticView(page, run)
-    drawn = view.root.get_attribute("data-step")
-    counter = view.root.locator(".dtk-ends > span").first
-    page.evaluate("window.receive({kind: 'alive', step: 161}, [])")
-    page.clock.run_for(100)
-    expect(counter).to_contain_text("step 161 of")
-    assert view.root.get_attribute("data-step") == drawn  # the panels wait for their share
+    counter = view.root.get_by_test_id("progress")
+    loss = view.root.get_by_test_id("loss-chart").locator("path.dtk-line").first
+    for _ in range(3):
+        drawn = loss.get_attribute("d")
+        run.advance(7)
+        view.update(is_drawn=False)
+        page.clock.run_for(100)
+        assert counter.get_attribute("aria-valuenow") == view.root.get_attribute("data-step")
+        page.clock.run_for(1_000)
+        expect(counter).to_have_attribute("aria-valuenow", str(run.status.step))
+        expect(view.root).to_have_attribute("data-step", str(run.status.step))
+        assert loss.get_attribute("d") != drawn
+
+
+def test_the_first_step_after_a_resume_is_drawn_at_once_on_busy_cores(page: Page):
+    page.clock.install()
+    run = make_source(2)
+    run.nodes = [dataclasses.replace(node, host=socket.gethostname(), threads=999) for node in run.nodes]
+    view = StaticView(page, run)
+    run.state = State.PAUSED
+    run.event("pause", "paused at step 160")
+    view.update()
+    run.state = State.RUNNING
+    view.update()
+    run.advance(1)
+    view.update(is_drawn=False)
+    page.clock.run_for(200)
+    expect(view.root).to_have_attribute("data-step", str(run.step))
 
 
 def test_stop_asks_once_and_a_bad_learning_rate_is_refused(page: Page):
@@ -576,6 +623,27 @@ def test_a_refused_learning_rate_is_marked_and_has_no_check_mark(page: Page):
     run.end()
     view.update()
     expect(answer).not_to_contain_text("learning rate")
+
+
+def test_a_wrong_learning_rate_during_a_change_says_what_goes_on(page: Page):
+    run = make_source(2)
+    view = StaticView(page, run)
+    rate, refusal = view.root.get_by_test_id("lr"), view.root.locator(".dtk-answer .dtk-refusal")
+    rate.fill("0.05")
+    rate.press("Enter")
+    rate.fill("-3")
+    rate.press("Enter")
+    start = "✕ -3 is not a learning rate: it must be 0 or more, such as 0.01."
+    expect(refusal).to_have_text(f"{start} The change to 0.05 goes on.")
+    run.lr = 0.05
+    view.report_effect("learning rate 0.05 from step 51 on, on all nodes")
+    rate.fill("-3")
+    rate.press("Enter")
+    expect(refusal).to_have_text(f"{start} It stays 0.05.")
+    rate.fill("")
+    rate.press("Enter")
+    expect(refusal).to_contain_text("✕ nothing is not a learning rate")
+    assert [message["value"] for message in view.sent] == [0.05]
 
 
 @pytest.mark.parametrize(
@@ -670,7 +738,7 @@ def test_throughput_of_nodes_adds_up_to_that_of_the_tile(page: Page):
     run.advance(100)
     view = StaticView(page, run)
     note = view.root.get_by_test_id("throughput-chart").locator(".dtk-note").text_content() or ""
-    nodes, each = note.split(" with waiting ")[1].split(" \N{MULTIPLICATION SIGN} ")
+    nodes, each = note.split("with waiting")[1].split("\N{MULTIPLICATION SIGN}")
     total = view.root.get_by_test_id("tiles").locator(".dtk-value").first.text_content() or ""
     assert int(nodes) * int(each.replace(",", "")) == pytest.approx(int(total.replace(",", "")), abs=2)
 
@@ -696,7 +764,7 @@ def test_each_metric_has_a_chart(page: Page, tmp_path: Path):
     view = StaticView(page, run)
     charts = view.root.get_by_test_id("metric-chart")
     expect(charts).to_have_count(2)
-    expect(charts.first.locator("h3")).to_contain_text("accuracy last 0.750 · lowest 0.250 · highest 0.750")
+    expect(charts.first.locator("h3")).to_contain_text("accuracy last 0.750, from 0.250 to 0.750")
     expect(charts.last.locator("h3")).to_contain_text("<b>f1</b>")
     path = charts.first.locator("path.dtk-line")
     assert len(re.findall("[ML]", path.get_attribute("d") or "")) == 3

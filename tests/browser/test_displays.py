@@ -72,7 +72,7 @@ def train(steps, end):
 
 from pathlib import Path
 
-cluster = dtkit.Cluster(1, threads=1)
+cluster = dtkit.Cluster(2, threads=1)  # lines of several nodes, which are described in another way than one
 """
 
 
@@ -91,7 +91,7 @@ def test_numbers_of_a_function_are_charts_while_it_runs_and_afterwards(lab: Lab,
     lab.wait_idle(timeout=60)
     expect(view).to_have_attribute("data-state", "ended", timeout=WAIT_MS)
     lab.run_cell(2)
-    lab.wait_text(2, "(300, 4)")
+    lab.wait_text(2, "(600, 4)")
     saved = lab.save()
     assert any("image/png" in output.get("data", {}) for output in saved.cells[1].outputs)
 
@@ -115,6 +115,9 @@ def test_displays_stay_in_sync_and_keep_pictures(lab: Lab):
     for view in (first, second):
         expect(view.get_by_test_id("effect")).to_have_text("✓ learning rate 0.002 from step 51 on, on all nodes")
     assert lab.page.locator(".dtk-broken").count() == 0
+    slider = first.get_by_test_id("smoothing")
+    slider.press("ArrowRight")  # a key of JupyterLab elsewhere
+    expect(slider).to_have_value("0.05")
 
     lab.run_cell(3)
     for cell in (1, 2):

@@ -1,13 +1,15 @@
-"""Reports in a browser: nothing is cut off in a narrow window."""
+"""Reports in a browser: nothing is cut off in a narrow window, and charts zoom as in the live views."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pytest
+from playwright.sync_api import expect
 
 import dtkit
 from dtkit.dashboard.report import write_report
+from dtkit.history.scalars import ScalarRecord
 from dtkit.types import Evaluation
 from tests.support.fake_source import FakeSource
 from tests.support.lab import Look
@@ -15,7 +17,7 @@ from tests.support.lab import Look
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 pytestmark = pytest.mark.browser
 
@@ -31,8 +33,8 @@ def make_source(name: str = "ConvNet", seed: int = 0) -> FakeSource:
     return source
 
 
-@pytest.mark.parametrize("look", [Look(width=600)], indirect=True)
-def test_no_table_of_a_report_is_cut_off_in_600_px(page: Page, tmp_path: Path):
+@pytest.mark.parametrize("look", [Look(width=600), Look(width=1400)], indirect=True)
+def test_no_table_of_a_report_is_cut_off(page: Page, tmp_path: Path):
     write_report(make_source(), tmp_path / "run.html")
     runs = make_source("first"), make_source("second", 1)
     dtkit.compare(*runs).report(tmp_path / "comparison.html")
@@ -44,3 +46,116 @@ def test_no_table_of_a_report_is_cut_off_in_600_px(page: Page, tmp_path: Path):
                  .filter((el) => el.scrollWidth > el.clientWidth).map((el) => el.textContent.slice(0, 60))"""
         )
         assert cut == []
+
+
+@pytest.mark.parametrize("name", ["run", "comparison"])
+@pytest.mark.parametrize("look", [Look(width=600), Look(width=1400)], indirect=True)
+def test_charts_of_a_report_zoom_by_pointer_and_keys(page: Page, tmp_path: Path, name: str):
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on(
+        "request", lambda request: request.url.startswith(("file:", "data:", "blob:")) or errors.append(request.url)
+    )
+    write_report(make_source(), tmp_path / "run.html")
+    dtkit.compare(make_source("first"), make_source("second", 1)).report(tmp_path / "comparison.html")
+    page.goto(f"file://{tmp_path / name}.html")
+    chart, reset = page.locator("#dtk-live svg.dtk-lines-chart").first, page.get_by_test_id("reset-zoom")
+    expect(chart).to_be_visible()
+    expect(page.locator(".drawn")).to_be_hidden()
+    expect(reset).to_be_hidden()
+    box = chart.bounding_box()
+    assert box is not None
+    assert box["x"] + box["width"] <= page.viewport_size["width"]  # type: ignore[index]
+    page.mouse.move(box["x"] + 120, box["y"] + 90)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 200, box["y"] + 95, steps=4)
+    page.mouse.up()
+    expect(reset).to_be_visible()
+    expect(page.get_by_test_id("tooltip").first).to_contain_text("step")
+    reset.click()
+    expect(reset).to_be_hidden()
+    chart.focus()
+    page.keyboard.press("+")
+    expect(reset).to_be_visible()
+    page.keyboard.press("0")
+    expect(reset).to_be_hidden()
+    page.get_by_test_id("smoothing").fill("0.8")
+    expect(page.locator(".dtk-smooth").first).to_be_attached()
+    page.get_by_role("button", name="log y").click()
+    expect(page.locator("#dtk-live h3").first).to_contain_text("log scale")
+    page.emulate_media(media="print")
+    expect(page.locator("#dtk-live")).to_be_hidden()
+    expect(page.locator(".drawn svg.chart").first).to_be_visible()
+    assert errors == []
+
+
+@pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
+def test_charts_of_a_report_follow_the_choice_of_colors(page: Page, tmp_path: Path):
+    write_report(make_source(), tmp_path / "run.html")
+    page.goto(f"file://{tmp_path}/run.html")
+    charts = page.get_by_test_id("report-charts")
+    expect(charts).to_have_attribute("data-theme", "light")
+    page.get_by_text("dark", exact=True).click()
+    expect(charts).to_have_attribute("data-theme", "dark")
+    page.get_by_text("auto", exact=True).click()
+    expect(charts).to_have_attribute("data-theme", "light")
+
+
+def test_a_report_without_scripts_keeps_its_charts(browser: Browser, tmp_path: Path):
+    write_report(make_source(), tmp_path / "run.html")
+    with browser.new_context(java_script_enabled=False) as context:
+        page = context.new_page()
+        page.goto(f"file://{tmp_path}/run.html")
+        expect(page.locator(".drawn svg.chart").first).to_be_visible()
+
+
+@pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
+def test_a_wide_page_has_tables_in_two_columns_of_about_one_height(page: Page, tmp_path: Path):
+    write_report(make_source(), tmp_path / "run.html")
+    page.goto(f"file://{tmp_path}/run.html")
+    boxes: list[list[float]] = page.evaluate(
+        """() => [...document.querySelectorAll(".columns section")].map((el) => el.getBoundingClientRect())
+             .map(({ x, width, bottom }) => [x, width, bottom])"""
+    )
+    left, right = ([box for box in boxes if (box[0] > 600) is is_right] for is_right in (False, True))
+    assert len(left) >= 2
+    assert len(right) >= 2
+    assert min(width for _, width, _ in boxes) > 500
+    assert abs(left[-1][2] - right[-1][2]) < 350
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
+def test_machines_of_a_short_run_are_values_in_one_row(page: Page, tmp_path: Path):
+    source = FakeSource(ranks=2, strips=True)
+    source.advance(12)
+    for name in ("CPU (cores)", "network (MB/s)", "memory (MB)", "waiting for a core (%)"):
+        source.history.add(ScalarRecord(0, {f"system/{name}": [(1, 2.0, 1.0)]}))
+    write_report(source, tmp_path / "run.html")
+    page.goto(f"file://{tmp_path}/run.html")
+    values = page.get_by_test_id("system").locator(".dtk-flat")
+    expect(values).to_have_count(4)
+    places = [values.nth(k).bounding_box() for k in range(4)]
+    assert len({place and place["y"] for place in places}) == 1
+    assert all(place and 250 < place["width"] < 320 for place in places)
+    assert values.first.locator(".dtk-note").evaluate("(el) => getComputedStyle(el).fontSize") == "12px"
+    expect(page.get_by_test_id("learning-rate-chart")).to_be_hidden()  # one rate, which the settings have
+
+
+@pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
+def test_the_report_of_a_pipeline_has_the_timeline_of_its_last_step(page: Page, tmp_path: Path):
+    source = FakeSource(ranks=2, stages=2, strips=True)
+    source.advance(12)
+    write_report(source, tmp_path / "run.html")
+    page.goto(f"file://{tmp_path}/run.html")
+    expect(page.get_by_test_id("timeline-panel")).to_contain_text("bubble")
+    assert page.locator(".dtk-strip-boxes path").count() > 1
+
+
+@pytest.mark.parametrize("look", [Look(width=600)], indirect=True)
+def test_a_table_that_goes_on_beyond_the_page_has_a_shadow(page: Page, tmp_path: Path):
+    runs = make_source("a-run-with-a-long-name"), make_source("another-run-with-a-long-name", 1)
+    dtkit.compare(*runs).report(tmp_path / "comparison.html")
+    page.goto(f"file://{tmp_path}/comparison.html")
+    table = page.locator(".scroll").first
+    assert table.evaluate("(el) => getComputedStyle(el).backgroundAttachment") == "local, local, scroll, scroll"

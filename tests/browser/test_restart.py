@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(480)]
 
+LOST_MS = 5_000
+
 ATTACH = """
 import json
 import dtkit
@@ -46,7 +48,7 @@ def test_restarted_kernel_shows_and_continues_the_run(lab: Lab, tmp_path: Path):
 
     lab.restart()
     lab.select(1)
-    expect(get_dashboard(lab, 1)).to_have_attribute("data-state", "lost", timeout=15_000)
+    expect(get_dashboard(lab, 1)).to_have_attribute("data-state", "lost", timeout=LOST_MS)
     expect(get_dashboard(lab, 1).get_by_test_id("error")).to_contain_text("dtkit.attach()")
     lab.screenshot(shots / "restarted.png")
     lab.run_cell(2)

@@ -260,7 +260,7 @@ def test_charts_side_by_side_begin_at_one_height(page: Page, width: int):
     assert boxes[1]
     assert boxes[0]["x"] == boxes[1]["x"] or boxes[0]["y"] == boxes[1]["y"]
     note = view.root.get_by_test_id("throughput-chart").locator("h3 .dtk-note")
-    expect(note).to_contain_text(re.compile(r"· with waiting 3 . \d+$"))
+    expect(note).to_contain_text(re.compile(r"· with\s+waiting\s+3\s.\s\d+$"))
     assert note.evaluate("(note) => note.parentElement.scrollWidth <= note.parentElement.clientWidth")
     tools = view.root.get_by_test_id("toolbar").locator(".dtk-toolset > *:visible")
     assert len({round(box["y"] + box["height"] / 2) for tool in tools.all() if (box := tool.bounding_box())}) == 1
@@ -437,11 +437,11 @@ def test_names_of_short_runs_are_at_the_ends_of_their_lines(page: Page):
     expect(chart.locator(".dtk-labels text")).to_have_count(len(lengths))
     boxes = dict(chart.locator(".dtk-labels text").evaluate_all(_BOXES))
     for k in range(len(lengths)):
-        left, top, right, bottom = boxes[f"run {k}"]
+        left, top, right, bottom = boxes[f"{k + 1}: run {k}"]
         x, y = chart.locator(f".dtk-lines path.dtk-n{k}").evaluate(_LINE_END)
         assert 0 < left - x < 30, k
         assert abs((top + bottom) / 2 - y) < 50, k
-        others = [box for name, box in boxes.items() if name != f"run {k}"]
+        others = [box for name, box in boxes.items() if name != f"{k + 1}: run {k}"]
         assert not [b for b in others if b[0] < right and left < b[2] and b[1] < bottom - 3 and top + 3 < b[3]], k
 
 

@@ -115,6 +115,14 @@ def test_resume_under_another_strategy_equals_an_uninterrupted_run(
     assert [row.step for row in run.history if row.rank == 0] == list(range(STEPS))
 
 
+def test_a_resumed_run_counts_the_time_before_its_checkpoint(cluster2: dtkit.Cluster, tmp_path: Path):
+    first = train(cluster2, steps=BREAK)
+    resumed = train(cluster2, resume_from=first.save(tmp_path).path)
+    assert resumed.status.elapsed_s > first.status.elapsed_s
+    (row,) = dtkit.compare([resumed]).rows
+    assert row.seconds >= row.steps_s
+
+
 @pytest.mark.parametrize(
     ("before", "after"), [slow("data", "pipeline"), ("pipeline", "sharded"), slow("sharded", "tensor")]
 )
@@ -129,6 +137,7 @@ def test_resume_on_another_number_of_engines_equals_an_uninterrupted_run(
 ):
     run = train(cluster4, steps=BREAK + 5, strategy=make_strategies(4)[after], resume_from=saved[before])
     assert "on 2 nodes" in run.history.events[-3].text
+    assert "on 2 nodes" in run.history.events[run.history.num_inherited_events].text  # the earlier ones were printed
     second = run.save(tmp_path)
     assert (
         max_difference(

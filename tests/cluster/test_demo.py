@@ -38,7 +38,7 @@ def test_demo_trains_verifies_and_saves_a_picture(tmp_path: Path):
     last = printed[printed.index("completed 100 % step 144 of 144") :]
     for rank in (0, 1):
         assert re.search(rf"^  node {rank}  loss +\S+ +[\d,]+ samples/s", last, re.MULTILINE)
-    accuracy = re.search(r"accuracy on 297 held-out rows: (\S+)%", last)
+    accuracy = re.search(r"accuracy on 297 held-out rows: (\S+)\s%", last)
     assert accuracy
     assert float(accuracy[1]) > 95
     assert "\nPASS: 20 steps on 2 ranks against one process" in last

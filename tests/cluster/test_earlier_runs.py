@@ -6,6 +6,7 @@ import gc
 
 import psutil
 import pytest
+import torch
 
 import dtkit
 from dtkit.rpc.protocol import DataOperations, make_call
@@ -77,6 +78,10 @@ def test_released_run_cannot_be_verified(cluster2: dtkit.Cluster):
         run.release()
         with pytest.raises(dtkit.errors.RunError, match="was released"):
             run.verify(2)
+        with pytest.raises(dtkit.errors.RunError, match=r"was released.*run\.model\.eval\(\)\(inputs\)"):
+            run.evaluate(small.data())
+        with torch.no_grad():  # the remedy that the error names
+            assert run.model.eval()(small.data()[0]).isfinite().all()
 
 
 def test_oldest_runs_make_room(cluster2: dtkit.Cluster, monkeypatch: pytest.MonkeyPatch):

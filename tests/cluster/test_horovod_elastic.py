@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,8 +14,11 @@ import torch
 from torch import nn
 
 from dtkit.errors import EngineError
+from dtkit.integrations.horovod.own_group import OwnGroup
+from dtkit.rpc.script_ranks import FOLDER_VARIABLE, SLOT_VARIABLE, ScriptFolder
 from tests.support.marks import slow
 from tests.support.small import check_usable
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +53,14 @@ def end(victim: str, flag: Path) -> None:
         flag.touch()
         if victim == "engine, connections stay":
             keep_connections_open()
-        os.kill(os.getppid(), signal.SIGKILL)
+        kill_own_engine()
+
+
+def kill_own_engine() -> None:
+    """Kill this process's engine, and wait until that ends this process: it must not finish the training first."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.alarm(60)
+    signal.pause()
 
 
 def keep_connections_open() -> None:
@@ -169,12 +181,38 @@ def test_engine_beyond_max_np_takes_the_place_of_a_lost_one(cluster: dtkit.Clust
     check_usable(cluster)
 
 
+def lose_an_engine_after_the_last_step(path: Path) -> None:
+    """Lose rank 1's engine after `elastic.run`, and end rank 0 only when another engine has taken its place."""
+    import horovod.torch as hvd
+
+    if (path / "lost").exists():
+        (path / "replaced").touch()
+    hvd.init()
+
+    @hvd.elastic.run
+    def train_nothing(state: Any) -> None:
+        state.commit()
+
+    train_nothing(hvd.elastic.ObjectState(epoch=0))
+    if hvd.rank() == 1:
+        (path / "lost").touch()
+        kill_own_engine()
+    wait_until((path / "replaced").exists, 60)
+
+
+def test_rank_that_is_replaced_when_others_have_ended_fails_at_once(cluster2: dtkit.Cluster, tmp_path: Path):
+    message = "MeetingError: this rank can't form a group, since rank 0 ended the script before"
+    with pytest.raises(EngineError, match=message):
+        cluster2.torchrun(lose_an_engine_after_the_last_step, tmp_path, horovod=True)
+    check_usable(cluster2)
+
+
 def lose_an_engine_without_elastic_run() -> None:
     import horovod.torch as hvd
 
     hvd.init()
     if hvd.rank() == 1:
-        os.kill(os.getppid(), signal.SIGKILL)
+        kill_own_engine()
     hvd.barrier()
 
 
@@ -184,3 +222,36 @@ def test_loss_of_an_engine_ends_a_script_that_is_not_elastic(cluster2: dtkit.Clu
         cluster2.torchrun(lose_an_engine_without_elastic_run, horovod=True, min_np=1)
     assert cluster2.repair() == [1]
     check_usable(cluster2)
+
+
+# A rank that waits at most three seconds for another one to connect.
+IMPATIENT = """
+from dtkit._util import timeouts
+timeouts.HOROVOD_RESET_TIMEOUT_S = 3.0
+import dtkit.integrations.horovod.torch as hvd
+hvd.init()
+hvd.barrier()
+print("formed", hvd.rank(), hvd.size())
+"""
+
+
+def start_slot(folder: ScriptFolder, slot: int) -> subprocess.Popen[str]:
+    variables = {FOLDER_VARIABLE: str(folder.path), SLOT_VARIABLE: str(slot)}
+    return subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT], env=os.environ | variables, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.slow
+def test_replaced_rank_tries_again_when_another_never_connects(tmp_path: Path):
+    folder = ScriptFolder.create(tmp_path / "script", [0, 1])
+    folder.elastic_file.touch()
+    replaced = start_slot(folder, 0)
+    OwnGroup()._meet(folder, 1)  # this rank arrives, and never connects
+    successor = start_slot(folder, 1)
+    try:
+        assert replaced.communicate(timeout=90)[0] == "formed 0 2\n"
+        assert successor.communicate(timeout=90)[0] == "formed 1 2\n"
+    finally:
+        replaced.kill()
+        successor.kill()

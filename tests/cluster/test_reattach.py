@@ -21,7 +21,7 @@ from dtkit._util.process import ProcessId
 from dtkit.cluster import cluster_file, reaper
 from dtkit.health.status import EngineStatus, get_status_path
 from dtkit.history import engine_outbox
-from dtkit.types import END_EARLY_PREFIX
+from dtkit.messages import END_EARLY_PREFIX
 from tests.support.locks import is_owned
 from tests.support.reattach import NOTEBOOK, check_run_continues, get_engine_process, notebook
 from tests.support.recovery import wait_for_step
@@ -215,9 +215,27 @@ def stop_between_dispatches(process: subprocess.Popen[str], folder: Path) -> Non
     raise AssertionError("an engine was busy whenever the notebook was stopped")
 
 
+# The run can't end before another notebook has taken the cluster over.
+UNENDED = NOTEBOOK.replace(
+    "    started.wait(60)\n",
+    """
+    group, pause = cluster._engine_group, threading.Event()
+    send = group.transport.send
+
+    def send_in_time(rank, message, listen=None):
+        while run.status.step > 1000 and not group.is_superseded:
+            pause.wait(0.02)
+        return send(rank, message, listen)
+
+    group.transport.send = send_in_time
+    started.wait(60)
+""".lstrip("\n"),
+)
+
+
 @pytest.mark.slow
 def test_superseded_notebook_raises_and_leaves_the_cluster_alone(tmp_path: Path):
-    with notebook() as process:
+    with notebook(UNENDED) as process:
         name = next(tmp_path.iterdir()).name
         with pytest.raises(dtkit.errors.ClusterError, match="other notebooks use the clusters"):
             dtkit.attach()
@@ -341,11 +359,13 @@ def test_attached_run_that_was_stopped_is_stopped_and_can_be_extended():
             assert (run.status.state, run.status.step) == (dtkit.types.State.COMPLETED, end)
 
 
+PAUSED = LISTENING.replace("    started.wait(60)\n", "    run.pause()\n    run.step(110)\n")
+
+
 @pytest.mark.slow
 def test_superseded_notebook_cannot_change_the_persisted_run(tmp_path: Path):
     """The older notebook continues without knowing; only the newer one may write the run's record."""
-    with notebook(LISTENING) as process:
-        assert execute_line(process, "run.pause()") == "done\n"
+    with notebook(PAUSED) as process:
         newer = dtkit.attach(next(tmp_path.iterdir()).name, force=True)
         run = newer.current_run
         assert run is not None

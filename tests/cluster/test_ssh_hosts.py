@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dtkit.cluster.launchers.agent_link import AgentLink
-    from dtkit.types import StoreAddress
+    from dtkit.messages import StoreAddress
     from tests.support.hosts.host import Host
     from tests.support.hosts.network import Network
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -23,6 +24,26 @@ class Watcher:
         if step.step == self.fails_at:
             raise ValueError("seen enough")
         self.steps.append((run.spec.name, step))
+
+
+epochs: list[str] = []
+
+
+class Counter:
+    """Counts epochs in a global list, as objects of a notebook do."""
+
+    def __call__(self, run: dtkit.Run) -> None:
+        epochs.append("called")
+
+    def count(self, run: dtkit.Run) -> None:
+        epochs.append("method")
+
+
+class Both(Counter):
+    """Has a method for epochs and one for steps."""
+
+    def on_step(self, run: dtkit.Run, step: Any) -> None:
+        epochs.append("step")
 
 
 def log_batch(model: Any, batch: Any) -> Any:
@@ -53,3 +74,28 @@ def test_failing_step_callback_pauses_the_run(cluster2: dtkit.Cluster):
     assert any("a callback failed: ValueError: seen enough" in event.text for event in run.history.events)
     run.stop()
     small.check_usable(cluster2)
+
+
+def count(name: str, run: dtkit.Run) -> None:
+    epochs.append(name)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (Counter, {"called": 3}),
+        (lambda: Counter().count, {"method": 3}),
+        (lambda: functools.partial(count, "partial"), {"partial": 3}),
+        (Both, {"called": 3, "step": 0}),
+    ],
+)
+def test_objects_of_a_notebook_are_called_after_each_epoch(
+    cluster2: dtkit.Cluster, monkeypatch: pytest.MonkeyPatch, make: Any, expected: dict[str, int]
+):
+    for kind in (Counter, Both):  # pickled by value, as in a notebook
+        monkeypatch.setattr(kind, "__module__", "__main__")
+    epochs.clear()
+    run = small.train(cluster2, callbacks=[make()], steps=None, epochs=3)
+    run.wait(60)
+    steps = run.status.step
+    assert {name: epochs.count(name) for name in epochs} == expected | ({"step": steps} if "step" in expected else {})

@@ -152,8 +152,10 @@ def test_rounding_error_stays_within_its_bound(cluster: dtkit.Cluster, name: str
     assert error <= bound
     assert error > 0 or cluster.world_size == 1
     verification = run.verify(steps=4)
-    assert verification.verdict == "NOT COMPARABLE"
-    assert name.partition(" ")[0] in verification.text()
+    is_equal = verification.is_within_tolerance  # one rank may round as the one process does
+    assert cluster.world_size == 1 or is_equal == ("compression" not in name)  # or one that takes each rank's part
+    assert verification.verdict == ("PASS" if is_equal else "NOT COMPARABLE")
+    assert is_equal or name.partition(" ")[0] in verification.text()
 
 
 def test_powersgd_trains_with_a_fraction_of_the_bytes(cluster: dtkit.Cluster):

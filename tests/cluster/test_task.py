@@ -175,6 +175,22 @@ def test_lost_engine_ends_the_call_and_interrupts_the_others():
     assert caught.value.failures[1].kind == "interrupted"  # rank 0, which would have looped forever
 
 
+@pytest.mark.slow
+def test_engine_that_is_lost_while_a_call_is_sent_ends_the_call(monkeypatch: pytest.MonkeyPatch):
+    with dtkit.Cluster(2, threads=1) as cluster:
+        transport: Any = cluster._engine_group.transport
+        send, engine = transport._client.send_apply_request, transport._client._engines[transport.engine_ids[1]]
+
+        def lose_engine(*args: Any, ident: bytes, **options: Any) -> Any:
+            if ident == engine.encode():
+                assert transport.kill([1])
+            return send(*args, ident=ident, **options)
+
+        monkeypatch.setattr(transport._client, "send_apply_request", lose_engine)
+        with pytest.raises(dtkit.errors.EngineError, match="the engine of rank 1 is gone"):
+            cluster.run(os.getpid)
+
+
 def ignore_interrupts() -> None:
     print("running")
     while True:

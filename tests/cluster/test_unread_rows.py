@@ -18,7 +18,7 @@ from tests.support.waiting import wait_until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dtkit.types import Reply
+    from dtkit.messages import Reply
 
 pytestmark = pytest.mark.cluster
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import dtkit
-from dtkit.training.verify import NOT_A_MEAN, OWN_GENERATOR_IN_DATA, OWN_GENERATOR_IN_STEP, RANDOM_STEP
+from dtkit.training.verify_reasons import NOT_A_MEAN, OWN_GENERATOR_IN_DATA, OWN_GENERATOR_IN_STEP, RANDOM_STEP
 from tests.support import small
 from tests.support.language_model import LENGTH, VOCABULARY, LanguageModel, compute_own_loss
 from tests.support.marks import slow
@@ -22,7 +22,7 @@ from tests.support.random_samples import RandomSamples, draw_from_global_generat
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dtkit.training.verification import Verification
+    from dtkit.rpc.verification import Verification
 
 pytestmark = pytest.mark.cluster
 
@@ -109,6 +109,31 @@ def test_rounding_that_grew_is_told_apart_from_another_loss(cluster2: dtkit.Clus
     assert run.verify(steps=20).verdict == "PASS"
 
 
+def test_lower_precision_is_compared_with_one_process_that_takes_each_part(cluster2: dtkit.Cluster):
+    strategy = dtkit.DataParallel(precision="bf16")
+    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731 - so that rounding shows
+    verification = verify(cluster2, small.net(), small.data(), strategy=strategy, optimizer=optimizer)
+    assert verification.verdict == "PASS"
+    assert verification.max_difference < verification.tolerance == 1e-5
+    assert verification.whole_difference > 1e-5
+    assert "takes each rank's part of a batch by itself; on whole batches it differs by" in verification.text()
+
+
+def test_compressed_gradients_are_not_comparable(cluster2: dtkit.Cluster):
+    strategy = dtkit.DataParallel(precision="bf16", compress="bf16")
+    verification = verify(cluster2, small.net(), small.data(), strategy=strategy)
+    assert verification.verdict == "NOT COMPARABLE"
+    assert verification.whole_difference is None
+
+
+def test_lower_precision_of_shards_is_compared_with_no_process(cluster2: dtkit.Cluster):
+    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731 - so that rounding shows
+    strategy = dtkit.Sharded(precision="bf16")
+    verification = verify(cluster2, small.net(), small.data(), strategy=strategy, optimizer=optimizer)
+    assert verification.verdict == "NOT COMPARABLE"
+    assert "which one process does in float32" in verification.text()
+
+
 def test_step_with_a_collective_is_not_comparable(cluster2: dtkit.Cluster):
     verification = verify(cluster2, small.net(), small.data(), loss=None, training_step=average_by_collective)
     assert verification.verdict == "NOT COMPARABLE"
@@ -141,6 +166,19 @@ def test_training_by_parts_is_compared_where_whole_batches_differ(cluster2: dtki
     assert verification.part_difference is not None
     assert verification.part_difference < verification.tolerance
     assert len(verification.incomparable_reasons) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*normalizes with the statistics of a batch")
+@pytest.mark.parametrize(("batch_size", "verdict"), [(16, "PASS"), slow(15, "NOT COMPARABLE")])
+def test_a_pipeline_normalizes_as_one_process_with_its_micro_batches(
+    cluster2: dtkit.Cluster, batch_size: int, verdict: str
+):
+    """Copies fill up the smaller of two micro-batches of 15 samples, and count in its statistics."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    verification = verify(cluster2, model, small.data(), strategy=dtkit.Pipeline(2, 2), batch_size=batch_size)
+    assert verification.verdict == verdict, verification.text()
+    assert "BatchNorm normalizes each of 2 micro-batches by itself" in verification.text()
+    assert "its own part" not in verification.text()
 
 
 class MaskedTokens(Dataset[Any]):

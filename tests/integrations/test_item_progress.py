@@ -6,9 +6,10 @@ import collections
 from types import SimpleNamespace
 from typing import Any
 
+from dtkit.messages import Reply
 from dtkit.training.item_map import _show
 from dtkit.training.item_scheduler import ItemScheduler, _RunningItem
-from dtkit.types import Failure, Reply
+from dtkit.types import Failure
 
 
 def test_progress_counts_the_items_of_each_node():

@@ -96,6 +96,21 @@ def test_steps_that_were_taken_again_are_read_again():
     assert [point.step for point in reader.read(100)] == [3, 4, 5]
 
 
+def test_evaluations_of_steps_that_were_taken_again_are_read_again():
+    history = make_history(5)
+    reader = RecordReader(history, Position(), per_node=False)
+    for step in (2, 4, 5):
+        history.add(Evaluation(step, 1, {"loss": 1.0}))
+    reader.read(100)
+    assert not reader.has_new
+    history.append(make_rows(3, 5))
+    history.add(Evaluation(4, 1, {"loss": 2.0}))
+    assert reader.has_new
+    assert {p.step: p.values.get("validation/loss") for p in reader.read(100)} == {3: None, 4: 2.0}
+    assert not reader.has_new
+    assert reader.position.evaluations == 2
+
+
 def test_logged_numbers_are_read_also_where_they_come_late():
     history = make_history(3)
     reader = RecordReader(history, Position(), per_node=False)

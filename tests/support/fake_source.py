@@ -33,12 +33,12 @@ class FakeSource:
         self.history = History(ranks_per_replica=stages)
         self.state, self.message, self.exception, self.lr = State.RUNNING, "", None, 0.1
         self.remaining_s = 12.0
-        self.step = 0
+        self.step, self.elapsed_s = 0, None
         self.history.read_position = lambda: (self.step, self.status.elapsed_s)
         self.posted = []
         self.refuse = None
         self.delay_factors, self.consistency, self.stall_report = {}, None, None
-        self.step_times = None
+        self.verification = None
         self.sends = lambda _step: 400_000 if ranks > 1 else 0  # bytes per rank in a step
         self.slowness = {}  # rank -> factor on its computing time
         self._stages, self._strips = stages, strips
@@ -47,7 +47,8 @@ class FakeSource:
 
     @property
     def status(self):
-        return Status(self.state, self.step, self.spec.steps, 0, self.step * 0.1, self.remaining_s, self.message)
+        elapsed_s = self.step * 0.1 if self.elapsed_s is None else self.elapsed_s
+        return Status(self.state, self.step, self.spec.steps, 0, elapsed_s, self.remaining_s, self.message)
 
     def subscribe(self, callback):
         self._callbacks.append(callback)

@@ -136,6 +136,12 @@ class Lab:
             timeout=timeout * 1000,
         )
 
+    @property
+    def folder(self) -> Path:
+        """Folder of the open notebook."""
+        assert self._file is not None
+        return self._file.parent
+
     def outputs(self, index: int) -> list[dict[str, Any]]:
         """Return a cell's outputs from the notebook's model, in nbformat's form."""
         outputs: list[dict[str, Any]] = self._cell(index).get("outputs", [])

@@ -31,18 +31,21 @@ style="margin: 8px; background: {background}; --jp-ui-font-family: 'DejaVu Sans'
 _START = """
 async ([code, content, buffers]) => {
   const decode = (text) => new DataView(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer);
-  const listeners = [];
+  const listeners = {};
   window.sent = [];
   const model = {
     get: () => ({ content, buffers: buffers.map(decode) }),
-    on: (_name, callback) => listeners.push(callback),
+    on: (name, callback) => (listeners[name] ??= []).push(callback),
     send: (message) => window.sent.push(message),
   };
   const url = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
   const widget = (await import(url)).default();
   widget.initialize({ model });
   widget.render({ model, el: document.getElementById("view") });
-  window.receive = (content, buffers) => { for (const callback of listeners) callback(content, buffers.map(decode)); };
+  window.receive = (content, buffers) => {
+    for (const callback of listeners["msg:custom"]) callback(content, buffers.map(decode));
+  };
+  window.cutOff = () => { for (const callback of listeners.comm_live_update) callback(); };
 }
 """
 
@@ -58,21 +61,22 @@ class StaticView:
         self.root: Locator = page.get_by_test_id("dtkit-dashboard")
         self._wait()
 
-    def update(self) -> None:
-        """Send all changes and wait until they are drawn."""
+    def update(self, *, is_drawn: bool = True) -> None:
+        """Send all changes, and wait until they are drawn unless told not to."""
         while True:
             self.page.evaluate(
                 "([content, buffers]) => window.receive(content, buffers)", encode_message(self._feed.build_change())
             )
             if not self._feed.has_pending:
                 break
-        self._wait()
+        if is_drawn:
+            self._wait()
 
     @property
     def sent(self) -> list[dict[str, Any]]:
         """Commands that the page sent."""
         messages: list[dict[str, Any]] = self.page.evaluate("() => window.sent")
-        return [message for message in messages if not {"hello", "select", "interval"} & message.keys()]
+        return [message for message in messages if not {"hello", "select", "interval", "sight"} & message.keys()]
 
     def select_rank(self, rank: int | None) -> None:
         """Answer as the kernel does when a page selects a node."""

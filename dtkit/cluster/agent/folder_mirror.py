@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dtkit.cluster.agent.protocol import MirrorReply, MirrorRequest
 from dtkit.history.run_log import RUNS_FOLDER
-from dtkit.types import ABORT_FLAG, END_EARLY_PREFIX
+from dtkit.messages import ABORT_FLAG, END_EARLY_PREFIX
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -26,9 +26,9 @@ from dtkit.cluster.agent.protocol import AgentInfo, MirrorReply, MirrorRequest
 from dtkit.cluster.lease import Lease
 from dtkit.engine.comm.store_server import StoreServer
 from dtkit.health.stack_dump import dump_stacks, get_process_state
+from dtkit.messages import StoreAddress
 from dtkit.rpc import shared_memory
 from dtkit.rpc.handshake import get_handshake
-from dtkit.types import StoreAddress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

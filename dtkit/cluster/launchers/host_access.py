@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from dtkit.checkpoint.remote_files import HostFiles
     from dtkit.cluster.launchers.agent_link import AgentLink
+    from dtkit.messages import StoreAddress
     from dtkit.rpc.shared_memory import SharedBuffer
-    from dtkit.types import StoreAddress
 
 
 class HostAccess:

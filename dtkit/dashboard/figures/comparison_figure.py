@@ -26,6 +26,7 @@ from dtkit.dashboard.summary.comparison import (
 )
 from dtkit.dashboard.summary.curves import LOSS, downsample
 from dtkit.dashboard.summary.run_lines import choose_dash
+from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,8 +98,8 @@ def list_metrics(history: History) -> list[str]:
 def _accumulate(history: History, buckets: CurveBuckets, column: str) -> np.ndarray:
     """Return the sum of a column by the end of each bucket; of bytes, the mean over the ranks."""
     totals = history.totals()
-    per_step = totals[column] / np.maximum(1, totals["ranks"]) if column == "sent_bytes" else totals[column]
-    cumulative = np.concatenate([[0.0], np.cumsum(per_step)])
+    sent = np.cumsum(totals["sent_bytes"] / np.maximum(1, totals["ranks"]))
+    cumulative = np.concatenate([[0.0], sent if column == "sent_bytes" else read_step_ends(history)])
     end = buckets.origin + buckets.width * (buckets.first + 1 + np.arange(len(buckets.values))) - 1
     return np.asarray(cumulative[np.searchsorted(totals["step"], end, side="right")])
 
@@ -170,9 +171,9 @@ def _format_steps_panel(ax: Axes, run_buckets: Sequence[CurveBuckets]) -> None:
 
 
 def _format_time_panel(ax: Axes, run_buckets: Sequence[CurveBuckets]) -> None:
-    style.set_title(ax, "Loss against time", "of steps, without pauses")
+    style.set_title(ax, "Loss against time", "in steps only")
     ax.set_xlabel("time", fontsize=8, color=style.MUTED_COLOR)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
     ax.xaxis.set_major_formatter(
         FuncFormatter(lambda x, _: formatting.shorten_tick(formatting.format_duration(x)) if x else "0")
     )
@@ -217,7 +218,7 @@ def _leave_out(ax: Axes, shown: np.ndarray, cap: float | None) -> None:
     low, high = float(known.min()), float(known.max())
     room = _ROOM * ((high - low) or abs(high))
     ax.set_ylim((low / 1.1, high * 1.1) if is_log else (low - room, high + room))
-    note = f"values above {formatting.format_loss(cap)} lie beyond"
+    note = f"above {formatting.format_loss(cap)} left out"
     ax.set_xlabel(f"{ax.get_xlabel()}; {note}", fontsize=8, color=style.MUTED_COLOR)  # the title has no room
 
 

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from dtkit.explain.data_parallel import LayerRecord, RankRecord, StepExplanation
 
-_WIDTH_IN = 11.0
-_STRIP_HEIGHT_IN, _MIN_STRIPS_HEIGHT_IN = 0.24, 1.5
-_BAR_HEIGHT_IN, _MAX_BARS_HEIGHT_IN = 0.1, 7.0  # of one bar, and of all bars
+_WIDTH_IN = 8.0  # with all of its columns of numbers, in a cell of 616 pixels
+_STRIP_HEIGHT_IN, _MIN_STRIPS_HEIGHT_IN, _LOSS_HEIGHT_IN = 0.24, 1.5, 1.5
+_BAR_HEIGHT_IN, _MAX_BARS_HEIGHT_IN = 0.1, 5.7  # of one bar, and of all bars
 _LAYER_GAP_BARS = 1.5  # between two layers, in bars
-_FRAME_HEIGHT_IN = 2.3  # titles, legend, axis labels and the line of checksums
+_FRAME_HEIGHT_IN = 2.8  # titles, legend, axis labels and the line of checksums
 _NUM_POSITIONS = 600  # positions on a strip of rows that can be distinguished
 _NARROW_WEIGHT, _MIN_LABEL_WEIGHT = 0.19, 0.045  # below these, a label is upright, or left out
 _LOG_SCALE_RATIO = 100.0  # from this ratio of norms on, a linear axis would hide the small ones
@@ -47,14 +47,14 @@ def draw_step(explanation: StepExplanation) -> Figure:
     series = _name_bars(explanation)
     upper = max(_MIN_STRIPS_HEIGHT_IN, _STRIP_HEIGHT_IN * min(len(ranks), MAX_RANKS))
     lower = min(_MAX_BARS_HEIGHT_IN, _BAR_HEIGHT_IN * (len(series) + _LAYER_GAP_BARS) * len(layers))
-    figure = create_figure(_WIDTH_IN, upper + lower + _FRAME_HEIGHT_IN)
+    figure = create_figure(_WIDTH_IN, upper + _LOSS_HEIGHT_IN + lower + _FRAME_HEIGHT_IN)
     style.set_figure_title(figure, data_parallel_text.format_headline(explanation))
-    grid = figure.add_gridspec(2, 2, height_ratios=(upper, lower), width_ratios=(1.45, 1))
-    _draw_rows(figure.add_subplot(grid[0, 0]), explanation)
-    _draw_losses(figure.add_subplot(grid[0, 1]), explanation)
-    bars = figure.add_subplot(grid[1, 0])
+    grid = figure.add_gridspec(3, 2, height_ratios=(upper, _LOSS_HEIGHT_IN, lower), width_ratios=(1.2, 1))
+    _draw_rows(figure.add_subplot(grid[0, :]), explanation)
+    _draw_losses(figure.add_subplot(grid[1, :]), explanation)
+    bars = figure.add_subplot(grid[2, 0])
     _draw_gradients(bars, explanation, layers, series)
-    _write_columns(figure.add_subplot(grid[1, 1], sharey=bars), explanation, layers)
+    _write_columns(figure.add_subplot(grid[2, 1], sharey=bars), explanation, layers)
     note_color = TEXT_COLOR if explanation.identical else COLORS[5]
     style.set_figure_note(figure, _describe_checksums(explanation), note_color)
     return figure
@@ -155,7 +155,7 @@ def _draw_gradients(
         else:
             _draw_norm_bars(ax, positions, [layer.local_norm[k] for layer in layers], unit, COLORS[k], name)
     rows = -(-len(bar_names) // _LEGEND_COLUMNS)
-    _style_panel(ax, "Gradient of each layer: on each node, and all-reduced", "norm of the gradient", pad=8 + 13 * rows)
+    _style_panel(ax, "Gradient of each layer", "norm of the gradient", pad=8 + 13 * rows)
     ax.set_ylim(len(layers) - 0.5, -0.5)
     ax.set_yticks(range(len(layers)), [_format_layer_name(layer) for layer in layers])
     for label in ax.get_yticklabels():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.plan_figure import PART_COLORS
-from dtkit.dashboard.figures.render import create_figure
+from dtkit.dashboard.figures.render import FIT_WIDTH_IN, create_figure
 from dtkit.dashboard.text.memory_text import MEASURED_PARTS, format_headline, select_rows
 from dtkit.planning.memory_report import convert_plan_row
 
@@ -32,17 +32,17 @@ def draw_memory(memory: Memory) -> Figure:
     unit, unit_size = formatting.choose_unit(longest, formatting.BYTE_UNITS)
     limits = [row.limit for row in rows if row.limit is not None]
     shows_limits = bool(limits) and max(limits) <= _MAX_LIMIT_RATIO * longest
-    figure = create_figure(11.0, 1.75 + 0.5 * len(rows))
+    figure = create_figure(FIT_WIDTH_IN, 1.75 + 0.5 * len(rows))
     ax = figure.subplots()
     _draw_bars(ax, rows, planned, unit_size)
     _annotate_bars(ax, rows, unit_size, show_limits=shows_limits)
-    ax.set_xlim(0, 1.35 * max(longest, *(limits if shows_limits else [1])) / unit_size)
+    ax.set_xlim(0, 1.6 * max(longest, *(limits if shows_limits else [1])) / unit_size)
     ax.set_yticks(range(len(rows)), [f"node {row.rank}" for row in rows])
     ax.set_ylim(len(rows) - 0.45, -0.55)
     style.style_axes(ax, "x", style.TEXT_COLOR)
     note = "; hollow: as planned" * any(planned) + "; a black mark: the limit" * shows_limits
     style.set_title(ax, "Held at most by each node", unit + note)
-    style.format_bar_axis(ax, len(MEASURED_PARTS), fontsize=8)
+    style.format_bar_axis(ax, 3, fontsize=8)
     style.set_figure_title(figure, format_headline(memory))
     return figure
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dtkit._util import formatting
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.figures import style
-from dtkit.dashboard.figures.render import create_figure, render_png
+from dtkit.dashboard.figures.render import create_figure, render_transparent_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,12 +37,12 @@ def wrap_panel(name: str, function: PanelFunction) -> PanelFunction:
 
 
 def draw_png(function: PanelFunction, history: History) -> bytes:
-    """Return a panel as a PNG of its own."""
+    """Return a panel as a PNG of its own, for a page of any theme."""
     figure = create_figure(_WIDTH_IN, _HEIGHT_IN)
     ax = figure.subplots()
     style.style_axes(ax)
     function(ax, history)
-    return render_png(figure)
+    return render_transparent_png(figure)
 
 
 def format_error(error: Exception) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from dtkit.dashboard.figures import style
-from dtkit.dashboard.figures.render import create_figure
+from dtkit.dashboard.figures.render import FIT_WIDTH_IN, create_figure
 from dtkit.dashboard.figures.style import ALERT_COLOR, COLORS, GRID_COLOR, MUTED_COLOR, TEXT_COLOR
 from dtkit.dashboard.text import pipeline_text
 from dtkit.dashboard.text.numbers import describe_remaining, format_number
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
     from dtkit.explain.pipeline import PipelineExplanation, StageRecord, StageTransfer
 
-_WIDTH_IN = 11.0
 _LANE_HEIGHT_IN, _MIN_LANES_HEIGHT_IN = 0.42, 1.3  # of one stage, and of all stages
-_LOWER_HEIGHT_IN, _FRAME_HEIGHT_IN = 2.1, 1.7
+_LOWER_HEIGHT_IN, _FRAME_HEIGHT_IN = 1.7, 2.3
 _MAX_NUMBERED_ARROWS = 48  # more arrows have no numbers
 _LOG_SCALE_RATIO = 30.0  # from this ratio of norms on, the axis is logarithmic
 _MAX_SHOWN_STAGES = 8  # stages, and pairs of stages, with lines or bars of their own
@@ -42,14 +41,14 @@ def draw_pipeline_step(explanation: PipelineExplanation) -> Figure:
     ranks = explanation.replicas[shown_replica]
     stages = sorted((stage for stage in explanation.stages if stage.rank in ranks), key=lambda stage: stage.stage)
     upper = max(_MIN_LANES_HEIGHT_IN, _LANE_HEIGHT_IN * len(stages))
-    figure = create_figure(_WIDTH_IN, upper + _LOWER_HEIGHT_IN + _FRAME_HEIGHT_IN)
+    figure = create_figure(FIT_WIDTH_IN, upper + 2 * _LOWER_HEIGHT_IN + _FRAME_HEIGHT_IN)
     style.set_figure_title(figure, pipeline_text.format_headline(explanation))
-    grid = figure.add_gridspec(2, 2, height_ratios=(upper, _LOWER_HEIGHT_IN))
+    grid = figure.add_gridspec(3, 1, height_ratios=(upper, _LOWER_HEIGHT_IN, _LOWER_HEIGHT_IN))
     num_replicas = len(explanation.replicas)
     replica = f": replica {shown_replica + 1:,} of {num_replicas:,}" if num_replicas > 1 else ""
-    _draw_arrows(figure.add_subplot(grid[0, :]), transfers, stages, f"Transfers between stages{replica}")
-    _draw_transfer_norms(figure.add_subplot(grid[1, 0]), transfers)
-    _draw_micro_batch_norms(figure.add_subplot(grid[1, 1]), stages)
+    _draw_arrows(figure.add_subplot(grid[0]), transfers, stages, f"Transfers between stages{replica}")
+    _draw_transfer_norms(figure.add_subplot(grid[1]), transfers)
+    _draw_micro_batch_norms(figure.add_subplot(grid[2]), stages)
     is_correct = explanation.is_intact and explanation.is_sum_of_micro_batches
     note = f"{pipeline_text.describe_integrity(explanation)} {pipeline_text.describe_gradient_sums(explanation)}"
     style.set_figure_note(figure, note, TEXT_COLOR if is_correct else ALERT_COLOR)
@@ -105,8 +104,9 @@ def _draw_transfer_norms(ax: Axes, transfers: Sequence[StageTransfer]) -> None:
             linestyle=dashes, marker="o", markersize=4, linewidth=1.3, gid=f"{kind} {start} → {end}",
         )  # fmt: skip
         ax.annotate(
-            f"{start} → {end}", (points[-1].micro_batch, points[-1].norm or np.nan), xytext=(7, 0), va="center",
-            textcoords="offset points", fontsize=8, fontweight="bold", color=_KIND_COLORS[kind], annotation_clip=False,
+            f"{start} → {end}", (points[-1].micro_batch, points[-1].norm or np.nan), va="center",
+            xytext=(7, 5 if kind == "activation" else -5), textcoords="offset points", fontsize=8, fontweight="bold",
+            color=_KIND_COLORS[kind], annotation_clip=False,
         )  # fmt: skip
     _write_remaining(ax, len(pairs), "pair")
     _format_micro_batch_axis(ax)
@@ -129,7 +129,7 @@ def _draw_micro_batch_norms(ax: Axes, stages: Sequence[StageRecord]) -> None:
         ax.axhline(stage.norm, color=color, linewidth=1.3, linestyle=(0, (3, 1.6)))
     _write_remaining(ax, len(stages), "stage")
     _format_micro_batch_axis(ax)
-    ax.set_ylabel("norm (dashed line: norm of the sum)", fontsize=8, color=MUTED_COLOR)
+    ax.set_ylabel("norm; dashed: of the sum", fontsize=8, color=MUTED_COLOR)
     norms = [norm for stage in shown for norm in (stage.norm, *stage.micro_batch_norms) if norm and np.isfinite(norm)]
     if norms and max(norms) > _LOG_SCALE_RATIO * min(norms):  # a linear axis would hide the small ones
         ax.set_yscale("log")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
-from dtkit.dashboard.figures.render import create_figure
+from dtkit.dashboard.figures.render import FIT_WIDTH_IN, create_figure
 from dtkit.dashboard.text.plan_text import (
     MEMORY_PARTS,
     describe_fastest,
@@ -36,7 +36,7 @@ PART_COLORS = {
 """Colors of the parts of a rank's memory."""
 
 _BAR_HEIGHT = 0.62
-_NAME_WRAP_CHARS = 36
+_NAME_WRAP_CHARS = 28
 _FAR_LIMIT_RATIO = 3.0  # free memory further off than this many bars is written and not drawn
 
 
@@ -47,13 +47,15 @@ def draw_plan(plan: Plan) -> Figure:
         [*(find(plan.get_rows(name)) for name in plan.strategies), *alone]
         for find in (find_tightest_row, find_slowest_row)
     )
-    figure = create_figure(10.0, 2.1 + 0.42 * len(rows))
-    memory_axes, time_axes = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    names = [textwrap.fill(formatting.sanitize_text(row.strategy, 80), _NAME_WRAP_CHARS) for row in rows]
+    lines = max(name.count("\n") + 1 for name in names)
+    figure = create_figure(FIT_WIDTH_IN, 3.0 + (0.6 + 0.24 * lines) * len(rows))
+    memory_axes, time_axes = figure.subplots(2, 1)
     _draw_memory(memory_axes, rows)
     _draw_time(time_axes, slowest)
-    names = [textwrap.fill(formatting.sanitize_text(row.strategy, 80), _NAME_WRAP_CHARS) for row in rows]
-    memory_axes.set_yticks(range(len(rows)), names, fontsize=8)
-    memory_axes.set_ylim(len(rows) - 0.5, -0.5)
+    for ax in (memory_axes, time_axes):
+        ax.set_yticks(range(len(rows)), names, fontsize=8)
+        ax.set_ylim(len(rows) - 0.5, -0.5)
     style.set_figure_title(figure, format_headline(plan))
     if fastest := describe_fastest(plan):
         style.set_figure_note(figure, fastest)
@@ -74,7 +76,7 @@ def _draw_memory(ax: Axes, rows: Sequence[PlanRow]) -> None:
     ax.set_xlim(0, 1.35 * longest or 1)
     style.style_axes(ax, "x", style.TEXT_COLOR)
     style.set_title(ax, "Memory per node", "tightest node · black mark: free")
-    style.format_bar_axis(ax, len(MEMORY_PARTS), fontsize=7, unit=unit)
+    style.format_bar_axis(ax, 3, fontsize=8, unit=unit)
 
 
 def _mark_free_memory(ax: Axes, row: PlanRow, end: float, y: int, unit_size: float, longest: float) -> None:
@@ -109,7 +111,7 @@ def _draw_time(ax: Axes, rows: Sequence[PlanRow]) -> None:
         sent = f"{formatting.format_bytes(row.sent_bytes)} sent"
         traffic = sent if row.is_traffic_counted else "what is sent not counted"
         style.write_beside(ax, f"{format_step_time(row)}, {traffic}", row.step_s / unit_size, y)
-    ax.set_xlim(0, 1.7 * longest / unit_size or 1)
+    ax.set_xlim(0, 1.8 * longest / unit_size or 1)
     style.style_axes(ax, "x", style.TEXT_COLOR)
     style.set_title(ax, "Time per step")
-    style.format_bar_axis(ax, 1, fontsize=7, unit=unit)
+    style.format_bar_axis(ax, 2, fontsize=8, unit=unit)

@@ -9,22 +9,42 @@ import base64
 import html
 import io
 
+import cloudpickle
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from dtkit.dashboard.figures.neutral import make_neutral, shrink_png
+
+FIT_WIDTH_IN = 6.0
+"""Width of a figure whose texts of 8 points are 9 pixels high in a window of 600 px."""
 
 _MIN_DPI, _PIXELS_PER_CSS_PIXEL = 160, 1.75
 _CSS_PIXELS_PER_INCH = 92
 _MIN_CSS_WIDTH = 616
 """Fills JupyterLab's cell in a window of 800 px. A narrower figure is enlarged, so that its text stays readable in one
 of 600 px."""
-_MIN_SCALE = 0.55  # a run or a partition fits a window of 600 px; of wider figures, smaller texts can't be read
+_MIN_SCALE = 0.745  # the least width fits a window of 600 px; wider figures scroll there, or no text could be read
+
+
+class ShownFigure(Figure):
+    """A figure that a notebook of any theme shows as a picture, whether or not pyplot is imported.
+
+    It keeps its own colors, for a user who draws into it or saves it.
+    """
+
+    def _ipython_display_(self) -> None:  # IPython prefers pyplot's printer of figures to any other method
+        from IPython.display import display
+
+        # unpickles: a copy of this figure, made here; formatters of axes may be lambdas
+        copied = cloudpickle.loads(cloudpickle.dumps(self))
+        png = base64.b64encode(render_notebook_png(copied)).decode("ascii")
+        bundle, metadata = {"image/png": png, "text/plain": repr(self)}, {"image/png": {"width": get_css_width(self)}}
+        display(bundle, metadata=metadata, raw=True)  # type: ignore[no-untyped-call]
 
 
 def create_figure(width: float, height: float) -> Figure:
     """Return an empty white figure, in inches, that pyplot doesn't know of."""
-    figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
+    figure = ShownFigure(figsize=(width, height), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -37,11 +57,16 @@ def render_png(figure: Figure) -> bytes:
 
 
 def render_notebook_png(figure: Figure) -> bytes:
-    """Return the figure as a PNG for a notebook of any theme. Changes the figure's colors."""
+    """Return the figure as a small PNG for a notebook of any theme. Changes the figure's colors."""
+    return shrink_png(render_transparent_png(figure))
+
+
+def render_transparent_png(figure: Figure) -> bytes:
+    """Return the figure as a PNG for a page of any theme. Changes the figure's colors."""
     make_neutral(figure)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=_get_dpi(figure), facecolor="none")
-    return shrink_png(file.getvalue())
+    return file.getvalue()
 
 
 def get_css_width(figure: Figure) -> int:

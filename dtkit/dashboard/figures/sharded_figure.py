@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
-from dtkit.dashboard.figures.render import create_figure
+from dtkit.dashboard.figures.render import FIT_WIDTH_IN, create_figure
 from dtkit.dashboard.text.sharded_text import (
     describe_agreement,
     format_collective_name,
@@ -31,9 +31,10 @@ _EXCESS_RATIO = 1.2  # times the bytes of rings, from which a note reports that 
 def draw_sharded_step(explanation: ShardedExplanation) -> Figure:
     """Draw the bytes of each group of collectives, and of all: by the ring algorithms, and as counted."""
     groups = explanation.groups
-    figure = create_figure(10.5, 1.7 + 0.34 * max(3, len(groups)))
+    upper, lower = 0.34 * max(3, len(groups)), 0.7
+    figure = create_figure(FIT_WIDTH_IN, upper + lower + 2.4)
     style.set_figure_title(figure, format_headline(explanation))
-    groups_axes, totals_axes = figure.subplots(1, 2, width_ratios=(1.5, 1))
+    groups_axes, totals_axes = figure.subplots(2, 1, height_ratios=(upper, lower))
     longest = max(explanation.expected_bytes, explanation.sent_bytes, 1)
     unit, unit_size = formatting.choose_unit(longest, formatting.BYTE_UNITS)
     for ax in (groups_axes, totals_axes):

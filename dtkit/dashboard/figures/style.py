@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A00", "#6F58B5")
 """A color for each node: Okabe and Ito's palette with a yellow dark enough for white, and violet."""
+PART_LINE: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.6}  # of a node, below the mean, which is read first
+MEAN_LINE: dict[str, Any] = {"linewidth": 1.8}
 TEXT_COLOR, MUTED_COLOR, GRID_COLOR, ALERT_COLOR = "#1a1a1a", "#5f5f5f", "#e4e4e4", "#b84a00"
 EVENT_GLYPHS = {
     "pause": "‖", "resume": "▶", "lr": "lr", "error": "✕", "stop": "■", "lost": "†", "repair": "+", "save": "↓",
@@ -58,7 +60,9 @@ _FIGURE_EDGE = 0.985  # of its width
 _LABEL_LEADING = 1.12  # of a label's height
 _MAX_MARKED_EVENTS = 20
 _MAX_GLYPHS = 4
+_NUMBERS_HEIGHT_IN = 0.22  # of the numbers below an axis, with their distance to it
 _TITLE_CHARS_PER_INCH = 10  # of a bold headline
+_NOTE_CHARS_PER_INCH = 12.5  # of a bold sentence below a figure
 _SMALL_TEXT: dict[str, Any] = {"fontsize": 8, "color": MUTED_COLOR}
 
 
@@ -162,13 +166,15 @@ def _drop_last_part(text: str) -> str:
 
 
 def _spread_end_labels(ax: Axes, labels: Sequence[Annotation]) -> None:
-    if len(labels) < 2:
+    """Move labels apart, and below the upper end of the axes, where the note would touch them."""
+    if not labels:
         return
-    gap = _LABEL_LEADING * max(label.get_window_extent().height for label in labels) / ax.get_window_extent().height
+    height = max(label.get_window_extent().height for label in labels) / ax.get_window_extent().height
+    top = 1 - min(0.5, height / 2)
     ordered = sorted(labels, key=lambda label: label.xy[1])
-    heights = spread_positions([label.xy[1] for label in ordered], gap)
-    for label, height in zip(ordered, heights, strict=True):
-        label.xy = label.xyann = (label.xy[0], height)  # the text is at the second
+    heights = spread_positions([label.xy[1] / top for label in ordered], _LABEL_LEADING * height / top)
+    for label, y in zip(ordered, heights, strict=True):
+        label.xy = label.xyann = (label.xy[0], top * y)  # the text is at the second
 
 
 def set_figure_title(figure: Figure, text: str) -> None:
@@ -179,6 +185,7 @@ def set_figure_title(figure: Figure, text: str) -> None:
 
 def set_figure_note(figure: Figure, text: str, color: str = TEXT_COLOR) -> None:
     """Set a sentence below a figure."""
+    text = textwrap.fill(text, int(_NOTE_CHARS_PER_INCH * figure.get_figwidth()))
     figure.supxlabel(text, x=0.012, ha="left", fontsize=9, fontweight="bold", color=color, parse_math=False)
 
 
@@ -192,7 +199,11 @@ def format_bar_axis(ax: Axes, legend_columns: int, fontsize: float, unit: str = 
     """Format the x axis of horizontal bars: numbers with their unit, and a legend below it."""
     ax.xaxis.set_major_locator(MaxNLocator(nbins=5))  # more numbers with units would touch
     ax.xaxis.set_major_formatter(StrMethodFormatter(f"{{x:,g}} {unit}".rstrip()))
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.11), ncols=legend_columns, fontsize=fontsize, frameon=False)
+    below_numbers = ax.transAxes + ScaledTranslation(0, -_NUMBERS_HEIGHT_IN, ax.figure.dpi_scale_trans)
+    ax.legend(
+        loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below_numbers, ncols=legend_columns,
+        fontsize=fontsize, frameon=False,
+    )  # fmt: skip
 
 
 def show_placeholder(ax: Axes, text: str = "no step yet") -> None:
@@ -201,7 +212,7 @@ def show_placeholder(ax: Axes, text: str = "no step yet") -> None:
 
 
 def draw_lines(ax: Axes, buckets: CurveBuckets, layout: ChartLayout, overall_label: str) -> None:
-    """Draw a line for each node with values, or one band for many nodes, and the line over all nodes dashed."""
+    """Draw pale lines of nodes below their mean, or one band for many nodes; a line that is no mean is dashed."""
     style_axes(ax)
     format_step_axis(ax)
     if not np.isfinite(buckets.values).any():
@@ -209,24 +220,17 @@ def draw_lines(ax: Axes, buckets: CurveBuckets, layout: ChartLayout, overall_lab
         return
     last = buckets.origin + buckets.width * len(buckets.values) - 1
     ax.set_xlim(buckets.origin, max(buckets.origin + 1, last))
+    own = PART_LINE if layout.has_mean and layout.nodes > 1 else {"linewidth": 1.3}
     for k in range(layout.nodes):
         if layout.banded:
             draw_band(ax, buckets.middle_steps, buckets.values[:, k], COLORS[4], 0.3)
         elif np.isfinite(buckets.values[:, k, 1]).any():  # only the last stage of a pipeline has a loss
             # Overlapping bands would hide the lines, so they share the opacity of one.
             draw_band(ax, buckets.middle_steps, buckets.values[:, k], COLORS[k], 0.32 / (layout.nodes + 1))
-            _draw_line(ax, buckets.middle_steps, buckets.values[:, k], f"node {k}", color=COLORS[k], linewidth=1.3)
+            _draw_line(ax, buckets.middle_steps, buckets.values[:, k], f"node {k}", color=COLORS[k], **own)
     if layout.nodes != 1 or layout.banded:
-        dashes = (0, (3, 1.6)) if layout.nodes else "-"
-        _draw_line(
-            ax,
-            buckets.middle_steps,
-            buckets.values[:, -1],
-            overall_label,
-            color=TEXT_COLOR,
-            linewidth=1.5,
-            linestyle=dashes,
-        )
+        look = MEAN_LINE if layout.has_mean or not layout.nodes else {"linewidth": 1.5, "linestyle": (0, (3, 1.6))}
+        _draw_line(ax, buckets.middle_steps, buckets.values[:, -1], overall_label, color=TEXT_COLOR, **look)
     draw_end_labels(ax, collect_line_labels(ax))
 
 

@@ -6,6 +6,7 @@ A late box has its hollow box to the left.
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from matplotlib.patches import Patch
 
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
-from dtkit.dashboard.figures.style import MUTED_COLOR, TEXT_COLOR, count_legend_columns
+from dtkit.dashboard.figures.style import MUTED_COLOR, TEXT_COLOR
 from dtkit.history.comm_time import WAIT_PHASE, get_phase_kind
 from dtkit.history.timeline import ACTION_KINDS, COMPUTE_PHASES
 
@@ -43,8 +44,10 @@ _PHASE_EDGES = {WAIT_PHASE: ("#9A9A9A", 0.6), "send": ("white", 0), "receive": (
 # (color, width); boxes of messages are often narrower than an edge
 _DEFAULT_EDGE = ("white", 0.6)
 _MAX_NAMED_ACTIONS = 64  # in a strip with more actions, boxes have no names
-_MIN_NAMED_WIDTH = 0.012  # of the whole; a narrower box has no name
-_TOP_HEIGHT_IN, _ROW_HEIGHT_IN, _BOTTOM_HEIGHT_IN = 0.62, 0.5, 0.85
+_MIN_NAMED_WIDTH = 0.02  # of the whole; a narrower box has no name
+_WIDTH_IN = 6.7  # more than others, for the names in the boxes
+_TOP_HEIGHT_IN, _ROW_HEIGHT_IN, _BOTTOM_HEIGHT_IN = 0.8, 0.45, 1.0
+_NOTE_CHARS, _NOTE_LINE_PT, _LEGEND_COLUMNS = 92, 13, 4
 
 
 def draw_timeline(timeline: Timeline) -> Figure:
@@ -71,7 +74,7 @@ def draw_timeline(timeline: Timeline) -> Figure:
 
 def create_strip_figure(rows: int) -> tuple[Figure, Axes]:
     """Return a figure with room for this number of strips."""
-    figure = create_figure(10.8, _TOP_HEIGHT_IN + _ROW_HEIGHT_IN * rows + _BOTTOM_HEIGHT_IN)
+    figure = create_figure(_WIDTH_IN, _TOP_HEIGHT_IN + _ROW_HEIGHT_IN * rows + _BOTTOM_HEIGHT_IN)
     return figure, figure.subplots()
 
 
@@ -165,7 +168,7 @@ def draw_legend(figure: Figure, ax: Axes, patches: Sequence[Patch]) -> None:
     figure.legend(
         handles=list(patches),
         loc="outside lower center",
-        ncols=count_legend_columns(len(patches)),
+        ncols=min(_LEGEND_COLUMNS, len(patches)),
         fontsize=8,
         frameon=False,
         columnspacing=1.4,
@@ -188,11 +191,11 @@ def format_axes(ax: Axes, num_ranks: int, unit: str) -> None:
 
 def draw_titles(ax: Axes, name: str, note: str) -> None:
     """Write the name, and a note below it."""
-    ax.set_title(
-        name, loc="left", fontsize=11.5, fontweight="bold", color=TEXT_COLOR, pad=20 if note else 6, parse_math=False
-    )
+    lines = textwrap.wrap(note, _NOTE_CHARS)
+    pad = 6 + _NOTE_LINE_PT * len(lines)
+    ax.set_title(name, loc="left", fontsize=11.5, fontweight="bold", color=TEXT_COLOR, pad=pad, parse_math=False)
     ax.annotate(
-        note, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=9,
+        "\n".join(lines), (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=8.5,
         color=MUTED_COLOR, gid="note",
     )  # fmt: skip
 

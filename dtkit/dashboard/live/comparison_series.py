@@ -6,21 +6,26 @@ where the views of one run have the line over all ranks. NaN where a run has no 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit.dashboard.live.messages import choose_evenly
-from dtkit.dashboard.summary.comparison import read_scalar
+from dtkit.dashboard.live.evaluation_feed import choose_evenly
+from dtkit.dashboard.summary.comparison import NUM_RATE_BUCKETS, read_scalar
+from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dtkit.history.history import History
+    from dtkit.types import RunSpec
 
 MAX_POINTS = 128
+_MAX_TIMES = 64
 MAX_METRICS = 6
 MAX_SCALARS = 6
+RATE = "dtkit.rate"
+"""Name of the series of throughputs, which no metric has."""
 LOGGED_PREFIX = "dtkit.log/"
 """Begins the names of series with numbers from `dtkit.log`, which may be called like a metric."""
 
@@ -34,7 +39,7 @@ def list_metric_names(histories: Sequence[History]) -> list[str]:
 def make_time_series(histories: Sequence[History]) -> np.ndarray:
     """Return the mean loss over all ranks at the milliseconds that its steps have taken, without pauses."""
     totals = [history.totals() for history in histories]
-    ends = [1e3 * np.cumsum(part["step_s"]) for part in totals]
+    ends = [1e3 * read_step_ends(history) for history in histories]
     longest = max((float(end[-1]) for end in ends if len(end)), default=0.0)
     width = longest / MAX_POINTS
     if not width > 0:
@@ -51,16 +56,64 @@ def make_time_series(histories: Sequence[History]) -> np.ndarray:
     return series.astype("f4")
 
 
+def describe_axes(specs: Sequence[RunSpec | None], histories: Sequence[History]) -> dict[str, Any]:
+    """Return what a page needs to place each run's steps on other axes; None for one that some run lacks.
+
+    "epoch" has the steps of an epoch, "samples" those of a step, "time" some steps with the milliseconds until their
+    end. "last" has the last step. A history has no spec.
+    """
+    known = [spec for spec in specs if spec is not None]
+    is_whole = len(known) == len(specs)
+    times = [_read_times(history) for history in histories]
+    epochs, samples = [spec.steps_per_epoch for spec in known], [spec.batch_size for spec in known]
+    return {
+        "epoch": epochs if is_whole and all(epochs) else None,
+        "samples": samples if is_whole and all(samples) else None,
+        "time": times if any(ends and ends[-1] > 0 for _, ends in times) else None,
+        "last": [find_last_step(history) for history in histories],
+    }
+
+
+def _read_times(history: History) -> tuple[list[int], list[float]]:
+    """Return an even choice of steps, and the milliseconds until each one's end, without pauses."""
+    totals = history.totals()
+    chosen = list(choose_evenly(range(len(totals)), _MAX_TIMES))
+    ends = 1e3 * read_step_ends(history)
+    return [int(step) for step in totals["step"][chosen]], [round(float(end), 3) for end in ends[chosen]]
+
+
+def find_last_step(history: History) -> int:
+    """Return the last step of the curves or the evaluations. A final evaluation counts the steps before it."""
+    steps = history.read_totals(history.num_totals - 1)["step"]
+    return max(int(steps.max(initial=0)), max((e.step for e in history.evaluations), default=0))
+
+
 def make_scalar_series(histories: Sequence[History], name: str) -> np.ndarray:
     """Return the means over all ranks of a number from `dtkit.log`, by step."""
-    curves = [read_scalar(history, name) for history in histories]
+    return _average([read_scalar(history, name) for history in histories])
+
+
+def make_rate_series(histories: Sequence[History]) -> np.ndarray:
+    """Return the samples per second of all ranks, by step, as smooth as those of a single run.
+
+    The mean of seconds per sample is the time of all samples over their number; a mean of rates would exceed it.
+    """
+    with np.errstate(divide="ignore"):
+        sample_s = [(steps, 1 / rates) for steps, rates in (history.throughput() for history in histories)]
+        series = _average(sample_s, NUM_RATE_BUCKETS)
+        series[:, 1:] = 1 / series[:, 1:]
+    return series
+
+
+def _average(curves: Sequence[tuple[np.ndarray, np.ndarray]], max_points: int = MAX_POINTS) -> np.ndarray:
+    """Return the means of (steps, values) of each run, in at most `max_points` parts of equal width."""
     steps = np.concatenate([part for part, _ in curves])
     if not len(steps):
-        return np.empty((0, len(histories) + 2), "f4")
+        return np.empty((0, len(curves) + 2), "f4")
     origin = int(steps.min())
-    width = -(-(int(steps.max()) - origin + 1) // MAX_POINTS)
+    width = -(-(int(steps.max()) - origin + 1) // max_points)
     count = (int(steps.max()) - origin) // width + 1
-    series = np.full((count, len(histories) + 2), np.nan)
+    series = np.full((count, len(curves) + 2), np.nan)
     series[:, 0] = np.minimum(origin + width * np.arange(count) + (width - 1) / 2, steps.max())
     for k, (part, values) in enumerate(curves):
         is_known = np.abs(values) < np.finfo("f4").max

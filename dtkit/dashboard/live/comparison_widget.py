@@ -19,8 +19,12 @@ from dtkit.dashboard.live.bundle import bundle_modules
 from dtkit.dashboard.live.comparison_series import (
     LOGGED_PREFIX,
     MAX_SCALARS,
+    RATE,
+    describe_axes,
+    find_last_step,
     list_metric_names,
     make_metric_series,
+    make_rate_series,
     make_scalar_series,
     make_time_series,
 )
@@ -117,7 +121,7 @@ class ComparisonMessageBuilder:
         caps = {name: cap if name == "time" else find_metric_cap(histories, name) for name in series}
         means = values[..., 1]
         states = [read_state(run) for run in self._comparison.runs]
-        step = max((_find_last_step(history) for history in histories), default=0)
+        step = max((find_last_step(history) for history in histories), default=0)
         content: dict[str, Any] = {
             "kind": "snapshot",
             "seq": self._seq,
@@ -130,6 +134,7 @@ class ComparisonMessageBuilder:
                 "names": list(self._comparison.names),
                 "steep": is_steep(means if cap is None else means[means <= cap]),
                 "most": cap,
+                "axes": describe_axes([getattr(run, "spec", None) for run in self._comparison.runs], histories),
                 **self._build_tables(),
             },
             "curves": {"width": width, "origin": origin, "first": 0, "flat": False, "buckets": len(values)},
@@ -161,10 +166,11 @@ class ComparisonMessageBuilder:
         return values, width, origin
 
     def _make_series(self) -> dict[str, np.ndarray]:
-        """Return the series by name: the loss against time, each validation metric, then what runs logged."""
+        """Return the series by name: loss by time, each validation metric, the throughput, then what runs logged."""
         histories = self._comparison.histories
         series = {"time": make_time_series(histories)}
         series |= {name: make_metric_series(histories, name) for name in list_metric_names(histories)}
+        series[RATE] = make_rate_series(histories)
         shared = list_shared_scalars(histories)[:MAX_SCALARS]
         series |= {LOGGED_PREFIX + name: make_scalar_series(histories, name) for name in shared}
         return {name: points for name, points in series.items() if len(points)}
@@ -177,12 +183,6 @@ class ComparisonMessageBuilder:
             _describe_table(make_differences_table(self._comparison.labels, differences)) if differences else None
         )
         return {"table": table, "note": make_table_note(rows), "ends": describe_ends(rows), "settings": settings}
-
-
-def _find_last_step(history: History) -> int:
-    """Return the last step of the curves or the evaluations. A final evaluation counts the steps before it."""
-    steps = history.read_totals(history.num_totals - 1)["step"]
-    return max(int(steps.max(initial=0)), max((e.step for e in history.evaluations), default=0))
 
 
 def _describe_table(table: Table) -> dict[str, Any]:
@@ -203,7 +203,8 @@ def _describe_series(series: Mapping[str, np.ndarray], caps: Mapping[str, float 
     for name, points in series.items():
         text = formatting.sanitize_text(name.removeprefix(LOGGED_PREFIX), 40)
         is_logged = name.startswith(LOGGED_PREFIX)
-        title = "Loss against time" if name == "time" else text if is_logged else f"Validation {text}"
+        titles = {"time": "Loss against time", RATE: "Throughput"}
+        title = titles.get(name, text if is_logged else f"Validation {text}")
         place = {"points": len(points), "lines": points.shape[1] - 1, "first": first}
         described.append({"name": name, "title": title, "most": caps[name], **place})
         first += points.size

@@ -10,8 +10,8 @@ from dtkit._util import timeouts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-COUNTER_SHARE = 0.5
-"""Share of the period of the signs of life within which a page learns of a new step."""
+_CHECKS = 2
+"""Looks in each period of the signs, so that a sign comes soon after the period ends."""
 
 
 class Heartbeat:
@@ -36,5 +36,5 @@ class Heartbeat:
         self._stopped.set()
 
     def _run(self) -> None:
-        while self._send() and not self._stopped.wait(COUNTER_SHARE * timeouts.LIVE_HEARTBEAT_S):
+        while self._send() and not self._stopped.wait(timeouts.LIVE_HEARTBEAT_S / _CHECKS):
             pass

@@ -25,9 +25,10 @@ import numpy as np
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.guard import run_guarded
+from dtkit.dashboard.live.evaluation_feed import EvaluationFeed, replace_nonfinite
 from dtkit.dashboard.live.last_effect import LastEffect
-from dtkit.dashboard.live.log_lines import MAX_LOG_LINES, MAX_MARKS, build_log_line, select_log_events
-from dtkit.dashboard.live.pressing_state import read_pressing_state
+from dtkit.dashboard.live.log_lines import MAX_MARKS, build_log_line, select_log_events
+from dtkit.dashboard.live.pressing_state import PressingState
 from dtkit.dashboard.summary.activity import find_activity
 from dtkit.dashboard.summary.curves import (
     CHARTS,
@@ -61,8 +62,6 @@ if TYPE_CHECKING:
 
 MAX_CHANGE_BYTES = 4200
 MAX_CHANGE_EVENTS = 12
-MAX_SNAPSHOT_EVALUATIONS = 500
-"""Evaluations of a snapshot; of more, an even choice."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +83,8 @@ class MessageBuilder:
             1, MAX_CHANGE_BYTES // (12 * self._curves.num_columns)
         )  # a bucket: three float32 a column
         self._node_series = NodeSeries(self._num_ranks) if self._num_ranks > MAX_NODE_LINES else None
-        self._seq = self._num_evaluations_sent = self._num_events_read = 0
+        self._seq = self._num_events_read = 0
+        self._evaluation_feed = EvaluationFeed(run.history)
         self._unsent_events: list[Event] = []
         self._packed_state: tuple[int, int | None] = (
             -1,
@@ -101,7 +101,7 @@ class MessageBuilder:
         self.extra_controls: Sequence[str] = ()
         """Controls that not every run has."""
         self._last_effect = LastEffect(clock)
-        self._sent_pressing_state: tuple[object, ...] = ()
+        self._pressing_state = PressingState(run)
 
     def __len__(self) -> int:
         """Return the number of nodes."""
@@ -134,8 +134,7 @@ class MessageBuilder:
     @property
     def is_pressing(self) -> bool:
         """Whether the next message has what a person waits for, or must see at once."""
-        state = read_pressing_state(self._run, self._num_events_read, self._last_effect.count)
-        return state != self._sent_pressing_state
+        return self._pressing_state.is_outdated(self._num_events_read, self._last_effect.count)
 
     def note_effect(self, text: str) -> None:
         """Put a command that took effect into the messages of the next seconds."""
@@ -143,24 +142,21 @@ class MessageBuilder:
 
     def build_snapshot(self) -> Message:
         """Return everything that a page needs, downsampled."""
-        history = self._run.history
         self._read_history()
-        self._num_evaluations_sent, self._unsent_events = len(history.evaluations), []
-        chosen = choose_evenly(range(self._num_evaluations_sent), MAX_SNAPSHOT_EVALUATIONS)
-        events = history.events[: self._num_events_read]
+        self._unsent_events = []
+        events = self._run.history.events[: self._num_events_read]
         content = self._build_current_state("snapshot") | {
             "head": self._build_header(),
             "nodes": self._build_nodes(),
             "events": [build_log_line(event) for event in select_log_events(events)],
             "marks": [build_log_line(event) for event in events if event.kind in MARKED_EVENTS][-MAX_MARKS:],
-            "evaluations": self._build_evaluations(chosen),
+            "evaluations": self._evaluation_feed.build_all(),
         }
         part = self._curves.take_all()
         return self._pack_message(content, part.values, part.width, part.origin, part.first)
 
     def build_change(self) -> Message:
         """Return the changes since the last message."""
-        history = self._run.history
         self._read_history()
         content = self._build_current_state("change")
         if self._sent_nodes != list(self._run.nodes):  # an engine was replaced or left out
@@ -171,10 +167,7 @@ class MessageBuilder:
             unsent = select_log_events(self._unsent_events)
             self._unsent_events = unsent[MAX_CHANGE_EVENTS:]
             content["events"] = [build_log_line(event) for event in unsent[:MAX_CHANGE_EVENTS]]
-        if self._num_evaluations_sent < len(history.evaluations):
-            first = self._num_evaluations_sent
-            self._num_evaluations_sent = min(len(history.evaluations), first + MAX_LOG_LINES)
-            content["evaluations"] = self._build_evaluations(range(first, self._num_evaluations_sent))
+        content |= self._evaluation_feed.build_changes()
         part = self._curves.take_changes(self._max_change_buckets)
         values = part.values[..., 1] if part.is_flat else part.values
         return self._pack_message(content, values, part.width, part.origin, part.first)
@@ -212,9 +205,10 @@ class MessageBuilder:
         """Return the part of every message: the state, notices and metrics."""
         run, status = self._run, self._run.status
         base, self._seq = self._seq, self._seq + 1
-        self._sent_pressing_state = read_pressing_state(run, self._num_events_read, self._last_effect.count)
+        is_first_step = self._pressing_state.note_sent(status, self._num_events_read, self._last_effect.count)
         stall = find_stall(run)
         verdict = self._build_verdict(changed_only=kind == "change")  # before the metrics, which must agree with it
+        self._num_rows = len(run.history)  # rows that arrive from here on are for the next message
         metrics = compute_run_metrics(run.history, self._num_ranks, self._lost_nodes)
         self._metrics = self._steady_verdict.match(metrics)
         stuck_ranks = [] if stall is None or stall.rank is None else [stall.rank]
@@ -231,16 +225,16 @@ class MessageBuilder:
                 "steps": status.steps,
                 "epoch": epoch,
                 "epochs": epochs,
-                "elapsed": _replace_nonfinite(status.elapsed_s),
-                "remaining": None if activity else _replace_nonfinite(status.remaining_s),
+                "elapsed": replace_nonfinite(status.elapsed_s),
+                "remaining": None if activity else replace_nonfinite(status.remaining_s),
                 "activity": None if activity is None else dataclasses.asdict(activity),
                 "remedy": find_remedy(run),
                 "diverged": None if divergence is None else divergence.short,
                 "message": "" if stall else formatting.sanitize_text(status.message),  # a notice has the same text
             },
-            "lr": _replace_nonfinite(run.lr),
+            "lr": replace_nonfinite(run.lr),
             "tiles": [dataclasses.asdict(tile) for tile in build_tiles(run, self._metrics)],
-            "throughput": _replace_nonfinite(self._metrics.throughput),
+            "throughput": replace_nonfinite(self._metrics.throughput),
             "error": None if error is None else "\n".join(list_error_lines(error)),
             "notices": [dataclasses.asdict(notice) for notice in collect_notices(run, self._lost_nodes)],
             "nodes_now": {
@@ -255,6 +249,7 @@ class MessageBuilder:
             **verdict,
             "selected": self.selected_rank,
             "effect": self._last_effect.describe(run.history.events),
+            **({"is_first_step": True} if is_first_step else {}),
         }
 
     def _build_verdict(self, *, changed_only: bool) -> dict[str, Any]:
@@ -294,22 +289,11 @@ class MessageBuilder:
             "has_spare_core": has_spare_core(self._run),
         }
 
-    def _build_evaluations(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return some of the history's evaluations."""
-        evaluations = self._run.history.evaluations
-        return [
-            {
-                "step": e.step,
-                "values": {formatting.sanitize_text(k, 40): _replace_nonfinite(v) for k, v in e.values.items()},
-            }
-            for e in (evaluations[index] for index in indices)
-        ]
-
     def _pack_message(
         self, content: dict[str, Any], values: np.ndarray, width: int, origin: int, first: int
     ) -> Message:
         _describe_curves(content, values, width, origin, first)
-        packed_state = len(self._run.history), self.selected_rank
+        packed_state = self._num_rows, self.selected_rank
         is_new = packed_state != self._packed_state or content["kind"] == "snapshot"
         self._packed_state = packed_state
         by_rank = self._metrics.by_rank if is_new else self._metrics.by_rank[:0]
@@ -375,25 +359,13 @@ class MessageBuilder:
         timing = self._metrics.timing
         bars = select_bars(timing, self.selected_rank) if timing.is_measured else []
         content["time"] = {
-            "steps": timing.num_steps,
+            "steps": f"{'' if timing.is_whole else 'the '}{timing.steps_text}",
             "bars": [{"rank": bar.rank, "label": bar.label, "slow": bar.is_straggler} for bar in bars],
             "straggler": None if timing.straggler is None else timing.straggler.text,
         }
         return np.array([bar.seconds for bar in bars])
 
 
-def choose_evenly(indices: Sequence[int], most: int) -> Sequence[int]:
-    """Return at most `most` indices, evenly apart, the last one included."""
-    if len(indices) <= most:
-        return indices
-    return [indices[round(k * (len(indices) - 1) / (most - 1))] for k in range(most)]
-
-
 def _describe_curves(content: dict[str, Any], values: np.ndarray, width: int, origin: int, first: int) -> None:
     content["curves"] = {"width": width, "origin": origin, "first": first, "flat": values.ndim == 2}
     content["curves"]["buckets"] = len(values)
-
-
-def _replace_nonfinite(value: float | None) -> float | None:
-    """Return None for a value that JSON can't hold."""
-    return value if value is not None and math.isfinite(value) else None

@@ -1,7 +1,7 @@
 """Messages with the user's own numbers and the machines' load: short curves, sent whole when they grow.
 
-Each message has the names that grew, up to a size; the rest follows with the next one. Reading takes a hundredth of the
-time at most.
+Each message has the names that grew, up to a size; the rest follows with the next one. Reading takes a hundredth of a
+core at most. Time in which other processes have the core doesn't count, or charts would stand still on a busy machine.
 """
 
 from __future__ import annotations
@@ -60,8 +60,13 @@ class LoggedNumbers(Protocol):
 class SeriesFeed:
     """Messages about the numbers of one history. Not thread-safe: one caller at a time."""
 
-    def __init__(self, history: LoggedNumbers, clock: Callable[[], float] = time.monotonic) -> None:
-        self._history, self._clock = history, clock
+    def __init__(
+        self,
+        history: LoggedNumbers,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._history, self._clock, self._cpu_clock = history, clock, cpu_clock
         self._sent_counts: dict[str, int] = {}
         self._next_at = float("-inf")
 
@@ -76,10 +81,10 @@ class SeriesFeed:
         self._next_at = float("-inf")
 
     def build_message(self, *, is_last: bool = False) -> Message | None:
-        """Return the curves that grew; None if there are none, or if reading took long just now, before the last."""
-        started_at = self._clock()
-        if started_at < self._next_at and not is_last:
+        """Return the curves that grew; None if there are none, or if reading took much just now, before the last."""
+        if self._clock() < self._next_at and not is_last:
             return None
+        began = self._cpu_clock()
         entries: list[dict[str, Any]] = []
         parts: list[np.ndarray] = []
         ranks = self._history.ranks
@@ -89,12 +94,12 @@ class SeriesFeed:
             if sum(part.nbytes for part in parts) > MAX_BYTES:
                 break
             self._sent_counts[name] = self._history.count_scalar_records(name)
-            points = self._read_points(name, shown_ranks, lost_steps)
+            points, merged = self._read_points(name, shown_ranks, lost_steps)
             if len(points):
-                first = sum(part.size for part in parts)
-                entries.append(_describe(name) | {"points": len(points), "lines": points.shape[1] - 1, "first": first})
+                place = {"points": len(points), "lines": points.shape[1] - 1, "first": sum(part.size for part in parts)}
+                entries.append(_describe(name) | place | {"merged": merged})
                 parts.append(points)
-        self._next_at = self._clock() + (self._clock() - started_at) / _MAX_SHARE
+        self._next_at = self._clock() + (self._cpu_clock() - began) / _MAX_SHARE
         if not parts:
             return None
         values = np.concatenate([part.reshape(-1) for part in parts])
@@ -108,23 +113,33 @@ class SeriesFeed:
 
     def _read_points(
         self, name: str, ranks: Sequence[int], lost_steps: Sequence[Sequence[tuple[int, int]]]
-    ) -> np.ndarray:
-        """Return rows of a step and its values: of each of a few ranks, and over all ranks.
+    ) -> tuple[np.ndarray, tuple[int, int, int]]:
+        """Return rows of a step and its values, of each of a few ranks and over all; and (width, first, last step).
+
+        A row has the means of `width` steps, counted from the first one; its step is in their middle.
 
         NaN where a value is unknown, and infinity where a line must end: its numbers were lost, by `lost_steps`.
         """
         history = self._history
         steps, overall = history.scalar(name)
         if not len(steps):
-            return np.empty((0, 2), "f4")
-        lines = [history.scalar(name, rank) for rank in ranks]
+            return np.empty((0, 2), "f4"), (1, 0, 0)
+        lines = [_cut_to(history.scalar(name, rank), steps) for rank in ranks]  # rows may arrive between two reads
         width = -(-(int(steps[-1]) - int(steps[0]) + 1) // MAX_POINTS)
         buckets = (steps - steps[0]) // width
         table = np.full((int(buckets[-1]) + 1, 2 + len(lines)), np.nan)
         table[:, 0] = np.minimum(steps[0] + width * np.arange(len(table)) + (width - 1) / 2, steps[-1])
         for column, (line_steps, values) in enumerate([*lines, (steps, overall)], 1):
             table[:, column] = _compute_means((line_steps - steps[0]) // width, values, len(table))
-        return np.asarray(_break_lines(table[np.isfinite(table[:, -1])], lost_steps, width), "f4")
+        points = np.asarray(_break_lines(table[np.isfinite(table[:, -1])], lost_steps, width), "f4")
+        return points, (width, int(steps[0]), int(steps[-1]))
+
+
+def _cut_to(line: tuple[np.ndarray, np.ndarray], steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the (steps, values) of a line within the range of some sorted steps."""
+    own, values = line
+    is_inside = (steps[0] <= own) & (own <= steps[-1])
+    return own[is_inside], values[is_inside]
 
 
 def _break_lines(points: np.ndarray, lost_steps: Sequence[Sequence[tuple[int, int]]], width: int) -> np.ndarray:

@@ -1,9 +1,9 @@
 """The live view of a run: an anywidget over a :class:`~dtkit.dashboard.live.messages.MessageBuilder`.
 
 The model opens with a snapshot in the trait ``opening``, which arrives even while a cell blocks the kernel. Later
-messages are custom ones, at most four a second. A page whose drawing takes long asks for fewer (``static/pacing.js``),
-but what a person waits for is sent at once. The browser's half is ``static/dashboard.js`` with a module for each
-panel; it has no build step (see :mod:`dtkit.dashboard.live.bundle`).
+messages are custom ones, at most four a second, each in as many parts as its curves need. A page whose drawing takes
+long asks for fewer (``static/pacing.js``), but what a person waits for is sent at once. The browser's half is
+``static/dashboard.js`` with a module for each panel; it has no build step (see :mod:`dtkit.dashboard.live.bundle`).
 
 A page loses messages until its module has loaded. Then it sends hello and gets a snapshot. A kernel that is busy with
 a blocking cell doesn't receive the hello. So until the first hello, the 1st, 2nd, 4th, 8th ... message is a snapshot.
@@ -26,11 +26,12 @@ from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.live.bundle import bundle_modules
 from dtkit.dashboard.live.commands import CommandHandler
-from dtkit.dashboard.live.heartbeat import COUNTER_SHARE, Heartbeat
+from dtkit.dashboard.live.heartbeat import Heartbeat
 from dtkit.dashboard.live.messages import Message, MessageBuilder
 from dtkit.dashboard.live.panel_renderer import CustomPanelRenderer
 from dtkit.dashboard.live.placement import make_place_name
 from dtkit.dashboard.live.series_feed import SeriesFeed
+from dtkit.dashboard.live.sight import PageSight
 from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.throttle import Throttle, start_timer
 from dtkit.types import State
@@ -41,11 +42,8 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
 
 STATIC_FOLDER = Path(__file__).parent / "static"
-_BUSY_FACTOR = 4
-_BUSY_SERIES_FACTOR = 2  # of series, whose charts would lag far behind the others
+_BUSY_FACTOR = 3
 """How much longer intervals are where a training pays for each message."""
-
-_COUNTER_LIMIT = 0.75 * COUNTER_SHARE  # a message that is due soon after brings the step itself
 
 
 class Dashboard(anywidget.AnyWidget):
@@ -72,12 +70,12 @@ class Dashboard(anywidget.AnyWidget):
         call_later: Callable[[float, Callable[[], None]], None] = start_timer,
     ) -> None:
         self._run, self._clock = run, clock
-        self._sent_at = self._state_sent_at = -math.inf  # of the last message, and of the last one with the state
-        self._sent_step = -1
+        self._sent_at = -math.inf  # of the last message
         self._message_builder = MessageBuilder(run)
         self._command_handler = CommandHandler(run, self._report_command, fault_injection=fault_injection)
         self._message_builder.extra_controls = self._command_handler.extra_controls
-        self._panel_renderer = CustomPanelRenderer(run.history, clock)
+        self._sight = PageSight(clock)
+        self._panel_renderer = CustomPanelRenderer(run.history, clock, is_away=self._sight.is_away)
         # locks: while a message is made and sent
         self._send_lock = threading.Lock()  # messages leave in the order in which they are built
         self._is_page_ready = False
@@ -86,7 +84,7 @@ class Dashboard(anywidget.AnyWidget):
         self._unsubscribe: Callable[[], None] = _do_nothing
         self._throttle = Throttle(self._send_update, timeouts.LIVE_INTERVAL_S, clock=clock, call_later=call_later)
         self._picture_throttle = Throttle(
-            self._send_pictures, timeouts.PICTURE_INTERVAL_S, clock=clock, call_later=call_later
+            self._send_pictures, timeouts.LIVE_INTERVAL_S, clock=clock, call_later=call_later
         )
         self._series_feed = SeriesFeed(run.history, clock)
         self._series_throttle = Throttle(
@@ -94,7 +92,6 @@ class Dashboard(anywidget.AnyWidget):
         )
         self._heartbeat = Heartbeat(self._send_sign_of_life)
         self._throttle.interval = self._find_shortest_interval()
-        self._series_throttle.interval = self._lengthen(timeouts.SERIES_INTERVAL_S, _BUSY_SERIES_FACTOR)
         message = self._message_builder.build_snapshot()
         super().__init__(opening={"content": message.content, "buffers": message.buffers}, place=make_place_name())
         self.on_msg(self._on_page_message)
@@ -113,14 +110,13 @@ class Dashboard(anywidget.AnyWidget):
         self._throttle.trigger(is_pressing=self._message_builder.is_pressing)
         if self._is_page_ready and not self._run.status.state.has_ended:  # it may have been extended
             self._heartbeat.start()
-        if self._panel_renderer.is_outdated:
-            self._picture_throttle.trigger()
+        self._request_pictures()
         self._request_series()
 
     def _request_series(self) -> None:
-        """Schedule the numbers that a page lacks: at once while the run rests, since nothing else would bring them."""
-        if self._is_page_ready and self._series_feed.is_outdated:
-            self._series_throttle.trigger(is_pressing=self._is_at_rest())
+        """Schedule the numbers that a page lacks while the run rests. Otherwise they follow each update."""
+        if self._is_page_ready and self._series_feed.is_outdated and self._is_at_rest():
+            self._series_throttle.trigger(is_pressing=True)
 
     def _is_at_rest(self) -> bool:
         """Whether the run has ended or pauses."""
@@ -143,38 +139,28 @@ class Dashboard(anywidget.AnyWidget):
 
     def _send_update(self) -> None:
         """Send the changes since the last message. Runs on the throttle's thread."""
+        builder = self._message_builder
         with self._send_lock:
             if self.comm is None:
                 return
             self._num_updates += 1
             needs_snapshot = not self._is_page_ready and self._num_updates & (self._num_updates - 1) == 0
-            self._send_message(self._message_builder.build_snapshot() if needs_snapshot else self._build_change())
-            delay_s, has_curves = self._message_builder.pending_delay_s, self._message_builder.has_pending_curves
-        if delay_s is not None:  # curves that didn't fit would fall behind at a page's slower pace
-            self._throttle.trigger(delay_s=delay_s, is_pressing=has_curves)
-
-    def _build_change(self) -> Message:
-        """Return the change, or only the curves that the last one left, until its state is old."""
-        builder, now = self._message_builder, self._clock()
-        is_recent = now - self._state_sent_at < self._find_shortest_interval()
-        if is_recent and builder.has_pending_curves and not builder.is_pressing:
-            return builder.build_rest()
-        self._state_sent_at = now
-        return builder.build_change()
+            self._send_message(builder.build_snapshot() if needs_snapshot else builder.build_change())
+            while builder.has_pending_curves:  # charts must not lag behind the numbers above them
+                self._send_message(builder.build_rest())
+            delay_s = builder.pending_delay_s
+        if self._is_page_ready and self._series_feed.is_outdated:
+            self._send_series()  # their charts end where the others do
+        if delay_s is not None:
+            self._throttle.trigger(delay_s=delay_s)
 
     def _send_sign_of_life(self) -> bool:
-        """Send a sign of life with the step, unless another message just was one.
-
-        A page that takes long to draw gets the state rarely, but its counter moves. Return False if the page needs no
-        more signs.
-        """
+        """Send a sign of life, unless another message just was one. Return False if the page needs no more signs."""
         with self._send_lock:
-            step, silence_s = self._run.status.step, self._clock() - self._sent_at
-            has_moved = step != self._sent_step
-            limit_s = timeouts.LIVE_HEARTBEAT_S * (_COUNTER_LIMIT if has_moved else 1.0)
-            if self.comm is not None and (silence_s >= limit_s or not self._knows_heartbeat):
-                self.send({"kind": "alive", "step": step})
-                self._sent_at, self._sent_step, self._knows_heartbeat = self._clock(), step, True
+            silence_s = self._clock() - self._sent_at
+            if self.comm is not None and (silence_s >= timeouts.LIVE_HEARTBEAT_S or not self._knows_heartbeat):
+                self.send({"kind": "alive"})
+                self._sent_at, self._knows_heartbeat = self._clock(), True
             return self.comm is not None and not self._run.status.state.has_ended
 
     def _send_pictures(self) -> None:
@@ -185,20 +171,25 @@ class Dashboard(anywidget.AnyWidget):
                     return
                 content = {"kind": "picture", "name": picture.name, "error": picture.error, "wide": picture.is_wide}
                 self.send(content, [picture.png])
-        if self._panel_renderer.is_outdated:  # not due yet, or outdated again
-            self._picture_throttle.trigger()
+        self._request_pictures()  # not due yet, or outdated again
+
+    def _request_pictures(self) -> None:
+        """Schedule the user's panels that lack rows, for when the first of them is due."""
+        if self._panel_renderer.is_outdated:
+            if self._is_at_rest():
+                self._panel_renderer.hurry()  # no newer rows follow
+            self._picture_throttle.trigger(delay_s=self._panel_renderer.due_in_s)
 
     def _send_series(self) -> None:
         """Send numbers of the user's own and of the machines, in a share of the time."""
-        message = self._series_feed.build_message(is_last=self._is_at_rest())
-        with self._send_lock:
+        with self._send_lock:  # one caller of the feed at a time
+            message = self._series_feed.build_message(is_last=self._is_at_rest())
             if self.comm is not None and message is not None:
                 self._send_message(message)
         self._request_series()
 
     def _send_message(self, message: Message) -> None:
         self._sent_at = self._clock()
-        self._sent_step = message.content.get("status", {}).get("step", self._sent_step)
         self.send(message.content, message.buffers)
 
     def _on_page_message(self, _widget: object, content: Any, _buffers: object) -> None:
@@ -211,6 +202,8 @@ class Dashboard(anywidget.AnyWidget):
             self._select_node(content["select"])
         elif "zoom" in content:
             self._send_detail(content["zoom"])
+        elif "sight" in content:
+            self._note_sight(content["sight"])
         elif "interval" in content:
             self._set_interval(content["interval"])
         elif isinstance(content.get("command"), str):
@@ -226,6 +219,14 @@ class Dashboard(anywidget.AnyWidget):
         self._panel_renderer.reset()
         self._series_feed.reset()
         self._request_update()
+
+    def _note_sight(self, report: Any) -> None:
+        """Note which pictures a page has out of sight; draw at once what has come into sight."""
+        was_outdated = self._panel_renderer.is_outdated
+        self._sight.note(report)
+        if self._panel_renderer.is_outdated and not was_outdated:
+            self._panel_renderer.hurry()
+        self._request_pictures()
 
     def _select_node(self, rank: Any) -> None:
         """Highlight a node on all pages; None ends the highlight."""
@@ -248,11 +249,7 @@ class Dashboard(anywidget.AnyWidget):
 
     def _find_shortest_interval(self) -> float:
         """Return the shortest time between two messages that nobody waits for, as in ``static/pacing.js``."""
-        return self._lengthen(timeouts.LIVE_INTERVAL_S)
-
-    def _lengthen(self, interval: float, factor: float = _BUSY_FACTOR) -> float:
-        """Return a longer interval where the run's engines take all cores of this host."""
-        return interval if has_spare_core(self._run) else factor * interval
+        return timeouts.LIVE_INTERVAL_S * (1 if has_spare_core(self._run) else _BUSY_FACTOR)
 
     def _handle_command(self, command: str, value: Any) -> None:
         """Pass a command to the run. A refusal is shown next to the button."""

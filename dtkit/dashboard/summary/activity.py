@@ -53,7 +53,8 @@ class Activity:
 def name_state(run: RunView) -> str:
     """Return the word for a run's state: "ready" if it is paused since it was made, "diverged" if it ended so.
 
-    A run that an error paused has it: "paused, not finite" or "paused, error", as in the dashboard.
+    A run that an error paused has it: "paused, not finite" or "paused, error", as in the dashboard. Once such a
+    run is stopped, it is "stopped, not finite".
     """
     status, error = run.status, run.exception
     if status.state is State.PAUSED and error is not None:
@@ -61,6 +62,8 @@ def name_state(run: RunView) -> str:
     if status.state is State.PAUSED and not status.elapsed_s:
         return "ready"
     has_ended_well = status.state in (State.COMPLETED, State.STOPPED)
+    if has_ended_well and isinstance(error, NonFiniteError):
+        return f"{status.state.value}, not finite"  # as before it was stopped or replaced
     return "diverged" if has_ended_well and find_divergence(run.history) is not None else status.state.value
 
 

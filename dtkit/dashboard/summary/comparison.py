@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit.history.mean_loss import FINAL_LOSS_STEPS, compute_mean_loss
-from dtkit.history.speed import compute_speed
+from dtkit.history.mean_loss import read_final_loss
+from dtkit.history.speed import compute_speed, split_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dtkit.history.history import History
+    from dtkit.rpc.verification import Verification
 
 _SAME_BYTES_RATIO = 1.05
 _STEEP_RATIO = 50.0  # from this ratio of losses on, an axis is logarithmic
 _FAR_ABOVE_START = 10.0  # a loss so many times the first one has diverged
 _ROOM_ABOVE_START = 3.0
+NUM_RATE_BUCKETS = 64
+"""Parts in which throughput is drawn: single steps of a few milliseconds show the scheduler's noise."""
 KEPT_STATE = "kept"
 """State of a history without its run."""
-BROKEN_STATES = frozenset({"failed", "diverged", "paused, error", "paused, not finite"})
+NOT_VERIFIED = "no"
+BROKEN_STATES = frozenset({"failed", "diverged", "paused, error", "paused, not finite", "stopped, not finite"})
 """States of runs that an error ended. A stopped run is none of them: `EarlyStopping` ends a good one."""
 MANY_ORDERS = 1000.0
 """Ratio of values from which a panel of one run becomes logarithmic by itself, as in ``static/chart/grain.js``."""
@@ -44,6 +48,8 @@ class ComparisonRow:
     bytes_per_step: float
     samples_per_s: float
     """Over all steps but the first, as the report has it."""
+    steps_s: float
+    """Seconds in all steps but the first, of which samples/s are."""
     seconds: float
     """How long the run took, without pauses; the sum of its steps where only these are known."""
     best: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -52,6 +58,8 @@ class ComparisonRow:
     """The word for the run's state, as in its own views."""
     cause: str = ""
     """Why the run failed or diverged, in one line."""
+    verified: str = NOT_VERIFIED
+    """The result of the last ``run.verify()``, with the difference to one process."""
 
     @property
     def competes(self) -> bool:
@@ -66,6 +74,7 @@ def make_row(
     position: tuple[int, float] | None = None,
     state: str = KEPT_STATE,
     cause: str = "",
+    verification: Verification | None = None,
 ) -> ComparisonRow:
     """Return the totals of a history. `position` has the steps and seconds of its run, unless the history has them."""
     totals = history.totals()
@@ -77,15 +86,25 @@ def make_row(
         strategy=strategy,
         nodes=num_ranks,
         steps=steps,
-        loss=compute_mean_loss(totals[-FINAL_LOSS_STEPS:]),
+        loss=read_final_loss(history),
         sent_bytes=sent_bytes,
         bytes_per_step=sent_bytes / len(totals) if len(totals) else math.nan,
         samples_per_s=compute_speed(history).samples_per_s,
+        steps_s=split_time(history, seconds).steps_s,
         seconds=seconds,
         state=state,
         cause=cause,
+        verified=_describe_verification(verification),
         best={name: best[1] for name in _list_names(history) if (best := find_best_evaluation(history, name))},
     )
+
+
+def _describe_verification(verification: Verification | None) -> str:
+    """Return the result with the difference to one process, such as ``PASS, 1.1e-16``."""
+    if verification is None:
+        return NOT_VERIFIED
+    difference = verification.compared_difference
+    return f"{verification.verdict}, {difference:.2g}" if math.isfinite(difference) else verification.verdict
 
 
 def _list_names(history: History) -> list[str]:
@@ -135,6 +154,21 @@ def list_shared_scalars(histories: Sequence[History]) -> list[str]:
 def read_scalar(history: History, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return (steps, means over all ranks) of a number from `dtkit.log`; empty arrays for a run that has none."""
     return history.scalar(name) if name in history.scalar_names else (np.empty(0, "i8"), np.empty(0))
+
+
+def read_rates(history: History) -> tuple[np.ndarray, np.ndarray]:
+    """Return (steps, samples per second of all ranks) in at most `NUM_RATE_BUCKETS` parts of a run."""
+    totals = history.totals()
+    if not len(totals):
+        return np.empty(0), np.empty(0)
+    width = -(-len(totals) // NUM_RATE_BUCKETS)
+    first = np.arange(0, len(totals), width)
+    steps, samples, seconds = (
+        np.add.reduceat(totals[name].astype("f8"), first) for name in ("step", "samples", "step_s")
+    )
+    count = np.diff(np.append(first, len(totals)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return steps / count, samples / seconds
 
 
 def is_better_lower(name: str) -> bool:

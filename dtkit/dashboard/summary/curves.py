@@ -66,6 +66,11 @@ class ChartLayout:
         """The column of the line over all ranks."""
         return self.first + self.nodes
 
+    @property
+    def has_mean(self) -> bool:
+        """Whether the line over all ranks is the mean of the nodes' values; that of the throughput has waiting, too."""
+        return self.name != THROUGHPUT.name
+
 
 def compute_own_sample_s(rows: np.ndarray) -> np.ndarray:
     """Return seconds per sample of a rank without its waiting time, in which nodes in step differ."""

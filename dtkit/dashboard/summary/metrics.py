@@ -14,7 +14,7 @@ from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall, format_place
 from dtkit.dashboard.summary.timing import StepTiming, compute_step_timing, count_window_steps, format_nodes
-from dtkit.history.mean_loss import compute_mean_loss
+from dtkit.history.mean_loss import count_final_steps, read_final_loss
 from dtkit.history.speed import compute_speed
 from dtkit.history.workload import Efficiency
 
@@ -32,7 +32,7 @@ _MAX_METRIC_TILES = 2
 
 @dataclasses.dataclass(frozen=True)
 class RunMetrics:
-    """Means over the last steps (:func:`count_window_steps`); None before the first one. Times are in seconds.
+    """Means over the last steps; None before the first one. Times are in seconds.
 
     `by_rank` has a row per rank and the columns loss, throughput while it does not wait for others, memory in bytes.
     Unknown values are NaN.
@@ -40,7 +40,7 @@ class RunMetrics:
 
     throughput: float | None
     loss: float | None
-    """Mean by weight, like the gradients: a short batch at the end of an epoch counts less."""
+    """Mean of the last ``FINAL_LOSS_STEPS`` by weight, like the gradients: a short batch counts less."""
     loss_spread: float | None
     step_s: float | None
     by_rank: np.ndarray
@@ -49,6 +49,8 @@ class RunMetrics:
     """Ranks that reported no loss in their last step, whose NaN means nothing."""
     lost_nodes: LostNodes
     """Lost nodes, with the step of the loss."""
+    num_loss_steps: int
+    """Steps over which the loss is averaged."""
 
 
 def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes | None = None) -> RunMetrics:
@@ -59,7 +61,7 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
     window = count_window_steps(history)
     totals = history.read_totals(history.num_totals - window)
     if not len(totals):
-        return RunMetrics(None, None, None, None, by_rank, timing, silent, lost_nodes)
+        return RunMetrics(None, None, None, None, by_rank, timing, silent, lost_nodes, num_loss_steps=0)
     rows = history.rows(len(history) - window * num_ranks)
     rows = rows[rows["rank"] < num_ranks]
     rank = rows["rank"]
@@ -75,13 +77,14 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
     speed = compute_speed(history, window)
     return RunMetrics(
         throughput=speed.samples_per_s if math.isfinite(speed.samples_per_s) else None,
-        loss=compute_mean_loss(totals),
+        loss=read_final_loss(history),
         loss_spread=float(np.ptp(losses)) if len(losses) > 1 else None,
         step_s=speed.step_s,
         by_rank=by_rank,
         timing=timing,
         ranks_without_loss=silent,
         lost_nodes=lost_nodes,
+        num_loss_steps=count_final_steps(history),
     )
 
 
@@ -159,12 +162,18 @@ def _build_metric_tiles(run: RunView) -> Iterator[Tile]:
 
 
 def _describe_rate(metrics: RunMetrics) -> str:
-    steps = metrics.timing.num_steps
+    timing = metrics.timing
+    if timing.is_whole:
+        return f"samples/s, {timing.steps_text}"
+    steps = timing.num_steps
     return f"samples/s, {formatting.format_count(steps, 'step')}" if steps else "samples/s, all nodes"
 
 
 def _describe_window(metrics: RunMetrics) -> str:
-    steps = metrics.timing.num_steps
+    timing = metrics.timing
+    if timing.is_whole:
+        return f"mean of {timing.steps_text}"
+    steps = timing.num_steps
     return f"mean of {formatting.format_count(steps, 'step')}" if steps else "no step yet"
 
 
@@ -186,7 +195,7 @@ def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:
 
 def _describe_loss(run: RunView, metrics: RunMetrics) -> str:
     """Return the steps of the mean, which a narrow page leaves out, and the spread or the last validation."""
-    window = count_window_steps(run.history) if not run.history.evaluations else 0  # their text fills a tile
+    window = metrics.num_loss_steps if not run.history.evaluations else 0  # their text fills a tile
     return ", ".join(filter(None, [f"{window} steps" if window > 1 else "", _describe_latest_loss(run, metrics)]))
 
 

@@ -5,24 +5,52 @@ A measurement of the same rows in both is better than any estimate, and views sh
 The estimate: one process computes all rows, and so at most as often the time of one node's rows as there are nodes.
 It takes less where a part of the time doesn't grow with the rows. Shorter steps show that part, such as the last one of
 each epoch.
+
+There is no estimate where nodes hold parts of a model: their phases that compute have hooks, gathered layers and
+micro-batches in them (docs/decisions/step-cost.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit.dashboard.summary.printed_times import PrintedTimes
+from dtkit.history.speed import compute_median_step_s
 
 if TYPE_CHECKING:
     from dtkit.history.history import History
     from dtkit.rpc.reference import StepTimes
+    from dtkit.rpc.verification import Verification
+    from dtkit.types import RunSpec
 
+REPLICATED = ("DataParallel(", "NaiveDataParallel(", "ParameterAveraging(")
+"""Beginnings of the strategies under which each node computes its rows as one process would."""
 _MAX_ROWS = 4000
 """Latest rows of the history that are read: a view asks again and again."""
 _MIN_SHORT_ROWS = 4
+
+
+class VerifiedRun(Protocol):
+    """What is read of a run that may have been verified."""
+
+    @property
+    def spec(self) -> RunSpec:
+        """What the user asked for."""
+        ...
+
+    @property
+    def history(self) -> History:
+        """Records of every rank and step."""
+        ...
+
+    @property
+    def verification(self) -> Verification | None:
+        """The result of the last ``run.verify()``."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +70,18 @@ class OneProcess:
         return 1 - self.one_process_s / self.all_nodes_s
 
 
-def read_verification(times: StepTimes | None, num_nodes: int) -> OneProcess | None:
+def read_step_times(run: VerifiedRun) -> StepTimes | None:
+    """Return the times that ``run.verify()`` measured, with that of the run's own steps; None before."""
+    times = None if run.verification is None else run.verification.step_times
+    if times is None:
+        return None
+    own_s = compute_median_step_s(run.history, run.spec.world_size)
+    return times if own_s is None else dataclasses.replace(times, run_step_s=own_s)
+
+
+def read_verification(run: VerifiedRun) -> OneProcess | None:
     """Return the times that ``run.verify()`` measured; None before, or if other programs disturbed them."""
+    times, num_nodes = read_step_times(run), run.spec.world_size
     if times is None or not times.are_comparable(num_nodes):
         return None
     source = f"run.verify(), medians of {formatting.format_count(times.num_steps, 'step')}"
@@ -56,9 +94,10 @@ def describe_measured(
     """Return measured times. `short_source` names their source in the verdict's line, `source` in its arithmetic."""
     one, many = formatting.format_duration(one_process_s), formatting.format_duration(all_nodes_s)
     nodes = formatting.format_count(num_nodes, "node")
+    show = PrintedTimes(one_process_s, all_nodes_s)
     line = (
-        f"measured by {source}: {many} a step on {nodes}, {one} in one process, so the nodes are "
-        f"{one_process_s / all_nodes_s:.2f} times as fast"
+        f"measured by {source}: {show(all_nodes_s)} a step on {nodes}, {show(one_process_s)} in one process, so the "
+        f"nodes are {show.round(one_process_s) / show.round(all_nodes_s):.2f} times as fast"
     )
     return OneProcess(one_process_s, all_nodes_s, f"{one} a step instead of {many} in {short_source}", line, True)
 
@@ -67,18 +106,33 @@ def estimate_one_process(history: History, rows_s: np.ndarray, fixed_s: np.ndarr
     """Return the estimate from each node's seconds that grow with the rows, and those that don't."""
     fastest, (growth, is_shown) = int(np.argmin(rows_s)), estimate_growth(history, len(rows_s))
     one_process_s = growth * float(rows_s[fastest]) + float(fixed_s[fastest])
-    rows, fixed, one, step = map(
-        formatting.format_duration, (float(rows_s[fastest]), float(fixed_s[fastest]), one_process_s, step_s)
-    )
+    one, step = map(formatting.format_duration, (one_process_s, step_s))
+    show = PrintedTimes(float(rows_s[fastest]), float(fixed_s[fastest]))
+    rows, fixed = show.round(float(rows_s[fastest])), show.round(float(fixed_s[fastest]))
     amount = f"about {one} a step" if is_shown else f"{one} a step at most"
     source = (
         "shorter steps show how computing grows with the rows" if is_shown else "computing grows at most as the rows"
     ) + ". Nodes that share cores compute more slowly than it would; run.verify() measures it"
     line = (
-        f"one process computes the rows of {len(rows_s)} nodes: {growth:.2f} * {rows} + {fixed} (update, other) = "
-        f"{one}; {source}"
+        f"one process computes the rows of {len(rows_s)} nodes: {growth:.2f} * {show(rows)} + {show(fixed)} "
+        f"(update, other) = {show(round(growth, 2) * rows + fixed)}; {source}"
     )
     return OneProcess(one_process_s, step_s, f"{amount} instead of {step}", line, False)
+
+
+def explain_missing_estimate(spec: RunSpec) -> tuple[str, ...]:
+    """Return a line of a verdict's arithmetic where one process is measured only; nothing where it is estimated."""
+    if spec.world_size == 1 or spec.strategy.startswith(REPLICATED):
+        return ()
+    name = spec.strategy.partition("(")[0]
+    return (f"one process isn't estimated for {name}, whose own work counts as computing; run.verify() measures it",)
+
+
+def name_missing_estimate(text: str, arithmetic: tuple[str, ...], spec: RunSpec) -> dict[str, Any]:
+    """Return a verdict's text and arithmetic, with the way to times of one process where these are measured only."""
+    lines = explain_missing_estimate(spec)
+    hint = "; run.verify() compares with one process" if lines and "batch_size=" in text else ""
+    return {"text": text + hint, "arithmetic": (*arithmetic, *lines)}
 
 
 def estimate_growth(history: History, num_nodes: int) -> tuple[float, bool]:

@@ -12,7 +12,7 @@ from dtkit.history.divergence import find_divergence
 if TYPE_CHECKING:
     from dtkit.history.history import History
 
-_MAX_CAUSE_CHARS = 160
+_MAX_CAUSE_CHARS = 600  # views wrap it
 _TURNS = frozenset({"start", "resume", "stop", "done", "error"})
 """Kinds of events after which a run goes on or ends."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
+from dtkit.dashboard.summary.function_text import read_function, read_optimizer
+from dtkit.dashboard.summary.source_differences import tell_sources_apart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,11 +27,40 @@ def list_differences(specs: Sequence[RunSpec | None]) -> list[tuple[str, ...]]:
         for name in names
     ]
     known = [k for k, values in enumerate(settings, 1) if values is not None]
-    return [row for row in rows if len({row[k] for k in known}) > 1]
+    sources = [{} if spec is None else _collect_sources(spec) for spec in specs]
+    shown = []
+    for row in rows:
+        differing = _shorten_functions(row, known) if len({row[k] for k in known}) > 1 else row
+        texts = tell_sources_apart(differing[1:], [each.get(row[0], "") for each in sources])
+        if len({texts[k - 1] for k in known}) > 1:
+            shown.append((row[0], *texts))
+    return shown
 
 
-def list_first_rate_differences(histories: Sequence[History]) -> list[tuple[str, ...]]:
-    """Return ("first learning rate", its text in each run) if runs differ in it; a dash for a run without a step."""
+def _collect_sources(spec: RunSpec) -> dict[str, str]:
+    """Return the sources of functions. An optimizer that is known by its options and its rate needs none."""
+    sources, is_read = dict(spec.sources), read_optimizer(spec.optimizer).name != spec.optimizer
+    return {name: source for name, source in sources.items() if name != "optimizer" or not is_read}
+
+
+def _shorten_functions(row: tuple[str, ...], known: Sequence[int]) -> tuple[str, ...]:
+    """Return what the lambdas of a row call, with its options, where that tells the runs apart as well."""
+    short = (row[0], *map(read_function, row[1:]))
+    return short if len({short[k] for k in known}) == len({row[k] for k in known}) else row
+
+
+def list_rate_differences(specs: Sequence[RunSpec | None], histories: Sequence[History]) -> list[tuple[str, ...]]:
+    """Return ("first learning rate", its text in each run) if runs differ in it; a dash for a run without a step.
+
+    Without a step, and where a schedule lets all runs begin with the same rate, it is the rate that users typed.
+    """
+    if first := _list_first_rate_differences(histories):
+        return first
+    rates = [formatting.UNKNOWN if spec is None else read_optimizer(spec.optimizer).rate for spec in specs]
+    return [("learning rate", *rates)] if all(rates) and len(set(rates) - {formatting.UNKNOWN}) > 1 else []
+
+
+def _list_first_rate_differences(histories: Sequence[History]) -> list[tuple[str, ...]]:
     rates = [formatting.UNKNOWN if not len(history) else f"{history[0].lr:g}" for history in histories]
     return [("first learning rate", *rates)] if len(set(rates) - {formatting.UNKNOWN}) > 1 else []
 
@@ -53,4 +84,4 @@ def _collect(spec: RunSpec) -> dict[str, str]:
     fields |= {"epochs": epochs, "steps": f"{spec.steps:,}"}
     if spec.model is not None:
         fields["parameters"] = f"{spec.model.parameters:,}"
-    return fields | dict(spec.settings)
+    return fields | dict(spec.settings) | {"optimizer": read_optimizer(spec.optimizer).name}

@@ -1,7 +1,9 @@
 """The verdict as a view shows it over time: a line that stays while the measurements only vary.
 
 Two causes may be nearly equal. Their order then changes with every look, and a line that follows them can't be read.
-Another verdict replaces the shown one after it was found in each look for some seconds.
+Another verdict replaces the shown one after it was found in each look for some seconds. Until then the shown cause has
+its present numbers. The line is replaced at once where the bars beside it would contradict it: the shown cause is gone,
+or another one is far larger. Both need more than a small change of the measurements, so the line doesn't flip back.
 """
 
 from __future__ import annotations
@@ -23,6 +25,11 @@ CLOSE_GAINS = 0.05
 
 CLOSE_TIMES = 0.1
 """Share by which a duration in the text may differ from the present one."""
+
+FAR_LARGER = 0.15
+"""Difference of the savings from which bars show another cause than the line."""
+
+_IN_TURN = ("straggler", "waiting")  # both say that nodes wait for each other, as the bars do; a test of chance decides
 _SECONDS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -43,19 +50,27 @@ class SteadyVerdict:
     def update(self, found: Verdict | None, now: float, *, is_final: bool = False) -> Verdict | None:
         """Return the verdict to show after `found` was found; `is_final` while the run is at rest.
 
-        None, a first verdict, and one on a diverged loss show at once. So do other numbers in the same line, which the
-        tiles and bars beside it show too.
+        None, a first verdict, and one on a diverged loss show at once. So do other numbers in the same line, and
+        a cause that is beyond doubt, which the tiles and bars beside it show too.
         """
         before = self.shown
         if found is None or before is None or is_final or "diverged" in (found.cause, before.cause):
             return self._show(found)
         if _is_same(found, before):
-            is_close = _is_close(found, before) and not _have_times_moved(found.text, before.text)
             self._other_cause = None
-            return before if is_close else self._show(found)
+            return self._refresh(found, before)
         if found.cause != self._other_cause:
             self._other_cause, self._other_since = found.cause, now
-        return self._show(found) if now - self._other_since >= timeouts.VERDICT_HOLD_S else before
+        current = next((other for other in found.others if _is_same(other, before)), None)
+        if now - self._other_since >= timeouts.VERDICT_HOLD_S or _is_contradicted(before, current, found):
+            return self._show(found)
+        return self._refresh(current or before, before)
+
+    def _refresh(self, current: Verdict, before: Verdict) -> Verdict:
+        """Show the present numbers of the shown cause, if they differ."""
+        is_close = _is_close(current, before) and not _have_times_moved(current.text, before.text)
+        self.shown = before if is_close else current
+        return self.shown
 
     def match(self, metrics: RunMetrics) -> RunMetrics:
         """Return the metrics to show beside the shown verdict: the marks of slow nodes come and go with its line."""
@@ -77,6 +92,15 @@ class SteadyVerdict:
     def _show(self, verdict: Verdict | None) -> Verdict | None:
         self.shown, self._other_cause = verdict, None
         return verdict
+
+
+def _is_contradicted(shown: Verdict, current: Verdict | None, found: Verdict) -> bool:
+    """Return whether the measurements contradict the shown verdict, whose present state is `current` if it has any."""
+    if shown.cause in _IN_TURN and found.cause in _IN_TURN:
+        return False
+    if shown.gain > 0 and current is None:
+        return True
+    return found.gain - (current.gain if current else 0.0) >= FAR_LARGER
 
 
 def _is_close(found: Verdict, shown: Verdict) -> bool:

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtkit._util import formatting
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES, find_rows_without_loss
 
 if TYPE_CHECKING:
@@ -35,7 +37,10 @@ PHASES = ("data", "forward", "backward", "waiting", "communication", "update", "
 """Phases of a step, in order."""
 
 WINDOW_STEPS = 50
-"""Number of recent steps over which means are taken."""
+"""Number of recent steps over which means are taken while a run trains."""
+
+MAX_WHOLE_ROWS = 400_000
+"""Rows of the longest run over all of which means are taken after its end."""
 
 MIN_SLOWDOWN = 1.15
 """Smallest ratio of a straggler's computing time to that of the fast ranks."""
@@ -52,6 +57,7 @@ SIMILAR_FACTOR = 1.1
 MIN_WAIT_SHARE = 0.08
 """Smallest share of a step that the rank with the longest wait spends waiting, if any rank is to be named."""
 
+_MAX_EXACT_STEPS = 500
 _PHASE_COLUMNS = ("data_s", "forward_s", "backward_s", "wait_s", "comm_s", "update_s")
 _COMPUTE_COLUMNS = ("data_s", "forward_s", "backward_s", "update_s")
 
@@ -85,6 +91,17 @@ class StepTiming:
     straggler: Straggler | None
     is_same_work: bool = True
     """Whether all ranks do the same work, so that one may be slower than another."""
+    first_step: int = 0
+    """The first of these steps."""
+    is_whole: bool = False
+    """Whether these are all steps of a run that has ended, except for the first one, which warms up."""
+
+    @property
+    def steps_text(self) -> str:
+        """The steps, such as ``last 50 steps`` or ``all 2,400 steps``."""
+        if self.is_whole:
+            return f"all {formatting.format_count(self.num_steps + 1, 'step')}"
+        return "last step" if self.num_steps == 1 else f"last {formatting.format_count(self.num_steps, 'step')}"
 
     @property
     def is_measured(self) -> bool:
@@ -110,19 +127,31 @@ class PhaseBar:
 
 
 def count_window_steps(history: History) -> int:
-    """Return the number of last steps that means are taken over.
+    """Return the number of last steps that means are taken over: all of a run that has ended.
 
     The first step of a run warms up, and is left out. So are the steps up to a repair and the first one after it.
     """
-    return min(WINDOW_STEPS, max(1, (count_steps_since_repair(history) or history.num_totals) - 1))
+    limit = MAX_WHOLE_ROWS // max(1, history.num_ranks) if is_over(history) else WINDOW_STEPS
+    return min(limit, max(1, (count_steps_since_repair(history, limit) or history.num_totals) - 1))
 
 
-def count_steps_since_repair(history: History) -> int | None:
-    """Return the number of steps since the last repair, at most one more than a window's; None without a repair."""
+def is_over(history: History) -> bool:
+    """Return whether the run of a history was completed, stopped, or ended by an error, and took no step since."""
+    ends = ("done", "stop", "error")
+    states = (*ends, "start", "resume", "pause", "repair")
+    last = next((event for event in reversed(history.events) if event.kind in states), None)
+    if last is None or last.kind not in ends:
+        return False
+    steps = history.read_totals(max(0, history.num_totals - 1))["step"]
+    return bool(len(steps) and last.step >= steps[-1])
+
+
+def count_steps_since_repair(history: History, limit: int = WINDOW_STEPS) -> int | None:
+    """Return the number of steps since the last repair, at most one more than `limit`; None without a repair."""
     repair = next((event for event in reversed(history.events) if event.kind == "repair"), None)
     if repair is None:
         return None
-    steps = history.read_totals(max(0, history.num_totals - WINDOW_STEPS - 1))["step"]
+    steps = history.read_totals(max(0, history.num_totals - limit - 1))["step"]
     breaks = np.flatnonzero(np.diff(steps) <= 0)  # the run went back to a snapshot
     again = steps[breaks[-1] + 1 :] if len(breaks) else steps
     return int((again > repair.step).sum())
@@ -141,7 +170,8 @@ def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     seconds, compute_times = _compute_phase_means(rows, num_ranks), _tabulate_compute_times(rows, steps, num_ranks)
     compute_s, is_same_work = _compute_fast_quartile(compute_times), _is_same_work(rows, num_ranks)
     straggler = _find_straggler(seconds, compute_times, compute_s) if is_same_work else None
-    return StepTiming(len(steps), seconds, compute_s, straggler, is_same_work)
+    is_whole = is_over(history) and len(steps) > 1 and len(steps) == history.num_totals - 1
+    return StepTiming(len(steps), seconds, compute_s, straggler, is_same_work, int(rows["step"].min()), is_whole)
 
 
 def _is_same_work(rows: np.ndarray, num_ranks: int) -> bool:
@@ -208,6 +238,8 @@ def _compute_chance(compute_times: np.ndarray, slow: int, fast: int) -> float:
     """Return the chance that `slow` takes longer in this many steps, if either rank were slower with equal chance."""
     both = compute_times[np.isfinite(compute_times[:, [slow, fast]]).all(axis=1)]
     steps, longer = len(both), int((both[:, slow] > both[:, fast]).sum())
+    if steps > _MAX_EXACT_STEPS:  # the exact sum of so many large numbers would take long
+        return 1 - NormalDist(steps / 2, math.sqrt(steps) / 2).cdf(longer - 0.5)
     return float(sum(math.comb(steps, k) for k in range(longer, steps + 1)) / 2**steps)
 
 

@@ -19,9 +19,17 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
+from dtkit.dashboard.summary.core_wait import find_core_shortage
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
 from dtkit.dashboard.summary.measurements import Measurements
-from dtkit.dashboard.summary.one_process import estimate_one_process, read_verification
+from dtkit.dashboard.summary.one_process import (
+    REPLICATED,
+    estimate_one_process,
+    name_missing_estimate,
+    read_verification,
+)
+from dtkit.dashboard.summary.printed_times import PrintedTimes, describe_difference
+from dtkit.dashboard.summary.rarer_messages import name_other_remedies
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, count_steps_since_repair, format_nodes
 from dtkit.history.divergence import find_divergence
@@ -30,9 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.summary.core_wait import CoreShortage
     from dtkit.dashboard.summary.one_process import OneProcess
     from dtkit.history.history import History
-    from dtkit.types import RunSpec
+    from dtkit.types import NodeInfo, RunSpec
 
 VERDICT_GLYPH = "→"
 """Glyph before a verdict."""
@@ -47,7 +56,9 @@ MAX_BATCH_FACTOR = 4
 """Largest factor on the batch that a verdict proposes; a batch that is much larger needs other settings."""
 
 _TARGET_OVERHEAD = 0.2  # share of a step that the proposed batch leaves to communication, update and Python
-_REPLICATED = ("DataParallel(", "NaiveDataParallel(", "ParameterAveraging(")
+_SLOW_NODE_CAUSES = ("data", "straggler", "cores")
+_ROUNDING = 1e-9
+_ms = formatting.format_duration
 _OVER_STAGES = 1.3  # ratio of the slowest stage to the mean one from which the cut is to blame
 
 
@@ -59,7 +70,7 @@ class Verdict:
 
     cause: str
     """One of "failed", "paused", "diverged", "data", "straggler", "communication", "overhead", "bubble", "cut",
-    "waiting", "one process", "computing" and "unknown".
+    "cores", "waiting", "one process", "computing" and "unknown".
     """
     text: str
     gain: float
@@ -68,6 +79,8 @@ class Verdict:
     """Lines with the measured numbers, and how the prediction follows from them."""
     slow_ranks: tuple[int, ...] = ()
     """Ranks that keep the others waiting, if they are the cause."""
+    others: tuple[Verdict, ...] = dataclasses.field(default=(), compare=False)
+    """Verdicts on the other causes in the same steps, if their gain is half of the smallest one of a verdict."""
 
     def explain(self) -> None:
         """Print the line, and the arithmetic behind it."""
@@ -77,8 +90,13 @@ class Verdict:
         return self.text
 
 
-def find_verdict(history: History, spec: RunSpec, measured: OneProcess | None = None) -> Verdict:
-    """Return the verdict on the last steps of a history. `measured` times of one process replace an estimate."""
+def find_verdict(
+    history: History, spec: RunSpec, measured: OneProcess | None = None, nodes: Sequence[NodeInfo] = ()
+) -> Verdict:
+    """Return the verdict on the last steps of a history. `measured` times of one process replace an estimate.
+
+    With `nodes`, engines that take the cores from each other are told from other processes.
+    """
     divergence = find_divergence(history)
     if divergence is not None:  # how fast a training is matters only while it converges
         return Verdict("diverged", f"the {divergence.short}: {divergence.remedy}", 0.0, divergence.arithmetic)
@@ -92,9 +110,22 @@ def find_verdict(history: History, spec: RunSpec, measured: OneProcess | None = 
     if not timing.is_measured or not len(ranks):
         return Verdict("unknown", "the phases of the steps were not measured", 0.0)
     facts = Measurements(spec, timing, ranks, timing.seconds[ranks], history.ranks_per_replica)
-    verdicts = [verdict for judge in _select_judges(facts) if (verdict := judge(facts)) and verdict.gain >= MIN_GAIN]
-    best = max(verdicts, key=lambda verdict: verdict.gain, default=_report_computing(facts))
-    return _compare_with_one_process(facts, history, best, measured)
+    found = [verdict for judge in _select_judges(facts) if (verdict := judge(facts)) and verdict.gain >= MIN_GAIN / 2]
+    best = max(found, key=lambda verdict: verdict.gain, default=_report_computing(facts))
+    shortage = find_core_shortage(facts, history, nodes, MIN_GAIN / 2)
+    if shortage is not None:
+        found.append(Verdict("cores", shortage.text, shortage.gain, (*_list_means(facts), *shortage.arithmetic)))
+    if shortage is not None and _is_most_costly(shortage, found[:-1]):
+        best = found[-1]
+    elif best.gain < MIN_GAIN:
+        best = _report_computing(facts)
+    one_process = _compare_with_one_process(facts, history, best, measured)
+    if one_process.cause == "one process" and one_process.gain < MIN_GAIN:
+        found.append(one_process)
+        best = dataclasses.replace(best, arithmetic=(*best.arithmetic, *one_process.arithmetic[: measured is not None]))
+    else:
+        best, found = one_process, [*found, best]
+    return dataclasses.replace(best, others=tuple(other for other in found if other.cause != best.cause))
 
 
 def _refuse_few_steps(count: int, since: str) -> Verdict:
@@ -109,7 +140,8 @@ def find_shown_verdict(run: RunView, measured: OneProcess | None = None) -> Verd
     """
     if find_stall(run) is not None or run.exception is not None or update_lost_nodes({}, run.history.events):
         return None
-    verdict = find_verdict(run.history, run.spec, measured or read_verification(run.step_times, run.spec.world_size))
+    measured = measured or read_verification(run)
+    verdict = find_verdict(run.history, run.spec, measured, run.nodes)
     return None if verdict.cause == "unknown" else verdict
 
 
@@ -125,11 +157,11 @@ def _compare_with_one_process(
     """Return the verdict on nodes that take longer than one process, unless a slow node is more to blame."""
     compared = measured or _estimate_one_process(facts, history, best)
     if compared is None:
-        return best
-    if compared.gain < MIN_GAIN or (best.cause in ("data", "straggler") and best.gain > compared.gain):
+        return dataclasses.replace(best, **name_missing_estimate(best.text, best.arithmetic, facts.spec))
+    if compared.gain < MIN_GAIN / 2 or (best.cause in _SLOW_NODE_CAUSES and best.gain > compared.gain):
         return dataclasses.replace(best, arithmetic=(*best.arithmetic, *[compared.arithmetic] * compared.is_measured))
     batch = re.search(r"batch_size=\d+ for [\d.]+ times the samples/s", best.text)
-    where = "Cluster(1)" if facts.spec.strategy.startswith(_REPLICATED) else "Cluster(1) if its memory suffices"
+    where = "Cluster(1)" if facts.spec.strategy.startswith(REPLICATED) else "Cluster(1) if its memory suffices"
     remedy = f"use a larger batch{f' ({batch[0]})' if batch else ''} or model, or {where}"
     text, lines = f"one process is faster, with {compared.comparison}: {remedy}", (best.text, *best.arithmetic)
     return Verdict("one process", text, compared.gain, (compared.arithmetic, *lines))
@@ -137,14 +169,20 @@ def _compare_with_one_process(
 
 def _estimate_one_process(facts: Measurements, history: History, best: Verdict) -> OneProcess | None:
     """Return the estimate where one process would do the same work; None otherwise, or if a slow node is to blame."""
-    is_whole = facts.spec.strategy.startswith(_REPLICATED) and 1 < len(facts.ranks) == facts.spec.world_size
-    if not is_whole or best.cause in ("data", "straggler"):
+    is_whole = facts.spec.strategy.startswith(REPLICATED) and 1 < len(facts.ranks) == facts.spec.world_size
+    if not is_whole or best.cause in _SLOW_NODE_CAUSES:
         return None
     rows_s = facts.get("data") + facts.get("forward") + facts.get("backward")
     return estimate_one_process(history, rows_s, facts.get("update") + facts.get("other"), facts.step_s)
 
 
 # -- the causes --------------------------------------------------------------------------------------------------
+
+
+def _is_most_costly(shortage: CoreShortage, others: Sequence[Verdict]) -> bool:
+    """Return whether waiting for a core costs more than each other cause that isn't its effect."""
+    effects = ("straggler", "waiting") if shortage.explains_slow_nodes else ("waiting",)
+    return shortage.share >= max(MIN_GAIN, *(other.gain for other in others if other.cause not in effects), 0)
 
 
 def _judge_data(facts: Measurements) -> Verdict | None:
@@ -156,21 +194,23 @@ def _judge_data(facts: Measurements) -> Verdict | None:
     rank = facts.slowest
     remaining, workers = facts.step_s - saved, facts.spec.num_workers
     loading = workers * facts.step_s if workers else float(data[rank])
-    needed = max(workers + 1, math.ceil(loading / remaining))
+    show = PrintedTimes(facts.step_s, saved, remaining, loading)
+    rest_s, loading_s = show.round(show.round(facts.step_s) - show.round(saved)), show.round(loading)
+    needed = max(workers + 1, math.ceil(loading_s / rest_s - _ROUNDING))
     others = np.delete(data, rank)
     where = f" on node {facts.ranks[rank]}" if len(others) and data[rank] > 2 * np.median(others) else ""
     gain = saved / facts.step_s
     current = f" ({workers} now)" if workers else ""
     text = f"waiting for data{where}: num_workers={needed}{current} would save up to {formatting.format_percent(gain)}"
-    total = f"one batch takes {_ms(loading)} to load"
-    source = f"{workers} workers finish a batch in each step of {_ms(facts.step_s)}, so {total}" if workers else total
+    total = f"one batch takes {show(loading_s)} to load"
+    source = f"{workers} workers finish a batch in each step of {show(facts.step_s)}, so {total}" if workers else total
     return Verdict(
         "data", text, gain,
         (
             *_list_means(facts),
-            (f"without waiting for data the slowest node would take {_ms(facts.step_s)} - {_ms(saved)} = "
-            f"{_ms(remaining)} a step, {formatting.format_percent(gain)} less"),
-            (f"{source}: {_ms(loading)} / {_ms(remaining)} rounds up to {formatting.format_count(needed, 'worker')}, "
+            (f"without waiting for data the slowest node would take {show(facts.step_s)} - {show(saved)} = "
+            f"{show(rest_s)} a step, {formatting.format_percent(gain)} less"),
+            (f"{source}: {show(loading_s)} / {show(rest_s)} rounds up to {formatting.format_count(needed, 'worker')}, "
             "if each has a core"),
         ),
     )  # fmt: skip
@@ -188,17 +228,16 @@ def _judge_straggler(facts: Measurements) -> Verdict | None:
     remaining = facts.step_s - saved
     names = format_nodes([int(rank) for rank in facts.ranks[slow]])
     balanced, lines = _predict_balanced(facts)
+    show = PrintedTimes(compute.max(), compute[~slow].max())
+    difference, ratio = describe_difference(facts.step_s, saved)
     return Verdict(
         "straggler",
         f"without the {noun} ({names}) {facts.step_s / remaining:.1f} times as fast{balanced}",
         saved / facts.step_s,
         (
             *_list_means(facts),
-            f"{names} computes up to {_ms(compute.max())}, the slowest other node {_ms(compute[~slow].max())}",
-            (
-                f"without: {_ms(facts.step_s)} - {_ms(saved)} = {_ms(remaining)} a step, "
-                f"{_ms(facts.step_s)} / {_ms(remaining)} = {facts.step_s / remaining:.2f}"
-            ),
+            f"{names} computes up to {show(compute.max())}, the slowest other node {show(compute[~slow].max())}",
+            f"without: {difference} a step, {ratio}",
             *lines,
         ),
         facts.timing.straggler.ranks,
@@ -234,18 +273,22 @@ def _judge_overhead(facts: Measurements) -> Verdict | None:
         return None
     cause = "communication" if is_communication else "overhead that a batch of any size has"
     batch = f"batch_size={factor * facts.spec.batch_size} for {speed_up:.1f} times the samples/s"
-    remedies = f"{batch}{_name_other_remedies(facts, is_communication)}"
+    remedies = f"{batch}{name_other_remedies(facts, is_communication)}"
+    show = PrintedTimes(fixed, grows)
+    fixed_s, grows_s = show.round(fixed), show.round(grows)
+    larger_s = fixed_s + factor * grows_s
     return Verdict(
         "communication" if is_communication else "overhead",
         f"{cause} is {formatting.format_percent(share)} of a step: {remedies}",
         1 - 1 / speed_up,
         (
             *_list_means(facts),
-            (f"{_ms(fixed)} of a step don't grow with the batch (communication {_ms(communication)}, update, other); "
-            f"{_ms(grows)} do"),
-            (f"with a batch {factor} times as large a step takes {_ms(fixed)} + {factor} * {_ms(grows)} = "
-            f"{_ms(fixed + factor * grows)}"),
-            f"samples/s: {factor} * {_ms(step_s)} / {_ms(fixed + factor * grows)} = {speed_up:.2f} times",
+            (f"{show(fixed_s)} of a step don't grow with the batch (communication {show(communication)}, update, "
+            f"other); {show(grows_s)} do"),
+            (f"with a batch {factor} times as large a step takes {show(fixed_s)} + {factor} * {show(grows_s)} = "
+            f"{show(larger_s)}"),
+            (f"samples/s: {factor} * {show(fixed_s + grows_s)} / {show(larger_s)} = "
+            f"{factor * (fixed_s + grows_s) / larger_s:.2f} times"),
         ),
     )  # fmt: skip
 
@@ -260,19 +303,6 @@ def _judge_sliced_model(facts: Measurements) -> Verdict | None:
         share,
         _list_means(facts),
     )
-
-
-def _name_other_remedies(facts: Measurements, is_communication: bool) -> str:  # noqa: FBT001 - one of two kinds of overhead
-    """Return strategies that send less often or less, if the run could use them."""
-    strategy = facts.spec.strategy
-    if not is_communication:
-        return ""
-    if strategy.startswith("ParameterAveraging("):
-        every = re.search(r"every=(\d+)", strategy)
-        return f", or every={4 * int(every[1])}" if every else ""
-    if strategy.startswith("DataParallel("):
-        return ", or ParameterAveraging()" if "compress" in strategy else ', or ParameterAveraging(), compress="bf16"'
-    return ", or DataParallel()" if strategy.startswith("NaiveDataParallel(") else ""
 
 
 def _judge_waiting(facts: Measurements) -> Verdict | None:
@@ -297,6 +327,7 @@ def _judge_cut(facts: Measurements) -> Verdict | None:
         return None
     node = int(facts.ranks[facts.slowest])
     ratio = compute.max() / compute.mean()
+    difference, _ = describe_difference(float(compute.max()), float(compute.mean()))
     return Verdict(
         "cut",
         f"the stages on node {node} compute {ratio:.1f} times as long as the mean: "
@@ -304,10 +335,7 @@ def _judge_cut(facts: Measurements) -> Verdict | None:
         saved / facts.step_s,
         (
             *_list_means(facts),
-            (
-                f"the slowest stages compute {_ms(compute.max())}, the mean is {_ms(compute.mean())}, so even stages "
-                f"would take {_ms(saved)} less of {_ms(facts.step_s)}"
-            ),
+            f"the slowest stages compute longer than the mean: {difference}, of a step of {_ms(facts.step_s)}",
         ),
     )
 
@@ -357,7 +385,7 @@ def _list_means(facts: Measurements) -> tuple[str, ...]:
 
 def _iterate_means(facts: Measurements) -> Iterator[str]:
     parts = (f"{phase} {_ms(float(facts.get(phase).mean()))}" for phase in PHASES if facts.get(phase).mean() > 0)
-    yield f"means of the last {facts.timing.num_steps} steps and all nodes: {', '.join(parts)}"
+    yield f"means of {_name_steps(facts)} and all nodes: {', '.join(parts)}"
     if len(facts.ranks) > 1:
         compute = facts.compute_s
         fast, slow = int(np.argmin(compute)), facts.slowest
@@ -367,5 +395,6 @@ def _iterate_means(facts: Measurements) -> Iterator[str]:
         )
 
 
-def _ms(seconds: float) -> str:
-    return formatting.format_duration(float(seconds))
+def _name_steps(facts: Measurements) -> str:
+    timing = facts.timing
+    return f"{timing.steps_text} but the first" if timing.is_whole else f"the {timing.steps_text}"

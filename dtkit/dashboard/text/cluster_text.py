@@ -1,4 +1,4 @@
-"""A cluster as a table: one row per rank."""
+"""A cluster as a table: one row per rank. Of many equal ones, it has the first."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from dtkit._util.table import Table
 from dtkit.dashboard.text.table_page import TablePage
 
 if TYPE_CHECKING:
-    from dtkit.rpc.engine_group import EngineGroup
+    from collections.abc import Sequence
 
+    from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.types import NodeInfo
+
+_MAX_ROWS = 10
 _HEADER = ["node", "engine id", "host", "pid", "device", "memory free", "threads"]
 
 
@@ -19,6 +23,8 @@ def make_page(group: EngineGroup, device_note: str, num_spares: int = 0) -> Tabl
     if group.is_closed:
         return TablePage("Cluster(closed)", [])
     backend = group.membership.backend
+    shown = select_nodes(group.nodes)
+    num_folded = len(group.nodes) - len(shown)
     rows = [
         [
             str(node.rank),
@@ -29,9 +35,10 @@ def make_page(group: EngineGroup, device_note: str, num_spares: int = 0) -> Tabl
             f"{formatting.format_bytes(node.memory_free)} of {formatting.format_bytes(node.memory_total)}",
             str(node.threads),
         ]
-        for node in group.nodes
+        for node in shown
     ]
-    notes = [device_note] if device_note else []
+    notes = [f"and {num_folded:,} more like these; cluster.nodes has all"] if num_folded else []
+    notes += [device_note] if device_note else []
     if interfaces := sorted(group.membership.list_interfaces() - {resources.find_loopback_interface()}):
         notes.append(f"Tensors travel over {', '.join(interfaces)}, and that traffic is not encrypted.")
     if (clocks := group.membership.clocks) is not None:
@@ -39,3 +46,13 @@ def make_page(group: EngineGroup, device_note: str, num_spares: int = 0) -> Tabl
     spares = f" and {formatting.format_count(num_spares, 'spare')}" if num_spares else ""
     headline = f"Cluster of {formatting.format_count(group.world_size, 'engine')}{spares}, {backend}"
     return TablePage(headline, [Table(_HEADER, rows, {"host", "device"})], notes)
+
+
+def select_nodes(nodes: Sequence[NodeInfo]) -> list[NodeInfo]:
+    """Return the nodes with a row of their own: the first of each kind, and as many others as there is room for."""
+    if len(nodes) <= _MAX_ROWS + 1:  # a line about a single other one is as long as its row
+        return list(nodes)
+    first_by_kind = {(n.host, n.device, n.memory_total, n.threads): n.rank for n in reversed(nodes)}
+    shown = set(first_by_kind.values())
+    shown.update([n.rank for n in nodes if n.rank not in shown][: max(0, _MAX_ROWS - len(shown))])
+    return [n for n in nodes if n.rank in shown]

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit._util.table import Table
-from dtkit.dashboard.summary.comparison import BROKEN_STATES, KEPT_STATE, differ_in_bytes, is_better_lower
+from dtkit.dashboard.summary.comparison import (
+    BROKEN_STATES,
+    KEPT_STATE,
+    NOT_VERIFIED,
+    differ_in_bytes,
+    is_better_lower,
+)
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS
 
 if TYPE_CHECKING:
@@ -15,9 +21,21 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.summary.comparison import ComparisonRow
 
-NUMBER_COLUMNS = ("nodes", "steps", "final training loss", "sent per node", "per step", "samples/s", "duration")
+NUMBER_COLUMNS = (
+    "nodes",
+    "steps",
+    "final training loss",
+    "sent per node",
+    "per step",
+    "samples/s",
+    "in steps",
+    "duration",
+)
+VERIFIED = "verified"
+"""Column of the results of ``run.verify()``, if some run has one."""
 _USUAL_STATES = {"completed", KEPT_STATE}
 _FASTER_RATIO = 1.03
+_LONGER_RATIO, _LONGER_SECONDS = 1.05, 0.1  # from which a duration is more than the time in steps
 _ROUNDING = 1e-6  # relative difference up to which numbers are equal: float32 has no more digits
 _BYTE_COLUMNS = ("sent per node", "per step")
 
@@ -31,6 +49,7 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
     """
     hidden = [
         *(() if differ_in_bytes(rows) else _BYTE_COLUMNS),
+        *(["in steps"] if all(row.seconds < _LONGER_RATIO * row.steps_s + _LONGER_SECONDS for row in rows) else []),
         *(["nodes"] if len({r.nodes for r in rows}) == 1 else []),
     ]
     metrics = list(dict.fromkeys(name for row in rows for name in row.best))
@@ -38,14 +57,16 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
     split = numbers.index("final training loss") + 1
     has_states = bool({row.state for row in rows} - _USUAL_STATES)
     first = ["run", *(["state"] if has_states else [])]
-    header = [*first, *numbers[:split], *(f"best validation {name}" for name in metrics), *numbers[split:]]
+    last = [VERIFIED] if any(row.verified != NOT_VERIFIED for row in rows) else []
+    header = [*first, *numbers[:split], *(f"best validation {name}" for name in metrics), *numbers[split:], *last]
     lines = []
     for row in rows:
         cells = [cell for name, cell in zip(NUMBER_COLUMNS, format_numbers(row), strict=True) if name not in hidden]
         best = [formatting.format_loss(row.best.get(name)) for name in metrics]
         state = [row.state] if has_states else []
-        lines.append([row.label, *state, *cells[:split], *best, *cells[split:]])
-    return Table(header, lines, {"run", "state"}, _find_best_cells(rows, header, metrics))
+        verified = [row.verified] if last else []
+        lines.append([row.label, *state, *cells[:split], *best, *cells[split:], *verified])
+    return Table(header, lines, {"run", "state", VERIFIED}, _find_best_cells(rows, header, metrics))
 
 
 def _find_best_cells(
@@ -85,12 +106,17 @@ def _drop_equal_speeds(speeds: list[float]) -> list[float]:
 
 def make_table_note(rows: Sequence[ComparisonRow]) -> str:
     """Return what the numbers of the table are, of those columns that it has."""
-    parts = [f"final training loss: mean of the last {FINAL_LOSS_STEPS} steps"]
+    parts = [f"final training loss: mean of the last {FINAL_LOSS_STEPS} steps, or of all if there are fewer"]
     if any(row.best for row in rows):
         parts.append("best validation: the best of all evaluations of a run, on the rows of validation=")
     if differ_in_bytes(rows):
         parts.append("bytes: sent by one node")
-    parts += ["samples/s: of all nodes, over all steps", "duration: without pauses"]
+    parts += [
+        "samples/s: of all nodes, over the time in all steps but the first",
+        "duration: also of the first step and between steps, without pauses",
+    ]
+    if any(row.verified != NOT_VERIFIED for row in rows):
+        parts.append("verified: run.verify() and the largest difference to one process")
     if not all(row.competes for row in rows):
         parts.append("bold: the best of the runs that did not fail or diverge")
     return "; ".join(parts)
@@ -133,5 +159,6 @@ def format_numbers(row: ComparisonRow) -> tuple[str, ...]:
         formatting.format_bytes(row.sent_bytes),
         formatting.format_bytes(row.bytes_per_step),
         formatting.format_rate(row.samples_per_s),
-        formatting.format_elapsed(row.seconds),
+        formatting.format_duration(row.steps_s),
+        formatting.format_run_time(row.seconds),
     )

@@ -1,12 +1,13 @@
 """A run as text: the plain repr, and progress in a terminal or a log.
 
 A terminal rewrites a colored block in place (see `terminal.py`), and lines of the log scroll above it.
-Elsewhere (a file, a pipe, CI) the block is printed every few seconds, without control sequences. Text of engines loses
-its control characters before it is shown.
+Elsewhere (a file, a pipe, CI) the block is printed every few seconds and at the end, without control sequences. A short
+run has one block. Text of engines loses its control characters before it is shown.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 import weakref
@@ -26,9 +27,10 @@ from dtkit.dashboard.summary.steady_verdict import SteadyVerdict, is_at_rest
 from dtkit.dashboard.summary.timing import WINDOW_STEPS
 from dtkit.dashboard.summary.verdict import VERDICT_GLYPH, find_shown_verdict
 from dtkit.dashboard.throttle import Throttle, start_timer
+from dtkit.history.speed import split_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.verdict import Verdict
@@ -65,14 +67,18 @@ def _format_position(run: RunView) -> str:
     """Return step, epoch, elapsed and remaining time."""
     status = run.status
     epoch, epochs = compute_epoch(run.spec, status.step)
-    return f"step {status.step:,} of {status.steps:,}, epoch {epoch:,} of {epochs:,}, {_format_times(status)}"
+    return f"step {status.step:,} of {status.steps:,}, epoch {epoch:,} of {epochs:,}, {_format_times(run, status)}"
 
 
-def _format_times(status: Status) -> str:
+def _format_times(run: RunView, status: Status) -> str:
     if not status.step and not status.state.has_ended:
         return f"first step, {formatting.format_elapsed(status.elapsed_s)}"
     elapsed = f"{formatting.format_elapsed(status.elapsed_s)} elapsed"
-    if status.remaining_s is None or status.state.has_ended:
+    if status.state.has_ended:
+        parts = split_time(run.history, status.elapsed_s)
+        is_split = bool(run.history.num_totals) and not parts.is_mostly_steps
+        return f"{elapsed}, {formatting.format_duration(parts.steps_s)} of them in steps" if is_split else elapsed
+    if status.remaining_s is None:
         return elapsed
     return f"{elapsed}, {formatting.format_clock(status.remaining_s)} left"
 
@@ -81,19 +87,19 @@ def _format_metrics(metrics: RunMetrics) -> str:
     if metrics.loss is None:
         return "no step yet"
     parts = [
-        f"loss {formatting.format_loss(metrics.loss)}",
         f"{formatting.format_rate(metrics.throughput)} samples/s",
         f"{formatting.format_duration(metrics.step_s)} a step",
     ]
     if metrics.timing.is_measured:
         parts.append(f"waiting {formatting.format_percent(metrics.timing.waiting_share)}")
-    return f"{_name_window(metrics)}: {', '.join(parts)}"
+    loss_steps = formatting.format_count(metrics.num_loss_steps, "step")
+    loss = f"loss {formatting.format_loss(metrics.loss)} (mean of {loss_steps})"
+    return f"{loss}; {_name_window(metrics)}: {', '.join(parts)}"
 
 
 def _name_window(metrics: RunMetrics) -> str:
-    """Return the steps that means are taken over: ``last 50 steps``."""
-    steps = metrics.timing.num_steps
-    return "last step" if steps == 1 else f"last {formatting.format_count(steps, 'step')}"
+    """Return the steps that means are taken over: ``last 50 steps``, ``all 2,400 steps``."""
+    return metrics.timing.steps_text
 
 
 def _format_efficiency(run: RunView, metrics: RunMetrics) -> list[str]:
@@ -176,14 +182,23 @@ class TextProgress:
         self._last_block: list[str] | None = None
         self._steady_verdict = SteadyVerdict()
 
+    def start(self) -> None:
+        """Write the log so far. A terminal gets the block, too; elsewhere a short run has only that of its end."""
+        if self.is_tty:
+            self.update()
+        else:
+            self._write(self._format_new_events(), [])
+
     def update(self) -> None:
         """Write the new lines of the log, and the current block."""
-        new_lines = [_format_event(event) for event in self._take_new_events()]
-        block = self.format_block()
+        new_lines, block = self._format_new_events(), self.format_block()
         if not self.is_tty and not self._has_news():
             block = [] if self._last_block is None else block[:1]  # a long first step is told with its time
         if not new_lines and block == self._last_block:
             return
+        self._write(new_lines, block)
+
+    def _write(self, new_lines: list[str], block: list[str]) -> None:
         self._last_block = block
         if self.is_tty:
             self._show_in_terminal(new_lines, block[1:])
@@ -232,6 +247,9 @@ class TextProgress:
         head = name_state(self._run), _format_position(self._run)
         self._terminal.show(new_lines, self._run.status, head, lines)
 
+    def _format_new_events(self) -> list[str]:
+        return [_format_event(event) for event in self._take_new_events()]
+
     def _take_new_events(self) -> list[Event]:
         new = self._run.history.events[self.num_printed_events :]
         self.num_printed_events += len(new)  # not the list's length, which may have grown since
@@ -254,12 +272,18 @@ def start_text_progress(
 ) -> Callable[[], None]:
     """Show a run on `stream` (standard output). Return a function that writes the last state and ends this.
 
-    A run that was shown before, such as one that was paused or extended, goes on with its new events. Tests replace
-    `clock` and `call_later`.
+    A run that was shown before, such as one that was paused or extended, goes on with its new events. So does one that
+    resumes from a checkpoint: the earlier run has printed the others. Tests replace `clock` and `call_later`.
     """
-    progress = TextProgress(run, stream or sys.stdout, num_printed_events=_num_printed_events.get(run, 0))
+    num_printed = _num_printed_events.get(run, run.history.num_inherited_events)
+    progress = TextProgress(run, stream or sys.stdout, num_printed_events=num_printed)
     interval = timeouts.LIVE_INTERVAL_S if progress.is_tty else timeouts.LOG_INTERVAL_S
-    throttle = Throttle(progress.update, interval, clock=clock, call_later=call_later)
+    writes: Iterator[Callable[[], None]] = itertools.chain([progress.start], itertools.repeat(progress.update))
+
+    def write() -> None:
+        next(writes)()
+
+    throttle = Throttle(write, interval, clock=clock, call_later=call_later)
     unsubscribe = run.subscribe(throttle.trigger)
     throttle.trigger()
 

@@ -25,6 +25,7 @@ _STATE_STYLES = {
     "completed": "bold cyan",
     "failed": "bold red",
     "diverged": "bold red",
+    "stopped, not finite": "bold red",
 }
 _GLYPH_STYLES = {
     **{NOTICE_GLYPHS[kind]: "bold red" for kind in ALERT_KINDS},

@@ -29,7 +29,7 @@ from dtkit.planning.cost_model import MAX_WHOLE_SUM_BYTES, compute_ring_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from dtkit.types import GroupSpec
+    from dtkit.messages import GroupSpec
 
 _RANK = struct.Struct("q")
 

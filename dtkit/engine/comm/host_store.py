@@ -17,7 +17,7 @@ from dtkit._util import timeouts
 from dtkit.engine.comm.store_server import authenticate, set_receive_timeout
 
 if TYPE_CHECKING:
-    from dtkit.types import StoreAddress
+    from dtkit.messages import StoreAddress
 
 
 class HostStore(Store):

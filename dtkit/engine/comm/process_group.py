@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm.host_messages import HostMessages
     from dtkit.mesh import Mesh
-    from dtkit.types import GroupSpec
+    from dtkit.messages import GroupSpec
 
 _LOST_PEER_PATTERN = re.compile(
     r"connection (was likely )?(closed|reset|refused)|broken pipe|recvValue failed|sendBytes failed|socket closed"
@@ -68,6 +68,7 @@ class Group:
         self._store = rendezvous.meet(spec)  # torch keeps no reference to a store that is written in Python
         before = tcp.list_sockets()
         hook = sys.excepthook
+        torch_cleanup.reset_group_names()
         dist.init_process_group(
             spec.backend,
             store=self._store,

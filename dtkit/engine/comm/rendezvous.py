@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from dtkit._util import timeouts
 from dtkit.engine.comm.host_store import HostStore
-from dtkit.types import ABORT_FLAG
+from dtkit.messages import ABORT_FLAG
 
 if TYPE_CHECKING:
-    from dtkit.types import GroupSpec
+    from dtkit.messages import GroupSpec
 
 
 def meet(spec: GroupSpec) -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dtkit._util import torch_private
-from dtkit._util.torch_private import get_mesh_groups
+from dtkit._util.torch_private import get_mesh_groups, world_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -37,6 +37,15 @@ _CACHE_CLEARS = (
     "clear_topology_cache",
 )
 """Functions in `torch_private` that clear a cache, or None if torch has no such cache."""
+
+
+def reset_group_names() -> None:
+    """Let the next group of all ranks have torch's first name, as in a new process.
+
+    torch numbers groups, and also counts one that could not be formed. Ranks with different numbers never connect.
+    """
+    if not dist.is_initialized():
+        world_state.group_count = 0
 
 
 def release_groups(device_meshes: Iterable[DeviceMesh]) -> None:

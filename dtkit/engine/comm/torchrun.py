@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dtkit.types import GroupSpec
+    from dtkit.messages import GroupSpec
 
 
 def open_store(world_size: int) -> tuple[Any, int]:

@@ -204,9 +204,14 @@ def log(*args: Any, **values: Any) -> None:
     """Report numbers of this rank, from a training or from a function in ``cluster.run``.
 
     Numbers from a loss or training step become columns of the run's history. Each is a mean over the samples of all
-    ranks, or of pairs (sum, weight). From a function the notebook shows them live, as a row of the rank.
+    ranks, or of pairs (sum, weight). From a function the notebook shows them live, as a row of the rank. In the
+    notebook itself, where users may try a loop first, they are printed:
 
-    Example: ``dtkit.log(kl=kl, grad_scale=2.0)``. Tensors of one element count as numbers, and need no ``.item()``.
+    >>> dtkit.log(kl=0.25, grad_scale=2.0)
+    kl=0.25 grad_scale=2
+
+    Tensors of one element count as numbers, and need no ``.item()``.
+    Raises TypeError for other values, and ValueError for the names of columns that dtkit fills itself.
     """
     if args:
         raise TypeError(f"dtkit.log({args[0]!r}, ...): each number needs its name, as in dtkit.log(kl=0.5)")

@@ -3,7 +3,7 @@
 The watchdog's thread samples every two seconds; a sample takes less than 0.2 ms of CPU. The next dispatch that ends
 returns the means since the last one, as numbers of a step with the prefix ``system/``. So they reach the history, its
 log on disk and views like numbers of `dtkit.log`. At the end of a dispatch without a sample one is taken, so that short
-runs have some.
+runs have some. With a sample come the seconds that the training thread waited for a core in its dispatches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
-from dtkit.history.scalars import SYSTEM_PREFIX
+from dtkit.engine.observe.core_wait import CoreWait
+from dtkit.history.scalars import CORE_WAIT_NAME, SYSTEM_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +32,7 @@ class SystemMonitor:
         # locks: for one sample, which takes less than a millisecond
         self._lock = threading.Lock()  # the watchdog samples, and the serving thread takes
         self._sums: dict[str, tuple[float, int]] = {}
+        self._core_wait = CoreWait()
         self._sampled_at = float("-inf")
         self._cpu_s = self._sent_bytes = 0.0
         self._process: Any = None
@@ -40,13 +42,22 @@ class SystemMonitor:
         """Take a sample, two seconds after the last one at the earliest."""
         self._sample_after(timeouts.SYSTEM_SAMPLE_S)
 
+    def start_dispatch(self) -> None:
+        """Begin to count how long the calling thread waits for a core."""
+        self._core_wait.start()
+
     def take(self, step: int) -> Scalars:
-        """Return the means of the samples since the last call, as numbers of `step`."""
+        """Return the means of the samples since the last call, as numbers of `step`; the calling thread trains."""
+        self._core_wait.stop()
         if not self._sums:
             self._sample_after(timeouts.SYSTEM_FIRST_SAMPLE_S)
         with self._lock:
             sums, self._sums = self._sums, {}
-        return {SYSTEM_PREFIX + name: [(step, total, float(count))] for name, (total, count) in sums.items()}
+        numbers = {SYSTEM_PREFIX + name: [(step, total, float(count))] for name, (total, count) in sums.items()}
+        if sums and (counted := self._core_wait.take()) is not None:
+            waited_s, seconds = counted
+            numbers[CORE_WAIT_NAME] = [(step, 100 * waited_s, seconds)]
+        return numbers
 
     def _sample_after(self, seconds: float) -> None:
         """Take a sample if the last one is at least this old."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dtkit.health.frames import Frame
     from dtkit.health.link_traffic import LinkTraffic
     from dtkit.mesh import Mesh
-    from dtkit.types import GroupSpec, Request
+    from dtkit.messages import GroupSpec, Request
 
 _NUM_SAMPLES, _MIN_SAMPLES = 8, 3  # for the fraction of blocked samples
 _WAITING_PHASES = ("sync", *MESSAGE_PHASES)

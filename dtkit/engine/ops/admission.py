@@ -8,7 +8,7 @@ from dtkit.errors import RefusedError, SupersededError
 from dtkit.rpc.protocol import OPERATIONS
 
 if TYPE_CHECKING:
-    from dtkit.types import Request
+    from dtkit.messages import Request
 
 
 def check_admission(request: Request, owner: int, generation: int, *, is_broken: bool) -> None:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dtkit.engine.ops.state import EngineState
+    from dtkit.messages import OutputItem
     from dtkit.rpc.payload import Payload
     from dtkit.rpc.script import Script
-    from dtkit.types import OutputItem
 
 
 class FunctionOps(FunctionOperations):

@@ -9,17 +9,18 @@ import time
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
+from dtkit._util.resources import count_cores
 from dtkit.engine import memory_limit, node_info, warmup
 from dtkit.engine.ops.admission import check_not_older
+from dtkit.messages import EngineInventory
 from dtkit.rpc.clocks import ClockReading
 from dtkit.rpc.handshake import get_handshake
 from dtkit.rpc.protocol import GroupOperations
-from dtkit.types import EngineInventory
 
 if TYPE_CHECKING:
     from dtkit._util.process import ProcessId
     from dtkit.engine.ops.state import EngineState
-    from dtkit.types import EngineDescription, GroupSpec
+    from dtkit.messages import EngineDescription, GroupSpec
 
 
 class GroupOps(GroupOperations):
@@ -116,6 +117,7 @@ class GroupOps(GroupOperations):
             "memory_total": total,
             "memory_free": free,
             "threads": torch.get_num_threads(),
+            "cores": count_cores(),
         }
 
     def read_clock(self, *, rounds: int = 9) -> list[ClockReading]:

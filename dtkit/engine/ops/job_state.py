@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from dtkit.engine.ops.state import EngineState
     from dtkit.engine.state.writer import CheckpointWriter
+    from dtkit.messages import CheckpointReport, SnapshotReport
     from dtkit.rpc.payload import Payload
-    from dtkit.types import CheckpointReport, SnapshotReport
 
 
 class StateOps(StateOperations):
@@ -48,6 +48,24 @@ class StateOps(StateOperations):
         result = self._state.run_abortable(lambda: writer.restore_checkpoint(training, folder, index, files, facts))
         training.partially_updated = False
         return result
+
+    def restore_weights(
+        self,
+        *,
+        job: str,
+        step: int,
+        folder: str,
+        index: Mapping[str, Any],
+        files: Sequence[str],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Put the weights of a checkpoint back into a job, which must be at `step` and stays there."""
+        from dtkit.engine.state import writer
+
+        training = self._state.get_job(job, step)
+        training.partially_updated = True  # until all of it is there
+        self._state.run_abortable(lambda: writer.restore_checkpoint_weights(training, folder, index, files, facts))
+        training.partially_updated = False
 
     def take_snapshot(self, *, job: str, step: int) -> SnapshotReport:
         """Copy the state of a job, which must be at `step`, into this rank's and a peer's memory."""

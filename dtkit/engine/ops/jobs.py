@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
 from dtkit.engine.observe.call_output import CallOutput, activate_output, ignore_logged, redirect_log
+from dtkit.messages import END_EARLY_PREFIX, JobPosition
 from dtkit.rpc import pickling
 from dtkit.rpc.job_plan import LoadingOptions
 from dtkit.rpc.payload import Payload
 from dtkit.rpc.protocol import JobOperations
-from dtkit.types import END_EARLY_PREFIX, JobPosition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from dtkit.engine.job import Job
     from dtkit.engine.ops.state import EngineState
     from dtkit.history.engine_outbox import EvaluationSums
+    from dtkit.messages import DispatchResult, OutputItem
     from dtkit.planning.memory_report import MemoryUsage
     from dtkit.rpc.job_plan import JobDefinition
     from dtkit.rpc.reference import Reference
-    from dtkit.types import DispatchResult, OutputItem
 
 STEP_TIMEOUT_FACTOR = 20.0  # limit of a collective, relative to the median step
 

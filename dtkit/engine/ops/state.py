@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dtkit.engine.memory import PeakMemoryTracker
     from dtkit.engine.observe.call_output import CallOutput
     from dtkit.engine.state.peer_snapshots import PeerSnapshot
-    from dtkit.types import GroupSpec, OutputItem
+    from dtkit.messages import GroupSpec, OutputItem
 
 T = TypeVar("T")
 

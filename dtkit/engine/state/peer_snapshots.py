@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.state.shards import ShardedState
     from dtkit.engine.state.visitor import StatefulJob
-    from dtkit.types import SnapshotReport
+    from dtkit.messages import SnapshotReport
 
 _CHUNK_BYTES = 32 * 2**20  # sent at once; the timeout of a collective applies to each chunk
 

@@ -222,6 +222,17 @@ class StateRestore(StateVisitor):
             module.set_extra_state(decode(self._facts["extra"][name]))
 
 
+class WeightsRestore(StateRestore):
+    """Visitor that puts earlier weights back during a training: the optimizer's options, such as its learning rate,
+    stay as they are.
+    """
+
+    def _restore_groups(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], saved: Mapping[str, Any]
+    ) -> None:
+        pass
+
+
 def _list_scheduled_options(group: Mapping[str, Any]) -> set[str]:
     """Return the options of a parameter group that a scheduler has set, by the values that it left there."""
     options = {"lr"} if "initial_lr" in group else set()
@@ -233,3 +244,11 @@ def restore_state(job: StatefulJob, reader: StateReader) -> dict[str, tuple[Any,
     restore = StateRestore(job.context, job.layout, reader)
     job.visit_state(restore)
     return restore.overruled
+
+
+def restore_weights(job: StatefulJob, reader: StateReader) -> None:
+    """Restore a job's weights and the state of its optimizer. Step, learning rate and random state stay.
+
+    What a strategy needs to compute the same model from them is restored, too, such as the weights of averages.
+    """
+    job.visit_worker(WeightsRestore(job.context, job.layout, reader))

@@ -21,7 +21,7 @@ from dtkit.checkpoint.json_values import UnsupportedValueError
 from dtkit.engine.state.capture import StateCapture
 from dtkit.engine.state.restore import restore_state
 from dtkit.engine.state.shards import MemoryReader, ShardedState
-from dtkit.types import ALL_STATE, PER_RANK_STATE
+from dtkit.messages import ALL_STATE, PER_RANK_STATE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -109,6 +109,9 @@ class StatefulJob(Protocol):
     def visit_state(self, visitor: StateVisitor) -> None:
         """Show all state to the visitor. A collective."""
 
+    def visit_worker(self, visitor: StateVisitor) -> None:
+        """Show the state of model and optimizer to the visitor. A collective."""
+
     def visit_model(self, visitor: StateVisitor) -> None:
         """Show the model's state to the visitor. A collective."""
 

@@ -25,14 +25,14 @@ from dtkit.checkpoint.folders import TOKEN_FILE, get_rank_filename, get_report_f
 from dtkit.checkpoint.json_values import UnsupportedValueError
 from dtkit.checkpoint.safetensors_file import SAFETENSORS_NAMES, FileReader
 from dtkit.engine.state.capture import capture_state
-from dtkit.engine.state.restore import restore_state
+from dtkit.engine.state.restore import restore_state, restore_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dtkit.engine.state.shards import ShardedState
     from dtkit.engine.state.visitor import StatefulJob
-    from dtkit.types import CheckpointReport
+    from dtkit.messages import CheckpointReport
 
 _RESERVED_REPORT_BYTES = 4096  # enough for an error
 _PARTIALLY_UPDATED_MESSAGE = "an update of its parameters failed half-way, so they are of no step"
@@ -168,3 +168,11 @@ def restore_checkpoint(
     with FileReader(Path(folder), index, files, facts) as reader:
         overruled = restore_state(job, reader)
     return job.step, job.lr, overruled
+
+
+def restore_checkpoint_weights(
+    job: StatefulJob, folder: str, index: Mapping[str, Any], files: Sequence[str], facts: Mapping[str, Any]
+) -> None:
+    """Put a checkpoint's weights back into a job that goes on from its own step. A collective."""
+    with FileReader(Path(folder), index, files, facts) as reader:
+        restore_weights(job, reader)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from dtkit._util import timeouts
 from dtkit.integrations.horovod.communicator import Communicator
 from dtkit.integrations.horovod.context import Context, Placement, get_context, has_context, set_context
+from dtkit.integrations.horovod.exceptions import MeetingError
 from dtkit.integrations.horovod.own_group import OwnGroup
 from dtkit.integrations.horovod.process_sets import ProcessSet, add_process_set
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _own_group = OwnGroup()
+_MAX_ATTEMPTS = 5
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -27,21 +30,43 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     comm : None, or the list of all ranks.
     process_sets : sets to register, or "dynamic", which changes nothing: sets can always be added and removed.
     """
-    start(comm, process_sets)
+    if has_context():
+        return
+    if not dist.is_initialized() and _own_group.joins_running_script():
+        join_again(comm, process_sets)
+    else:
+        _start(comm, process_sets)
 
 
-def start(
+def join_again(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Leave a group that has failed, and form it again: several times if ranks are lost meanwhile.
+
+    Each attempt has the same limit on all ranks, so none waits for long in a group that others have given up.
+    """
+    for remaining in reversed(range(_MAX_ATTEMPTS)):
+        leave_failed_group()
+        try:
+            _start(comm, process_sets, timeouts.HOROVOD_RESET_TIMEOUT_S)
+        except MeetingError:
+            raise
+        except RuntimeError:
+            if not remaining:
+                raise
+        else:
+            return
+
+
+def _start(
     comm: Sequence[int] | None = None,
     process_sets: Sequence[ProcessSet] | str | None = None,
     timeout_s: float | None = None,
 ) -> None:
-    """Initialize as :func:`init` does, with a limit for the ranks to connect."""
-    if has_context():
-        return
+    """Initialize, with a limit for the ranks to connect."""
     if not dist.is_initialized():
         _own_group.form(timeout_s)
     _check_comm(comm)
     set_context(Context(_find_placement(), _get_backend(), _own_group.is_superseded))
+    _own_group.raise_limit()
     for process_set in process_sets if process_sets is not None and not isinstance(process_sets, str) else ():
         process_set.process_set_id = None
         add_process_set(process_set)

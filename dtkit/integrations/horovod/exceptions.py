@@ -11,6 +11,10 @@ class MismatchError(HorovodInternalError):
     """The ranks gave different things, such as shapes. TensorFlow's operations raise FailedPreconditionError for it."""
 
 
+class MeetingError(RuntimeError):
+    """The ranks can't form a group any more, however often they try."""
+
+
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
     """The set of hosts changed. dtkit never raises it: ranks change only with a failed collective."""
 

@@ -21,6 +21,9 @@ import torch.distributed as dist
 from dtkit._util import timeouts
 from dtkit._util.torch_private import set_group_timeout
 from dtkit.engine.comm.tcp import make_connection_breaker
+from dtkit.engine.comm.torch_cleanup import reset_group_names
+from dtkit.errors import format_ranks
+from dtkit.integrations.horovod.exceptions import MeetingError
 from dtkit.rpc.script_ranks import FOLDER_VARIABLE, SLOT_VARIABLE, ScriptFolder, ScriptRanks
 
 if TYPE_CHECKING:
@@ -44,11 +47,23 @@ class OwnGroup:
         limit_s = timeouts.FIRST_STEP_TIMEOUT_S if timeout_s is None else timeout_s
         store, rank, size = self._find_store(dt.timedelta(seconds=limit_s))
         self.break_connections = make_connection_breaker()
+        reset_group_names()
         dist.init_process_group(
             _choose_backend(), store=store, rank=rank, world_size=size, timeout=dt.timedelta(seconds=limit_s)
         )
-        if set_group_timeout is not None:  # the limit after the first start: a rank may compute for long
+
+    def raise_limit(self) -> None:
+        """Let collectives take as long as those after the first start: a rank may compute for long."""
+        if self.break_connections is not None and set_group_timeout is not None:
             set_group_timeout(dt.timedelta(seconds=timeouts.FIRST_STEP_TIMEOUT_S), dist.group.WORLD)
+
+    def joins_running_script(self) -> bool:
+        """Return whether this process was started again, or leaves a group that has failed.
+
+        The other ranks then wait for it under `elastic.run`. All arrive before the group is formed.
+        """
+        path = os.environ.get(FOLDER_VARIABLE)
+        return path is not None and ScriptFolder(Path(path)).elastic_file.exists()
 
     def is_superseded(self) -> bool:
         """Return whether ranks form a newer group, since one was lost or started again."""
@@ -90,7 +105,7 @@ class OwnGroup:
             ranks = folder.read()
             rank, size = ranks.find_rank(slot), len(ranks.slots)
             if rank is None:
-                raise RuntimeError(f"the script goes on without this process, whose engine had been rank {slot}")
+                raise MeetingError(f"the script goes on without this process, whose engine had been rank {slot}")
             store = self._open_file_store(folder, ranks)
             generation = _find_generation(store, rank)
             keys = [f"{_GENERATION}/{generation}/{other}" for other in range(size)]
@@ -99,18 +114,27 @@ class OwnGroup:
                 if store.check(keys):
                     os.environ.update(ranks.make_environment(slot))
                     return _scope(store, generation), rank, size
+                _check_none_ended(folder, ranks)
                 if time.monotonic() > deadline:
-                    raise RuntimeError(
+                    raise MeetingError(
                         f"not all of {size} ranks came within {timeouts.HOROVOD_MEETING_TIMEOUT_S:.0f} s; end the "
                         "script by an interrupt, and start it again"
                     )
-                pause.wait(timeouts.HOROVOD_MEETING_POLL_S)
+                pause.wait(timeouts.PROCESS_POLL_S)
 
     def _open_file_store(self, folder: ScriptFolder, ranks: ScriptRanks) -> Any:
         if ranks.version not in self._stores:
             path = str(folder.get_store(ranks.version))
             self._stores[ranks.version] = dist.FileStore(path)  # type: ignore[attr-defined]  # torch exports it by name only
         return self._stores[ranks.version]
+
+
+def _check_none_ended(folder: ScriptFolder, ranks: ScriptRanks) -> None:
+    if ended := folder.find_ended(ranks):
+        raise MeetingError(
+            f"this rank can't form a group, since {format_ranks(ended)} ended the script before. It was started again, "
+            "or lost its connections, too late to go on; run the script again"
+        )
 
 
 def _scope(store: Any, generation: int) -> Any:

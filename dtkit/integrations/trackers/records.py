@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtkit.history.undone_steps import count_unchanged
 from dtkit.integrations.trackers.tracked import Point
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class RecordReader:
     def __init__(self, history: History, position: Position, *, per_node: bool) -> None:
         self.position = position
         self._history, self._per_node = history, per_node
+        self._read_evaluations = history.evaluations[: position.evaluations]
         self._last_logged = dict.fromkeys(history.scalar_names, self.next_step - 1) if position.totals else {}
 
     @property
@@ -68,7 +70,8 @@ class RecordReader:
     @property
     def has_new(self) -> bool:
         """Whether there is anything to read."""
-        return self.num_new_steps > 0 or len(self._history.evaluations) > self.position.evaluations
+        evaluations = self._history.evaluations
+        return self.num_new_steps > 0 or count_unchanged(self._read_evaluations, evaluations) < len(evaluations)
 
     @property
     def next_step(self) -> int:
@@ -81,7 +84,9 @@ class RecordReader:
         history, position = self._history, self.position
         totals = history.read_totals(position.totals)
         rows = history.rows(position.rows, position.rows + int(totals["ranks"].sum()))
-        evaluations = history.evaluations[position.evaluations :]
+        evaluations = list(history.evaluations)
+        new_evaluations = evaluations[count_unchanged(self._read_evaluations, evaluations) :]
+        self._read_evaluations = evaluations
         chosen = _choose_steps(totals["step"], max_steps, every)
         values = _collect_totals(totals[chosen])
         starts = np.cumsum(totals["ranks"]) - totals["ranks"]
@@ -89,12 +94,10 @@ class RecordReader:
             part = rows[starts[k] : starts[k] + totals["ranks"][k]]
             _add_rows(values.setdefault(int(totals["step"][k]), {}), part, per_node=self._per_node)
         self._add_logged(values, totals["step"], chosen)
-        for evaluation in evaluations:
+        for evaluation in new_evaluations:
             named = {f"validation/{name}": float(value) for name, value in evaluation.values.items()}
             values.setdefault(evaluation.step, {}).update(named)
-        self.position = Position(
-            position.totals + len(totals), position.rows + len(rows), position.evaluations + len(evaluations)
-        )
+        self.position = Position(position.totals + len(totals), position.rows + len(rows), len(evaluations))
         return _make_points(values, totals)
 
     def _add_logged(self, values: dict[int, dict[str, float]], steps: np.ndarray, chosen: np.ndarray) -> None:

@@ -35,6 +35,7 @@ from dtkit.engine.data.sources import map_tensors, to_device
 from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.planning.layer_chain import LayerChain, LayerCosts
+from dtkit.schedules.builtin import get_proper_name
 from dtkit.schedules.schedule import Schedule
 from dtkit.strategies import router_loss
 from dtkit.strategies.activation_checkpointing import refuse_batch_norm
@@ -117,6 +118,7 @@ class Pipeline(Strategy):
     def _normalize_schedule(self) -> None:
         """Convert a user's rows to a schedule, and take the number of micro-batches from it."""
         if isinstance(self.schedule, str) and len(self.schedule.split()) == 1:
+            object.__setattr__(self, "schedule", get_proper_name(self.schedule))
             return
         table = self.schedule if isinstance(self.schedule, Schedule) else Schedule(self.schedule)
         if table.ranks != self.stages:

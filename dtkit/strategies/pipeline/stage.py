@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.observe.phase_timer import PhaseTimer
+    from dtkit.messages import NonFiniteLocations
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.pipeline.trace import StageModulePair
-    from dtkit.types import NonFiniteLocations
 
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs whole schedules on errors
 

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.engine.state.visitor import StateVisitor
+    from dtkit.messages import Fingerprint
     from dtkit.strategies.loss import Loss
     from dtkit.strategies.pipeline.cut import StageCut
     from dtkit.strategies.pipeline.stage import StageIO
     from dtkit.strategies.pipeline.tied_weights import TiedParameter
     from dtkit.strategies.pipeline.trace import StageModulePair
-    from dtkit.types import Fingerprint
 
 
 @dataclasses.dataclass(frozen=True)

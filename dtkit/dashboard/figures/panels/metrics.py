@@ -40,7 +40,7 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     style.style_axes(ax)
     style.format_step_axis(ax)
     last, low, high = (formatting.format_loss(float(value)) for value in (values[-1], values.min(), values.max()))
-    style.set_title(ax, formatting.sanitize_text(name, 40), f"last {last}, lowest {low}, highest {high}")
+    style.set_title(ax, formatting.sanitize_text(name, 40), f"last {last}, from {low} to {high}")
     style.mark_events(ax, history.events)
 
 

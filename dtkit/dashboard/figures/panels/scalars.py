@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _MAX_PANELS = 8
 _MAX_POINTS = 256
+_ROOM = 1.08  # above the largest value
 
 
 def make_panels(history: History) -> list[Callable[[Axes, History], None]]:
@@ -42,20 +43,29 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     if 1 < len(ranks) <= MAX_NODE_LINES:
         for rank in ranks:
             color = style.COLORS[rank % len(style.COLORS)]
-            ax.plot(*_thin_out(*history.scalar(name, rank)), color=color, linewidth=1.1, label=f"node {rank}")
+            ax.plot(*_thin_out(*history.scalar(name, rank)), color=color, label=f"node {rank}", **style.PART_LINE)
     steps, values = history.scalar(name)
     ax.plot(
-        *_thin_out(steps, values), color=style.TEXT_COLOR, linewidth=1.5, label="mean" if len(ranks) > 1 else "_",
-        linestyle=(0, (3, 1.6)) if len(ranks) > 1 else "-", gid=f"scalar {name}",
+        *_thin_out(steps, values), color=style.TEXT_COLOR, label="mean" if len(ranks) > 1 else "_",
+        gid=f"scalar {name}", **style.MEAN_LINE,
     )  # fmt: skip
     if is_system_name(name):
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, _ROOM * float(ax.dataLim.ymax) or 1.0)  # a line along the upper end would be cut
+    _show_all_steps(ax, history)
     style.draw_end_labels(ax, style.collect_line_labels(ax))
     known = values[np.isfinite(values)]
     last, low, high = (formatting.format_loss(float(value)) for value in (known[-1], known.min(), known.max()))
     title, unit = split_unit(name)
-    style.set_title(ax, f"{title} ({unit})" if unit else title, f"last {last}, lowest {low}, highest {high}")
+    style.set_title(ax, f"{title} ({unit})" if unit else title, f"last {last}, from {low} to {high}")
     style.mark_events(ax, history.events)
+
+
+def _show_all_steps(ax: Axes, history: History) -> None:
+    """Let the axis have the steps of the run, so that the same step is at the same place in all panels."""
+    steps = history.totals()["step"]
+    if len(steps):
+        first, last = min(float(steps.min()), ax.dataLim.x0), max(float(steps.max()), ax.dataLim.x1)
+        ax.set_xlim(first, max(first + 1, last))
 
 
 def _thin_out(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

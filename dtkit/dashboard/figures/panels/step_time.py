@@ -28,7 +28,7 @@ PHASE_STYLES: dict[str, dict[str, Any]] = {
 }
 """Color and hatching of each phase, as in the live view."""
 
-_MIN_SHARE_WIDTH, _MIN_TIME_WIDTH = 0.06, 0.16  # of the axis; shorter segments have no share, or no time
+_MIN_SHARE_WIDTH, _MIN_TIME_WIDTH = 0.085, 0.24  # of the axis; shorter segments have no share, or no time
 _MIN_LEGEND_LENGTH = 0.004  # of the longest bar; phases that are always shorter have no legend entry
 
 
@@ -47,7 +47,7 @@ def draw(ax: Axes, history: History) -> None:
         _draw_bar(ax, row, bar, longest)
     _label_bars(ax, bars, longest)
     ax.set_xlabel(
-        f"ms, mean of the last {formatting.format_count(timing.num_steps, 'step')}", fontsize=8, color=style.MUTED_COLOR
+        f"ms, mean of {'' if timing.is_whole else 'the '}{timing.steps_text}", fontsize=8, color=style.MUTED_COLOR
     )
     visible = [PHASES[k] for k in _find_visible_phases(bars, longest)]
     style.draw_legend_below(ax, [Patch(label=phase, linewidth=0.6, **PHASE_STYLES[phase]) for phase in visible])
@@ -100,7 +100,7 @@ def _label_bars(ax: Axes, phase_bars: list[PhaseBar], longest: float) -> None:
         tick.set_color(style.ALERT_COLOR if bar.is_straggler else style.TEXT_COLOR)
         tick.set_fontweight("bold" if bar.is_straggler else "normal")
     ax.set_ylim(len(phase_bars) - 0.45, -0.55)
-    ax.set_xlim(0, 1.09 * longest)
+    ax.set_xlim(0, 1.12 * longest)
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False, axis="y")
     ax.spines["left"].set_visible(False)

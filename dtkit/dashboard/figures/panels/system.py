@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from dtkit.history.history import History
 
-_MAX_PANELS = 4
+_MAX_PANELS = 6
 
 
 def make_panels(history: History) -> list[Callable[[Axes, History], None]]:

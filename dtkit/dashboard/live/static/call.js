@@ -1,13 +1,14 @@
 // The browser's half of the charts of a call (call_widget.py): those that a run's dashboard has for logged numbers.
 
-import { h, setAttr } from "./elements.js";
+import { h, keepKeys, setAttr } from "./elements.js";
 import { messageWidget } from "./message_widget.js";
 import { scalars } from "./panels/scalars.js";
 import { followTheme } from "./theme.js";
 import { toolbar } from "./toolbar.js";
 
 function openCall(store) {
-  const root = h("div", { class: "dtkit", "data-testid": "dtkit-call", "data-state": "", "data-seq": 0, "data-lm-suppress-shortcuts": "true", role: "region", "aria-label": "numbers logged by a function" });
+  const root = h("div", { class: "dtkit", "data-testid": "dtkit-call", "data-state": "", "data-seq": 0, role: "region", "aria-label": "numbers logged by a function" });
+  keepKeys(root);
   const redraw = () => requestAnimationFrame(draw), tools = toolbar(store, null), panel = scalars(store, null, redraw);
   root.append(h("div", { class: "dtk-body" }, tools.el, panel.el));
   function draw() {

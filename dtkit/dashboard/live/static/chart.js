@@ -3,15 +3,17 @@
 //   chart/grain.js    what is drawn: buckets of the store, or single points
 //   chart/axis.js     steps, epochs, time or samples
 //   chart/lines.js    lines, bands, points, labels
+//   chart/run_labels.js  names or numbers of runs
 //   chart/marks.js    signs of events
 //   chart/pointer.js  pointing and zooming
 //   chart/tooltip.js  the box at the pointer
 
 import { xAxis } from "./chart/axis.js";
-import { bucketGrain, inverted, movingAverage, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
+import { bucketGrain, hasNegative, inverted, movingAverage, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
 import { drawLabels, drawLine, drawPoints, drawSpots, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { joinGlyphs, mergeSigns } from "./chart/marks.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
+import { drawRunLabels } from "./chart/run_labels.js";
 import { newTooltip, within } from "./chart/tooltip.js";
 import { s, h, setAttr, setText } from "./elements.js";
 import { newFrame } from "./frame.js";
@@ -29,7 +31,7 @@ const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
  * overall(head, value). Optional: overallName, right(head, view): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName, most(store): the largest value that the axis has to show,
  * shown(store), exact: never smooth, joined: lines without gaps but where the grain lost numbers, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line) with labelLines(store, line, most, width): that name at the line's end,
- * axis: instead of that of all charts, inverted: draw the reciprocals of the values, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that are not positive.
+ * axis: instead of that of all charts, inverted: draw the reciprocals of the values, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that are not positive; "positive": none where some are negative.
  */
 export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });
@@ -82,12 +84,13 @@ function fullScreenTools(store, panel) {
   };
 }
 
-/** Return whether a chart is logarithmic: as chosen, or since its values once spanned many orders. */
+/** Return whether a chart is logarithmic: as chosen, or since its values once spanned many orders, until one is negative. */
 function isLogScale({ store, name, options, grain }) {
-  const { view } = store;
-  const key = options.testid + name;
-  if (view.log === null && !view.autoLog.has(key) && spansOrders(grain, options.most?.(store))) view.autoLog.add(key);
-  return view.log ?? view.autoLog.has(key);
+  const { view } = store, key = options.testid + name, chosen = view.autoLog.get(key);
+  if (options.canLog === "positive" && hasNegative(grain)) return false;
+  if (chosen && hasNegative(grain)) view.autoLog.set(key, false); // for good: a range in sight without one changes nothing
+  if (chosen === undefined && view.log === null && spansOrders(grain, options.most?.(store))) view.autoLog.set(key, true);
+  return view.log ?? view.autoLog.get(key) ?? false;
 }
 
 function drawChart(view, width) {
@@ -111,16 +114,24 @@ function drawChart(view, width) {
     y: (v) => Math.max(-FAR_PX, TOP + (size(high) - size(v)) / (size(high) - size(low)) * plot.height),
     stepAt: (x) => Math.min(end, Math.max(first, axis.step(from + (x - LEFT) / plot.width * long))),
   };
-  for (const [key, value] of Object.entries({ x: LEFT - 5, y: TOP - 5, width: plot.width + 10, height: plot.height + 10 })) setAttr(view.clipped, key, value);
+  clipToPlot(view, plot);
   drawGrid(view, width);
   drawMarks(view);
   const ends = [];
   for (let line = 0; line <= layout.nodes; line++) drawLine(view, line, ends);
   drawSpots(view, ends);
   drawPoints(view, points, ends);
-  drawLabels(view, ends, { left: width - right + 8, top: TOP, bottom: height - BOTTOM });
+  (options.lineName ? drawRunLabels : drawLabels)(view, ends, { from: LEFT, left: width - right + 8, top: TOP, bottom: height - BOTTOM });
   drawCursor(view);
 }
+const DOT_ROOM = 5; // around the plot, for whole dots and line ends
+
+/** Draw nothing beyond the plot. A line that goes on out of sight ends at the plot's edge. */
+function clipToPlot({ clipped, whole, frame: { first, end } }, { width, height }) {
+  const before = first > whole[0] ? 0 : DOT_ROOM, after = end < whole[1] ? 0 : DOT_ROOM;
+  for (const [key, value] of Object.entries({ x: LEFT - before, y: TOP - DOT_ROOM, width: before + width + after, height: height + 2 * DOT_ROOM })) setAttr(clipped, key, value);
+}
+
 /** Return the first and the last step of all charts, so that they have one axis. */
 function wholeRange({ store }) {
   const { curves } = store, first = curves.used ? curves.origin : 1, end = curves.origin + curves.used * curves.width - 1;
@@ -200,6 +211,7 @@ function stepsText([first, last]) {
 function readout(view) {
   const at = hovered(view);
   if (at === null) return null;
+  if (view.store.head.runs) return spanText(view, view.grain.span(at)); // the tooltip has the runs
   return `${spanText(view, view.grain.span(at))}: ${format(view, view.grain.value(view.layout.nodes, at, 1))}`;
 }
 
@@ -247,12 +259,24 @@ function pointRows(view, at) {
 }
 
 function describe(view) {
-  const { store, layout, grain } = view;
+  const { store, layout, grain, options } = view;
+  if (options.lineName) return describeRuns(view);
   for (let at = grain.used - 1; at >= 0; at--) {
     const v = grain.value(layout.nodes, at, 1);
     if (!Number.isNaN(v)) return `${layout.nodes > 1 || layout.banded ? "over all nodes " : ""}${format(view, v)} at step ${store.status.step}`;
   }
   return "no step yet";
+}
+
+/** Return the last value of each run that is shown. */
+function describeRuns({ store, layout, grain, options, shown = () => true }) {
+  const texts = [];
+  for (let line = 0; line < layout.nodes; line++) {
+    let at = grain.used - 1;
+    while (at >= 0 && Number.isNaN(grain.value(line, at, 1))) at--;
+    if (at >= 0 && shown(line)) texts.push(`${options.lineName(store, line)} ${format({ options }, grain.value(line, at, 1))}`);
+  }
+  return texts.length ? `last values ${texts.join("; ")}` : "no step yet";
 }
 
 /** Return the drawn values as rows of a table, the first with the names of the columns. */
@@ -262,7 +286,7 @@ function listValues({ grain, layout, options, store, axis }) {
     const name = line === layout.nodes ? overallName(options, store.head) ?? "overall" : layout.banded ? "band" : options.lineName?.(store, line) ?? `node ${line}`;
     names.push(name, ...(grain.wide > 1 || layout.banded ? [`${name} ${low}`, `${name} ${high}`] : []));
   }
-  const places = options.axis ? ["from (ms)", "to (ms)"] : ["first step", "last step"];
+  const places = options.axis ? [`from (${axis.unit})`, `to (${axis.unit})`] : ["first step", "last step"];
   const rows = [[...places, ...(axis.label === "step" ? [] : [axis.label]), ...names]];
   for (let at = 0; at < grain.used; at++) {
     const span = grain.span(at), values = [];

@@ -8,7 +8,7 @@
 //
 // There is no dependency and no build step: bundle.py puts the files into one module.
 
-import { h, setAttr, setText } from "./elements.js";
+import { h, keepKeys, setAttr, setText } from "./elements.js";
 import { fillRow } from "./grid.js";
 import { mountViews } from "./mount.js";
 import { banner } from "./panels/banner.js";
@@ -34,6 +34,7 @@ import { tiles } from "./panels/tiles.js";
 import { timeline } from "./panels/timeline.js";
 import { waffle } from "./panels/waffle.js";
 import { LONGEST_MS, newPacer } from "./pacing.js";
+import { newPictureSight } from "./picture_sight.js";
 import { newSight } from "./sight.js";
 import { toolbar } from "./toolbar.js";
 import { apply, isLost, isTicking, newStore, pressing } from "./store.js";
@@ -45,9 +46,6 @@ const PANELS = [
   waffle, lossChart, throughputChart, metrics, scalars, gradientNormChart, learningRateChart, stepTime, timeline, pictures, system, memory, nodesTable,
   log,
 ];
-
-/** The part of a view that is drawn with each message that moves it: too little to count as a page's share. */
-const COUNTER = "counter";
 
 /** Show an error of a panel in that panel only. */
 function guarded(panel) {
@@ -69,26 +67,21 @@ function isAway(store, el) {
 }
 
 function buildView(store, send) {
-  const root = h("div", { class: "dtkit", "data-testid": "dtkit-dashboard", "data-state": "", "data-seq": 0, "data-lm-suppress-shortcuts": "true", role: "region", "aria-label": "training dashboard" });
+  const root = h("div", { class: "dtkit", "data-testid": "dtkit-dashboard", "data-state": "", "data-seq": 0, role: "region", "aria-label": "training dashboard" });
+  keepKeys(root);
   const body = h("div", { class: "dtk-body" });
   root.append(body);
-  let asked = false, isOnlyCounter = true;
-  const redraw = (part) => {
-    isOnlyCounter &&= part === COUNTER;
+  let asked = false;
+  const redraw = () => {
     if (asked) return;
     asked = true;
-    requestAnimationFrame(() => {
-      const drawPart = isOnlyCounter ? drawCounter : draw;
-      [asked, isOnlyCounter] = [false, true];
-      drawPart();
-    });
+    requestAnimationFrame(() => { asked = false; draw(); });
   };
   const make = (build) => build(store, send, redraw);
   const panels = PANELS.map(make), all = [...TOP_PANELS.map(make), toolbar(store, panels), ...panels, summary(store)];
   body.append(...all.map((panel) => panel.el));
   for (const panel of panels) store.sight.watch(panel.el);
   const updates = all.map((panel) => [panel, guarded(panel)]);
-  const drawCounter = updates[TOP_PANELS.indexOf(progress)][1];
   const draw = () => {
     if (!store.head) return;
     store.lost = isLost(store);
@@ -134,17 +127,17 @@ function openView(store, model) {
 export default () => {
   const store = newStore(), views = new Set();
   let asked = 0;
-  store.redraw = (part) => { for (const redraw of views) redraw(part); };
+  store.redraw = () => { for (const redraw of views) redraw(); };
   store.sight = newSight(store.redraw);
+  store.pictureSight = newPictureSight(store);
   const redrawAll = () => { store.redraw(); requestAnimationFrame(store.sight.drawn); };
   store.pacer = newPacer(redrawAll, (interval) => store.send({ interval }), () => Boolean(store.head?.has_spare_core));
   const receive = (model, content, buffers) => {
-    const before = pressing(store), step = store.status?.step;
+    const before = pressing(store);
     if (!apply(store, content, buffers) && Date.now() - asked > 1000) {
       asked = Date.now();
       model.send({ hello: "gap" });
     }
-    if (step !== undefined && store.status.step !== step) store.redraw(COUNTER); // the rest may have to wait for seconds
     if (pressing(store) === before) store.pacer.soon();
     else {
       store.sight.drawAll();
@@ -155,6 +148,10 @@ export default () => {
     initialize({ model }) {
       store.send = (message) => sendTo(model, message);
       model.on("msg:custom", (content, buffers) => receive(model, content, buffers));
+      model.on("comm_live_update", () => { // JupyterLab cuts all models off when a person restarts the kernel
+        store.gone = true;
+        store.redraw();
+      });
       const { content, buffers } = model.get("opening");
       receive(model, content, buffers);
       views.add(mountViews(model.get("place"), () => openView(store, model)));

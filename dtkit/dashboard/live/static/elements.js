@@ -27,3 +27,9 @@ export function setProse(el, text) {
 export function setAttr(el, name, value) {
   if (el.getAttribute(name) !== String(value)) el.setAttribute(name, value);
 }
+/** Let keys in a view be its own: JupyterLab looks for this mark at the focused element first, and then at those around. */
+export function keepKeys(view) {
+  const mark = (el) => el.setAttribute("data-lm-suppress-shortcuts", "true");
+  mark(view);
+  view.addEventListener("focusin", ({ target }) => mark(target));
+}

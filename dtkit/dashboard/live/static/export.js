@@ -1,7 +1,7 @@
 // Downloads of a chart: a picture as it is drawn, with its colors, or its values.
 
 const STYLES = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "stroke-linejoin", "opacity", "font-size", "font-weight", "font-family", "text-anchor"];
-const SHARPER = 2, HEAD = 26, NS = "http://www.w3.org/2000/svg";
+const SHARPER = 2, HEAD = 26, PICTURE_WIDTH = 616, NS = "http://www.w3.org/2000/svg";
 
 /** Return the chart as SVG that needs no style sheet, below its title. */
 export function svgText(svg, title) {
@@ -37,6 +37,17 @@ export function savePng(svg, title) {
     canvas.toBlob((blob) => offer(blob, title, "png"));
   };
   picture.src = url;
+}
+/** Save a picture on white, as the kernel drew it, below its title. */
+export function savePicture(image, title) {
+  const canvas = document.createElement("canvas"), sharper = image.naturalWidth / PICTURE_WIDTH, pen = canvas.getContext("2d");
+  [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight + HEAD * sharper];
+  pen.fillStyle = "#fff";
+  pen.fillRect(0, 0, canvas.width, canvas.height);
+  [pen.fillStyle, pen.font] = ["#1a1a1a", `700 ${14 * sharper}px ${getComputedStyle(image).fontFamily}`];
+  pen.fillText(title, 8 * sharper, (HEAD - 9) * sharper);
+  pen.drawImage(image, 0, HEAD * sharper);
+  canvas.toBlob((blob) => offer(blob, title, "png"));
 }
 export function saveCsv(rows, title) {
   offer(new Blob([rows.map((row) => row.map(cellText).join(",")).join("\r\n")], { type: "text/csv" }), title, "csv");

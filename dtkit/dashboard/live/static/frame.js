@@ -7,28 +7,38 @@ import { popover } from "./popover.js";
 const FULL_ROOM = 190; // pixels of a full screen around the chart and its tools
 
 /**
- * Return {head, attach(panel, redraw), height()} of a panel. `exports` has its `svg` and `csv()`, rows of a table. The
- * height is that of a chart on the full screen; null elsewhere.
+ * Return {head, attach(panel, redraw), height()} of a panel. `exports` has its `svg` and `csv()`, rows of a table, or
+ * `saves`: [label, save()] of each download. The height is that of a chart on the full screen; null elsewhere.
  */
-export function newFrame(title, note, { svg, csv }) {
+export function newFrame(title, note, { svg, csv, saves = chartSaves(title, svg, csv) }) {
   const head = h("h3", {}, h("span", { class: "dtk-title" }, title), " ", note);
   const tools = h("span", { class: "dtk-tools", role: "group", "aria-label": `tools of ${title}` });
   let panel = null;
   const isFull = () => panel !== null && panel.ownerDocument.fullscreenElement === panel;
   const full = h("button", { type: "button", class: "dtk-tool", "aria-label": `${title}: full screen`, title: "full screen", "data-testid": "full-screen" }, icon("M1,5V1H5M9,1H13V5M13,9V13H9M5,13H1V9"));
   full.addEventListener("click", () => (isFull() ? panel.ownerDocument.exitFullscreen() : panel.requestFullscreen()));
-  tools.append(downloads(title, svg, csv), full);
+  tools.append(downloads(title, saves), full);
   const attach = (el, redraw) => {
     panel = el;
     el.append(tools);
-    el.addEventListener("fullscreenchange", () => { setAttr(full, "aria-pressed", isFull()); redraw(); });
+    el.addEventListener("fullscreenchange", () => {
+      setAttr(full, "aria-pressed", isFull());
+      if (!isFull()) full.focus({ preventScroll: true }); // where the reader was before, also after Escape
+      redraw();
+    });
+    el.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && isFull()) panel.ownerDocument.exitFullscreen(); // a page in a frame may get the key first
+    });
   };
   return { head, attach, height: () => (isFull() ? Math.max(240, panel.clientHeight - FULL_ROOM) : null) };
 }
 
-function downloads(title, svg, csv) {
+function chartSaves(title, svg, csv) {
+  return [["PNG picture", () => savePng(svg, title)], ["SVG picture", () => saveSvg(svg, title)], ["CSV table", () => saveCsv(csv(), title)]];
+}
+function downloads(title, saves) {
   const menu = popover(icon("M7,1V9M3.5,6L7,9.5L10.5,6M1.5,13H12.5"), `download ${title}`, "download", "menu");
-  for (const [label, save] of [["PNG picture", () => savePng(svg, title)], ["SVG picture", () => saveSvg(svg, title)], ["CSV table", () => saveCsv(csv(), title)]]) {
+  for (const [label, save] of saves) {
     const item = h("button", { type: "button", role: "menuitem", "data-testid": `save-${label.slice(0, 3).toLowerCase()}` }, label);
     item.addEventListener("click", () => { save(); menu.close(); });
     menu.box.append(item);

@@ -6,7 +6,7 @@ const PLACE = "dtkit-live", MOUNTED = "dtkit-mounted", GONE_MS = 300_000;
 
 /**
  * Keep a view in each place with this name. `build()` returns {root, redraw, dispose}. Return a function that redraws all
- * views that are in the page, or only a part of them.
+ * views that are in the page.
  */
 export function mountViews(name, build) {
   const views = new Map(); // by place
@@ -25,7 +25,7 @@ export function mountViews(name, build) {
   observer.observe(document.body, { childList: true, subtree: true });
   scan();
   setInterval(() => sweep(views), GONE_MS / 5);
-  return (part) => { for (const [place, view] of views) if (place.isConnected) view.redraw(part); };
+  return () => { for (const [place, view] of views) if (place.isConnected) view.redraw(); };
 }
 
 /** End the views of places that are gone. */

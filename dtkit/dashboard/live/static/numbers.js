@@ -42,6 +42,14 @@ export function duration(seconds) {
 export function exponent(value, digits) {
   return (+value.toPrecision(digits)).toExponential().replace("+", "");
 }
+const PLAIN_RATE_CHARS = 9; // 0.00000146 can't be read at a glance
+
+/** Return a learning rate as charts label it; none is empty. */
+export function shortRate(value) {
+  if (value === null) return "";
+  const plain = String(+value.toPrecision(4));
+  return value < 1e5 && plain.length <= PLAIN_RATE_CHARS ? plain : exponent(value, 4);
+}
 export function tick(value) {
   if (Math.abs(value) >= 1e9) return exponent(value, 3);
   if (Math.abs(value) >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;

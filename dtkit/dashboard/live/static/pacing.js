@@ -1,30 +1,29 @@
 // How often a page draws what messages bring. A training on the same cores is slower by what the page takes, so drawing
 // keeps to a small share of one core. What a person does, and what they wait for, is drawn in the next frame.
 
-// Shares of the page's own thread; the browser's other threads and processes take more than that again. The credit may be
-// spent at once, so that single messages are drawn without delay.
-const BUSY = { share: 0.006, creditMs: 40, shortestMs: 1000 }, SPARE = { share: 0.1, creditMs: 300, shortestMs: 250 };
-export const LONGEST_MS = 2500; // between two drawings in the long run
+// Shares of the page's own thread; the browser's other threads, and the notebook, take more than that again. With the
+// engines on all cores, they all wait while one gives way, so that short steps lose as much time as is taken from a core.
+// The shortest interval is a little less than a dispatch, so that each dispatch may be drawn when it ends.
+const BUSY = { share: 0.01, shortestMs: 750 }, SPARE = { share: 0.1, shortestMs: 250 };
+export const LONGEST_MS = 2500; // between two drawings, however long they take
+const MEASURED = 5;
 
 /**
  * Return {soon(), now()}. `redraw()` asks all views to draw in the next frame: soon() calls it within the share, and now()
- * at once. On cores that are all busy a frame takes longer, so frames are rarer there. Where `hasSpareCore()`, the share
- * is larger. `report(ms)` is called when the time between two drawings in the long run has changed much.
+ * at once. Where `hasSpareCore()`, the share is larger. `report(ms)` is called when the time between two drawings has
+ * changed much. A drawing costs the least that the last ones took: another process that interrupts one makes it longer,
+ * but not more work. The first ones, which make the panels, count only once there are enough.
  */
 export function newPacer(redraw, report, hasSpareCore = () => false) {
-  const getPace = () => (hasSpareCore() ? SPARE : BUSY);
-  let credit = SPARE.creditMs, at = performance.now(), drawnAt = -Infinity, timer = null, isAsked = false, mean = 0, reported = 0;
-  const earn = () => {
-    const now = performance.now(), { share, creditMs } = getPace();
-    [credit, at] = [Math.min(creditMs, credit + share * (now - at)), now];
+  let costs = [], drawnAt = -Infinity, timer = null, isAsked = false, reported = 0;
+  const interval = () => {
+    const { share, shortestMs } = hasSpareCore() ? SPARE : BUSY, cost = costs.length < MEASURED ? 0 : Math.min(...costs);
+    return Math.round(Math.max(shortestMs, Math.min(LONGEST_MS, cost / share)));
   };
-  const spend = (cost) => {
-    earn();
-    const { share, shortestMs } = getPace();
-    credit = Math.max(-share * LONGEST_MS, credit - cost);
-    mean = mean ? 0.7 * mean + 0.3 * cost : cost;
-    const every = Math.round(Math.max(shortestMs, Math.min(LONGEST_MS, mean / share)));
-    reported ||= shortestMs; // as the notebook begins
+  const measure = (cost) => {
+    costs = [...costs, cost].slice(-MEASURED);
+    const every = interval();
+    reported ||= (hasSpareCore() ? SPARE : BUSY).shortestMs; // as the notebook begins
     if (every > 1.5 * reported || every < reported / 1.5) report((reported = every));
   };
   const now = () => {
@@ -35,12 +34,11 @@ export function newPacer(redraw, report, hasSpareCore = () => false) {
     let began = 0;
     requestAnimationFrame(() => { began = drawnAt = performance.now(); });
     redraw();
-    requestAnimationFrame(() => { isAsked = false; afterPainting(() => spend(performance.now() - began)); });
+    requestAnimationFrame(() => { isAsked = false; afterPainting(() => measure(performance.now() - began)); });
   };
   const soon = () => {
     if (isAsked || timer !== null) return;
-    earn();
-    const { share, shortestMs } = getPace(), wait = Math.max(-credit / share, drawnAt + shortestMs - performance.now());
+    const wait = drawnAt + interval() - performance.now();
     if (wait <= 0) now();
     else timer = setTimeout(now, wait);
   };

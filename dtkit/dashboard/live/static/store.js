@@ -20,22 +20,22 @@ export function newStore() {
   return {
     seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], throughput: null, error: null, refused: null, refusedAt: -Infinity,
     notices: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], stopped: [], outliers: [], slow: [], slowed: [] },
-    detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, effectAt: -Infinity, spot: null, strip: null, pictures: new Map(), series: new Map(),
-    beats: false, lost: false, view: newView(), send: () => {}, redraw: () => {}, sight: { watch: () => {}, isAway: () => false },
+    detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, firstSteps: 0, effectAt: -Infinity, spot: null, strip: null, pictures: new Map(), series: new Map(),
+    beats: false, gone: false, lost: false, view: newView(), send: () => {}, redraw: () => {}, sight: { watch: () => {}, isAway: () => false }, pictureSight: { watch: () => {} },
     log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null, // the step at the pointer
     curves: { width: 1, origin: 0, used: 0, data: new Float32Array(0) },
   };
 }
 
-/** Return the settings of the chart tools: `log` is null where each chart chooses its scale, and `autoLog` has those that chose a
- * logarithmic one; `zoom` has the first and last step in sight, `hidden` the keys of lines. */
+/** Return the settings of the chart tools: `log` is null where each chart chooses its scale, and `autoLog` has whether a
+ * chart's is logarithmic, once it has chosen; `zoom` has the first and last step in sight, `hidden` the keys of lines. */
 function newView() {
-  return { x: "step", smooth: 0, log: null, autoLog: new Set(), robust: false, zoom: null, hidden: new Set() };
+  return { x: "step", smooth: 0, log: null, autoLog: new Map(), robust: false, zoom: null, hidden: new Set() };
 }
 
 /** Return whether the logarithmic scale is on: as chosen, or in some chart by itself. */
 export function isLogShown({ log, autoLog }) {
-  return log ?? autoLog.size > 0;
+  return log ?? [...autoLog.values()].includes(true);
 }
 
 /** Return whether a run waits for its first start. */
@@ -43,9 +43,10 @@ export function isReady(store) {
   return store.status.state === "paused" && !(store.status.elapsed > 0);
 }
 
-/** Return whether the kernel of a run in progress sends nothing any more. */
+/** Return whether the kernel of a run in progress was restarted, or sends nothing any more. */
 export function isLost(store) {
-  return store.beats && LIVE.includes(store.status?.state) && Date.now() - store.heard > SILENCE_MS;
+  const isSilent = store.beats && Date.now() - store.heard > SILENCE_MS;
+  return (store.gone || isSilent) && LIVE.includes(store.status?.state);
 }
 
 const TICKING_MS = 20_000; // longer than anything that a message shows for a while
@@ -57,17 +58,16 @@ export function isTicking(store) {
 }
 
 /** Return a text that changes with what a person waits for, or must see at once. */
-export function pressing({ status, error, refused, effect, selected, picking, nodesNow, detail, asked, head, nodes }) {
+export function pressing({ status, error, refused, effect, firstSteps, selected, picking, nodesNow, detail, asked, head, nodes }) {
   const { lost, stuck } = nodesNow, answers = asked.size ? [asked.size, status.step] : null;
-  return JSON.stringify([status?.state, status?.activity?.text, error, refused, effect.count, selected, picking, lost, stuck, detail?.range, answers, head?.ranks, nodes.length]);
+  return JSON.stringify([status?.state, status?.activity?.text, error, refused, effect.count, firstSteps, selected, picking, lost, stuck, detail?.range, answers, head?.ranks, nodes.length]);
 }
 
 /** Apply a message. Return false if it doesn't follow the last one; the page then asks for a snapshot. */
 export function apply(store, content, buffers) {
-  store.heard = Date.now();
+  [store.heard, store.gone] = [Date.now(), false];
   if (content.kind === "alive") {
     store.beats = true;
-    if (content.step !== undefined && store.status) countStep(store, content.step);
     return true;
   }
   if (content.kind === "refused") {
@@ -77,7 +77,8 @@ export function apply(store, content, buffers) {
   }
   if (content.kind === "picture") {
     const bytes = content.error === null ? raw(buffers[0]) : null;
-    store.pictures.set(content.name, { error: content.error, bytes, wide: Boolean(content.wide) });
+    const since = store.pictures.get(content.name)?.since ?? Date.now();
+    store.pictures.set(content.name, { error: content.error, bytes, wide: Boolean(content.wide), since });
     return true;
   }
   if (content.kind === "detail") {
@@ -110,6 +111,8 @@ export function apply(store, content, buffers) {
     const { events = [], evaluations = [] } = content; // panels draw a list again only where it is another one
     if (events.length) store.log = latest(store.log.concat(events));
     if (events.length) store.marks = store.marks.concat(events.filter((e) => e.kind in MARKED)).slice(-60);
+    const { undone_after: end } = content; // the run went back to a snapshot
+    if (end !== undefined) store.evaluations = store.evaluations.filter((e) => e.step <= end);
     if (evaluations.length) store.evaluations = thin(store.evaluations.concat(evaluations));
   }
   store.nodes = content.nodes ?? store.nodes;
@@ -121,11 +124,6 @@ export function apply(store, content, buffers) {
   if (content.series) applySeries(store, content.series, floats(buffers[2])); // of a comparison
   if (content.strip) store.strip = { ...content.strip, boxes: new Uint16Array(raw(buffers[4]).buffer), measured: content.strip.boxes };
   return true;
-}
-
-/** Move the counter, between messages with the whole state. */
-function countStep({ status, head }, step) {
-  [status.step, status.epoch] = [step, Math.max(1, Math.ceil(step / Math.max(1, head.steps_per_epoch)))];
 }
 
 /**
@@ -168,6 +166,7 @@ function applyNow(store, content) {
   store.nodesNow = content.nodes_now ?? store.nodesNow;
   if (content.effect.count !== store.effect.count) store.effectAt = Date.now();
   store.effect = content.effect;
+  store.firstSteps += Boolean(content.is_first_step); // which a person waits for
   const selected = content.selected ?? null;
   if (store.picking && selected !== store.selected) return; // the kernel hasn't received this page's choice yet
   [store.selected, store.picking] = [selected, false];

@@ -11,7 +11,7 @@ import { isLogShown } from "./store.js";
 export function toolbar(store, panels) {
   const axis = axisField(store), smooth = smoothField(store);
   const { view } = store;
-  const scale = toggle(store, "log", "log y", "logarithmic scale of losses and norms; a chart chooses it by itself where its values span three orders", "scale", () => isLogShown(view));
+  const scale = toggle(store, "log", "log y", "logarithmic scale of losses, norms and logged numbers; a chart chooses it by itself where its values span three orders", "scale", () => isLogShown(view));
   const robust = toggle(store, "robust", "trim outliers", "limits of the y axes without the rarest values", "robust", () => view.robust);
   const reset = h("button", { type: "button", class: "dtk-tool", "data-testid": "reset-zoom", title: "show all steps (double click, or 0 in a chart); drag over a chart to zoom" }, "↔ all steps");
   reset.addEventListener("click", () => zoomTo(store, null));
@@ -29,12 +29,14 @@ export function toolbar(store, panels) {
 function axisField(store) {
   const select = h("select", { "data-testid": "x-axis", "aria-label": "x axis" }, ...AXES.map((name) => h("option", { value: name }, name)));
   const el = h("label", { class: "dtk-field" }, "x", select);
-  select.addEventListener("change", () => { store.view.x = select.value; store.redraw(); });
+  select.addEventListener("change", () => {
+    store.view.x = select.value;
+    if (store.head.runs) [store.view.zoom, store.hover] = [null, null]; // they were positions on the last axis
+    store.redraw();
+  });
   const update = () => {
-    const { head } = store;
-    select.children[1].disabled = !head.steps_per_epoch;
-    select.children[2].disabled = !head.charts.step_s;
-    select.children[3].disabled = !head.batch;
+    const { head } = store, { epoch, time, samples } = head.axes ?? { epoch: head.steps_per_epoch, time: head.charts.step_s, samples: head.batch };
+    [epoch, time, samples].forEach((known, k) => { select.children[k + 1].disabled = !known; });
     el.hidden = [...select.children].slice(1).every((option) => option.disabled); // there is no choice
     if (select.value !== store.view.x) select.value = store.view.x;
   };
@@ -68,7 +70,8 @@ function toggle(store, key, label, title, testid, isOn) {
 /** Return {key, label, hue} of each line that can be hidden, in all charts. */
 function legendEntries(store) {
   const { head } = store, layout = head.charts.loss, nodes = [];
-  if (!layout || head.runs) return [];
+  if (head.runs) return head.runs.length > 1 ? head.runs.map((name, k) => ({ key: `n${k}`, label: `${k + 1}: ${name}`, hue: `n${k % 8}` })) : [];
+  if (!layout) return [];
   for (let line = 0; line < layout.nodes; line++) nodes.push({ key: layout.banded ? "band" : `n${line}`, label: layout.banded ? "all nodes" : nodeName(store, line), hue: layout.banded ? "crowd" : `n${line % 8}` });
   if (store.spot?.ranks.length && layout.banded) nodes.push({ key: "spots", label: "outliers", hue: "s0" });
   if (layout.nodes > 1 || layout.banded) nodes.push({ key: "all", label: "mean", hue: "all" });

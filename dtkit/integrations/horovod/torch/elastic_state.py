@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from dtkit._util import timeouts
 from dtkit.integrations.horovod import basics
 from dtkit.integrations.horovod.context import get_context
 from dtkit.integrations.horovod.exceptions import HorovodInternalError
@@ -126,7 +125,7 @@ def run(func: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _
                 if num_resets > _MAX_RESETS or not basics.can_restart():
                     raise
                 state.restore()
-            _form_group_again()
+            basics.join_again()
             state.on_reset()
 
     return call  # type: ignore[return-value]  # the wrapper names its first argument
@@ -140,16 +139,3 @@ def _ask_for_restarts() -> None:
 
 def _find_most_advanced_rank(state: State) -> int:
     return int(allgather(torch.tensor([state.num_commits])).argmax())
-
-
-def _form_group_again() -> None:
-    """Form the group, several times if a process is killed meanwhile."""
-    for remaining in reversed(range(_MAX_RESETS)):
-        basics.leave_failed_group()
-        try:
-            basics.start(timeout_s=timeouts.HOROVOD_RESET_TIMEOUT_S)
-        except RuntimeError:
-            if not remaining:
-                raise
-        else:
-            return

@@ -21,7 +21,7 @@ export function xAxis(store) {
 }
 
 /** The axis of a chart whose positions are milliseconds. */
-export const MILLISECONDS = { label: "time", of: (ms) => ms / 1e3, step: (seconds) => seconds * 1e3, format: duration, mark: shortTime, marks: timeMarks };
+export const MILLISECONDS = { label: "time", unit: "ms", of: (ms) => ms / 1e3, step: (seconds) => seconds * 1e3, format: duration, mark: shortTime, marks: timeMarks };
 
 /** Steps have taken what the buckets say; pauses don't count. */
 function timeAxis(store) {

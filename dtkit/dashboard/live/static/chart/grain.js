@@ -53,16 +53,24 @@ export function pointGrain(points) {
   };
 }
 
-/** Return the grain of a series of the store: rows of a step and a value for each line, infinite where the line has lost its numbers. */
-export function seriesGrain({ points, lines, values }) {
+/**
+ * Return the grain of a series of the store: rows of a step and a value for each line, infinite where the line has lost its
+ * numbers. `merged` has the width of a row in steps, and the first and the last step of all; without it, a row has one step.
+ */
+export function seriesGrain({ points, lines, values, merged: [width, origin, last] = [1, 0, Infinity] }) {
   const step = (at) => values[at * (lines + 1)], raw = (line, at) => values[at * (lines + 1) + 1 + line];
+  const span = (at) => {
+    if (width === 1) return [Math.round(step(at)), Math.round(step(at))];
+    const from = origin + Math.floor((step(at) - origin) / width) * width;
+    return [from, Math.min(from + width - 1, last)];
+  };
   const find = (wanted) => {
     let best = 0;
     for (let at = 1; at < points; at++) if (Math.abs(step(at) - wanted) < Math.abs(step(best) - wanted)) best = at;
     return best;
   };
   const value = (line, at) => { const v = raw(line, at); return v === Infinity ? NaN : v; };
-  return { used: points, lines, wide: 1, find, step, value, isLost: (line, at) => raw(line, at) === Infinity, span: (at) => [Math.round(step(at)), Math.round(step(at))] };
+  return { used: points, lines, wide: 1, find, step, value, isLost: (line, at) => raw(line, at) === Infinity, span };
 }
 
 /** Return the reciprocals of values: samples per second, from seconds per sample. */
@@ -75,15 +83,21 @@ export function onlyPositive(value) {
   return (line, at, which) => { const v = value(line, at, which); return v > 0 ? v : NaN; };
 }
 
+/** Return whether some mean is negative. */
+export function hasNegative(grain) {
+  for (let at = 0; at < grain.used; at++) for (let line = 0; line < grain.lines; line++) if (grain.value(line, at, 1) < 0) return true;
+  return false;
+}
+
 const ORDERS = 1000;
 
 /** Return whether values are so different that a linear axis would hide the smaller ones. None is negative; zeros don't count. */
 export function spansOrders(grain, most = Infinity) {
   let [low, high] = [Infinity, -Infinity];
+  if (hasNegative(grain)) return false;
   for (let at = 0; at < grain.used; at++) {
     for (let line = 0; line < grain.lines; line++) {
       const v = grain.value(line, at, 1);
-      if (v < 0) return false;
       if (v > 0 && v <= most) [low, high] = [Math.min(low, v), Math.max(high, v)];
     }
   }

@@ -5,7 +5,7 @@ import { number } from "../numbers.js";
 import { nodeName, pick, pickedClass } from "../picking.js";
 import { movingAverage } from "./grain.js";
 
-const LABEL_GAP = 12;
+export const LABEL_GAP = 12;
 
 /** Return the key under which a line is hidden: "n3", "band" for many nodes, or "all". */
 export function lineKey(layout, line) {
@@ -48,11 +48,12 @@ export function drawLine(view, line, ends) {
   const hidden = !view.shown(line) || single;
   const band = !hidden && (alone ? grain.wide > 1 : !overall && (layout.banded || grain.wide > 1));
   const means = hidden ? null : lineAverages(view, line);
-  const drawn = { mean: "", up: "", down: "", shade: "", smooth: "", part: 0, last: NaN, end: NaN, seen: 0 };
+  const drawn = { mean: "", up: "", down: "", shade: "", smooth: "", part: 0, last: NaN, end: NaN, known: 0, seen: 0, beyond: null };
   for (let at = 0; at < grain.used && !hidden; at++) {
     const v = grain.value(line, at, 1);
     if (Number.isNaN(v)) { if (!options.joined || grain.isLost(line, at)) breakLine(drawn); continue; }
     const left = x(grain.step(at)).toFixed(1), pen = drawn.part++ ? "L" : "M";
+    drawn.known++;
     drawn.mean += `${pen}${left},${y(v).toFixed(1)}`;
     if (means) drawn.smooth += `${pen}${left},${y(means[at]).toFixed(1)}`;
     if (band) {
@@ -62,12 +63,14 @@ export function drawLine(view, line, ends) {
     }
     const [from, to] = grain.span(at);
     if (to >= first && from <= end) { drawn.last = means ? means[at] : v; drawn.end = Number(left); drawn.seen++; }
+    else if (pen === "L" && drawn.seen && drawn.beyond === null) drawn.beyond = [Number(left), y(means ? means[at] : v)];
   }
   breakLine(drawn);
   const hue = lineHue(layout, line), own = overall || crowd || options.lineName ? undefined : line;
-  const dash = options.lineName ? ` dtk-dash${runDash(line)}` : ""; // runs differ without colors too
+  const hasMean = !options.lineName && !options.overallName && (layout.nodes > 1 || layout.banded), isPart = hasMean && !overall && !crowd; // of the mean, which a reader looks for first
+  const dash = options.lineName ? ` dtk-dash${runDash(line)}` : isPart ? " dtk-part" : overall && !hasMean && layout.nodes ? " dtk-dashed" : ""; // runs differ without colors too
   const path = pathOf(view, `line${line}`, layers.lines, "", overall ? "all" : crowd ? "band" : line);
-  setAttr(path, "class", `dtk-line dtk-${hue}${dash}${drawn.seen === 1 ? " dtk-dot" : ""}${means ? " dtk-raw" : ""}${pickedClass(store, own)}`);
+  setAttr(path, "class", `dtk-line dtk-${hue}${dash}${drawn.known === 1 ? " dtk-dot" : ""}${means ? " dtk-raw" : ""}${pickedClass(store, own)}`);
   setAttr(path, "d", crowd ? "" : drawn.mean);
   drawAverage(view, line, drawn.smooth, `dtk-${hue}${dash}${pickedClass(store, own)}`);
   const shade = pathOf(view, `band${line}`, layers.bands, `dtk-band dtk-${hue}`);
@@ -75,7 +78,13 @@ export function drawLine(view, line, ends) {
   setAttr(shade, "opacity", crowd ? 0.3 : (means ? 0.15 : 0.32) / (layout.nodes + 1)); // overlapping bands would hide the lines
   if (!drawn.seen || crowd) return;
   const label = overall ? options.overall(store.head, drawn.last) : options.lineName?.(store, line) ?? nodeName(store, line);
-  ends.push({ x: drawn.end, y: y(drawn.last), label, hue, rank: own, line });
+  ends.push({ ...endInSight(drawn, y(drawn.last), x(end)), label, hue, rank: own, line });
+}
+
+/** Return where a line ends: at the plot's edge if it goes on to a point out of sight, so that its name isn't written over it. */
+function endInSight({ end, beyond }, height, edge) {
+  if (beyond === null || end >= edge) return { x: end, y: height };
+  return { x: edge, y: height + (beyond[1] - height) * (edge - end) / (beyond[0] - end) };
 }
 
 function drawAverage(view, line, d, look) {
@@ -137,7 +146,7 @@ export function drawPoints(view, points, ends) {
   view.layers.points.replaceChildren(...chain, ...apart(points, x).map((p) =>
     s("path", { d: `M${x(p.step).toFixed(1)},${y(p.value).toFixed(1)}m${-r},0l${r},${-r}l${r},${r}l${-r},${r}z` }, s("title", {}, `step ${p.step}: ${number(p.value)}`))));
   const seen = points.filter(({ step }) => step >= first && step <= end);
-  if (seen.length && view.options.pointName) ends.push({ y: y(seen.at(-1).value), label: view.options.pointName, hue: "all" });
+  if (seen.length && view.options.pointName) ends.push({ y: y(seen.at(-1).value), label: view.options.pointName, hue: "all", isPoint: true });
 }
 /** Return points that don't overlap, including the last one. */
 function apart(points, x) {
@@ -149,8 +158,7 @@ function apart(points, x) {
 
 /** Write names at the lines' ends, apart from each other. */
 export function drawLabels(view, lineEnds, { left, top, bottom }) {
-  if (view.options.lineName) return drawRunLabels(view, lineEnds, { left, top, bottom });
-  const ends = orderLabels(mergeLabels(view, lineEnds));
+  const ends = orderLabels(thinLabels(view, mergeLabels(view, lineEnds), top, bottom));
   const placed = spread(ends.map((end) => end.y), LABEL_GAP, top, bottom), at = view.options.joined ? labelStart(ends, left) : left;
   view.layers.labels.replaceChildren(...ends.map((end, k) => {
     const text = s("text", { x: at, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);
@@ -158,48 +166,14 @@ export function drawLabels(view, lineEnds, { left, top, bottom }) {
     return text;
   }));
 }
-const LETTER_PX = 6.6, SHORT_PX = 30, AWAY_PX = 7;
+const AWAY_PX = 7;
+/** How far before the plot's end a line ends that is short. */
+export const SHORT_PX = 30;
 
 /** Return where labels begin: next to the lines' ends, where all lines end long before the axis does. */
 function labelStart(ends, left) {
   const last = Math.max(...ends.map((end) => end.x));
   return left - last > SHORT_PX ? last + AWAY_PX : left;
-}
-
-/** Write each run's name next to the end of its line: within the plot if the run is shorter than others. */
-function drawRunLabels(view, ends, { left, top, bottom }) {
-  const room = Math.floor((bottom - top) / LABEL_GAP / Math.max(1, ends.length));
-  const placed = ends.map((one) => {
-    const isBeyond = one.y < top - LABEL_GAP, end = isBeyond ? { ...one, y: top } : one;
-    const lines = view.options.labelLines(view.store, end.line, room, view.width);
-    if (isBeyond) lines[0] = `↑ ${lines[0]}`;
-    const wide = LETTER_PX * Math.max(...lines.map((text) => text.trimEnd().length));
-    const isShort = left - end.x > SHORT_PX, at = isShort ? Math.min(end.x + AWAY_PX, view.width - wide) : left;
-    return { ...end, lines, isShort, at, until: at + wide };
-  });
-  for (const group of overlapping(placed)) {
-    group.sort((a, b) => a.y - b.y); // which of them is higher is what a reader looks for
-    const gap = LABEL_GAP * Math.max(...group.map(({ lines }) => lines.length)), rest = (gap - LABEL_GAP) / 2;
-    spread(group.map(({ y }) => y), gap, top + rest, bottom - rest).forEach((y, k) => { group[k].placed = y; });
-  }
-  placed.sort((a, b) => a.placed - b.placed);
-  view.layers.labels.replaceChildren(...placed.flatMap(({ x, y, at, placed: height, label, lines, hue, isShort }) => [
-    ...(isShort ? [s("circle", { cx: x, cy: y, r: 3, class: `dtk-${hue}` })] : []),
-    ...(Math.abs(height - y) > LABEL_GAP / 2 ? [s("path", { d: `M${x},${y}L${at - 2},${height}`, class: "dtk-leader" })] : []),
-    s("g", {}, s("title", {}, label), s("text", { class: `dtk-${hue} dtk-halo` },
-      ...lines.map((text, k) => s("tspan", { x: at, y: height + 4 + LABEL_GAP * (k - (lines.length - 1) / 2) }, text)))),
-  ]));
-}
-/** Return labels in groups whose widths overlap. */
-function overlapping(labels) {
-  const groups = [];
-  let until = -Infinity;
-  for (const label of [...labels].sort((a, b) => a.at - b.at)) {
-    if (label.at < until) groups.at(-1).push(label);
-    else groups.push([label]);
-    until = Math.max(until, label.until);
-  }
-  return groups;
 }
 
 const SAME_PX = 3, APART_LABELS_PX = 9; // apart, so that labels don't flicker between one and several
@@ -213,17 +187,40 @@ function mergeLabels(view, ends) {
   view.isMerged = apart <= (view.isMerged ? APART_LABELS_PX : SAME_PX);
   return view.isMerged ? [{ ...all.at(-1), label: "all nodes" }, ...ends.filter((end) => end.line === undefined)] : ends;
 }
-/** Return labels from top to bottom. Close ones keep the order of their lines, so that they don't swap with each value. */
-function orderLabels(ends) {
+const FAR_LABEL_PX = 2 * LABEL_GAP, NEAR_LABEL_PX = LABEL_GAP; // from its line; apart, as above
+
+/** Return labels, of which one stands for the nodes without a sign while names of all would be far from their lines. */
+function thinLabels(view, ends, top, bottom) {
+  const { selected } = view.store, isPlain = ({ rank, label }) => rank !== undefined && rank !== selected && !/^\W/.test(label);
+  const plain = ends.filter(isPlain), rest = ends.filter((end) => !isPlain(end)), named = ends.filter(({ rank }) => rank !== undefined);
+  const ordered = orderLabels(ends), heights = spread(ordered.map(({ y }) => y), LABEL_GAP, top, bottom);
+  const away = Math.max(0, ...ordered.map(({ y }, k) => Math.abs(heights[k] - y)));
+  view.isThinned = plain.length > 2 && away > (view.isThinned ? NEAR_LABEL_PX : FAR_LABEL_PX);
+  if (!view.isThinned) return ends;
+  const y = meanHeight(plain), x = Math.max(...plain.map((end) => end.x));
+  return [{ x, y, label: plain.length === named.length ? `${plain.length} nodes` : `${plain.length} others`, hue: "many" }, ...rest];
+}
+/**
+ * Return labels from top to bottom. Close ones keep the order of their lines, so that they don't swap with each value.
+ * That of points stands above or below them all, as the last point does.
+ */
+export function orderLabels(ends) {
   const sorted = ends.map((end, k) => ({ ...end, k })).sort((a, b) => a.y - b.y), groups = [];
   for (const end of sorted) {
     if (groups.length && end.y - groups.at(-1).at(-1).y < LABEL_GAP) groups.at(-1).push(end);
     else groups.push([end]);
   }
-  return groups.flatMap((group) => group.sort((a, b) => a.k - b.k).map((end, _, { length }) => (length > 1 ? { ...end, y: group.reduce((sum, { y }) => sum + y, 0) / length } : end)));
+  return groups.flatMap((group) => {
+    const lines = group.filter(({ isPoint }) => !isPoint).sort((a, b) => a.k - b.k), middle = meanHeight(group), among = meanHeight(lines);
+    const ordered = [...group.filter(({ isPoint, y }) => isPoint && y < among), ...lines, ...group.filter(({ isPoint, y }) => isPoint && !(y < among))];
+    return ordered.length > 1 ? ordered.map((end) => ({ ...end, y: middle })) : ordered;
+  });
+}
+function meanHeight(ends) {
+  return ends.reduce((sum, { y }) => sum + y, 0) / ends.length;
 }
 /** Return ascending positions at least `gap` apart; close positions stay around their middle (as in figures/style.py). */
-function spread(wanted, gap, low, high) {
+export function spread(wanted, gap, low, high) {
   const crowds = [];
   for (const y of wanted) {
     let [middle, count] = [Math.max(low, Math.min(high, y)), 1];

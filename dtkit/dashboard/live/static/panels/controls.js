@@ -18,7 +18,7 @@ const EFFECT_MS = 15_000; // as EFFECT_SHOWN_S; the log keeps it
 export function controls(store, send, redraw) {
   const ask = (command, value) => {
     const { status: { state, step }, lr, effect: { count } } = store;
-    store.asked.set(command, { state, step, lr, count });
+    store.asked.set(command, { state, step, lr, count, value });
     store.refused = null;
     send({ command, value });
     redraw();
@@ -154,6 +154,11 @@ function rateField(store, ask, redraw) {
   const el = h("label", { class: "dtk-rate" }, "learning rate", input, unsent);
   let edited = false;
   const current = () => (store.lr === null ? "" : rateText(store.lr));
+  const remains = () => { // a change may be under way
+    const asked = store.asked.get("lr");
+    if (asked) return ` The change to ${rateText(asked.value)} goes on.`;
+    return store.lr === null ? "" : ` It stays ${current()}.`;
+  };
   const refuse = (text) => {
     if (text !== null) [store.refused, store.refusedAt] = [{ command: "lr", text }, Date.now()];
     else if (store.refused?.command === "lr") store.refused = null;
@@ -167,8 +172,8 @@ function rateField(store, ask, redraw) {
     const value = input.valueAsNumber;
     if (event.key === "Escape") { refuse(null); reset(); }
     else if (event.key === "Enter") {
-      const good = Number.isFinite(value) && value >= 0, stays = store.lr === null ? "" : ` It stays ${current()}.`;
-      refuse(good ? null : `${input.value || "this"} is not a learning rate: it must be 0 or more, such as 0.01.${stays}`);
+      const good = Number.isFinite(value) && value >= 0, typed = input.value || (input.validity.badInput ? "this" : "nothing");
+      refuse(good ? null : `${typed} is not a learning rate: it must be 0 or more, such as 0.01.${remains()}`);
       if (good && edited) { edited = false; if (value !== store.lr) ask("lr", value); } // an untouched box may be rounded
       redraw();
     } else if (event.key === "ArrowUp" || event.key === "ArrowDown") {

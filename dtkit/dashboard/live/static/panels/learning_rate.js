@@ -1,7 +1,7 @@
 // The learning rate; the figure has panels/learning_rate.py.
 
 import { chart } from "../chart.js";
-import { exponent } from "../numbers.js";
+import { shortRate } from "../numbers.js";
 import { known } from "./gradient_norm.js";
 
 export function learningRateChart(store, _send, redraw) {
@@ -19,10 +19,6 @@ export function learningRateChart(store, _send, redraw) {
   }, redraw);
 }
 
-function shortRate(value) {
-  if (value === null) return "";
-  return value >= 1e5 ? exponent(value, 4) : String(+value.toPrecision(4));
-}
 const ROUNDING = 1e-5; // curves are float32
 
 function describeRate(store, column) {

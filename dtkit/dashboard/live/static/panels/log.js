@@ -13,7 +13,9 @@ export function log(store) {
   const tabs = ["events", "evaluations"].map((name) => h("button", { type: "button", role: "tab", class: "dtk-tool", "data-testid": `tab-${name}` }));
   const head = h("div", { class: "dtk-log-head" }, h("span", { role: "tablist", "aria-label": "log" }, ...tabs), kind, find);
   const el = h("details", { class: "dtk-panel dtk-wide", open: "" }, h("summary", {}, "Log"), head, lines, table);
-  const view = { store, lines, table, kind, find, shown: null, tab: 0 };
+  const view = { store, lines, table, kind, find, shown: null, tab: 0, isPinned: true };
+  lines.addEventListener("scroll", () => { view.isPinned = isAtEnd(lines); });
+  new ResizeObserver(() => showEnd(view)).observe(lines); // lines of another width; JupyterLab takes a cell out and back
   tabs.forEach((tab, k) => {
     tab.addEventListener("click", () => { view.tab = k; update(); });
     tab.addEventListener("keydown", (event) => { if (["ArrowLeft", "ArrowRight"].includes(event.key)) { view.tab = 1 - k; update(); tabs[view.tab].focus(); } });
@@ -37,12 +39,19 @@ export function log(store) {
 
 function drawEvents(view) {
   const { store, lines, kind, find } = view, wanted = find.value.toLowerCase();
+  lines.style.setProperty("--step-width", `${"step ".length + Math.max(4, String(store.status.steps).length)}ch`); // an extended run may have more digits
   if (view.shown === store.log) return;
-  const pinned = lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 8;
   const events = store.log.filter((event) => KINDS[kind.value](event) && event.text.toLowerCase().includes(wanted));
   lines.replaceChildren(...events.map(logLine));
-  if (pinned) lines.scrollTop = lines.scrollHeight;
+  showEnd(view);
   view.shown = store.log;
+}
+function isAtEnd(lines) {
+  return lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 8;
+}
+/** Show the newest lines, unless a reader has scrolled away from them. */
+function showEnd({ lines, isPinned }) {
+  if (isPinned) lines.scrollTop = lines.scrollHeight;
 }
 function logLine(event) {
   const at = new Date(event.time * 1000).toLocaleTimeString("en-GB");

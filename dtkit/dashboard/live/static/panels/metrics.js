@@ -45,7 +45,7 @@ function upTo(last, points) {
 function metricChart(store, name, points, redraw) {
   const note = () => {
     const values = points().map((point) => point.value);
-    return `last ${number(values.at(-1))} · lowest ${number(Math.min(...values))} · highest ${number(Math.max(...values))}`;
+    return `last ${number(values.at(-1))}, from ${number(Math.min(...values))} to ${number(Math.max(...values))}`;
   };
   return chart(store, "metric", {
     title: name,

@@ -6,18 +6,20 @@ import { CONDITION_GLYPH, condition, describeCondition, pick, pickedClass } from
 
 const COLUMNS = ["node", "engine", "host", "pid", "device", "memory", "threads", "loss", "samples/s"];
 
+const MOST_IN_SIGHT = 8; // that are all in sight
+
 export function nodesTable(store) {
   const body = h("tbody"), note = h("span", { class: "dtk-note" });
   const table = h("table", { class: "dtk-nodes" }, h("thead", {}, h("tr", {}, ...COLUMNS.map((c) => h("th", { scope: "col" }, c)))), body);
-  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "nodes-table" }, h("h3", {}, "Nodes ", note),
-    h("div", { class: "dtk-scroll", tabindex: "0", role: "region", "aria-label": "table of nodes" }, table));
+  const scroll = h("div", { class: "dtk-scroll", tabindex: "0", role: "region", "aria-label": "table of nodes" }, table);
+  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "nodes-table" }, h("h3", {}, "Nodes ", note), scroll);
   let built = null;
   const update = () => {
     if (built !== store.nodes) {
       body.replaceChildren(...store.nodes.map((node) => nodeRow(store, node)));
       built = store.nodes;
-      const hosts = new Set(store.nodes.map((n) => n.host)).size;
-      setText(note, hosts ? `${store.nodes.length} on ${hosts} ${hosts === 1 ? "host" : "hosts"}${store.nodes.length > 1 ? " · loss of the last step, samples/s without waiting for others" : ""}` : "");
+      setText(note, describeNodes(store.nodes));
+      scroll.classList.toggle("dtk-long", store.nodes.length > MOST_IN_SIGHT);
     }
     store.nodes.forEach((node, k) => {
       const [loss, rate, memory] = store.ranks.subarray(3 * node.rank, 3 * node.rank + 3);
@@ -28,6 +30,14 @@ export function nodesTable(store) {
     });
   };
   return { el, update, title: "Nodes" };
+}
+function describeNodes(nodes) {
+  const hosts = new Set(nodes.map(({ host }) => host)).size;
+  if (!hosts) return "";
+  const parts = [`${nodes.length} on ${hosts} ${hosts === 1 ? "host" : "hosts"}`];
+  if (nodes.length > MOST_IN_SIGHT) parts.push("scroll for all");
+  if (nodes.length > 1) parts.push("loss of the last step, samples/s without waiting for others");
+  return parts.join(" · ");
 }
 function nodeRow(store, node) {
   const many = store.head.ranks > 8, swatch = many ? [] : [h("span", { class: `dtk-swatch dtk-n${node.rank}`, "aria-hidden": "true" })];

@@ -1,14 +1,17 @@
 // The user's own panels, drawn by matplotlib in the kernel (panel_renderer.py): a picture or an error.
 
 import { h, setText } from "../elements.js";
+import { savePicture } from "../export.js";
+import { newFrame } from "../frame.js";
 
-export function pictures(store) {
+export function pictures(store, _send, redraw) {
   const el = h("div", { class: "dtk-several" }), shown = new Map();
   const update = () => {
     for (const [name, picture] of store.pictures) {
       if (!shown.has(name)) {
-        shown.set(name, newPicture(name));
+        shown.set(name, newPicture(name, redraw));
         el.append(shown.get(name).el);
+        store.pictureSight.watch(name, shown.get(name).el);
       }
       drawPicture(shown.get(name), picture);
     }
@@ -16,18 +19,21 @@ export function pictures(store) {
   return { el, update, title: "Your panels" };
 }
 
-function newPicture(name) {
+function newPicture(name, redraw) {
   const image = h("img", { alt: `${name}: a picture that this notebook draws` }), broken = h("p", { class: "dtk-failed", role: "status" });
-  return { el: h("section", { class: "dtk-panel", "data-testid": "custom-panel", "data-name": name }, image, broken), image, broken, name, drawn: null };
+  const frame = newFrame(name, h("span", { class: "dtk-note" }), { saves: [["PNG picture", () => savePicture(image, name)]] });
+  const el = h("section", { class: "dtk-panel", "data-testid": "custom-panel", "data-name": name }, frame.head, image, broken);
+  frame.attach(el, redraw);
+  return { el, image, broken, tools: el.querySelector(".dtk-tools"), drawn: null };
 }
 
 function drawPicture(view, picture) {
   if (view.drawn === picture) return;
   view.drawn = picture;
   view.el.classList.toggle("dtk-wide", picture.wide);
-  view.image.hidden = picture.error !== null;
+  view.image.hidden = view.tools.hidden = picture.error !== null;
   view.broken.hidden = picture.error === null;
-  setText(view.broken, picture.error === null ? "" : `${view.name}: this panel failed: ${picture.error}`);
+  setText(view.broken, picture.error === null ? "" : `this panel failed: ${picture.error}`);
   if (picture.error !== null) return;
   URL.revokeObjectURL(view.image.src);
   view.image.src = URL.createObjectURL(new Blob([picture.bytes], { type: "image/png" }));

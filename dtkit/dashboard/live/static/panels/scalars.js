@@ -5,6 +5,8 @@ import { seriesGrain } from "../chart/grain.js";
 import { h } from "../elements.js";
 import { number } from "../numbers.js";
 
+const CORE_WAIT = "system/waiting for a core (%)", LONG_WAIT = 10, NARROW_PLOT = 320; // percent, as MIN_GAIN in summary/verdict.py; pixels
+
 export function scalars(store, _send, redraw) {
   return seriesPanel(store, redraw, { title: "Logged numbers", testid: "scalars", pick: (series) => !series.system, height: 130 });
 }
@@ -28,14 +30,22 @@ function seriesChart(store, name, { height, testid }, redraw) {
   const { title: own, unit, system } = store.series.get(name), of = () => store.series.get(name), title = unit ? `${own} (${unit})` : own;
   return chart(store, name, {
     title, unit, testid, height,
-    fromZero: system, exact: system, joined: true,
-    isFlat: () => system && of().points < 2, // the first seconds have one sample
-    note: () => note(of()),
+    fromZero: system, exact: system, joined: true, canLog: system ? false : "positive",
+    isFlat: () => system && (of().points < 2 || (name === CORE_WAIT && isShort(of()))), // the first seconds have one sample
+    note: (_head, _layout, view) => note(of(), view.frame?.width < NARROW_PLOT),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => seriesGrain(of()),
     overall: (_head, last) => (of().lines > 1 ? "mean" : number(last)),
   }, redraw);
 }
-function note({ points, lines, values }) {
-  return `${lines > 1 ? "mean " : ""}${number(values[points * (lines + 1) - 1])}`;
+/** Return whether no value of a series is a share that a verdict would name. */
+function isShort({ points, lines, values }) {
+  for (let at = 0; at < points; at++) for (let line = 1; line <= lines; line++) if (values[at * (lines + 1) + line] >= LONG_WAIT) return false;
+  return true;
+}
+/** Say what the last point of the overall line is, in short where the panel is narrow. */
+function note({ points, lines, values }, isNarrow) {
+  const last = number(values[points * (lines + 1) - 1]);
+  if (lines < 2) return `last ${last}`;
+  return isNarrow ? `last ${last}` : `last ${last}, mean of the nodes`;
 }

@@ -9,6 +9,7 @@ import { newFrame } from "../frame.js";
 import { duration, share, tick, ticks } from "../numbers.js";
 import { pick, pickedClass } from "../picking.js";
 import { drawLegend, newPrefix, phaseClass, phaseLook, textures } from "../textures.js";
+import { usedKinds } from "./timeline.js";
 import { newWidth } from "../width.js";
 
 const BAR = 22, GAP = 8, AXIS = 20, END = 64;
@@ -37,11 +38,11 @@ export function stepTime(store, _send, redraw) {
     straggler.hidden = !time.straggler;
     const bars = read(store);
     draw(view, svg, bars, Math.max(190, readWidth()));
-    drawLegend(legend, head.phases.filter((_, k) => seen(bars, k)), view.prefix);
+    drawLegend(legend, legendPhases(store, bars, isTimelineShown(el)), view.prefix);
     const bar = bars[view.pointed];
     if (bar && view.spot) view.tip.show(...view.spot, `${bar.label}: ${duration(bar.whole)} a step`, phaseRows(bar, head.phases));
     else view.tip.hide();
-    setText(note, bar && !view.spot ? described(bar, head.phases) : `ms, mean of the last ${time.steps} ${time.steps === 1 ? "step" : "steps"}`);
+    setText(note, bar && !view.spot ? described(bar, head.phases) : `ms, mean of ${time.steps}`);
   };
   return { el, update, title: "Where a step's time goes" };
 }
@@ -53,6 +54,17 @@ function read({ time, bars, head }) {
     const seconds = Array.from(bars.subarray(k * each, (k + 1) * each), (v) => (Number.isFinite(v) ? v : 0));
     return { ...bar, seconds, whole: seconds.reduce((a, b) => a + b, 0) };
   });
+}
+
+/** Return whether the timeline, which leaves its legend to the bars, is shown in the same view. */
+function isTimelineShown(panel) {
+  return panel.parentElement?.querySelector(':scope > [data-testid="timeline-panel"]:not(.dtk-off)') != null;
+}
+/** Return the phases of the legend: of the bars, and of the timeline if it is shown. */
+function legendPhases(store, bars, withTimeline) {
+  const { head, strip } = store, kinds = withTimeline && strip && !strip.error ? usedKinds(store) : [];
+  const phases = head.phases.filter((phase, k) => seen(bars, k) || kinds.includes(phase));
+  return [...phases, ...kinds.filter((kind) => !phases.includes(kind))];
 }
 
 /** Return the phases that are long enough to be seen in some bar. */

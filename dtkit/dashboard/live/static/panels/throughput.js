@@ -3,7 +3,7 @@
 import { chart } from "../chart.js";
 import { number } from "../numbers.js";
 
-const NARROW = 320;
+const WIDE = 430, NARROW = 320, NARROWEST = 250, LONG_RATE = 1000; // pixels of a plot; samples/s
 
 export function throughputChart(store, _send, redraw) {
   return chart(store, "throughput", {
@@ -22,10 +22,11 @@ export function throughputChart(store, _send, redraw) {
 
 /** Say what the band is, and how the nodes' rates add up to the tile's, in short where the panel is narrow. */
 function describeRates({ replicas, overall }, layout, { store, frame, grain }) {
-  const isNarrow = frame?.width < NARROW;
-  const band = grain.wide > 1 && !layout.banded && !isNarrow ? ", band 10 to 90 %" : "";
+  const isNarrow = frame?.width < NARROW, hasRoom = !(frame?.width < (layout.nodes < 2 ? NARROW : WIDE));
+  const band = grain.wide > 1 && !layout.banded && hasRoom ? ", band 10 to 90 %" : "";
   if (layout.nodes < 2 && !layout.banded) return `samples/s${band}`;
   const rate = replicas > 1 ? store.throughput / replicas : NaN;
+  if (rate >= LONG_RATE && frame?.width < NARROWEST) return `${replicas}\u00a0×\u00a0${number(rate)} samples/s`;
   const unit = rate > 0 && isNarrow ? "samples/s" : "samples/s without waiting";
-  return `${unit}${band}${rate > 0 ? ` · ${overall} ${replicas} × ${number(rate)}` : ""}`;
+  return `${unit}${band}${rate > 0 ? ` · ${overall} ${replicas}\u00a0×\u00a0${number(rate)}` : ""}`;
 }

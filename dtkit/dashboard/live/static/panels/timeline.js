@@ -45,12 +45,12 @@ export function timeline(store, _send, redraw) {
     if (strip.error) throw new Error(strip.error);
     const width = Math.max(180, readWidth());
     drawStripNames(view);
+    legend.hidden = hasLegendAbove(el);
     if (view.width === width && view.boxes === strip.boxes) return;
     [view.width, view.boxes] = [width, strip.boxes];
     say();
     drawStrip(view, width);
-    const used = usedKinds(store);
-    drawLegend(legend, used, prefix);
+    drawLegend(legend, usedKinds(store), prefix);
     setAttr(svg, "aria-label", `timeline: ${describeStrip(store)}`);
   };
   return { el, update, title: "Timeline" };
@@ -144,7 +144,14 @@ function drawStripNames(view) {
   });
 }
 
-function usedKinds({ strip, head }) {
+/** Return whether the bars, which have the legend of both panels, are shown above the timeline. */
+function hasLegendAbove(panel) {
+  const isFull = panel.ownerDocument.fullscreenElement === panel;
+  return !isFull && panel.parentElement?.querySelector(':scope > [data-testid="time-panel"]:not([hidden], .dtk-off)') != null;
+}
+
+/** Return the kinds of the timeline's boxes. */
+export function usedKinds({ strip, head }) {
   const used = new Set();
   for (let at = 3; at < EACH * strip.measured; at += EACH) used.add(strip.boxes[at] & 15);
   const planned = strip.boxes.length > EACH * strip.measured ? ["planned"] : [];

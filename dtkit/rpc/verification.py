@@ -36,12 +36,16 @@ class Verification:
     tolerance: float
     differences: Mapping[str, float]
     zero_gradient: Mapping[str, tuple[int, float]]
-    """Parameters with numbers whose true gradient is zero: their count, and their largest difference."""
+    """Parameters with numbers that differ, though their true gradient is zero: how many, and by how much at most."""
     incomparable_reasons: tuple[str, ...]
     """Why the two aren't comparable: modules as "name (Type): why", and options of the strategy."""
     part_difference: float | None = None
     """Largest difference to one process that takes each rank's part of a batch separately, with that rank's random
     numbers. None if it was not computed, or differs too.
+    """
+    whole_difference: float | None = None
+    """Largest difference to one process on whole batches, if this verification is with one that takes each rank's part
+    of a batch by itself, since a lower precision rounds sums over the samples. None otherwise.
     """
     step_times: StepTimes | None = None
     """Times of the repeated steps; None of fewer than eight, or without a comparable process."""
@@ -49,6 +53,8 @@ class Verification:
     """Largest difference if both are repeated in float64. None if that was not needed, or failed."""
     rounding_note: str = ""
     """Whether rounding explains a difference beyond the tolerance, and why; empty where there is none."""
+    num_micro_batches: int = 1
+    """Micro-batches that BatchNorm normalizes by themselves, on all ranks as in one process; 1 without BatchNorm."""
 
     def __bool__(self) -> bool:
         return self.verdict == "PASS"
@@ -66,18 +72,27 @@ class Verification:
 
     def text(self) -> str:
         """Return the report, a few lines."""
-        worst = max(self.differences, key=lambda name: self.differences[name], default="")
         lines = [f"{self.verdict}: {self.steps} steps on {self.world_size} ranks against one process, {self.dtype}"]
         if self.differences:
             lines.append(
-                f"  largest difference of the parameters {self.max_difference:.3g}, tolerance {self.tolerance:g}"
+                f"  largest difference of the parameters {self.compared_difference:.3g}, tolerance {self.tolerance:g}"
             )
-        if self.verdict == "FAIL":
-            lines.append(f"  worst: {worst}, {self.differences[worst]:.3g}")
+        if self.differences and self.verdict != "PASS":
+            lines.append(self._describe_worst())
         if self.rounding_note and self.verdict != "NOT COMPARABLE":
             lines.append(f"  {self.rounding_note}")
-        if self.zero_gradient and (wider := self._describe_zero_gradients()):
+        if self.verdict != "NOT COMPARABLE" and self.zero_gradient and (wider := self._describe_zero_gradients()):
             lines.append(wider)
+        if self.whole_difference is not None:
+            lines.append(
+                "  a lower precision rounds sums over samples, so the one process takes each rank's part of a batch by "
+                f"itself; on whole batches it differs by {self.whole_difference:.2g}"
+            )
+        if self.num_micro_batches > 1:
+            lines.append(
+                f"  BatchNorm normalizes each of {self.num_micro_batches} micro-batches by itself, and the one process "
+                "does so too: without micro-batches, it would train another model"
+            )
         lines += [f"  {module}" for module in self.incomparable_reasons]
         if self.step_times is not None:
             lines.append(self._describe_step_times(self.step_times))
@@ -88,14 +103,32 @@ class Verification:
             )
         return "\n".join(lines)
 
+    @property
+    def compared_difference(self) -> float:
+        """The largest difference that the verdict names.
+
+        Where trainings differ by nature, a gradient that is 0 in one process may not be 0 on the ranks. So rounding
+        explains no number there.
+        """
+        return self.largest_difference if self.verdict == "NOT COMPARABLE" else self.max_difference
+
+    def _describe_worst(self) -> str:
+        differences = dict(self.differences)
+        if self.verdict == "NOT COMPARABLE":
+            for name, (_, difference) in self.zero_gradient.items():
+                differences[name] = max(differences[name], difference)
+        worst = max(differences, key=lambda name: differences[name])
+        return f"  worst: {worst}, {differences[worst]:.3g}"
+
     def _describe_step_times(self, times: StepTimes) -> str:
         both = (
             f"  median step {formatting.format_duration(times.all_ranks_s)} on {self.world_size} ranks, "
             f"{formatting.format_duration(times.single_process_s)} in one process: "
         )
-        if times.are_comparable(self.world_size):
-            return f"{both}{times.speed_up:.2f} times as fast"
-        return f"{both}not comparable, because other programs used the processors"
+        disturbance = times.describe_disturbance(self.world_size)
+        return both + (
+            f"not comparable, because {disturbance}" if disturbance else f"{times.speed_up:.2f} times as fast"
+        )
 
     def _describe_zero_gradients(self) -> str:
         """Return one line, since a large model has dozens of such parameters.
@@ -120,6 +153,10 @@ class Verification:
     def _zero_gradient_bound(self) -> float:
         return ZERO_TOLERANCE.get(self.dtype, HALF_PRECISION_TOLERANCE)
 
+    def describe_difference(self) -> str:
+        """Return the difference that decided the verdict, with its bound; "" where nothing was compared."""
+        return self._summarize().removeprefix(self.verdict).lstrip(", ")
+
     def _summarize(self) -> str:
         """Return the verdict with the difference that decided it."""
         if math.isnan(self.max_difference):
@@ -129,12 +166,12 @@ class Verification:
                 f"PASS in float64: difference={self.float64_difference:.2g}; {self.dtype} differs by "
                 f"{self.largest_difference:.2g}, which is rounding"
             )
-        if self.max_difference <= self.tolerance and not self.is_within_tolerance:
+        if self.verdict == "FAIL" and self.max_difference <= self.tolerance and not self.is_within_tolerance:
             return (
                 f"{self.verdict}, difference={self.largest_difference:.3g} where the true gradient is 0, "
                 f"bound={self._zero_gradient_bound:g}"
             )
-        return f"{self.verdict}, difference={self.max_difference:.3g}, tolerance={self.tolerance:g}"
+        return f"{self.verdict}, difference={self.compared_difference:.3g}, tolerance={self.tolerance:g}"
 
     def __repr__(self) -> str:
         return f"Verification({self._summarize()})"

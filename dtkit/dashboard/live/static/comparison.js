@@ -1,0 +1,217 @@
+// Several runs in one view: charts with a line for each, and tables. Runs take the place of nodes.
+
+import { chart } from "./chart.js";
+import { MILLISECONDS } from "./chart/axis.js";
+import { bucketGrain, seriesGrain } from "./chart/grain.js";
+import { runDash } from "./chart/lines.js";
+import { axisOfRuns, placedGrain, placedStore } from "./chart/run_axis.js";
+import { h, keepKeys, s, setAttr, setText } from "./elements.js";
+import { fillRow } from "./grid.js";
+import { number } from "./numbers.js";
+import { toolbar } from "./toolbar.js";
+
+const MOST_LINES = 3, HEIGHT = 240;
+
+function lineName({ head: { names } }, line) {
+  return names[line];
+}
+/** Return a run's name from the last word on with which all names begin, and from the first that differs. */
+function distinctNames(runs, line) {
+  const words = runs.map((name) => name.split(/(?<=[\s,(])/)), shortest = Math.min(...words.map((each) => each.length)) - 1;
+  let common = 0;
+  while (common < shortest && words.every((each) => each[common] === words[0][common])) common += 1;
+  const ending = words[line].slice(common).join(""), isCommon = runs.length > 1;
+  return [isCommon && common > 1 ? `…${words[line][common - 1]}${ending}` : runs[line], isCommon && common ? `…${ending}` : runs[line]];
+}
+/** Return a run's name at the end of its line, as lines of text. It begins with its number in the table, in all charts alike. */
+function labelLines({ head: { runs } }, line, room, width) {
+  const longest = width > WIDE_PX ? 22 : 16, most = Math.max(1, Math.min(MOST_LINES, room)), whole = wrapName(`${line + 1}: ${runs[line]}`, longest);
+  if (whole.length === 1) return whole;
+  const names = distinctNames(runs, line).map((name) => wrapName(`${line + 1}: ${name}`, longest)), cut = names[1].slice(0, most);
+  const fitting = names.find((distinct) => distinct.length <= most);
+  if (fitting) return fitting;
+  if (most === 1) return [`${names[1].join("").slice(0, longest - 1)}…`];
+  return [...cut.slice(0, -1), `${cut.at(-1).trimEnd().slice(0, longest - 1)}…`];
+}
+const WIDE_PX = 520; // of a chart
+/** Return a name in lines, broken after blanks, commas and brackets; words that are written as one only where they must. */
+function wrapName(name, longest) {
+  const pieces = (part) => (part.length <= longest ? [part] : part.split(/(?<=[a-z])(?=[A-Z])/).flatMap((word) => word.match(new RegExp(`.{1,${longest}}`, "g"))));
+  const lines = [""];
+  for (const part of name.split(/(?<=[\s,(])/).flatMap(pieces)) {
+    if (lines.at(-1) && (lines.at(-1) + part).trimEnd().length > longest) lines.push("");
+    lines.push(lines.pop() + part);
+  }
+  return lines;
+}
+const LINES = { height: HEIGHT, canLog: true, overall: () => "", lineName, labelLines, right: labelRoom };
+const LETTER = 7, LATE = 0.85; // of the width: lines that end before have their names within the chart
+
+/** Return the room for the names of those runs that reach the right end of a chart. */
+function labelRoom(head, { grain, width }) {
+  const from = Math.floor(LATE * grain.used), late = head.runs.map((_, line) => line).filter((line) => {
+    for (let at = from; at < grain.used; at++) if (!Number.isNaN(grain.value(line, at, 1))) return true;
+    return false;
+  });
+  return 24 + LETTER * Math.max(5, ...late.flatMap((line) => labelLines({ head }, line, MOST_LINES, width).map((text) => text.trimEnd().length)));
+}
+
+const AGAINST = { step: "steps", epoch: "epochs", time: "time", samples: "samples" };
+
+function mainChart(store, redraw) {
+  const buckets = (st) => bucketGrain(st.curves, st.head.columns, st.head.charts.loss);
+  const panel = chart(placedStore(store), "loss", {
+    ...LINES,
+    get title() { return `Loss against ${AGAINST[store.view.x]}`; },
+    get axis() { return axisOfRuns(store); },
+    get joined() { return axisOfRuns(store) !== undefined; },
+    testid: "comparison-chart",
+    most: (st) => st.head.most ?? Infinity,
+    note: (head, _layout, view) => withCap("mean over all nodes", head.most, view),
+    grain: () => (axisOfRuns(store) ? placedGrain(store, buckets(store), false) : buckets(store)),
+  }, redraw);
+  const heading = panel.el.querySelector(".dtk-title");
+  return { ...panel, update: () => { setText(heading, `Loss against ${AGAINST[store.view.x]}`); panel.update(); } };
+}
+
+const NARROW_PX = 420; // of a chart
+/** Add to a caption above which value a chart leaves values out; a narrow one says only that. */
+function withCap(text, most, { width }) {
+  return most == null ? text : [width < NARROW_PX ? "" : text, `above ${number(most)} left out`].filter(Boolean).join("; ");
+}
+
+/** Return the chart of a series: the loss against time, a validation metric, or a number that runs logged. */
+function comparedChart(store, name, redraw) {
+  const of = () => store.series.get(name), isTime = name === "time", isLogged = name.startsWith("dtkit.log/"), isRate = name === "dtkit.rate", own = isTime ? timedStore(store) : placedStore(store);
+  const axis = () => (isTime ? MILLISECONDS : axisOfRuns(store)), isExact = !isTime && !isLogged && !isRate;
+  return chart(own, name, {
+    ...LINES,
+    title: of().title,
+    testid: isTime ? "time-chart" : isRate ? "rate-chart" : isLogged ? "logged-chart" : "metric-chart",
+    canLog: isLogged ? "positive" : isTime || name === "loss",
+    fromZero: isRate,
+    unit: isRate ? "samples/s" : undefined,
+    exact: isExact,
+    shown: () => !isTime || store.view.x !== "time",
+    joined: true,
+    get axis() { return axis(); },
+    most: () => of().most ?? Infinity,
+    note: (_head, _layout, view) => withCap(isTime ? "in steps only" : isRate ? "samples/s of all nodes" : isLogged ? "logged, mean over all nodes" : "", of().most, view),
+    layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
+    grain: () => (!isTime && axis() ? placedGrain(store, seriesGrain(of()), isExact) : seriesGrain(of())),
+    format: number,
+  }, redraw);
+}
+/** Return a store with its own pointer and range in sight: positions are milliseconds there, and not steps. */
+function timedStore(store) {
+  const of = () => store.series.get("time"), end = () => of().values[(of().points - 1) * (of().lines + 1)];
+  return Object.create(store, {
+    view: { value: Object.create(store.view, { zoom: { value: null, writable: true } }) },
+    hover: { value: null, writable: true },
+    status: { get: () => ({ ...store.status, step: 0 }) },
+    curves: { get: () => ({ origin: 0, width: 1, used: end() + 1, data: store.curves.data }) },
+  });
+}
+
+function comparedCharts(store, redraw) {
+  const el = h("div", { class: "dtk-several" }), shown = new Map();
+  const update = () => {
+    for (const name of store.series.keys()) {
+      if (shown.has(name)) continue;
+      shown.set(name, comparedChart(store, name, redraw));
+      el.append(shown.get(name).el);
+    }
+    for (const one of shown.values()) one.update();
+  };
+  return { el, update };
+}
+
+/** Return a table with number and line of each run, as in the charts. Only a legend may be turned. */
+function tableOf(read, { testid, label, isLegend }) {
+  const scroll = h("div", { class: "dtk-scroll dtk-high", tabindex: "0", role: "region", "aria-label": label }), note = h("p", { class: "dtk-note" });
+  const causes = h("ul", { class: "dtk-notices", "data-testid": "causes", "aria-label": "runs that failed or diverged" });
+  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": testid }, scroll, causes, note);
+  let shown = "";
+  const update = () => {
+    const { table, text, names, ends = [] } = read();
+    el.hidden = !table;
+    const now = JSON.stringify([table, text, ends, el.clientWidth]);
+    if (!table || now === shown) return;
+    shown = now;
+    setText(note, text ?? "");
+    causes.hidden = !ends.length;
+    causes.replaceChildren(...ends.map((line) => h("li", {}, line)));
+    fitTable(scroll, isLegend ? [[table, false], [turned(table), true]] : [[table, table.header[0] !== "run"]], names);
+  };
+  return { el, update };
+}
+/** Show the first of the tables that fits: with narrow cells if need be. If none does, the narrowest scrolls. */
+function fitTable(scroll, tables, names) {
+  const { scrollLeft } = scroll;
+  let best = null;
+  for (const isNarrow of [false, true]) {
+    for (const [table, isTurned] of tables) {
+      const show = () => { scroll.classList.toggle("dtk-narrow", isNarrow); scroll.replaceChildren(tableElement(table, isTurned, names)); };
+      show();
+      const beyond = scroll.scrollWidth - scroll.clientWidth;
+      if (beyond <= 0) return;
+      if (!best || beyond < best.beyond) best = { beyond, show };
+    }
+  }
+  best.show();
+  scroll.scrollLeft = scrollLeft; // a reader's place, which the measuring lost
+}
+/** Return the element of a table whose first cell of each row names a run, or of each column if it is turned. */
+function tableElement(table, isTurned, names) {
+  const name = (row, column) => (isTurned ? (row < 0 && column > 0 ? column - 1 : null) : isTurned === false && row >= 0 && !column ? row : null);
+  return h("table", {}, h("thead", {}, tableRow(table, table.header, -1, name, names)), h("tbody", {}, ...table.rows.map((cells, row) => tableRow(table, cells, row, name, names))));
+}
+const CODE_BREAKS = /(?<=[(._=])(?!\))|(?<=[a-z])(?=[A-Z])/; // a strategy breaks after its bracket
+const NAME_BREAKS = /(?<=[(=,])|(?<=[a-z])(?=[A-Z])/;
+
+/** Return a row of cells. `name(row, column)` is the number of the run that a cell names, or null. */
+function tableRow({ texts, bold }, cells, row, name, names) {
+  return h("tr", row < 0 ? {} : { "data-row": row }, ...cells.map((text, column) => {
+    const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = name(row, column);
+    const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
+    if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}: `, ...text.split(NAME_BREAKS).flatMap((part) => [part, h("wbr")]))); if (names[run] !== text) setAttr(cell, "title", names[run]); }
+    else cell.append(...(isText ? text.split(CODE_BREAKS) : [text]).flatMap((part) => [part, h("wbr")]));
+    return cell;
+  }));
+}
+/** Return a table with its rows as columns. */
+function turned({ header, rows, bold }) {
+  const [corner, ...names] = header;
+  return {
+    header: [corner, ...rows.map(([run]) => run)],
+    rows: names.map((name, column) => [name, ...rows.map((cells) => cells[column + 1])]),
+    texts: [0],
+    bold: bold.map(([row, column]) => [column - 1, row + 1]),
+  };
+}
+function runLine(k) {
+  return s("svg", { width: 34, height: 10, "aria-hidden": "true" }, s("path", { d: "M1,5h32", class: `dtk-line dtk-n${k % 8} dtk-dash${runDash(k)}` }));
+}
+
+/** Return {root, redraw} of a view of several runs: tools, charts, and tables unless the page has them. */
+export function buildComparison(store, { hasTables = true } = {}) {
+  const root = h("div", { class: "dtkit", "data-testid": "dtkit-comparison", "data-state": "", role: "region", "aria-label": "comparison of runs" });
+  keepKeys(root);
+  const redraw = () => requestAnimationFrame(draw);
+  const charts = [toolbar(store, null), mainChart(store, redraw), comparedCharts(store, redraw)];
+  const tables = hasTables ? [
+    tableOf(() => ({ table: store.head.table, text: store.head.note, names: store.head.names, ends: store.head.ends }), { testid: "runs-table", label: "table of runs", isLegend: true }),
+    tableOf(() => ({ table: store.head.settings, names: store.head.names }), { testid: "settings-table", label: "settings that differ" }),
+  ] : [];
+  const panels = [...charts, ...tables];
+  const body = h("div", { class: "dtk-body" }, ...panels.map((panel) => panel.el));
+  root.append(body);
+  function draw() {
+    if (!store.head) return;
+    for (const panel of panels) panel.update();
+    if (fillRow(body)) redraw();
+    setAttr(root, "data-state", store.status.state);
+    setAttr(root, "data-seq", store.seq);
+  }
+  return { root, redraw };
+}

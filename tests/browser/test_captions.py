@@ -1,0 +1,110 @@
+"""Captions of the panels in a real browser: what is read is whole, beside its tools, and says what it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from playwright.sync_api import Page, expect
+
+import dtkit
+from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
+from dtkit.dashboard.live.series_feed import SeriesFeed
+from dtkit.history.scalars import CORE_WAIT_NAME, ScalarRecord
+from tests.support.fake_source import FakeSource
+from tests.support.static_view import StaticView, encode_message, load_widget
+
+pytestmark = pytest.mark.browser
+
+# Returns the captions whose text is cut or reaches the tools, whether or not the tools show.
+_CUT = """() => [...document.querySelectorAll(".dtk-panel:has(> .dtk-tools) > h3")]
+  .filter((head) => head.getClientRects().length).flatMap((head) => {
+    const range = document.createRange();
+    range.selectNodeContents(head);
+    const right = Math.max(...[...range.getClientRects()].map((box) => box.right));
+    const tools = head.parentElement.querySelector(".dtk-tools").getBoundingClientRect();
+    const isBeside = range.getBoundingClientRect().top < tools.bottom;
+    return isBeside && right > tools.left - 4 ? [head.textContent] : [];
+  })"""
+
+
+def make_run() -> FakeSource:
+    """Return a run of two nodes with numbers of its own and of the machines."""
+    run = FakeSource(ranks=2, steps=20_000)
+    run.slowness = {0: 0.02, 1: 0.02}  # tens of thousands of samples a second
+    run.advance(300)
+    for rank in range(2):
+        rows = [(step, 40.0 + rank, 1.0) for step in range(5, 300, 5)]
+        run.history.add(ScalarRecord(rank, {CORE_WAIT_NAME: rows, "entropy": rows}))
+    return run
+
+
+@pytest.mark.parametrize("width", [600, 810, 900, 1000, 1200, 1400])
+def test_caption_is_whole_and_ends_before_the_tools_of_its_panel(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 2000})
+    run = make_run()
+    view = StaticView(page, run)
+    message = SeriesFeed(run.history).build_message(is_last=True)
+    assert message
+    page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(message))
+    view.update()
+    expect(view.root.get_by_test_id("system-chart").locator("h3")).to_be_visible()
+    note = view.root.get_by_test_id("throughput-chart").locator("h3 .dtk-note")
+    expect(note).to_contain_text("\u00d7")
+    note.evaluate("(el) => { el.textContent = el.textContent.replace(/\u00d7.[\\d,.]+/, '\u00d7\u00a032,590'); }")
+    expect(note).to_contain_text("32,590")
+    assert page.evaluate(_CUT) == []
+
+
+def test_caption_of_a_comparison_ends_before_the_tools(page: Page):
+    page.set_viewport_size({"width": 830, "height": 1200})
+    runs = [FakeSource(steps=100, seed=k, name=f"run {k}") for k in range(2)]
+    for run in runs:
+        run.advance(100)
+    message = ComparisonMessageBuilder(dtkit.compare(*runs)).build_snapshot()
+    message.content["head"]["most"] = 7.37
+    load_widget(page, str(ComparisonWidget._esm), message, "light")
+    note = page.get_by_test_id("comparison-chart").locator("h3 .dtk-note")
+    expect(note).to_have_text(
+        "log scale \u00b7 above 7.37 left out" if message.content["head"]["steep"] else "above 7.37 left out"
+    )
+    assert page.evaluate(_CUT) == []
+
+
+def test_columns_of_the_log_are_aligned_from_step_10000_on(page: Page):
+    run = FakeSource(ranks=2, steps=2_000_000)
+    run.advance(300)
+    run.event("lr", "learning rate set to 0.01")
+    for step in (10_000, 1_234_567):
+        run.history.events.append(dataclasses.replace(run.history.events[-1], step=step))
+    view = StaticView(page, run)
+    steps = view.root.locator(".dtk-log .dtk-at")
+    expect(steps).to_have_count(3)
+    ends = steps.evaluate_all("(all) => all.map((el) => el.getBoundingClientRect().right)")
+    assert max(ends) - min(ends) < 1
+
+
+def test_tooltips_of_merged_numbers_name_the_steps_that_others_are_at(page: Page):
+    page.set_viewport_size({"width": 1400, "height": 2400})
+    run = FakeSource(ranks=2, steps=400)
+    run.advance(398)
+    for rank in range(2):
+        run.history.add(ScalarRecord(rank, {"kl": [(step, float(step), 1.0) for step in range(1, 399)]}))
+    view = StaticView(page, run)
+    message = SeriesFeed(run.history).build_message(is_last=True)
+    assert message
+    page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(message))
+    view.update()
+    chart, loss = (view.root.get_by_test_id(name) for name in ("scalars-chart", "loss-chart"))
+    for x in (120, 251, 389):  # pixels
+        chart.locator("svg.dtk-chart").hover(position={"x": x, "y": 40})
+        merged, single = (part.locator("h3 .dtk-note") for part in (chart, loss))
+        expect(merged).to_contain_text("steps ")
+        expect(single).to_contain_text("step ")
+        first, last = (int(n) for n in re.findall(r"\d+", merged.inner_text())[:2])
+        (step,) = re.findall(r"step (\d+):", single.inner_text())
+        assert first <= int(step) <= last
+        assert last - first == 4
+    chart.locator("svg.dtk-chart").press("End")
+    expect(merged).to_contain_text("steps 396\u2013398")

@@ -401,6 +401,14 @@ def test_no_line_below_the_title_ends_within_a_command():
         assert "`kill -CONT 12345`" in line
 
 
+def test_lines_that_continue_one_below_the_title_are_indented_alike():
+    for length in range(1, 120):  # a space comes at every place of a line
+        first, *others = run_figure._wrap_line(f"{'x' * length} {'y' * 50} {'z' * 20} words that follow")
+        assert not first.startswith(" ")
+        assert {len(line) - len(line.lstrip()) for line in others} == {4}
+    assert run_figure._wrap_line("") == []
+
+
 def find_overlapping_texts(figure):
     """Pairs of texts and panels that cover each other, and texts beyond the edge, by their bounding boxes."""
     figure.canvas.draw()

@@ -230,7 +230,8 @@ def _wrap_line(line: str) -> list[str]:
     wrapped = textwrap.wrap(
         whole, _TITLE_LINE_CHARS, subsequent_indent="    ", drop_whitespace=False, break_on_hyphens=False
     )
-    return [part.replace("\u00a0", " ") for part in wrapped]
+    parts = [*wrapped[:1], *(f"    {part.strip(' ')}" for part in wrapped[1:])]  # a space at a break may begin a line
+    return [part.replace("\u00a0", " ") for part in parts]
 
 
 def _draw_title(figure: Figure, title: list[str], lines: Sequence[tuple[str, str]], title_height: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,15 +25,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.cluster
 
-MAX_SECONDS = 10
-
 
 def verify(cluster: dtkit.Cluster, model: nn.Module, data: Any, **options: Any) -> Verification:
     run = small.train(cluster, model, data, steps=4, **options)
     run.wait(60)
-    began = time.monotonic()
     verification = run.verify(4)
-    assert time.monotonic() - began < MAX_SECONDS
     run.release()
     return verification
 

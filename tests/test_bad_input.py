@@ -236,7 +236,14 @@ def test_sparse_embedding_cannot_be_sharded():
         (lambda: dtkit.DataParallel(bucket_cap_mb=0), "bucket_cap_mb=0; it must be"),
         (lambda: dtkit.DataParallel(balance="always"), "balance='always'; it must be one of 'auto'"),
         (lambda: dtkit.ParameterAveraging(every=0), "every=0; it must be at least 1"),
-        (lambda: dtkit.Pipeline(4, 2), "needs at least as many micro-batches as stages"),
+        (
+            lambda: dtkit.Pipeline(4, 1),
+            r"stages=4 with micro_batches=1: .* use dtkit.Pipeline\(4, 16\) or .*'GPipe'$",
+        ),
+        (
+            lambda: dtkit.Pipeline(5, 2),
+            r"stages=5 .*: each stage is on a rank .* On 5 ranks use dtkit.Pipeline\(5, 20\) .*, and on 2 ranks Pipeline\(2, 8\)$",
+        ),
         (lambda: dtkit.Pipeline(2, 4, schedule="2F2B"), "schedule='2F2B'; it must be one of 'GPipe', '1F1B'"),
         (lambda: dtkit.Pipeline(0, 4), "stages=0; it must be at least 1"),
         (lambda: dtkit.OuterSGD(lr=0), "lr=0; it must be"),

@@ -7,7 +7,6 @@ import functools
 import inspect
 import linecache
 import math
-import numbers
 import os
 import sys
 import traceback
@@ -216,10 +215,3 @@ def _describe_call(function: Callable[..., object], args: Sequence[object]) -> s
     # the name of the notebook's object, whatever the base that has the method
     owner = first.__name__ if isinstance(first, type) else type(first).__name__ if args else "Cluster"
     return owner if function.__name__ == "__init__" else f"{owner}.{function.__name__}"
-
-
-def check_range(call: str, start: object, stop: object) -> None:
-    """Raise TypeError for limits that are no whole numbers, of a call such as ``history.rows(start, stop)``."""
-    for name, value in (("start", start), ("stop", stop)):
-        if not (isinstance(value, numbers.Integral) or (name == "stop" and value is None)):
-            raise TypeError(f"{call}({name}={value!r}): a whole number is needed, as in history.{call}(0, 100)")

@@ -27,7 +27,7 @@ from dtkit.training.run_waiting import RunWaiter
 from dtkit.training.settings import get_step_settings
 from dtkit.training.shown_run import ShownRun
 from dtkit.training.step_callbacks import StepCallbacks
-from dtkit.types import State
+from dtkit.types import NodeList, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.verification import Verification
     from dtkit.training.config import RunPlan
-    from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, RunSpec, Status
+    from dtkit.types import Evaluation, ReplicaCheckResult, RunSpec, Status
 
 
 @suggest_attributes("run")
@@ -114,9 +114,9 @@ class Run(ShownRun):
         return self._job.is_released
 
     @property
-    def nodes(self) -> list[NodeInfo]:
+    def nodes(self) -> NodeList:
         """The engines, by rank."""
-        return self._engine_group.nodes
+        return NodeList(self._engine_group.nodes)
 
     @property
     def lr(self) -> float | None:

@@ -318,6 +318,10 @@ def test_partition_by_speed_requires_a_model_and_a_loss(cluster: dtkit.Cluster):
     check_usable(cluster)
 
 
+def take_mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
 def test_bad_callback_is_refused(cluster: dtkit.Cluster):
     with pytest.raises(TypeError, match="give a list of functions"):
         train(cluster, callbacks=dtkit.EarlyStopping())
@@ -329,6 +333,11 @@ def test_bad_callback_is_refused(cluster: dtkit.Cluster):
         train(cluster, callbacks=[dtkit.EarlyStopping(monitor="val_loss")], validation=data())
     with pytest.raises(ValueError, match=r"monitor='acc'\), but what is evaluated is loss, all"):
         train(cluster, callbacks=[dtkit.EarlyStopping(monitor="acc")], validation=data())
+    stopping, metrics = dtkit.EarlyStopping(monitor="acuracy"), {"accuracy": lambda output, target: 0.5}
+    with pytest.raises(ValueError, match=r"evaluated is loss, accuracy, all of .* Use monitor='accuracy'$"):
+        train(cluster, callbacks=[stopping], validation=data(), metrics=metrics)
+    with pytest.raises(ValueError, match=r"monitor='acuracy'\), but what is evaluated is loss, .* Use monitor='loss'$"):
+        train(cluster, callbacks=[stopping], validation=data(), loss=None, training_step=take_mean)
     with pytest.raises(ValueError, match="it must be a number of epochs from 1 up"):
         dtkit.EarlyStopping(patience=0)
 

@@ -363,6 +363,29 @@ def test_metric_that_only_refuses_few_rows_is_left_to_the_engines(cluster: dtkit
     train(cluster, validation=data(), metrics={"auc": need_two_classes}, start=False).stop()
 
 
+class ValidatedStep:
+    """Step that evaluates a number of its own, as a module's validation step does."""
+
+    __name__ = "training_step"
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(self, model: nn.Module, batch: Any, _logged: Any) -> torch.Tensor:
+        dtkit.log(val_accuracy=0.5)
+        return self(model, batch)
+
+
+def test_names_of_a_validation_step_are_tried_before_anything_is_sent(
+    cluster: dtkit.Cluster, transport: RecordingTransport
+):
+    options: dict[str, Any] = {"loss": None, "training_step": ValidatedStep(), "validation": data()}
+    with pytest.raises(ValueError, match=r"'acuracy'\), but what is evaluated is loss, val_accuracy, .*'val_acc.*'$"):
+        train(cluster, callbacks=[dtkit.EarlyStopping(monitor="acuracy")], **options)
+    assert not transport.has_sent
+    train(cluster, callbacks=[dtkit.EarlyStopping(monitor="val_accuracy")], start=False, **options).stop()
+
+
 def gather_first(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     torch.distributed.all_reduce(output)
     return F.cross_entropy(output, target)

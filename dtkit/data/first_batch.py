@@ -107,10 +107,11 @@ def _describe_division(trial: _Trial) -> str | None:
 
 def check_validation(
     engine_group: EngineGroup, model: Any, program: bytes, validation: Any, columns: ColumnSelection, metrics: Any
-) -> None:
+) -> list[str]:
     """Raise FirstBatchError if model, loss or a metric refuse the first rows of the validation data.
 
-    The model is in evaluation mode, without gradients. `columns` are those of the training data.
+    Return the names of what a validation step of the model evaluates. Without such a step, and where there is no
+    trial, there are none. The model is in evaluation mode, without gradients. `columns` are those of the training data.
 
     No-op for errors whose remedy is not known, or that a few rows can cause, such as a score that needs two classes,
     and where there is no trial.
@@ -121,11 +122,12 @@ def check_validation(
         trial = run_guarded(
             lambda: _prepare_validation(engine_group, model, program, validation, columns), lambda _: None
         )
-        if trial is None:
-            return
-        output = _try(trial, trial.evaluate)
-        if output is not None and metrics:
+        output = None if trial is None else _try(trial, trial.evaluate)
+        if trial is None or output is None:
+            return []
+        if metrics:
             _check_metrics(engine_group, output, trial.num_rows, metrics)
+        return ["loss", *(name for name in output.logged if name != "loss")] if output.logged else []
 
 
 def _try(trial: _Trial, take: Callable[[], _T]) -> _T | None:

@@ -46,9 +46,8 @@ class _LossInputs(TorchFunctionMode):
         if describe is not None:
             output = args[0] if args else kwargs.get("input")
             target = args[1] if len(args) > 1 else kwargs.get("target")
-            are_tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
-            warning = describe(output, target) if are_tensors else None
-            self.warnings += [warning] if warning is not None else []
+            if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
+                self.warnings += filter(None, [describe(output, target)])
         return func(*args, **kwargs)
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import time
 
 from dtkit._util.attributes import suggest_attributes
-from dtkit._util.formatting import format_status
+from dtkit._util.formatting import UNKNOWN, format_bytes, format_count, format_loss, format_status
+from dtkit._util.table import Table
 
+_MAX_TEXT_CHARS = 120  # of a line of a table of texts
 RESERVED_COLUMNS = ("rank", "index")
 """Columns that the notebook adds to every row of `dtkit.log`."""
 
@@ -52,6 +55,33 @@ class NodeInfo:
     threads: int
     cores: int = 0  # of the host that the engine may use; 0 if unknown
 
+    def __repr__(self) -> str:
+        threads = format_count(self.threads, "thread")
+        return f"node {self.rank}: {self.host}, {self.device}, {self.memory_text} free, {threads}, pid {self.pid}"
+
+    @property
+    def memory_text(self) -> str:
+        """Free and total memory, such as "5 GB of 8 GB"."""
+        return f"{format_bytes(self.memory_free)} of {format_bytes(self.memory_total)}"
+
+
+class NodeList(list[NodeInfo]):
+    """Nodes by rank, which show themselves as a table."""
+
+    def make_table(self) -> Table:
+        """Return the table, with a row for each node."""
+        header = ["node", "engine id", "host", "pid", "device", "memory free", "threads"]
+        rows = [
+            [str(n.rank), str(n.engine_id), n.host, str(n.pid), n.device, n.memory_text, str(n.threads)] for n in self
+        ]
+        return Table(header, rows, {"host", "device"})
+
+    def __repr__(self) -> str:
+        return self.make_table().to_text()
+
+    def _repr_html_(self) -> str:
+        return self.make_table().to_html()
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerSummary:
@@ -62,6 +92,9 @@ class LayerSummary:
     """Name of its class."""
     parameters: int
 
+    def __repr__(self) -> str:
+        return f"{self.name} ({self.kind}): {format_count(self.parameters, 'parameter')}"
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelSummary:
@@ -70,6 +103,22 @@ class ModelSummary:
     parameters: int
     trainable: int
     layers: tuple[LayerSummary, ...]
+
+    def __repr__(self) -> str:
+        return "\n".join([self.headline, self._make_table().to_text()]).rstrip()
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self.headline}</p>{self._make_table().to_html()}"
+
+    @property
+    def headline(self) -> str:
+        """Number of parameters, such as "195 parameters, all trainable"."""
+        trained = "all" if self.trainable == self.parameters else f"{self.trainable:,}"
+        return f"{format_count(self.parameters, 'parameter')}, {trained} trainable"
+
+    def _make_table(self) -> Table:
+        rows = [[layer.name, layer.kind, f"{layer.parameters:,}"] for layer in self.layers]
+        return Table(["layer", "class", "parameters"], rows, {"layer", "class"})
 
 
 @suggest_attributes("spec")
@@ -107,6 +156,31 @@ class RunSpec:
     def epochs(self) -> float:
         """Number of passes over the data."""
         return self.steps / self.steps_per_epoch
+
+    def __repr__(self) -> str:
+        return self._make_table().to_text(max_width=_MAX_TEXT_CHARS)
+
+    def _repr_html_(self) -> str:
+        return self._make_table().to_html()
+
+    def _make_table(self) -> Table:
+        """Return the arguments by the names that `train` has for them, with what follows from them."""
+        settings = dict(self.settings)
+        values = {
+            "name": self.name,
+            "tags": ", ".join(self.tags),
+            "model": "" if self.model is None else self.model.headline,
+            "data": f"{format_count(self.samples, 'sample')} in an epoch",
+            "strategy": f"{self.strategy} on {format_count(self.world_size, 'node')}",
+            "batch_size": f"{self.batch_size:,} samples per update, over all nodes",
+            "steps": f"{self.steps:,}, {self.epochs:.4g} epochs of {format_count(self.steps_per_epoch, 'step')}",
+            "loss": settings.pop("loss", self.loss),
+            "optimizer": settings.pop("optimizer", self.optimizer),
+            "shuffle": str(self.shuffle),
+            "seed": str(self.seed),
+        }
+        rows = settings | values
+        return Table([], [(name, rows[name]) for name in {**values, **settings} if rows[name]])
 
 
 @suggest_attributes("status")
@@ -182,6 +256,17 @@ class ReplicaCheckResult:
     With 1, only parameters that are on all ranks were compared.
     """
 
+    def __repr__(self) -> str:
+        if self.differing_ranks:
+            names = (
+                f"{'node' if len(self.differing_ranks) == 1 else 'nodes'} {', '.join(map(str, self.differing_ranks))}"
+            )
+            since = self.step if self.differing_since is None else self.differing_since
+            return f"parameters differ on {names} since step {since:,}, checked at step {self.step:,}"
+        what = "parameters that are not split" if self.num_holders == 1 else "parameters"
+        where = f"between {self.num_holders:,} replicas" if (self.num_holders or 1) > 1 else "on all nodes"
+        return f"{what} identical {where}, checked at step {self.step:,}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
@@ -193,6 +278,10 @@ class Evaluation:
 
     def __getitem__(self, name: str) -> float:
         return self.values[name]
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name} {format_loss(value)}" for name, value in self.values.items())
+        return f"step {self.step:,}: {values or UNKNOWN} ({format_count(self.samples, 'sample')})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +299,11 @@ class Event:
     time: float
     """Seconds since the epoch, as `time.time` returns them."""
     rank: int | None = None
+
+    def __repr__(self) -> str:
+        node = "" if self.rank is None else f", node {self.rank}"
+        clock = time.strftime("%H:%M:%S", time.localtime(self.time))
+        return f"{clock}, step {self.step:,}{node}, {self.kind}: {self.text}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +326,11 @@ class Failure:
     """
     user_frames: tuple[tuple[str, int, str, str], ...] = ()
     """(file, line, function, source) of the user's own frames, outermost first; no source where a file lacks it."""
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f", step {self.step:,}"
+        role = ", which only lost its peer" if self.victim else ""
+        return f"rank {self.rank} on {self.host}{step}{role}, {self.kind}: {self.type}: {self.message}"
 
     @property
     def is_engine_gone(self) -> bool:

@@ -172,7 +172,7 @@ def test_evaluate_memory_and_plan_check_their_arguments(cluster: dtkit.Cluster):
     with pytest.raises(ValueError, match="format='onx'; it must be 'hf'"):
         run.save(format="onx")
     run.stop()
-    options: dict[str, Any] = {"batch_size": 8, "sample": data(), "optimizer": torch.optim.SGD}
+    options: dict[str, Any] = {"batch_size": 8, "data": data(), "optimizer": torch.optim.SGD}
     with pytest.raises(TypeError, match=r"loss=take_output takes \(output\)"):
         cluster.plan(net(), loss=take_output, **options)
     with pytest.raises(TypeError, match=r"strategies=3; it must be a list"):

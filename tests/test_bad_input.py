@@ -236,7 +236,14 @@ def test_sparse_embedding_cannot_be_sharded():
         (lambda: dtkit.DataParallel(bucket_cap_mb=0), "bucket_cap_mb=0; it must be"),
         (lambda: dtkit.DataParallel(balance="always"), "balance='always'; it must be one of 'auto'"),
         (lambda: dtkit.ParameterAveraging(every=0), "every=0; it must be at least 1"),
-        (lambda: dtkit.Pipeline(4, 2), "needs at least as many micro-batches as stages"),
+        (
+            lambda: dtkit.Pipeline(4, 1),
+            r"stages=4 with micro_batches=1: .* use dtkit.Pipeline\(4, 16\) or .*'GPipe'$",
+        ),
+        (
+            lambda: dtkit.Pipeline(5, 2),
+            r"stages=5 .*: each stage is on a rank .* On 5 ranks use dtkit.Pipeline\(5, 20\) .* Pipeline\(2, 8\)$",
+        ),
         (lambda: dtkit.Pipeline(2, 4, schedule="2F2B"), "schedule='2F2B'; it must be one of 'GPipe', '1F1B'"),
         (lambda: dtkit.Pipeline(0, 4), "stages=0; it must be at least 1"),
         (lambda: dtkit.OuterSGD(lr=0), "lr=0; it must be"),
@@ -311,6 +318,10 @@ def test_partition_by_speed_requires_a_model_and_a_loss(cluster: dtkit.Cluster):
     check_usable(cluster)
 
 
+def take_mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
 def test_bad_callback_is_refused(cluster: dtkit.Cluster):
     with pytest.raises(TypeError, match="give a list of functions"):
         train(cluster, callbacks=dtkit.EarlyStopping())
@@ -322,6 +333,11 @@ def test_bad_callback_is_refused(cluster: dtkit.Cluster):
         train(cluster, callbacks=[dtkit.EarlyStopping(monitor="val_loss")], validation=data())
     with pytest.raises(ValueError, match=r"monitor='acc'\), but what is evaluated is loss, all"):
         train(cluster, callbacks=[dtkit.EarlyStopping(monitor="acc")], validation=data())
+    stopping, metrics = dtkit.EarlyStopping(monitor="acuracy"), {"accuracy": lambda output, target: 0.5}
+    with pytest.raises(ValueError, match=r"evaluated is loss, accuracy, all of .* Use monitor='accuracy'$"):
+        train(cluster, callbacks=[stopping], validation=data(), metrics=metrics)
+    with pytest.raises(ValueError, match=r"monitor='acuracy'\), but what is evaluated is loss, .* Use monitor='loss'$"):
+        train(cluster, callbacks=[stopping], validation=data(), loss=None, training_step=take_mean)
     with pytest.raises(ValueError, match="it must be a number of epochs from 1 up"):
         dtkit.EarlyStopping(patience=0)
 

@@ -130,7 +130,7 @@ def use_everything(transport: Any, folder: Path) -> dict[str, set[str]]:
         run.inject_delay(0, 1.0)
         with contextlib.suppress(CheckpointError):  # fake engines have no state
             run.save(folder / "checkpoint")
-        cluster.plan(net(), batch_size=8, optimizer=sgd, sample=data(), loss=nn.CrossEntropyLoss())
+        cluster.plan(net(), data(), batch_size=8, optimizer=sgd, loss=nn.CrossEntropyLoss())
         run.release()
     return recorded.types
 

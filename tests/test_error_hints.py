@@ -165,6 +165,108 @@ def test_error_names_the_remedy(model: nn.Module, inputs: Any, target: Any, loss
     assert re.search(expected, message), message
 
 
+class Recurrent(nn.Sequential):
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return nn.functional.linear(nn.LSTM(64, 3, batch_first=True)(inputs), torch.zeros(3, 3))  # type: ignore[arg-type]  # the mistake
+
+
+class Overwriting(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> Any:
+        hidden = torch.sigmoid(super().forward(inputs))
+        hidden += 1
+        return hidden
+
+
+class ChangesParameter(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> Any:
+        self.weight += 0.1
+        return super().forward(inputs)
+
+
+TABLE = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 3))
+TOKENS = torch.tensor([[0, 6]] * 5)
+DEEP = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(72, 10))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "expected"),
+    [
+        (
+            DEEP,
+            torch.zeros(5, 1, 8, 8),
+            r"expects 72 values for each sample, and got 12 rows of 6; put nn\.Flatten",
+        ),
+        (
+            nn.BatchNorm2d(64),
+            ROWS,
+            r"2 dimensions, and expects 4D .* shape \(64,\)\. .*, features\) use nn\.Bat",
+        ),
+        (nn.BatchNorm1d(1), torch.zeros(5, 1, 8, 8), r"expects 2D or 3D .*\(samples, channels, height, width\) .*2d"),
+        (TABLE, TOKENS, r"lie between 0 and 6, and the model's embeddings have 5 rows; .* Use nn\.Embedding\(7, "),
+        (
+            TABLE,
+            TOKENS.float(),
+            r"inputs are float32, and an embedding needs whole numbers; .*X\.long\(\)",
+        ),
+        (nn.Linear(64, 10), ({"text": "a", "x": ROWS},), r"are a dict with 'text', 'x', .*as in inputs\['x'\]"),
+        (nn.Linear(64, 10), ([ROWS, ROWS],), r"are a list of 2 values, and a layer needs one tensor\. Have collate_fn"),
+        (Recurrent(), ROWS, r"linear\(\) within the model gets a tuple, .* as nn\.LSTM .*outputs, _ = self\.lstm"),
+        (ChangesParameter(64, 10), ROWS, r"changes a parameter in place, .*weight = self\.weight \+ 0\.1"),
+    ],
+    ids=["flatten", "rows", "images", "tokens", "floats", "dict", "list", "recurrent", "parameter"],
+)
+def test_layer_that_refuses_its_input_gets_the_remedy(model: nn.Module, inputs: Any, expected: str):
+    with pytest.raises((RuntimeError, TypeError, ValueError, IndexError)) as caught:
+        model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    add_hints(caught.value, [(5, (*given, LABELS))], model)
+    assert re.search(expected, format_message(caught.value)), format_message(caught.value)
+
+
+def test_backward_of_an_overwritten_output_gets_the_remedy():
+    message = fail(Overwriting(64, 10), ROWS, LABELS, lambda output, _: output.sum().backward())
+    assert re.search(r"changes the output of Sigmoid in place, .* h = h \+ 1 instead of h \+= 1", message), message
+
+
+def test_second_backward_gets_the_remedy():
+    def step(output: Any, target: Any) -> Any:
+        loss = nn.functional.cross_entropy(output, target)
+        loss.backward()
+        loss.backward()
+
+    assert re.search(
+        r"dtkit calls backward\(\) on the loss .* leave loss\.backward", fail(nn.Linear(64, 10), ROWS, LABELS, step)
+    )
+
+
+class Keywords(nn.Module):
+    def forward(self, input_ids: Any, labels: Any = None) -> Any:
+        return {"loss": input_ids.sum()}
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (
+            lambda model, _: model(input_ids=ROWS, label=LABELS),
+            "have 'label', and Keywords.forward takes input_ids, labels",
+        ),
+        (lambda model, _: model(input_ids=ROWS).loss, r"This is a dict, .* use output\['loss'\] instead of \.loss"),
+        (
+            lambda _, batch: nn.functional.linear(next(iter(batch)), ROWS),
+            r"dict with 'input_ids', 'labels'\. .*\*batch",
+        ),
+    ],
+    ids=["name", "attribute", "keys"],
+)
+def test_mistakes_with_batches_in_dicts_get_the_remedy(call: Callable[..., Any], expected: str):
+    model, batch = Keywords(), {"input_ids": ROWS, "labels": LABELS}
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        call(model, batch)
+    add_hints(caught.value, [(5, batch)], model)
+    assert re.search(expected, format_message(caught.value)), format_message(caught.value)
+
+
 def use_too_early(output: Any, target: Any) -> Any:
     total = early + output.sum()  # noqa: F821 - the error that is tested
     early = target

@@ -141,6 +141,35 @@ def test_first_rows_are_refused_before_anything_is_sent(
     assert not transport.has_sent
 
 
+class Overwriting(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.sigmoid(super().forward(inputs))
+        hidden += 1
+        return hidden
+
+
+def call_backward(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        (Overwriting(4, 3), {}, r"changes the output of Sigmoid in place"),
+        (net(), {"loss": None, "training_step": call_backward}, r"leave loss\.backward\(\), optimizer\.step\(\) and"),
+    ],
+    ids=["in place", "second backward"],
+)
+def test_backward_of_the_first_rows_is_tried_before_anything_is_sent(
+    cluster: dtkit.Cluster, transport: RecordingTransport, model: nn.Module, options: dict[str, Any], expected: str
+):
+    with pytest.raises(FirstBatchError, match=expected):
+        train(cluster, model, **options)
+    assert not transport.has_sent
+
+
 def take_step(model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, targets = batch
     return F.binary_cross_entropy_with_logits(model(inputs)[:, 0], targets.float())
@@ -162,6 +191,12 @@ def test_softmax_before_a_loss_that_contains_it_is_told_once(
     with pytest.warns(UserWarning, match=expected) as caught:
         train(cluster, nn.Sequential(net(), layer), start=False, **options).stop()
     assert len(caught) == 1
+
+
+def test_classes_as_targets_of_a_binary_loss_are_told(cluster: dtkit.Cluster):
+    rows = INPUTS, torch.arange(len(INPUTS)).float()[:, None] % 3
+    with pytest.warns(UserWarning, match=r"targets between 0 and 1, and these lie between 0 and 2, .*CrossEntropyLoss"):
+        train(cluster, nn.Linear(4, 1), rows, loss=nn.BCEWithLogitsLoss(), start=False).stop()
 
 
 @pytest.mark.parametrize(
@@ -326,6 +361,29 @@ def test_metrics_are_tried_before_anything_is_sent(
 
 def test_metric_that_only_refuses_few_rows_is_left_to_the_engines(cluster: dtkit.Cluster):
     train(cluster, validation=data(), metrics={"auc": need_two_classes}, start=False).stop()
+
+
+class ValidatedStep:
+    """Step that evaluates a number of its own, as a module's validation step does."""
+
+    __name__ = "training_step"
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(self, model: nn.Module, batch: Any, _logged: Any) -> torch.Tensor:
+        dtkit.log(val_accuracy=0.5)
+        return self(model, batch)
+
+
+def test_names_of_a_validation_step_are_tried_before_anything_is_sent(
+    cluster: dtkit.Cluster, transport: RecordingTransport
+):
+    options: dict[str, Any] = {"loss": None, "training_step": ValidatedStep(), "validation": data()}
+    with pytest.raises(ValueError, match=r"'acuracy'\), but what is evaluated is loss, val_accuracy, .*'val_acc.*'$"):
+        train(cluster, callbacks=[dtkit.EarlyStopping(monitor="acuracy")], **options)
+    assert not transport.has_sent
+    train(cluster, callbacks=[dtkit.EarlyStopping(monitor="val_accuracy")], start=False, **options).stop()
 
 
 def gather_first(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

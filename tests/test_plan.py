@@ -769,7 +769,7 @@ def ask(cluster: dtkit.Cluster, model: Any = None, **changes: Any) -> Plan:
         "batch_size": 16,
         "optimizer": adam,
         "loss": nn.CrossEntropyLoss(),
-        "sample": batch(4, 100),
+        "data": batch(4, 100),
     }
     return cluster.plan(perceptron() if model is None else model, **(asked | changes))
 
@@ -779,7 +779,7 @@ def on_meta() -> nn.Module:
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no sample": ({"sample": None}, ValueError, "a plan needs sample="),
+    "no data": ({"data": None}, ValueError, "data is None, and a plan measures activations"),
     "a batch smaller than the ranks": ({"batch_size": 1}, ValueError, "batch_size=1 is less than the 2 ranks"),
     "a batch of another type": ({"batch_size": 2.5}, TypeError, "batch_size=2.5; it must be an integer"),
     "a model without numbers": ({"model": on_meta()}, ValueError, "on the meta device"),
@@ -791,7 +791,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a strategy that isn't one": ({"strategies": ["ddp"]}, TypeError, "strategies holds 'ddp'"),
     "no strategy": ({"strategies": []}, ValueError, "strategies is empty"),
     "a strategy that can't work": ({"strategies": [dtkit.DataParallel(accumulate=9)]}, ValueError, "accumulate=9"),
-    "a sample that isn't data": ({"sample": 3}, TypeError, "sample is an int"),
+    "data of another type": ({"data": 3}, TypeError, "data is an int"),
 }
 
 
@@ -805,7 +805,7 @@ def test_an_invalid_plan_request_is_refused(cluster: dtkit.Cluster, name: str):
 def test_a_partition_smaller_than_the_batch_is_refused(cluster: dtkit.Cluster):
     part = cluster.partition(batch(8, 100))
     with pytest.raises(ValueError, match="batch_size=16 is more than the 8 samples"):
-        ask(cluster, sample=part)
+        ask(cluster, data=part)
 
 
 def test_a_model_that_a_strategy_cannot_train_is_refused(cluster: dtkit.Cluster):
@@ -843,13 +843,13 @@ def test_short_steps_of_each_strategy_and_of_one_process_are_measured(cluster: d
 
 
 def test_a_plan_measures_steps_with_the_shards_of_a_partition(cluster: dtkit.Cluster, engines: FakeTransport):
-    ask(cluster, sample=cluster.partition(batch(40, 100), weights=[3, 1]), strategies=[dtkit.DataParallel()])
+    ask(cluster, data=cluster.partition(batch(40, 100), weights=[3, 1]), strategies=[dtkit.DataParallel()])
     asked = [args for _, op, args in engines.served_requests if op == "measure_strategy_step"]
     assert [args["counts"] for args in asked] == [(12, 4), (12, 4), (16,)]
 
 
 def test_long_steps_and_models_that_may_not_fit_are_estimated(cluster: dtkit.Cluster, engines: FakeTransport):
-    long = ask(cluster, batch_size=4000, sample=batch(4000, 100))
+    long = ask(cluster, batch_size=4000, data=batch(4000, 100))
     engines.memory_free = 400_000
     for found in (long, ask(cluster)):
         assert not any(row.is_measured for row in found.rows)
@@ -942,7 +942,7 @@ def test_stages_of_unmeasured_layers_are_equal(cluster: dtkit.Cluster):
 
 def test_a_plan_splits_the_batch_by_shard_weights(cluster: dtkit.Cluster):
     part = cluster.partition(batch(40, 100), weights=[3, 1])
-    assert [row.rows for row in ask(cluster, sample=part).get_rows("DataParallel()")] == [12, 4]
+    assert [row.rows for row in ask(cluster, data=part).get_rows("DataParallel()")] == [12, 4]
 
 
 def test_the_sent_model_counts_unless_it_was_broadcast(cluster: dtkit.Cluster):
@@ -1031,7 +1031,7 @@ def test_plan_reports_which_of_how_many_strategies_it_tries(monkeypatch: pytest.
     strategies = [dtkit.DataParallel(), dtkit.Sharded()]
     with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
         cluster.plan(
-            small.net(), batch_size=8, sample=small.data(), loss=nn.CrossEntropyLoss(), optimizer=small.sgd,
+            small.net(), small.data(), batch_size=8, loss=nn.CrossEntropyLoss(), optimizer=small.sgd,
             strategies=strategies,
         )  # fmt: skip
     assert [text.rpartition(" with ")[2] for text in shown if " with " in text] == [

@@ -820,6 +820,21 @@ def test_validation_runs_after_each_epoch_without_a_pause(cluster, engines):
     assert run.history.evaluations[0].samples == 8
 
 
+def test_the_log_of_a_failed_evaluation_names_nodes_as_every_other_line(cluster, engines):
+    engines.inject_failure(1, "evaluate", ValueError("only one class"))
+    run = train(cluster, epochs=2, validation=ROWS)
+    with pytest.raises(dtkit.errors.PausedError):
+        run.wait(10)
+    (text,) = [event.text for event in run.history.events if event.kind == "error"]
+    assert text == "the evaluation failed: node 1 on fake: ValueError: only one class"
+    run.stop()
+
+
+def test_wait_returns_the_run(cluster):
+    run = train(cluster)
+    assert run.wait(10) is run
+
+
 def test_validation_runs_after_the_last_step_within_an_epoch(cluster):
     run = train(cluster, steps=6, validation=ROWS)
     run.wait(10)

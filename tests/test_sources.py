@@ -521,6 +521,14 @@ def test_ragged_samples_raise_with_both_shapes_and_the_remedy():
         as_source(Tokens()).take(np.array([0, 2]))
 
 
+def test_images_of_a_dataset_raise_with_the_remedy():
+    images = pytest.importorskip("PIL.Image")
+    samples = [(images.new("L", (2, 2)), 0)] * 3
+    with pytest.raises(TypeError, match="default_collate") as caught:
+        as_source(samples).take(np.array([0, 2]))
+    assert "transform=torchvision.transforms.ToTensor()" in caught.value.__notes__[0]
+
+
 class Doubled(torch.utils.data.TensorDataset):
     """A Dataset of torch with samples of its own."""
 

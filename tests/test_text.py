@@ -11,8 +11,9 @@ import dtkit
 from dtkit._util import formatting
 from dtkit.dashboard.summary.notices import collect_notices
 from dtkit.dashboard.text import cluster_text, run_text
+from dtkit.errors import EngineError
 from dtkit.testing.fake_transport import FakeTransport
-from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, State, Status
+from dtkit.types import Evaluation, Failure, NodeInfo, ReplicaCheckResult, State, Status
 from tests.support.fake_source import FakeSource
 from tests.support.timers import Timers
 
@@ -228,6 +229,17 @@ def test_the_summary_names_the_error():
     source = FakeSource()
     source.exception = ValueError("bad\x1b[31m rows")
     assert run_text.format_run(source).splitlines()[-1] == "ValueError: bad [31m rows"
+
+
+def test_the_summary_shows_an_error_of_engines_in_lines_that_name_nodes_alone():
+    source, frame = FakeSource(ranks=2), ("/home/me/train.py", 12, "weigh", "raise ValueError('bad rank 3')")
+    failures = [Failure(0, "gpu1", "ValueError", "bad rank 3", "Traceback", 8, user_frames=(frame,))]
+    source.exception = EngineError([*failures, Failure(1, "gpu1", "PeerLost", "", "", 8, victim=True)])
+    lines = run_text.format_run(source).splitlines()
+    start = next(k for k, line in enumerate(lines) if line.startswith("EngineError"))
+    assert lines[start] == "EngineError: node 0 on gpu1, step 8: ValueError: bad rank 3"
+    assert lines[start + 1].startswith("  ")
+    assert "node 1 only lost its peer." in lines
 
 
 def read_screen(text: str, columns: int = 100) -> list[str]:

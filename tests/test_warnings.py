@@ -139,12 +139,12 @@ def test_constructors_keep_their_signatures_for_tooltips():
             r"got the ndarray of shape \(64,\) as argument 2; give data as one tuple: cluster.partition\(\(X, y\), ",
         ),
         (
-            lambda cluster, x, y: cluster.plan(nn.Linear(4, 3), (x, y), batch_size=8, optimizer=small.sgd),
-            r"only model .* the tuple as argument 2; .*: cluster.plan\(model, batch_size=\.\.\., sample=\(X, y\), ",
+            lambda cluster, x, y: cluster.plan(nn.Linear(4, 3), x, y, batch_size=8, optimizer=small.sgd),
+            r"only model and data .* as argument 3; give data as one tuple: cluster.plan\(model, \(X, y\), \.",
         ),
         (
-            lambda cluster, x, y: cluster.plan(nn.Linear(4, 3), 64),
-            r"got the int as argument 2; give it by name, as in batch_size=",
+            lambda cluster, x, y: cluster.plan(nn.Linear(4, 3), (x, y), 64),
+            r"got the int as argument 3; give it by name, as in batch_size=",
         ),
         (
             lambda cluster, x, y: cluster.train(nn.Linear(4, 3), (x, y), small.sgd),
@@ -167,7 +167,7 @@ def test_a_missing_argument_is_named():
     with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
         with pytest.raises(TypeError, match=r"^Cluster.train\(\) needs model, data; data is missing. help\(dtkit.Clus"):
             cluster.train(nn.Linear(2, 2), epochs=1)
-        with pytest.raises(TypeError, match="needs model, batch_size, optimizer; batch_size and optimizer are missing"):
+        with pytest.raises(TypeError, match="optimizer; data, batch_size and optimizer are missing"):
             cluster.plan(nn.Linear(2, 2))
 
 
@@ -177,7 +177,7 @@ MISTAKES: dict[str, Callable[[dtkit.Cluster, dtkit.Run], object]] = {
     "an unknown fault": lambda _, run: run.inject_fault("explode", 1),
     "a step of a running run": lambda _, run: run.step(),
     "an optimizer in place of a function": lambda cluster, _: cluster.plan(
-        nn.Linear(2, 2), batch_size=4, optimizer=3, sample=small.data(), loss=nn.MSELoss()
+        nn.Linear(2, 2), small.data(), batch_size=4, optimizer=3, loss=nn.MSELoss()
     ),
 }
 

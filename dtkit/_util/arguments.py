@@ -7,7 +7,6 @@ import functools
 import inspect
 import linecache
 import math
-import numbers
 import os
 import sys
 import traceback
@@ -143,9 +142,6 @@ def _refuse_positional(args: Sequence[object], positional: Sequence[str], names:
     is_array = hasattr(extra, "__array__")
     if is_array and taken[-1:] == ["data"] and hasattr(args[len(positional) - 1], "__array__"):
         remedy = f"give data as one tuple: {example}({', '.join([*taken[:-1], '(X, y)'])}, ...)"
-    elif "sample" in others and (is_array or isinstance(extra, (tuple, dict))):
-        needed = "batch_size=..., sample=(X, y)" if "batch_size" in others else "sample=(X, y)"
-        remedy = f"give data as sample: {example}({', '.join(taken)}, {needed}, ...)"
     elif others:
         remedy = f"give it by name, as in {others[0]}=...{_name_help(call, '; ', ' lists the names')}"
     else:
@@ -190,9 +186,13 @@ def _name_help(call: str, start: str, end: str) -> str:
 def _refuse_missing(missing: Sequence[str], required: Sequence[str], call: str) -> None:
     verb = "is" if len(missing) == 1 else "are"
     raise TypeError(
-        f"{call}() needs {', '.join(required)}; {' and '.join(missing)} {verb} missing"
+        f"{call}() needs {', '.join(required)}; {_join(missing)} {verb} missing"
         f"{_name_help(call, '. ', ' lists what each may be')}"
     )
+
+
+def _join(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _hide_own_frames(error: Exception) -> None:
@@ -215,10 +215,3 @@ def _describe_call(function: Callable[..., object], args: Sequence[object]) -> s
     # the name of the notebook's object, whatever the base that has the method
     owner = first.__name__ if isinstance(first, type) else type(first).__name__ if args else "Cluster"
     return owner if function.__name__ == "__init__" else f"{owner}.{function.__name__}"
-
-
-def check_range(call: str, start: object, stop: object) -> None:
-    """Raise TypeError for limits that are no whole numbers, of a call such as ``history.rows(start, stop)``."""
-    for name, value in (("start", start), ("stop", stop)):
-        if not (isinstance(value, numbers.Integral) or (name == "stop" and value is None)):
-            raise TypeError(f"{call}({name}={value!r}): a whole number is needed, as in history.{call}(0, 100)")

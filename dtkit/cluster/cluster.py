@@ -355,10 +355,10 @@ class Cluster(Engines):
     def plan(
         self,
         model: Any,
+        data: Any,
         *,
         batch_size: int,
         optimizer: Callable[..., Any],
-        sample: Any = None,
         loss: Callable[..., Any] | None = None,
         training_step: Callable[..., Any] | None = None,
         strategies: Sequence[Strategy] | None = None,
@@ -372,13 +372,13 @@ class Cluster(Engines):
         strategy, and by one process for comparison (``plan.one_process``). Memory excludes the data, and what torch
         loads at the first step.
 
-        `sample` is a batch or a few rows, as in ``(X[:8], y[:8])``, or a :class:`Partition`. `strategies` are those to
+        `data` are those of :meth:`train`, or a few rows of them, as in ``(X[:8], y[:8])``. `strategies` are those to
         compare, by default one of each kind. The other arguments, and the errors, are those of :meth:`train`. The
         plan's ``largest_batch()`` returns how many samples an update may have.
         """
         planner.check_idle(self.current_run)
         request = profiler.PlanRequest(
-            batch_size, optimizer, sample, loss, training_step, strategies, activation_checkpointing
+            batch_size, optimizer, data, loss, training_step, strategies, activation_checkpointing
         )
         return planner.make_plan(self._engine_group, model, request, self.benchmark)
 

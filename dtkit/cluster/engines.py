@@ -30,7 +30,7 @@ from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.rpc.replacement import replace_lost_ranks
 from dtkit.training import failure_notice
 from dtkit.training.earlier_runs import EarlierRuns
-from dtkit.types import State
+from dtkit.types import NodeList, State
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from dtkit.rpc.transport import Transport
     from dtkit.training.run import Run
     from dtkit.training.task import Task
-    from dtkit.types import NodeInfo
 
 
 _clusters: weakref.WeakValueDictionary[Path, Engines] = weakref.WeakValueDictionary()
@@ -150,9 +149,9 @@ class Engines:
     # -- what it is -------------------------------------------------------------------------------------------
 
     @property
-    def nodes(self) -> list[NodeInfo]:
+    def nodes(self) -> NodeList:
         """One row per rank, with its memory as of the last forming of the group or :meth:`refresh_nodes`."""
-        return self._engine_group.nodes
+        return NodeList(self._engine_group.nodes)
 
     @property
     def world_size(self) -> int:
@@ -169,7 +168,7 @@ class Engines:
         """The cluster's private folder."""
         return self._engine_group.folder
 
-    def refresh_nodes(self) -> list[NodeInfo]:
+    def refresh_nodes(self) -> NodeList:
         """Ask every engine for its memory again."""
         self._engine_group.membership.set_nodes(self._engine_group.call_all(make_call(GroupOperations.node_info)))
         return self.nodes

@@ -36,8 +36,9 @@ from dtkit.data.pairing import PairedRowsError, PairingDetector
 from dtkit.data.partition import Partition
 from dtkit.engine.data.random_state import preserve_generators
 from dtkit.engine.data.sources import ArraySource, as_source, map_tensors
-from dtkit.engine.error_hints import DETACHED_MESSAGE, add_general_hint, add_hints
+from dtkit.engine.error_hints import add_general_hint, add_hints
 from dtkit.engine.evaluation import compute_metrics
+from dtkit.engine.loss_hints import DETACHED_MESSAGE
 from dtkit.engine.observe.error_report import format_message, format_traceback, list_user_frames
 from dtkit.engine.stateful_metrics import is_stateful
 from dtkit.errors import FirstBatchError
@@ -85,6 +86,8 @@ def check_first_batch(
         if trial is None or outcome is None:
             return []
         check_gradients_reach_model(outcome, trial.model)
+        if (error := run_guarded(lambda: trial.run_backward(outcome), trial.explain)) is not None:
+            raise error
         # silent: the loss was computed, so what fails is the trial's evaluation mode
         activation = run_guarded(
             lambda: describe_activated_output(trial.loss, trial.model, trial.batch), lambda _: None
@@ -104,10 +107,11 @@ def _describe_division(trial: _Trial) -> str | None:
 
 def check_validation(
     engine_group: EngineGroup, model: Any, program: bytes, validation: Any, columns: ColumnSelection, metrics: Any
-) -> None:
+) -> list[str]:
     """Raise FirstBatchError if model, loss or a metric refuse the first rows of the validation data.
 
-    The model is in evaluation mode, without gradients. `columns` are those of the training data.
+    Return the names of what a validation step of the model evaluates. Without such a step, and where there is no
+    trial, there are none. The model is in evaluation mode, without gradients. `columns` are those of the training data.
 
     No-op for errors whose remedy is not known, or that a few rows can cause, such as a score that needs two classes,
     and where there is no trial.
@@ -118,11 +122,12 @@ def check_validation(
         trial = run_guarded(
             lambda: _prepare_validation(engine_group, model, program, validation, columns), lambda _: None
         )
-        if trial is None:
-            return
-        output = _try(trial, trial.evaluate)
-        if output is not None and metrics:
+        output = None if trial is None else _try(trial, trial.evaluate)
+        if trial is None or output is None:
+            return []
+        if metrics:
             _check_metrics(engine_group, output, trial.num_rows, metrics)
+        return ["loss", *(name for name in output.logged if name != "loss")] if output.logged else []
 
 
 def _try(trial: _Trial, take: Callable[[], _T]) -> _T | None:
@@ -216,6 +221,12 @@ class _Trial:
         if not (value.requires_grad or torch.is_inference_mode_enabled()) and has_trainable(self.model):
             raise RuntimeError(DETACHED_MESSAGE)
         return value
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients, which fails where an operation has overwritten what they need."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if parameters and loss.requires_grad:
+            torch.autograd.grad(loss, parameters, allow_unused=True)
 
     def evaluate(self) -> EvalOutput:
         """Return the model's output for the batch, for metrics."""

@@ -25,7 +25,7 @@ _SHAPING = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Select", "
 
 
 def describe_activated_output(loss: Loss, model: torch.nn.Module, batch: Any) -> str | None:
-    """Return a warning if a loss of torch applies a softmax or sigmoid to what has been through one. Runs the model."""
+    """Return a warning if a loss of torch gets probabilities or targets that it is not made for. Runs the model."""
     with module_eval_mode(model), torch.enable_grad(), _LossInputs() as inputs:
         loss(model, batch)
     return next(iter(inputs.warnings), None)
@@ -45,12 +45,13 @@ class _LossInputs(TorchFunctionMode):
         describe = _CHECKS.get(func)
         if describe is not None:
             output = args[0] if args else kwargs.get("input")
-            warning = describe(output) if isinstance(output, torch.Tensor) else None
-            self.warnings += [warning] if warning is not None else []
+            target = args[1] if len(args) > 1 else kwargs.get("target")
+            if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
+                self.warnings += filter(None, [describe(output, target)])
         return func(*args, **kwargs)
 
 
-def _describe_second_softmax(output: torch.Tensor) -> str | None:
+def _describe_second_softmax(output: torch.Tensor, _target: torch.Tensor) -> str | None:
     if not _are_probabilities(output):
         return None
     return (
@@ -60,7 +61,7 @@ def _describe_second_softmax(output: torch.Tensor) -> str | None:
     )
 
 
-def _describe_missing_logarithm(output: torch.Tensor) -> str | None:
+def _describe_missing_logarithm(output: torch.Tensor, _target: torch.Tensor) -> str | None:
     if not _are_probabilities(output):
         return None
     return (
@@ -69,14 +70,20 @@ def _describe_missing_logarithm(output: torch.Tensor) -> str | None:
     )
 
 
-def _describe_second_sigmoid(output: torch.Tensor) -> str | None:
-    if _get_last_operation(output) != "Sigmoid":
-        return None
-    return (
-        "the model's outputs have been through a sigmoid. BCEWithLogitsLoss applies it once more, so the training is "
-        "slow and the loss stays high. Leave the sigmoid out of the model, and apply it to outputs where you need "
-        "probabilities"
-    )
+def _describe_binary_loss(output: torch.Tensor, target: torch.Tensor) -> str | None:
+    if _get_last_operation(output) == "Sigmoid":
+        return (
+            "the model's outputs have been through a sigmoid. BCEWithLogitsLoss applies it once more, so the training "
+            "is slow and the loss stays high. Leave the sigmoid out of the model, and apply it to outputs where you "
+            "need probabilities"
+        )
+    if target.numel() and (target.min() < 0 or target.max() > 1):
+        return (
+            f"BCEWithLogitsLoss needs targets between 0 and 1, and these lie between {float(target.min()):g} and "
+            f"{float(target.max()):g}, so the loss means nothing. For classes, give the model an output for each, and "
+            "use CrossEntropyLoss with int64 targets"
+        )
+    return None
 
 
 def _are_probabilities(output: torch.Tensor) -> bool:
@@ -98,8 +105,8 @@ def _get_last_operation(output: torch.Tensor) -> str:
     return ""
 
 
-_CHECKS: dict[Callable[..., Any], Callable[[torch.Tensor], str | None]] = {
+_CHECKS: dict[Callable[..., Any], Callable[[torch.Tensor, torch.Tensor], str | None]] = {
     functional.cross_entropy: _describe_second_softmax,
     functional.nll_loss: _describe_missing_logarithm,
-    functional.binary_cross_entropy_with_logits: _describe_second_sigmoid,
+    functional.binary_cross_entropy_with_logits: _describe_binary_loss,
 }

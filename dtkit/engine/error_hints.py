@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import sys
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtkit._util import formatting
+from dtkit.engine import loss_hints
+from dtkit.engine.loss_hints import iterate_tensors, name_dtype
 from dtkit.strategies.loss import get_labels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-DETACHED_MESSAGE = "does not require grad and does not have a grad_fn"
-"""Part of torch's error for a loss that is cut off from the parameters."""
 _DIMENSION_NAMES = {1: "length", 2: "height, width", 3: "depth, height, width"}
 
 
@@ -35,14 +36,15 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
         _explain_dtype(message, inputs, model),
         _explain_convolution(message, inputs, model),
         _explain_features(message, inputs),
-        _explain_output_shape(message),
-        _explain_output_columns(message, target),
-        _explain_output_type(message),
-        _explain_detached(message),
-        _explain_swapped_loss(message),
-        _explain_target_type(message),
+        _explain_dimensions(message, inputs),
+        _explain_embedding(message, inputs, model),
+        _explain_layer_input(message, inputs),
+        _explain_unpacked_keys(message, batch),
         _explain_forward(message, inputs, model),
-        _explain_target(message, target, model),
+        _explain_keyword(message, model),
+        _explain_in_place(message),
+        _explain_second_backward(message),
+        *loss_hints.list_hints(message, target, model),
     )
     for hint in filter(None, hints):
         error.add_note(hint)
@@ -104,20 +106,6 @@ def _explain_group(error: BaseException) -> str | None:
     )
 
 
-def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _iterate_tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from _iterate_tensors(entry)
-
-
-def _get_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _explain_device(message: str) -> str | None:
     if not re.search(r"not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|same device", message):
         return None
@@ -130,14 +118,14 @@ def _explain_device(message: str) -> str | None:
 def _explain_dtype(message: str, inputs: Any, model: torch.nn.Module) -> str | None:
     if not re.search(r"same dtype|same type|should be the same|expected scalar type", message):
         return None
-    dtypes = [t.dtype for t in _iterate_tensors(inputs)]
+    dtypes = [t.dtype for t in iterate_tensors(inputs)]
     # Whole numbers next to floats may be indices, which are right as they are.
     data_dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0] if dtypes else None)
     model_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     if data_dtype is None or model_dtype is None or data_dtype == model_dtype:
         return None
-    name = _get_name(model_dtype)
-    start = f"The data are {_get_name(data_dtype)}, and the model is {name}; convert the data, as in"
+    name = name_dtype(model_dtype)
+    start = f"The data are {name_dtype(data_dtype)}, and the model is {name}; convert the data, as in"
     if model_dtype == torch.bfloat16:  # which numpy doesn't have
         return f"{start} torch.from_numpy(X).bfloat16(), or keep the model in float32, with precision='bf16'"
     return f"{start} X.astype({name!r}), or X.to(torch.{name}) for a tensor"
@@ -145,13 +133,13 @@ def _explain_dtype(message: str, inputs: Any, model: torch.nn.Module) -> str | N
 
 def _explain_swapped(inputs: Any, target: Any) -> str | None:
     """Return the remedy where labels are in the place of the inputs: one whole number for each row of floats."""
-    first, last = (list(_iterate_tensors(part)) for part in (inputs, target))
+    first, last = (list(iterate_tensors(part)) for part in (inputs, target))
     if len(first) != 1 or len(last) != 1 or first[0].dim() != 1 or last[0].dim() < 2:
         return None
     if first[0].is_floating_point() or not last[0].is_floating_point():
         return None
     return (
-        f"The inputs have shape {tuple(first[0].shape)} and type {_get_name(first[0].dtype)}, and the targets have "
+        f"The inputs have shape {tuple(first[0].shape)} and type {name_dtype(first[0].dtype)}, and the targets have "
         f"shape {tuple(last[0].shape)}: data are pairs (inputs, targets), and these look swapped; pass (X, y)"
     )
 
@@ -185,62 +173,132 @@ def _guess_extents(sample: tuple[int, ...], channels: int, dimensions: int) -> t
 
 
 def _explain_features(message: str, inputs: Any) -> str | None:
-    shapes = re.search(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", message)
+    shapes = re.search(r"shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x\d+\)", message)
     sample = _get_sample_shape(inputs)
     if shapes is None or sample is None:
         return None
-    start = (
-        f"A sample has shape {sample}. A layer expects {shapes[2]} values in its last dimension, and got {shapes[1]}"
-    )
-    if len(sample) > 1 and math.prod(sample) == int(shapes[2]):
+    num_rows, got, expected = map(int, shapes.groups())
+    num_samples = len(next(iterate_tensors(inputs)))
+    if num_rows > num_samples and num_rows * got == num_samples * expected != num_samples * math.prod(sample):
+        return (
+            f"A layer expects {expected} values for each sample, and got {num_rows // num_samples} rows of {got}; put "
+            "nn.Flatten() before that layer"
+        )
+    start = f"A sample has shape {sample}. A layer expects {expected} values in its last dimension, and got {got}"
+    if len(sample) > 1 and math.prod(sample) == expected:
         return f"{start}; put nn.Flatten() before that layer, or reshape the data, as in X.reshape(len(X), -1)"
-    return f"{start}; make that layer nn.Linear({shapes[1]}, ...), or reshape the data"
+    return f"{start}; make that layer nn.Linear({got}, ...), or reshape the data"
 
 
-def _explain_output_shape(message: str) -> str | None:
-    """Return the remedy where a loss needs equal shapes, and outputs have a last dimension of 1."""
-    sizes = re.search(r"arget size \(torch\.Size\(\[(\d+)\]\)\) .*input size \(torch\.Size\(\[(\d+), 1\]\)\)", message)
-    if sizes is None or sizes[1] != sizes[2]:
+def _explain_dimensions(message: str, inputs: Any) -> str | None:
+    """Return the remedy where a layer, such as a batch norm, expects inputs with other dimensions."""
+    kinds = re.search(r"expected ((?:\dD or )?\dD) input \(got (\d)D input\)", message)
+    if kinds is None:
         return None
+    layer = {"2": "nn.BatchNorm1d", "3": "nn.BatchNorm1d", "4": "nn.BatchNorm2d", "5": "nn.BatchNorm3d"}.get(kinds[2])
+    remedy = f"For batches of shape {_name_axes(int(kinds[2]))} use {layer}, or" if layer else "Change the layer, or"
     return (
-        f"The outputs of a batch have shape ({sizes[2]}, 1), and the targets ({sizes[1]},); they must be equal. "
-        "Convert the targets, as in y.reshape(-1, 1), or the outputs, as in output.squeeze(1)"
+        f"A layer gets a batch with {kinds[2]} dimensions, and expects {kinds[1]} input; a sample of the data has "
+        f"shape {_get_sample_shape(inputs)}. {remedy} reshape the data"
     )
 
 
-def _explain_output_columns(message: str, target: Any) -> str | None:
-    """Return the remedy where a loss compares several outputs of a sample with its one target."""
-    sizes = re.search(r"tensor a \((\d+)\) must match the size of tensor b \((\d+)\) at non-singleton dim.* 1", message)
-    targets = next(_iterate_tensors(target), None)
-    if sizes is None or targets is None or targets.dim() != 1 or int(sizes[2]) != len(targets):
+def _name_axes(num_dimensions: int) -> str:
+    """Return the shape of a batch in words, as in "(samples, channels, height, width)"."""
+    extents = _DIMENSION_NAMES.get(num_dimensions - 2)
+    return f"(samples, channels, {extents})" if extents else "(samples, features)"
+
+
+def _explain_embedding(message: str, inputs: Any, model: torch.nn.Module) -> str | None:
+    """Return the remedy where an embedding gets numbers that are no rows of its table."""
+    first = next(iterate_tensors(inputs), None)
+    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    if first is None or not sizes:
         return None
+    if "index out of range in self" in message and not first.is_floating_point() and first.numel():
+        low, high = int(first.min()), int(first.max())
+        tables = " and ".join(f"{size:,}" for size in sizes)
+        return (
+            f"Inputs of this batch lie between {low:,} and {high:,}, and the model's embeddings have {tables} rows; "
+            f"inputs must be 0 to the number of rows - 1. Use nn.Embedding({max(high + 1, *sizes)}, ...)"
+        )
+    if re.search(r"argument #1 'indices' to have .* scalar types", message):
+        return (
+            f"The inputs are {name_dtype(first.dtype)}, and an embedding needs whole numbers; convert them, as in "
+            "X.astype('int64'), or X.long() for a tensor"
+        )
+    return None
+
+
+def _explain_layer_input(message: str, inputs: Any) -> str | None:
+    """Return the remedy where a layer gets something else than a tensor: from the data, or from the layer before it."""
+    value = inputs[0] if isinstance(inputs, tuple) and len(inputs) == 1 else inputs
+    found = re.search(r"^(\w+)\(\): argument '(?:input|indices)' \(position \d\) must be Tensor, not (\w+)", message)
+    if found is None or loss_hints.is_loss(found[1]) or found[2] == "str":
+        return None
+    if isinstance(value, dict) and found[2] == "dict":
+        keys = list(value)
+        return (
+            f"The inputs of a batch are a dict with {', '.join(map(repr, keys[:6]))}, which the model gets as it is. "
+            f"Choose the tensors in its forward, as in inputs[{keys[-1]!r}], or have the Dataset return a tensor"
+        )
+    if isinstance(value, (list, tuple)) and found[2] == type(value).__name__:
+        return (
+            f"The inputs of a batch are a {found[2]} of {len(value)} values, and a layer needs one tensor. Have "
+            "collate_fn return one, as in torch.stack(inputs)"
+        )
     return (
-        f"The model has {sizes[1]} outputs for each sample, and the targets have shape ({sizes[2]},), one number for "
-        "each sample. For class labels use nn.CrossEntropyLoss(); for one number, end the model with nn.Linear(..., 1) "
-        "and reshape the targets, as in y.reshape(-1, 1)"
+        f"{found[1]}() within the model gets a {found[2]}, which the layer before it returns, as nn.LSTM and nn.GRU "
+        "do. Choose the tensor in forward, as in outputs, _ = self.lstm(inputs)"
     )
 
 
-def _explain_output_type(message: str) -> str | None:
-    """Return the remedy where a loss of torch gets what the model returned, and that is not a tensor."""
-    kind = re.search(r"argument 'input' \(position 1\) must be Tensor, not (\w+)", message)
-    if kind is None:
+def _explain_unpacked_keys(message: str, batch: Any) -> str | None:
+    """Return the remedy where code takes a dict apart as if it were a tuple, which yields its keys."""
+    if not isinstance(batch, dict) or not re.search(r"must be Tensor, not str|'str' object has no attribute", message):
         return None
-    key = "['logits']" if kind[1] in ("dict", "OrderedDict") else "[0]" if kind[1] in ("tuple", "list") else ".logits"
+    keys = list(map(str, batch))
     return (
-        f"The loss gets what the model returns as its output, and that is of type {kind[1]}. Choose the tensor, as in "
-        f"loss=lambda output, target: nn.functional.cross_entropy(output{key}, target)"
+        f"A batch of this data is a dict with {', '.join(map(repr, keys[:6]))}. inputs, target = batch yields these "
+        f"names. Use batch[{keys[0]!r}], or model(**batch)"
     )
 
 
-def _explain_target_type(message: str) -> str | None:
-    """Return the remedy where targets are not numbers."""
-    kind = re.search(r"argument 'target' \(position 2\) must be Tensor, not (\w+)", message)
-    if kind is None:
+def _explain_keyword(message: str, model: torch.nn.Module) -> str | None:
+    """Return the remedy where a dict of the data has a name that the model's forward doesn't know."""
+    name = re.search(rf"{type(model).__name__}\.forward\(\) got an unexpected keyword argument '(\w+)'", message)
+    if name is None:
+        return None
+    takes = ", ".join(inspect.signature(model.forward).parameters)
+    return (
+        f"The data have {name[1]!r}, and {type(model).__name__}.forward takes {takes}. Rename it in the data, or leave "
+        "it out"
+    )
+
+
+def _explain_in_place(message: str) -> str | None:
+    """Return the remedy where an operation overwrites what the backward pass needs."""
+    if "modified by an inplace operation" in message:
+        output = re.search(r"which is output \d+ of (\w+?)(?:Backward\d*)?,", message)
+        what = f"the output of {output[1]}" if output else "a tensor"
+        return (
+            f"The model changes {what} in place, and the backward pass needs it as it was. Make a new tensor: h = h + "
+            "1 instead of h += 1, relu() instead of relu_(), and inplace=False in layers"
+        )
+    if "leaf Variable that requires grad" in message and "in-place" in message:
+        return (
+            "The step changes a parameter in place, which only the optimizer may do. Compute a new tensor, as in "
+            "weight = self.weight + 0.1, or use torch.no_grad() around the change"
+        )
+    return None
+
+
+def _explain_second_backward(message: str) -> str | None:
+    if "backward through the graph a second time" not in message:
         return None
     return (
-        f"The targets of a batch are of type {kind[1]}, as texts are. Give numbers: for classes, as in "
-        "numpy.unique(labels, return_inverse=True)[1]"
+        "dtkit calls backward() on the loss that a step returns, so leave loss.backward(), optimizer.step() and "
+        "zero_grad() out. A tensor that one step keeps for the next one needs detach()"
     )
 
 
@@ -259,50 +317,6 @@ def _explain_forward(message: str, inputs: Any, model: torch.nn.Module) -> str |
     )
 
 
-def _explain_detached(message: str) -> str | None:
-    if DETACHED_MESSAGE not in message:
-        return None
-    return (
-        "The loss has no gradient, so it can't train the model. detach(), item(), numpy(), argmax() or torch.no_grad() "
-        "cut it off from the parameters; compute it from the model's output by torch's functions alone"
-    )
-
-
-def _explain_swapped_loss(message: str) -> str | None:
-    if not re.search(r"softmax\w*\"? not implemented for '(Long|Int|Short|Char|Byte)'", message):
-        return None
-    return (
-        "The loss takes the softmax of whole numbers, which look like labels. dtkit calls loss(output, target) in this "
-        "order, and torch's losses take both in the same order; swap them"
-    )
-
-
-def _explain_target(message: str, target: Any, model: torch.nn.Module) -> str | None:
-    targets = next(_iterate_tensors(target), None)
-    if targets is None:
-        return None
-    name = _get_name(targets.dtype)
-    if re.search(r"expected target dtype|scalar type Long but|nll_loss.* not implemented", message):
-        return f"The targets are {name}, and class labels must be int64; convert them, as in y.astype('int64')"
-    if re.search(r"Found dtype Long but expected", message):
-        return f"The targets are {name}, and this loss expects floats; convert them, as in y.astype('float32')"
-    if re.search(r"multi-target not supported|floating point type for target with class probabilities", message):
-        remedy = "y[:, 0]" if targets.shape[1:] == (1,) else "y.argmax(1) for rows of 0 and 1"
-        return (
-            f"The targets of a batch have shape {tuple(targets.shape)}, and class labels must have shape "
-            f"{tuple(targets.shape[:1])}, one number for each sample; convert them, as in {remedy}"
-        )
-    if re.search(r"Target -?\d+ is out of bounds", message):
-        low, high = int(targets.min()), int(targets.max())
-        sizes = [m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear)]
-        outputs = f", and the model's last layer has {sizes[-1]} outputs" if sizes else ""
-        return (
-            f"The targets of this batch lie between {low} and {high}{outputs}; labels must be 0 to the number of "
-            "classes - 1"
-        )
-    return None
-
-
 def _get_sample_shape(inputs: Any) -> tuple[int, ...] | None:
-    first = next(_iterate_tensors(inputs), None)
+    first = next(iterate_tensors(inputs), None)
     return None if first is None or not first.dim() else tuple(first.shape[1:])

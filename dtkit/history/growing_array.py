@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import numpy as np
@@ -43,3 +44,10 @@ class GrowingArray:
             hi = stop - k * _CHUNK_ROWS if k == last else _CHUNK_ROWS
             parts.append(self._chunks[k][lo:hi])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def check_range(call: str, start: object, stop: object) -> None:
+    """Raise TypeError for limits that are no whole numbers, of a call such as ``history.rows(start, stop)``."""
+    for name, value in (("start", start), ("stop", stop)):
+        if not (isinstance(value, numbers.Integral) or (name == "stop" and value is None)):
+            raise TypeError(f"{call}({name}={value!r}): a whole number is needed, as in history.{call}(0, 100)")

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit._util.arguments import check_no_folder, check_path, check_range, explain_arguments
+from dtkit._util.arguments import check_no_folder, check_path, explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
-from dtkit.history.growing_array import GrowingArray
+from dtkit.history.growing_array import GrowingArray, check_range
 from dtkit.history.items import LogItem, decode_fields, encode_line
 from dtkit.history.missing_steps import describe_missing_steps, find_missing_steps
 from dtkit.history.scalars import SYSTEM_PREFIX, ScalarRecord, ScalarTables, raise_for_other_source

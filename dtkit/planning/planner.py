@@ -155,7 +155,7 @@ def _build_measured_rows(
     if not profiler.can_time_steps(rows):
         return rows
     replicas = strategy.build_mesh(len(rows)).num_replicas
-    shards = tuple(request.sample.sizes) if isinstance(request.sample, Partition) else ()
+    shards = tuple(request.data.sizes) if isinstance(request.data, Partition) else ()
     weights = shards if len(shards) == replicas else (1,) * replicas
     counts = divide_proportionally(int(request.batch_size), weights)
     measured_s = profiler.time_strategy(strategy, counts, position)
@@ -249,10 +249,10 @@ def _validate_request(engine_group: EngineGroup, model: Any, request: PlanReques
             )
     else:
         broadcast.check_model(model)
-    if request.sample is None:
+    if request.data is None:
         raise ValueError(
-            "a plan needs sample=, a batch or a few rows as in sample=(X[:8], y[:8]), or a Partition: activations are "
-            "measured"
+            "data is None, and a plan measures activations; give what you train on, or a few rows of it, as in "
+            "cluster.plan(model, (X[:8], y[:8]), ...)"
         )
     broadcast.check_has_loss(model, request.loss_fn, request.training_step)
     broadcast.check_is_not_manual(request.training_step)
@@ -274,8 +274,8 @@ def _check_batch_size(engine_group: EngineGroup, request: PlanRequest) -> None:
             f"batch_size={size} is less than the {engine_group.world_size} ranks; it is the number of samples per "
             f"update over all ranks, and each needs one. Use at least {engine_group.world_size}"
         )
-    if isinstance(request.sample, Partition) and size > request.sample.n:
+    if isinstance(request.data, Partition) and size > request.data.n:
         raise ValueError(
-            f"batch_size={size} is more than the {request.sample.n} samples of the partition; it is the number of "
-            f"samples per update over all ranks. Use at most {request.sample.n}"
+            f"batch_size={size} is more than the {request.data.n} samples of the partition; it is the number of "
+            f"samples per update over all ranks. Use at most {request.data.n}"
         )

@@ -41,7 +41,7 @@ class PlanRequest:
 
     batch_size: int
     optimizer: Callable[..., Any]
-    sample: Any
+    data: Any
     loss_fn: Callable[..., Any] | None = None
     training_step: Callable[..., Any] | None = None
     strategies: Sequence[Strategy] | None = None
@@ -56,7 +56,7 @@ class ModelProfiler:
     ) -> None:
         self._engine_group, self._model, self._report_progress = engine_group, model, report_progress
         self.notes: list[str] = []
-        self._data = distribute.distribute_validation_data(engine_group, request.sample, name="sample")
+        self._data = distribute.distribute_validation_data(engine_group, request.data, name="data")
         self._program = pickle_program(
             engine_group,
             model,
@@ -283,8 +283,8 @@ def trains_on_host(engine_group: EngineGroup) -> bool:
 
 def _compute_max_local_samples(engine_group: EngineGroup, request: PlanRequest) -> list[int]:
     """Return the most samples that each rank takes in a step."""
-    if isinstance(request.sample, Partition):
-        return [-(-request.batch_size * size // request.sample.n) for size in request.sample.sizes]
+    if isinstance(request.data, Partition):
+        return [-(-request.batch_size * size // request.data.n) for size in request.data.sizes]
     return [-(-request.batch_size // engine_group.world_size)] * engine_group.world_size
 
 

@@ -19,7 +19,7 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dtkit._util.formatting import name_nodes
+from dtkit._util.formatting import name_nodes, name_nodes_at_start
 from dtkit.checkpoint.manager import CheckpointManager, CheckpointRequest
 from dtkit.errors import format_ranks
 from dtkit.rpc import pickling
@@ -100,7 +100,7 @@ class EvaluationAction:
         """Pause. The training itself is intact, and this evaluation is not repeated."""
         self._mark_done(step)
         self._progress.pause_for(error)
-        self._progress.add_event("error", f"the evaluation failed: {error}".partition("\n")[0])
+        self._progress.add_event("error", f"the evaluation failed: {name_nodes_at_start(str(error))}")
 
     def _on_cancel(self) -> None:
         self._last_requested_step = self.last_evaluated_step

@@ -4,6 +4,7 @@ thread that calls them.
 
 from __future__ import annotations
 
+import difflib
 import math
 import threading
 import time
@@ -69,7 +70,7 @@ class StoppableRun(Protocol):
         ...
 
 
-@hide_from_completion("check_epochs", "check_monitor", "on_start")
+@hide_from_completion("check_epochs", "check_evaluated", "check_monitor", "on_start")
 class EarlyStopping:
     """Stop a run whose metric has not improved for `patience` epochs in a row.
 
@@ -133,11 +134,18 @@ class EarlyStopping:
             raise ValueError(
                 f"EarlyStopping(monitor={self.monitor!r}) needs held-out data: cluster.train(validation=...)"
             )
-        if self.monitor not in metrics and (metrics or not logs_further or self.monitor == "val_loss"):
-            raise ValueError(
-                f"EarlyStopping(monitor={self.monitor!r}), but what is evaluated is {', '.join(('loss', *metrics))}, "
-                "all of it on the validation data"
-            )
+        if metrics or not logs_further:
+            self.check_evaluated(("loss", *metrics))
+
+    def check_evaluated(self, names: Sequence[str]) -> None:
+        """Raise ValueError if the value to monitor is not among those of an evaluation."""
+        if self.monitor in names:
+            return
+        similar = difflib.get_close_matches(self.monitor, names, n=1) or ["loss"]
+        raise ValueError(
+            f"EarlyStopping(monitor={self.monitor!r}), but what is evaluated is {', '.join(names)}, all of it on the "
+            f"validation data. Use monitor={similar[0]!r}"
+        )
 
     def check_epochs(self, spec: RunSpec) -> None:
         """Raise ValueError if a training ends within an epoch, where no callback can put weights back."""
@@ -215,10 +223,7 @@ class EarlyStopping:
     def _get_value(self, run: StoppableRun) -> float:
         if run.history.evaluations:
             values = run.history.evaluations[-1].values
-            if self.monitor not in values:
-                raise ValueError(
-                    f"EarlyStopping(monitor={self.monitor!r}), but what is evaluated is {', '.join(values)}"
-                )
+            self.check_evaluated(tuple(values))
             return values[self.monitor]
         if self.monitor != "loss":
             raise ValueError(
@@ -245,6 +250,13 @@ def check_epochs(callbacks: Sequence[Any], spec: RunSpec) -> None:
     for callback in callbacks:
         if isinstance(callback, EarlyStopping):
             callback.check_epochs(spec)
+
+
+def check_evaluated(callbacks: Sequence[Any], names: Sequence[str]) -> None:
+    """Raise ValueError if a callback monitors a value that no evaluation has."""
+    for callback in callbacks:
+        if isinstance(callback, EarlyStopping) and names:
+            callback.check_evaluated(names)
 
 
 def start_callbacks(callbacks: Sequence[Any], run: Any) -> None:

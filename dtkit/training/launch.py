@@ -22,7 +22,7 @@ from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions, count_steps_per_epoch
 from dtkit.training import failure_notice
 from dtkit.training.adapters import adapt_model
-from dtkit.training.callbacks import check_epochs, start_callbacks
+from dtkit.training.callbacks import check_epochs, check_evaluated, start_callbacks
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
 from dtkit.training.lightning import read_lightning
 from dtkit.training.resume import load_start
@@ -291,7 +291,8 @@ def _partition_data(
 
     def check_held_out(training_columns: ColumnSelection) -> None:
         if config.validation is not None:
-            check_validation(engine_group, model, program, config.validation, training_columns, config.metrics)
+            names = check_validation(engine_group, model, program, config.validation, training_columns, config.metrics)
+            check_evaluated(config.callbacks, names)
 
     def check(part: Partition, training_columns: ColumnSelection) -> None:
         check_batch_size(config, part)

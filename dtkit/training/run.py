@@ -27,7 +27,7 @@ from dtkit.training.run_waiting import RunWaiter
 from dtkit.training.settings import get_step_settings
 from dtkit.training.shown_run import ShownRun
 from dtkit.training.step_callbacks import StepCallbacks
-from dtkit.types import State
+from dtkit.types import NodeList, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.verification import Verification
     from dtkit.training.config import RunPlan
-    from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, RunSpec, Status
+    from dtkit.types import Evaluation, ReplicaCheckResult, RunSpec, Status
 
 
 @suggest_attributes("run")
@@ -114,9 +114,9 @@ class Run(ShownRun):
         return self._job.is_released
 
     @property
-    def nodes(self) -> list[NodeInfo]:
+    def nodes(self) -> NodeList:
         """The engines, by rank."""
-        return self._engine_group.nodes
+        return NodeList(self._engine_group.nodes)
 
     @property
     def lr(self) -> float | None:
@@ -284,14 +284,15 @@ class Run(ShownRun):
 
     # -- waiting ----------------------------------------------------------------------------------------------
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the run has ended, and raise its error if it failed.
+    def wait(self, timeout: float | None = None) -> Run:
+        """Wait until the run has ended, and return it, as in ``run = cluster.train(...).wait()``. Raise its error.
 
         An interrupt pauses the run at a step boundary, and is raised again. Raises TimeoutError after `timeout`
         seconds; the run continues. Raises PausedError if the run paused because it needs its caller. Without a
         `timeout`, it also raises PausedError if the run is paused when the wait begins.
         """
         self._waiter.wait(timeout)
+        return self
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait as `wait` does; return the trained model."""

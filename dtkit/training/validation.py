@@ -217,7 +217,7 @@ def _check_callbacks(config: TrainConfig) -> None:
             callback.check_monitor(
                 _list_metric_names(config),
                 has_validation=config.validation is not None,
-                logs_further=config.loss is None or config.training_step is not None,
+                logs_further=hasattr(config.training_step, "evaluate"),
             )
 
 

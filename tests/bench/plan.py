@@ -55,7 +55,7 @@ def plan() -> bool:
 def _make_plan(cluster: dtkit.Cluster, work: Work) -> Plan:
     X, y = work.data()
     options = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch}
-    return cluster.plan(work.model(), sample=(X[:512], y[:512]), strategies=_STRATEGIES, **options)
+    return cluster.plan(work.model(), (X[:512], y[:512]), strategies=_STRATEGIES, **options)
 
 
 def _measure_step(cluster: dtkit.Cluster, work: Work, strategy: Strategy) -> float:

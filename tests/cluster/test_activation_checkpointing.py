@@ -75,7 +75,7 @@ def plan(cluster: dtkit.Cluster, **options: Any) -> Any:
     rows = torch.randn(8, 64), torch.zeros(8, dtype=torch.long)
     strategies = [dtkit.DataParallel(), dtkit.Sharded()]
     return cluster.plan(
-        make_wide(), batch_size=512, optimizer=small.sgd, sample=rows, loss=nn.CrossEntropyLoss(),
+        make_wide(), rows, batch_size=512, optimizer=small.sgd, loss=nn.CrossEntropyLoss(),
         strategies=strategies, **options,
     )  # fmt: skip
 

@@ -244,8 +244,8 @@ def test_plan_leaves_no_tensor_on_the_engines(cluster2: dtkit.Cluster):
     """torch keeps hooks where Python's garbage collector can't find them."""
     before = cluster2.run(count_large_tensors)
     inputs, targets = data()
-    sample = inputs[:4], targets[:4]
-    cluster2.plan(wide(), batch_size=16, optimizer=sgd, loss=torch.nn.CrossEntropyLoss(), sample=sample)
+    rows = inputs[:4], targets[:4]
+    cluster2.plan(wide(), rows, batch_size=16, optimizer=sgd, loss=torch.nn.CrossEntropyLoss())
     gc.collect()
     cluster2._engine_group.call_all(
         make_call(GroupOperations.node_info)

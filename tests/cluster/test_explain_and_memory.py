@@ -182,7 +182,7 @@ def test_memory_report_compares_each_rank_with_the_plan(cluster2: dtkit.Cluster,
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     inputs = torch.randn(32, 256), torch.randint(256, (32,))
     options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": adam, "batch_size": 16}
-    plan = cluster2.plan(model, sample=inputs, strategies=[strategy], **options)
+    plan = cluster2.plan(model, inputs, strategies=[strategy], **options)
     run = cluster2.train(model, inputs, steps=3, strategy=strategy, **options)
     run.wait(60)
     report = run.memory(plan)

@@ -94,6 +94,16 @@ def test_validation_runs_the_validation_step(cluster2: dtkit.Cluster):
     assert evaluation["val_index"] < 1
 
 
+def test_early_stopping_may_monitor_what_a_validation_step_logs(cluster2: dtkit.Cluster):
+    with pytest.raises(ValueError, match=r"evaluated is loss, val_loss, val_accuracy, val_index, .*'val_loss'$"):
+        cluster2.train(Validated(), Small(), epochs=2, callbacks=[dtkit.EarlyStopping(monitor="valid_loss")])
+    run = cluster2.train(
+        Validated(), Small(), epochs=2, callbacks=[stopping := dtkit.EarlyStopping(monitor="val_loss")]
+    )
+    run.wait(60)
+    assert stopping.best == min(evaluation["val_loss"] for evaluation in run.history.evaluations)
+
+
 class Silent(Module):
     def validation_step(self, _batch: Any, _batch_idx: int) -> None:
         self.log("val_accuracy", 1.0)

@@ -123,7 +123,7 @@ def test_predicted_peak_memory_is_within_20_percent(cluster2: dtkit.Cluster, nam
     loss, model = nn.CrossEntropyLoss(), make()
     train(cluster2, steps=2).wait(60)  # torch loads its modules in the first step
     plan = cluster2.plan(
-        model, batch_size=batch_size, optimizer=optimizer, loss=loss, sample=(x[:4], y[:4]), strategies=[strategy]
+        model, (x[:4], y[:4]), batch_size=batch_size, optimizer=optimizer, loss=loss, strategies=[strategy]
     )
     part, peaks = cluster2.partition((x, y), seed=0), []
     for _ in range(3):  # the peak of the same training varies by up to a third
@@ -164,7 +164,7 @@ def test_plan_counts_modules_outside_the_chain_in_first_and_last_stage(cluster2:
     x = torch.randint(3000, (64, 16))
     model, strategy, loss = Decoder(), dtkit.Pipeline(2, 4, balance_by=by), nn.CrossEntropyLoss()
     options: dict[str, Any] = {"batch_size": 32, "optimizer": adam, "loss": loss, "strategies": [strategy]}
-    plan = cluster2.plan(model, sample=(x[:4], x[:4, 0]), **options)
+    plan = cluster2.plan(model, (x[:4], x[:4, 0]), **options)
     run = cluster2.train(model, (x, x[:, 0]), loss=loss, optimizer=adam, batch_size=32, strategy=strategy, steps=6)
     run.wait(60)
     planned, measured = plan.get_rows(strategy), run.memory(plan).rows
@@ -182,7 +182,7 @@ def test_plan_counts_modules_outside_the_chain_in_first_and_last_stage(cluster2:
         assert [row.parameters for row in planned] == [row.parameters for row in measured]
         assert [row.optimizer for row in planned] == pytest.approx([row.optimizer for row in measured], rel=0.01)
     splits = [dtkit.Pipeline(2, 4, split=[f"blocks.{k}"]) for k in (1, 5)]
-    split_plan = cluster2.plan(model, sample=(x[:4], x[:4, 0]), **(options | {"strategies": splits}))
+    split_plan = cluster2.plan(model, (x[:4], x[:4, 0]), **(options | {"strategies": splits}))
     assert split_plan.get_rows(splits[0])[0].parameters < split_plan.get_rows(splits[1])[0].parameters
 
 
@@ -201,10 +201,10 @@ def test_model_with_an_unused_block_is_planned_in_equal_stages(cluster2: dtkit.C
 
     plan = cluster2.plan(
         PartlyUsed(),
+        rows(4, 100),
         batch_size=16,
         optimizer=adam,
         loss=nn.CrossEntropyLoss(),
-        sample=rows(4, 100),
         strategies=[dtkit.Pipeline(2, 4)],
     )
     assert any("blocks.1 took no part" in note and "taken as equal" in note for note in plan.notes)
@@ -219,10 +219,10 @@ def test_model_that_fails_on_meta_tensors_is_profiled_with_real_ones(
     inputs = torch.rand(4, 4) if make is DataDependent else torch.rand(4, 20, 32)
     plan = cluster2.plan(
         make(),
+        (inputs, torch.zeros(4, dtype=torch.long)),
         batch_size=64,
         optimizer=momentum,
         loss=nn.CrossEntropyLoss(),
-        sample=(inputs, torch.zeros(4, dtype=torch.long)),
     )
     assert any("was tried with numbers" in note for note in plan.notes)
     least = 32 * 20 * 4 * 128 * 4 if make is Recurrent else 32 * 4 * 4  # four gates of 128 cells; the inputs
@@ -256,7 +256,7 @@ def make_plan(cluster: dtkit.Cluster, **changes: Any) -> Any:
         "batch_size": 16,
         "optimizer": momentum,
         "loss": nn.CrossEntropyLoss(),
-        "sample": (inputs[:4], targets[:4]),
+        "data": (inputs[:4], targets[:4]),
     }
     return cluster.plan(net(), **(options | changes))
 
@@ -305,7 +305,7 @@ def test_plan_accepts_a_partition_and_a_training_step(cluster2: dtkit.Cluster):
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-    plan = make_plan(cluster2, sample=part, loss=None, training_step=step)
+    plan = make_plan(cluster2, data=part, loss=None, training_step=step)
     assert [row.rows for row in plan.get_rows("DataParallel()")] == [8, 8]
 
 
@@ -319,7 +319,7 @@ def test_failure_during_planning_raises_the_engines_error(cluster2: dtkit.Cluste
     with pytest.raises(dtkit.errors.EngineError, match=r"returned NoneType; it must return a torch\.optim\.Optimizer"):
         make_plan(cluster2, optimizer=lambda _: None)
     with pytest.raises(dtkit.errors.EngineError, match="mat1 and mat2"):
-        make_plan(cluster2, sample=(torch.rand(4, 5), torch.zeros(4, dtype=torch.long)))
+        make_plan(cluster2, data=(torch.rand(4, 5), torch.zeros(4, dtype=torch.long)))
     check_usable(cluster2)
 
 

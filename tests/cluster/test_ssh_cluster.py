@@ -92,7 +92,7 @@ def test_a_link_that_becomes_slow_is_told_and_does_no_harm(cluster: dtkit.Cluste
 def test_plan_predicts_the_bytes_that_cross_between_hosts(cluster: dtkit.Cluster, network: Network):
     model, data, steps = make_wide_model(), oracle.data(), 50
     plan = cluster.plan(
-        model, batch_size=oracle.BATCH, optimizer=descend, sample=data, loss=oracle.mean_loss, strategies=PLANNED
+        model, data, batch_size=oracle.BATCH, optimizer=descend, loss=oracle.mean_loss, strategies=PLANNED
     )
     predicted = sum(row.sent_bytes for row in plan.rows)
     assert f"a step sends: DataParallel() {format_bytes(round(predicted))}" in " ".join(plan.notes)

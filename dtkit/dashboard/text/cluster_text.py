@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting, resources
-from dtkit._util.table import Table
 from dtkit.dashboard.text.table_page import TablePage
+from dtkit.types import NodeList
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from dtkit.types import NodeInfo
 
 _MAX_ROWS = 10
-_HEADER = ["node", "engine id", "host", "pid", "device", "memory free", "threads"]
 
 
 def make_page(group: EngineGroup, device_note: str, num_spares: int = 0) -> TablePage:
@@ -25,18 +24,6 @@ def make_page(group: EngineGroup, device_note: str, num_spares: int = 0) -> Tabl
     backend = group.membership.backend
     shown = select_nodes(group.nodes)
     num_folded = len(group.nodes) - len(shown)
-    rows = [
-        [
-            str(node.rank),
-            str(node.engine_id),
-            node.host,
-            str(node.pid),
-            node.device,
-            f"{formatting.format_bytes(node.memory_free)} of {formatting.format_bytes(node.memory_total)}",
-            str(node.threads),
-        ]
-        for node in shown
-    ]
     notes = [f"and {num_folded:,} more like these; cluster.nodes has all"] if num_folded else []
     notes += [device_note] if device_note else []
     if interfaces := sorted(group.membership.list_interfaces() - {resources.find_loopback_interface()}):
@@ -45,7 +32,7 @@ def make_page(group: EngineGroup, device_note: str, num_spares: int = 0) -> Tabl
         notes += clocks.describe([node.host for node in group.nodes])
     spares = f" and {formatting.format_count(num_spares, 'spare')}" if num_spares else ""
     headline = f"Cluster of {formatting.format_count(group.world_size, 'engine')}{spares}, {backend}"
-    return TablePage(headline, [Table(_HEADER, rows, {"host", "device"})], notes)
+    return TablePage(headline, [NodeList(shown).make_table()], notes)
 
 
 def select_nodes(nodes: Sequence[NodeInfo]) -> list[NodeInfo]:

@@ -21,7 +21,7 @@ from dtkit.dashboard.summary.metrics import (
     compute_epoch,
     compute_run_metrics,
 )
-from dtkit.dashboard.summary.notices import NOTICE_GLYPHS, collect_notices
+from dtkit.dashboard.summary.notices import NOTICE_GLYPHS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.stall import find_stall, format_line
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict, is_at_rest
 from dtkit.dashboard.summary.timing import WINDOW_STEPS
@@ -59,7 +59,7 @@ def format_run(run: RunView) -> str:
         *_format_node_lines(run, metrics),
     ]
     if run.exception is not None:
-        lines.append(f"{type(run.exception).__name__}: {formatting.sanitize_text(str(run.exception))}")
+        lines += list_error_lines(run.exception)
     return "\n".join(lines)
 
 

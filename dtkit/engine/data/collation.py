@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from dtkit.data.columns import ColumnSelection
 
 
+_IMAGE_REMEDY = (
+    "The Dataset returns images of PIL; have it return tensors, by transform=torchvision.transforms.ToTensor() or "
+    "torch.from_numpy(numpy.array(image))"
+)
+
+
 def collate_samples(samples: Sequence[Any], columns: ColumnSelection) -> Any:
     """Return a batch: a tuple, a dict, or any other result of the user's function."""
     collate = columns.collate_fn or _collate_by_default
@@ -28,6 +34,8 @@ def _collate_by_default(samples: list[Any]) -> Any:
         return default_collate(samples)
     except (RuntimeError, TypeError) as error:
         if (shapes := _find_ragged_shapes(samples)) is None:
+            if "PIL." in str(error):
+                error.add_note(_IMAGE_REMEDY)
             raise
         raise ValueError(
             f"samples have tensors of different shapes ({shapes}), so they can't be stacked. Pad them to one length in "

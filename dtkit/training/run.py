@@ -284,15 +284,14 @@ class Run(ShownRun):
 
     # -- waiting ----------------------------------------------------------------------------------------------
 
-    def wait(self, timeout: float | None = None) -> Run:
-        """Wait until the run has ended, and return it, as in ``run = cluster.train(...).wait()``. Raise its error.
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the run has ended, and raise its error if it failed.
 
         An interrupt pauses the run at a step boundary, and is raised again. Raises TimeoutError after `timeout`
         seconds; the run continues. Raises PausedError if the run paused because it needs its caller. Without a
         `timeout`, it also raises PausedError if the run is paused when the wait begins.
         """
         self._waiter.wait(timeout)
-        return self
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait as `wait` does; return the trained model."""

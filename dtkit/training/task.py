@@ -163,16 +163,12 @@ class Task:
         """The error that failed it; None while it runs, and after success."""
         return self._error
 
-    def wait(self, timeout: float | None = None) -> Task:
-        """Wait until all ranks have answered, and return this task. Raise its error if it failed.
-
-        After a TimeoutError, it still runs.
-        """
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all ranks have answered, and raise its error if it failed. After a TimeoutError, it still runs."""
         if not self._wait(timeout):
             raise TimeoutError(f"{self.name} still runs after {timeout} s; wait again, or end it with cancel()")
         if self._error is not None:
             raise self._error
-        return self
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """Wait as `wait` does; return the function's results by rank."""

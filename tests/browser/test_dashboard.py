@@ -580,6 +580,19 @@ def test_the_first_step_after_a_resume_is_drawn_at_once_on_busy_cores(page: Page
     expect(view.root).to_have_attribute("data-step", str(run.step))
 
 
+@pytest.mark.parametrize("name", ["stop", "pause", "resume", "step"])
+def test_a_button_keeps_its_width_with_another_caption(page: Page, name: str):
+    run = make_source(2)
+    run.state = State.RUNNING if name == "pause" else State.PAUSED
+    view = StaticView(page, run)
+    button = view.root.get_by_test_id(name)
+    before = button.bounding_box()
+    button.click()
+    expect(button).to_contain_text("Really stop?" if name == "stop" else "ing…")
+    assert button.bounding_box() == before
+    assert list_overflowing(page) == []
+
+
 def test_stop_asks_once_and_a_bad_learning_rate_is_refused(page: Page):
     view = StaticView(page, make_source(2))
     stop, rate = view.root.get_by_test_id("stop"), view.root.get_by_test_id("lr")

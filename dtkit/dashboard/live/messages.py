@@ -278,6 +278,7 @@ class MessageBuilder:
         self._sent_world_size = spec.world_size
         return {
             "name": formatting.sanitize_text(spec.name, 80),
+            "id": _name_run(self._run),
             "strategy": formatting.sanitize_text(spec.strategy, 120),
             "ranks": self._num_ranks,
             "overall": format_overall_label(spec.world_size, self._run.history.ranks_per_replica, self._num_ranks),
@@ -372,3 +373,9 @@ class MessageBuilder:
 def _describe_curves(content: dict[str, Any], values: np.ndarray, width: int, origin: int, first: int) -> None:
     content["curves"] = {"width": width, "origin": origin, "first": first, "flat": values.ndim == 2}
     content["curves"]["buckets"] = len(values)
+
+
+def _name_run(run: RunView) -> str | None:
+    """Return what identifies a run in a page, also after another notebook took it over; None before its first event."""
+    events = run.history.events[run.history.num_inherited_events :]
+    return f"{run.spec.name} {events[0].time}" if events else None

@@ -11,9 +11,16 @@ const BUTTONS = [
   { command: "stop", glyph: "■", label: "Stop", asking: "Stopping…", when: LIVE },
   { command: "save", glyph: "↓", label: "Save", asking: "Saving…", when: [...LIVE, "completed", "stopped"], offered: true },
 ];
+const REALLY_STOP = "Really stop?";
 const LOWER = 10; // how many times lower the rate is that a diverged run is offered
 const SURE_MS = 5000;
 const EFFECT_MS = 15_000; // as EFFECT_SHOWN_S; the log keeps it
+
+/** Return the longest caption of a button: it keeps that width, so that its neighbors don't move under the pointer. */
+function longest({ command, label, asking }) {
+  const captions = [label, asking, ...(command === "stop" ? [REALLY_STOP] : [])];
+  return captions.reduce((a, b) => (b.length > a.length ? b : a));
+}
 
 export function controls(store, send, redraw) {
   const ask = (command, value) => {
@@ -33,13 +40,13 @@ export function controls(store, send, redraw) {
     else ask(command, null);
   };
   const buttons = BUTTONS.map((b) => {
-    const glyph = h("span", { "aria-hidden": "true" }, b.glyph), label = h("span", {}, b.label);
+    const glyph = h("span", { "aria-hidden": "true" }, b.glyph), label = h("span", { "data-longest": longest(b) }, b.label);
     const el = h("button", { type: "button", "data-testid": b.command, class: `dtk-${b.command}` }, glyph, label);
     el.addEventListener("click", () => click(b.command));
     return { ...b, el, text: label };
   });
   const label = (b) => {
-    if (b.command === "stop" && isSure()) return "Really stop?";
+    if (b.command === "stop" && isSure()) return REALLY_STOP;
     if (b.command === "lower") return `Lower rate to ${rateText(lowerRate(store))}`;
     return b.command === "resume" && isReady(store) ? "Start" : b.label;
   };

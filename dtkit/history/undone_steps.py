@@ -27,7 +27,7 @@ class UndoneSteps:
 
 
 class UndoableArray(GrowingArray):
-    """A growing table with a column ``step``, of which rows may be undone: they stay, but :meth:`read_valid` skips them."""
+    """A growing table with a column ``step``. Rows may be undone: they stay, but :meth:`read_valid` skips them."""
 
     _closed: tuple[tuple[int, int], ...] = ()  # ranges of valid rows; replaced as a whole, since other threads read it
     _num_closed = 0  # rows before the last range, which is open

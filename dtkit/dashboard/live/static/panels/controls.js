@@ -16,12 +16,6 @@ const LOWER = 10; // how many times lower the rate is that a diverged run is off
 const SURE_MS = 5000;
 const EFFECT_MS = 15_000; // as EFFECT_SHOWN_S; the log keeps it
 
-/** Return the longest caption of a button: it keeps that width, so that its neighbors don't move under the pointer. */
-function longest({ command, label, asking }) {
-  const captions = [label, asking, ...(command === "stop" ? [REALLY_STOP] : [])];
-  return captions.reduce((a, b) => (b.length > a.length ? b : a));
-}
-
 export function controls(store, send, redraw) {
   const ask = (command, value) => {
     const { status: { state, step }, lr, effect: { count } } = store;
@@ -40,8 +34,8 @@ export function controls(store, send, redraw) {
     else ask(command, null);
   };
   const buttons = BUTTONS.map((b) => {
-    const glyph = h("span", { "aria-hidden": "true" }, b.glyph), label = h("span", { "data-longest": longest(b) }, b.label);
-    const el = h("button", { type: "button", "data-testid": b.command, class: `dtk-${b.command}` }, glyph, label);
+    const glyph = h("span", { "aria-hidden": "true" }, b.glyph), label = h("span", {}, b.label);
+    const el = h("button", { type: "button", "data-testid": b.command, class: `dtk-${b.command}`, ...(b.command === "stop" ? { "data-longest": `${b.glyph} ${REALLY_STOP}` } : {}) }, glyph, label);
     el.addEventListener("click", () => click(b.command));
     return { ...b, el, text: label };
   });

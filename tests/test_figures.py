@@ -360,7 +360,7 @@ def test_optional_panels_are_drawn_where_they_have_data():
     plain = FakeSource()
     plain.advance(30)
     plain.history.rows()["grad_norm"][:] = np.nan
-    plain.history._totals.read(0, 30)["grad_norm"][:] = np.nan
+    plain.history._table._totals.read(0, 30)["grad_norm"][:] = np.nan
     titles = [ax._left_title.get_text() for ax in run_figure.draw_run(plain).axes]
     assert titles == ["Loss", "Throughput", "Where a step's time goes", "Memory", "", ""]  # texts have their own
 

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.curves import CurveBuckets
@@ -205,17 +206,20 @@ def test_the_label_of_points_stands_as_their_last_one_does(tmp_path: Path):
     assert found == [["validation", "node 0", "mean"], ["node 0", "mean", "validation"]]
 
 
-def test_the_page_forgets_evaluations_of_undone_steps(tmp_path: Path):
+@pytest.mark.parametrize(("num_rows", "kind"), [(5, "change"), (50, "snapshot")], ids=["evaluations", "rows"])
+def test_the_page_forgets_evaluations_of_undone_steps(tmp_path: Path, num_rows: int, kind: str):
+    """Where rows are undone, too, the page gets everything again."""
     source = FakeSource(ranks=2, steps=100)
     builder = MessageBuilder(source)
     messages = [builder.build_snapshot()]
-    source.advance(50)
+    source.advance(num_rows)
     for step in (10, 20, 30, 40):
         source.history.add(Evaluation(step, 10, {"loss": 1.0}))
     messages.append(builder.build_change())
     source.history.add(UndoneSteps(25))
     messages.append(builder.build_change())
-    assert messages[-1].content["undone_after"] == 20
+    assert messages[-1].content["kind"] == kind
+    assert kind == "snapshot" or messages[-1].content["undone_after"] == 20
     for step in (30, 40):
         source.history.add(Evaluation(step, 10, {"loss": 2.0}))
     messages.append(builder.build_change())

@@ -6,6 +6,7 @@ import pytest
 from dtkit.dashboard.live import series_feed
 from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.history.scalars import ScalarRecord
+from dtkit.history.undone_steps import UndoneSteps
 from tests.support.fake_source import FakeSource
 
 
@@ -135,3 +136,13 @@ def test_rows_that_arrive_during_a_read_are_left_for_the_next_message(steps):
     assert np.isfinite(points).all()
     np.testing.assert_allclose(points[:, 1:3].mean(axis=1), points[:, 3])  # all lines are of the same rows
     assert feed.is_outdated
+
+
+def test_numbers_that_were_all_undone_are_taken_back():
+    history = make_history()
+    feed = SeriesFeed(history, clock=iter(range(100)).__next__)
+    assert unpack(feed.build_message())["kl"].shape == (40, 4)
+    history.add(UndoneSteps(1))
+    message = feed.build_message()
+    assert {one["name"]: one["points"] for one in message.content["series"]} == {"kl": 0, "system/CPU (cores)": 0}
+    assert feed.build_message() is None

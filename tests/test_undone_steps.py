@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from dtkit.dashboard.summary.comparison import make_row
+from dtkit.dashboard.summary.curves import LOSS, Curves, downsample
+from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.history import run_log
+from dtkit.history.divergence import find_divergence
 from dtkit.history.history import History
 from dtkit.history.scalars import ScalarRecord
 from dtkit.history.undone_steps import UndoneSteps
@@ -144,3 +147,80 @@ def test_a_reader_knows_that_logged_numbers_were_dropped(tmp_path: Path):
     assert history.count_scalar_records("kl") == 3
     assert history.scalar("kl")[0].tolist() == []
     assert (history.evaluations, history.list_scalar_records()) == ([], [])
+
+
+def make_undone(folder: Path | None = None) -> History:
+    """Return a history of 10 steps that went back to step 6, and took none since."""
+    history = History()
+    if folder is not None:
+        run_log.RunLog(folder).start_recording(history)
+    append(history, 0, 10, 1.0)
+    history.add(UndoneSteps(6))
+    return history
+
+
+def check_undone(history: History) -> None:
+    assert repr(history) == "History(12 rows, 6 steps, 2 ranks, last loss 1)"
+    assert history.totals()["step"].tolist() == list(range(6))
+    assert history.position[0] == 6
+    assert len(history.to_pandas()) == 12
+    assert downsample(history, LOSS, 2).values.shape[0] == 6
+    row = make_row("a", history, "DataParallel()")
+    assert (row.steps, row.sent_bytes) == (6, 6 * 8)
+    append(history, 6, 8, 2.0)
+    assert history.totals()["loss"].tolist() == [1.0] * 6 + [2.0] * 2
+    assert [back.first for back in history.returns] == [6]  # the first redone row is not another return
+
+
+def test_steps_count_no_more_before_the_first_one_is_taken_again(tmp_path: Path):
+    check_undone(make_undone())
+    check_undone(make_undone().copy_until(20, 0, 0))
+    make_undone().to_jsonl(tmp_path / "history.jsonl")
+    check_undone(History.from_jsonl(tmp_path / "history.jsonl"))
+    continued = History()
+    continued.extend(make_undone())
+    check_undone(continued)
+
+
+def test_a_notebook_that_takes_over_finds_no_undone_step(tmp_path: Path):
+    make_undone(tmp_path / "run")
+    found = run_log.read_history(tmp_path / "run", ranks_per_replica=1)
+    run_log.RunLog(tmp_path / "run").start_recording(found)
+    check_undone(found)
+    again = run_log.read_history(tmp_path / "run", ranks_per_replica=1)
+    assert again.totals()["loss"].tolist() == [1.0] * 6 + [2.0] * 2
+
+
+def test_curves_of_undone_steps_are_gone():
+    history = make_undone()
+    curves = Curves((LOSS,), 2)
+    append(history, 6, 12, 1.0)
+    curves.update(history)
+    history.add(UndoneSteps(3))
+    curves.update(history)
+    assert curves.has_changes
+    assert curves.get_all().values.shape[0] == 3
+    append(history, 3, 5, 2.0)
+    curves.update(history)
+    assert curves.get_all().values[:, 2, :].tolist() == [[1.0] * 3] * 3 + [[2.0] * 3] * 2
+
+
+def test_ranges_of_valid_rows_are_read_across_their_borders():
+    history = History()
+    append(history, 0, 10, 1.0, ranks=(0,))
+    append(history, 5, 10, 1.0, ranks=(1,))  # which this rank had kept
+    history.add(UndoneSteps(7))
+    append(history, 7, 9, 2.0)
+    assert history.read_valid_rows()["step"].tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 6, 7, 7, 8, 8]
+    assert history.read_valid_rows(5, 10)["step"].tolist() == [5, 6, 5, 6, 7]
+    assert history.num_valid_rows == 13
+    assert history.read_valid_rows(13)["step"].tolist() == history.read_valid_rows(3, 3)["step"].tolist() == []
+
+
+def test_steps_undone_to_the_start_leave_an_empty_history():
+    history = History()
+    append(history, 0, 3, 1.0)
+    history.add(UndoneSteps(0))
+    assert repr(history) == "History(empty)"
+    assert (history.num_steps, history.position[0], find_divergence(history)) == (0, 0, None)
+    assert compute_run_metrics(history, 2).loss is None

@@ -180,7 +180,7 @@ def _describe_mean(history: History) -> str:
 def _describe_duration(run: RunView) -> str:
     """Return the steps, and the parts of the duration, of which the throughput is over the steps only."""
     steps, parts = formatting.format_count(run.status.step, "step"), split_time(run.history, run.status.elapsed_s)
-    if not run.history.num_totals or parts.is_mostly_steps:
+    if not run.history.num_steps or parts.is_mostly_steps:
         return f"{steps}, without pauses"
     first, between = map(formatting.format_duration, (parts.first_step_s, parts.between_s))
     return (
@@ -198,11 +198,11 @@ def _name_work_between_steps(history: History) -> str:
 
 def _describe_throughput(history: History) -> str:
     """Return what the rate is taken over. A rate of few or short steps comes with their number and time."""
-    count, total_s = max(1, history.num_totals - 1), 0.0  # the first step warms up, unless it is the only one
+    count, total_s = max(1, history.num_steps - 1), 0.0  # the first step warms up, unless it is the only one
     speed = compute_speed(history)
     if math.isfinite(speed.step_s):
         total_s = speed.step_s * count
-    if not history.num_totals or (
+    if not history.num_steps or (
         count >= FINAL_LOSS_STEPS and total_s >= 1
     ):  # seconds; a rate of less time is not steady
         return "samples/s over the time in steps"
@@ -241,7 +241,8 @@ def _format_charts(run: RunView) -> Iterator[str]:
 
 def _format_settings(run: RunView) -> Iterator[str]:
     spec = run.spec
-    lr = run.history[-1].lr if len(run.history) else run.lr  # a schedule has set that of the next step already
+    rates = run.history.column("lr")
+    lr = float(rates[-1]) if len(rates) else run.lr  # a schedule has set that of the next step already
     typed = [
         ("strategy", spec.strategy),
         ("optimizer", spec.optimizer),

@@ -74,11 +74,11 @@ class _Level:
 
 def find_divergence(history: History) -> Divergence | None:
     """Return how the loss diverged; None if it did not, or if there are too few steps to judge."""
-    early = _select_known(history.read_totals(0, _EARLY_STEPS))
+    early = _select_known(history.totals(0, _EARLY_STEPS))
     if not len(early):
         return None
     block = max(FINAL_LOSS_STEPS, math.ceil(_MIN_BLOCK_SAMPLES / max(1, int(early["samples"][0]))))
-    last = _select_known(history.read_totals(history.num_totals - block))
+    last = _select_known(history.totals(history.num_steps - block))
     if not len(last):
         return None
     if not math.isfinite(last["loss"][-1]):
@@ -91,7 +91,7 @@ def find_ruined_step(history: History) -> int | None:
 
     None if it did not grow, or if the last loss is not finite, which data alone may cause.
     """
-    known = _select_known(history.read_totals())  # read only when a step fails
+    known = _select_known(history.totals())  # read only when a step fails
     if not len(known) or not math.isfinite(known["loss"][-1]):
         return None
     divergence = find_divergence(history)
@@ -104,7 +104,7 @@ def find_ruined_step(history: History) -> int | None:
 
 def find_large_loss(history: History) -> tuple[int, float] | None:
     """Return the first step whose loss is not finite or very large, and its loss; None without one."""
-    known = _select_known(history.read_totals())  # read only when a step fails
+    known = _select_known(history.totals())  # read only when a step fails
     large = np.flatnonzero(~(np.abs(known["loss"]) < _VERY_LARGE))
     return (int(known["step"][large[0]]), float(known["loss"][large[0]])) if len(large) else None
 
@@ -128,7 +128,7 @@ def _measure_start(early: np.ndarray) -> _Level:
 
 
 def _describe_nonfinite(history: History) -> Divergence:
-    totals = _select_known(history.read_totals())  # once in a run, so its length doesn't matter
+    totals = _select_known(history.totals())  # once in a run, so its length doesn't matter
     finite = np.flatnonzero(np.isfinite(totals["loss"]))
     first = totals[finite[-1] + 1 if len(finite) else 0]
     loss, step = formatting.format_loss(float(totals["loss"][-1])), int(first["step"])
@@ -172,12 +172,15 @@ class _BestBlock:
 
     def __init__(self) -> None:
         self.level = _Level(math.inf, -1, 0)
-        self._num_read = 0
+        self._num_read = self._num_returns = 0
 
     def update(self, history: History, block: int) -> None:
         """Read the blocks that are complete, each from the step after the last one."""
-        num_blocks = (history.num_totals - self._num_read) // block
-        totals = history.read_totals(self._num_read, self._num_read + num_blocks * block)
+        num_returns = len(history.returns)
+        if num_returns != self._num_returns:  # the best block may have been undone
+            self._num_read, self._num_returns, self.level = 0, num_returns, _Level(math.inf, -1, 0)
+        num_blocks = (history.num_steps - self._num_read) // block
+        totals = history.totals(self._num_read, self._num_read + num_blocks * block)
         self._num_read += len(totals)
         if not num_blocks:
             return

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import json
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,16 +20,16 @@ import numpy as np
 from dtkit._util.arguments import check_no_folder, check_path, explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
-from dtkit.history.growing_array import GrowingArray, check_range
+from dtkit.history.growing_array import check_range
 from dtkit.history.items import LogItem, decode_fields, encode_line
 from dtkit.history.missing_steps import describe_missing_steps, find_missing_steps
+from dtkit.history.row_table import RowTable
 from dtkit.history.scalars import SYSTEM_PREFIX, ScalarRecord, ScalarTables, raise_for_other_source
-from dtkit.history.totals import TOTAL_DTYPE, divide_by_weight, sum_over_ranks
-from dtkit.history.undone_steps import Return, UndoneSteps, find_returns, keep_valid, split_returns
+from dtkit.history.undone_steps import UndoneSteps, split_returns
 from dtkit.types import Evaluation, Event, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import pandas as pd
 
@@ -63,10 +63,10 @@ ROW_DTYPE = np.dtype(
 @explain_arguments
 @suggest_attributes("history")
 @hide_from_completion(
-    "add", "append", "append_arrived", "close_run_log", "copy_until", "count_scalar_records", "extend"
+    "add", "append", "append_recorded", "close_run_log", "copy_until", "count_scalar_records", "extend"
 )
-@hide_from_completion("list_scalar_records", "num_inherited_events", "num_totals", "read_totals", "read_valid_rows")
-@hide_from_completion("read_position", "run_log")
+@hide_from_completion("list_scalar_records", "num_inherited_events", "num_totals", "num_valid_rows", "read_totals")
+@hide_from_completion("read_position", "read_valid_rows", "returns", "run_log")
 class History:
     """All ranks' steps; ``len(history)`` is the number of rows (one for each rank and step).
 
@@ -87,12 +87,7 @@ class History:
         """Create an empty history. `ranks_per_replica` ranks share a replica, so they report the same samples."""
         self.ranks_per_replica = ranks_per_replica
         """Number of ranks that hold one replica together."""
-        self._rows = GrowingArray(ROW_DTYPE)
-        self._totals = GrowingArray(TOTAL_DTYPE)
-        self._returns: list[Return] = []
-        self._ranks: set[int] = set()  # views ask often, and reading a million rows takes long
-        # locks: while rows are appended
-        self._lock = threading.Lock()
+        self._table = RowTable(ROW_DTYPE)
         self.events: list[Event] = []
         """Lines of the log, such as a pause or a lost engine."""
         self.evaluations: list[Evaluation] = []
@@ -107,32 +102,37 @@ class History:
         """Append rows of dtype :data:`ROW_DTYPE`, or records. One call has all ranks' rows of a step."""
         if not isinstance(rows, np.ndarray):
             rows = np.array([dataclasses.astuple(r) for r in rows], ROW_DTYPE)
-        order = np.argsort(rows["step"], kind="stable")
-        block = rows[order]
-        totals = sum_over_ranks(block)
-        totals["samples"] //= self.ranks_per_replica
-        returns = find_returns(self._rows, self._totals, block)
-        for back in returns:
-            self.add(UndoneSteps(back.step))
-        with self._lock:
-            self._returns += returns
-            self._rows.append(block)
-            self._totals.append(totals)
-            self._ranks.update(np.unique(block["rank"]).tolist())
+        block = rows[np.argsort(rows["step"], kind="stable")]
+        step = self._table.find_return(block)
+        if step is not None:
+            self.add(UndoneSteps(step))
+        self._table.append(block, self.ranks_per_replica)
         run_log = self.run_log
         if run_log is not None:
             run_log.append_rows(block)
 
-    def append_arrived(self, rows: np.ndarray) -> None:
-        """Append the rows of another history or log, in order of arrival. The run may have gone back."""
+    def append_recorded(self, rows: np.ndarray, items: Iterable[LogItem] = ()) -> None:
+        """Append the rows and items of another history or log, each in order of arrival. The run may have gone back."""
+        items = list(items)
+        ends = [0, *(item.num_rows for item in items if isinstance(item, UndoneSteps)), len(rows)]
+        parts = [rows[start:end] for start, end in itertools.pairwise(itertools.accumulate(ends, max))]
+        self._append_arrived(parts.pop(0))
+        for item in items:
+            self.add(item)
+            if isinstance(item, UndoneSteps):
+                self._append_arrived(parts.pop(0))
+
+    def _append_arrived(self, rows: np.ndarray) -> None:
         for part in split_returns(rows):
             self.append(part)
 
     def add(self, event: LogItem) -> None:
         """Add an item. An evaluation replaces an earlier one after the same number of steps.
 
-        Undone steps take their evaluations and logged numbers with them.
+        Undone steps count no more from here on, nor do their evaluations and logged numbers.
         """
+        if isinstance(event, UndoneSteps):
+            event = UndoneSteps(event.first, len(self))
         run_log = self.run_log
         if run_log is not None:
             run_log.append_event(event)
@@ -143,6 +143,7 @@ class History:
             self._scalars.add(event)
             return
         if isinstance(event, UndoneSteps):  # an evaluation's step is the number of steps before it
+            self._table.undo_from(event.first)
             self.evaluations = [known for known in self.evaluations if known.step <= event.first]
             self._scalars.drop_from(event.first)
             return
@@ -160,13 +161,7 @@ class History:
 
     def extend(self, other: History) -> None:
         """Append another history, that of the run which this one continues."""
-        with self._lock:
-            num_rows, num_totals = len(self._rows), len(self._totals)
-            self._returns += [Return(num_rows + a, num_totals + b, step) for a, b, step in other._returns]
-            self._rows.append(other.rows())
-            with other._lock:
-                self._totals.append(other._totals.read(0, len(other._totals)))
-                self._ranks |= other._ranks
+        self._table.extend(other._table)
         self.events += other.events
         self.evaluations += other.evaluations
         for record in other.list_scalar_records():
@@ -175,7 +170,7 @@ class History:
     def copy_until(self, rows: int, events: int, evaluations: int) -> History:
         """Return a copy of the first `rows`, `events` and `evaluations`."""
         copy = History(ranks_per_replica=self.ranks_per_replica)
-        copy.append_arrived(self.rows(0, rows))
+        copy.append_recorded(self.rows(0, rows), [back for back in self.returns if back.num_rows <= rows])
         copy.events = self.events[:events]
         copy.evaluations = self.evaluations[:evaluations]
         last_step = int(copy.column("step").max(initial=-1))
@@ -185,7 +180,7 @@ class History:
         return copy
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._table)
 
     def rows(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows `start` to `stop` in order of arrival, of dtype :data:`ROW_DTYPE`. Do not write to them.
@@ -193,8 +188,7 @@ class History:
         After the run went back to a snapshot, steps that were undone are among them; :meth:`to_pandas` leaves them out.
         """
         check_range("rows", start, stop)
-        with self._lock:
-            return self._rows.read(start, len(self._rows) if stop is None else stop)
+        return self._table.read(start, stop)
 
     def totals(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return a row for each step, of dtype :data:`TOTAL_DTYPE`; the loss is the weighted mean.
@@ -202,29 +196,35 @@ class History:
         Steps that were undone, because the run went back to a snapshot, are left out.
         """
         check_range("totals", start, stop)
-        if not self._returns:
-            return self.read_totals(start, stop)
-        ends = [(back.num_totals, back.step) for back in self._returns]
-        return keep_valid(self.read_totals(), ends)[max(0, start) : None if stop is None else max(0, stop)]
+        return self._table.read_valid_totals(start, stop)
 
     def read_totals(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return a row for each step as it arrived, also of those that were undone later."""
-        with self._lock:
-            return divide_by_weight(self._totals.read(start, len(self._totals) if stop is None else stop))
+        return self._table.read_totals(start, stop)
 
-    def read_valid_rows(self) -> np.ndarray:
-        """Return all rows without those of undone steps."""
-        return keep_valid(self.rows(), [(back.num_rows, back.step) for back in self._returns])
+    def read_valid_rows(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return rows `start` to `stop` of those that were not undone."""
+        return self._table.read_valid(start, stop)
+
+    @property
+    def num_valid_rows(self) -> int:
+        """Number of rows without those of undone steps."""
+        return self._table.num_valid
+
+    @property
+    def returns(self) -> Sequence[UndoneSteps]:
+        """What was undone, in this order. After a new one, a reader must read the valid rows again."""
+        return self._table.returns
 
     @property
     def num_steps(self) -> int:
         """Number of recorded steps, without those that were undone."""
-        return len(self.totals()) if self._returns else len(self._totals)
+        return self._table.num_valid_totals
 
     @property
     def num_totals(self) -> int:
         """Number of rows that `read_totals` returns."""
-        return len(self._totals)
+        return self._table.num_totals
 
     @property
     def position(self) -> tuple[int, float]:
@@ -234,8 +234,8 @@ class History:
         """
         if self.read_position is not None:
             return self.read_position()
-        totals = self.read_totals()  # undone steps took time, too
-        return int(totals["step"][-1:].max(initial=-1)) + 1, float(totals["step_s"].sum())
+        last = self.totals(self.num_steps - 1)["step"]
+        return int(last.max(initial=-1)) + 1, float(self.read_totals()["step_s"].sum())  # undone steps took time, too
 
     @property
     def num_ranks(self) -> int:
@@ -245,8 +245,7 @@ class History:
     @property
     def ranks(self) -> list[int]:
         """Ranks that have rows."""
-        with self._lock:
-            return sorted(self._ranks)
+        return self._table.ranks
 
     def find_lost_steps(self, rank: int | None = None) -> list[tuple[int, int]]:
         """Return (first, last) of each range of steps whose rows went with an engine: one rank's, or all."""
@@ -358,7 +357,7 @@ class History:
             steps, elapsed_s = self.position
             head = {"type": "head", "copies": self.ranks_per_replica, "steps": steps, "elapsed_s": elapsed_s}
             file.write(json.dumps(head) + "\n")
-            for items in (self, self.evaluations, self.events, self.list_scalar_records()):
+            for items in (self, self.returns, self.evaluations, self.events, self.list_scalar_records()):
                 file.writelines(map(encode_line, items))
 
     @classmethod
@@ -385,16 +384,14 @@ class History:
                 rows.append(item)
             else:
                 items.append(item)
-        history.append_arrived(np.array([dataclasses.astuple(row) for row in rows], ROW_DTYPE))
-        for item in items:  # after the rows, which may tell of undone steps
-            history.add(item)
+        history.append_recorded(np.array([dataclasses.astuple(row) for row in rows], ROW_DTYPE), items)
         return history
 
     def __repr__(self) -> str:
-        if not len(self):
+        if not self.num_steps:
             return "History(empty)"
         _, losses = self.loss()
         missing = describe_missing_steps(self.totals()["step"])
-        parts = [f"{len(self.read_valid_rows())} rows", f"{self.num_steps} steps", f"{len(self.ranks)} ranks"]
+        parts = [f"{self.num_valid_rows} rows", f"{self.num_steps} steps", f"{len(self.ranks)} ranks"]
         parts += [f"{missing} missing"] if missing else []
         return f"History({', '.join(parts)}, last loss {losses[-1]:.4g})"

@@ -22,9 +22,9 @@ def compute_mean_loss(totals: np.ndarray) -> float:
 
 def count_final_steps(history: History) -> int:
     """Return the number of steps over which the final loss of a history is averaged: fewer in a short one."""
-    return min(FINAL_LOSS_STEPS, history.num_totals)
+    return min(FINAL_LOSS_STEPS, history.num_steps)
 
 
 def read_final_loss(history: History) -> float:
     """Return the mean loss of the last steps by weight, which all views show; NaN before the first step."""
-    return compute_mean_loss(history.read_totals(history.num_totals - count_final_steps(history)))
+    return compute_mean_loss(history.totals(history.num_steps - count_final_steps(history)))

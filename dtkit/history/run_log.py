@@ -73,7 +73,7 @@ class RunLog:
     def start_recording(self, history: History) -> None:
         """Write the history so far, and subscribe to its new items."""
         self.append_rows(history.rows())
-        items: list[LogItem] = [*history.events, *history.evaluations, *history.list_scalar_records()]
+        items: list[LogItem] = [*history.returns, *history.events, *history.evaluations, *history.list_scalar_records()]
         self._events.append("".join(map(encode_line, items)).encode())
         history.run_log = self
 
@@ -164,7 +164,7 @@ def read_history(
     history = History(ranks_per_replica=ranks_per_replica)
     rows = np.frombuffer(_read_complete_records(folder / _ROWS_FILE), ROW_DTYPE)
     rows = _drop_cut_step(rows, list_unread_ranks)
-    history.append_arrived(rows)
+    items: list[LogItem] = []
     unreadable = 0
     for line in _read_complete_records(folder / _EVENTS_FILE).splitlines():
         try:
@@ -172,9 +172,10 @@ def read_history(
         except (ValueError, KeyError, TypeError, AttributeError):
             item = None
         if isinstance(item, LogItem):
-            history.add(item)
+            items.append(item)
         else:
             unreadable += 1
+    history.append_recorded(rows, items)
     if unreadable:
         text = f"{format_count(unreadable, 'line')} of this log can't be read and were left out: the file was damaged"
         history.add(Event(int(rows["step"][-1]) + 1 if len(rows) else 0, "error", text, time.time()))

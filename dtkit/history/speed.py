@@ -38,7 +38,7 @@ class TimeParts(NamedTuple):
     first_step_s: float
     """In the first step, which warms up; 0 if it is the only one."""
     between_s: float
-    """Between the steps: validation, saving, callbacks, and steps without a record."""
+    """Between the steps: validation, saving, callbacks, and steps without a record or that were undone."""
 
     @property
     def is_mostly_steps(self) -> bool:
@@ -49,9 +49,9 @@ class TimeParts(NamedTuple):
 
 def split_time(history: History, elapsed_s: float) -> TimeParts:
     """Return the parts of `elapsed_s`, the seconds that the run of a history has taken without pauses."""
-    num_known = max(1, history.num_totals - 1)
-    rest_s = _measure_s(history, history.read_totals(history.num_totals - num_known)) if history.num_totals else 0.0
-    all_s = _measure_s(history, history.read_totals(0)) if history.num_totals else 0.0
+    num_known = max(1, history.num_steps - 1)
+    rest_s = _measure_s(history, history.totals(history.num_steps - num_known)) if history.num_steps else 0.0
+    all_s = _measure_s(history, history.totals(0)) if history.num_steps else 0.0
     return TimeParts(rest_s, max(0.0, all_s - rest_s), max(0.0, elapsed_s - all_s))
 
 
@@ -60,8 +60,8 @@ def compute_speed(history: History, max_steps: int | None = None) -> Speed:
 
     The first step of a run warms up, and is left out, unless it is the only one.
     """
-    num_known = max(1, history.num_totals - 1)
-    totals = history.read_totals(history.num_totals - (num_known if max_steps is None else min(max_steps, num_known)))
+    num_known = max(1, history.num_steps - 1)
+    totals = history.totals(history.num_steps - (num_known if max_steps is None else min(max_steps, num_known)))
     seconds = _measure_s(history, totals)
     if seconds <= 0:
         return Speed(math.nan, math.nan)
@@ -73,9 +73,9 @@ def read_step_ends(history: History) -> np.ndarray:
 
     A step counts as its slowest rank takes, in proportion: those of different ranks may overlap.
     """
-    slowest_s = np.nan_to_num(history.totals()["step_s"].astype("f8"), posinf=0.0)
-    totals = history.read_totals(0)  # with undone steps, whose rows are measured, too
-    all_s = float(np.nan_to_num(totals["step_s"].astype("f8"), posinf=0.0).sum())
+    totals = history.totals()
+    slowest_s = np.nan_to_num(totals["step_s"].astype("f8"), posinf=0.0)
+    all_s = float(slowest_s.sum())
     return np.asarray(np.cumsum(slowest_s) * (_measure_s(history, totals) / all_s if all_s > 0 else 1.0))
 
 
@@ -84,7 +84,7 @@ def compute_median_step_s(history: History, num_ranks: int) -> float | None:
 
     The first step of a run warms up, and is left out, unless it is the only one.
     """
-    totals = history.read_totals(max(min(1, history.num_totals - 1), history.num_totals - _MAX_MEDIAN_STEPS))
+    totals = history.totals(max(min(1, history.num_steps - 1), history.num_steps - _MAX_MEDIAN_STEPS))
     seconds = totals["step_s"][(totals["ranks"] == num_ranks) & (totals["step_s"] > 0)]
     return float(np.median(seconds)) if len(seconds) else None
 
@@ -93,7 +93,7 @@ def _measure_s(history: History, totals: np.ndarray) -> float:
     """Return the seconds that the last steps took, of which `totals` has a row each."""
     # A step's rows follow each other. While ranks are lost, the slowest of the others counts.
     changes = np.flatnonzero(np.diff(totals["ranks"])) + 1
-    end = len(history) - int(totals["ranks"].sum())
+    end = history.num_valid_rows - int(totals["ranks"].sum())
     seconds = 0.0
     for part in np.split(totals["ranks"], changes):
         start, end = end, end + int(part.sum())
@@ -106,7 +106,7 @@ def _sum_by_rank(history: History, start: int, end: int) -> Counter[int]:
     sums: Counter[int] = Counter()
     edges = [start, *range(start - start % _BLOCK_ROWS + _BLOCK_ROWS, end, _BLOCK_ROWS), end]
     for first, last in itertools.pairwise(edges):
-        rows = history.rows(first, last)
+        rows = history.read_valid_rows(first, last)
         added = np.bincount(rows["rank"], np.nan_to_num(rows["step_s"].astype("f8"), posinf=0.0))
         sums.update(dict(enumerate(added.tolist())))
     return sums

@@ -1,20 +1,20 @@
-"""Steps that a history has twice, because the run went back to a snapshot and took them again.
+"""Steps that count no more, because the run went back to a snapshot from before them.
 
-All rows stay in order of arrival, as live charts and the log on disk need them. What a user reads leaves out the steps
-that were undone.
+All rows stay in order of arrival, as the log on disk needs them. What a user reads leaves out the steps that were
+undone: a table knows the ranges of its rows that still count.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from dtkit.history.growing_array import GrowingArray
 
-    from dtkit.history.growing_array import GrowingArray
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,38 +22,57 @@ class UndoneSteps:
     """The run went back: steps from `first` on were undone. In a log, this holds for the items before it."""
 
     first: int
+    num_rows: int = 0
+    """Number of rows that had arrived: these and no later ones were undone. A history fills it in."""
 
 
-class Return(NamedTuple):
-    """The run went back: of the first rows and totals, those from a step on were undone."""
+class UndoableArray(GrowingArray):
+    """A growing table with a column ``step``. Rows may be undone: they stay, but :meth:`read_valid` skips them."""
 
-    num_rows: int
-    num_totals: int
-    step: int
+    _closed: tuple[tuple[int, int], ...] = ()  # ranges of valid rows; replaced as a whole, since other threads read it
+    _num_closed = 0  # rows before the last range, which is open
 
+    @property
+    def num_valid(self) -> int:
+        """Number of rows that were not undone."""
+        return sum(stop - start for start, stop in self._list_valid())
 
-def find_returns(rows: GrowingArray, totals: GrowingArray, block: np.ndarray) -> list[Return]:
-    """Return whether the run went back before `block`, which follows `rows` and is sorted by step: one return, or none.
+    def undo_from(self, step: int) -> bool:
+        """Undo the rows of the steps from `step` on. Return whether there were any."""
+        closed: list[tuple[int, int]] = []
+        for start, stop in self._list_valid():
+            is_valid = self.read(start, stop)["step"] < step
+            edges = np.flatnonzero(np.diff(np.concatenate([[False], is_valid, [False]])))
+            closed += [(start + a, start + b) for a, b in edges.reshape(-1, 2).tolist()]
+        if sum(stop - start for start, stop in closed) == self.num_valid:
+            return False
+        self._closed, self._num_closed = tuple(closed), len(self)
+        return True
 
-    Rows that single ranks had kept may arrive later than those of other ranks. They undo nothing.
-    """
-    last = totals.read(len(totals) - 1, len(totals))["step"]
-    if not len(block) or not len(last) or block["step"][0] > last[0]:
-        return []
-    step, known = int(block["step"][0]), rows.read(0, len(rows))
-    again = known[known["step"] >= step]
-    is_same_rank = bool(np.isin(again["rank"], block["rank"]).any())
-    return [Return(len(rows), len(totals), step)] if is_same_rank else []
+    def extend(self, other: UndoableArray) -> None:
+        """Append the rows of another array. Those that were undone there stay undone."""
+        before, base = list(self._list_valid()), len(self)
+        self.append(other.read(0, len(other)))
+        if other.num_valid < len(other):
+            self._closed = (*before, *((base + start, base + stop) for start, stop in other._list_valid()))
+            self._num_closed = len(self)
 
+    def read_valid(self, start: int, stop: int) -> np.ndarray:
+        """Return rows `start` to `stop` (clipped) of those that were not undone."""
+        parts, begin = [], 0
+        for first, last in self._list_valid():
+            end = begin + last - first
+            if start < end and begin < stop:
+                parts.append(self.read(first + max(0, start - begin), first + min(stop, end) - begin))
+            begin = end
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else self.read(0, 0)
 
-def keep_valid(table: np.ndarray, ends: list[tuple[int, int]]) -> np.ndarray:
-    """Return the table without what was undone: before each (end, step), the steps from `step` on."""
-    if not ends:
-        return table
-    is_valid = np.ones(len(table), bool)
-    for end, step in ends:
-        is_valid[:end] &= table["step"][:end] < step
-    return np.asarray(table[is_valid])
+    def _list_valid(self) -> Iterator[tuple[int, int]]:
+        yield from self._closed
+        if len(self) > self._num_closed:
+            yield self._num_closed, len(self)
 
 
 def split_returns(rows: np.ndarray) -> list[np.ndarray]:

@@ -126,7 +126,7 @@ class RunProgress:
     def _estimate_remaining_s(self, step: int, steps: int) -> float | None:
         if not step or self.state is not State.RUNNING:
             return None
-        recent = self.history.read_totals(max(0, self.history.num_totals - 50))["step_s"]
+        recent = self.history.totals(self.history.num_steps - 50)["step_s"]
         return (steps - step) * float(recent.mean()) if len(recent) else None
 
     # -- what the driver's parts do to it ---------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Recorder:
     @property
     def next_step(self) -> int:
         """The first step that is not in the history."""
-        totals = self._history.read_totals(self._history.num_totals - 1)
+        totals = self._history.totals(self._history.num_steps - 1)
         return int(totals["step"][-1]) + 1 if len(totals) else 0
 
     def get_stored_step(self, step: int) -> int:

@@ -87,6 +87,14 @@ def test_scale_that_was_chosen_by_itself_stays_until_a_value_is_negative(page: P
     expect(caption).not_to_contain_text("log scale")
 
 
+def test_one_label_for_lines_that_are_equal_has_the_word_of_the_legend(page: Page):
+    run = FakeSource(ranks=3)
+    run.advance(60, loss=1.0)
+    view = StaticView(page, run)
+    assert view.root.get_by_test_id(LOSS).locator(".dtk-labels text").all_text_contents() == ["mean"]
+    assert view.root.get_by_test_id("legend").locator("button").all_text_contents()[-1] == "mean"
+
+
 def test_bars_and_timeline_share_a_legend(page: Page):
     run = FakeSource(ranks=2, strips=True)
     run.advance(60)

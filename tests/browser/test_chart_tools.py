@@ -447,3 +447,70 @@ def test_a_changed_rate_begins_at_the_step_of_its_event(page: Page):
     chart = view.root.get_by_test_id("learning-rate-chart")
     expect(chart).to_contain_text("0.05 since step 1,666, the same on all nodes")
     expect(chart.locator(".dtk-marks text")).to_have_text("‖ lr ▶")
+
+
+def make_mixed_view(page: Page) -> StaticView:
+    """Return a view whose loss chose its scale, while the gradient norm has another."""
+    run = FakeSource(ranks=1)
+    run.advance(150)
+    run.advance(1, loss=5000.0)
+    run.advance(150)
+    return StaticView(page, run)
+
+
+def test_each_chart_shows_and_changes_its_own_scale(page: Page):
+    view = make_mixed_view(page)
+    loss, norm = (view.root.get_by_test_id(name) for name in (LOSS, "gradient-norm-chart"))
+    scales = [chart.get_by_test_id("chart-scale") for chart in (loss, norm)]
+    expect(scales[0]).to_have_attribute("aria-pressed", "true")
+    expect(scales[1]).to_have_attribute("aria-pressed", "false")
+    expect(view.root.get_by_test_id("scale")).to_have_attribute("aria-pressed", "mixed")
+    norm.hover()
+    scales[1].click()
+    expect(scales[1]).to_have_attribute("aria-pressed", "true")
+    expect(norm.locator("h3 .dtk-note")).to_contain_text("log scale")
+    expect(view.root.get_by_test_id("scale")).to_have_attribute("aria-pressed", "true")
+    loss.hover()
+    scales[0].click()
+    expect(loss.locator("h3 .dtk-note")).not_to_contain_text("log scale")
+    expect(norm.locator("h3 .dtk-note")).to_contain_text("log scale")
+    view.root.get_by_test_id("scale").click()
+    view.root.get_by_test_id("scale").click()
+    for chart, scale in zip((loss, norm), scales, strict=True):
+        expect(scale).to_have_attribute("aria-pressed", "true")
+        expect(chart.locator("h3 .dtk-note")).to_contain_text("log scale")
+
+
+def test_a_full_screen_shows_the_scale_of_its_chart(page: Page):
+    view = make_mixed_view(page)
+    norm = view.root.get_by_test_id("gradient-norm-chart")
+    norm.hover()
+    norm.get_by_test_id("full-screen").click()
+    scale = norm.get_by_test_id("scale")
+    expect(scale).to_have_attribute("aria-pressed", "false")
+    scale.click()
+    expect(scale).to_have_attribute("aria-pressed", "true")
+    expect(norm.locator("h3 .dtk-note")).to_contain_text("log scale")
+    page.evaluate("() => document.exitFullscreen()")
+
+
+def test_another_view_of_the_run_keeps_what_a_person_chose(page: Page):
+    run = FakeSource(ranks=2)
+    run.event("start", "training begins")
+    run.advance(60)
+    first = StaticView(page, run)
+    first.root.get_by_test_id("smoothing").fill("0.8")
+    first.root.get_by_test_id("x-axis").select_option("epoch")
+    first.root.get_by_test_id("legend").get_by_text("node 1", exact=True).click()
+    first.root.get_by_test_id("robust").click()
+    first.root.get_by_test_id("scale").click()
+    again = StaticView(page, run)  # in the same page
+    expect(again.root.get_by_test_id("smoothing")).to_have_value("0.8")
+    expect(again.root.get_by_test_id("x-axis")).to_have_value("epoch")
+    expect(again.root.locator("[data-key='n1']")).to_have_attribute("aria-pressed", "false")
+    for name in ("robust", "scale"):
+        expect(again.root.get_by_test_id(name)).to_have_attribute("aria-pressed", "true")
+    other = FakeSource(ranks=2, name="Another")
+    other.event("start", "training begins")
+    other.advance(60)
+    expect(StaticView(page, other).root.get_by_test_id("smoothing")).to_have_value("0")

@@ -580,6 +580,16 @@ def test_the_first_step_after_a_resume_is_drawn_at_once_on_busy_cores(page: Page
     expect(view.root).to_have_attribute("data-step", str(run.step))
 
 
+def test_stop_keeps_its_width_when_it_asks(page: Page):
+    view = StaticView(page, make_source(2))
+    stop = view.root.get_by_test_id("stop")
+    before = stop.bounding_box()
+    stop.click()
+    expect(stop).to_contain_text("Really stop?")
+    assert stop.bounding_box() == before
+    assert list_overflowing(page) == []
+
+
 def test_stop_asks_once_and_a_bad_learning_rate_is_refused(page: Page):
     view = StaticView(page, make_source(2))
     stop, rate = view.root.get_by_test_id("stop"), view.root.get_by_test_id("lr")
@@ -764,7 +774,7 @@ def test_each_metric_has_a_chart(page: Page, tmp_path: Path):
     view = StaticView(page, run)
     charts = view.root.get_by_test_id("metric-chart")
     expect(charts).to_have_count(2)
-    expect(charts.first.locator("h3")).to_contain_text("accuracy last 0.750, from 0.250 to 0.750")
+    expect(charts.first.locator("h3")).to_contain_text("accuracy validation, last 0.750, from 0.250 to 0.750")
     expect(charts.last.locator("h3")).to_contain_text("<b>f1</b>")
     path = charts.first.locator("path.dtk-line")
     assert len(re.findall("[ML]", path.get_attribute("d") or "")) == 3

@@ -84,7 +84,7 @@ def _read_times(history: History) -> tuple[list[int], list[float]]:
 
 def find_last_step(history: History) -> int:
     """Return the last step of the curves or the evaluations. A final evaluation counts the steps before it."""
-    steps = history.read_totals(history.num_totals - 1)["step"]
+    steps = history.totals(history.num_steps - 1)["step"]
     return max(int(steps.max(initial=0)), max((e.step for e in history.evaluations), default=0))
 
 

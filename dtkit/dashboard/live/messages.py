@@ -83,7 +83,7 @@ class MessageBuilder:
             1, MAX_CHANGE_BYTES // (12 * self._curves.num_columns)
         )  # a bucket: three float32 a column
         self._node_series = NodeSeries(self._num_ranks) if self._num_ranks > MAX_NODE_LINES else None
-        self._seq = self._num_events_read = 0
+        self._seq = self._num_events_read = self._num_returns_sent = 0
         self._evaluation_feed = EvaluationFeed(run.history)
         self._unsent_events: list[Event] = []
         self._packed_state: tuple[int, int | None] = (
@@ -142,6 +142,7 @@ class MessageBuilder:
 
     def build_snapshot(self) -> Message:
         """Return everything that a page needs, downsampled."""
+        self._num_returns_sent = len(self._run.history.returns)
         self._read_history()
         self._unsent_events = []
         events = self._run.history.events[: self._num_events_read]
@@ -156,7 +157,9 @@ class MessageBuilder:
         return self._pack_message(content, part.values, part.width, part.origin, part.first)
 
     def build_change(self) -> Message:
-        """Return the changes since the last message."""
+        """Return the changes since the last message; after the run went back to a snapshot, everything."""
+        if len(self._run.history.returns) != self._num_returns_sent:  # a page can't take values out of its buckets
+            return self.build_snapshot()
         self._read_history()
         content = self._build_current_state("change")
         if self._sent_nodes != list(self._run.nodes):  # an engine was replaced or left out
@@ -275,6 +278,7 @@ class MessageBuilder:
         self._sent_world_size = spec.world_size
         return {
             "name": formatting.sanitize_text(spec.name, 80),
+            "id": _name_run(self._run),
             "strategy": formatting.sanitize_text(spec.strategy, 120),
             "ranks": self._num_ranks,
             "overall": format_overall_label(spec.world_size, self._run.history.ranks_per_replica, self._num_ranks),
@@ -369,3 +373,9 @@ class MessageBuilder:
 def _describe_curves(content: dict[str, Any], values: np.ndarray, width: int, origin: int, first: int) -> None:
     content["curves"] = {"width": width, "origin": origin, "first": first, "flat": values.ndim == 2}
     content["curves"]["buckets"] = len(values)
+
+
+def _name_run(run: RunView) -> str | None:
+    """Return what identifies a run in a page, also after another notebook took it over; None before its first event."""
+    events = run.history.events[run.history.num_inherited_events :]
+    return f"{run.spec.name} {events[0].time}" if events else None

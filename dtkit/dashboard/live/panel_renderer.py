@@ -79,7 +79,7 @@ class CustomPanelRenderer:
         return max(0.0, min(due_times, default=0.0) - self._clock())
 
     def _list_outdated(self) -> list[str]:
-        num_rows = len(self._history)
+        num_rows = self._history.num_valid_rows
         return [
             name
             for name, draw in get_panels().items()
@@ -93,7 +93,7 @@ class CustomPanelRenderer:
             started_at, function = self._clock(), panels[name]
             if started_at < self._next_draw_times.get(name, 0.0):
                 continue
-            state = function, len(self._history)
+            state = function, self._history.num_valid_rows
             is_first, cpu_s = name not in self._drawn_states, self._cpu_clock()
             yield self._draw_panel(name, function)
             self._drawn_states[name] = state

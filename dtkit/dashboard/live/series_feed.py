@@ -93,9 +93,10 @@ class SeriesFeed:
         for name in self._list_grown():
             if sum(part.nbytes for part in parts) > MAX_BYTES:
                 break
+            was_sent = name in self._sent_counts
             self._sent_counts[name] = self._history.count_scalar_records(name)
             points, merged = self._read_points(name, shown_ranks, lost_steps)
-            if len(points):
+            if len(points) or was_sent:  # all that a page has may have been undone
                 place = {"points": len(points), "lines": points.shape[1] - 1, "first": sum(part.size for part in parts)}
                 entries.append(_describe(name) | place | {"merged": merged})
                 parts.append(points)

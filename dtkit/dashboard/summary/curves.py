@@ -197,11 +197,14 @@ class Curves:
         self.chart_layouts = make_chart_layouts(charts, num_ranks, max_lines)
         self.num_columns = self.chart_layouts[-1].overall_column + 1
         shape = (max_buckets, self.num_columns)
-        self._low = np.full(shape, np.inf)
-        self._high = np.full(shape, -np.inf)
-        self._sum = np.zeros(shape)
-        self._count = np.zeros(shape, "i8")
-        self._max_buckets, self._width, self._num_buckets = max_buckets, 1, 0
+        self._low, self._high, self._sum = np.empty(shape), np.empty(shape), np.empty(shape)
+        self._count = np.empty(shape, "i8")
+        self._max_buckets, self._num_returns = max_buckets, 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._low[:], self._high[:], self._sum[:], self._count[:] = np.inf, -np.inf, 0, 0
+        self._width, self._num_buckets = 1, 0
         self._origin: int | None = None
         self._num_rows_read = self._num_totals_read = 0
         self._first_changed = 0  # buckets from here on have not been taken
@@ -217,9 +220,12 @@ class Curves:
         return self._first_changed < self._num_buckets
 
     def update(self, history: History) -> None:
-        """Read the new rows of the history."""
-        rows = history.rows(self._num_rows_read)
-        totals = history.read_totals(self._num_totals_read)
+        """Read the new rows of the history; after it went back to an earlier step, all that are valid."""
+        if len(history.returns) != self._num_returns:
+            self._clear()
+            self._num_returns = len(history.returns)
+        rows = history.read_valid_rows(self._num_rows_read)
+        totals = history.totals(self._num_totals_read)
         self._num_rows_read += len(rows)
         self._num_totals_read += len(totals)
         self.add_rows(rows, totals, history.ranks_per_replica)
@@ -325,7 +331,7 @@ def read_range(
     history: History, charts: Sequence[Chart], num_ranks: int, first_step: int, last_step: int
 ) -> CurveBuckets:
     """Return the curves between two steps, as fine as fits: what a page draws when it zooms in."""
-    rows, totals = history.rows(), history.read_totals()
+    rows, totals = history.read_valid_rows(), history.totals()
     rows = rows[(rows["step"] >= first_step) & (rows["step"] <= last_step)]
     totals = totals[(totals["step"] >= first_step) & (totals["step"] <= last_step)]
     curves = Curves(charts, num_ranks)

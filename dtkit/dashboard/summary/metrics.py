@@ -59,10 +59,10 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
     timing = compute_step_timing(history, num_ranks)
     lost_nodes = update_lost_nodes({}, history.events) if lost_nodes is None else lost_nodes
     window = count_window_steps(history)
-    totals = history.read_totals(history.num_totals - window)
+    totals = history.totals(history.num_steps - window)
     if not len(totals):
         return RunMetrics(None, None, None, None, by_rank, timing, silent, lost_nodes, num_loss_steps=0)
-    rows = history.rows(len(history) - window * num_ranks)
+    rows = history.read_valid_rows(history.num_valid_rows - window * num_ranks)
     rows = rows[rows["rank"] < num_ranks]
     rank = rows["rank"]
     by_rank[rank, 0], silent[rank] = (

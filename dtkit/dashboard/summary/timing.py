@@ -132,7 +132,7 @@ def count_window_steps(history: History) -> int:
     The first step of a run warms up, and is left out. So are the steps up to a repair and the first one after it.
     """
     limit = MAX_WHOLE_ROWS // max(1, history.num_ranks) if is_over(history) else WINDOW_STEPS
-    return min(limit, max(1, (count_steps_since_repair(history, limit) or history.num_totals) - 1))
+    return min(limit, max(1, (count_steps_since_repair(history, limit) or history.num_steps) - 1))
 
 
 def is_over(history: History) -> bool:
@@ -142,7 +142,7 @@ def is_over(history: History) -> bool:
     last = next((event for event in reversed(history.events) if event.kind in states), None)
     if last is None or last.kind not in ends:
         return False
-    steps = history.read_totals(max(0, history.num_totals - 1))["step"]
+    steps = history.totals(history.num_steps - 1)["step"]
     return bool(len(steps) and last.step >= steps[-1])
 
 
@@ -151,17 +151,15 @@ def count_steps_since_repair(history: History, limit: int = WINDOW_STEPS) -> int
     repair = next((event for event in reversed(history.events) if event.kind == "repair"), None)
     if repair is None:
         return None
-    steps = history.read_totals(max(0, history.num_totals - limit - 1))["step"]
-    breaks = np.flatnonzero(np.diff(steps) <= 0)  # the run went back to a snapshot
-    again = steps[breaks[-1] + 1 :] if len(breaks) else steps
-    return int((again > repair.step).sum())
+    steps = history.totals(history.num_steps - limit - 1)["step"]
+    return int((steps > repair.step).sum())
 
 
 def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     """Return the timing of the last steps, the same ones for all views."""
     num_steps = count_window_steps(history)
-    steps = history.read_totals(history.num_totals - num_steps)["step"]
-    rows = history.rows(len(history) - num_steps * num_ranks)
+    steps = history.totals(history.num_steps - num_steps)["step"]
+    rows = history.read_valid_rows(history.num_valid_rows - num_steps * num_ranks)
     rows = rows[(rows["rank"] < num_ranks) & (rows["rank"] >= 0)]
     if len(steps):  # after nodes were left out, these rows reach further back
         rows = rows[rows["step"] >= steps[0]]
@@ -170,7 +168,7 @@ def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     seconds, compute_times = _compute_phase_means(rows, num_ranks), _tabulate_compute_times(rows, steps, num_ranks)
     compute_s, is_same_work = _compute_fast_quartile(compute_times), _is_same_work(rows, num_ranks)
     straggler = _find_straggler(seconds, compute_times, compute_s) if is_same_work else None
-    is_whole = is_over(history) and len(steps) > 1 and len(steps) == history.num_totals - 1
+    is_whole = is_over(history) and len(steps) > 1 and len(steps) == history.num_steps - 1
     return StepTiming(len(steps), seconds, compute_s, straggler, is_same_work, int(rows["step"].min()), is_whole)
 
 

@@ -76,7 +76,7 @@ def _format_times(run: RunView, status: Status) -> str:
     elapsed = f"{formatting.format_elapsed(status.elapsed_s)} elapsed"
     if status.state.has_ended:
         parts = split_time(run.history, status.elapsed_s)
-        is_split = bool(run.history.num_totals) and not parts.is_mostly_steps
+        is_split = bool(run.history.num_steps) and not parts.is_mostly_steps
         return f"{elapsed}, {formatting.format_duration(parts.steps_s)} of them in steps" if is_split else elapsed
     if status.remaining_s is None:
         return elapsed
@@ -233,7 +233,7 @@ class TextProgress:
         """Return whether a block would say more than that no step was taken: numbers, an end, an error or a notice."""
         run = self._run
         return bool(
-            run.history.num_totals
+            run.history.num_steps
             or run.history.evaluations
             or run.status.state.has_ended
             or run.exception is not None

@@ -29,7 +29,7 @@ def draw(ax: Axes, history: History) -> None:
 
 def _describe_last(history: History) -> str:
     """Return the last rate and its first step: next to a far larger one, a step from a small one to 0 can't be seen."""
-    rows = history.rows()
+    rows = history.read_valid_rows()
     rows = rows[rows["rank"] == rows["rank"].min(initial=0)]
     changes = np.flatnonzero(np.diff(rows["lr"])) + 1
     if not len(changes) or len(rows) - changes[-1] < 2:

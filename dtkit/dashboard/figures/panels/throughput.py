@@ -28,7 +28,7 @@ def draw(ax: Axes, history: History) -> None:
     ranks = history.num_ranks
     (layout,) = make_chart_layouts([THROUGHPUT], ranks)
     buckets = downsample(history, THROUGHPUT, ranks).merge_to_quantiles(NUM_BUCKETS, int(layout.banded)).invert()
-    last_ranks = history.read_totals(history.num_totals - 1)["ranks"]
+    last_ranks = history.totals(history.num_steps - 1)["ranks"]
     num_current = int(last_ranks[-1]) if len(last_ranks) else ranks
     style.draw_lines(ax, buckets, layout, format_overall_label(num_current, history.ranks_per_replica, ranks))
     style.draw_outliers(ax, history, THROUGHPUT, NUM_BUCKETS, is_inverted=True)

@@ -21,7 +21,7 @@ import { logTicks, number, tick, ticks } from "./numbers.js";
 import { nodeName } from "./picking.js";
 import { detailInSight, lastEvaluated, LIVE, MARKED } from "./store.js";
 import { newPrefix } from "./textures.js";
-import { toolbar } from "./toolbar.js";
+import { scaleButton, toolbar } from "./toolbar.js";
 import { newWidth } from "./width.js";
 
 const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
@@ -43,8 +43,10 @@ export function chart(store, name, options, redraw) {
   for (const layer of ["bands", "lines", "points"]) layers[layer].setAttribute("clip-path", `url(#${clip})`);
   const frame = newFrame(options.title, note, { svg, csv: () => listValues(view) });
   const el = h("section", { class: "dtk-panel", "data-testid": options.testid, ...(options.title ? { "data-name": options.title } : {}) }, frame.head, svg);
+  const ownScale = scaleOfOne(store, () => view), scale = scaleButton(ownScale, "chart-scale", "log");
+  if (options.canLog) frame.add(scale.el);
   frame.attach(el, redraw);
-  const updateTools = fullScreenTools(store, el);
+  const updateTools = fullScreenTools(store, el, ownScale);
   const view = { store, name, svg, layers, clipped, paths: new Map(), options, layout: null, frame: null, grain: null, width: 0, point: null, tip: newTooltip(el) };
   const readWidth = newWidth(el, redraw);
   listenToChart(view, redraw);
@@ -52,15 +54,19 @@ export function chart(store, name, options, redraw) {
     view.layout = options.layout?.(store) ?? store.head.charts[name];
     const isLate = !store.curves.used && !store.head.runs && !LIVE.includes(store.status.state); // no step will come
     el.hidden = isLate || !(options.shown?.(store) ?? true);
-    if (el.hidden) return;
+    if (el.hidden) return noteScale(view, null, redraw);
     const flat = Boolean(options.isFlat?.(store)), isMoved = el.classList.contains("dtk-flat") !== flat;
     el.classList.toggle("dtk-flat", flat);
     el.classList.toggle("dtk-wide", flat || Boolean(options.wide));
-    updateTools();
     view.height = frame.height() ?? options.height ?? 200;
     view.grain = options.grain?.(store) ?? bucketGrain(detailInSight(store) ?? store.curves, store.head.columns, view.layout, options.merged);
     if (options.inverted) view.grain.value = inverted(view.grain.value);
-    view.isLog = Boolean(options.canLog) && isLogScale(view);
+    view.canLog = Boolean(options.canLog) && !(options.canLog === "positive" && hasNegative(view.grain));
+    view.isLog = view.canLog && isLogScale(view);
+    noteScale(view, view.canLog && !flat ? view.isLog : null, redraw);
+    updateTools();
+    scale.update();
+    if (frame.height() !== null) scale.el.hidden = true; // the tools above the chart have it
     if (view.isLog) view.grain.value = onlyPositive(view.grain.value);
     view.width = readWidth(isMoved);
     if (!flat) drawChart(view, Math.max(160, view.width));
@@ -73,24 +79,39 @@ export function chart(store, name, options, redraw) {
 }
 
 /** Return a function that shows the tools and the legend of all charts in a panel while it fills the screen. */
-function fullScreenTools(store, panel) {
+function fullScreenTools(store, panel, scale) {
   let tools = null;
   return () => {
     const isFull = panel.ownerDocument.fullscreenElement === panel;
     if (!isFull) tools?.el.remove();
     if (!isFull) tools = null;
-    else if (!tools) panel.querySelector("h3").after((tools = toolbar(store, null)).el);
+    else if (!tools) panel.querySelector("h3").after((tools = toolbar(store, null, scale)).el);
     tools?.update();
   };
 }
 
+/** Return {is, can, set} of the scale of one chart. */
+function scaleOfOne(store, getView) {
+  const set = (isLog) => { store.view.ownLog.set(scaleKey(getView()), isLog); store.redraw(); };
+  return { is: () => Boolean(getView().isLog), can: () => Boolean(getView().canLog), set };
+}
+function scaleKey({ name, options }) {
+  return options.testid + name;
+}
+/** Note the scale of a chart for the tools of all charts, which are drawn before it; null where it has no choice. */
+function noteScale(view, isLog, redraw) {
+  const { shownLog } = view.store.view, key = scaleKey(view), before = shownLog.get(key) ?? null;
+  if (isLog === null) shownLog.delete(key);
+  else shownLog.set(key, isLog);
+  if (isLog !== before) redraw();
+}
+
 /** Return whether a chart is logarithmic: as chosen, or since its values once spanned many orders, until one is negative. */
 function isLogScale({ store, name, options, grain }) {
-  const { view } = store, key = options.testid + name, chosen = view.autoLog.get(key);
-  if (options.canLog === "positive" && hasNegative(grain)) return false;
+  const { view } = store, key = scaleKey({ name, options }), chosen = view.autoLog.get(key), picked = view.ownLog.get(key) ?? view.log;
   if (chosen && hasNegative(grain)) view.autoLog.set(key, false); // for good: a range in sight without one changes nothing
-  if (chosen === undefined && view.log === null && spansOrders(grain, options.most?.(store))) view.autoLog.set(key, true);
-  return view.log ?? view.autoLog.get(key) ?? false;
+  if (chosen === undefined && picked === null && spansOrders(grain, options.most?.(store))) view.autoLog.set(key, true);
+  return picked ?? view.autoLog.get(key) ?? false;
 }
 
 function drawChart(view, width) {

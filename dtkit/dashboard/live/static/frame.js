@@ -7,7 +7,7 @@ import { popover } from "./popover.js";
 const FULL_ROOM = 190; // pixels of a full screen around the chart and its tools
 
 /**
- * Return {head, attach(panel, redraw), height()} of a panel. `exports` has its `svg` and `csv()`, rows of a table, or
+ * Return {head, attach(panel, redraw), add(button), height()} of a panel. `exports` has its `svg` and `csv()`, rows of a table, or
  * `saves`: [label, save()] of each download. The height is that of a chart on the full screen; null elsewhere.
  */
 export function newFrame(title, note, { svg, csv, saves = chartSaves(title, svg, csv) }) {
@@ -30,7 +30,7 @@ export function newFrame(title, note, { svg, csv, saves = chartSaves(title, svg,
       if (event.key === "Escape" && isFull()) panel.ownerDocument.exitFullscreen(); // a page in a frame may get the key first
     });
   };
-  return { head, attach, height: () => (isFull() ? Math.max(240, panel.clientHeight - FULL_ROOM) : null) };
+  return { head, attach, add: (button) => tools.prepend(button), height: () => (isFull() ? Math.max(240, panel.clientHeight - FULL_ROOM) : null) };
 }
 
 function chartSaves(title, svg, csv) {

@@ -27,15 +27,33 @@ export function newStore() {
   };
 }
 
-/** Return the settings of the chart tools: `log` is null where each chart chooses its scale, and `autoLog` has whether a
- * chart's is logarithmic, once it has chosen; `zoom` has the first and last step in sight, `hidden` the keys of lines. */
+/** Return the settings of the chart tools: `log` is the scale that a person chose for all charts, `ownLog` those for single
+ * ones, and `autoLog` those that charts chose; `shownLog` has the scales of the charts in sight that can have either one.
+ * `zoom` has the first and last step in sight, `hidden` the keys of lines. */
 function newView() {
-  return { x: "step", smooth: 0, log: null, autoLog: new Map(), robust: false, zoom: null, hidden: new Set() };
+  return { x: "step", smooth: 0, log: null, ownLog: new Map(), autoLog: new Map(), shownLog: new Map(), robust: false, zoom: null, hidden: new Set() };
 }
 
-/** Return whether the logarithmic scale is on: as chosen, or in some chart by itself. */
-export function isLogShown({ log, autoLog }) {
-  return log ?? [...autoLog.values()].includes(true);
+/** Return whether the charts have a logarithmic scale: true, false, or "mixed". */
+export function isLogShown({ log, shownLog }) {
+  const scales = new Set(shownLog.values());
+  return scales.size > 1 ? "mixed" : [...scales][0] ?? log ?? false;
+}
+
+const KEPT_VIEWS = 32, VIEWS = Symbol.for("dtkit views");
+
+/** Continue with what a person chose in an earlier view of the same run in this page; later views continue with this one. */
+function keepChoices(store) {
+  const { view, head: { id } } = store, kept = (globalThis[VIEWS] ??= new Map()), before = kept.get(id);
+  if (!id || before === view || store.keepsChoices) return;
+  if (before) {
+    for (const key of ["x", "smooth", "log", "robust"]) view[key] = before[key];
+    [view.ownLog, view.hidden] = [new Map(before.ownLog), new Set(before.hidden)];
+  }
+  store.keepsChoices = true;
+  kept.delete(id); // to be the newest
+  kept.set(id, view);
+  if (kept.size > KEPT_VIEWS) kept.delete(kept.keys().next().value);
 }
 
 /** Return whether a run waits for its first start. */
@@ -102,6 +120,7 @@ export function apply(store, content, buffers) {
   if (content.verdict !== undefined) store.verdict = content.verdict;
   applyNow(store, content);
   store.head = content.head ?? store.head; // it changes when nodes are left out
+  keepChoices(store);
   if (whole) {
     for (const key of ["marks", "evaluations"]) store[key] = content[key];
     store.log = content.events;

@@ -7,12 +7,14 @@ import { nodeName } from "./picking.js";
 import { panelsMenu } from "./panels_menu.js";
 import { isLogShown } from "./store.js";
 
-/** Return the toolbar; `panels` are those of the menu. */
-export function toolbar(store, panels) {
+const SCALE_HELP = "logarithmic scale of losses, norms and logged numbers; a chart chooses it by itself where its values span three orders";
+
+/** Return the toolbar; `panels` are those of the menu, and `scaleOf` is {is, can, set} of the scale of one chart or of all. */
+export function toolbar(store, panels, scaleOf = scaleOfAll(store)) {
   const axis = axisField(store), smooth = smoothField(store);
   const { view } = store;
-  const scale = toggle(store, "log", "log y", "logarithmic scale of losses, norms and logged numbers; a chart chooses it by itself where its values span three orders", "scale", () => isLogShown(view));
-  const robust = toggle(store, "robust", "trim outliers", "limits of the y axes without the rarest values", "robust", () => view.robust);
+  const scale = scaleButton(scaleOf, "scale");
+  const robust = toggle("trim outliers", "limits of the y axes without the rarest values", "robust", () => view.robust, (isOn) => { view.robust = isOn; store.redraw(); });
   const reset = h("button", { type: "button", class: "dtk-tool", "data-testid": "reset-zoom", title: "show all steps (double click, or 0 in a chart); drag over a chart to zoom" }, "↔ all steps");
   reset.addEventListener("click", () => zoomTo(store, null));
   const menu = panels ? panelsMenu(store, panels) : null, legend = legendField(store);
@@ -61,10 +63,24 @@ function smoothField(store) {
   return { el: h("label", { class: "dtk-field" }, "smooth", slider, shown), update };
 }
 
-function toggle(store, key, label, title, testid, isOn) {
+function toggle(label, title, testid, isOn, set) {
   const el = h("button", { type: "button", class: "dtk-tool", title, "data-testid": testid }, label);
-  el.addEventListener("click", () => { store.view[key] = !isOn(); store.redraw(); });
+  el.addEventListener("click", () => set(!isOn()));
   return { el, update: () => setAttr(el, "aria-pressed", isOn()) };
+}
+
+function scaleOfAll(store) {
+  const { view } = store;
+  return { is: () => isLogShown(view), can: () => true, set: (isLog) => { view.log = isLog; view.ownLog.clear(); store.redraw(); } };
+}
+/** Return a button that shows the scale of one chart or of all, and changes it; hidden where there is no choice. */
+export function scaleButton({ is, can, set }, testid, label = "log y") {
+  const { el, update } = toggle(label, "", testid, is, set);
+  return { el, update: () => {
+    update();
+    setAttr(el, "title", is() === "mixed" ? `${SCALE_HELP}. Some charts have it now; a click ends that` : SCALE_HELP);
+    el.hidden = !can();
+  } };
 }
 
 /** Return {key, label, hue} of each line that can be hidden, in all charts. */

@@ -178,14 +178,14 @@ function labelStart(ends, left) {
 
 const SAME_PX = 3, APART_LABELS_PX = 9; // apart, so that labels don't flicker between one and several
 
-/** Return one label for all nodes and their mean while their lines end at the same height. */
+/** Return one label, that of the line over all nodes, while the nodes' lines end at the same height as it. */
 function mergeLabels(view, ends) {
   const all = ends.filter((end) => end.line !== undefined), heights = all.map((end) => end.y);
   const isOne = all.length > Math.max(2, view.layout.nodes) && !view.options.lineName && view.store.selected === null;
   if (!isOne || all.some(({ label }) => /^\W/.test(label))) return ends; // the name of a lost node begins with a sign
   const apart = Math.max(...heights) - Math.min(...heights);
   view.isMerged = apart <= (view.isMerged ? APART_LABELS_PX : SAME_PX);
-  return view.isMerged ? [{ ...all.at(-1), label: "all nodes" }, ...ends.filter((end) => end.line === undefined)] : ends;
+  return view.isMerged ? [all.at(-1), ...ends.filter((end) => end.line === undefined)] : ends;
 }
 const FAR_LABEL_PX = 2 * LABEL_GAP, NEAR_LABEL_PX = LABEL_GAP; // from its line; apart, as above
 

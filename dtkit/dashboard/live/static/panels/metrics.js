@@ -45,12 +45,13 @@ function upTo(last, points) {
 function metricChart(store, name, points, redraw) {
   const note = () => {
     const values = points().map((point) => point.value);
-    return `last ${number(values.at(-1))}, from ${number(Math.min(...values))} to ${number(Math.max(...values))}`;
+    return `validation, last ${number(values.at(-1))}, from ${number(Math.min(...values))} to ${number(Math.max(...values))}`;
   };
   return chart(store, "metric", {
     title: name,
     testid: "metric-chart",
     height: 130,
+    exact: true, // a smoothed line would end far from the last value, which the tile shows
     note,
     layout: () => ONE_LINE,
     grain: () => pointGrain(points()),

@@ -45,6 +45,7 @@ function isShort({ points, lines, values }) {
 }
 /** Say what the last point of the overall line is, in short where the panel is narrow. */
 function note({ points, lines, values }, isNarrow) {
+  if (!points) return ""; // all were undone
   const last = number(values[points * (lines + 1) - 1]);
   if (lines < 2) return `last ${last}`;
   return isNarrow ? `last ${last}` : `last ${last}, mean of the nodes`;

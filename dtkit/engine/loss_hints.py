@@ -115,7 +115,7 @@ def _explain_output_attribute(message: str) -> str | None:
 
 
 def _explain_probabilities(message: str) -> str | None:
-    """Return the remedy where nn.BCELoss gets numbers that are no probabilities."""
+    """Return the remedy where nn.BCELoss gets numbers that are not probabilities."""
     if "all elements of input should be between 0 and 1" not in message:
         return None
     return (

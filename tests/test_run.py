@@ -830,11 +830,6 @@ def test_the_log_of_a_failed_evaluation_names_nodes_as_every_other_line(cluster,
     run.stop()
 
 
-def test_wait_returns_the_run(cluster):
-    run = train(cluster)
-    assert run.wait(10) is run
-
-
 def test_validation_runs_after_the_last_step_within_an_epoch(cluster):
     run = train(cluster, steps=6, validation=ROWS)
     run.wait(10)

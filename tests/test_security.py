@@ -45,6 +45,7 @@ from dtkit.planning.memory_report import Memory
 from dtkit.rpc import shared_memory
 from dtkit.rpc.shared_memory import SharedBuffer, map_buffers
 from dtkit.testing.fake_transport import FakeTransport
+from dtkit.types import LayerSummary, ModelSummary, NodeInfo, NodeList, RunSpec
 from tests.support import checkpoints, comparison_sources, memory_reports, plans, stage_reports, step_reports
 from tests.support.fake_source import FakeSource
 from tests.support.report_page import remove_own_scripts
@@ -249,6 +250,18 @@ def _cut() -> Any:
     return explain.build_explanation(reports, HOSTILE, None)
 
 
+def _layers() -> ModelSummary:
+    return ModelSummary(1, 1, (LayerSummary(HOSTILE, HOSTILE, 1),))
+
+
+def _arguments() -> RunSpec:
+    return RunSpec(*(HOSTILE,) * 2, 2, 64, 16, 20, 4, HOSTILE, 0, *(HOSTILE,) * 2, settings=((HOSTILE,) * 2,))
+
+
+def _nodes() -> NodeList:
+    return NodeList([NodeInfo(0, 0, HOSTILE, 1, HOSTILE, 1, 1, 1)])
+
+
 def _labels() -> Partition:
     return Partition(4, 2, labels=[HOSTILE, "b", HOSTILE, "b"])
 
@@ -287,11 +300,14 @@ PAGES: dict[str, Any] = {  # a class that shows itself as HTML -> one that is fu
     "Drawing": lambda *_: _drawing(),
     "Limit": lambda *_: _measurements()[1],
     "Memory": lambda *_: Memory.from_reports(HOSTILE, HOSTILE, 3, [memory_reports.make_usage()]),
+    "ModelSummary": lambda *_: _layers(),
+    "NodeList": lambda *_: _nodes(),
     "Partition": lambda *_: _labels(),
     "PipelineExplanation": lambda *_: _piped(),
     "Plan": lambda *_: dataclasses.replace(plans.make_plan(model=HOSTILE), notes=(HOSTILE,)),
     "ModelHandle": lambda _, monkeypatch: _replicas(monkeypatch),
     "Profile": lambda *_: _profile(),
+    "RunSpec": lambda *_: _arguments(),
     "Score": lambda *_: Score(_measurements()),
     "SearchResult": lambda *_: _found(),
     "ShardedExplanation": lambda *_: _cut(),

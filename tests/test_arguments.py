@@ -147,8 +147,24 @@ class TakesOutput(nn.Module):
         ({"optimizer": lambda: 1}, r"optimizer=lambda takes no argument, and dtkit calls it with \(params\)"),
         ({"lr_scheduler": lambda: 1}, r"lr_scheduler=lambda takes no argument.*\(optimizer\)"),
         ({"callbacks": 3}, "callbacks is an int; give a list"),
+        ({"callbacks": print}, r"callbacks is a function; give a list, also of one: callbacks=\[function\]"),
+        (
+            {"callbacks": dtkit.EarlyStopping()},
+            r"callbacks is an EarlyStopping; .*: callbacks=\[EarlyStopping\(...\)\]",
+        ),
     ],
-    ids=["loss", "module", "lambda", "step", "metric", "optimizer", "scheduler", "callbacks"],
+    ids=[
+        "loss",
+        "module",
+        "lambda",
+        "step",
+        "metric",
+        "optimizer",
+        "scheduler",
+        "callbacks",
+        "one function",
+        "one object",
+    ],
 )
 def test_function_with_other_parameters_is_refused(cluster: dtkit.Cluster, options: dict[str, Any], message: str):
     with pytest.raises(TypeError, match=f"^{message}"):

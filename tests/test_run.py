@@ -1182,6 +1182,15 @@ def test_early_stopping_follows_the_mode(mode, values, stops):
         dtkit.EarlyStopping(mode="largest")  # type: ignore[arg-type]
 
 
+def test_early_stopping_without_held_out_data_says_once_what_it_watches(cluster):
+    notes = []
+    for options in ({}, {"validation": ROWS}):
+        run = train(cluster, steps=12, callbacks=[dtkit.EarlyStopping()], **options)
+        run.wait(10)
+        notes.append([event.text for event in run.history.events if "watches the training loss" in event.text])
+    assert [len(texts) for texts in notes] == [1, 0]
+
+
 # -- time limits -----------------------------------------------------------------------------------------------
 
 

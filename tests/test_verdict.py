@@ -77,6 +77,16 @@ def test_communication_proposes_a_batch_and_what_it_brings():
     assert verdict.gain == pytest.approx(1 - (60 + 4 * 60) / (4 * 120))
 
 
+def test_short_steps_lead_to_the_times_of_one_process_where_rows_may_cost_nothing():
+    short = {"forward": 0.2, "backward": 0.5}
+    verdict = find([short | {"comm": 0.3}] * 2)
+    assert verdict.text.startswith("communication is 30 % of a step: batch_size=")
+    assert verdict.text.endswith("; run.verify() compares with one process")
+    least, most = find([short | {"comm": 0.05}] * 2), find([short | {"comm": 1.0}] * 2)
+    assert "run.verify()" not in least.text  # one process is hardly faster, at best
+    assert most.text.startswith("one process is faster")  # at worst, too
+
+
 def test_run_that_is_slower_than_one_process_says_so_with_the_arithmetic():
     verdict = find([computing(comm=90, update=10), computing(comm=94, update=6)])
     assert verdict.cause == "one process"

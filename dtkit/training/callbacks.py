@@ -191,6 +191,8 @@ class EarlyStopping:
         elif self._run is None or self._run() is not run:
             self._reset(run)
         self._epoch += 1
+        if self._epoch == 1 and not run.history.evaluations:
+            run.note("EarlyStopping watches the training loss: there is no validation= with held-out data")
         value = self._get_value(run)
         gain = value - self.best if self.mode == "max" else self.best - value
         if gain > self.min_delta:

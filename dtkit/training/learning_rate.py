@@ -86,5 +86,5 @@ def parse_lr(lr: Any) -> float:
     except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value) or value < 0:
-        raise ValueError(f"lr={lr!r}; a learning rate is a finite number from 0 up")
+        raise ValueError(f"lr={lr!r}; a learning rate is a finite number from 0 up, such as 0.01")
     return value

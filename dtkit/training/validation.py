@@ -203,8 +203,11 @@ def _list_further_parameters(factory: Callable[..., Any]) -> list[str]:
 
 def _check_callbacks(config: TrainConfig) -> None:
     if callable(config.callbacks) or not hasattr(config.callbacks, "__iter__"):
-        kind = "a function" if callable(config.callbacks) else name_type(config.callbacks)
-        raise TypeError(f"callbacks is {kind}; give a list of functions of the run: callbacks=[function]")
+        is_function = inspect.isroutine(config.callbacks)
+        kind = "a function" if is_function else name_type(config.callbacks)
+        is_object = callable(config.callbacks) and not is_function
+        example = f"{type(config.callbacks).__name__}(...)" if is_object else "function"
+        raise TypeError(f"callbacks is {kind}; give a list, also of one: callbacks=[{example}]")
     for callback in config.callbacks:
         if isinstance(callback, type) or not (
             callable(callback) or hasattr(callback, "on_step") or hasattr(callback, "on_start")

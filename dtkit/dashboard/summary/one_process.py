@@ -32,6 +32,8 @@ REPLICATED = ("DataParallel(", "NaiveDataParallel(", "ParameterAveraging(")
 _MAX_ROWS = 4000
 """Latest rows of the history that are read: a view asks again and again."""
 _MIN_SHORT_ROWS = 4
+_SHORT_MS = 3.0
+"""Computing of one step that may mostly be calls of operators, which take the same time for more rows."""
 
 
 class VerifiedRun(Protocol):
@@ -63,6 +65,8 @@ class OneProcess:
     """Both times as words after "one process is faster, with"."""
     arithmetic: str
     is_measured: bool
+    least_s: float | None = None
+    """Least time that one process may take, where `one_process_s` is the most and may be far too much; else None."""
 
     @property
     def gain(self) -> float:
@@ -117,7 +121,9 @@ def estimate_one_process(history: History, rows_s: np.ndarray, fixed_s: np.ndarr
         f"one process computes the rows of {len(rows_s)} nodes: {growth:.2f} * {show(rows)} + {show(fixed)} "
         f"(update, other) = {show(round(growth, 2) * rows + fixed)}; {source}"
     )
-    return OneProcess(one_process_s, step_s, f"{amount} instead of {step}", line, False)
+    is_open = not is_shown and 1000 * float(rows_s[fastest]) < _SHORT_MS
+    least_s = float(rows_s[fastest] + fixed_s[fastest]) if is_open else None
+    return OneProcess(one_process_s, step_s, f"{amount} instead of {step}", line, False, least_s)
 
 
 def explain_missing_estimate(spec: RunSpec) -> tuple[str, ...]:
@@ -128,10 +134,20 @@ def explain_missing_estimate(spec: RunSpec) -> tuple[str, ...]:
     return (f"one process isn't estimated for {name}, whose own work counts as computing; run.verify() measures it",)
 
 
-def name_missing_estimate(text: str, arithmetic: tuple[str, ...], spec: RunSpec) -> dict[str, Any]:
-    """Return a verdict's text and arithmetic, with the way to times of one process where these are measured only."""
-    lines = explain_missing_estimate(spec)
-    hint = "; run.verify() compares with one process" if lines and "batch_size=" in text else ""
+def complete_verdict(
+    text: str, arithmetic: tuple[str, ...], compared: OneProcess | None, spec: RunSpec, least_gain: float
+) -> dict[str, Any]:
+    """Return text and arithmetic of a verdict on another cause, with what is known of one process.
+
+    The text has the way to the times of one process where they would tell whether it is faster by `least_gain`.
+    """
+    if compared is None:
+        lines = explain_missing_estimate(spec)
+        is_open = bool(lines)
+    else:
+        lines = (compared.arithmetic,) if compared.is_measured else ()
+        is_open = compared.least_s is not None and 1 - compared.least_s / compared.all_nodes_s >= least_gain
+    hint = "; run.verify() compares with one process" if is_open and "batch_size=" in text else ""
     return {"text": text + hint, "arithmetic": (*arithmetic, *lines)}
 
 

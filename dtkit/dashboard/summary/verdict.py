@@ -22,12 +22,7 @@ from dtkit._util.attributes import suggest_attributes
 from dtkit.dashboard.summary.core_wait import find_core_shortage
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
 from dtkit.dashboard.summary.measurements import Measurements
-from dtkit.dashboard.summary.one_process import (
-    REPLICATED,
-    estimate_one_process,
-    name_missing_estimate,
-    read_verification,
-)
+from dtkit.dashboard.summary.one_process import REPLICATED, complete_verdict, estimate_one_process, read_verification
 from dtkit.dashboard.summary.printed_times import PrintedTimes, describe_difference
 from dtkit.dashboard.summary.rarer_messages import name_other_remedies
 from dtkit.dashboard.summary.stall import find_stall
@@ -156,10 +151,10 @@ def _compare_with_one_process(
 ) -> Verdict:
     """Return the verdict on nodes that take longer than one process, unless a slow node is more to blame."""
     compared = measured or _estimate_one_process(facts, history, best)
-    if compared is None:
-        return dataclasses.replace(best, **name_missing_estimate(best.text, best.arithmetic, facts.spec))
-    if compared.gain < MIN_GAIN / 2 or (best.cause in _SLOW_NODE_CAUSES and best.gain > compared.gain):
-        return dataclasses.replace(best, arithmetic=(*best.arithmetic, *[compared.arithmetic] * compared.is_measured))
+    is_minor = best.cause in _SLOW_NODE_CAUSES and compared is not None and best.gain > compared.gain
+    if compared is None or compared.gain < MIN_GAIN / 2 or is_minor:
+        told = complete_verdict(best.text, best.arithmetic, compared, facts.spec, MIN_GAIN)
+        return dataclasses.replace(best, **told)
     batch = re.search(r"batch_size=\d+ for [\d.]+ times the samples/s", best.text)
     where = "Cluster(1)" if facts.spec.strategy.startswith(REPLICATED) else "Cluster(1) if its memory suffices"
     remedy = f"use a larger batch{f' ({batch[0]})' if batch else ''} or model, or {where}"

@@ -584,8 +584,10 @@ def test_stop_keeps_its_width_when_it_asks(page: Page):
     view = StaticView(page, make_source(2))
     stop = view.root.get_by_test_id("stop")
     before = stop.bounding_box()
+    captions = [caption.bounding_box() for caption in view.root.locator(".dtk-controls > button > span").all()]
+    assert len({round(box["y"] + box["height"] / 2) for box in captions if box is not None}) == 1  # on one line
     stop.click()
-    expect(stop).to_contain_text("Really stop?")
+    expect(stop).to_contain_text("Sure?")
     assert stop.bounding_box() == before
     assert list_overflowing(page) == []
 
@@ -594,7 +596,7 @@ def test_stop_asks_once_and_a_bad_learning_rate_is_refused(page: Page):
     view = StaticView(page, make_source(2))
     stop, rate = view.root.get_by_test_id("stop"), view.root.get_by_test_id("lr")
     stop.click()
-    expect(stop).to_contain_text("Really stop?")
+    expect(stop).to_contain_text("Sure?")
     assert view.sent == []
     stop.click()
     assert [message["command"] for message in view.sent] == ["stop"]

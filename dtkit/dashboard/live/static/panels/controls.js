@@ -11,7 +11,7 @@ const BUTTONS = [
   { command: "stop", glyph: "■", label: "Stop", asking: "Stopping…", when: LIVE },
   { command: "save", glyph: "↓", label: "Save", asking: "Saving…", when: [...LIVE, "completed", "stopped"], offered: true },
 ];
-const REALLY_STOP = "Really stop?";
+const REALLY_STOP = "Sure?"; // short, so that the button keeps its width
 const LOWER = 10; // how many times lower the rate is that a diverged run is offered
 const SURE_MS = 5000;
 const EFFECT_MS = 15_000; // as EFFECT_SHOWN_S; the log keeps it
@@ -35,7 +35,7 @@ export function controls(store, send, redraw) {
   };
   const buttons = BUTTONS.map((b) => {
     const glyph = h("span", { "aria-hidden": "true" }, b.glyph), label = h("span", {}, b.label);
-    const el = h("button", { type: "button", "data-testid": b.command, class: `dtk-${b.command}`, ...(b.command === "stop" ? { "data-longest": `${b.glyph} ${REALLY_STOP}` } : {}) }, glyph, label);
+    const el = h("button", { type: "button", "data-testid": b.command, class: `dtk-${b.command}` }, glyph, label);
     el.addEventListener("click", () => click(b.command));
     return { ...b, el, text: label };
   });

@@ -52,9 +52,11 @@ def test_caption_is_whole_and_ends_before_the_tools_of_its_panel(page: Page, wid
     expect(view.root.get_by_test_id("system-chart").locator("h3")).to_be_visible()
     note = view.root.get_by_test_id("throughput-chart").locator("h3 .dtk-note")
     expect(note).to_contain_text("\u00d7")
-    note.evaluate("(el) => { el.textContent = el.textContent.replace(/\u00d7.[\\d,.]+/, '\u00d7\u00a032,590'); }")
-    expect(note).to_contain_text("32,590")
-    assert page.evaluate(_CUT) == []
+    # In one call, because the next drawing shows the run's own number again.
+    longer = "el.textContent = el.textContent.replace(/\u00d7.[\\d,.]+/, '\u00d7\u00a032,590')"
+    text, cut = note.evaluate(f"(el) => [{longer}, ({_CUT})()]")
+    assert "32,590" in text
+    assert cut == []
 
 
 def test_caption_of_a_comparison_ends_before_the_tools(page: Page):

@@ -3,13 +3,15 @@
 import { chart } from "../chart.js";
 import { number } from "../numbers.js";
 
+const NARROW_NORM = 320; // pixels of a plot
+
 export function gradientNormChart(store, _send, redraw) {
   return chart(store, "grad_norm", {
     title: "Gradient norm",
     testid: "gradient-norm-chart",
     height: 130,
     canLog: true,
-    note: () => "over all nodes, before clipping",
+    note: (_head, _layout, view) => (view.frame?.width < NARROW_NORM ? "before clipping" : "over all nodes, before clipping"),
     overall: (_head, last) => number(last),
     shown: (st) => known(st, st.head.charts.grad_norm.first),
   }, redraw);

@@ -147,7 +147,7 @@ def test_labels_of_close_lines_keep_their_order_and_equal_ones_merge(page: Page)
         expect(labels).to_have_text(["node 0", "node 1", "mean"])
     run.advance(10, loss=1.0)
     view.update()
-    expect(labels).to_have_text(["all nodes"])
+    expect(labels).to_have_text(["mean"])
 
 
 def test_notices_of_a_wider_page_keep_no_room_for_a_narrow_one(page: Page):

@@ -215,7 +215,8 @@ def test_batch_without_labels_is_explained(cluster2: dtkit.Cluster):
 
 
 def test_pipeline_refuses_labels_that_cannot_mark_padding(cluster2: dtkit.Cluster):
-    samples = [sample | {"labels": torch.tensor(0.5)} for sample in make_samples(8, "classifier")]
+    several = torch.tensor([1.0, 0.0])  # yes or no for each of two classes
+    samples = [sample | {"labels": several} for sample in make_samples(8, "classifier")]
     with pytest.raises(dtkit.errors.EngineError, match=r"the batch has float32 labels, .* Give loss="):
         train(cluster2, MODELS["classifier"](), samples, strategy=dtkit.Pipeline(2, 2))
 

@@ -32,8 +32,8 @@ REPLICATED = ("DataParallel(", "NaiveDataParallel(", "ParameterAveraging(")
 _MAX_ROWS = 4000
 """Latest rows of the history that are read: a view asks again and again."""
 _MIN_SHORT_ROWS = 4
-_SHORT_MS = 3.0
-"""Computing of one step that may mostly be calls of operators, which take the same time for more rows."""
+_SHORT_COMPUTING = 0.003
+"""Seconds of computing in a step that may mostly be calls of operators, which take the same time for more rows."""
 
 
 class VerifiedRun(Protocol):
@@ -121,7 +121,7 @@ def estimate_one_process(history: History, rows_s: np.ndarray, fixed_s: np.ndarr
         f"one process computes the rows of {len(rows_s)} nodes: {growth:.2f} * {show(rows)} + {show(fixed)} "
         f"(update, other) = {show(round(growth, 2) * rows + fixed)}; {source}"
     )
-    is_open = not is_shown and 1000 * float(rows_s[fastest]) < _SHORT_MS
+    is_open = not is_shown and float(rows_s[fastest]) < _SHORT_COMPUTING
     least_s = float(rows_s[fastest] + fixed_s[fastest]) if is_open else None
     return OneProcess(one_process_s, step_s, f"{amount} instead of {step}", line, False, least_s)
 

@@ -186,7 +186,7 @@ def test_own_loops_run_as_described(done: NotebookNode):
 
 
 def mask_numbers(text: str) -> str:
-    """Return a text without what differs from run to run: numbers with their units, and what a busy machine's say."""
+    """Return a text without what differs from run to run: numbers with units, and a ratio or why there is none."""
     text = re.sub(r"(in one process): .*", r"\1", text)
     return re.sub(r"[\d.,]*\d(e-\d+)?( (ms|µs|s)\b)?", "#", text)
 

@@ -242,3 +242,21 @@ def test_the_page_forgets_evaluations_of_undone_steps(tmp_path: Path, num_rows: 
         [[10, 1], [20, 1], [30, 2], [40, 2]],
         [[10, 1], [20, 3]],
     ]
+
+
+def test_a_caption_loses_its_last_parts_where_they_have_no_room(tmp_path: Path):
+    note = "log scale · validation, last 0.625, from 0.125 to 0.625"
+    calls = ", ".join(f"fitCaption('accuracy', {note!r}, {width})" for width in (1000, 370, 250, 140, 30))
+    assert evaluate_page_code(tmp_path, "chart/caption.js", ["fitCaption"], f"[{calls}]") == [
+        note, "log scale · validation, last 0.625", "log scale · validation", "log scale", "log scale",
+    ]  # fmt: skip
+
+
+def test_a_tooltip_is_beside_the_pointer_on_the_side_with_more_room(tmp_path: Path):
+    size, panel, narrow = "[180, 90]", "[500, 220]", "[300, 220]"
+    points = ((100, 100, panel), (249, 5, panel), (251, 215, panel), (499, 100, panel))
+    points += ((150, 60, narrow), (150, 200, narrow), (10, 60, narrow))
+    calls = ", ".join(f"placeTip({x}, {y}, {size}, {room})" for x, y, room in points)
+    found = evaluate_page_code(tmp_path, "chart/tooltip.js", ["placeTip"], f"[{calls}]")
+    assert found[:4] == [[114, 90], [263, 0], [57, 130], [305, 90]]
+    assert found[4:] == [[60, 74], [60, 96], [24, 50]]

@@ -12,6 +12,7 @@ import dtkit
 from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
 from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.history.scalars import CORE_WAIT_NAME, ScalarRecord
+from dtkit.types import Evaluation
 from tests.support.fake_source import FakeSource
 from tests.support.static_view import StaticView, encode_message, load_widget
 
@@ -110,3 +111,23 @@ def test_tooltips_of_merged_numbers_name_the_steps_that_others_are_at(page: Page
         assert last - first == 4
     chart.locator("svg.dtk-chart").press("End")
     expect(merged).to_contain_text("steps 396\u2013398")
+
+
+@pytest.mark.parametrize("width", [600, 800, 900])
+def test_no_caption_is_cut_or_has_a_second_line(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 2500})
+    run = FakeSource(ranks=12)
+    run.advance(200)
+    for step in (50, 100, 150):
+        run.history.add(Evaluation(step, 1000, {"loss": 1.5, "accuracy": 0.625}))
+    view = StaticView(page, run)
+    view.root.get_by_test_id("scale").click()
+    expect(view.root.get_by_test_id("loss-chart").locator(".dtk-note")).to_contain_text("log scale")
+    heads = view.root.locator(".dtk-panel:not(.dtk-wide) > h3").evaluate_all("""(heads) => heads
+      .filter((el) => el.clientHeight)
+      .map((el) => [el.textContent, el.clientHeight > 25, el.scrollWidth > el.clientWidth])""")
+    assert len(heads) >= 4
+    assert [text for text, is_high, is_cut in heads if is_high or is_cut] == []
+    long = view.root.locator("h3", has_text="accuracy").inner_text()
+    assert long.startswith("accuracy validation, last 0.625")
+    assert "from 0.625" in long or width > 600

@@ -637,6 +637,25 @@ def test_a_refused_learning_rate_is_marked_and_has_no_check_mark(page: Page):
     expect(answer).not_to_contain_text("learning rate")
 
 
+@pytest.mark.parametrize(
+    ("typed", "rule"),
+    [
+        ("1e400", "it must be 0 or more, and less than 1.8e308, such as 0.01. It stays 0.01."),
+        ("0,5", "it must be 0 or more, such as 0.01. It stays 0.01."),
+        ("fast", "it must be 0 or more, such as 0.01. It stays 0.01."),
+    ],
+)
+def test_a_refused_learning_rate_is_named_as_it_was_typed(page: Page, typed: str, rule: str):
+    view = StaticView(page, make_source(2))
+    rate = view.root.get_by_test_id("lr")
+    rate.click()
+    rate.press("Control+a")
+    rate.press_sequentially(typed)
+    rate.press("Enter")
+    expect(view.root.locator(".dtk-answer .dtk-refusal")).to_have_text(f"✕ {typed} is not a learning rate: {rule}")
+    assert view.sent == []
+
+
 def test_a_wrong_learning_rate_during_a_change_says_what_goes_on(page: Page):
     run = make_source(2)
     view = StaticView(page, run)

@@ -1,6 +1,7 @@
 // A chart over the steps, as SVG. A panel names its chart and its options; all charts share the tools of store.view.
 //
 //   chart/grain.js    what is drawn: buckets of the store, or single points
+//   chart/caption.js  the note next to the title
 //   chart/axis.js     steps, epochs, time or samples
 //   chart/lines.js    lines, bands, points, labels
 //   chart/run_labels.js  names or numbers of runs
@@ -9,6 +10,7 @@
 //   chart/tooltip.js  the box at the pointer
 
 import { xAxis } from "./chart/axis.js";
+import { fitCaption } from "./chart/caption.js";
 import { bucketGrain, hasNegative, inverted, movingAverage, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
 import { drawLabels, drawLine, drawPoints, drawSpots, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { joinGlyphs, mergeSigns } from "./chart/marks.js";
@@ -24,7 +26,7 @@ import { newPrefix } from "./textures.js";
 import { scaleButton, toolbar } from "./toolbar.js";
 import { newWidth } from "./width.js";
 
-const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22;
+const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22, TOOLS = 60, TOOLS_AND_SCALE = 92; // these as in dashboard.css
 const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
 
 /**
@@ -71,7 +73,8 @@ export function chart(store, name, options, redraw) {
     view.width = readWidth(isMoved);
     if (!flat) drawChart(view, Math.max(160, view.width));
     const caption = (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view);
-    setText(note, [view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · "));
+    const whole = [view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · ");
+    setText(note, flat ? whole : fitCaption(options.title ?? "", whole, view.width - (scale.el.hidden ? TOOLS : TOOLS_AND_SCALE)));
     drawTooltip(view, el);
     setAttr(svg, "aria-label", `${options.title}: ${describe(view)}`);
   };

@@ -18,11 +18,19 @@ export function newTooltip(panel) {
       setText(name, label);
       setText(number, value);
     });
-    const room = panel.clientWidth - el.offsetWidth, right = x + 14;
-    el.style.left = `${Math.max(0, right > room ? x - 14 - el.offsetWidth : right)}px`;
-    el.style.top = `${Math.max(0, Math.min(y - 10, panel.clientHeight - el.offsetHeight))}px`;
+    const [left, top] = placeTip(x, y, [el.offsetWidth, el.offsetHeight], [panel.clientWidth, panel.clientHeight]);
+    el.style.left = `${left}px`;
+    el.style.top = `${top}px`;
   };
   return { show, hide: () => { el.hidden = true; } };
+}
+const ASIDE = 14;
+
+/** Return [left, top] of a box next to a point, on the side with more room; above or below it where neither side has enough. */
+export function placeTip(x, y, [width, height], [wide, high]) {
+  const isRight = x < wide / 2, room = Math.max(x, wide - x) - ASIDE, inside = Math.max(0, Math.min(y - 10, high - height));
+  if (width <= room) return [isRight ? x + ASIDE : x - ASIDE - width, inside];
+  return [Math.max(0, Math.min(x - width / 2, wide - width)), y < high / 2 ? y + ASIDE : y - ASIDE - height];
 }
 /** Return the position of an event within the panel. */
 export function within(panel, event) {

@@ -150,7 +150,7 @@ export function rateText(value) {
 }
 
 function rateField(store, ask, redraw) {
-  const input = h("input", { type: "number", step: "any", min: "0", "data-testid": "lr", title: RATE_HELP });
+  const input = h("input", { type: "text", inputmode: "decimal", autocomplete: "off", spellcheck: "false", "data-testid": "lr", title: RATE_HELP }); // a number's field keeps what it can't read to itself
   const unsent = h("span", { class: "dtk-note", hidden: "", "data-testid": "lr-unsent" });
   const el = h("label", { class: "dtk-rate" }, "learning rate", input, unsent);
   let edited = false;
@@ -170,11 +170,11 @@ function rateField(store, ask, redraw) {
   input.addEventListener("input", edit);
   input.addEventListener("blur", reset);
   input.addEventListener("keydown", (event) => {
-    const value = input.valueAsNumber;
+    const typed = input.value.trim(), value = typed ? Number(typed) : NaN;
     if (event.key === "Escape") { refuse(null); reset(); }
     else if (event.key === "Enter") {
-      const good = Number.isFinite(value) && value >= 0, typed = input.value || (input.validity.badInput ? "this" : "nothing");
-      refuse(good ? null : `${typed} is not a learning rate: it must be 0 or more, such as 0.01.${remains()}`);
+      const good = Number.isFinite(value) && value >= 0, most = value === Infinity ? ", and less than 1.8e308" : "";
+      refuse(good ? null : `${typed.slice(0, 40) || "nothing"} is not a learning rate: it must be 0 or more${most}, such as 0.01.${remains()}`);
       if (good && edited) { edited = false; if (value !== store.lr) ask("lr", value); } // an untouched box may be rounded
       redraw();
     } else if (event.key === "ArrowUp" || event.key === "ArrowDown") {

@@ -565,6 +565,67 @@ def test_custom_panels_of_a_run_that_ends_are_drawn_at_once(own_panels, monkeypa
     view.close()
 
 
+def test_a_cell_that_runs_again_replaces_the_panels_it_added_before(own_panels, monkeypatch):
+    def run_cell(cell, execution, *names, module="__main__"):
+        monkeypatch.setattr(custom_panels, "find_running_cell", lambda: cell and (cell, execution))
+        for name in names:
+
+            def draw(_ax, _history):
+                pass
+
+            draw.__module__ = module
+            dtkit.panel(name)(draw)
+        return list(custom_panels.get_panels())
+
+    assert run_cell("a", "1", "First", "Second") == ["First", "Second"]
+    assert run_cell("b", "2", "Other") == ["First", "Second", "Other"]
+    assert run_cell("a", "3", "Second", "Third") == ["Other", "Second", "Third"]
+    assert run_cell("a", "4", "Of a module", module="mine") == ["Other", "Second", "Third", "Of a module"]
+    assert run_cell(None, None, "Script", "Second") == ["Other", "Second", "Third", "Of a module", "Script"]
+    assert run_cell("a", "5", "Last") == ["Other", "Second", "Of a module", "Script", "Last"]
+
+
+def test_custom_panels_of_an_ended_run_are_added_and_removed_at_once(own_panels, monkeypatch):
+    timers, source = Timers(), FakeSource()
+    source.advance(5)
+    source.end()
+    view = widget.Dashboard(source, clock=timers.clock, call_later=timers.later)
+    sent = []
+    monkeypatch.setattr(view, "send", lambda content, _buffers=(): sent.append((content["kind"], content.get("name"))))
+    timers.run()
+    sent.clear()
+    dtkit.panel("New")(lambda ax, _history: ax.plot([1]))
+    timers.run()
+    assert sent == [("picture", "New")]
+    custom_panels.remove_panel("New")
+    timers.run()
+    assert sent == [("picture", "New"), ("no picture", "New")]
+    view.close()
+    dtkit.panel("Later")(lambda ax, _history: ax.plot([1]))
+    timers.run()
+    assert len(sent) == 2
+
+
+def test_custom_panels_are_drawn_as_wide_as_a_page_shows_them(own_panels, monkeypatch):
+    widths = []
+
+    @dtkit.panel("Mine")
+    def draw(ax, _history):
+        widths.append(round(100 * ax.figure.get_figwidth()))
+
+    timers, source = Timers(), FakeSource()
+    source.advance(5)
+    source.end()
+    view = widget.Dashboard(source, clock=timers.clock, call_later=timers.later)
+    monkeypatch.setattr(view, "send", lambda *_: None)
+    timers.run()
+    for shown in ({"Mine": 1360}, {"Mine": 1360}, {"Mine": -1}, {"Mine": "wide"}, ["Mine"], None, {"Mine": 40}):
+        view._on_page_message(None, {"sight": {"page": "a", "away": [], "widths": shown}}, [])
+        timers.run()
+    assert widths == [600, 1360, 300]
+    view.close()
+
+
 @pytest.mark.parametrize(("name", "error"), [("", ValueError), (None, ValueError)])
 def test_a_custom_panel_needs_a_title(name, error):
     with pytest.raises(error, match="title"):

@@ -33,6 +33,13 @@ def is_kernel_shut_down() -> bool:
     return message is not None and message["content"].get("restart") is False
 
 
+def find_running_cell() -> tuple[str, str] | None:
+    """Return the ids of the cell that runs and of its execution; None if the page names no cell."""
+    parent = getattr(get_shell(), "get_parent", dict)()
+    cell, execution = parent.get("metadata", {}).get("cellId"), parent.get("header", {}).get("msg_id")
+    return (str(cell), str(execution)) if cell and execution else None
+
+
 def show_value(value: Any) -> None:
     """Show a value as the last line of a cell is shown; print its repr outside of IPython."""
     if get_shell() is None:

@@ -11,6 +11,7 @@ from playwright.sync_api import Page, expect
 
 from dtkit.dashboard.figures import panel_frame, render
 from tests.support.fake_source import FakeSource
+from tests.support.lab import Look
 from tests.support.static_view import StaticView
 
 pytestmark = pytest.mark.browser
@@ -76,9 +77,11 @@ def test_page_reports_which_custom_panels_are_out_of_sight(page: Page):
     page.set_viewport_size({"width": 800, "height": 1000})
     wait_for_report()
     view.root.get_by_test_id("panels-menu").click()  # a panel that the reader has hidden
-    view.root.locator("[data-panel='Your panels']").uncheck()
-    wait_for_report("first", "second")
-    view.root.locator("[data-panel='Your panels']").check()
+    view.root.locator("[data-panel='second']").uncheck()
+    wait_for_report("second")
+    expect(panels.nth(0)).to_be_visible()
+    expect(panels.nth(1)).to_be_hidden()
+    view.root.locator("[data-panel='second']").check()
     wait_for_report()
 
 
@@ -92,3 +95,46 @@ def test_custom_panel_has_the_background_of_a_dark_page(page: Page):
     pixels = imread(io.BytesIO(panel.screenshot()))[..., :3]
     assert pixels.mean() < 0.35
     assert pixels.max() > 0.4  # lines and numbers
+
+
+def test_a_removed_panel_leaves_the_page_and_the_menu(page: Page):
+    source = FakeSource(ranks=2)
+    source.advance(20)
+    view = StaticView(page, source)
+    picture = render.render_png(render.create_figure(6, 2.3))
+    for name in ("old title", "Loss"):  # the second is named as one of dtkit's
+        view.show_picture(name, picture)
+    panels, entries = view.root.get_by_test_id("custom-panel"), view.root.locator("[data-panel='old title']")
+    expect(panels).to_have_count(2)
+    expect(entries).to_have_count(1)
+    expect(view.root.locator("[data-panel='Loss']")).to_have_count(2)
+    page.evaluate("window.receive({ kind: 'no picture', name: 'old title' }, [])")
+    expect(panels).to_have_count(1)
+    expect(entries).to_have_count(0)
+
+
+@pytest.mark.parametrize("look", [Look("light", 1400, 900)], indirect=True)
+def test_a_page_reports_how_wide_it_shows_panels_which_fill_that(page: Page):
+    source = FakeSource(ranks=2)
+    source.advance(20)
+    view = StaticView(page, source)
+    view.show_picture("alone", panel_frame.draw_png(lambda ax, _history: ax.plot([1, 2]), source.history, 1300))
+    panel = view.root.get_by_test_id("custom-panel")
+
+    def wait_for_width(low: int, high: int) -> None:
+        page.wait_for_function(
+            """([low, high]) => {
+              const width = window.sent.findLast((m) => m.sight)?.sight.widths?.alone;
+              return width > low && width < high;
+            }""",
+            arg=[low, high],
+        )
+        box, image = panel.bounding_box(), panel.locator("img").bounding_box()
+        assert box
+        assert image
+        assert image["width"] == pytest.approx(box["width"], abs=1)
+
+    panel.evaluate("(panel) => panel.classList.add('dtk-wide')")
+    wait_for_width(1250, 1400)
+    page.set_viewport_size({"width": 600, "height": 900})
+    wait_for_width(500, 600)

@@ -13,6 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util.arguments import suggest_arguments
+from dtkit._util.guard import Subscribers
+from dtkit._util.notebook import find_running_cell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 _registered_panels: dict[str, PanelFunction] = {}
 _wide_panels: set[str] = set()
+_cells: dict[str, tuple[str, str]] = {}
+"""The cell that added a panel, and its execution."""
+_subscribers = Subscribers()
 
 
 @suggest_arguments
@@ -37,8 +42,12 @@ def panel(name: str, *, wide: bool = False) -> Callable[[PanelFunction], PanelFu
         def draw(ax, history):
             ax.plot(*history.loss(rank=0))
 
-    `name` is its title. A `wide` panel takes the full width. A panel of the same name is replaced, so that a cell may
-    run again. To remove a panel, call ``remove_panel(name)`` of this module.
+    `name` is its title. A `wide` panel takes the full width. A panel replaces that of the same name. A cell that runs
+    again replaces the panels that it added before, also under other names. To remove a panel, call
+    ``remove_panel(name)`` of this module.
+
+    The panel is a picture, so smoothing, scales and axes of the charts don't apply to it. Numbers that you report with
+    :func:`dtkit.log` get charts to which they do.
     """
     if not isinstance(wide, bool):
         raise TypeError(f"panel({name!r}, wide={wide!r}): it is True for the full width, or False")
@@ -48,17 +57,43 @@ def panel(name: str, *, wide: bool = False) -> Callable[[PanelFunction], PanelFu
     def register(draw: PanelFunction) -> PanelFunction:
         if not callable(draw):
             raise TypeError(f"{draw!r} is not a function; a panel is a function of (ax, history)")
+        is_of_cell = (
+            getattr(draw, "__module__", "") == "__main__"
+        )  # a module runs once, in whatever cell imports it first
+        _forget_earlier_execution(find_running_cell() if is_of_cell else None, name)
         _registered_panels[name] = draw
         (_wide_panels.add if wide else _wide_panels.discard)(name)
+        _subscribers.notify("the panels")
         return draw
 
     return register
 
 
-def remove_panel(name: str) -> None:
-    """Remove a panel. Does nothing if there is none of this name."""
+def _forget_earlier_execution(cell: tuple[str, str] | None, name: str) -> None:
+    """Remove what the cell added when it ran before, and note that it adds this panel now."""
+    earlier = [n for n, known in _cells.items() if cell and known[0] == cell[0] and known[1] != cell[1]]
+    for other in earlier:
+        _drop(other)
+    _cells.pop(name, None)
+    if cell is not None:
+        _cells[name] = cell
+
+
+def _drop(name: str) -> None:
     _registered_panels.pop(name, None)
+    _cells.pop(name, None)
     _wide_panels.discard(name)
+
+
+def remove_panel(name: str) -> None:
+    """Remove a panel, also from dashboards that show it. Does nothing if there is none of this name."""
+    _drop(name)
+    _subscribers.notify("the panels")
+
+
+def subscribe(callback: Callable[[], None]) -> Callable[[], None]:
+    """Call `callback` after every change of the panels. Return the function that ends this."""
+    return _subscribers.add(callback)
 
 
 def get_panels() -> dict[str, PanelFunction]:

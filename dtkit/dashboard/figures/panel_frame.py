@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from dtkit.dashboard.figures.custom_panels import PanelFunction
     from dtkit.history.history import History
 
-_WIDTH_IN, _HEIGHT_IN = 6.0, 2.3
+_HEIGHT_IN = 2.3
+_CSS_PIXELS_PER_INCH, _MIN_WIDTH_IN, _MAX_WIDTH_IN = 100, 3.0, 15.0
 _ERROR_CHARS = 26  # of a line, in the narrowest panel
 
 
@@ -36,9 +37,9 @@ def wrap_panel(name: str, function: PanelFunction) -> PanelFunction:
     return draw
 
 
-def draw_png(function: PanelFunction, history: History) -> bytes:
-    """Return a panel as a PNG of its own, for a page of any theme."""
-    figure = create_figure(_WIDTH_IN, _HEIGHT_IN)
+def draw_png(function: PanelFunction, history: History, width: int = 600) -> bytes:
+    """Return a panel as a PNG of its own, for a page of any theme that shows it `width` CSS pixels wide."""
+    figure = create_figure(min(_MAX_WIDTH_IN, max(_MIN_WIDTH_IN, width / _CSS_PIXELS_PER_INCH)), _HEIGHT_IN)
     ax = figure.subplots()
     style.style_axes(ax)
     function(ax, history)

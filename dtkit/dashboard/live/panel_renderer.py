@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
 
 
+DEFAULT_WIDTH, DEFAULT_WIDE = 600, 1200
+"""Widths of a panel, and of a wide one, in CSS pixels, as long as no page has reported one."""
 MAX_DRAWING_SHARE = 0.05
 """Share of a core that drawing a panel takes where that is often enough to be followed."""
 MAX_SPARING = 1.5
@@ -53,10 +55,13 @@ class CustomPanelRenderer:
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
         is_away: Callable[[str], bool] = lambda _title: False,
+        get_width: Callable[[str], int | None] = lambda _title: None,
     ) -> None:
         self._history, self._clock, self._cpu_clock, self._is_away = history, clock, cpu_clock, is_away
+        self._get_width = get_width
         self._next_draw_times: dict[str, float] = {}
-        self._drawn_states: dict[str, tuple[PanelFunction, int]] = {}  # (function, number of rows)
+        self._drawn_states: dict[str, tuple[PanelFunction, int, int]] = {}  # (function, number of rows, width)
+        self._shown_titles: set[str] = set()
 
     def reset(self) -> None:
         """Draw all panels again, for a page that was opened now."""
@@ -69,8 +74,8 @@ class CustomPanelRenderer:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the history has rows that some picture in sight lacks."""
-        return bool(self._list_outdated())
+        """Whether the history has rows that some picture in sight lacks, or a panel was removed."""
+        return bool(self._list_outdated() or self._list_removed())
 
     @property
     def due_in_s(self) -> float:
@@ -79,12 +84,25 @@ class CustomPanelRenderer:
         return max(0.0, min(due_times, default=0.0) - self._clock())
 
     def _list_outdated(self) -> list[str]:
-        num_rows = self._history.num_valid_rows
         return [
             name
             for name, draw in get_panels().items()
-            if self._drawn_states.get(name) != (draw, num_rows) and not self._is_away(_make_title(name))
+            if self._drawn_states.get(name) != self._get_state(name, draw) and not self._is_away(_make_title(name))
         ]
+
+    def _get_state(self, name: str, draw: PanelFunction) -> tuple[PanelFunction, int, int]:
+        width = self._get_width(_make_title(name)) or (DEFAULT_WIDE if is_wide(name) else DEFAULT_WIDTH)
+        return draw, self._history.num_valid_rows, width
+
+    def _list_removed(self) -> list[str]:
+        return sorted(self._shown_titles - {_make_title(name) for name in get_panels()})
+
+    def take_removed(self) -> list[str]:
+        """Return the titles of panels that pages still show, but the user has removed or replaced."""
+        removed = self._list_removed()
+        self._shown_titles.difference_update(removed)
+        self._drawn_states = {name: state for name, state in self._drawn_states.items() if name in get_panels()}
+        return removed
 
     def draw_due_panels(self) -> Iterator[PanelPicture]:
         """Draw the panels that are due and outdated."""
@@ -93,19 +111,20 @@ class CustomPanelRenderer:
             started_at, function = self._clock(), panels[name]
             if started_at < self._next_draw_times.get(name, 0.0):
                 continue
-            state = function, self._history.num_valid_rows
+            state = self._get_state(name, function)
             is_first, cpu_s = name not in self._drawn_states, self._cpu_clock()
-            yield self._draw_panel(name, function)
+            self._shown_titles.add(_make_title(name))
+            yield self._draw_panel(name, function, state[-1])
             self._drawn_states[name] = state
             cost_s = 0.0 if is_first else self._cpu_clock() - cpu_s  # the first one also imports libraries and fonts
             self._next_draw_times[name] = started_at + _choose_interval(cost_s)
 
-    def _draw_panel(self, name: str, function: PanelFunction) -> PanelPicture:
+    def _draw_panel(self, name: str, function: PanelFunction, width: int) -> PanelPicture:
         from dtkit.dashboard.figures import panel_frame
 
         title = _make_title(name)
         return run_guarded(
-            lambda: PanelPicture(title, panel_frame.draw_png(function, self._history), None, is_wide(name)),
+            lambda: PanelPicture(title, panel_frame.draw_png(function, self._history, width), None, is_wide(name)),
             lambda error: PanelPicture(title, b"", panel_frame.format_error(error), is_wide(name)),
         )
 

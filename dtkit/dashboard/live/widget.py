@@ -24,6 +24,7 @@ import traitlets
 
 from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
+from dtkit.dashboard.figures import custom_panels
 from dtkit.dashboard.live.bundle import bundle_modules
 from dtkit.dashboard.live.commands import CommandHandler
 from dtkit.dashboard.live.heartbeat import Heartbeat
@@ -76,13 +77,16 @@ class Dashboard(anywidget.AnyWidget):
         self._command_handler = CommandHandler(run, self._report_command, fault_injection=fault_injection)
         self._message_builder.extra_controls = self._command_handler.extra_controls
         self._sight = PageSight(clock)
-        self._panel_renderer = CustomPanelRenderer(run.history, clock, is_away=self._sight.is_away)
+        self._panel_renderer = CustomPanelRenderer(
+            run.history, clock, is_away=self._sight.is_away, get_width=self._sight.get_width
+        )
         # locks: while a message is made and sent
         self._send_lock = threading.Lock()  # messages leave in the order in which they are built
         self._is_page_ready = False
         self._knows_heartbeat = False  # a page misses signs of life once it has had one
         self._num_updates = 0
         self._unsubscribe: Callable[[], None] = _do_nothing
+        self._unsubscribe_panels: Callable[[], None] = _do_nothing
         self._throttle = Throttle(self._send_update, timeouts.LIVE_INTERVAL_S, clock=clock, call_later=call_later)
         self._picture_throttle = Throttle(
             self._send_pictures, timeouts.LIVE_INTERVAL_S, clock=clock, call_later=call_later
@@ -97,6 +101,7 @@ class Dashboard(anywidget.AnyWidget):
         super().__init__(opening={"content": message.content, "buffers": message.buffers}, place=make_place_name())
         self.on_msg(self._on_page_message)
         self._unsubscribe = run.subscribe(self._request_update)
+        self._unsubscribe_panels = custom_panels.subscribe(self._request_pictures)
         self._request_update()  # for changes between the snapshot and the subscription
 
     def enable_fault_injection(self) -> None:
@@ -133,6 +138,7 @@ class Dashboard(anywidget.AnyWidget):
     def _stop_updates(self) -> None:
         unsubscribe, self._unsubscribe = self._unsubscribe, _do_nothing  # a second call does nothing
         unsubscribe()
+        self._unsubscribe_panels()
         self._heartbeat.stop()
         self._throttle.close()
         self._picture_throttle.close()
@@ -174,6 +180,10 @@ class Dashboard(anywidget.AnyWidget):
 
     def _send_pictures(self) -> None:
         """Send the due pictures of the user's panels, drawn without the lock because drawing may take long."""
+        for title in self._panel_renderer.take_removed():
+            with self._send_lock:
+                if self.comm is not None:
+                    self.send({"kind": "no picture", "name": title})
         for picture in self._panel_renderer.draw_due_panels():
             with self._send_lock:
                 if self.comm is None:

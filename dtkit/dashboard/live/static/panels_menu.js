@@ -22,21 +22,28 @@ function keepChoice(hidden) {
   }
 }
 
-/** Return the menu of `panels`, {title, el}: update() hides those that aren't wanted. */
+/** Return the menu of `panels`, {title, el} or, of several ones, {parts()}: update() hides those that aren't wanted. */
 export function panelsMenu(store, panels) {
-  const menu = popover("panels ▾", "choose panels", "panels-menu"), hidden = readChoice();
-  const boxes = panels.map(({ title }) => {
+  const menu = popover("panels ▾", "choose panels", "panels-menu"), hidden = readChoice(), labels = new Map();
+  const newLabel = ({ title, key = title }) => {
     const box = h("input", { type: "checkbox", "data-panel": title });
-    box.checked = !hidden.has(title);
+    box.checked = !hidden.has(key);
     box.addEventListener("change", () => {
-      if (box.checked) hidden.delete(title);
-      else hidden.add(title);
+      if (box.checked) hidden.delete(key);
+      else hidden.add(key);
       keepChoice(hidden);
       store.redraw();
     });
-    return box;
-  });
-  menu.box.append(...panels.map(({ title }, k) => h("label", {}, boxes[k], title)));
-  const update = () => panels.forEach(({ title, el }) => el.classList.toggle("dtk-off", hidden.has(title)));
+    return h("label", {}, box, title);
+  };
+  const update = () => {
+    const all = panels.flatMap((panel) => panel.parts?.() ?? [panel]);
+    for (const { title, key = title, el } of all) {
+      if (!labels.has(key)) labels.set(key, newLabel({ title, key }));
+      el.classList.toggle("dtk-off", hidden.has(key));
+    }
+    const wanted = all.map(({ title, key = title }) => labels.get(key));
+    if (wanted.length !== menu.box.children.length || wanted.some((label, k) => menu.box.children[k] !== label)) menu.box.replaceChildren(...wanted);
+  };
   return { el: menu.el, update };
 }

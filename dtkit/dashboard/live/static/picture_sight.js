@@ -6,18 +6,34 @@ import { LIVE } from "./store.js";
 const AGAIN_MS = 30_000; // less than half of SIGHT_REPORT_LIFE_S: a page in the background may be called once a minute
 const SETTLE_MS = 150, NEW_MS = 5000;
 
-/** Return {watch(name, el)}: `store.send` gets {sight: {page, away}}, names of pictures that no view of this page has in sight. */
+const STEP_PX = 20; // a picture is enlarged or shrunk by less than that
+
+/** Return the widths of pictures by name, in larger steps, so that few changes need another drawing. */
+function readWidths(watched) {
+  const widths = {};
+  for (const [el, { name }] of watched) {
+    const width = el.ownerDocument.fullscreenElement === el ? 0 : STEP_PX * Math.round(el.clientWidth / STEP_PX);
+    if (width) widths[name] = Math.max(width, widths[name] ?? 0);
+  }
+  return widths;
+}
+
+/**
+ * Return {watch(name, el), forget(el)}: `store.send` gets {sight: {page, away, widths}}, the names of pictures that no view of
+ * this page has in sight, and the widths of those that it shows.
+ */
 export function newPictureSight(store) {
   const page = Math.random().toString(36).slice(2), watched = new Map(); // by element: its name, and whether it is in sight
-  let told = "[]", timer = null, observer = null;
+  const resized = new ResizeObserver(() => soon());
+  let told = "[[],{}]", timer = null, observer = null;
   const listAway = () => {
     const seen = new Set([...watched.values()].filter(({ isSeen }) => isSeen).map(({ name }) => name));
     const isDrawn = (name) => Date.now() - store.pictures.get(name).since > NEW_MS; // if it can be at all
     return [...store.pictures.keys()].filter((name) => document.hidden || (!seen.has(name) && isDrawn(name))).sort();
   };
   const tell = (isAgain) => {
-    const away = listAway(), text = JSON.stringify(away);
-    if (store.pictures.size && (text !== told || isAgain)) store.send({ sight: { page, away } });
+    const away = listAway(), widths = readWidths(watched), text = JSON.stringify([away, widths]);
+    if (store.pictures.size && (text !== told || isAgain)) store.send({ sight: { page, away, widths } });
     told = text;
   };
   const soon = () => { timer ??= setTimeout(() => { timer = null; tell(false); }, SETTLE_MS); };
@@ -35,7 +51,13 @@ export function newPictureSight(store) {
       watched.set(el, { name, isSeen: true });
       if (observer === null) start();
       observer.observe(el);
+      resized.observe(el);
       setTimeout(() => tell(false), NEW_MS + SETTLE_MS);
+    },
+    forget: (el) => {
+      watched.delete(el);
+      observer.unobserve(el);
+      resized.unobserve(el);
     },
   };
 }

@@ -99,6 +99,10 @@ export function apply(store, content, buffers) {
     store.pictures.set(content.name, { error: content.error, bytes, wide: Boolean(content.wide), since });
     return true;
   }
+  if (content.kind === "no picture") { // its panel was removed or replaced
+    store.pictures.delete(content.name);
+    return true;
+  }
   if (content.kind === "detail") {
     store.detail = { ...content.curves, range: content.range, used: content.curves.buckets, data: floats(buffers[0]) };
     return true;

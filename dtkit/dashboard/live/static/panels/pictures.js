@@ -6,17 +6,27 @@ import { newFrame } from "../frame.js";
 
 export function pictures(store, _send, redraw) {
   const el = h("div", { class: "dtk-several" }), shown = new Map();
+  const add = (name) => {
+    shown.set(name, newPicture(name, redraw));
+    el.append(shown.get(name).el);
+    store.pictureSight.watch(name, shown.get(name).el);
+    redraw(); // the menu of panels, which is above
+  };
+  const remove = (name) => {
+    store.pictureSight.forget(shown.get(name).el);
+    shown.get(name).el.remove();
+    shown.delete(name);
+    redraw();
+  };
   const update = () => {
+    for (const name of [...shown.keys()]) if (!store.pictures.has(name)) remove(name);
     for (const [name, picture] of store.pictures) {
-      if (!shown.has(name)) {
-        shown.set(name, newPicture(name, redraw));
-        el.append(shown.get(name).el);
-        store.pictureSight.watch(name, shown.get(name).el);
-      }
+      if (!shown.has(name)) add(name);
       drawPicture(shown.get(name), picture);
     }
   };
-  return { el, update, title: "Your panels" };
+  const parts = () => [...shown].map(([title, part]) => ({ title, key: `own ${title}`, el: part.el }));
+  return { el, update, parts };
 }
 
 function newPicture(name, redraw) {

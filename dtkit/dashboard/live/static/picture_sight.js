@@ -24,8 +24,7 @@ function readWidths(watched) {
  */
 export function newPictureSight(store) {
   const page = Math.random().toString(36).slice(2), watched = new Map(); // by element: its name, and whether it is in sight
-  const resized = new ResizeObserver(() => soon());
-  let told = "[[],{}]", timer = null, observer = null;
+  let told = "[[],{}]", timer = null, observer = null, resized = null;
   const listAway = () => {
     const seen = new Set([...watched.values()].filter(({ isSeen }) => isSeen).map(({ name }) => name));
     const isDrawn = (name) => Date.now() - store.pictures.get(name).since > NEW_MS; // if it can be at all
@@ -43,6 +42,7 @@ export function newPictureSight(store) {
   };
   const start = () => {
     observer = new IntersectionObserver(look);
+    resized = new ResizeObserver(soon);
     document.addEventListener("visibilitychange", soon);
     setInterval(() => { if (LIVE.includes(store.status?.state)) tell(true); }, AGAIN_MS);
   };

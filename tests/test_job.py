@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from dtkit.engine.data.sources import DatasetSource
 from dtkit.engine.dispatch_votes import choose_vote_steps
+from dtkit.engine.observe.call_output import log
 from dtkit.engine.state.shards import join_state_dict
 from dtkit.strategies.averaging import ParameterAveraging
 from dtkit.strategies.base import make_optimizer
@@ -242,8 +243,21 @@ def test_a_metric_per_sample_is_refused():
 
 def test_metrics_with_a_training_step_are_refused():
     made = make_job(training_step=lambda model, batch: model(batch[0]).sum())
-    with pytest.raises(ValueError, match="metrics need output and target, which training_step= keeps to itself"):
+    with pytest.raises(ValueError, match=r"metrics= need output and target.*return loss, \{'accuracy': acc"):
         made.evaluate([(20, data())], {"size": len})
+
+
+def test_an_evaluation_has_the_numbers_that_a_training_step_returns_or_logs():
+    def step(model, batch):
+        loss = model(batch[0]).square().mean()
+        log(rows=float(len(batch[0])), loss=7.0)
+        return loss, {"hits": (torch.tensor(6.0), 4)}
+
+    samples, sums = make_job(training_step=step).evaluate([(20, data()), (20, data())], {})
+    assert samples == 40
+    assert sums["rows"] == (20.0 * 40, 40.0)
+    assert sums["hits"] == (12.0, 8.0)
+    assert sums["loss"][0] != 7.0 * 40
 
 
 def test_a_job_uses_its_own_random_state():

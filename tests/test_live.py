@@ -766,6 +766,30 @@ def test_page_gets_signs_of_life_until_the_view_is_closed(monkeypatch):
     assert not dashboard._heartbeat._thread.is_alive()
 
 
+def test_engines_that_end_after_their_run_are_reported_until_nobody_watches_them(timers, monkeypatch):
+    source = FakeSource()
+    source.advance(10)
+    source.end()
+    source.ended_engines = {}
+    dashboard = widget.Dashboard(source, clock=timers.clock, call_later=timers.later)
+    dashboard._heartbeat.stop()
+    sent = []
+    monkeypatch.setattr(dashboard, "send", lambda content, _buffers=(): sent.append(content))
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+    timers.run()
+    sent.clear()
+    for ended in ({}, {1: "rank 1 is gone"}, {1: "rank 1 is gone"}, {}):
+        source.ended_engines = ended
+        timers.now += 1
+        assert dashboard._send_sign_of_life()
+        timers.run()
+    assert [content["nodes_now"].get("ended") for content in sent] == [[1], None]
+    assert sent[0]["nodes_now"]["reasons"] == "node 1 is gone"
+    source.ended_engines = None  # the cluster was closed
+    assert not dashboard._send_sign_of_life()
+    dashboard.close()
+
+
 def test_a_sign_of_life_is_sent_once_and_then_only_between_rare_messages(timers, monkeypatch):
     source = FakeSource()
     dashboard = widget.Dashboard(source, clock=timers.clock, call_later=timers.later)

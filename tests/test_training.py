@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "metrics beside a step": (
         {"loss": None, "training_step": lambda m, b: b, "metrics": {"a": len}},
         ValueError,
-        "metrics need output and target, .* use loss=",
+        "metrics= need output and target, .*return loss, .*accuracy",
     ),
     "a strategy class": (
         {"strategy": dtkit.DataParallel},

@@ -65,6 +65,11 @@ class RunView(Protocol):
         ...
 
     @property
+    def ended_engines(self) -> Mapping[int, str] | None:
+        """Why engines are gone that have ended, with the remedy, by rank; None where nobody watches them any more."""
+        ...
+
+    @property
     def verification(self) -> Verification | None:
         """The comparison with one process by the last `verify`, which may have times of steps; None before."""
         ...

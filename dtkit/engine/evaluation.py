@@ -23,8 +23,8 @@ def check_metrics(metrics: dict[str, Callable[..., Any]], loss_fn: Loss) -> None
     """Raise ValueError if there are metrics, but no outputs from which to compute them."""
     if metrics and loss_fn.training_step is not None:
         raise ValueError(
-            "metrics need output and target, which training_step= keeps to itself. Compute them from run.model, or "
-            "train with loss="
+            "metrics= need output and target, which training_step= keeps to itself. The evaluation already has the "
+            "numbers that the step returns next to the loss, as in return loss, {'accuracy': accuracy}"
         )
 
 

@@ -37,7 +37,7 @@ from dtkit.rpc.uploads import Uploads
 from dtkit.types import Failure, NodeInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -124,6 +124,10 @@ class EngineGroup:
     def is_superseded(self) -> bool:
         """Whether another notebook has taken these engines over."""
         return self.owner_record is not None and self.owner_record.is_superseded
+
+    def describe_ended_engines(self) -> Mapping[int, str] | None:
+        """Return why the engines of ranks are gone that have ended; None where these engines are no longer watched."""
+        return None if self.is_closed or self.is_superseded else self.membership.describe_ended_engines()
 
     def check_owned(self) -> None:
         """Raise SupersededError if another notebook has taken these engines over."""

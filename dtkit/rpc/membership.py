@@ -23,7 +23,7 @@ from dtkit.types import Failure, NodeInfo
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -105,6 +105,7 @@ class Membership:
         self._nodes: list[NodeInfo] = []
         self._host_by_rank: dict[int, str] = {}
         self._inherited_generation = -1
+        self._ended_engines: dict[int, str] = {}
 
     @property
     def nodes(self) -> list[NodeInfo]:
@@ -135,6 +136,12 @@ class Membership:
     def find_lost_ranks(self) -> list[int]:
         """Return the ranks whose engines have ended."""
         return self._transport.find_lost_ranks()
+
+    def describe_ended_engines(self) -> Mapping[int, str]:
+        """Return why the engine of each lost rank is gone, with the remedy. It asks once, since that may wait."""
+        if (lost_ranks := self.find_lost_ranks()) != list(self._ended_engines):
+            self._ended_engines = {rank: self._transport.explain_loss(rank) for rank in lost_ranks}
+        return self._ended_engines
 
     def explain_losses(self, ranks: Sequence[int], failures: Sequence[Failure] = ()) -> dict[int, str]:
         """Return why these ranks are lost. A rank's own last error may only say that another rank was gone."""

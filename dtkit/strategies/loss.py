@@ -38,7 +38,7 @@ class EvalOutput:
     loss_weight: torch.Tensor | None
     """Weight of a (sum, weight) pair; None for a mean over samples."""
     logged: Mapping[str, tuple[float, float | None]] = dataclasses.field(default_factory=dict)
-    """Numbers that an evaluation step has logged, with the weights of pairs."""
+    """Numbers that a training or evaluation step has logged, with the weights of pairs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,10 @@ class Loss:
         if hasattr(self.training_step, "evaluate"):
             return self._run_evaluation_step(model, batch)
         if self.training_step is not None:
-            return EvalOutput(None, None, *self(model, batch))
+            logged: dict[str, Any] = {}
+            with redirect_log(logged.update):
+                loss, weight = self(model, batch)
+            return EvalOutput(None, None, loss, weight, _weigh_logged(logged))
         inputs, target = self.split_batch(batch)
         return self.evaluate_output(inputs.pass_to(model), target)
 
@@ -156,9 +159,7 @@ class Loss:
         with redirect_log(logged.update):
             loss = self.training_step.evaluate(model, batch, logged)  # type: ignore[union-attr]  # see above
         loss = torch.tensor(loss) if isinstance(loss, float) else loss
-        pairs = {name: value if isinstance(value, tuple) else (value, None) for name, value in logged.items()}
-        numbers = {name: (float(v), None if weight is None else float(weight)) for name, (v, weight) in pairs.items()}
-        return EvalOutput(None, None, *_check_loss_value(loss, "validation_step"), numbers)
+        return EvalOutput(None, None, *_check_loss_value(loss, "validation_step"), _weigh_logged(logged))
 
     def evaluate_output(self, output: Any, target: Any) -> EvalOutput:
         """Return a model's output with its target and loss. With the model's own loss, its logits are the output."""
@@ -260,6 +261,12 @@ def _take_logged(value: Any) -> Any:
         return value
     log(**value[-1])
     return value[0] if len(value) == 2 else value[:-1]
+
+
+def _weigh_logged(logged: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
+    """Return logged numbers with the weights of pairs, for an evaluation."""
+    pairs = {name: value if isinstance(value, tuple) else (value, None) for name, value in logged.items()}
+    return {name: (float(v), None if weight is None else float(weight)) for name, (v, weight) in pairs.items()}
 
 
 def _check_loss_value(value: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None]:

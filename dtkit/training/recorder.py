@@ -18,7 +18,7 @@ from dtkit.history import comm_time, engine_outbox
 from dtkit.history.engine_outbox import format_output
 from dtkit.history.missing_steps import describe_missing_steps
 from dtkit.history.scalars import ScalarRecord
-from dtkit.history.timeline import merge_spans
+from dtkit.history.timeline import Timeline, merge_spans
 from dtkit.messages import DispatchResult
 from dtkit.training.divergence_watch import DivergenceWatch
 from dtkit.types import Evaluation, Event
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
     from dtkit.messages import Reply
     from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.schedules.schedule import Schedule
     from dtkit.types import Scalars
 
 
@@ -101,6 +102,11 @@ class Recorder:
     def merge_recent_spans(self) -> np.ndarray:
         """Return what each rank did when in the last steps that all of them completed, on one clock."""
         return merge_spans(self._recent_spans, self._recent_clock_offsets)
+
+    def make_timeline(self, schedule: Schedule | None, name: str) -> Timeline:
+        """Return the picture of the last steps of a run of this name."""
+        spans = comm_time.split_message_waits(self.merge_recent_spans(), self._history.ranks_per_replica)
+        return Timeline(comm_time.split_collective_waits(spans), schedule=schedule, title=f" of {name}")
 
     def restore_spans(self, spans: np.ndarray) -> None:
         """Restore the spans of another notebook, on one clock, unless engines kept those of later steps."""

@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
 
 @suggest_attributes("run")
-@hide_from_completion("delay_factors", "is_released", "lifecycle", "note", "placement", "post", "subscribe")
+@hide_from_completion(
+    "delay_factors", "ended_engines", "is_released", "lifecycle", "note", "placement", "post", "subscribe"
+)
 @explain_arguments
 class Run(ShownRun):
     """One training on a cluster. As the last line of a cell, it is a live dashboard.
@@ -141,14 +143,7 @@ class Run(ShownRun):
     @property
     def timeline(self) -> Timeline:
         """Picture of when each rank did what in the last steps; of a pipeline also the bubble."""
-        from dtkit.history import comm_time
-        from dtkit.history.timeline import Timeline
-
-        spans = comm_time.split_message_waits(
-            self._driver.progress.recorder.merge_recent_spans(), self.history.ranks_per_replica
-        )
-        schedule = self._plan.options.schedule
-        return Timeline(comm_time.split_collective_waits(spans), schedule=schedule, title=f" of {self.spec.name}")
+        return self._driver.progress.recorder.make_timeline(self._plan.options.schedule, self.spec.name)
 
     @property
     def consistency(self) -> ReplicaCheckResult | None:
@@ -159,6 +154,11 @@ class Run(ShownRun):
     def stall_report(self) -> StallReport | None:
         """The rank that the others wait for, with its phase, line and seconds; None while every rank makes progress."""
         return self._driver.calls.stall_detector.stall_report
+
+    @property
+    def ended_engines(self) -> Mapping[int, str] | None:
+        """Why the engines of ranks are gone that have ended, also since the run did; None once nobody watches them."""
+        return self._engine_group.describe_ended_engines()
 
     @property
     def model(self) -> Any:

@@ -165,7 +165,8 @@ def _check_name_and_tags(config: TrainConfig) -> None:
 def _check_metrics(config: TrainConfig) -> None:
     if config.metrics and config.training_step is not None:
         raise ValueError(
-            "metrics need output and target, which training_step= keeps to itself; compute them there, or use loss="
+            "metrics= need output and target, which training_step= keeps to itself. Let the step return them next to "
+            "the loss: return loss, {'accuracy': accuracy}. validation= then has their means over its rows, too"
         )
     check_metrics(config.metrics)
 

@@ -13,6 +13,7 @@ import dtkit
 from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
 from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.dashboard.summary.curves import MAX_BUCKETS
+from dtkit.dashboard.summary.ended_engines import describe_ended_engines
 from dtkit.errors import EngineError, NonFiniteError
 from dtkit.history.scalars import ScalarRecord
 from dtkit.types import Evaluation, Event, Failure, ReplicaCheckResult, State
@@ -453,3 +454,39 @@ _LINE_END = """(el) => {
   const { x, y } = el.getPointAtLength(el.getTotalLength()).matrixTransform(el.getScreenCTM());
   return [x, y];
 }"""
+
+
+def test_an_engine_that_ends_after_its_run_is_named_in_the_table_of_nodes(page: Page):
+    run = make_run()
+    run.slowness = {1: 2.0}
+    run.advance(200)
+    run.end()
+    run.ended_engines = {}
+    view = StaticView(page, run)
+    table = view.root.get_by_test_id("nodes-table")
+    told, button = table.get_by_test_id("ended-engines"), table.locator("tr[data-rank='1'] button")
+    table.scroll_into_view_if_needed()
+    expect(button).to_have_text("▲ 1")
+    expect(told).to_be_hidden()
+    remedy = "its process has ended. cluster.repair() starts another one in its place"
+    run.ended_engines = {1: f"the engine of rank 1 on host0 is gone: {remedy}"}
+    view.update()
+    expect(told).to_have_text(f"✕ the engine of node 1 on host0 is gone: {remedy}")
+    expect(button).to_have_text("✕ 1")
+    expect(button).to_have_attribute("aria-label", "highlight node 1, its engine has ended")
+    expect(view.root.locator(".dtk-chip")).to_have_text("✓ completed")  # and its loss, and all else
+    expect(view.root.get_by_test_id("alert")).to_be_hidden()
+    run.ended_engines = {}  # repaired
+    view.update()
+    expect(told).to_be_hidden()
+    expect(button).to_have_text("▲ 1")
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 5])
+def test_a_few_engines_that_ended_are_explained_and_the_others_counted(ranks: int):
+    run = FakeSource(ranks=8)
+    run.ended_engines = {rank: f"the engine of rank {rank} is gone" for rank in range(ranks)}
+    run.end()
+    lines = describe_ended_engines(run).splitlines()
+    assert lines[0] == "the engine of node 0 is gone"
+    assert lines[3:] == {1: [], 4: ["and 1 more engine"], 5: ["and 2 more engines"]}[ranks]

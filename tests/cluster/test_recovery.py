@@ -199,6 +199,23 @@ def test_evaluation_interrupted_by_a_lost_engine_is_repeated_and_counted_once(
     assert losses == pytest.approx(expected_losses, abs=BOUND)
 
 
+def test_an_engine_that_ends_after_its_run_is_reported_until_it_is_replaced():
+    with dtkit.Cluster(2, spares=0) as cluster:
+        run = start(cluster)
+        run.wait(60)
+        assert run.ended_engines == {}
+        os.kill(run.nodes[1].pid, signal.SIGKILL)
+        wait_until(lambda: run.ended_engines, 30)
+        (reason,) = run.ended_engines.values()
+        assert list(run.ended_engines) == [1]
+        assert "has ended. cluster.repair() starts another one" in reason
+        assert run.status.state is dtkit.types.State.COMPLETED
+        assert run.exception is None
+        assert cluster.repair() == [1]
+        assert run.ended_engines == {}
+    assert run.ended_engines is None
+
+
 @pytest.mark.slow
 def test_second_lost_engine_is_replaced_by_the_next_spare(cluster: dtkit.Cluster):
     """The next spare is ready sooner than an engine that is started after the loss."""

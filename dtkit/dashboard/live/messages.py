@@ -38,6 +38,7 @@ from dtkit.dashboard.summary.curves import (
     format_overall_label,
     read_range,
 )
+from dtkit.dashboard.summary.ended_engines import describe_ended_engines, find_ended_engines
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.metrics import build_tiles, compute_epoch, compute_run_metrics
 from dtkit.dashboard.summary.node_series import NODE_CHARTS, NodeSeries
@@ -98,6 +99,8 @@ class MessageBuilder:
         self._verdict_due_at = -math.inf
         self.selected_rank: int | None = None
         """The highlighted node."""
+        self.ended_ranks: list[int] = []
+        """Nodes whose engines had ended at the last message, since the run ended."""
         self.extra_controls: Sequence[str] = ()
         """Controls that not every run has."""
         self._last_effect = LastEffect(clock)
@@ -214,6 +217,7 @@ class MessageBuilder:
         self._num_rows = len(run.history)  # rows that arrive from here on are for the next message
         metrics = compute_run_metrics(run.history, self._num_ranks, self._lost_nodes)
         self._metrics = self._steady_verdict.match(metrics)
+        self.ended_ranks = find_ended_engines(run)
         stuck_ranks = [] if stall is None or stall.rank is None else [stall.rank]
         self._outliers = find_outliers(self._metrics, {*self._lost_nodes, *stuck_ranks})
         epoch, epochs = compute_epoch(run.spec, status.step)
@@ -248,6 +252,7 @@ class MessageBuilder:
                 "outliers": self._outliers,
                 "slow": list(self._metrics.timing.straggler.ranks) if self._metrics.timing.straggler else [],
                 "slowed": sorted(run.delay_factors),
+                **({"ended": self.ended_ranks, "reasons": describe_ended_engines(run)} if self.ended_ranks else {}),
             },
             **verdict,
             "selected": self.selected_rank,

@@ -32,6 +32,7 @@ from dtkit.dashboard.live.panel_renderer import CustomPanelRenderer
 from dtkit.dashboard.live.placement import make_place_name
 from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.dashboard.live.sight import PageSight
+from dtkit.dashboard.summary.ended_engines import find_ended_engines
 from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.throttle import Throttle, start_timer
 from dtkit.types import State
@@ -108,7 +109,7 @@ class Dashboard(anywidget.AnyWidget):
 
     def _request_update(self) -> None:
         self._throttle.trigger(is_pressing=self._message_builder.is_pressing)
-        if self._is_page_ready and not self._run.status.state.has_ended:  # it may have been extended
+        if self._is_page_ready:  # the run may have been extended
             self._heartbeat.start()
         self._request_pictures()
         self._request_series()
@@ -156,12 +157,20 @@ class Dashboard(anywidget.AnyWidget):
 
     def _send_sign_of_life(self) -> bool:
         """Send a sign of life, unless another message just was one. Return False if the page needs no more signs."""
+        if self._run.status.state.has_ended:
+            return self._watch_engines()
         with self._send_lock:
             silence_s = self._clock() - self._sent_at
             if self.comm is not None and (silence_s >= timeouts.LIVE_HEARTBEAT_S or not self._knows_heartbeat):
                 self.send({"kind": "alive"})
                 self._sent_at, self._knows_heartbeat = self._clock(), True
-            return self.comm is not None and not self._run.status.state.has_ended
+            return self.comm is not None
+
+    def _watch_engines(self) -> bool:
+        """Report engines that have ended since the run did. Return False once nobody watches them, or the view ends."""
+        if find_ended_engines(self._run) != self._message_builder.ended_ranks:
+            self._request_update()
+        return self.comm is not None and self._run.ended_engines is not None
 
     def _send_pictures(self) -> None:
         """Send the due pictures of the user's panels, drawn without the lock because drawing may take long."""

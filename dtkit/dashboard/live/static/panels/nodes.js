@@ -10,9 +10,10 @@ const MOST_IN_SIGHT = 8; // that are all in sight
 
 export function nodesTable(store) {
   const body = h("tbody"), note = h("span", { class: "dtk-note" });
+  const ended = h("p", { class: "dtk-ended", role: "status", "data-testid": "ended-engines", hidden: "" });
   const table = h("table", { class: "dtk-nodes" }, h("thead", {}, h("tr", {}, ...COLUMNS.map((c) => h("th", { scope: "col" }, c)))), body);
   const scroll = h("div", { class: "dtk-scroll", tabindex: "0", role: "region", "aria-label": "table of nodes" }, table);
-  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "nodes-table" }, h("h3", {}, "Nodes ", note), scroll);
+  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "nodes-table" }, h("h3", {}, "Nodes ", note), ended, scroll);
   let built = null;
   const update = () => {
     if (built !== store.nodes) {
@@ -21,6 +22,9 @@ export function nodesTable(store) {
       setText(note, describeNodes(store.nodes));
       scroll.classList.toggle("dtk-long", store.nodes.length > MOST_IN_SIGHT);
     }
+    const { reasons: text } = store.nodesNow;
+    setText(ended, text ? `✕ ${text.replaceAll("\n", "\n✕ ")}` : "");
+    ended.hidden = !text;
     store.nodes.forEach((node, k) => {
       const [loss, rate, memory] = store.ranks.subarray(3 * node.rank, 3 * node.rank + 3);
       const row = body.children[k], cells = row.children;
@@ -48,9 +52,9 @@ function nodeRow(store, node) {
     ...[node.engine_id, node.host, node.pid, node.device, "", node.threads, "", ""].map((v) => h("td", {}, String(v))));
 }
 function drawNodeState(store, row, rank) {
-  const what = condition(store, rank), button = row.querySelector("button"), picked = store.selected === rank;
+  const now = condition(store, rank), what = now !== "lost" && store.nodesNow.ended?.includes(rank) ? "ended" : now, button = row.querySelector("button"), picked = store.selected === rank;
   setAttr(row, "class", `${what ? `dtk-is-${what}` : ""}${picked ? " dtk-picked" : ""}`);
-  setText(button, `${CONDITION_GLYPH[what]} ${rank}`.trim());
+  setText(button, `${what === "ended" ? "✕" : CONDITION_GLYPH[what]} ${rank}`.trim());
   setAttr(button, "aria-pressed", picked);
-  setAttr(button, "aria-label", `highlight node ${rank}${what ? `, ${describeCondition(store, rank)}` : ""}`);
+  setAttr(button, "aria-label", `highlight node ${rank}${what ? `, ${what === "ended" ? "its engine has ended" : describeCondition(store, rank)}` : ""}`);
 }

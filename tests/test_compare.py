@@ -13,7 +13,7 @@ from torch import nn
 
 import dtkit
 from dtkit.dashboard.figures import comparison_figure
-from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder
+from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.summary import comparison as comparison_summary
 from dtkit.dashboard.summary.function_text import read_function, read_optimizer
 from dtkit.dashboard.summary.source_differences import tell_sources_apart

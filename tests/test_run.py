@@ -19,7 +19,7 @@ from torch import nn
 import dtkit
 from dtkit._util import timeouts
 from dtkit.checkpoint.manager import CheckpointRequest
-from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder
+from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.summary.metrics import compute_epoch
 from dtkit.dashboard.text import run_text
 from dtkit.errors import HostLostError, RefusedError, RunError

@@ -1,6 +1,7 @@
 """dtkit.compare: several runs as a figure over bytes and steps, a table, and text."""
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from torch import nn
 
 import dtkit
 from dtkit.dashboard.figures import comparison_figure
-from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder
+from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.summary import comparison as comparison_summary
 from dtkit.dashboard.summary.function_text import read_function, read_optimizer
 from dtkit.dashboard.summary.source_differences import tell_sources_apart
@@ -632,6 +633,30 @@ def test_functions_of_one_name_are_told_apart_by_the_lines_that_differ():
         ("loss", "loss: return difference.abs().mean()", "loss: return (difference**2).mean()")
     ]
     assert list_differences([specs[0], make_spec_with_loss(make_named_loss(1))]) == []
+
+
+def test_functions_of_packages_beside_the_installation_have_no_source():
+    """Debian's packages, and those that pip installed for one user, are in other folders than sysconfig names."""
+    for folder in ("/usr/lib/python3/dist-packages", "/home/me/.local/lib/python3.11/site-packages"):
+        functions = {"__name__": "losses"}
+        exec(compile("def loss(output, target): return 0", f"{folder}/losses.py", "exec"), functions)
+        assert read_sources(functions["loss"]) == ""
+
+
+def test_the_digest_of_a_function_without_source_is_the_same_in_each_process():
+    code = (
+        "from dtkit.training.function_sources import read_sources\n"
+        "print(read_sources(eval(\"lambda x: x in {'a', 'b', 'c', 'd', 'e'}\")))"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True, timeout=120,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }  # fmt: skip
+    assert len(digests) == 1
+    assert "bytecode" in digests.pop()
 
 
 def test_functions_without_source_of_one_name_are_told_apart():

@@ -3,7 +3,7 @@
 import pytest
 
 import dtkit
-from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder
+from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.text import comparison_text
 from dtkit.errors import EngineError, NonFiniteError, PausedError
 from dtkit.types import Evaluation, Event, Failure, State

@@ -185,6 +185,20 @@ class ChangesParameter(nn.Linear):
 
 TABLE = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 3))
 TOKENS = torch.tensor([[0, 6]] * 5)
+
+
+class TwoTables(nn.Module):
+    """A recommender's model: a table of users, and one of items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items, self.head = nn.Embedding(100, 4), nn.Embedding(5, 4), nn.Linear(8, 3)
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> Any:
+        return self.head(torch.cat([self.users(users), self.items(items)], 1))
+
+
+TABLES = TwoTables()
 DEEP = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(72, 10))
 
 
@@ -203,6 +217,12 @@ DEEP = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(72, 10))
         ),
         (nn.BatchNorm1d(1), torch.zeros(5, 1, 8, 8), r"expects 2D or 3D .*\(samples, channels, height, width\) .*2d"),
         (TABLE, TOKENS, r"lie between 0 and 6, and the model's embeddings have 5 rows; .* Use nn\.Embedding\(7, "),
+        (TABLE, -TOKENS, r"lie between -6 and 0, .* Number them from 0; padding needs a row of its own"),
+        (
+            TABLES,
+            (TOKENS[:, 0], TOKENS[:, 1]),
+            r"between 0 and 6, .* have 100 and 5 rows; .* Give each table a row for",
+        ),
         (
             TABLE,
             TOKENS.float(),
@@ -213,7 +233,19 @@ DEEP = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(72, 10))
         (Recurrent(), ROWS, r"linear\(\) within the model gets a tuple, .* as nn\.LSTM .*outputs, _ = self\.lstm"),
         (ChangesParameter(64, 10), ROWS, r"changes a parameter in place, .*weight = self\.weight \+ 0\.1"),
     ],
-    ids=["flatten", "rows", "images", "tokens", "floats", "dict", "list", "recurrent", "parameter"],
+    ids=[
+        "flatten",
+        "rows",
+        "images",
+        "tokens",
+        "negative",
+        "tables",
+        "floats",
+        "dict",
+        "list",
+        "recurrent",
+        "parameter",
+    ],
 )
 def test_layer_that_refuses_its_input_gets_the_remedy(model: nn.Module, inputs: Any, expected: str):
     with pytest.raises((RuntimeError, TypeError, ValueError, IndexError)) as caught:

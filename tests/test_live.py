@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ import pytest
 from dtkit._util import formatting, timeouts
 from dtkit.dashboard import display
 from dtkit.dashboard.live import messages, widget
-from dtkit.dashboard.live.bundle import bundle_modules
+from dtkit.dashboard.live.bundle import STATIC_FOLDER, bundle_modules
 from dtkit.dashboard.live.log_lines import MAX_LOG_LINES, MAX_MARKS
 from dtkit.dashboard.live.messages import MAX_CHANGE_EVENTS, MessageBuilder
 from dtkit.dashboard.run_view import RunView
@@ -38,7 +37,7 @@ from tests.support.fake_source import FakeSource
 from tests.support.node import find_node
 from tests.support.timers import Timers
 
-STATIC = Path(widget.STATIC_FOLDER)
+STATIC = STATIC_FOLDER
 
 
 def size(message):

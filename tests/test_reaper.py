@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -104,3 +105,42 @@ def test_ends_the_processes_of_a_folder_that_is_being_removed(tmp_path: Path):
         assert process.wait(30) == 0
         assert engine.wait(30) != 0
         assert not folder.exists()
+
+
+def test_a_server_reaps_what_an_engine_left_before_it_is_killed(tmp_path: Path):
+    """On a busy machine, the server was killed between an engine and its nanny, whose zombie then stayed."""
+    script = """
+import os, signal, time
+from dtkit._util.process import adopt_orphans
+
+def reap(*_):
+    os.waitpid(engine, 0)
+    time.sleep(0.5)  # sleeps: another process has the processor
+    os.waitpid(-1, 0)
+    print("reaped both", flush=True)
+
+adopt_orphans()
+signal.signal(signal.SIGCHLD, reap)
+if (engine := os.fork()) == 0:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    nanny = os.fork()
+    if nanny == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, nanny, os.WEXITED | os.WNOWAIT)  # it is a zombie of this process now
+    print("ready", flush=True)
+    signal.pause()
+while True:
+    signal.pause()
+"""
+    folder = make_folder(tmp_path / "cluster")
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {reaper.MARKER_VARIABLE: str(folder)},
+    ) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        assert reaper.start_reaper(folder).wait(30) == 0
+        assert server.stdout.read() == "reaped both\n"
+        assert server.wait(30) == -signal.SIGKILL

@@ -32,10 +32,18 @@ def test_other_names_are_none_of_secrets(name: str):
         ("login('hf_abcdefghijklmnop')", "login('***')"),
         ("get('https://me:word@host/x')", "get('https://me:***@host/x')"),
         ("tokenizer='gpt2'", "tokenizer='gpt2'"),
+        ("get(url, headers={'Authorization': 'Bearer abc'})", "get(url, headers={'Authorization': '***'})"),
     ],
 )
 def test_secrets_in_texts_are_hidden(text: str, shown: str):
     assert hide_secrets(text) == shown
+
+
+@pytest.mark.timeout(10)  # with a pattern that tries each part of a word, this takes hours
+@pytest.mark.parametrize("piece", ["a", " ", "a: ", "key", "key: a ", "://"])
+def test_long_texts_are_read_once(piece: str):
+    text = f"x = {piece * 50_000}, token='abc'"
+    assert hide_secrets(text) == text.replace("abc", "***")
 
 
 API_KEY = "sesame-" * 20

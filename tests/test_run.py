@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import os
 import pickle
 import signal
 import threading
 from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,11 +21,12 @@ from torch import nn
 import dtkit
 from dtkit._util import timeouts
 from dtkit.checkpoint.manager import CheckpointRequest
-from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder
+from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.summary.metrics import compute_epoch
 from dtkit.dashboard.text import run_text
 from dtkit.errors import HostLostError, RefusedError, RunError
 from dtkit.health.stall_report import StallReport
+from dtkit.history.history import History
 from dtkit.messages import Reply
 from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.rpc.reference import StepTimes
@@ -33,7 +36,7 @@ from dtkit.testing.fake_engine import LOST_PEER_MESSAGE
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.task import Task
 from dtkit.training.verify import Verification
-from dtkit.types import Evaluation, Failure, State
+from dtkit.types import Evaluation, Failure, State, StepRecord
 from tests.support.waiting import wait_until as watched
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
@@ -1191,6 +1194,17 @@ def test_early_stopping_without_held_out_data_says_once_what_it_watches(cluster)
     assert [len(texts) for texts in notes] == [1, 0]
 
 
+def test_early_stopping_leaves_out_a_step_without_samples():
+    """A stream may end within an epoch. The loss of such a step is 0 / 0."""
+    history = History()
+    for step, (loss, weight) in enumerate([(2.0, 4.0), (math.nan, 0.0)]):
+        history.append([StepRecord(step, 0, 0, int(weight), loss, weight, 0.1, *[0.0] * 4, 0.5, 0, sent_bytes=0)])
+    stopping, run = dtkit.EarlyStopping(), mock.Mock(history=history)
+    run.spec.steps_per_epoch = 2
+    stopping(run)
+    assert stopping.best == 2.0
+
+
 # -- time limits -----------------------------------------------------------------------------------------------
 
 
@@ -1317,3 +1331,4 @@ def test_early_stopping_prints_values_that_differ():
     assert _format_apart(1.63301, 1.63299) == ("1.63301", "1.63299")
     assert _format_apart(2.0, 1.0) == ("2", "1")
     assert _format_apart(1.0, 1.0) == ("1", "1")
+    assert _format_apart(2 / 3, 2 / 3) == ("0.6667", "0.6667")

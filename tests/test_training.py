@@ -6,7 +6,10 @@ import dataclasses
 import inspect
 import pickle
 import re
+import sys
+import sysconfig
 import threading
+import types
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -292,7 +295,9 @@ def test_a_closed_cluster_refuses_to_train(cluster):
             call()
 
 
-def test_the_progress_of_sending_names_the_library_that_engines_import_for_a_model():
+def test_the_progress_of_sending_names_the_library_that_engines_import_for_a_model(
+    monkeypatch: pytest.MonkeyPatch,
+):
     class LibraryNet(nn.Module):
         """A model of a library."""
 
@@ -300,10 +305,15 @@ def test_the_progress_of_sending_names_the_library_that_engines_import_for_a_mod
         """A subclass that a notebook defines."""
 
     LibraryNet.__module__, OwnNet.__module__ = "library.models.net", "__main__"
+    module = types.ModuleType("library.models.net")
+    module.__file__ = f"{sysconfig.get_path('purelib')}/library/models/net.py"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     assert describe_sending(nn.Linear(2, 2), 24) == "sending Linear, 24 B"
     for model in (LibraryNet(), OwnNet()):
         name = type(model).__name__
         assert describe_sending(model, 24) == f"sending {name}, 24 B, to the engines, which import library for it"
+    module.__file__ = "/home/me/library/models/net.py"  # a module of the user, which is sent with the model
+    assert describe_sending(LibraryNet(), 24) == "sending LibraryNet, 24 B"
 
 
 @pytest.mark.parametrize(("given", "mode"), [(False, None), (None, None), ("global", "global")])

@@ -55,6 +55,17 @@ def test_slow_loading_on_all_nodes_asks_for_enough_workers():
     assert verdict.text == "waiting for data: num_workers=3 would save up to 70 %"
 
 
+def test_a_batch_that_takes_a_minute_to_load_for_a_tiny_step_has_a_verdict():
+    verdict = find([{"data": 60_000.0, "forward": 0.02}] * 2)
+    assert verdict.cause == "data"
+    assert "60.00002 s - 60.00000 s = 0.00002 s a step" in verdict.arithmetic[-2]
+    assert "60.00000 s / 0.00002 s rounds up to 3,000,000 workers" in verdict.arithmetic[-1]
+
+
+def test_steps_that_only_load_have_no_verdict_on_workers():
+    assert find([{"data": 100.0}] * 2).cause != "data"
+
+
 def test_too_few_workers_are_counted_by_what_they_load_now():
     verdict = find([computing(data=60)] * 2, num_workers=1)
     assert verdict.text == "waiting for data: num_workers=2 (1 now) would save up to 50 %"

@@ -1,7 +1,7 @@
 """Secrets, hidden in what runs keep of a user's code: reports, comparisons and checkpoints are passed on.
 
 A text is hidden if its name contains "token", "password", "secret" or "key", or if it looks like a service's token.
-Numbers stay: ``max_tokens=512`` is a setting.
+Numbers stay: ``max_tokens=512`` is a setting. Sources may be long, so no pattern tries a part of them twice.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import re
 HIDDEN = "***"
 """Text in place of a secret."""
 
-_SECRET_WORDS = frozenset(
-    {"token", "password", "passwd", "pwd", "passphrase", "secret", "credential", "key", "apikey", "auth"}
-)
+_SECRET_WORDS = frozenset({
+    "token", "password", "passwd", "pwd", "passphrase", "secret", "credential", "key", "apikey", "auth",
+    "authorization",
+})  # fmt: skip
 _ASSIGNMENT = re.compile(
-    r"""(?P<name>\w+)(?P<sign>['"]?\]?\s*(?::\s*[\w.|\[\] ]+)?\s*[=:]\s*[rbfu]{0,2})"""
+    r"""\b(?P<name>\w++)(?P<sign>['"]?\]?\s*+(?::\s*+[\w.|\[\] ]++)?\s*+[=:]\s*+[rbfu]{0,2})"""
     r"""(?P<quote>'{3}|"{3}|'|")(?P<value>(?:\\.|(?!(?P=quote))[^\\…])*)(?P<end>(?P=quote)|…|$)""",
     re.IGNORECASE | re.DOTALL,
 )  # a text that was cut ends without its quote

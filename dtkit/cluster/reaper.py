@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from dtkit._util import files, timeouts
+from dtkit._util.deadline import wait_until
 from dtkit._util.process import ProcessId
 from dtkit.rpc import shared_memory
 from dtkit.rpc.cluster_folder import JOB_FLAG
@@ -195,9 +196,7 @@ def _signal_and_wait(processes: list[psutil.Process], signum: int, timeout_s: fl
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signum)
-    deadline, pause = time.monotonic() + timeout_s, threading.Event()
-    while any(map(_is_running, processes)) and time.monotonic() < deadline:
-        pause.wait(timeouts.PROCESS_POLL_S)
+    wait_until(lambda: not any(map(_is_running, processes)), timeout_s)
 
 
 def _kill_below_parents(processes: list[psutil.Process]) -> None:
@@ -212,10 +211,16 @@ def _kill_below_parents(processes: list[psutil.Process]) -> None:
     topmost = {pid for pid in parents.values() if parents.get(pid, pid) not in parents}
     below = [process for process in processes if process.pid not in topmost]
     _signal_and_wait(below, signal.SIGKILL, timeouts.KILL_TIMEOUT_S)
-    children = [process for process in below if parents.get(process.pid) in topmost & parents.keys()]
-    psutil.wait_procs(children, timeout=timeouts.KILL_TIMEOUT_S)
-    rest = [process for process in processes if process.pid in topmost and _is_running(process)]
-    _signal_and_wait(rest, signal.SIGKILL, timeouts.KILL_TIMEOUT_S)
+    above = [process for process in processes if process.pid in topmost]
+    wait_until(lambda: not any(map(_has_zombies, above)), timeouts.KILL_TIMEOUT_S)
+    _signal_and_wait([process for process in above if _is_running(process)], signal.SIGKILL, timeouts.KILL_TIMEOUT_S)
+
+
+def _has_zombies(process: psutil.Process) -> bool:
+    """Return whether it hasn't reaped all that have ended: its own children, and those that they left to it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(not _is_running(child) for child in process.children())
+    return False
 
 
 def _end_cluster(folder: Path, grace_s: float) -> None:

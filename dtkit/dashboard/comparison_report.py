@@ -29,7 +29,7 @@ from dtkit.history.speed import read_step_ends
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from dtkit.dashboard.live.comparison_widget import ComparisonView
+    from dtkit.dashboard.live.comparison_messages import ComparisonView
     from dtkit.history.history import History
 
 

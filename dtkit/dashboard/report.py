@@ -20,7 +20,6 @@ import numpy as np
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.table import Table
-from dtkit.dashboard.figures import render, run_figure
 from dtkit.dashboard.report_charts import draw_charts, list_metric_names
 from dtkit.dashboard.report_live import format_run_charts
 from dtkit.dashboard.report_page import (
@@ -32,6 +31,7 @@ from dtkit.dashboard.report_page import (
     format_page,
     format_table,
 )
+from dtkit.dashboard.report_panels import format_custom_panels
 from dtkit.dashboard.report_tables import (
     format_model,
     format_nodes,
@@ -234,9 +234,7 @@ def _iterate_cost_cards(run: RunView, single_process: History | None) -> Iterato
 def _format_charts(run: RunView) -> Iterator[str]:
     yield "<h2>Charts</h2>"
     yield format_run_charts(run, draw_charts(run.history))
-    text = " ".join(run_text.format_run(run).split())
-    picture = render.format_img_tag(run_figure.draw_run(run), text)
-    yield f"<details><summary>all panels as one picture</summary>{picture}</details>"
+    yield from format_custom_panels(run.history)
 
 
 def _format_settings(run: RunView) -> Iterator[str]:

@@ -11,16 +11,15 @@ import functools
 import json
 from typing import TYPE_CHECKING
 
-from dtkit.dashboard.live.bundle import bundle_modules
-from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder
+from dtkit.dashboard.live.bundle import STATIC_FOLDER, bundle_modules
+from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.live.series_feed import SeriesFeed
-from dtkit.dashboard.live.widget import STATIC_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dtkit.dashboard.live.comparison_widget import ComparisonView
+    from dtkit.dashboard.live.comparison_messages import ComparisonView
     from dtkit.dashboard.live.messages import Message
     from dtkit.dashboard.run_view import RunView
 

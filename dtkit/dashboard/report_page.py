@@ -78,7 +78,7 @@ p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 26px 32px; }}
 .charts figure {{ max-width: 720px; }}
 figure {{ margin: 0; min-width: 0; }} details {{ margin: 8px 0; }} summary {{ cursor: pointer; color: var(--accent); }}
-details img {{ max-width: 100%; height: auto; border-radius: 6px; }}
+.panel img {{ max-width: 100%; height: auto; }} .charts .panel.wide {{ grid-column: 1 / -1; max-width: none; }}
 @media (max-width: 700px) {{ body {{ padding: 0 12px 40px; }} .scroll table {{ font-size: 12px !important; }}
   .scroll :is(th, td) {{ padding: 4px 3px !important; }} }}
 @media print {{ .theme {{ display: none; }} figure, .card {{ break-inside: avoid; }} }}

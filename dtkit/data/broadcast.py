@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import inspect
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from dtkit._util.formatting import name_type
 from dtkit._util.table import Table
 from dtkit.dashboard.text.progress import show_progress
 from dtkit.data.layers import summarize_model
+from dtkit.health.frames import classify_file
 from dtkit.rpc import pickling
 from dtkit.rpc.protocol import ModelOperations, make_call
 
@@ -134,18 +136,22 @@ def broadcast(engine_group: EngineGroup, model: Any, *, by_shared_file: bool = F
 
 
 def describe_sending(model: Any, num_bytes: int) -> str:
-    """Return the text of the progress line. Engines that get a library's model import the library, which takes longer
-    than sending.
+    """Return the text of the progress line. It names a library that engines must import, which takes longer than
+    sending.
     """
-    from torch.nn import Module
-
     sending = f"sending {type(model).__name__}, {formatting.format_bytes(num_bytes)}"
-    libraries = [kind.__module__.partition(".")[0] for kind in type(model).__mro__ if issubclass(kind, Module)]
-    library = next((name for name in libraries if name not in _LOADED_LIBRARIES), None)
+    library = next(filter(None, map(_find_library, type(model).__mro__)), None)
     return f"{sending}, to the engines, which import {library} for it" if library else sending
 
 
-_LOADED_LIBRARIES = ("torch", "dtkit", "__main__")  # engines have imported them, or need no import
+def _find_library(kind: type) -> str | None:
+    """Return the library that defines a class; None for the user's own modules, which are sent, and for torch."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    library = kind.__module__.partition(".")[0]
+    return library if file and classify_file(file) == "library" and library not in _LOADED_LIBRARIES else None
+
+
+_LOADED_LIBRARIES = ("torch", "typing", "abc", "__main__")  # engines have imported them, or need no import
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")  # of torch
 
 

@@ -211,23 +211,33 @@ def _name_axes(num_dimensions: int) -> str:
 
 def _explain_embedding(message: str, inputs: Any, model: torch.nn.Module) -> str | None:
     """Return the remedy where an embedding gets numbers that are no rows of its table."""
-    first = next(iterate_tensors(inputs), None)
+    tensors = list(iterate_tensors(inputs))
     sizes = [m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-    if first is None or not sizes:
+    if not tensors or not sizes:
         return None
-    if "index out of range in self" in message and not first.is_floating_point() and first.numel():
-        low, high = int(first.min()), int(first.max())
-        tables = " and ".join(f"{size:,}" for size in sizes)
-        return (
-            f"Inputs of this batch lie between {low:,} and {high:,}, and the model's embeddings have {tables} rows; "
-            f"inputs must be 0 to the number of rows - 1. Use nn.Embedding({max(high + 1, *sizes)}, ...)"
-        )
+    indices = [t for t in tensors if not t.is_floating_point() and t.numel()]
+    if "index out of range in self" in message and indices:
+        return _explain_rows_of_embedding(min(int(t.min()) for t in indices), max(int(t.max()) for t in indices), sizes)
     if re.search(r"argument #1 'indices' to have .* scalar types", message):
         return (
-            f"The inputs are {name_dtype(first.dtype)}, and an embedding needs whole numbers; convert them, as in "
+            f"The inputs are {name_dtype(tensors[0].dtype)}, and an embedding needs whole numbers; convert them, as in "
             "X.astype('int64'), or X.long() for a tensor"
         )
     return None
+
+
+def _explain_rows_of_embedding(low: int, high: int, sizes: Sequence[int]) -> str:
+    """Return the remedy for inputs from `low` to `high` and tables of these sizes."""
+    tables = " and ".join(f"{size:,}" for size in sizes)
+    remedy = f"Use nn.Embedding({high + 1}, ...)"
+    if low < 0:
+        remedy = "Number them from 0; padding needs a row of its own, as in nn.Embedding(..., padding_idx=0)"
+    elif len(sizes) > 1:
+        remedy = "Give each table a row for every number that it gets"
+    return (
+        f"Inputs of this batch lie between {low:,} and {high:,}, and the model's embeddings have {tables} rows; inputs "
+        f"must be 0 to the number of rows - 1. {remedy}"
+    )
 
 
 def _explain_layer_input(message: str, inputs: Any) -> str | None:

@@ -1,15 +1,19 @@
 """Numbers that a training passed to `dtkit.log`, by name, rank and step.
 
-They are few and arrive in any order. So each name has a table of its own next to the history's rows.
+They are few and arrive in any order. So each name has a table of its own next to the history's rows. A live view reads
+them with each message, so the rows of a name are one array, and are in order mostly.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from dtkit.history.growing_array import GrowingArray
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -37,17 +41,39 @@ class ScalarRecord:
     scalars: Scalars
 
 
+class _Table(GrowingArray):
+    """Rows of one name, and where each record ends."""
+
+    def __init__(self) -> None:
+        super().__init__(SCALAR_DTYPE)
+        self.ends: list[int] = []
+
+    def add(self, record: np.ndarray) -> None:
+        """Append one rank's numbers."""
+        self.append(record)
+        self.ends.append(len(self))
+
+    def list_records(self) -> list[np.ndarray]:
+        """Return the rows of each record."""
+        ends = list(self.ends)
+        return [self.read(start, stop) for start, stop in itertools.pairwise([0, *ends])]
+
+    def read_all(self) -> np.ndarray:
+        """Return all rows."""
+        return self.read(0, len(self))
+
+
 class ScalarTables:
     """Tables of all names. One thread appends; others read."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[np.ndarray]] = {}
+        self._tables: dict[str, _Table] = {}
         self._num_changes: dict[str, int] = {}
 
     @property
     def names(self) -> list[str]:
         """Names in the order in which they were first logged."""
-        return list(self._parts)
+        return list(self._tables)
 
     def count_records(self, name: str) -> int:
         """Return how often numbers of this name were added or dropped."""
@@ -59,30 +85,35 @@ class ScalarTables:
             part = np.zeros(len(rows), SCALAR_DTYPE)
             steps, totals, weights = zip(*rows, strict=True)
             part["step"], part["total"], part["weight"], part["rank"] = steps, totals, weights, record.rank
-            self._parts.setdefault(name, []).append(part)
+            self._tables.setdefault(name, _Table()).add(part)
             self._num_changes[name] = self.count_records(name) + 1
 
     def drop_from(self, step: int) -> None:
         """Drop the numbers of the steps from `step` on, which were undone."""
-        for name, parts in self._parts.items():
-            kept = [part[part["step"] < step] for part in parts]
-            if sum(map(len, kept)) < sum(map(len, parts)):
-                self._parts[name] = [part for part in kept if len(part)]  # other threads may read the old list
-                self._num_changes[name] += 1
+        for name, table in self._tables.items():
+            if not (table.read_all()["step"] >= step).any():
+                continue
+            kept = _Table()  # other threads may read the old one
+            for part in table.list_records():
+                rows = part[part["step"] < step]
+                if len(rows):
+                    kept.add(rows)
+            self._tables[name] = kept
+            self._num_changes[name] += 1
 
     def list_records(self) -> list[ScalarRecord]:
         """Return all numbers, as they were appended."""
         return [
             ScalarRecord(int(part["rank"][0]), {name: part[["step", "total", "weight"]].tolist()})
-            for name, parts in list(self._parts.items())
-            for part in list(parts)
+            for name, table in list(self._tables.items())
+            for part in table.list_records()
         ]
 
     def _describe_names(self, name: str) -> str:
         """Return which name was probably meant, or what there is and how numbers get here."""
-        if similar := difflib.get_close_matches(name, self._parts, n=1):
+        if similar := difflib.get_close_matches(name, self._tables, n=1):
             return f"did you mean {similar[0]!r}?"
-        logged = ", ".join(other for other in self._parts if not other.startswith(SYSTEM_PREFIX)) or "none"
+        logged = ", ".join(other for other in self._tables if not other.startswith(SYSTEM_PREFIX)) or "none"
         return f"there are {logged}. dtkit.log(name=number) in a loss adds some; history.column(...) has loss and times"
 
     def read(self, name: str, rank: int | None = None, since: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -90,20 +121,17 @@ class ScalarTables:
 
         A repeated step counts once, with its last values. Steps before `since` are left out.
         """
-        if name not in self._parts:
+        if name not in self._tables:
             raise ValueError(f"no numbers were logged as {name!r}; {self._describe_names(str(name))}")
-        parts = [part for part in list(self._parts[name]) if part["step"][-1] >= since]
-        rows = np.concatenate([np.empty(0, SCALAR_DTYPE), *parts])
-        rows = rows[rows["step"] >= since]
-        rows = rows if rank is None else rows[rows["rank"] == rank]
-        _, last = np.unique(rows[["step", "rank"]][::-1], return_index=True)
-        rows = rows[::-1][last]  # by step, then by rank
+        rows = self._tables[name].read_all()
+        rows = rows[rows["step"] >= since] if since > 0 else rows
+        rows = _keep_last(rows if rank is None else rows[rows["rank"] == rank])
         if not len(rows):
             return np.empty(0, "i4"), np.empty(0)
-        steps, first = np.unique(rows["step"], return_index=True)
+        first = np.flatnonzero(np.diff(rows["step"], prepend=-1))
         total, weight = (np.add.reduceat(rows[key], first) for key in ("total", "weight"))
         with np.errstate(invalid="ignore", divide="ignore"):
-            return steps, total / weight
+            return rows["step"][first], total / weight
 
     def align(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Return a value for each of a history's rows; NaN where nothing was logged."""
@@ -116,6 +144,16 @@ class ScalarTables:
             known[known] = steps[at[known]] == rows["step"][of_rank][known]
             values[of_rank[known]] = logged[at[known]]
         return values
+
+
+def _keep_last(rows: np.ndarray) -> np.ndarray:
+    """Return the last row of each step and rank, by step and then by rank."""
+    place = (rows["step"].astype("i8") << 32) + rows["rank"]
+    if not (np.diff(place) > 0).all():  # rows of several ranks in any order, or of steps that were taken again
+        order = np.argsort(place, kind="stable")  # fast where rows are in order mostly
+        is_last = np.diff(place[order], append=-1) != 0
+        rows = rows[order[is_last]]
+    return rows
 
 
 def raise_for_other_source(name: str, columns: Collection[str], evaluations: Iterable[Evaluation]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from dtkit._util.arguments import suggest_arguments
 from dtkit._util.completion import hide_from_completion
 from dtkit._util.guard import return_error, run_guarded_in_thread
+from dtkit.history.mean_loss import compute_mean_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -176,11 +177,8 @@ class EarlyStopping:
 
     def on_start(self, run: StoppableRun) -> None:
         """Note at once if the best weights of the run that this one continues are gone."""
-        if (
-            self._is_restored
-            and self.restore_best
-            and (self.best_checkpoint is None or not self.best_checkpoint.exists())
-        ):
+        is_needed, path = self._is_restored and self.restore_best, self.best_checkpoint
+        if is_needed and (path is None or not path.exists()):
             run.note(f"the weights of epoch {self.best_epoch}, the best so far, are gone: {self.best_checkpoint}")
             self.best_checkpoint = None
 
@@ -231,20 +229,17 @@ class EarlyStopping:
             raise ValueError(
                 f"EarlyStopping(monitor={self.monitor!r}) needs held-out data: cluster.train(validation=...)"
             )
-        rows = run.history.totals(max(0, run.history.num_steps - run.spec.steps_per_epoch))
-        return float((rows["loss"] * rows["weight"]).sum() / rows["weight"].sum())
+        return compute_mean_loss(run.history.totals(run.history.num_steps - run.spec.steps_per_epoch))
 
     def __repr__(self) -> str:
         return f"EarlyStopping(patience={self.patience}, monitor={self.monitor!r}, best={self.best:.4g})"
 
 
 def _format_apart(value: float, other: float) -> tuple[str, str]:
-    """Return two numbers with four digits, or as many more as tell them apart."""
-    for digits in range(4, 17):
-        texts = f"{value:.{digits}g}", f"{other:.{digits}g}"
-        if texts[0] != texts[1]:
-            break
-    return texts
+    """Return two numbers with four digits, or with as many more as tell different ones apart."""
+    all_digits = range(4, 18)
+    digits = next((n for n in all_digits if value != other and f"{value:.{n}g}" != f"{other:.{n}g}"), all_digits[0])
+    return f"{value:.{digits}g}", f"{other:.{digits}g}"
 
 
 def check_epochs(callbacks: Sequence[Any], spec: RunSpec) -> None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import os
-import sysconfig
 import types
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util.redaction import hide_secrets
+from dtkit.health.frames import classify_file
 from dtkit.training.lambda_source import read_body
 
 if TYPE_CHECKING:
@@ -22,13 +20,6 @@ if TYPE_CHECKING:
 
 _MAX_CHARS = 4000  # of a setting; a run keeps them with its settings
 _MAX_DEPTH, _MAX_PARTS = 4, 20  # a longer list is data
-_INSTALLED = tuple(
-    f"{folder}{os.sep}"
-    for folder in {
-        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
-        str(Path(__file__).parents[1]),
-    }
-)
 
 
 def read_sources(value: Any) -> str:
@@ -64,12 +55,11 @@ def _iterate_functions(value: Any, depth: int) -> Iterator[types.FunctionType | 
 
 def _is_own(function: Any) -> bool:
     """Return whether a function or class is the user's, and not one of an installed package."""
-    if isinstance(function, types.FunctionType):
-        return not function.__code__.co_filename.startswith(_INSTALLED)
     try:
-        return not inspect.getfile(function).startswith(_INSTALLED)
+        file = inspect.getfile(function)
     except (TypeError, OSError):  # built in, or without a file
         return bool(function.__module__ == "__main__")
+    return file == "<string>" or classify_file(file) == "user"  # exec() has made a function of the former
 
 
 def _read_source(function: types.FunctionType | type) -> str:
@@ -94,6 +84,8 @@ def _iterate_code(code: types.CodeType) -> Iterator[bytes]:
     for value in code.co_consts:
         if isinstance(value, types.CodeType):
             yield from _iterate_code(value)
+        elif isinstance(value, frozenset):  # whose order differs in each process
+            yield repr(sorted(map(repr, value))).encode()
         else:
             yield repr(value).encode()
 

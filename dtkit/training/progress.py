@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from dtkit.types import ReplicaCheckResult
 
 
+_RECENT_STEPS = 50  # whose mean time tells how long the rest takes
+
+
 class RunProgress:
     """State, step and error of one run."""
 
@@ -61,6 +64,7 @@ class RunProgress:
         self._accumulated_s = 0.0
         self._running_since: float | None = None
         self._persisted_at = -math.inf
+        self._recent_step_s: tuple[tuple[int, int], float | None] = (0, 0), None  # of as many rows
         self.describe_last_step: Callable[[], tuple[np.ndarray, ReplicaCheckResult | None]] | None = None
         """Returns the timeline of the last step, and the last comparison of replicas."""
         history.read_position = lambda: (self.step, self.elapsed_s)
@@ -126,8 +130,17 @@ class RunProgress:
     def _estimate_remaining_s(self, step: int, steps: int) -> float | None:
         if not step or self.state is not State.RUNNING:
             return None
-        recent = self.history.totals(self.history.num_steps - 50)["step_s"]
-        return (steps - step) * float(recent.mean()) if len(recent) else None
+        recent_s = self._read_recent_step_s()
+        return None if recent_s is None else (steps - step) * recent_s
+
+    def _read_recent_step_s(self) -> float | None:
+        """Return the mean time of the last steps. Views ask several times between two dispatches."""
+        history = self.history
+        key, known = (history.num_totals, history.num_steps), self._recent_step_s
+        if known[0] != key:
+            recent = history.totals(history.num_steps - _RECENT_STEPS)["step_s"]
+            self._recent_step_s = known = key, float(recent.mean()) if len(recent) else None
+        return known[1]
 
     # -- what the driver's parts do to it ---------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 import dtkit
-from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
+from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
+from dtkit.dashboard.live.comparison_widget import ComparisonWidget
 from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.history.scalars import CORE_WAIT_NAME, ScalarRecord
 from dtkit.types import Evaluation

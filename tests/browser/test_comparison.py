@@ -9,7 +9,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 import dtkit
-from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
+from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
+from dtkit.dashboard.live.comparison_widget import ComparisonWidget
 from dtkit.types import Evaluation, State
 from tests.support.comparison_sources import make_diverging_pair, make_logging_runs
 from tests.support.fake_source import FakeSource

@@ -14,7 +14,8 @@ from playwright.sync_api import Page, expect
 
 import dtkit
 from dtkit.dashboard.figures import render
-from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
+from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
+from dtkit.dashboard.live.comparison_widget import ComparisonWidget
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.types import Evaluation, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource

@@ -10,7 +10,8 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 import dtkit
-from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
+from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
+from dtkit.dashboard.live.comparison_widget import ComparisonWidget
 from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.dashboard.summary.curves import MAX_BUCKETS
 from dtkit.dashboard.summary.ended_engines import describe_ended_engines

@@ -216,7 +216,8 @@ def start_stubborn(cluster: dtkit.Cluster, folder: Path) -> Task:
 
 def list_scripts(name: str) -> list[psutil.Process]:
     """Return the processes whose command line has this name."""
-    return [p for p in psutil.Process().children(recursive=True) if any(name in part for part in p.cmdline())]
+    processes = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in processes if any(name in part for part in p.cmdline())]
 
 
 def test_cancel_ends_whatever_the_script_does_within_five_seconds(cluster2: dtkit.Cluster, folder: Path):

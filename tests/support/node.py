@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dtkit.dashboard.live.widget import STATIC_FOLDER
+from dtkit.dashboard.live.bundle import STATIC_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

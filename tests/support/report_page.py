@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dtkit.dashboard.live.bundle import bundle_modules
-from dtkit.dashboard.live.widget import STATIC_FOLDER
+from dtkit.dashboard.live.bundle import STATIC_FOLDER, bundle_modules
 
 
 def remove_own_scripts(page: str) -> str:

@@ -11,8 +11,9 @@ import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
+from dtkit.dashboard.live.bundle import STATIC_FOLDER
 from dtkit.dashboard.live.messages import MessageBuilder
-from dtkit.dashboard.live.widget import STATIC_FOLDER, Dashboard
+from dtkit.dashboard.live.widget import Dashboard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,11 +8,10 @@ browser refuses to load the bundle.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+STATIC_FOLDER = Path(__file__).parent / "static"
+"""The modules and styles of all live views."""
 _IMPORT_PATTERN = re.compile(r'^import \{[^}]*\} from "(\.{1,2}/[\w./]+)";\n', re.MULTILINE)
 _EXPORT_PATTERN = re.compile(r"^export (?=(?:async )?function|const|let|class)", re.MULTILINE)
 

@@ -13,11 +13,10 @@ import numpy as np
 import traitlets
 
 from dtkit._util import timeouts
-from dtkit.dashboard.live.bundle import bundle_modules
+from dtkit.dashboard.live.bundle import STATIC_FOLDER, bundle_modules
 from dtkit.dashboard.live.messages import Message
 from dtkit.dashboard.live.placement import make_place_name
 from dtkit.dashboard.live.series_feed import SeriesFeed
-from dtkit.dashboard.live.widget import STATIC_FOLDER
 from dtkit.dashboard.summary.logged_rows import LoggedRows
 from dtkit.dashboard.throttle import Throttle
 

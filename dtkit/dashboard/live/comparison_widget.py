@@ -1,92 +1,30 @@
 """The live view of a comparison: losses against steps and time, validation metrics, and a table that is the legend.
 
-All runs have buckets of the same width, so that a point of the axis means the same in each. Each message has the whole
-view: some kilobytes for each run, twice a second at most. The view stays after the runs' end; the figure is in the
-saved notebook.
+It gets a message twice a second at most. The view stays after the runs' end; the figure is in the saved notebook.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import anywidget
-import numpy as np
 import traitlets
 
-from dtkit._util import formatting, timeouts
-from dtkit.dashboard.live.bundle import bundle_modules
-from dtkit.dashboard.live.comparison_series import (
-    LOGGED_PREFIX,
-    MAX_SCALARS,
-    RATE,
-    describe_axes,
-    find_last_step,
-    list_metric_names,
-    make_metric_series,
-    make_rate_series,
-    make_scalar_series,
-    make_time_series,
-)
-from dtkit.dashboard.live.messages import Message
+from dtkit._util import timeouts
+from dtkit.dashboard.live.bundle import STATIC_FOLDER, bundle_modules
+from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.placement import make_place_name, needs_widget_views, place_view
-from dtkit.dashboard.live.widget import STATIC_FOLDER
-from dtkit.dashboard.summary.activity import read_state
-from dtkit.dashboard.summary.comparison import find_loss_cap, find_metric_cap, is_steep, list_shared_scalars
-from dtkit.dashboard.summary.curves import LOSS, Chart, Curves
-from dtkit.dashboard.text.comparison_text import describe_ends, make_differences_table, make_table, make_table_note
 from dtkit.dashboard.throttle import Throttle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from dtkit._util.table import Table
-    from dtkit.dashboard.summary.comparison import ComparisonRow
-    from dtkit.history.history import History
+    from dtkit.dashboard.live.comparison_messages import ComparisonView
     from dtkit.types import Status
 
-NUM_BUCKETS = 256
 MAX_VIEWS = 16
 """Live views that stay; older ones are closed, so that their memory is freed."""
-_MEAN_LOSS = Chart("loss", None, LOSS.from_totals)
-
-
-class ComparisonView(Protocol):
-    """All that the live view reads of a comparison."""
-
-    @property
-    def histories(self) -> Sequence[History]:
-        """The histories, in the order of the runs."""
-        ...
-
-    @property
-    def runs(self) -> Sequence[object]:
-        """The runs, or the histories that were given."""
-        ...
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The whole names of the runs."""
-        ...
-
-    @property
-    def labels(self) -> Sequence[str]:
-        """Short names of the runs."""
-        ...
-
-    @property
-    def rows(self) -> list[ComparisonRow]:
-        """A row for each run, as of now."""
-        ...
-
-    @property
-    def differences(self) -> list[tuple[str, ...]]:
-        """The settings in which the runs differ: (setting, its text in each run)."""
-        ...
-
-    def make_mime_bundle(self) -> dict[str, str]:
-        """Return the output for a saved notebook."""
-        ...
 
 
 @runtime_checkable
@@ -101,114 +39,6 @@ class ChangingRun(Protocol):
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` after every change. Return a function that ends the subscription."""
         ...
-
-
-class ComparisonMessageBuilder:
-    """Builds messages about a comparison. Not thread-safe: one caller at a time."""
-
-    def __init__(self, comparison: ComparisonView) -> None:
-        self._comparison = comparison
-        self._curves = [Curves((_MEAN_LOSS,), 1, NUM_BUCKETS) for _ in comparison.histories]
-        self._seq = 0
-
-    def build_snapshot(self) -> Message:
-        """Return everything that a page needs, in the form of a run's snapshot, so that the same store reads it."""
-        self._seq += 1
-        values, width, origin = self._align_curves()
-        series = self._make_series()
-        histories = self._comparison.histories
-        cap = find_loss_cap([history.totals()["loss"] for history in histories])
-        caps = {name: cap if name == "time" else find_metric_cap(histories, name) for name in series}
-        means = values[..., 1]
-        states = [read_state(run) for run in self._comparison.runs]
-        step = max((find_last_step(history) for history in histories), default=0)
-        content: dict[str, Any] = {
-            "kind": "snapshot",
-            "seq": self._seq,
-            "status": {"state": "running" if "running" in states else "ended", "step": step},
-            "head": {
-                "columns": len(states) + 1,
-                "charts": {"loss": {"name": "loss", "first": 0, "nodes": len(states), "banded": False}},
-                "ranks": len(states),
-                "runs": list(self._comparison.labels),
-                "names": list(self._comparison.names),
-                "steep": is_steep(means if cap is None else means[means <= cap]),
-                "most": cap,
-                "axes": describe_axes([getattr(run, "spec", None) for run in self._comparison.runs], histories),
-                **self._build_tables(),
-            },
-            "curves": {"width": width, "origin": origin, "first": 0, "flat": False, "buckets": len(values)},
-            "series": _describe_series(series, caps),
-            "effect": {"count": 0, "text": ""},
-            "lr": None,
-            "error": None,
-        }
-        content |= {name: [] for name in ("tiles", "notices", "nodes", "marks", "evaluations", "events")}
-        points = np.concatenate([np.empty(0), *(part.reshape(-1) for part in series.values())])
-        buffers = [np.ascontiguousarray(values, "<f4").tobytes(), b"", points.astype("<f4").tobytes()]
-        return Message(content, buffers)
-
-    def _align_curves(self) -> tuple[np.ndarray, int, int]:
-        """Return values of shape (buckets, runs + 1, 3), with their width and origin; the last column is empty."""
-        for curves, history in zip(self._curves, self._comparison.histories, strict=True):
-            curves.update(history)
-        width = max(curves.width for curves in self._curves)
-        for curves in self._curves:
-            curves.widen(width)
-        parts = [curves.get_all() for curves in self._curves]
-        origin = min((part.origin for part in parts if len(part.values)), default=0)
-        starts = [(part.origin - origin) // width for part in parts]
-        length = max(start + len(part.values) for start, part in zip(starts, parts, strict=True))
-        values = np.full((max(0, length), len(parts) + 1, 3), np.nan, "f4")
-        for k, (start, part) in enumerate(zip(starts, parts, strict=True)):
-            if len(part.values):
-                values[start : start + len(part.values), k] = part.values[:, 0]
-        return values, width, origin
-
-    def _make_series(self) -> dict[str, np.ndarray]:
-        """Return the series by name: loss by time, each validation metric, the throughput, then what runs logged."""
-        histories = self._comparison.histories
-        series = {"time": make_time_series(histories)}
-        series |= {name: make_metric_series(histories, name) for name in list_metric_names(histories)}
-        series[RATE] = make_rate_series(histories)
-        shared = list_shared_scalars(histories)[:MAX_SCALARS]
-        series |= {LOGGED_PREFIX + name: make_scalar_series(histories, name) for name in shared}
-        return {name: points for name, points in series.items() if len(points)}
-
-    def _build_tables(self) -> dict[str, Any]:
-        """Return the tables of the kept picture."""
-        rows, differences = self._comparison.rows, self._comparison.differences
-        table = _describe_table(make_table(rows))
-        settings = (
-            _describe_table(make_differences_table(self._comparison.labels, differences)) if differences else None
-        )
-        return {"table": table, "note": make_table_note(rows), "ends": describe_ends(rows), "settings": settings}
-
-
-def _describe_table(table: Table) -> dict[str, Any]:
-    """Return a table as JSON, with the numbers of its columns of text."""
-    texts = [k for k, name in enumerate(table.header) if name in table.text_columns]
-    rows = [[formatting.sanitize_text(cell, 200) for cell in row] for row in table.rows]
-    return {
-        "header": [formatting.sanitize_text(name, 80) for name in table.header],
-        "rows": rows,
-        "texts": texts,
-        "bold": [list(cell) for cell in table.bold_cells],
-    }
-
-
-def _describe_series(series: Mapping[str, np.ndarray], caps: Mapping[str, float | None]) -> list[dict[str, Any]]:
-    """Return name, title, cap and place of each series in its buffer, as messages of one run have them."""
-    described, first = [], 0
-    for name, points in series.items():
-        text = formatting.sanitize_text(name.removeprefix(LOGGED_PREFIX), 40)
-        is_logged = name.startswith(LOGGED_PREFIX)
-        titles = {"time": "Loss against time", RATE: "Throughput"}
-        title = titles.get(name, text if is_logged else f"Validation {text}")
-        place = {"points": len(points), "lines": points.shape[1] - 1, "first": first}
-        described.append({"name": name, "title": title, "most": caps[name], **place})
-        first += points.size
-    return described
 
 
 class ComparisonWidget(anywidget.AnyWidget):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anywidget
@@ -25,7 +24,7 @@ import traitlets
 from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.figures import custom_panels
-from dtkit.dashboard.live.bundle import bundle_modules
+from dtkit.dashboard.live.bundle import STATIC_FOLDER, bundle_modules
 from dtkit.dashboard.live.commands import CommandHandler
 from dtkit.dashboard.live.heartbeat import Heartbeat
 from dtkit.dashboard.live.messages import Message, MessageBuilder
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.run_view import RunView
 
-STATIC_FOLDER = Path(__file__).parent / "static"
 _BUSY_FACTOR = 3
 """How much longer intervals are where a training pays for each message."""
 

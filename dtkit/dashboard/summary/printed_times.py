@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 
 _DIGITS = 3  # of the smallest time
-_MAX_DIGITS = 6  # of the largest one
+_MAX_DIGITS = 6  # of the largest one, unless the smallest would then be 0
+_NOISE = 1e-12  # of two times; a smaller difference is the rounding of floats
 _UNITS = ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
 _ROUNDS_UP = 0.9995  # of the next unit, as in formatting.format_duration
 
@@ -23,7 +24,7 @@ class PrintedTimes:
             (unit for k, unit in enumerate(_UNITS[:-1]) if max(sizes) < _ROUNDS_UP * _UNITS[k + 1][0]), _UNITS[-1]
         )
         smallest, largest = (_floor_log10(size / self._unit_s) for size in (min(sizes), max(sizes)))
-        places = max(0, min(_DIGITS - 1 - smallest, _MAX_DIGITS - 1 - largest))
+        places = max(0, min(_DIGITS - 1 - smallest, max(-smallest, _MAX_DIGITS - 1 - largest)))
         numbers = [f"{each / self._unit_s:.{places}f}" for each in seconds]
         self._places = places - min((_count_end_zeros(number) for number in numbers), default=0)
 
@@ -39,7 +40,8 @@ class PrintedTimes:
 
 def describe_difference(whole_s: float, part_s: float) -> tuple[str, str]:
     """Return "whole - part = rest" and "whole / rest = ratio", which both add up as printed."""
-    show = PrintedTimes(whole_s, part_s, whole_s - part_s)
+    difference_s = whole_s - part_s
+    show = PrintedTimes(whole_s, part_s, difference_s if abs(difference_s) > _NOISE * whole_s else 0.0)
     whole, part = show.round(whole_s), show.round(part_s)
     rest = show.round(whole - part)
     ratio = f"{show(whole)} / {show(rest)} = {whole / rest:.2f}" if rest else ""

@@ -184,10 +184,9 @@ def _judge_data(facts: Measurements) -> Verdict | None:
     """Return the gain of loading all batches ahead: the slowest rank would only compute."""
     data, compute = facts.get("data"), facts.compute_s
     saved = float(compute.max() - (compute - data).max())
-    if saved <= 0:
+    remaining, workers, rank = facts.step_s - saved, facts.spec.num_workers, facts.slowest
+    if saved <= 0 or remaining <= 0:  # nothing but loading was measured
         return None
-    rank = facts.slowest
-    remaining, workers = facts.step_s - saved, facts.spec.num_workers
     loading = workers * facts.step_s if workers else float(data[rank])
     show = PrintedTimes(facts.step_s, saved, remaining, loading)
     rest_s, loading_s = show.round(show.round(facts.step_s) - show.round(saved)), show.round(loading)

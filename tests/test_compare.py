@@ -712,3 +712,23 @@ def test_a_comparison_shows_no_secret_of_a_function():
 
 
 def log(*_args, **_options): ...
+
+
+def test_long_names_that_end_differently_keep_their_ends():
+    start = "a long name of a run with many hyper-parameters lr=0.1 momentum=0.9"
+    names = [f"{start} seed=1", f"{start} seed=2", "other"]
+    labels = dtkit.compare([FakeSource(ranks=1, name=name) for name in names]).labels
+    assert labels[0].startswith("a long name of a run")
+    assert [label[-6:] for label in labels[:2]] == ["seed=1", "seed=2"]
+    assert labels[2] == "other"
+    assert max(map(len, labels)) <= 60
+
+
+def test_the_text_of_a_comparison_names_the_best_runs():
+    runs = [FakeSource(ranks=2, name=name, seed=k) for k, name in enumerate(("short", "long"))]
+    for run, steps, accuracy in zip(runs, (40, 200), (0.9, 0.8), strict=True):
+        run.advance(steps)
+        run.history.add(Evaluation(steps, 100, {"accuracy": accuracy}))
+    (line,) = [line for line in repr(dtkit.compare(runs)).splitlines() if line.startswith("best: ")]
+    assert re.match(r"best: final training loss long \([\d.]+\), validation accuracy short \(0.900\)", line)
+    assert "best: " not in repr(dtkit.compare([runs[0]]))

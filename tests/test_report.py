@@ -23,6 +23,7 @@ import dtkit
 from dtkit._util import formatting
 from dtkit.dashboard import report
 from dtkit.dashboard.figures import run_figure
+from dtkit.dashboard.report_cards import iterate_cards
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower, make_row
 from dtkit.dashboard.summary.metrics import build_tiles, compute_run_metrics
 from dtkit.dashboard.summary.ticks import choose_log_ticks, choose_ticks
@@ -186,15 +187,16 @@ def read_cards(source: FakeSource, folder) -> dict[str, tuple[str, str]]:
     return {name: (value, note) for name, value, note in cards}
 
 
-def test_the_cost_against_one_process_comes_from_a_verification(tmp_path):
+def test_the_speed_up_over_one_process_comes_from_a_verification(tmp_path):
     source = FakeSource(ranks=2)
     source.advance(40)
     cards = read_cards(source, tmp_path)
-    assert cards["cost of a sample"] == ("—", "against one process: run.verify() measures it")
+    assert cards["speed-up"] == ("—", "over one process: run.verify() measures it")
     source.verification = make_verification(StepTimes(17, all_ranks_s=0.100, single_process_s=0.125))
     cards = read_cards(source, tmp_path)
-    assert cards["speed-up"] == ("1.25 times", "2 nodes against one process, median of 17 steps of run.verify()")
-    assert cards["cost of a sample"] == ("1.60 times", "that of one process, in node-seconds")
+    note = "over one process: 125 ms / 100 ms a step, medians of 17 steps of run.verify()"
+    assert cards["speed-up"] == ("1.25 times", note)
+    assert cards["scaling efficiency"] == ("62 %", "of the ideal speed-up: 1.25 / 2 nodes")
 
 
 def test_the_result_of_a_verification_is_a_card_and_a_section(tmp_path):
@@ -237,7 +239,7 @@ def test_the_verdict_of_a_report_agrees_with_its_card(tmp_path):
     source.verification = make_verification(StepTimes(17, all_ranks_s=0.112, single_process_s=0.080))
     page = write(source, tmp_path)
     assert "<b>0.71 times</b>" in page
-    assert "one process is faster, with 80 ms a step instead of 112 ms in run.verify()" in page
+    assert "one process is faster, with 80 ms a step instead of 112 ms (medians of run.verify())" in page
     assert "the nodes are 0.71 times as fast" in page
 
 
@@ -274,14 +276,14 @@ def test_times_that_no_number_of_nodes_explains_are_not_a_speed(tmp_path):
     source.verification = make_verification(StepTimes(17, all_ranks_s=0.002, single_process_s=0.009))
     cards = read_cards(source, tmp_path)
     assert cards["speed-up"] == ("—", "unknown: other programs used the processors")
-    assert "cost of a sample" not in cards
+    assert "scaling efficiency" not in cards
 
 
 @pytest.mark.parametrize(
     ("all_ranks_s", "reason"),
     [
-        (0.5, "a step took 500 ms in run.verify(), 4.9 times the 102 ms of the run: the machine was busy"),
-        (0.02, "a step took 102 ms in the run, 5.1 times the 20 ms of run.verify(): the machine was busy"),
+        (0.5, "the median step took 500 ms in run.verify(), 4.9 times the 102 ms of the run: the machine was busy"),
+        (0.02, "the median step took 102 ms in the run, 5.1 times the 20 ms of run.verify(): the machine was busy"),
     ],
 )
 def test_a_verification_on_a_busy_machine_gives_no_speed_up(tmp_path, all_ranks_s: float, reason: str):
@@ -295,10 +297,10 @@ def test_a_verification_on_a_busy_machine_gives_no_speed_up(tmp_path, all_ranks_
     assert "one process is faster" not in page
 
 
-def test_one_process_has_no_cost_against_one_process(tmp_path):
+def test_one_process_has_no_speed_up_over_one_process(tmp_path):
     source = FakeSource(ranks=1)
     source.advance(40)
-    assert "cost of a sample" not in read_cards(source, tmp_path)
+    assert "speed-up" not in read_cards(source, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["loss", "val_loss", "error", "rmse", "perplexity", "word error", "kl"])
@@ -627,14 +629,17 @@ def test_the_name_of_an_axis_is_below_the_labels_of_its_ticks():
 def test_a_short_run_names_the_steps_of_its_numbers():
     source = FakeSource(ranks=2)
     source.advance(4)
-    cards = {name: note for name, _, note in report._iterate_cards(source, None)}
+    cards = {name: note for name, _, note in iterate_cards(source, None)}
     assert cards["training loss"] == "mean of the last 4 steps"
-    assert re.fullmatch(r"samples/s; only 3 steps in \d+ ms, too short for a steady rate", cards["throughput"])
+    assert re.fullmatch(
+        r"samples/s in all steps but the first, which warms up; \d+ ms are too short for a steady rate",
+        cards["throughput"],
+    )
     source.advance(40)
-    cards = {name: note for name, _, note in report._iterate_cards(source, None)}
+    cards = {name: note for name, _, note in iterate_cards(source, None)}
     assert (cards["training loss"], cards["throughput"]) == (
         "mean of the last 20 steps",
-        "samples/s over the time in steps",
+        "samples/s in all steps but the first, which warms up",
     )
 
 
@@ -645,7 +650,7 @@ def test_tile_report_comparison_and_terminal_have_one_loss():
     source.advance(1, loss=0.9)
     expected = formatting.format_loss((19 * 0.5 + 0.9) / 20)
     tiles = {tile.label: tile for tile in build_tiles(source, compute_run_metrics(source.history, 2))}
-    cards = {name: value for name, value, _ in report._iterate_cards(source, None)}
+    cards = {name: value for name, value, _ in iterate_cards(source, None)}
     row = make_row("run", source.history, "")
     assert {tiles["mean loss"].value, cards["training loss"], formatting.format_loss(row.loss)} == {expected}
     assert tiles["mean loss"].note.startswith("20 steps")
@@ -667,15 +672,15 @@ def test_the_parts_of_a_duration_add_up_and_explain_the_samples_per_second(tmp_p
     value, note = cards["duration"]
     assert value == "50 s"
     assert re.fullmatch(
-        r"200 steps, without pauses: \d+ s in steps, \d+ ms in the first, \d+ s between them",
+        r"200 steps, without pauses: \d+ ms in the first, \d+ s in the others, \d+ s between them",
         note,  # it was neither evaluated nor saved
     )
     source.history.add(Evaluation(100, 1, {"loss": 1.0}))
     assert read_cards(source, tmp_path)["duration"][1] == f"{note} (validation)"
     source.event("save", "checkpoint at step 100")
     assert read_cards(source, tmp_path)["duration"][1] == f"{note} (validation, saving)"
-    assert cards["throughput"][1] == "samples/s over the time in steps"
-    assert re.search(r"50 s elapsed, \d+ s of them in steps", run_text.format_run(source))
+    assert cards["throughput"][1] == "samples/s in all steps but the first, which warms up"
+    assert re.search(r"50 s elapsed, \d+ s of them in the steps after the first", run_text.format_run(source))
     row = make_row("a", source.history, "", (200, 50.0))
     assert row.steps_s == parts.steps_s
     columns = make_table([row]).header

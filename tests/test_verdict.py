@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,19 +15,29 @@ from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.one_process import OneProcess, estimate_growth, read_verification
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
 from dtkit.dashboard.summary.timing import count_window_steps
-from dtkit.dashboard.summary.verdict import MIN_STEPS, find_shown_verdict, find_verdict
+from dtkit.dashboard.summary.verdict import MIN_STEPS, Verdict, find_shown_verdict, find_verdict
 from dtkit.dashboard.text.run_text import TextProgress, format_run
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.rpc.reference import StepTimes
-from dtkit.types import State
+from dtkit.types import ModelSummary, NodeInfo, State
 from tests.support.fake_source import FakeSource
 from tests.support.phase_rows import make_phase_rows
 from tests.support.verification import make_verification
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 SPEC = FakeSource(ranks=2).spec
 
 
-def find(seconds: list[dict[str, float]], steps: int = 60, stages: int = 1, measured: OneProcess | None = None, **spec):
+def find(
+    seconds: list[dict[str, float]],
+    steps: int = 60,
+    stages: int = 1,
+    measured: OneProcess | None = None,
+    nodes: Sequence[NodeInfo] = (),
+    **spec: Any,
+) -> Verdict:
     """Return the verdict on steps in which each rank takes these milliseconds in each phase."""
     ranks = len(seconds)
     rows = make_phase_rows(seconds, steps)
@@ -36,7 +46,7 @@ def find(seconds: list[dict[str, float]], steps: int = 60, stages: int = 1, meas
         rows["loss"][early], rows["weight"][early] = np.nan, 0
     history = History(ranks_per_replica=stages)
     history.append(rows)
-    return find_verdict(history, dataclasses.replace(SPEC, world_size=ranks, batch_size=64, **spec), measured)
+    return find_verdict(history, dataclasses.replace(SPEC, world_size=ranks, batch_size=64, **spec), measured, nodes)
 
 
 def computing(**more: float) -> dict[str, float]:
@@ -102,8 +112,8 @@ def test_run_that_is_slower_than_one_process_says_so_with_the_arithmetic():
     verdict = find([computing(comm=90, update=10), computing(comm=94, update=6)])
     assert verdict.cause == "one process"
     assert verdict.text == (
-        "one process is faster, with 130 ms a step at most instead of 160 ms: use a larger batch (batch_size=256 for "
-        "1.9 times the samples/s) or model, or Cluster(1)"
+        "one process is faster, with 130 ms a step at most instead of 160 ms (means): use a larger batch "
+        "(batch_size=256 for 1.9 times the samples/s) or model, or Cluster(1)"
     )
     assert verdict.arithmetic[0] == (
         "one process computes the rows of 2 nodes: 2.00 * 60 ms + 10 ms (update, other) = 130 ms; computing grows at "
@@ -127,6 +137,33 @@ def measure(all_ranks_s: float, single_process_s: float) -> FakeSource:
     return source
 
 
+@pytest.mark.parametrize(
+    ("seconds", "stages", "strategy", "finding"),
+    [
+        ([computing(comm=90, update=10)] * 2, 1, "Sharded()", "communication is 56 % of a step"),
+        ([computing(comm=60)] * 2, 1, "TensorParallel(tp_size=2)", "communication is 50 % of a step"),
+        ([computing(wait=40)] * 2, 2, "Pipeline(stages=2, micro_batches=4)", "stages wait 40 % of the time"),
+    ],
+)
+def test_a_small_model_should_not_be_split(seconds, stages: int, strategy: str, finding: str):
+    nodes = FakeSource(ranks=2).nodes
+    small, large = ModelSummary(2_882, 2_882, ()), ModelSummary(200_000_000, 200_000_000, ())
+    verdict = find(seconds, stages=stages, strategy=strategy, nodes=nodes, model=small)
+    advice = "the model is too small to be split: use DataParallel() or one process"
+    assert verdict.text == f"{finding}, and {advice}; run.verify() compares with one process"
+    line = "2,882 parameters * 16 bytes (value, gradient, two moments of the optimizer) = 46.1 kB, and a node"
+    assert any(each.startswith(line) for each in verdict.arithmetic)
+    for other in (
+        find(seconds, stages=stages, strategy=strategy, nodes=nodes, model=large),
+        find(seconds, stages=stages, strategy=strategy, model=small),
+    ):  # its memory is unknown
+        assert "too small" not in other.text
+    assert "too small" not in find(seconds, strategy="DataParallel()", nodes=nodes, model=small).text
+    measured = OneProcess(0.02, 0.16, "20 ms a step instead of 160 ms", "", True)
+    text = find(seconds, stages=stages, strategy=strategy, nodes=nodes, model=small, measured=measured).text
+    assert text.endswith("instead of 160 ms: use a larger model, or Cluster(1)")
+
+
 def test_a_verification_that_found_one_process_faster_comes_before_any_prediction():
     source = FakeSource(ranks=2)
     source.advance(100)
@@ -134,7 +171,8 @@ def test_a_verification_that_found_one_process_faster_comes_before_any_predictio
     source = measure(all_ranks_s=0.098, single_process_s=0.0235)
     verdict = find_shown_verdict(source)
     assert verdict.cause == "one process"
-    assert verdict.text.startswith("one process is faster, with 24 ms a step instead of 98 ms in run.verify(): ")
+    start = "one process is faster, with 24 ms a step instead of 98 ms (medians of run.verify()): "
+    assert verdict.text.startswith(start)
     assert "medians of 17 steps" in verdict.arithmetic[0]
     assert "0.24 times as fast" in verdict.arithmetic[0]
     assert verdict.text in format_run(source)
@@ -195,7 +233,7 @@ def test_shorter_steps_show_how_little_more_one_process_would_compute():
     assert (growth, is_shown) == (pytest.approx(1 + 32 * (60 - 45) / 30 / 60), True)
     verdict = find_verdict(history, dataclasses.replace(SPEC, world_size=2, batch_size=64, strategy="DataParallel()"))
     assert verdict.text.startswith(
-        "one process is faster, with about 74 ms a step instead of 98 ms: use a larger batch"
+        "one process is faster, with about 74 ms a step instead of 98 ms (means): use a larger batch"
     )
     assert "shorter steps show how computing grows" in verdict.arithmetic[0]
 

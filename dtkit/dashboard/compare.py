@@ -29,6 +29,7 @@ from dtkit.dashboard.summary.spec_differences import (
     list_rate_differences,
 )
 from dtkit.dashboard.text.comparison_text import (
+    describe_best,
     describe_ends,
     describe_rows,
     make_differences_table,
@@ -135,7 +136,8 @@ class Comparison:
 
     def __repr__(self) -> str:
         rows, differences, width = self.rows, self.differences, shutil.get_terminal_size((0, 0)).columns  # 0: a file
-        table = "\n".join([make_table(rows).to_text(max_width=width), *describe_ends(rows)])
+        lines = [*describe_best(make_table(rows)), *describe_ends(rows)]
+        table = "\n".join([make_table(rows).to_text(max_width=width), *lines])
         settings = make_differences_table(self.labels, differences).to_text(max_width=width) if differences else ""
         return f"{table}\n\n{settings}" if settings else table
 
@@ -291,7 +293,17 @@ def _shorten_labels(names: Sequence[str]) -> list[str]:
     start = common.rfind(" ") + 1
     if len(set(names)) > 1 and start and max(map(len, names)) > _MAX_LABEL_CHARS:
         return [_shorten(f"…{name[start:]}") for name in names]
-    return [_shorten(name) for name in names]
+    shorter = [_shorten(name) for name in names]
+    return [
+        _omit_middle(name) if shorter.count(label) > len([other for other in names if other == name]) else label
+        for name, label in zip(names, shorter, strict=True)
+    ]
+
+
+def _omit_middle(name: str) -> str:
+    """Return the beginning and the end of a name that others begin like."""
+    half = (_MAX_LABEL_CHARS - 1) // 2
+    return name if len(name) <= _MAX_LABEL_CHARS else f"{name[:half]}…{name[-half:]}"
 
 
 def _shorten(text: str) -> str:

@@ -6,7 +6,6 @@ as typed, the model, nodes, learning rates, events and versions.
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import importlib.metadata
 import math
@@ -20,6 +19,7 @@ import numpy as np
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.table import Table
+from dtkit.dashboard.report_cards import iterate_cards
 from dtkit.dashboard.report_charts import draw_charts, list_metric_names
 from dtkit.dashboard.report_live import format_run_charts
 from dtkit.dashboard.report_page import (
@@ -40,16 +40,13 @@ from dtkit.dashboard.report_tables import (
     format_verification,
 )
 from dtkit.dashboard.summary.activity import name_state
-from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower
-from dtkit.dashboard.summary.metrics import compute_efficiency, compute_run_metrics
 from dtkit.dashboard.summary.notices import ALERT_KINDS, collect_notices, list_error_lines
-from dtkit.dashboard.summary.one_process import describe_measured, read_step_times
+from dtkit.dashboard.summary.one_process import describe_measured
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
 from dtkit.dashboard.written_report import WrittenReport, check_folder, make_file_name
 from dtkit.errors import FULL_HINT, UserCodeError
-from dtkit.history.mean_loss import FINAL_LOSS_STEPS, count_final_steps
-from dtkit.history.speed import compute_speed, split_time
+from dtkit.history.speed import compute_speed
 from dtkit.types import State
 
 if TYPE_CHECKING:
@@ -77,7 +74,7 @@ def write_report(
     if path is not None:
         check_folder(path)
     scaling = _format_scaling_if_given(run, single_process)
-    cards = [*_iterate_cards(run, single_process)]
+    cards = [*iterate_cards(run, single_process)]
     parts = [
         *_format_head(run, cards, single_process),
         *_format_charts(run),
@@ -128,7 +125,7 @@ def _measure_one_process(run: RunView, single_process: History | None) -> OnePro
     if not math.isfinite(one_process_s):
         return None
     source = "the two histories, over all steps"
-    return describe_measured(one_process_s, all_nodes.step_s, run.spec.world_size, "the measured runs", source)
+    return describe_measured(one_process_s, all_nodes.step_s, run.spec.world_size, "means of the measured runs", source)
 
 
 def _format_error(error: BaseException) -> Iterator[str]:
@@ -138,97 +135,6 @@ def _format_error(error: BaseException) -> Iterator[str]:
     if isinstance(error, UserCodeError):
         full = "\n".join(line for line in error.full.splitlines() if line != FULL_HINT)
         yield f'<details><summary>the whole traceback</summary><pre class="scroll">{html.escape(full)}</pre></details>'
-
-
-def _iterate_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
-    """Return the headline numbers: the best of loss and metrics, speed, duration, and the cost against one process."""
-    history, rate = run.history, compute_speed(run.history).samples_per_s
-    metrics = compute_run_metrics(history, run.spec.world_size)
-    if math.isfinite(rate):
-        metrics = dataclasses.replace(metrics, throughput=rate)
-    if metrics.loss is not None:
-        yield "training loss", formatting.format_loss(metrics.loss), _describe_mean(history)
-    for name in ["loss", *list_metric_names(history)]:
-        best = find_best_evaluation(history, name)
-        if best is not None:
-            word = "lowest" if is_better_lower(name) else "highest"
-            yield f"validation {name}", formatting.format_loss(best[1]), f"{word}, at step {best[0]:,}"
-    yield "throughput", formatting.format_rate(rate), _describe_throughput(history)
-    efficiency = compute_efficiency(run, metrics)
-    if efficiency is not None and efficiency.tokens_per_s is not None:
-        yield "tokens", formatting.format_rate(efficiency.tokens_per_s), "tokens/s"
-    if efficiency is not None and efficiency.mfu is not None:
-        yield "MFU", formatting.format_percent(efficiency.mfu), efficiency.mfu_note
-    yield (
-        "duration",
-        formatting.format_run_time(run.status.elapsed_s),
-        _describe_duration(run),
-    )
-    if (verification := run.verification) is not None:
-        steps = formatting.format_count(verification.steps, "step")
-        note = ", ".join(filter(None, [verification.describe_difference(), f"{steps} against one process"]))
-        yield "verified", verification.verdict, note
-    yield from _iterate_cost_cards(run, single_process)
-
-
-def _describe_mean(history: History) -> str:
-    """Return the steps over which the final loss is averaged, which are fewer in a short run."""
-    count = count_final_steps(history)
-    return "loss of the only step" if count == 1 else f"mean of the last {count} steps"
-
-
-def _describe_duration(run: RunView) -> str:
-    """Return the steps, and the parts of the duration, of which the throughput is over the steps only."""
-    steps, parts = formatting.format_count(run.status.step, "step"), split_time(run.history, run.status.elapsed_s)
-    if not run.history.num_steps or parts.is_mostly_steps:
-        return f"{steps}, without pauses"
-    first, between = map(formatting.format_duration, (parts.first_step_s, parts.between_s))
-    return (
-        f"{steps}, without pauses: {formatting.format_duration(parts.steps_s)} in steps, "
-        f"{first} in the first, {between} between them{_name_work_between_steps(run.history)}"
-    )
-
-
-def _name_work_between_steps(history: History) -> str:
-    """Return what a run did between its steps, in parentheses; nothing if it only sent calls and got their results."""
-    has_saved = any(event.kind == "save" for event in history.events)
-    names = [name for name, was_done in (("validation", history.evaluations), ("saving", has_saved)) if was_done]
-    return f" ({', '.join(names)})" if names else ""
-
-
-def _describe_throughput(history: History) -> str:
-    """Return what the rate is taken over. A rate of few or short steps comes with their number and time."""
-    count, total_s = max(1, history.num_steps - 1), 0.0  # the first step warms up, unless it is the only one
-    speed = compute_speed(history)
-    if math.isfinite(speed.step_s):
-        total_s = speed.step_s * count
-    if not history.num_steps or (
-        count >= FINAL_LOSS_STEPS and total_s >= 1
-    ):  # seconds; a rate of less time is not steady
-        return "samples/s over the time in steps"
-    steps = formatting.format_count(count, "step")
-    return f"samples/s; only {steps} in {formatting.format_duration(total_s)}, too short for a steady rate"
-
-
-def _iterate_cost_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
-    """Return the speed-up over one process and what a sample costs, or how to measure them."""
-    if single_process is not None:
-        ratio = compute_speed(run.history).samples_per_s / compute_speed(single_process).samples_per_s
-        source = "samples/s over all steps of both histories"
-    elif (times := read_step_times(run)) is not None:
-        if disturbance := times.describe_disturbance(run.spec.world_size):
-            yield "speed-up", formatting.UNKNOWN, f"unknown: {disturbance}"
-            return
-        ratio = times.speed_up
-        source = f"median of {times.num_steps} steps of run.verify()"
-    elif run.spec.world_size > 1:
-        yield "cost of a sample", formatting.UNKNOWN, "against one process: run.verify() measures it"
-        return
-    else:
-        return
-    nodes = formatting.format_count(run.spec.world_size, "node")
-    yield "speed-up", f"{ratio:.2f} times", f"{nodes} against one process, {source}"
-    yield "cost of a sample", f"{run.spec.world_size / ratio:.2f} times", "that of one process, in node-seconds"
 
 
 def _format_charts(run: RunView) -> Iterator[str]:

@@ -73,5 +73,5 @@ class StepTimes:
         steps = formatting.format_count(self.num_steps, "step")
         cause = f"the machine was busy, or {steps} are too few"
         if ratio > 1:
-            return f"a step took {repeated} in run.verify(), {ratio:.2g} times the {own} of the run: {cause}"
-        return f"a step took {own} in the run, {1 / ratio:.2g} times the {repeated} of run.verify(): {cause}"
+            return f"the median step took {repeated} in run.verify(), {ratio:.2g} times the {own} of the run: {cause}"
+        return f"the median step took {own} in the run, {1 / ratio:.2g} times the {repeated} of run.verify(): {cause}"

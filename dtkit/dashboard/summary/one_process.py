@@ -89,7 +89,7 @@ def read_verification(run: VerifiedRun) -> OneProcess | None:
     if times is None or not times.are_comparable(num_nodes):
         return None
     source = f"run.verify(), medians of {formatting.format_count(times.num_steps, 'step')}"
-    return describe_measured(times.single_process_s, times.all_ranks_s, num_nodes, "run.verify()", source)
+    return describe_measured(times.single_process_s, times.all_ranks_s, num_nodes, "medians of run.verify()", source)
 
 
 def describe_measured(
@@ -103,7 +103,7 @@ def describe_measured(
         f"measured by {source}: {show(all_nodes_s)} a step on {nodes}, {show(one_process_s)} in one process, so the "
         f"nodes are {show.round(one_process_s) / show.round(all_nodes_s):.2f} times as fast"
     )
-    return OneProcess(one_process_s, all_nodes_s, f"{one} a step instead of {many} in {short_source}", line, True)
+    return OneProcess(one_process_s, all_nodes_s, f"{one} a step instead of {many} ({short_source})", line, True)
 
 
 def estimate_one_process(history: History, rows_s: np.ndarray, fixed_s: np.ndarray, step_s: float) -> OneProcess:
@@ -123,7 +123,7 @@ def estimate_one_process(history: History, rows_s: np.ndarray, fixed_s: np.ndarr
     )
     is_open = not is_shown and float(rows_s[fastest]) < _SHORT_COMPUTING
     least_s = float(rows_s[fastest] + fixed_s[fastest]) if is_open else None
-    return OneProcess(one_process_s, step_s, f"{amount} instead of {step}", line, False, least_s)
+    return OneProcess(one_process_s, step_s, f"{amount} instead of {step} (means)", line, False, least_s)
 
 
 def explain_missing_estimate(spec: RunSpec) -> tuple[str, ...]:
@@ -147,7 +147,8 @@ def complete_verdict(
     else:
         lines = (compared.arithmetic,) if compared.is_measured else ()
         is_open = compared.least_s is not None and 1 - compared.least_s / compared.all_nodes_s >= least_gain
-    hint = "; run.verify() compares with one process" if is_open and "batch_size=" in text else ""
+    has_remedy = "batch_size=" in text or "one process" in text
+    hint = "; run.verify() compares with one process" if is_open and has_remedy else ""
     return {"text": text + hint, "arithmetic": (*arithmetic, *lines)}
 
 

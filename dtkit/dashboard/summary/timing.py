@@ -98,9 +98,9 @@ class StepTiming:
 
     @property
     def steps_text(self) -> str:
-        """The steps, such as ``last 50 steps`` or ``all 2,400 steps``."""
+        """The steps, such as ``last 50 steps`` or ``all steps but the first``."""
         if self.is_whole:
-            return f"all {formatting.format_count(self.num_steps + 1, 'step')}"
+            return "all steps but the first"
         return "last step" if self.num_steps == 1 else f"last {formatting.format_count(self.num_steps, 'step')}"
 
     @property

@@ -27,6 +27,7 @@ from dtkit.dashboard.summary.printed_times import PrintedTimes, describe_differe
 from dtkit.dashboard.summary.rarer_messages import name_other_remedies
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, count_steps_since_repair, format_nodes
+from dtkit.dashboard.summary.whole_model import advise_whole_model, name_remedy
 from dtkit.history.divergence import find_divergence
 
 if TYPE_CHECKING:
@@ -106,6 +107,10 @@ def find_verdict(
         return Verdict("unknown", "the phases of the steps were not measured", 0.0)
     facts = Measurements(spec, timing, ranks, timing.seconds[ranks], history.ranks_per_replica)
     found = [verdict for judge in _select_judges(facts) if (verdict := judge(facts)) and verdict.gain >= MIN_GAIN / 2]
+    found = [
+        dataclasses.replace(each, **advise_whole_model(each.cause, each.text, each.arithmetic, spec, nodes))
+        for each in found
+    ]
     best = max(found, key=lambda verdict: verdict.gain, default=_report_computing(facts))
     shortage = find_core_shortage(facts, history, nodes, MIN_GAIN / 2)
     if shortage is not None:
@@ -114,7 +119,7 @@ def find_verdict(
         best = found[-1]
     elif best.gain < MIN_GAIN:
         best = _report_computing(facts)
-    one_process = _compare_with_one_process(facts, history, best, measured)
+    one_process = _compare_with_one_process(facts, history, best, measured, nodes)
     if one_process.cause == "one process" and one_process.gain < MIN_GAIN:
         found.append(one_process)
         best = dataclasses.replace(best, arithmetic=(*best.arithmetic, *one_process.arithmetic[: measured is not None]))
@@ -147,7 +152,7 @@ def _select_judges(facts: Measurements) -> Sequence[Callable[[Measurements], Ver
 
 
 def _compare_with_one_process(
-    facts: Measurements, history: History, best: Verdict, measured: OneProcess | None
+    facts: Measurements, history: History, best: Verdict, measured: OneProcess | None, nodes: Sequence[NodeInfo]
 ) -> Verdict:
     """Return the verdict on nodes that take longer than one process, unless a slow node is more to blame."""
     compared = measured or _estimate_one_process(facts, history, best)
@@ -155,10 +160,8 @@ def _compare_with_one_process(
     if compared is None or compared.gain < MIN_GAIN / 2 or is_minor:
         told = complete_verdict(best.text, best.arithmetic, compared, facts.spec, MIN_GAIN)
         return dataclasses.replace(best, **told)
-    batch = re.search(r"batch_size=\d+ for [\d.]+ times the samples/s", best.text)
-    where = "Cluster(1)" if facts.spec.strategy.startswith(REPLICATED) else "Cluster(1) if its memory suffices"
-    remedy = f"use a larger batch{f' ({batch[0]})' if batch else ''} or model, or {where}"
-    text, lines = f"one process is faster, with {compared.comparison}: {remedy}", (best.text, *best.arithmetic)
+    remedy, lines = name_remedy(best.text, facts.spec, nodes), (best.text, *best.arithmetic)
+    text = f"one process is faster, with {compared.comparison}: {remedy}"
     return Verdict("one process", text, compared.gain, (compared.arithmetic, *lines))
 
 
@@ -390,5 +393,4 @@ def _iterate_means(facts: Measurements) -> Iterator[str]:
 
 
 def _name_steps(facts: Measurements) -> str:
-    timing = facts.timing
-    return f"{timing.steps_text} but the first" if timing.is_whole else f"the {timing.steps_text}"
+    return f"{'' if facts.timing.is_whole else 'the '}{facts.timing.steps_text}"

@@ -131,6 +131,19 @@ def describe_ends(rows: Sequence[ComparisonRow]) -> list[str]:
     ]
 
 
+def describe_best(table: Table) -> list[str]:
+    """Return a line with the best run of each column, for texts, which have no bold cells; nothing without one."""
+    columns: dict[int, list[int]] = {}
+    for row, column in sorted(table.bold_cells):
+        columns.setdefault(column, []).append(row)
+    parts = [
+        f"{table.header[column].removeprefix('best ')} {' and '.join(table.rows[row][0] for row in rows)} "
+        f"({table.rows[rows[0]][column]})"
+        for column, rows in sorted(columns.items())
+    ]
+    return [f"best: {', '.join(parts)}"] if parts else []
+
+
 def make_differences_table(labels: Sequence[str], differences: Sequence[tuple[str, ...]]) -> Table:
     """Return the table of the settings in which the runs differ, turned so that it has few columns."""
     header, rows = ["setting", *labels], [list(row) for row in differences]

@@ -77,7 +77,9 @@ def _format_times(run: RunView, status: Status) -> str:
     if status.state.has_ended:
         parts = split_time(run.history, status.elapsed_s)
         is_split = bool(run.history.num_steps) and not parts.is_mostly_steps
-        return f"{elapsed}, {formatting.format_duration(parts.steps_s)} of them in steps" if is_split else elapsed
+        if not is_split:
+            return elapsed
+        return f"{elapsed}, {formatting.format_duration(parts.steps_s)} of them in the steps after the first"
     if status.remaining_s is None:
         return elapsed
     return f"{elapsed}, {formatting.format_clock(status.remaining_s)} left"
@@ -88,7 +90,7 @@ def _format_metrics(metrics: RunMetrics) -> str:
         return "no step yet"
     parts = [
         f"{formatting.format_rate(metrics.throughput)} samples/s",
-        f"{formatting.format_duration(metrics.step_s)} a step",
+        f"mean {formatting.format_duration(metrics.step_s)} a step",
     ]
     if metrics.timing.is_measured:
         parts.append(f"waiting {formatting.format_percent(metrics.timing.waiting_share)}")
@@ -98,7 +100,7 @@ def _format_metrics(metrics: RunMetrics) -> str:
 
 
 def _name_window(metrics: RunMetrics) -> str:
-    """Return the steps that means are taken over: ``last 50 steps``, ``all 2,400 steps``."""
+    """Return the steps that means are taken over: ``last 50 steps``, ``all steps but the first``."""
     return metrics.timing.steps_text
 
 

@@ -1,0 +1,114 @@
+"""The headline numbers of a run's report: (label, value, note), where the note says how the value was made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from dtkit._util import formatting
+from dtkit.dashboard.report_charts import list_metric_names
+from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower
+from dtkit.dashboard.summary.metrics import compute_efficiency, compute_run_metrics
+from dtkit.dashboard.summary.one_process import read_step_times
+from dtkit.history.mean_loss import FINAL_LOSS_STEPS, count_final_steps
+from dtkit.history.speed import compute_speed, split_time
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dtkit.dashboard.run_view import RunView
+    from dtkit.history.history import History
+
+
+def iterate_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
+    """Return the headline numbers: the best of loss and metrics, speed, duration, and the speed-up over one process."""
+    history, rate = run.history, compute_speed(run.history).samples_per_s
+    metrics = compute_run_metrics(history, run.spec.world_size)
+    if math.isfinite(rate):
+        metrics = dataclasses.replace(metrics, throughput=rate)
+    if metrics.loss is not None:
+        yield "training loss", formatting.format_loss(metrics.loss), _describe_mean(history)
+    for name in ["loss", *list_metric_names(history)]:
+        best = find_best_evaluation(history, name)
+        if best is not None:
+            word = "lowest" if is_better_lower(name) else "highest"
+            yield f"validation {name}", formatting.format_loss(best[1]), f"{word}, at step {best[0]:,}"
+    yield "throughput", formatting.format_rate(rate), _describe_throughput(history)
+    efficiency = compute_efficiency(run, metrics)
+    if efficiency is not None and efficiency.tokens_per_s is not None:
+        yield "tokens", formatting.format_rate(efficiency.tokens_per_s), "tokens/s"
+    if efficiency is not None and efficiency.mfu is not None:
+        yield "MFU", formatting.format_percent(efficiency.mfu), efficiency.mfu_note
+    yield (
+        "duration",
+        formatting.format_run_time(run.status.elapsed_s),
+        _describe_duration(run),
+    )
+    if (verification := run.verification) is not None:
+        steps = formatting.format_count(verification.steps, "step")
+        note = ", ".join(filter(None, [verification.describe_difference(), f"{steps} against one process"]))
+        yield "verified", verification.verdict, note
+    yield from _iterate_speed_up_cards(run, single_process)
+
+
+def _describe_mean(history: History) -> str:
+    """Return the steps over which the final loss is averaged, which are fewer in a short run."""
+    count = count_final_steps(history)
+    return "loss of the only step" if count == 1 else f"mean of the last {count} steps"
+
+
+def _describe_duration(run: RunView) -> str:
+    """Return the steps and the parts of the duration, whose sum it is."""
+    steps, parts = formatting.format_count(run.status.step, "step"), split_time(run.history, run.status.elapsed_s)
+    if not run.history.num_steps or parts.is_mostly_steps:
+        return f"{steps}, without pauses"
+    others, first, between = map(formatting.format_duration, (parts.steps_s, parts.first_step_s, parts.between_s))
+    return (
+        f"{steps}, without pauses: {first} in the first, {others} in the others, {between} between "
+        f"them{_name_work_between_steps(run.history)}"
+    )
+
+
+def _name_work_between_steps(history: History) -> str:
+    """Return what a run did between its steps, in parentheses; nothing if it only sent calls and got their results."""
+    has_saved = any(event.kind == "save" for event in history.events)
+    names = [name for name, was_done in (("validation", history.evaluations), ("saving", has_saved)) if was_done]
+    return f" ({', '.join(names)})" if names else ""
+
+
+def _describe_throughput(history: History) -> str:
+    """Return the steps of the rate, and why the first isn't among them. Few or short steps come with their time."""
+    count = max(1, history.num_steps - 1)
+    speed = compute_speed(history)
+    if history.num_steps < 2 or not math.isfinite(speed.step_s):
+        return "samples/s" if not history.num_steps else "samples/s of the only step, which also warms up"
+    note = "samples/s in all steps but the first, which warms up"
+    total_s = speed.step_s * count
+    if count >= FINAL_LOSS_STEPS and total_s >= 1:  # seconds; a rate of less time is not steady
+        return note
+    return f"{note}; {formatting.format_duration(total_s)} are too short for a steady rate"
+
+
+def _iterate_speed_up_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
+    """Return the speed-up over one process and its share of the ideal, or how to measure them."""
+    if single_process is not None:
+        many, one = compute_speed(run.history).samples_per_s, compute_speed(single_process).samples_per_s
+        ratio = many / one
+        source = f"{formatting.format_rate(many)} / {formatting.format_rate(one)} samples/s, means of both runs"
+    elif (times := read_step_times(run)) is not None:
+        if disturbance := times.describe_disturbance(run.spec.world_size):
+            yield "speed-up", formatting.UNKNOWN, f"unknown: {disturbance}"
+            return
+        ratio = times.speed_up
+        one_s, many_s = map(formatting.format_duration, (times.single_process_s, times.all_ranks_s))
+        source = f"{one_s} / {many_s} a step, medians of {times.num_steps} steps of run.verify()"
+    elif run.spec.world_size > 1:
+        yield "speed-up", formatting.UNKNOWN, "over one process: run.verify() measures it"
+        return
+    else:
+        return
+    nodes = formatting.format_count(run.spec.world_size, "node")
+    yield "speed-up", f"{ratio:.2f} times", f"over one process: {source}"
+    share = formatting.format_percent(ratio / run.spec.world_size)
+    yield "scaling efficiency", share, f"of the ideal speed-up: {ratio:.2f} / {nodes}"

@@ -163,6 +163,10 @@ class RunSpec:
     def _repr_html_(self) -> str:
         return self._make_table().to_html()
 
+    @property
+    def _epochs_text(self) -> str:
+        return "1 epoch" if self.epochs == 1 else f"{self.epochs:.4g} epochs"
+
     def _make_table(self) -> Table:
         """Return the arguments by the names that `train` has for them, with what follows from them."""
         settings = dict(self.settings)
@@ -173,7 +177,7 @@ class RunSpec:
             "data": f"{format_count(self.samples, 'sample')} in an epoch",
             "strategy": f"{self.strategy} on {format_count(self.world_size, 'node')}",
             "batch_size": f"{self.batch_size:,} samples per update, over all nodes",
-            "steps": f"{self.steps:,}, {self.epochs:.4g} epochs of {format_count(self.steps_per_epoch, 'step')}",
+            "steps": f"{self.steps:,}, {self._epochs_text} of {format_count(self.steps_per_epoch, 'step')}",
             "loss": settings.pop("loss", self.loss),
             "optimizer": settings.pop("optimizer", self.optimizer),
             "shuffle": str(self.shuffle),
@@ -258,9 +262,8 @@ class ReplicaCheckResult:
 
     def __repr__(self) -> str:
         if self.differing_ranks:
-            names = (
-                f"{'node' if len(self.differing_ranks) == 1 else 'nodes'} {', '.join(map(str, self.differing_ranks))}"
-            )
+            noun = "node" if len(self.differing_ranks) == 1 else "nodes"
+            names = f"{noun} {', '.join(map(str, self.differing_ranks))}"
             since = self.step if self.differing_since is None else self.differing_since
             return f"parameters differ on {names} since step {since:,}, checked at step {self.step:,}"
         what = "parameters that are not split" if self.num_holders == 1 else "parameters"

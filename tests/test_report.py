@@ -61,6 +61,14 @@ def test_the_headline_has_the_best_of_each_metric(tmp_path):
     assert "<summary>the arithmetic</summary>" in page
 
 
+def test_losses_that_reach_exactly_zero_are_drawn_on_a_logarithmic_axis(tmp_path):
+    source = FakeSource(ranks=2)
+    for loss in (100.0, 1.0, 0.0):  # as a hinge loss does
+        source.advance(20, loss=loss)
+    page = write(source, tmp_path)
+    assert re.search(r"<h3>Loss <small>[^<]*logarithmic</small>", page)
+
+
 def test_the_error_of_a_failed_run_keeps_its_lines_and_says_node(tmp_path):
     source = FakeSource(ranks=2)
     source.advance(40)

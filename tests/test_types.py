@@ -53,6 +53,7 @@ def test_arguments_of_a_run_are_a_table_in_the_words_of_train():
         "seed": "3",
         "drop_last": "True",
     }
+    assert "steps       12, 1 epoch of 12 steps" in repr(dataclasses.replace(SPEC, steps_per_epoch=12))
     assert "Data<wbr>Parallel(<wbr>) on 2 nodes" in SPEC._repr_html_()
 
 

@@ -52,11 +52,11 @@ ELSEWHERE: dict[str, dict[str, str]] = {
 
 def describe_missing(owner: str, name: str, names: Sequence[str]) -> str:
     """Return the text of an AttributeError: what was probably meant, or all that there is."""
+    if elsewhere := ELSEWHERE.get(owner, {}).get(name):
+        return f"{owner} has no attribute {name!r}; did you mean {elsewhere}?"
     anagrams = [known for known in names if sorted(known) == sorted(name)]  # letters in another order
     similar = anagrams or difflib.get_close_matches(name, names, n=1)
     similar = [known for known in _OTHER_NAMES.get(name, ()) if known in names] or similar
-    if elsewhere := ELSEWHERE.get(owner, {}).get(name):
-        return f"{owner} has no attribute {name!r}; did you mean {elsewhere}?"
     hint = f"did you mean {owner}.{similar[0]}?" if similar else f"it has {', '.join(names)}"
     return f"{owner} has no attribute {name!r}; {hint}"
 

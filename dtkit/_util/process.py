@@ -9,11 +9,11 @@ import errno
 import os
 import signal
 import sys
-import time
 
 import psutil
 
 from dtkit._util import timeouts
+from dtkit._util.deadline import wait_until
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +56,7 @@ class ProcessId:
 
     def wait_until_ended(self, timeout_s: float) -> bool:
         """Wait for the process to end, and return whether it has. A large one takes a while after its last sign."""
-        deadline = time.monotonic() + timeout_s
-        while self.is_alive:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(timeouts.PROCESS_POLL_S)
-        return True
+        return wait_until(lambda: not self.is_alive, timeout_s)
 
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

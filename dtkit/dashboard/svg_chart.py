@@ -210,8 +210,9 @@ class _Frame:
         x = np.concatenate([line.x for line in series])
         low = min(float(np.nanmin(line.y if line.low is None else line.low)) for line in series)
         high = max(float(np.nanmax(line.y if line.high is None else line.high)) for line in series)
-        if is_log:  # all values are positive, but a band of merged steps may reach further
-            low = max(low, min(float(np.nanmin(line.y)) for line in series) / 10)
+        if is_log:  # a band of merged steps, or a loss of exactly 0, may reach further down than the axis
+            values = np.concatenate([line.y for line in series])
+            low = max(low, float(values[values > 0].min()) / 10)
             return cls(float(x.min()), float(x.max()), low / 1.15, high * 1.15, is_log=True)
         low = min(0.0, low) if from_zero else low
         margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0

@@ -67,7 +67,8 @@ def build_shards(
 
 
 def _check_arguments(n: int, ranks: int, by: str, seed: int | None) -> None:
-    if by not in (known := (*PARTITION_METHODS, "speed")):
+    known = (*PARTITION_METHODS, "speed")
+    if by not in known:
         raise ValueError(f"by={by!r} is not a way to divide rows. Use one of {', '.join(map(repr, known))}.")
     if ranks < 1:
         raise ValueError(f"there are {ranks} ranks, but there must be at least one. Start an engine.")

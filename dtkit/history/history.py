@@ -175,8 +175,8 @@ class History:
         copy.evaluations = self.evaluations[:evaluations]
         last_step = int(copy.column("step").max(initial=-1))
         for record in self.list_scalar_records():
-            kept = {name: [row for row in rows if row[0] <= last_step] for name, rows in record.scalars.items()}
-            copy.add(ScalarRecord(record.rank, {name: rows for name, rows in kept.items() if rows}))
+            kept = {name: [n for n in numbers if n[0] <= last_step] for name, numbers in record.scalars.items()}
+            copy.add(ScalarRecord(record.rank, {name: numbers for name, numbers in kept.items() if numbers}))
         return copy
 
     def __len__(self) -> int:

@@ -30,7 +30,7 @@ SCALAR_DTYPE = np.dtype([("step", "i4"), ("rank", "i4"), ("total", "f8"), ("weig
 """Row of one name, rank and step; the value is the total divided by the weight."""
 
 _COLUMN_ALIASES = {"learning_rate": "lr", "gradient_norm": "grad_norm", "memory": "memory_bytes"}
-_THROUGHPUTS = ("throughput", "samples/s", "samples_per_second")
+_RATES = ("samples/s", "samples_per_second")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _keep_last(rows: np.ndarray) -> np.ndarray:
 
 
 def raise_for_other_source(name: str, columns: Collection[str], evaluations: Iterable[Evaluation]) -> None:
-    """Raise ValueError for a series that dtkit records by itself, so that nobody logs it, with how to get it.
+    """Raise ValueError, with the call to use, for a series that dtkit records by itself and that nobody has logged.
 
     `columns` are those of a history's rows.
     """
@@ -169,9 +169,7 @@ def raise_for_other_source(name: str, columns: Collection[str], evaluations: Ite
 def _find_other_source(name: str, columns: Collection[str], metrics: Collection[str]) -> str | None:
     column = _COLUMN_ALIASES.get(name, name)
     metric = name.removeprefix("val_").removeprefix("validation_")
-    if name == "loss":
-        return "history.loss() returns its steps and values"
-    if name in _THROUGHPUTS:
+    if name in _RATES:
         return "history.throughput() returns its steps and values"
     if column in columns:
         return f"history.column({column!r}) returns it for each step and rank"

@@ -347,7 +347,7 @@ class Driver:
         elif is_resting and actions.snapshot.perform_before_idle(step, is_brief=not (is_stopping or is_complete)):
             return
         elif is_complete and not is_evaluation_due:
-            progress.add_event("done", f"done after {step} step{'s' * (step != 1)}")
+            progress.add_event("done", f"done after {step} {'step' if step == 1 else 'steps'}")
             self._end(State.COMPLETED)
         elif is_resting:
             self._pause()

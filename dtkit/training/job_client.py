@@ -193,16 +193,16 @@ class JobClient:
         """Yield the key of a job with the run's model: its own, or one with the kept weights for a run before the
         current one, whose data the engines keep.
         """
-        if not self.is_released or self.check_idle is None or self._fetched_state is None:
-            if self.is_released and self._fetched_state is not None:
-                raise RunError(
-                    f"{action} needs the job on the engines, and this run was released, or its cluster closed. Call "
-                    f"run.{action}(...) before that, or compute from run.model, which this notebook has: "
-                    "with torch.no_grad(): run.model.eval()(inputs)"
-                )
+        if not self.is_released or self._fetched_state is None:
             self.check_not_released(action)
             yield self._progress.plan.job
             return
+        if self.check_idle is None:
+            raise RunError(
+                f"{action} needs the job on the engines, and this run was released, or its cluster closed. Call "
+                f"run.{action}(...) before that, or compute from run.model, which this notebook has: "
+                "with torch.no_grad(): run.model.eval()(inputs)"
+            )
         self.check_idle()
         plan, group = self._progress.plan, self._engine_group
         model = plan.job_spec.model_handle.build_with_state(self._fetched_state[1])

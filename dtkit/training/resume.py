@@ -100,11 +100,8 @@ class ResumePoint:
     @contextlib.contextmanager
     def _make_readable(self, engine_group: EngineGroup) -> Iterator[list[str]]:
         """Yield the folder that each rank sees, also where hosts don't see the notebook's."""
-        hosts, folder, world_size = (
-            engine_group.transport.hosts,
-            self.checkpoint.path.absolute(),
-            engine_group.world_size,
-        )
+        hosts, world_size = engine_group.transport.hosts, engine_group.world_size
+        folder = self.checkpoint.path.absolute()
         if hosts is None:
             yield [str(folder)] * world_size
             return

@@ -19,6 +19,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS, compute_mean_loss
+from dtkit.history.remembered import remember_last
 
 if TYPE_CHECKING:
     from dtkit.history.history import History
@@ -72,6 +73,7 @@ class _Level:
     num_steps: int
 
 
+@remember_last
 def find_divergence(history: History) -> Divergence | None:
     """Return how the loss diverged; None if it did not, or if there are too few steps to judge."""
     early = _select_known(history.totals(0, _EARLY_STEPS))

@@ -789,6 +789,36 @@ def test_headings_and_notices_keep_their_place_in_jupyterlab(page: Page):
     assert (left, top) == ("0px", "0px")
 
 
+def test_a_drawing_keeps_the_elements_of_axes_and_labels(page: Page):
+    """New elements in each drawing cost the browser far more than new numbers in the same ones."""
+    run = FakeSource(ranks=2)
+    run.advance(200)
+    view, texts = StaticView(page, run), "document.querySelectorAll('.dtk-grid text, .dtk-labels text')"
+    page.evaluate(f"() => {{ for (const text of {texts}) text.isKept = true; }}")
+    run.advance(1)
+    view.update()
+    assert page.evaluate(f"() => [...{texts}].filter((text) => text.isKept).length") > 10
+
+
+def test_a_notice_with_another_number_is_not_measured_again(page: Page):
+    """To read its height would make the browser lay out the page in the middle of a drawing."""
+    run = FakeSource(ranks=2)
+    run.advance(60)
+    run.consistency = ReplicaCheckResult(60, (), None)
+    view = StaticView(page, run)
+    page.evaluate("""() => {
+      const height = Object.getOwnPropertyDescriptor(HTMLElement.prototype, "offsetHeight");
+      const get = function () { window.measured = 1 + (window.measured ?? 0); return height.get.call(this); };
+      Object.defineProperty(document.querySelector("[data-testid=notices]"), "offsetHeight", { get });
+    }""")
+    for step, is_measured in ((70, False), (100, True)):  # a longer text may be higher
+        run.advance(10)
+        run.consistency = ReplicaCheckResult(step, (), None)
+        view.update()
+        expect(view.root.get_by_test_id("notices")).to_contain_text(f"checked at step {step}")
+        assert page.evaluate("() => (window.measured ?? 0) > 0") == is_measured
+
+
 def test_each_metric_has_a_chart(page: Page, tmp_path: Path):
     run = make_source(2)
     for step in (50, 100, 150):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,17 +30,17 @@ class Measurements:
         seconds: np.ndarray = self.phases[:, PHASES.index(phase)]
         return seconds
 
-    @property
+    @functools.cached_property
     def step_s(self) -> float:
         """Seconds of a step: those of the rank that takes longest."""
         return float(self.phases.sum(axis=1).max())
 
-    @property
+    @functools.cached_property
     def compute_s(self) -> np.ndarray:
         """Seconds that each rank does not wait and does not communicate."""
         return np.asarray(self.phases.sum(axis=1) - self.get("waiting") - self.get("communication"))
 
-    @property
+    @functools.cached_property
     def slowest(self) -> int:
         """Index in `ranks` of the rank that computes longest."""
         return int(np.argmax(self.compute_s))

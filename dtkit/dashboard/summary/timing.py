@@ -27,6 +27,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES, find_rows_without_loss
+from dtkit.history.remembered import remember_last
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,6 +156,7 @@ def count_steps_since_repair(history: History, limit: int = WINDOW_STEPS) -> int
     return int((steps > repair.step).sum())
 
 
+@remember_last
 def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     """Return the timing of the last steps, the same ones for all views."""
     num_steps = count_window_steps(history)

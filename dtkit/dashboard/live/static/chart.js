@@ -17,7 +17,7 @@ import { joinGlyphs, mergeSigns } from "./chart/marks.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
 import { drawRunLabels } from "./chart/run_labels.js";
 import { newTooltip, within } from "./chart/tooltip.js";
-import { s, h, setAttr, setText } from "./elements.js";
+import { drawParts, s, h, setAttr, setText } from "./elements.js";
 import { newFrame } from "./frame.js";
 import { logTicks, number, tick, ticks } from "./numbers.js";
 import { nodeName } from "./picking.js";
@@ -167,23 +167,22 @@ function wholeRange({ store }) {
 function drawGrid(view, width) {
   const { x, y, first, end, low, high, width: inner } = view.frame, { axis } = view, parts = [];
   if (!view.grain.used) {
-    view.layers.grid.replaceChildren(s("text", { x: width / 2, y: view.height / 2, "text-anchor": "middle" }, "no step yet"));
-    return;
+    return drawParts(view.layers.grid, [["text", { x: width / 2, y: view.height / 2, "text-anchor": "middle" }, "no step yet"]]);
   }
   const count = Math.max(2, Math.round(view.height / 42));
   for (const v of view.isLog ? logTicks(low, high, count) : ticks(low, high, count)) {
-    parts.push(s("line", { x1: LEFT, x2: LEFT + inner, y1: y(v), y2: y(v) }));
-    parts.push(s("text", { x: LEFT - 7, y: y(v) + 4, "text-anchor": "end" }, view.options.mark?.(v) ?? tick(v)));
+    parts.push(["line", { x1: LEFT, x2: LEFT + inner, y1: y(v), y2: y(v) }]);
+    parts.push(["text", { x: LEFT - 7, y: y(v) + 4, "text-anchor": "end" }, view.options.mark?.(v) ?? tick(v)]);
   }
-  parts.push(s("text", { x: LEFT - 7, y: view.height - 5, "text-anchor": "end" }, axis.label));
+  parts.push(["text", { x: LEFT - 7, y: view.height - 5, "text-anchor": "end" }, axis.label]);
   let free = LEFT - 4;
   for (const v of axis.marks(axis.of(first), axis.of(end), Math.max(3, Math.round(width / 85)))) {
     const at = x(axis.step(v)), half = 3.3 * axis.mark(v).length;
     if (at - half < free || at > LEFT + inner + 2) continue; // it would overlap the last one
-    parts.push(s("text", { x: at, y: view.height - 5, "text-anchor": "middle" }, axis.mark(v)));
+    parts.push(["text", { x: at, y: view.height - 5, "text-anchor": "middle" }, axis.mark(v)]);
     free = at + half + 6;
   }
-  view.layers.grid.replaceChildren(...parts);
+  drawParts(view.layers.grid, parts);
 }
 
 const MOST_GLYPHS = 5;

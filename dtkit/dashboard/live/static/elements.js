@@ -27,6 +27,21 @@ export function setProse(el, text) {
 export function setAttr(el, name, value) {
   if (el.getAttribute(name) !== String(value)) el.setAttribute(name, value);
 }
+/**
+ * Draw `parts`, [tag, attributes, text] each, in a layer of an SVG. Elements that are there already stay, and only what is
+ * another attribute or text is written: new elements in each drawing cost the browser far more.
+ */
+export function drawParts(layer, parts) {
+  parts.forEach(([tag, attributes, text], k) => {
+    const known = layer.children[k], el = known?.tagName === tag ? known : s(tag);
+    for (const name in attributes) setAttr(el, name, attributes[name]);
+    if (text !== undefined) setText(el, text);
+    if (el === known) return;
+    if (known) known.replaceWith(el);
+    else layer.append(el);
+  });
+  while (layer.children.length > parts.length) layer.lastChild.remove();
+}
 /** Let keys in a view be its own: JupyterLab looks for this mark at the focused element first, and then at those around. */
 export function keepKeys(view) {
   const mark = (el) => el.setAttribute("data-lm-suppress-shortcuts", "true");

@@ -55,7 +55,8 @@ export function tick(value) {
   if (Math.abs(value) >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
   if (Math.abs(value) >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
   if (value !== 0 && Math.abs(value) < 1e-3) return exponent(value, 3);
-  return TICK_FORMAT.format(+value.toPrecision(6));
+  const short = +value.toPrecision(6);
+  return Math.abs(short) < 1e3 ? String(short) : TICK_FORMAT.format(short); // a format takes far longer
 }
 /** Return about `count` round values between low and high. */
 export function ticks(low, high, count) {

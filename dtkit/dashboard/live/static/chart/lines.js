@@ -1,6 +1,6 @@
 // The lines of a chart, with bands, labels at their ends, and the points of evaluations.
 
-import { s, setAttr } from "../elements.js";
+import { drawParts, s, setAttr } from "../elements.js";
 import { number } from "../numbers.js";
 import { nodeName, pick, pickedClass } from "../picking.js";
 import { movingAverage } from "./grain.js";
@@ -160,11 +160,8 @@ function apart(points, x) {
 export function drawLabels(view, lineEnds, { left, top, bottom }) {
   const ends = orderLabels(thinLabels(view, mergeLabels(view, lineEnds), top, bottom));
   const placed = spread(ends.map((end) => end.y), LABEL_GAP, top, bottom), at = view.options.joined ? labelStart(ends, left) : left;
-  view.layers.labels.replaceChildren(...ends.map((end, k) => {
-    const text = s("text", { x: at, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);
-    if (end.rank !== undefined) text.addEventListener("click", () => pick(view.store, end.rank));
-    return text;
-  }));
+  drawParts(view.layers.labels, ends.map((end, k) => ["text", { x: at, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label]));
+  ends.forEach(({ rank }, k) => { view.layers.labels.children[k].onclick = rank === undefined ? null : () => pick(view.store, rank); });
 }
 const AWAY_PX = 7;
 /** How far before the plot's end a line ends that is short. */

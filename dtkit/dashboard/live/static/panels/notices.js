@@ -11,12 +11,13 @@ export function notices(store, _send, redraw) {
   const quiet = h("ul", { class: "dtk-notices", "data-testid": "notices", "aria-label": "notices" });
   const el = h("div", { class: "dtk-notice-panel" }, alerts, quiet);
   const { hold, isHeld } = keepHeight(quiet);
-  let drawn = null;
-  newWidth(el, () => { drawn = null; redraw(); });
+  let drawn = null, shape = null;
+  newWidth(el, () => { drawn = shape = null; redraw(); });
   const update = () => {
-    const now = JSON.stringify(store.notices);
-    if (now === drawn && isHeld()) return; // to measure its height again would make the browser lay out the page
+    const now = JSON.stringify(store.notices), before = shape;
+    if (now === drawn && isHeld()) return;
     drawn = now;
+    shape = now.replace(/\d/g, "0"); // all digits are equally wide
     const urgent = store.notices.filter((notice) => URGENT.includes(notice.kind));
     // A repair takes the place of the loss, so that nothing below moves.
     const boxed = urgent.length ? urgent : store.notices.filter((notice) => notice.kind === "repaired");
@@ -32,6 +33,7 @@ export function notices(store, _send, redraw) {
       quiet.children[k].className = `dtk-notice-${notice.kind}`;
       setProse(quiet.children[k], `${GLYPH[notice.kind] ?? "•"} ${notice.text}`);
     });
+    if (shape === before && isHeld()) return; // to measure its height again would make the browser lay out the page
     quiet.hidden = el.hidden = false;
     quiet.hidden = !hold(isNews) && !others.length;
     el.hidden = quiet.hidden && !text;

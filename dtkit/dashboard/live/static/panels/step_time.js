@@ -3,7 +3,7 @@
 // The bars are one keyboard stop: arrow keys move from bar to bar, the panel's note describes the current one, and Enter
 // highlights its node in all panels.
 
-import { h, s, setAttr, setText } from "../elements.js";
+import { drawParts, h, s, setAttr, setText } from "../elements.js";
 import { newTooltip, within } from "../chart/tooltip.js";
 import { newFrame } from "../frame.js";
 import { duration, share, tick, ticks } from "../numbers.js";
@@ -103,9 +103,9 @@ function drawAxis(layer, { longest, scale, left, height, width }) {
   const parts = [];
   for (const v of ticks(0, longest * 1e3, width > 620 ? 8 : 4)) {
     const x = left + v / 1e3 * scale;
-    parts.push(s("line", { x1: x, x2: x, y1: 0, y2: height - AXIS }), s("text", { x, y: height - 6, "text-anchor": "middle" }, `${tick(v)}${v === 0 ? " ms" : ""}`));
+    parts.push(["line", { x1: x, x2: x, y1: 0, y2: height - AXIS }], ["text", { x, y: height - 6, "text-anchor": "middle" }, `${tick(v)}${v === 0 ? " ms" : ""}`]);
   }
-  layer.replaceChildren(...parts);
+  drawParts(layer, parts);
 }
 
 /** Return a bar, made once and then updated, so that it keeps the keyboard focus. */

@@ -4,7 +4,7 @@
 // schedule. The panel's note describes the box under the pointer.
 
 import { newTooltip, within } from "../chart/tooltip.js";
-import { h, s, setAttr, setText } from "../elements.js";
+import { drawParts, h, s, setAttr, setText } from "../elements.js";
 import { newFrame } from "../frame.js";
 import { duration, tick, ticks } from "../numbers.js";
 import { nodeName, pick, pickedClass } from "../picking.js";
@@ -123,9 +123,9 @@ function drawStripAxis(view, frame) {
   const ms = 1e3 * view.store.strip.seconds, parts = [];
   for (const v of ticks(0, ms, frame.width > 620 ? 8 : 4)) {
     const x = frame.x((v / ms) * WHOLE);
-    parts.push(s("line", { x1: x, x2: x, y1: 0, y2: frame.foot }), s("text", { x, y: frame.foot + 14, "text-anchor": "middle" }, `${tick(v)}${v === 0 ? " ms" : ""}`));
+    parts.push(["line", { x1: x, x2: x, y1: 0, y2: frame.foot }], ["text", { x, y: frame.foot + 14, "text-anchor": "middle" }, `${tick(v)}${v === 0 ? " ms" : ""}`]);
   }
-  view.layers.axis.replaceChildren(...parts);
+  drawParts(view.layers.axis, parts);
 }
 
 /** Draw the names of the strips; a click on one highlights its node. */

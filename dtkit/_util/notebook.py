@@ -35,7 +35,7 @@ def is_kernel_shut_down() -> bool:
 
 def find_running_cell() -> tuple[str, str] | None:
     """Return the ids of the cell that runs and of its execution; None if the page names no cell."""
-    parent = getattr(get_shell(), "get_parent", dict)()
+    parent: dict[str, Any] = getattr(get_shell(), "get_parent", dict)()
     cell, execution = parent.get("metadata", {}).get("cellId"), parent.get("header", {}).get("msg_id")
     return (str(cell), str(execution)) if cell and execution else None
 

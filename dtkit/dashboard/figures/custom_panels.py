@@ -57,9 +57,7 @@ def panel(name: str, *, wide: bool = False) -> Callable[[PanelFunction], PanelFu
     def register(draw: PanelFunction) -> PanelFunction:
         if not callable(draw):
             raise TypeError(f"{draw!r} is not a function; a panel is a function of (ax, history)")
-        is_of_cell = (
-            getattr(draw, "__module__", "") == "__main__"
-        )  # a module runs once, in whatever cell imports it first
+        is_of_cell = getattr(draw, "__module__", "") == "__main__"  # a module runs once, in the cell that imports it
         _forget_earlier_execution(find_running_cell() if is_of_cell else None, name)
         _registered_panels[name] = draw
         (_wide_panels.add if wide else _wide_panels.discard)(name)

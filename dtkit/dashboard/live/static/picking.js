@@ -19,12 +19,11 @@ export function condition(store, rank) {
   if (stuck.includes(rank)) return "stuck";
   return rank >= world ? "out" : slow.includes(rank) ? "slow" : slowed.includes(rank) ? "slowed" : "";
 }
-export const CONDITION_GLYPH = { lost: "✕", stuck: "⊘", out: "○", slow: "▲", slowed: "▼", "": "" };
-const CONDITION_WORDS = { lost: "lost", stuck: "stuck", out: "left out", slow: "keeps the others waiting", slowed: "slowed on purpose", "": "" };
+export const CONDITION_GLYPH = { lost: "✕", ended: "✕", stuck: "⊘", out: "○", slow: "▲", slowed: "▼", "": "" };
+const CONDITION_WORDS = { lost: "lost", ended: "its engine has ended", stuck: "stuck", out: "left out", slow: "keeps the others waiting", slowed: "slowed on purpose", "": "" };
 
 /** Return the state of a node in words, in those of the head and the alert: a process that was stopped is not stuck. */
-export function describeCondition(store, rank) {
-  const what = condition(store, rank);
+export function describeCondition(store, rank, what = condition(store, rank)) {
   return what === "stuck" && store.nodesNow.stopped.includes(rank) ? "stopped" : CONDITION_WORDS[what];
 }
 

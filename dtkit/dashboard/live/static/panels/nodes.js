@@ -51,10 +51,15 @@ function nodeRow(store, node) {
   return h("tr", { "data-rank": node.rank }, h("th", { scope: "row" }, ...swatch, button),
     ...[node.engine_id, node.host, node.pid, node.device, "", node.threads, "", ""].map((v) => h("td", {}, String(v))));
 }
+/** Return the state of a row. Only this table tells of an engine that ended after its run, which stays as it was. */
+function rowCondition(store, rank) {
+  const what = condition(store, rank);
+  return what !== "lost" && store.nodesNow.ended?.includes(rank) ? "ended" : what;
+}
 function drawNodeState(store, row, rank) {
-  const now = condition(store, rank), what = now !== "lost" && store.nodesNow.ended?.includes(rank) ? "ended" : now, button = row.querySelector("button"), picked = store.selected === rank;
+  const what = rowCondition(store, rank), button = row.querySelector("button"), picked = store.selected === rank;
   setAttr(row, "class", `${what ? `dtk-is-${what}` : ""}${picked ? " dtk-picked" : ""}`);
-  setText(button, `${what === "ended" ? "✕" : CONDITION_GLYPH[what]} ${rank}`.trim());
+  setText(button, `${CONDITION_GLYPH[what]} ${rank}`.trim());
   setAttr(button, "aria-pressed", picked);
-  setAttr(button, "aria-label", `highlight node ${rank}${what ? `, ${what === "ended" ? "its engine has ended" : describeCondition(store, rank)}` : ""}`);
+  setAttr(button, "aria-label", `highlight node ${rank}${what ? `, ${describeCondition(store, rank, what)}` : ""}`);
 }

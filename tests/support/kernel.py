@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 START_S = 60.0
 CELL_S = 120.0
+TRANSPORT = "ipc"
+"""Sockets in files. Jupyter's client looks for free ports, and another test may take one before the kernel does."""
 
 
 class CellFailedError(AssertionError):
@@ -40,7 +42,7 @@ class Kernel:
         """Start a kernel in the folder `cwd`, with `runtime` as Jupyter's runtime folder."""
         specs = KernelSpecManager(kernel_dirs=[], ensure_native_kernel=True)  # ipykernel's own: sys.executable
         signed = Session(key=secrets.token_hex().encode())
-        manager = KernelManager(kernel_name="python3", kernel_spec_manager=specs, session=signed)
+        manager = KernelManager(kernel_name="python3", kernel_spec_manager=specs, session=signed, transport=TRANSPORT)
         with tempfile.TemporaryDirectory(prefix="ipython-") as profile:
             folders = {"IPYTHONDIR": profile, "JUPYTER_RUNTIME_DIR": str(runtime)}
             manager.start_kernel(env=os.environ | folders, cwd=str(cwd))

@@ -116,10 +116,18 @@ def test_name_of_the_same_letters_is_preferred():
         ("df", "run.history.to_pandas()"),
         ("epochs", "run.spec"),
         ("show", "run.figure()"),
+        ("predict", "run.model"),
     ],
 )
 def test_names_that_newcomers_try_on_a_run_lead_to_where_it_is(name: str, meant: str):
     assert describe_missing("run", name, dir(Run)) == f"run has no attribute {name!r}; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(("name", "meant"), ELSEWHERE["dtkit"].items())
+def test_names_of_torch_lead_to_the_strategy(name: str, meant: str):
+    with pytest.raises(AttributeError, match=f"did you mean {meant}"):
+        getattr(dtkit, name)
+    assert meant.removeprefix("dtkit.") in dtkit.__all__
 
 
 @pytest.mark.parametrize(("owner", "cls"), [("run", Run), ("history", History)])

@@ -64,6 +64,11 @@ class Named(nn.Module):
         return {"logits": inputs}
 
 
+class WithoutReturn(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> None:
+        self.output = inputs
+
+
 CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
 
 
@@ -90,6 +95,7 @@ CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
             None,
             r"that is of type dict. Choose the tensor, .*cross_entropy\(output\['logits'\], t",
         ),
+        (WithoutReturn(), ROWS, LABELS, None, r"model returns None, .* end forward\(\) with return"),
         (
             nn.Linear(64, 3),
             ROWS,
@@ -145,7 +151,13 @@ CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
             None,
             r"shape \(1, 8, 8\)\. .*put nn\.Flatten\(\) before",
         ),
-        (nn.Linear(64, 10), ROWS, LABELS.float(), None, r"targets are float32, and class labels must be int64"),
+        (
+            nn.Linear(64, 10),
+            ROWS,
+            LABELS.float(),
+            None,
+            r"targets are float32, and class labels must be int64; .* or y.long",
+        ),
         (nn.Linear(64, 10), ROWS, LABELS[:, None], None, r"have shape \(5, 1\), .* shape \(5,\), .*as in y\[:, 0\]"),
         (nn.Linear(64, 10), ROWS, nn.functional.one_hot(LABELS, 10), None, r"have shape \(5, 10\), .*y\.argmax\(1\)"),
         (nn.Linear(64, 10), ROWS, LABELS.int(), None, r"targets are int32, and class labels must be int64"),

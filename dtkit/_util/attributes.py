@@ -39,6 +39,11 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         **dict.fromkeys(("progress", "state", "summary", "elapsed"), "run.status"),
         **dict.fromkeys(("plot", "show"), "run.figure()"),
         **dict.fromkeys(("events", "errors"), "run.history.events"),
+        **dict.fromkeys(("predict", "predictions", "forward"), "run.model"),
+    },
+    "dtkit": {
+        **dict.fromkeys(("DDP", "DistributedDataParallel"), "dtkit.DataParallel"),
+        **dict.fromkeys(("FSDP", "FullyShardedDataParallel", "ZeRO"), "dtkit.Sharded"),
     },
     "history": {
         **dict.fromkeys(("metrics", "val_loss", "validation_loss", "validation"), "history.evaluations"),
@@ -47,7 +52,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         **dict.fromkeys(("lr", "learning_rate", "grad_norm"), "history.to_pandas()"),
     },
 }
-"""What newcomers look for in a class, and where it is. Errors name these before anything that is spelled alike."""
+"""What newcomers look for in an object or the package, and where it is. Errors name these before similar spellings."""
 
 
 def describe_missing(owner: str, name: str, names: Sequence[str]) -> str:

@@ -67,6 +67,8 @@ def _explain_output_type(message: str) -> str | None:
     if found is None or not is_loss(found[1]):
         return None
     kind = found[2]
+    if kind == "NoneType":
+        return "The model returns None, and the loss needs its output; end forward() with return, as in return output"
     key = "['logits']" if kind in ("dict", "OrderedDict") else "[0]" if kind in ("tuple", "list") else ".logits"
     return (
         f"The loss gets what the model returns as its output, and that is of type {kind}. Choose the tensor, as in "
@@ -159,9 +161,15 @@ def _explain_target(message: str, target: Any) -> str | None:
         return None
     name = name_dtype(targets.dtype)
     if re.search(r"expected target dtype|scalar type Long but|nll_loss.* not implemented", message):
-        return f"The targets are {name}, and class labels must be int64; convert them, as in y.astype('int64')"
+        return (
+            f"The targets are {name}, and class labels must be int64; convert them, as in y.astype('int64'), or "
+            "y.long() for a tensor"
+        )
     if re.search(r"Found dtype Long but expected|can't be cast to the desired output type Long", message):
-        return f"The targets are {name}, and this loss expects floats; convert them, as in y.astype('float32')"
+        return (
+            f"The targets are {name}, and this loss expects floats; convert them, as in y.astype('float32'), or "
+            "y.float() for a tensor"
+        )
     if re.search(r"multi-target not supported|floating point type for target with class probabilities", message):
         remedy = "y[:, 0]" if targets.shape[1:] == (1,) else "y.argmax(1) for rows of 0 and 1"
         return (
@@ -183,7 +191,7 @@ def _explain_class_range(message: str, target: Any, model: torch.nn.Module) -> s
     if low < 0:
         remedy = "Number the classes from 0; rows without a label can have -100, which cross entropy ignores"
     elif low >= 1 and sizes and high - low < sizes[-1]:
-        remedy = f"Number the classes from 0, as in y - {low}"
+        remedy = "Number the classes from 0, as in y - y.min() for all labels"  # a batch may lack the lowest one
     elif not sizes:
         remedy = "Number the classes from 0, or give the model as many outputs"
     return (

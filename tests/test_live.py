@@ -815,7 +815,7 @@ def test_only_messages_with_the_charts_move_the_counter(timers, monkeypatch):
     dashboard._heartbeat.stop()
     dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
     timers.run()
-    dashboard._on_page_message(dashboard, {"interval": 2500}, [])
+    dashboard._on_page_message(dashboard, {"attention": {"page": "a", "isWatched": False}}, [])
     sent = []
     monkeypatch.setattr(dashboard, "send", lambda content, _buffers=(): sent.append(content))
     for _ in range(3):
@@ -876,11 +876,19 @@ def test_pending_changes_are_sent_without_further_updates(watched, timers):
     assert not dashboard._message_builder.has_pending
 
 
-def test_curves_keep_up_with_the_state_on_a_page_that_draws_slowly(watched, timers):
-    """A change has few points, and a page that draws slowly gets few changes: charts were thousands of steps behind."""
+@pytest.fixture
+def unwatched(watched, monkeypatch):
+    """Return (source, dashboard, sent) of a page that nobody is at, on cores that are all busy."""
     source, dashboard, sent = watched
+    monkeypatch.setattr(widget, "has_spare_core", lambda _run: False)
     dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
-    dashboard._on_page_message(dashboard, {"interval": 2500}, [])
+    dashboard._on_page_message(dashboard, {"attention": {"page": "a", "isWatched": False}}, [])
+    return source, dashboard, sent
+
+
+def test_curves_keep_up_with_the_state_on_a_page_that_nobody_watches(unwatched, timers):
+    """A change has few points, and such a page gets few changes: charts were thousands of steps behind."""
+    source, dashboard, sent = unwatched
     timers.run()
     begun = timers.now
     sent.clear()
@@ -888,7 +896,7 @@ def test_curves_keep_up_with_the_state_on_a_page_that_draws_slowly(watched, time
     timers.run()
     assert len(sent) > 2
     assert not dashboard._message_builder.has_pending_curves
-    assert timers.now - begun <= timeouts.LIVE_LONGEST_INTERVAL_S + len(sent) * timeouts.LIVE_INTERVAL_S
+    assert timers.now - begun <= timeouts.LIVE_UNWATCHED_INTERVAL_S + len(sent) * timeouts.LIVE_INTERVAL_S
 
 
 @pytest.mark.parametrize("state", [State.PAUSED, State.COMPLETED])
@@ -1002,36 +1010,62 @@ def test_a_timeline_that_is_not_due_sends_no_messages_meanwhile(timers, monkeypa
     dashboard.close()
 
 
-def test_a_page_that_draws_slowly_gets_fewer_messages_but_pressing_ones_at_once(watched, timers):
-    source, dashboard, sent = watched
-    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+def test_an_unwatched_page_gets_fewer_messages_but_pressing_ones_at_once(unwatched, timers):
+    source, _dashboard, sent = unwatched
     timers.run()
-    for bad in (None, "1", float("nan")):
-        dashboard._on_page_message(dashboard, {"interval": bad}, [])
-    assert dashboard._throttle.interval == timeouts.LIVE_INTERVAL_S
-    dashboard._on_page_message(dashboard, {"interval": 60_000}, [])
-    dashboard._on_page_message(dashboard, {"hello": "gap"}, [])
-    timers.run()
-    assert dashboard._throttle.interval == timeouts.LIVE_LONGEST_INTERVAL_S
     source.advance(1)  # the first step is awaited
     timers.run()
     begun = timers.now
     source.advance(1)
-    assert [at - begun for at, _ in timers.waiting] == [timeouts.LIVE_LONGEST_INTERVAL_S]
+    assert [at - begun for at, _ in timers.waiting] == [timeouts.LIVE_UNWATCHED_INTERVAL_S]
     source.state = State.PAUSED
     source.event("pause", "paused at step 1")
-    assert min(at for at, _ in timers.waiting) - begun <= timeouts.LIVE_INTERVAL_S
+    assert min(at for at, _ in timers.waiting) - begun <= 3 * timeouts.LIVE_INTERVAL_S
     timers.run()
     assert sent[-1][0]["status"]["state"] == "paused"
-    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+
+
+def test_a_page_whose_person_comes_back_gets_what_it_lacks_soon(unwatched, timers):
+    source, dashboard, sent = unwatched
+    timers.run()
+    source.advance(1)  # the first step is awaited
+    timers.run()
+    begun = timers.now
+    source.advance(7)
+    dashboard._on_page_message(dashboard, {"attention": {"page": "a", "isWatched": True}}, [])
+    assert min(at for at, _ in timers.waiting) - begun <= 3 * timeouts.LIVE_INTERVAL_S
+    timers.run()
+    assert sent[-1][0]["status"]["step"] == source.status.step
+
+
+def test_a_page_gets_all_messages_while_somebody_is_at_any_page(unwatched):
+    _source, dashboard, _sent = unwatched
+    often, rarely = 3 * timeouts.LIVE_INTERVAL_S, timeouts.LIVE_UNWATCHED_INTERVAL_S
+    assert dashboard._throttle.interval == rarely
+    for bad in (None, [], {"page": 1, "isWatched": True}, {"page": "b"}, {"page": "b", "isWatched": "yes"}):
+        dashboard._on_page_message(dashboard, {"attention": bad}, [])
+    assert dashboard._throttle.interval == rarely
+    found = []
+    for page, is_watched in (("b", True), ("a", True), ("b", False), ("a", False)):
+        dashboard._on_page_message(dashboard, {"attention": {"page": page, "isWatched": is_watched}}, [])
+        found.append(dashboard._throttle.interval)
+    assert found == [often, often, often, rarely]
+    dashboard._on_page_message(dashboard, {"hello": "gap"}, [])
+    assert dashboard._throttle.interval == rarely
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])  # a person has just opened it
+    assert dashboard._throttle.interval == often
+
+
+def test_a_core_to_spare_sends_all_messages_also_to_an_unwatched_page(unwatched, monkeypatch):
+    _source, dashboard, _sent = unwatched
+    monkeypatch.setattr(widget, "has_spare_core", lambda _run: True)
+    dashboard._on_page_message(dashboard, {"attention": {"page": "a", "isWatched": False}}, [])
     assert dashboard._throttle.interval == timeouts.LIVE_INTERVAL_S
 
 
 @pytest.mark.parametrize("command", ["resume", "lr"])
-def test_the_first_step_after_a_command_reaches_a_slow_page_at_once(watched, timers, command):
-    source, dashboard, sent = watched
-    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
-    dashboard._on_page_message(dashboard, {"interval": 60_000}, [])
+def test_the_first_step_after_a_command_reaches_an_unwatched_page_at_once(unwatched, timers, command):
+    source, dashboard, sent = unwatched
     source.advance(5)
     source.state = State.PAUSED if command == "resume" else State.RUNNING
     source.event("pause", "paused at step 5")
@@ -1047,7 +1081,7 @@ def test_the_first_step_after_a_command_reaches_a_slow_page_at_once(watched, tim
         begun = timers.now
         source.advance(1)
         delays = [at - begun for at, _ in timers.waiting]
-        longest = timeouts.LIVE_LONGEST_INTERVAL_S if taken else timeouts.LIVE_INTERVAL_S
+        longest = timeouts.LIVE_UNWATCHED_INTERVAL_S if taken else timeouts.LIVE_INTERVAL_S
         assert 0 <= min(delays) <= longest
         assert (min(delays) > timeouts.LIVE_INTERVAL_S) == bool(taken)  # later ones have time
         timers.run()

@@ -309,8 +309,8 @@ SLURM_CANCEL_TIMEOUT_S = 45.0
 
 LIVE_INTERVAL_S = 0.25
 """Period of updating a live display: smooth, at less than one percent of a core."""
-LIVE_LONGEST_INTERVAL_S = 2.5
-"""The same for a page on a busy machine, which draws less often (pacing.js)."""
+LIVE_UNWATCHED_INTERVAL_S = 3.0
+"""The same on a busy machine while nobody is at the page (attention.py)."""
 TIMER_TOLERANCE_S = 0.001
 """How much before its time a timer may end."""
 SIGHT_REPORT_LIFE_S = 75.0

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.live.widget import Dashboard
     from dtkit.dashboard.run_view import RunView
 
-MAX_DRAWING_SHARE = 0.005
+MAX_DRAWING_SHARE = 0.002
 """Largest share of a core for the pictures of a run that goes on."""
 MAX_ENDED_VIEWS = 16
 """Live views of ended runs that stay; older ones are closed, so that their memory is freed."""

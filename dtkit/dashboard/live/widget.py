@@ -1,9 +1,10 @@
 """The live view of a run: an anywidget over a :class:`~dtkit.dashboard.live.messages.MessageBuilder`.
 
 The model opens with a snapshot in the trait ``opening``, which arrives even while a cell blocks the kernel. Later
-messages are custom ones, at most four a second, each in as many parts as its curves need. A page whose drawing takes
-long asks for fewer (``static/pacing.js``), but what a person waits for is sent at once. The browser's half is
-``static/dashboard.js`` with a module for each panel; it has no build step (see :mod:`dtkit.dashboard.live.bundle`).
+messages are custom ones, at most four a second, each in as many parts as its curves need. Where a training pays for
+them, they are fewer, above all while nobody is at the page, but what a person waits for is sent at once. The browser's
+half is ``static/dashboard.js`` with a module for each panel; it has no build step (see
+:mod:`dtkit.dashboard.live.bundle`).
 
 A page loses messages until its module has loaded. Then it sends hello and gets a snapshot. A kernel that is busy with
 a blocking cell doesn't receive the hello. So until the first hello, the 1st, 2nd, 4th, 8th ... message is a snapshot.
@@ -24,6 +25,7 @@ import traitlets
 from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.figures import custom_panels
+from dtkit.dashboard.live.attention import PageAttention
 from dtkit.dashboard.live.bundle import STATIC_FOLDER, bundle_modules
 from dtkit.dashboard.live.commands import CommandHandler
 from dtkit.dashboard.live.heartbeat import Heartbeat
@@ -74,7 +76,7 @@ class Dashboard(anywidget.AnyWidget):
         self._message_builder = MessageBuilder(run)
         self._command_handler = CommandHandler(run, self._report_command, fault_injection=fault_injection)
         self._message_builder.extra_controls = self._command_handler.extra_controls
-        self._sight = PageSight(clock)
+        self._sight, self._attention = PageSight(clock), PageAttention()
         self._panel_renderer = CustomPanelRenderer(
             run.history, clock, is_away=self._sight.is_away, get_width=self._sight.get_width
         )
@@ -94,7 +96,7 @@ class Dashboard(anywidget.AnyWidget):
             self._send_series, timeouts.LIVE_INTERVAL_S, clock=clock, call_later=call_later
         )
         self._heartbeat = Heartbeat(self._send_sign_of_life)
-        self._throttle.interval = self._find_shortest_interval()
+        self._throttle.interval = self._find_interval()
         message = self._message_builder.build_snapshot()
         super().__init__(opening={"content": message.content, "buffers": message.buffers}, place=make_place_name())
         self.on_msg(self._on_page_message)
@@ -221,14 +223,15 @@ class Dashboard(anywidget.AnyWidget):
             self._send_detail(content["zoom"])
         elif "sight" in content:
             self._note_sight(content["sight"])
-        elif "interval" in content:
-            self._set_interval(content["interval"])
+        elif "attention" in content:
+            self._note_attention(content["attention"])
         elif isinstance(content.get("command"), str):
             self._handle_command(content["command"], content.get("value"))
 
     def _on_hello(self, *, is_new: bool) -> None:
-        if is_new:  # and doesn't know yet how long its drawing takes
-            self._throttle.interval = self._find_shortest_interval()
+        if is_new:
+            self._attention.begin()
+            self._throttle.interval = self._find_interval()
         with self._send_lock:
             self._is_page_ready, self._knows_heartbeat = True, False
             self._send_message(self._message_builder.build_snapshot())
@@ -258,15 +261,23 @@ class Dashboard(anywidget.AnyWidget):
             with self._send_lock:
                 self._send_message(self._message_builder.build_detail(*steps))
 
-    def _set_interval(self, milliseconds: Any) -> None:
-        """Send as often as a page draws in the long run. Anything but a number is ignored."""
-        if isinstance(milliseconds, int | float) and math.isfinite(milliseconds):
-            longest = timeouts.LIVE_LONGEST_INTERVAL_S
-            self._throttle.interval = min(longest, max(self._find_shortest_interval(), milliseconds / 1000))
+    def _note_attention(self, report: Any) -> None:
+        """Note whether a person is at a page; send at once what the page of one who comes back lacks."""
+        was_watched = self._attention.is_watched
+        self._attention.note(report)
+        self._throttle.interval = self._find_interval()
+        if self._attention.is_watched and not was_watched:
+            self._request_update()
 
-    def _find_shortest_interval(self) -> float:
+    def _find_interval(self) -> float:
         """Return the shortest time between two messages that nobody waits for, as in ``static/pacing.js``."""
-        return timeouts.LIVE_INTERVAL_S * (1 if has_spare_core(self._run) else _BUSY_FACTOR)
+        if has_spare_core(self._run):
+            return timeouts.LIVE_INTERVAL_S
+        return (
+            _BUSY_FACTOR * timeouts.LIVE_INTERVAL_S
+            if self._attention.is_watched
+            else timeouts.LIVE_UNWATCHED_INTERVAL_S
+        )
 
     def _handle_command(self, command: str, value: Any) -> None:
         """Pass a command to the run. A refusal is shown next to the button."""

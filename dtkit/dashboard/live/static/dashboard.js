@@ -8,6 +8,7 @@
 //
 // There is no dependency and no build step: bundle.py puts the files into one module.
 
+import { followAttention } from "./attention.js";
 import { h, keepKeys, setAttr, setText } from "./elements.js";
 import { fillRow } from "./grid.js";
 import { mountViews } from "./mount.js";
@@ -33,7 +34,7 @@ import { throughputChart } from "./panels/throughput.js";
 import { tiles } from "./panels/tiles.js";
 import { timeline } from "./panels/timeline.js";
 import { waffle } from "./panels/waffle.js";
-import { LONGEST_MS, newPacer } from "./pacing.js";
+import { newPacer } from "./pacing.js";
 import { newPictureSight } from "./picture_sight.js";
 import { newSight } from "./sight.js";
 import { toolbar } from "./toolbar.js";
@@ -71,24 +72,28 @@ function buildView(store, send) {
   keepKeys(root);
   const body = h("div", { class: "dtk-body" });
   root.append(body);
-  let asked = false;
-  const redraw = () => {
-    if (asked) return;
-    asked = true;
-    requestAnimationFrame(() => { asked = false; draw(); });
+  let isAsked = false, isWhole = false;
+  const redraw = (isHeadOnly = false) => {
+    isWhole ||= isHeadOnly !== true; // a listener's call has an event
+    if (isAsked) return;
+    isAsked = true;
+    requestAnimationFrame(() => { isAsked = false; draw(); });
   };
   const make = (build) => build(store, send, redraw);
   const panels = PANELS.map(make), all = [...TOP_PANELS.map(make), toolbar(store, panels), ...panels, summary(store)];
   body.append(...all.map((panel) => panel.el));
   for (const panel of panels) store.sight.watch(panel.el);
-  const updates = all.map((panel) => [panel, guarded(panel)]);
+  const updates = all.map((panel) => [panel, guarded(panel)]), headUpdates = updates.slice(0, TOP_PANELS.length);
   const draw = () => {
     if (!store.head) return;
+    const drawn = isWhole ? updates : headUpdates;
     store.lost = isLost(store);
-    for (const [panel, update] of updates) if (!panel.el.classList.contains("dtk-off") && !isAway(store, panel.el)) update();
-    if (fillRow(body)) redraw();
+    for (const [panel, update] of drawn) if (!panel.el.classList.contains("dtk-off") && !isAway(store, panel.el)) update();
     setAttr(root, "data-state", store.lost ? "lost" : store.status.state);
     setAttr(root, "data-bad", Boolean(store.error) || ["diverged", "differs"].some((kind) => store.notices.some((notice) => notice.kind === kind)));
+    if (!isWhole) return;
+    isWhole = false;
+    if (fillRow(body)) redraw();
     setAttr(root, "data-step", store.status.step);
     setAttr(root, "data-seq", store.seq);
   };
@@ -104,9 +109,11 @@ function sendTo(model, message) {
   }
 }
 
+const NEXT_MS = 3500; // a little longer than the longest interval between two messages
+
 /** Return whether a message will soon redraw the clock, on cores that are all busy. */
 function isMessageDue({ head, status, received }) {
-  return !head?.has_spare_core && status?.state === "running" && Date.now() - received < LONGEST_MS;
+  return !head?.has_spare_core && status?.state === "running" && Date.now() - received < NEXT_MS;
 }
 
 /** Return a view that follows the theme and its size: {root, redraw, dispose}. */
@@ -127,11 +134,14 @@ function openView(store, model) {
 export default () => {
   const store = newStore(), views = new Set();
   let asked = 0;
-  store.redraw = () => { for (const redraw of views) redraw(); };
+  store.redraw = (isHeadOnly) => { for (const redraw of views) redraw(isHeadOnly); };
   store.sight = newSight(store.redraw);
   store.pictureSight = newPictureSight(store);
-  const redrawAll = () => { store.redraw(); requestAnimationFrame(store.sight.drawn); };
-  store.pacer = newPacer(redrawAll, (interval) => store.send({ interval }), () => Boolean(store.head?.has_spare_core));
+  const redrawAll = (isHeadOnly) => {
+    store.redraw(isHeadOnly);
+    if (!isHeadOnly) requestAnimationFrame(store.sight.drawn);
+  };
+  store.pacer = newPacer(redrawAll, () => Boolean(store.head?.has_spare_core));
   const receive = (model, content, buffers) => {
     const before = pressing(store);
     if (!apply(store, content, buffers) && Date.now() - asked > 1000) {
@@ -156,6 +166,7 @@ export default () => {
       receive(model, content, buffers);
       views.add(mountViews(model.get("place"), () => openView(store, model)));
       model.send({ hello: "opened" });
+      return followAttention((attention) => store.send({ attention }));
     },
     render({ model, el }) {
       const { root, redraw, dispose } = openView(store, model);

@@ -11,7 +11,7 @@ import { apply, newStore, pressing } from "./store.js";
 export function messageWidget(open, afterFirst = () => {}) {
   const store = newStore(), views = new Set();
   store.redraw = () => { for (const redraw of views) redraw(); };
-  const pacer = newPacer(store.redraw, () => {}, () => Boolean(store.head?.has_spare_core));
+  const pacer = newPacer(() => store.redraw(), () => Boolean(store.head?.has_spare_core));
   const receive = (content, buffers) => {
     const isFirst = !store.head, before = pressing(store);
     apply(store, content, buffers);

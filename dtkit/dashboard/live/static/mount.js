@@ -25,7 +25,7 @@ export function mountViews(name, build) {
   observer.observe(document.body, { childList: true, subtree: true });
   scan();
   setInterval(() => sweep(views), GONE_MS / 5);
-  return () => { for (const [place, view] of views) if (place.isConnected) view.redraw(); };
+  return (isHeadOnly) => { for (const [place, view] of views) if (place.isConnected) view.redraw(isHeadOnly); };
 }
 
 /** End the views of places that are gone. */

@@ -5,44 +5,50 @@
 // engines on all cores, they all wait while one gives way, so that short steps lose as much time as is taken from a core.
 // The shortest interval is a little less than a dispatch, so that each dispatch may be drawn when it ends.
 const BUSY = { share: 0.01, shortestMs: 750 }, SPARE = { share: 0.1, shortestMs: 250 };
-export const LONGEST_MS = 2500; // between two drawings, however long they take
+const LONGEST_MS = 2500; // between two drawings of the charts, however long they take
 const MEASURED = 5;
 
 /**
- * Return {soon(), now()}. `redraw()` asks all views to draw in the next frame: soon() calls it within the share, and now()
- * at once. Where `hasSpareCore()`, the share is larger. `report(ms)` is called when the time between two drawings has
- * changed much. A drawing costs the least that the last ones took: another process that interrupts one makes it longer,
- * but not more work. The first ones, which make the panels, count only once there are enough.
+ * Return {soon(), now()}. `redraw(isHeadOnly)` asks all views to draw in the next frame: now() calls it at once, and soon()
+ * after the shortest interval. The numbers above the charts are drawn each time, and the charts within the share. Where
+ * `hasSpareCore()`, the share is larger. A drawing costs the least that the last ones with the charts took: another process
+ * that interrupts one makes it longer, but not more work. The first ones, which make the panels, count only once there
+ * are enough.
  */
-export function newPacer(redraw, report, hasSpareCore = () => false) {
-  let costs = [], drawnAt = -Infinity, timer = null, isAsked = false, reported = 0;
-  const interval = () => {
+export function newPacer(redraw, hasSpareCore = () => false) {
+  let costs = [], drawnAt = -Infinity, chartsAt = -Infinity, timer = null, isAsked = false;
+  /** Return the time to the next drawing, and whether that is one of the head only. The time between two drawings of the
+   * charts is a multiple of the former. */
+  const plan = () => {
     const { share, shortestMs } = hasSpareCore() ? SPARE : BUSY, cost = costs.length < MEASURED ? 0 : Math.min(...costs);
-    return Math.round(Math.max(shortestMs, Math.min(LONGEST_MS, cost / share)));
+    const chartsMs = Math.max(shortestMs, Math.min(LONGEST_MS, cost / share)), drawings = Math.round(chartsMs / shortestMs);
+    const every = chartsMs / drawings, now = performance.now();
+    return { wait: drawnAt + every - now, isHeadOnly: now + every / 2 < chartsAt + chartsMs };
   };
-  const measure = (cost) => {
-    costs = [...costs, cost].slice(-MEASURED);
-    const every = interval();
-    reported ||= (hasSpareCore() ? SPARE : BUSY).shortestMs; // as the notebook begins
-    if (every > 1.5 * reported || every < reported / 1.5) report((reported = every));
-  };
-  const now = () => {
+  const draw = (isHeadOnly) => {
     clearTimeout(timer);
     timer = null;
     if (isAsked) return;
     isAsked = true;
     let began = 0;
-    requestAnimationFrame(() => { began = drawnAt = performance.now(); });
-    redraw();
-    requestAnimationFrame(() => { isAsked = false; afterPainting(() => measure(performance.now() - began)); });
+    requestAnimationFrame(() => {
+      began = drawnAt = performance.now();
+      if (!isHeadOnly) chartsAt = began;
+    });
+    redraw(isHeadOnly);
+    requestAnimationFrame(() => {
+      isAsked = false;
+      if (!isHeadOnly) afterPainting(() => { costs = [...costs, performance.now() - began].slice(-MEASURED); });
+    });
   };
+  const drawDue = () => draw(plan().isHeadOnly);
   const soon = () => {
     if (isAsked || timer !== null) return;
-    const wait = drawnAt + interval() - performance.now();
-    if (wait <= 0) now();
-    else timer = setTimeout(now, wait);
+    const { wait } = plan();
+    if (wait <= 0) drawDue();
+    else timer = setTimeout(drawDue, wait);
   };
-  return { soon, now };
+  return { soon, now: () => draw(false) };
 }
 
 /** Call a function after the browser has laid out and painted this frame. */

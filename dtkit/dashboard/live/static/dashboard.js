@@ -148,6 +148,7 @@ export default () => {
       asked = Date.now();
       model.send({ hello: "gap" });
     }
+    if (content.kind === "alive" && !store.lost) return;
     if (pressing(store) === before) store.pacer.soon();
     else {
       store.sight.drawAll();

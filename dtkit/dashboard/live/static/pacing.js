@@ -6,6 +6,7 @@
 // The shortest interval is a little less than a dispatch, so that each dispatch may be drawn when it ends.
 const BUSY = { share: 0.01, shortestMs: 750 }, SPARE = { share: 0.1, shortestMs: 250 };
 const LONGEST_MS = 2500; // between two drawings of the charts, however long they take
+const PARTS_MS = 60; // the parts of a message come one after the other, and are drawn at once
 const MEASURED = 5;
 
 /**
@@ -44,9 +45,7 @@ export function newPacer(redraw, hasSpareCore = () => false) {
   const drawDue = () => draw(plan().isHeadOnly);
   const soon = () => {
     if (isAsked || timer !== null) return;
-    const { wait } = plan();
-    if (wait <= 0) drawDue();
-    else timer = setTimeout(drawDue, wait);
+    timer = setTimeout(drawDue, Math.max(PARTS_MS, plan().wait));
   };
   return { soon, now: () => draw(false) };
 }

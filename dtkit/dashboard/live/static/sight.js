@@ -1,6 +1,6 @@
 // Panels out of sight: they aren't drawn until they come into sight, except now and then, for searches of the page's text.
 
-const ALL_MS = 30_000;
+const ALL_MS = 60_000;
 
 /** Return {watch(el), isAway(el), drawAll(), drawn()}: until drawn(), drawAll() lets no panel be away. */
 export function newSight(redraw) {

@@ -65,7 +65,7 @@ def test_a_rate_is_plain_while_it_can_be_read_at_a_glance(tmp_path: Path):
     assert texts == ["0", "0.1", "0.0003", "0.00002", "1.46e-6", "12350", "1.235e5"]
 
 
-_PACED_PAGE = """((cost, until, spare) => {
+_PACED_PAGE = """((cost, until, spare, every = 250, parts = 1) => {
   let now = 0, frames = [], timers = [], posted = [];
   const drawn = [], charts = [];
   Object.defineProperty(globalThis, "performance", { value: { now: () => now } });
@@ -83,8 +83,12 @@ _PACED_PAGE = """((cost, until, spare) => {
   });
   const pacer = newPacer(redraw, () => spare);
   const run = (calls) => { for (const call of calls.splice(0)) call(); };
-  for (let message = 0; now < until; now += 10) {
-    if (now >= message) { pacer.soon(); message += 250; }
+  for (let message = 0, part = 0; now < until; now += 10) {
+    while (now >= message + 10 * part) {
+      pacer.soon();
+      part = (part + 1) % parts;
+      if (part === 0) message += every;
+    }
     const due = timers.filter(({ at }) => at <= now);
     timers = timers.filter(({ at }) => at > now);
     for (const { call } of due) call();
@@ -121,6 +125,12 @@ def test_numbers_above_the_charts_do_not_wait_for_charts_that_take_long(tmp_path
     page = evaluate_page_code(tmp_path, "pacing.js", ["newPacer"], f"{_PACED_PAGE}(() => 90, 60_000, false)")
     assert np.diff(page["drawn"]).max() <= 1000
     assert np.median(np.diff(page["charts"])) >= 2000
+
+
+def test_parts_of_a_message_are_drawn_together(tmp_path: Path):
+    page = evaluate_page_code(tmp_path, "pacing.js", ["newPacer"], f"{_PACED_PAGE}(() => 0, 60_000, false, 3000, 3)")
+    assert len(page["charts"]) == 20
+    assert page["charts"] == page["drawn"]
 
 
 _ATTENDED_PAGE = """(() => {

@@ -77,7 +77,7 @@ class StaticView:
     def sent(self) -> list[dict[str, Any]]:
         """Commands that the page sent."""
         messages: list[dict[str, Any]] = self.page.evaluate("() => window.sent")
-        return [message for message in messages if not {"hello", "select", "interval", "sight"} & message.keys()]
+        return [message for message in messages if not {"hello", "select", "attention", "sight"} & message.keys()]
 
     def select_rank(self, rank: int | None) -> None:
         """Answer as the kernel does when a page selects a node."""

@@ -106,6 +106,8 @@ def _format_head(run: RunView, cards: Sequence[tuple[str, str, str]], single_pro
     for notice in notices:
         if notice.kind in ALERT_KINDS:
             yield f'<p class="error">{escape(notice.text)}</p>'
+        elif notice.kind == "overfits":
+            yield f'<p class="notice">{escape(notice.text)}</p>'
     yield format_cards(cards)
     verdict = find_shown_verdict(run, _measure_one_process(run, single_process))
     if verdict is not None:

@@ -72,7 +72,7 @@ p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; }}
 .card {{ background: var(--card); border-radius: 8px; padding: 10px 14px; }}
 .card b {{ font-size: 22px; display: block; line-height: 1.35; font-variant-numeric: tabular-nums; }}
 .card span {{ color: var(--muted); font-size: 12.5px; display: block; line-height: 1.4; }}
-.verdict {{ border-left: 3px solid var(--accent); padding: 4px 12px; }}
+.verdict, .notice {{ border-left: 3px solid var(--accent); padding: 4px 12px; }}
 .error {{ color: var(--bad); font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap;
   max-width: none; border-left: 3px solid; padding: 4px 12px; }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 26px 32px; }}

@@ -183,7 +183,7 @@ def _format_node_lines(run: RunView, metrics: RunMetrics) -> list[str]:
     return lines
 
 
-_UNPRINTED_EVENTS = frozenset({"start", "done", "evaluation"})
+_UNPRINTED_EVENTS = frozenset({"start", "done", "stop", "evaluation"})
 """Events whose text progress has in its own lines."""
 _WELL_KINDS = ("identical", "repaired")
 """Kinds of notices that nothing is wrong; the log has a repair, too."""

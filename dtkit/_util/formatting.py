@@ -37,6 +37,21 @@ def format_loss(value: float | None) -> str:
     return _format_significant(value) if 1e-3 <= abs(value) < 1e5 else f"{value:.2g}"
 
 
+_MAX_PLAIN_RATE_CHARS = 9  # 0.00000146 can't be read at a glance
+
+
+def format_learning_rate(value: float) -> str:
+    """Return a learning rate, as ``shortRate`` of the live view: ``0.1``, ``0.00005``, ``1.46e-6``."""
+    if not math.isfinite(value):
+        return f"{value:g}"
+    short = float(f"{value:.4g}")
+    plain = f"{short:.15f}".rstrip("0").rstrip(".")
+    if value < 1e5 and len(plain) <= _MAX_PLAIN_RATE_CHARS and float(plain) == short:
+        return plain
+    digits, exponent = f"{short:.3e}".split("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
 def format_duration(seconds: float | None) -> str:
     """Return a time: ``350 µs``, ``1.5 ms``, ``119 ms``, ``1.24 s``, ``43 s``, ``2 min 5 s``, ``1 h 3 min``."""
     if seconds is None or not math.isfinite(seconds):

@@ -873,3 +873,19 @@ def test_patterns_of_two_modules_have_different_names(page: Page):
         names.append(page.eval_on_selector_all("pattern", "(all) => all.map((pattern) => pattern.id)"))
     assert names[0]
     assert not set(names[0]) & set(names[1])
+
+
+def test_the_focus_stays_in_the_view_after_stop(page: Page):
+    source = FakeSource(ranks=2)
+    source.advance(20)
+    view = StaticView(page, source)
+    stop = view.root.get_by_test_id("stop")
+    stop.click()
+    stop.click()
+    has_focus = "(root) => root.contains(root.getRootNode().activeElement) && root.getRootNode().activeElement"
+    expect(view.root.get_by_test_id("pause")).to_be_focused()
+    source.end(State.STOPPED)
+    view.update()
+    expect(view.root.get_by_test_id("state")).to_contain_text("stopped")
+    page.wait_for_function("(root) => root.getRootNode().activeElement === root", arg=view.root.element_handle())
+    assert view.root.evaluate(f"(root) => Boolean(({has_focus})(root))")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -40,8 +40,10 @@ def format_loss(value: float | None) -> str:
 _MAX_PLAIN_RATE_CHARS = 9  # 0.00000146 can't be read at a glance
 
 
-def format_learning_rate(value: float) -> str:
+def format_learning_rate(value: Any) -> str:
     """Return a learning rate, as ``shortRate`` of the live view: ``0.1``, ``0.00005``, ``1.46e-6``."""
+    if value is None:
+        return UNKNOWN
     if not math.isfinite(value):
         return f"{value:g}"
     short = float(f"{value:.4g}")

@@ -73,7 +73,9 @@ def main(arguments: list[str] | None = None) -> None:
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
             batch_size=64,
             epochs=options.epochs,
+            validation=held_out,
             metrics={"accuracy": accuracy},
+            name="digits",
         )
         # waits: every call to the engines has a timeout, so the run ends by itself
         run.wait()

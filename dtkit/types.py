@@ -296,7 +296,7 @@ class Event:
     """The kind of the mark.
 
     One of "start", "pause", "resume", "stop", "lr", "error", "note", "evaluation", "done", "print", "stuck", "lost",
-    "repair", "save" and "diverged".
+    "repair", "save", "restore" and "diverged".
     """
     text: str
     time: float

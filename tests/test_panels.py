@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit._util import timeouts
+from dtkit._util import formatting, timeouts
 from dtkit.dashboard import report
 from dtkit.dashboard.figures import custom_panels, run_figure, style
 from dtkit.dashboard.live import comparison_messages, comparison_widget, panel_renderer, widget
@@ -391,7 +391,9 @@ def test_a_learning_rate_far_above_the_one_in_use_is_named_and_applied(lr, end):
     handler, reports, _ = make_handler(source)
     handler.handle("lr", lr)
     assert source.posted == [("lr", lr)]
-    assert reports == [("effect", "lr", f"learning rate {lr:g} from step 412 on, on all nodes{end}")]
+    assert reports == [
+        ("effect", "lr", f"learning rate {formatting.format_learning_rate(lr)} from step 412 on, on all nodes{end}")
+    ]
 
 
 def test_an_error_of_the_run_is_reported_as_a_refusal(monkeypatch):

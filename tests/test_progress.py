@@ -96,8 +96,12 @@ def test_a_terminal_line_never_wraps(quick, monkeypatch: pytest.MonkeyPatch):
     assert set(re.findall(r"x+…?", screen.getvalue())) == {"x" * 19 + "…"}
 
 
-def test_a_plain_stream_gets_one_line_once(quick, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("interval", "expected"), [(1e9, "sending: 0 s\n"), (0.0, "sending … 0 s\nsending: 0 s\n")])
+def test_a_plain_stream_gets_the_time_at_the_end(
+    quick, monkeypatch: pytest.MonkeyPatch, interval: float, expected: str
+):
     screen = on(monkeypatch, Screen())
+    monkeypatch.setattr(progress.timeouts, "LOG_INTERVAL_S", interval)
     shown = threading.Semaphore(0)
     show = progress._PlainLine.show
 
@@ -108,7 +112,7 @@ def test_a_plain_stream_gets_one_line_once(quick, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(progress._PlainLine, "show", counted)
     with progress.show_progress("sending"):
         assert all(shown.acquire(timeout=10) for _ in range(3))
-    assert screen.getvalue() == "sending … 0 s\n"
+    assert screen.getvalue() == expected
 
 
 def test_the_progress_line_ends_after_an_error(quick, monkeypatch: pytest.MonkeyPatch):
@@ -134,6 +138,7 @@ def test_a_failing_progress_line_does_not_affect_the_work(
             raise BrokenPipeError("gone")
 
     screen = on(monkeypatch, Closed())
+    monkeypatch.setattr(progress.timeouts, "LOG_INTERVAL_S", 0.0)
     with progress.show_progress("sending"):
         screen.await_writes(1)
     assert not threads()

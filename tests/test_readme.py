@@ -49,6 +49,7 @@ HOW_TO = [
             "torchrun-script",
             "other-trainers",
             "save-model",
+            "fine-tune",
             "predict",
             "resume",
             "reproducible",

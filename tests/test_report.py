@@ -693,3 +693,17 @@ def test_the_parts_of_a_duration_add_up_and_explain_the_samples_per_second(tmp_p
     assert row.steps_s == parts.steps_s
     columns = make_table([row]).header
     assert list(columns[-3:]) == ["samples/s", "in steps", "duration"]
+
+
+def test_a_learning_rate_has_one_form_in_the_chart_the_table_and_the_settings(tmp_path):
+    source = FakeSource(ranks=2)
+    source.lr = 5e-4
+    source.advance(20)
+    source.lr = 5e-5
+    source.advance(20)
+    report.write_report(source, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "0.00005 in the last step" in page
+    assert ">0.00005</td>" in page  # in the table of rates
+    assert not re.search(r">[^<{]*\b5e-0?5\b[^<{]*<", page.partition("<script")[0])
+    assert re.search(r"Written <time>[-\d: ]+</time>", page)

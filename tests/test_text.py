@@ -37,6 +37,13 @@ class Terminal(io.StringIO):
         (formatting.format_loss, float("nan"), "NaN"),
         (formatting.format_loss, float("-inf"), "-inf"),
         (formatting.format_loss, None, "—"),
+        (formatting.format_learning_rate, 0.1, "0.1"),
+        (formatting.format_learning_rate, 5e-5, "0.00005"),
+        (formatting.format_learning_rate, 1.4612e-6, "1.461e-6"),
+        (formatting.format_learning_rate, 1 / 3, "0.3333"),
+        (formatting.format_learning_rate, 5e19, "5e19"),
+        (formatting.format_learning_rate, 0.0, "0"),
+        (formatting.format_learning_rate, float("nan"), "nan"),
         (formatting.format_duration, 0.119, "119 ms"),
         (formatting.format_duration, 0.0015, "1.5 ms"),
         (formatting.format_duration, 0.00035, "350 µs"),
@@ -167,8 +174,7 @@ def test_the_summary_has_stuck_and_left_out_nodes():
     said = (
         "⊘ node 1 stuck: forward, 12 s. It is at train.py:12 in step. cluster.stacks() shows the position of all nodes"
     )
-    assert progress.format_block()[2] == f"  {said}"
-    assert progress.format_block()[4].startswith("  node 0 ")  # the stall is shown once
+    assert progress.format_block()[2:] == [f"  {said}"]  # the stall is shown once
     source.stall_report = None
     source.shrink(3)
     source.advance(40)
@@ -282,12 +288,68 @@ def test_a_terminal_shows_one_block_with_the_log_above_it(screen):
     progress.close()
     shown = [line for line in read_screen(screen.getvalue()) if line]
     assert shown[0].endswith("[1] hello")
-    assert re.fullmatch(r"running +\S+ +step 2 of 400, epoch 1 of 2, 0.2 s elapsed, 12 s left", shown[1])
-    assert shown[3] == "  validation at step 2: loss 0.500, accuracy 0.750"
-    assert [line.split()[:2] for line in shown[5:]] == [["node", "0"], ["node", "1"]]
-    assert not any("validation loss" in line for line in shown)  # the line on the last validation is updated instead
+    assert shown[1] == "ConvNet: running 0 %, step 2 of 400, epoch 1 of 2, 0.2 s elapsed, 12 s left"
+    numbers = r"  loss \S+ \(mean of 2 steps\); validation: loss 0.500, accuracy 0.750; \S+ samples/s \(last step\)"
+    assert re.fullmatch(numbers, shown[2])
+    assert len(shown) == 3
+    live = read_screen(screen.getvalue().rpartition("\x1b[?25h")[0])
+    bar = r"running +\S+ +step 2 of 400, epoch 1 of 2, 0.2 s elapsed, 12 s left"
+    assert any(re.fullmatch(bar, line) for line in live)
     assert "\x1b[1;32mrunning" in screen.getvalue()
-    assert screen.getvalue().endswith("\x1b[?25h")  # the cursor is back
+    assert "\x1b[?25h" in screen.getvalue()  # the cursor is back
+
+
+def test_the_last_lines_in_a_terminal_wrap_instead_of_losing_their_end(screen, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    source = FakeSource(ranks=2)
+    progress = run_text.TextProgress(source, screen)
+    source.advance(20)
+    progress.update()
+    source.end()
+    progress.close()
+    shown = " ".join(line for line in read_screen(screen.getvalue(), columns=40) if line)
+    assert "…" not in shown
+    assert shown.endswith("(all steps but the first)")
+
+
+def test_progress_of_a_run_without_trouble_is_two_lines():
+    source = FakeSource(ranks=4)
+    source.slowness, source.consistency = {1: 1.1}, ReplicaCheckResult(40, (), None)
+    source.advance(40)
+    source.history.add(Evaluation(30, 100, {"loss": 0.5}))
+    source.end()
+    head, numbers = run_text.TextProgress(source, io.StringIO(), is_tty=False).format_block()
+    assert head == "ConvNet: completed, step 40 of 400, epoch 1 of 2, 4.0 s elapsed"
+    assert "; validation at step 30: loss 0.500; " in numbers
+
+
+def test_progress_has_a_line_on_each_trouble():
+    source = FakeSource(ranks=4)
+    source.slowness, source.delay_factors = {1: 2.0}, {1: 2.0}
+    source.elapsed_s = 100.0
+    source.advance(40)
+    source.lose(3)
+    lines = run_text.TextProgress(source, io.StringIO(), is_tty=False).format_block()
+    assert lines[2:] == [
+        "  ✕ node 3 was lost at step 40; 3 nodes of 4 left",
+        "  ▼ node 1 slowed 2x on purpose",
+    ]
+    assert len(run_text.format_run(source).splitlines()) > len(lines)
+
+
+def test_progress_has_a_verdict_that_would_save_time():
+    source = FakeSource(ranks=4)
+    source.slowness, source.remaining_s = {1: 2.0}, None
+    source.advance(40)
+    progress = run_text.TextProgress(source, io.StringIO(), is_tty=False)
+    assert "verdict" not in "".join(progress.format_block())
+    assert len(progress.format_block()) == 2  # of 4 s
+    source.remaining_s = 600.0
+    assert "without the straggler (node 1)" in progress.format_block()[2]
+    source.advance(10, loss=float("nan"))
+    source.remaining_s = None
+    assert "the loss is NaN" in progress.format_block()[2]
+    assert "lower" in progress.format_block()[3]  # the remedy, however short the run was
 
 
 def test_nothing_is_written_where_nothing_changed(screen):
@@ -322,23 +384,25 @@ def test_a_log_gets_plain_lines_every_few_seconds():
     said = stream.getvalue()
     assert "\x1b" not in said
     assert all(b - a >= 5 for a, b in itertools.pairwise(times))
-    blocks = [line for line in said.splitlines() if line.startswith(("running", "completed"))]
+    blocks = [line for line in said.splitlines() if line.startswith("ConvNet: ")]
     assert len(blocks) == 4  # none at once
-    assert blocks[-1].startswith("completed 1 % step 4 of 400")
-    assert said.count("  node 1  loss") == 4
+    assert blocks[-1].startswith("ConvNet: completed, step 4 of 400")
+    assert said.count("  loss ") == 4
     assert source.subscribers == 0
 
 
 def test_a_log_of_a_short_run_has_one_block():
     source, stream, timers = FakeSource(ranks=2), io.StringIO(), Timers()
     source.event("start", "start at step 0")
+    source.event("note", "restored")
     stop = run_text.start_text_progress(source, stream, clock=timers.clock, call_later=timers.later)
     source.advance(4)
     timers.run()
-    assert [line[10:] for line in stream.getvalue().splitlines()] == ["start at step 0"]
+    assert [line[10:] for line in stream.getvalue().splitlines()] == ["restored"]
     source.end()
     stop()
-    assert stream.getvalue().count("each node: loss") == 1
+    assert len(stream.getvalue().splitlines()) == 3
+    assert stream.getvalue().count("ConvNet: completed") == 1
 
 
 def test_progress_of_a_resumed_run_leaves_out_the_events_of_the_earlier_one():
@@ -377,15 +441,15 @@ def test_log_names_nodes_and_leaves_the_words_of_the_user_alone():
 
 def test_a_log_has_no_block_before_the_first_step_except_for_its_time():
     source, stream = FakeSource(ranks=2), io.StringIO()
-    source.event("start", "start at step 0")
+    source.event("note", "restored")
     progress = run_text.TextProgress(source, stream, is_tty=False)
     progress.update()
-    assert [line[10:] for line in stream.getvalue().splitlines()] == ["start at step 0"]
+    assert [line[10:] for line in stream.getvalue().splitlines()] == ["restored"]
     source.event("print", "a slow first step")
     progress.update()
     (_, event, head) = stream.getvalue().splitlines()
     assert event.endswith("a slow first step")
-    assert head.startswith("running 0 % step 0 of 400")
+    assert head.startswith("ConvNet: running 0 %, step 0 of 400")
     source.advance(1)
     progress.update()
     assert "loss" in stream.getvalue()
@@ -395,7 +459,7 @@ def test_a_log_shows_a_run_that_fails_before_its_first_step():
     source, stream = FakeSource(ranks=2), io.StringIO()
     source.state = State.FAILED
     run_text.TextProgress(source, stream, is_tty=False).update()
-    assert stream.getvalue().startswith("failed 0 % step 0 of 400")
+    assert stream.getvalue().startswith("ConvNet: failed, step 0 of 400")
 
 
 def test_a_status_prints_as_a_line_of_the_log_does():

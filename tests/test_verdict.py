@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from dtkit.dashboard.summary.one_process import OneProcess, estimate_growth, rea
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
 from dtkit.dashboard.summary.timing import count_window_steps
 from dtkit.dashboard.summary.verdict import MIN_STEPS, Verdict, find_shown_verdict, find_verdict
-from dtkit.dashboard.text.run_text import TextProgress, format_run
+from dtkit.dashboard.text.run_text import format_run
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.rpc.reference import StepTimes
 from dtkit.types import ModelSummary, NodeInfo, State
@@ -398,16 +397,6 @@ def test_a_paused_run_has_the_verdict_on_its_last_steps():
     content = builder.build_change().content
     assert "without the straggler (node 1)" in content["verdict"]["text"]
     assert content["nodes_now"]["slow"] == [1]
-
-
-def test_no_node_is_marked_in_text_beside_a_line_that_says_none_is_slowest():
-    source = make_run_whose_nodes_wait_in_turn()
-    progress = TextProgress(source, io.StringIO(), is_tty=False)
-    progress.format_block()
-    source.slowness = {1: 2.0}
-    source.advance(100)
-    text = "\n".join(progress.format_block())
-    assert ("none is always the slowest" in text) == ("keeps the others waiting" not in text)
 
 
 def test_a_page_takes_its_verdict_back_with_the_message_of_an_error():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -35,6 +35,23 @@ def format_loss(value: float | None) -> str:
     if math.isinf(value) or value == 0:
         return f"{value:g}"
     return _format_significant(value) if 1e-3 <= abs(value) < 1e5 else f"{value:.2g}"
+
+
+_MAX_PLAIN_RATE_CHARS = 9  # 0.00000146 can't be read at a glance
+
+
+def format_learning_rate(value: Any) -> str:
+    """Return a learning rate, as ``shortRate`` of the live view: ``0.1``, ``0.00005``, ``1.46e-6``."""
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value):
+        return f"{value:g}"
+    short = float(f"{value:.4g}")
+    plain = f"{short:.15f}".rstrip("0").rstrip(".")
+    if value < 1e5 and len(plain) <= _MAX_PLAIN_RATE_CHARS and float(plain) == short:
+        return plain
+    digits, exponent = f"{short:.3e}".split("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def format_duration(seconds: float | None) -> str:

@@ -333,6 +333,8 @@ PICTURE_INTERVAL_S = 2.0
 """Shortest interval between two pictures of a custom panel."""
 LOG_INTERVAL_S = 5.0
 """Interval between two progress lines if the output goes to a file."""
+PRINTED_SAVING_S = 10.0
+"""Time that a verdict's remedy must save in a run for progress to print it."""
 PROGRESS_DELAY_S = 1.0
 """Duration after which an operation shows its progress."""
 PROGRESS_INTERVAL_S = 0.5

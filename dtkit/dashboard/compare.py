@@ -76,7 +76,7 @@ class _HasStatus(Protocol):
 @suggest_attributes("comparison")
 @explain_arguments
 class Comparison:
-    """The result of :func:`compare`. A notebook shows a figure over a table, a terminal the table only.
+    """The result of :func:`compare`. A notebook shows a table over a figure, a terminal the table only.
 
     The figure in a notebook is live: its charts zoom and name what is at the pointer, and follow runs that go on.
     """
@@ -164,7 +164,7 @@ class Comparison:
         differences = self.differences
         settings = make_differences_table(self.labels, differences).to_html() if differences else ""
         ends = "".join(f"<div>{html.escape(line)}</div>" for line in describe_ends(rows))
-        return f"{image}{make_table(rows).to_html()}{ends}<small>{make_table_note(rows)}</small>{settings}"
+        return f"{make_table(rows).to_html()}{ends}<small>{make_table_note(rows)}</small>{settings}{image}"
 
 
 @suggest_arguments

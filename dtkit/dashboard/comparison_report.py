@@ -42,7 +42,7 @@ def write_comparison_report(comparison: ComparisonView, path: str | Path) -> Wri
 
 
 def _format_parts(comparison: ComparisonView, title: str) -> Iterator[str]:
-    yield f'<h1>{escape(title)}</h1><p class="lead">Written {time.strftime("%Y-%m-%d %H:%M")}.</p>'
+    yield f'<h1>{escape(title)}</h1><p class="lead">Written <time>{time.strftime("%Y-%m-%d %H:%M")}</time>.</p>'
     labels = [f"{k}: {label}" for k, label in enumerate(comparison.labels, 1)]  # as in the charts
     rows = [dataclasses.replace(row, label=label) for row, label in zip(comparison.rows, labels, strict=True)]
     yield format_table(make_table(rows))

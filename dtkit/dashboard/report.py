@@ -99,13 +99,15 @@ def _format_head(run: RunView, cards: Sequence[tuple[str, str, str]], single_pro
     nodes = formatting.format_count(spec.world_size, "node")
     yield (
         f'<p class="lead">{escape(f"{spec.strategy} on {nodes}{tags}")}<br>'
-        f"{escape(position)}. Written {time.strftime('%Y-%m-%d %H:%M')}.</p>"
+        f"{escape(position)}. Written <time>{time.strftime('%Y-%m-%d %H:%M')}</time>.</p>"
     )
     if run.exception is not None:
         yield from _format_error(run.exception)
     for notice in notices:
         if notice.kind in ALERT_KINDS:
             yield f'<p class="error">{escape(notice.text)}</p>'
+        elif notice.kind == "overfits":
+            yield f'<p class="notice">{escape(notice.text)}</p>'
     yield format_cards(cards)
     verdict = find_shown_verdict(run, _measure_one_process(run, single_process))
     if verdict is not None:
@@ -147,6 +149,7 @@ def _format_settings(run: RunView) -> Iterator[str]:
     spec = run.spec
     rates = run.history.column("lr")
     lr = float(rates[-1]) if len(rates) else run.lr  # a schedule has set that of the next step already
+    last_rate = formatting.UNKNOWN if lr is None else f"{formatting.format_learning_rate(lr)} in the last step"
     typed = [
         ("strategy", spec.strategy),
         ("optimizer", spec.optimizer),
@@ -155,7 +158,7 @@ def _format_settings(run: RunView) -> Iterator[str]:
     ]
     facts = [
         ("batch_size, over all nodes", f"{spec.batch_size:,}"),
-        ("learning rate", formatting.UNKNOWN if lr is None else f"{lr:.6g} in the last step"),
+        ("learning rate", last_rate),
         ("steps", f"{run.status.step:,} of {spec.steps:,}, {spec.steps_per_epoch:,} in an epoch"),
         ("samples in an epoch", f"{spec.samples:,}"),
         ("order of rows", f"{spec.shuffle}, seed {spec.seed}"),
@@ -217,7 +220,7 @@ def _format_learning_rates(run: RunView) -> Iterator[str]:
     if len(changes) < 2:  # the settings have it
         return
     shown = _keep_ends(list(changes), _MAX_LEARNING_RATES)
-    rates = [(f"{rows['step'][k]:,}", f"{rows['lr'][k]:.6g}") for k in shown]
+    rates = [(f"{rows['step'][k]:,}", formatting.format_learning_rate(rows["lr"][k])) for k in shown]
     hidden = f"{len(changes):,} learning rates in all; the first and the last are shown."
     yield format_long_table(
         "Learning rates", Table(("from step", "learning rate"), rates), [hidden] if len(changes) > len(shown) else []

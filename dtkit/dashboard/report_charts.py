@@ -52,7 +52,7 @@ def _iterate_charts(history: History) -> Iterator[str]:
     for name in history.scalar_names:
         yield draw(split_unit(name)[0], "logged", _make_scalar_series(history, name), format_y=formatting.format_loss)
     if np.unique(history.column("lr")[np.isfinite(history.column("lr"))]).size > 1:
-        yield draw("Learning rate", "", _make_series(history, LR, "lr"), format_y=formatting.format_loss)
+        yield draw("Learning rate", "", _make_series(history, LR, "lr"), format_y=formatting.format_learning_rate)
     norms = _make_series(history, GRAD_NORM, "norm")
     yield draw("Gradient norm", "over all nodes", norms, format_y=formatting.format_loss, may_be_log=True)
     for name in history.system_names:

@@ -59,7 +59,7 @@ th, td {{ padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertica
 .columns section {{ font-size: 14px; }} .columns :is(th, td) {{ padding-inline: 4px !important; }}
 .columns .facts td:first-child {{ width: 190px; }}
 .scroll {{ overflow-x: auto; scrollbar-width: thin; background: {shadows}; }}
-p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; }}
+p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; }} time {{ white-space: nowrap; }}
 .state {{ font-size: 13px; font-weight: 700; padding: 1px 12px; border: 1.5px solid; border-radius: 99px;
   color: var(--muted); }} .state.good {{ color: var(--good); }} .state.bad {{ color: var(--bad); }}
 .theme {{ float: right; font-size: 12px; color: var(--muted); border: 1px solid var(--line); border-radius: 7px;
@@ -72,7 +72,7 @@ p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; }}
 .card {{ background: var(--card); border-radius: 8px; padding: 10px 14px; }}
 .card b {{ font-size: 22px; display: block; line-height: 1.35; font-variant-numeric: tabular-nums; }}
 .card span {{ color: var(--muted); font-size: 12.5px; display: block; line-height: 1.4; }}
-.verdict {{ border-left: 3px solid var(--accent); padding: 4px 12px; }}
+.verdict, .notice {{ border-left: 3px solid var(--accent); padding: 4px 12px; }}
 .error {{ color: var(--bad); font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap;
   max-width: none; border-left: 3px solid; padding: 4px 12px; }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 26px 32px; }}

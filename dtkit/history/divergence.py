@@ -56,11 +56,12 @@ class Divergence:
     @property
     def remedy(self) -> str:
         """What would help. Updates by losses that are not finite leave nothing to continue from."""
+        lr = formatting.format_learning_rate(self.lr)
         if self.is_finite:
-            return f"lower the learning rate ({self.lr:g} now), or set the strategy's clip_grad_norm="
+            return f"lower the learning rate ({lr} now), or set the strategy's clip_grad_norm="
         if not self.since_step:
             return "no update came before it, so look for numbers in the data or the model that are too large"
-        return f"train again with a lower learning rate ({self.lr:g} now), or with the strategy's clip_grad_norm="
+        return f"train again with a lower learning rate ({lr} now), or with the strategy's clip_grad_norm="
 
 
 @dataclasses.dataclass(frozen=True)

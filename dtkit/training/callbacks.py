@@ -34,7 +34,7 @@ class WeightKeeper(Protocol):
         """Write the state of the present step to disk, in place of what was kept before. Return its folder."""
         ...
 
-    def restore_weights(self, path: Path) -> None:
+    def restore_weights(self, path: Path, text: str) -> None:
         """Put kept weights back on all engines."""
         ...
 
@@ -217,8 +217,8 @@ class EarlyStopping:
         if self.best_checkpoint is None:
             run.note(f"the last weights stay: those of epoch {self.best_epoch} were not kept")
             return
-        run.lifecycle.restore_weights(self.best_checkpoint)
-        run.note(f"the weights of epoch {self.best_epoch}, the best, are back: {self.monitor} {self.best:.4g}")
+        text = f"the weights of epoch {self.best_epoch}, the best, are back: {self.monitor} {self.best:.4g}"
+        run.lifecycle.restore_weights(self.best_checkpoint, text)
 
     def _get_value(self, run: StoppableRun) -> float:
         if run.history.evaluations:

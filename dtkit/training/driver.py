@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
-from dtkit._util.formatting import name_nodes_at_start
+from dtkit._util.formatting import format_learning_rate, name_nodes_at_start
 from dtkit._util.guard import run_guarded
 from dtkit.errors import RunError
 from dtkit.training.boundary_actions import (
@@ -285,7 +285,7 @@ class Driver:
         is_running = progress.state is State.RUNNING and not self.actions.callbacks.runner.is_running
         self.steps.lr_updater.request(command.value, command.answer if is_running else None)
         # Dispatches in flight have the old one.
-        progress.recorder.add_event(progress.next_step, "lr", f"learning rate {command.value:g}")
+        progress.recorder.add_event(progress.next_step, "lr", f"learning rate {format_learning_rate(command.value)}")
         if not is_running:
             progress.lr = command.value
             resolve(command.answer, progress.step)

@@ -259,12 +259,16 @@ class RunLifecycle:
         self._driver.submit("save", request)
         return request.result(self._engine_group.call_timeout_s).path
 
-    def restore_weights(self, path: Path) -> None:
-        """Put a checkpoint's weights back on the engines, while a callback runs. The run stays at its step."""
+    def restore_weights(self, path: Path, text: str) -> None:
+        """Put a checkpoint's weights back on the engines, while a callback runs. The run stays at its step.
+
+        Its history gets an event with `text`.
+        """
         checkpoint, progress = Checkpoint(path), self._progress
         checkpoint.check_files()
         ResumePoint(checkpoint).restore_weights(self._engine_group, progress.plan.job, progress.step)
         self._job.forget_weights()
+        progress.add_event("restore", text)
 
     def extend(self, *, epochs: int | None, steps: int | None, timeout: float | None) -> None:
         """Let an ended run take more steps; it is then paused. `limit` bounds the wait for views to show its end."""

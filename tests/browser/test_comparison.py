@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
 import dtkit
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.comparison_widget import ComparisonWidget
+from dtkit.history.scalars import ScalarRecord
 from dtkit.types import Evaluation, State
 from tests.support.comparison_sources import make_diverging_pair, make_logging_runs
 from tests.support.fake_source import FakeSource
@@ -281,3 +283,33 @@ def test_names_are_numbered_in_all_charts_and_lie_on_no_number_of_an_axis(page: 
     line = page.get_by_test_id("runs-table").get_by_test_id("causes").locator("li")
     expect(line).to_contain_text("in the last layer")
     assert line.evaluate("(li) => li.scrollWidth <= li.clientWidth")
+
+
+def test_the_tables_are_above_the_charts(page: Page):
+    show_runs(page)
+    places = [page.get_by_test_id(name).first.bounding_box() for name in ("runs-table", "settings-table")]
+    chart = page.get_by_test_id("comparison-chart").bounding_box()
+    assert chart
+    assert all(place and place["y"] + place["height"] <= chart["y"] for place in places)
+
+
+def test_shares_stay_linear_and_other_small_numbers_become_logarithmic(page: Page):
+    runs = [FakeSource(steps=40, seed=k, name=f"run {k}") for k in range(2)]
+    for run in runs:
+        run.advance(40)
+        falling = 10.0 ** (-np.arange(40) / 10)
+        values = {"accuracy": falling[::-1], "my_loss": falling, "lr": falling / 50}
+        rows = {name: [(k + 1, value, 1.0) for k, value in enumerate(line)] for name, line in values.items()}
+        run.history.add(ScalarRecord(0, rows))
+    message = ComparisonMessageBuilder(dtkit.compare(*runs)).build_snapshot()
+    load_widget(page, str(ComparisonWidget._esm), message, "light")
+    charts = page.locator("[data-testid=logged-chart]")
+    expect(charts.filter(has_text="my_loss")).to_contain_text("log scale")
+    expect(charts.filter(has_text="lr")).to_contain_text("log scale")
+    accuracy = charts.filter(has_text="accuracy")
+    expect(accuracy).not_to_contain_text("log scale")
+    page.get_by_test_id("scale").click()
+    expect(charts.filter(has_text="my_loss")).not_to_contain_text("log scale")
+    page.get_by_test_id("scale").click()
+    expect(charts.filter(has_text="my_loss")).to_contain_text("log scale")
+    expect(accuracy).not_to_contain_text("log scale")

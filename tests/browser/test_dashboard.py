@@ -873,3 +873,17 @@ def test_patterns_of_two_modules_have_different_names(page: Page):
         names.append(page.eval_on_selector_all("pattern", "(all) => all.map((pattern) => pattern.id)"))
     assert names[0]
     assert not set(names[0]) & set(names[1])
+
+
+def test_the_focus_stays_in_the_view_after_stop(page: Page):
+    source = FakeSource(ranks=2)
+    source.advance(20)
+    view = StaticView(page, source)
+    stop = view.root.get_by_test_id("stop")
+    stop.click()
+    stop.click()
+
+    expect(view.root.get_by_test_id("pause")).to_be_focused()
+    source.end(State.STOPPED)
+    view.update()
+    page.wait_for_function("(root) => root.getRootNode().activeElement === root", arg=view.root.element_handle())

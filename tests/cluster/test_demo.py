@@ -34,10 +34,11 @@ def test_demo_trains_verifies_and_saves_a_picture(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     printed = done.stdout
     assert re.search(r"^node +engine id +host +pid", printed, re.MULTILINE)  # the table of nodes
-    # Six epochs of 1500 rows in batches of 64 are 144 steps; the last one is followed by a line per node.
-    last = printed[printed.index("completed 100 % step 144 of 144") :]
-    for rank in (0, 1):
-        assert re.search(rf"^  node {rank}  loss +\S+ +[\d,]+ samples/s", last, re.MULTILINE)
+    # Six epochs of 1500 rows in batches of 64 are 144 steps.
+    last = printed[printed.index("digits: completed, step 144 of 144") :]
+    assert re.search(r"^  loss .*; validation: loss \S+, accuracy \S+; [\d,]+ samples/s", last, re.MULTILINE)
+    assert re.search(r"^starting 2 engines: \d+ s$", done.stderr, re.MULTILINE)
+    assert "metrics=" not in printed  # no warning
     accuracy = re.search(r"accuracy on 297 held-out rows: (\S+)\s%", last)
     assert accuracy
     assert float(accuracy[1]) > 95

@@ -219,9 +219,10 @@ def _wrap_marks(legend: str) -> list[str]:
 
 
 def _describe_learning_rate(current: float, previous: float) -> str:
+    now, before = map(formatting.format_learning_rate, (current, previous))
     if current != previous:
-        return f"{current:.3g} from the next step on, {previous:.3g} until now"
-    return f"{current:.3g}, the same since the first step"
+        return f"{now} from the next step on, {before} until now"
+    return f"{now}, the same since the first step"
 
 
 def _wrap_line(line: str) -> list[str]:

@@ -16,6 +16,7 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from dtkit._util import formatting
 from dtkit._util.guard import run_guarded
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class CommandHandler:
 def _describe_effect(command: str, value: float | None, step: int) -> str:
     """Return a text such as ``paused at step 412 on all nodes``."""
     if command == "lr":
-        return f"learning rate {value:g} from step {step:,} on, on all nodes"
+        return f"learning rate {formatting.format_learning_rate(value)} from step {step:,} on, on all nodes"
     effect = {"pause": "paused", "resume": "resumed", "step": "one step taken: all nodes are", "stop": "stopped"}
     return f"{effect[command]} at step {step:,}" + ("" if command == "step" else " on all nodes")
 

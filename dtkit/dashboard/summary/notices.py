@@ -1,4 +1,4 @@
-"""Notices in words: lost and stuck nodes, disagreeing ranks, a diverged loss, and delays set on purpose.
+"""Notices in words: lost and stuck nodes, disagreeing ranks, divergence, overfitting, and delays set on purpose.
 
 A view chooses glyph and color by the kind of a notice. The text alone has all information.
 """
@@ -16,6 +16,7 @@ from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_senten
 from dtkit.dashboard.summary.timing import format_nodes
 from dtkit.errors import EngineError, NonFiniteError
 from dtkit.history.divergence import find_divergence
+from dtkit.history.overfitting import find_overfitting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +30,7 @@ NOTICE_GLYPHS = {
     "stuck": STUCK_GLYPH,
     "differs": "✕",
     "diverged": "✕",
+    "overfits": "▲",
     "identical": "✓",
     "fewer": "○",
     "slowed": "▼",
@@ -60,6 +62,7 @@ def collect_notices(run: RunView, lost_nodes: LostNodes | None = None) -> list[N
         *_make_stuck_notice(run, lost_nodes),
         *_make_consistency_notice(run.consistency, ranks),
         *_make_divergence_notice(run),
+        *_make_overfitting_notice(run),
         *([] if lost_nodes else _make_left_out_notice(run)),
         *_make_delay_notices(run),
         *_make_repair_notice(run),
@@ -131,6 +134,12 @@ def _make_divergence_notice(run: RunView) -> Iterator[Notice]:
     divergence = find_divergence(run.history)
     if divergence is not None:
         yield Notice("diverged", f"the training diverged: {divergence.text}")
+
+
+def _make_overfitting_notice(run: RunView) -> Iterator[Notice]:
+    overfitting = find_overfitting(run.history)
+    if overfitting is not None and find_divergence(run.history) is None:
+        yield Notice("overfits", overfitting.text)
 
 
 def _describe_compared(consistency: ReplicaCheckResult, num_ranks: int) -> str:

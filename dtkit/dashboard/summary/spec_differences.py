@@ -61,7 +61,10 @@ def list_rate_differences(specs: Sequence[RunSpec | None], histories: Sequence[H
 
 
 def _list_first_rate_differences(histories: Sequence[History]) -> list[tuple[str, ...]]:
-    rates = [formatting.UNKNOWN if not len(history) else f"{history[0].lr:g}" for history in histories]
+    rates = [
+        formatting.UNKNOWN if not len(history) else formatting.format_learning_rate(history[0].lr)
+        for history in histories
+    ]
     return [("first learning rate", *rates)] if len(set(rates) - {formatting.UNKNOWN}) > 1 else []
 
 

@@ -217,7 +217,8 @@ def _make_update_section(explanation: StepExplanation) -> Section:
     ]
     if not explanation.updated:
         return Section("No update: the gradients are not finite. Checksums of all parameters:", table, notes)
-    title = f"Every node takes the same update (learning rate {explanation.lr:g}). Checksums of all parameters:"
+    lr = formatting.format_learning_rate(explanation.lr)
+    title = f"Every node takes the same update (learning rate {lr}). Checksums of all parameters:"
     return Section(title, table, notes)
 
 

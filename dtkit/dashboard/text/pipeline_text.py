@@ -184,8 +184,8 @@ def _make_update_section(explanation: PipelineExplanation) -> Section:
     notes.append(f"loss of the step: {format_number(explanation.loss)}, known to the last stage only")
     if not explanation.updated:
         return Section("No update: the gradients are not finite. Checksums of each node's parameters:", table, notes)
-    lr = explanation.ranks[0].lr
-    title = f"Each node updates its own stages (learning rate {lr:g}). Checksums of its parameters:"
+    lr = formatting.format_learning_rate(explanation.ranks[0].lr)
+    title = f"Each node updates its own stages (learning rate {lr}). Checksums of its parameters:"
     return Section(title, table, notes)
 
 

@@ -1,7 +1,8 @@
 """A line with the elapsed time of work that takes over a second, such as starting engines or sending data.
 
 Shorter work shows nothing. In a notebook the line is a display of its own, which shows the elapsed time at the end. A
-terminal rewrites the line in place and then clears it. Elsewhere the line is printed once.
+terminal rewrites the line in place and then clears it. Elsewhere a line with the time is printed at the end, and before
+that, one that names work of more than a few seconds.
 """
 
 from __future__ import annotations
@@ -125,13 +126,18 @@ class _TerminalLine:
 
 
 class _PlainLine:
-    _is_shown = False
+    def __init__(self) -> None:
+        self._shown_at = time.monotonic()
+        self._is_named = False
 
     def show(self, text: str) -> None:
-        if not self._is_shown:
-            self._is_shown = True
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+        if not self._is_named and time.monotonic() - self._shown_at >= timeouts.LOG_INTERVAL_S:
+            self._is_named = True
+            self._write(text)
 
     def finish(self, text: str) -> None:
-        pass
+        self._write(text)
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

@@ -1,8 +1,9 @@
 """A run as text: the plain repr, and progress in a terminal or a log.
 
-A terminal rewrites a colored block in place (see `terminal.py`), and lines of the log scroll above it.
-Elsewhere (a file, a pipe, CI) the block is printed every few seconds and at the end, without control sequences. A short
-run has one block. Text of engines loses its control characters before it is shown.
+Progress has two or three lines: state and position, the numbers of learning, and what is wrong. The repr has the rest.
+A terminal rewrites them in place (see `terminal.py`), and lines of the log scroll above. Elsewhere (a file, a pipe, CI)
+they are printed every few seconds and at the end, without control sequences. A short run has those of its end alone.
+Text of engines loses its control characters before it is shown.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dtkit.dashboard.throttle import Throttle, start_timer
 from dtkit.history.speed import split_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.verdict import Verdict
@@ -50,7 +51,7 @@ def format_run(run: RunView) -> str:
     head = f"{name} · {strategy} · {name_state(run)}{tags}"
     lines = [
         head,
-        _format_position(run),
+        _format_position(run) + _format_split(run),
         _format_metrics(metrics),
         *_format_efficiency(run, metrics),
         *_format_own_numbers(run),
@@ -67,22 +68,27 @@ def _format_position(run: RunView) -> str:
     """Return step, epoch, elapsed and remaining time."""
     status = run.status
     epoch, epochs = compute_epoch(run.spec, status.step)
-    return f"step {status.step:,} of {status.steps:,}, epoch {epoch:,} of {epochs:,}, {_format_times(run, status)}"
+    return f"step {status.step:,} of {status.steps:,}, epoch {epoch:,} of {epochs:,}, {_format_times(status)}"
 
 
-def _format_times(run: RunView, status: Status) -> str:
+def _format_times(status: Status) -> str:
     if not status.step and not status.state.has_ended:
         return f"first step, {formatting.format_elapsed(status.elapsed_s)}"
     elapsed = f"{formatting.format_elapsed(status.elapsed_s)} elapsed"
-    if status.state.has_ended:
-        parts = split_time(run.history, status.elapsed_s)
-        is_split = bool(run.history.num_steps) and not parts.is_mostly_steps
-        if not is_split:
-            return elapsed
-        return f"{elapsed}, {formatting.format_duration(parts.steps_s)} of them in the steps after the first"
-    if status.remaining_s is None:
+    if status.state.has_ended or status.remaining_s is None:
         return elapsed
     return f"{elapsed}, {formatting.format_clock(status.remaining_s)} left"
+
+
+def _format_split(run: RunView) -> str:
+    """Return the part of the time in steps, where an ended run spent much of it elsewhere; else an empty text."""
+    status = run.status
+    if not status.state.has_ended or not run.history.num_steps:
+        return ""
+    parts = split_time(run.history, status.elapsed_s)
+    if parts.is_mostly_steps:
+        return ""
+    return f", {formatting.format_duration(parts.steps_s)} of them in the steps after the first"
 
 
 def _format_metrics(metrics: RunMetrics) -> str:
@@ -117,31 +123,40 @@ _MAX_OWN_NUMBERS = 6
 
 def _format_own_numbers(run: RunView) -> list[str]:
     """Return the last validation in one line, and the last numbers from `dtkit.log` in another."""
-    lines = []
-    if run.history.evaluations:
-        last = run.history.evaluations[-1]
-        parts = [
-            f"{formatting.sanitize_text(name, 40)} {formatting.format_loss(value)}"
-            for name, value in list(last.values.items())[:_MAX_OWN_NUMBERS]
-        ]
-        lines.append(f"validation at step {last.step:,}: {', '.join(parts)}")
+    evaluations = run.history.evaluations
+    found = [f"validation at step {evaluations[-1].step:,}: {_format_evaluation(run)}"] if evaluations else []
+    return [*found, *_format_logged(run)]
+
+
+def _format_evaluation(run: RunView) -> str:
+    """Return the values of the last validation."""
+    values = run.history.evaluations[-1].values
+    shown = itertools.islice(values.items(), _MAX_OWN_NUMBERS)
+    return ", ".join(f"{formatting.sanitize_text(name, 40)} {formatting.format_loss(value)}" for name, value in shown)
+
+
+def _format_logged(run: RunView) -> list[str]:
     logged = []
     for name in run.history.scalar_names[:_MAX_OWN_NUMBERS]:
         _, values = run.history.scalar(name, since=run.status.step - WINDOW_STEPS)
         logged += [f"{formatting.sanitize_text(name, 40)} {formatting.format_loss(values[-1])}"] if len(values) else []
-    return [*lines, *([f"last logged: {', '.join(logged)}"] if logged else [])]
+    return [f"last logged: {', '.join(logged)}"] if logged else []
 
 
 def _format_notices(run: RunView, metrics: RunMetrics) -> list[str]:
     """Return the notices: stalls, replica checks, delays, and stragglers."""
-    stall = find_stall(run)
-    is_past = stall is not None and stall.rank in metrics.lost_nodes
-    lines = [] if stall is None or is_past else [formatting.sanitize_text(format_line(stall))]
-    notices = [notice for notice in collect_notices(run) if notice.kind != "stuck"]
-    lines += [f"{NOTICE_GLYPHS[notice.kind]} {notice.text}" for notice in notices]
+    lines = _format_notices_except(run, metrics, ())
     if metrics.timing.straggler is not None:
         lines.append(f"▲ {metrics.timing.straggler.text}")
     return lines
+
+
+def _format_notices_except(run: RunView, metrics: RunMetrics, hidden_kinds: Sequence[str]) -> list[str]:
+    stall = find_stall(run)
+    is_past = stall is not None and stall.rank in metrics.lost_nodes
+    lines = [] if stall is None or is_past else [formatting.sanitize_text(format_line(stall))]
+    notices = [notice for notice in collect_notices(run) if notice.kind not in ("stuck", *hidden_kinds)]
+    return lines + [f"{NOTICE_GLYPHS[notice.kind]} {notice.text}" for notice in notices]
 
 
 def _format_verdict(verdict: Verdict | None) -> list[str]:
@@ -166,6 +181,14 @@ def _format_node_lines(run: RunView, metrics: RunMetrics) -> list[str]:
     if num_nodes > num_shown:
         lines.append(f"  and {num_nodes - num_shown} more nodes")
     return lines
+
+
+_UNPRINTED_EVENTS = frozenset({"start", "done", "stop", "evaluation"})
+"""Events whose text progress has in its own lines."""
+_WELL_KINDS = ("identical", "repaired")
+"""Kinds of notices that nothing is wrong; the log has a repair, too."""
+_CAUSES_OF_ENDS = ("failed", "paused", "diverged")
+"""Causes of verdicts that are about more than time."""
 
 
 class TextProgress:
@@ -209,27 +232,54 @@ class TextProgress:
         self._stream.flush()
 
     def close(self) -> None:
-        """Write what is new, and end the block of a terminal."""
+        """Write what is new, and leave the lines of the last state in a terminal, too."""
         self.update()
         if self._terminal is not None:
-            self._terminal.close()
+            self._terminal.close(self.format_block())
 
     def format_block(self) -> list[str]:
-        """Return the lines of the current state: position, metrics, notices, and a line for each node."""
+        """Return the lines of the current state: position, numbers, and what is wrong."""
+        run = self._run
+        name = formatting.sanitize_text(run.spec.name, 60)
+        head = f"{name}: {name_state(run)}{self._format_share()}, {_format_position(run)}"
+        metrics = compute_run_metrics(run.history, run.spec.world_size)
+        details = [self._format_numbers(metrics), *_format_logged(run), *self._format_problems(metrics)]
+        return [head, *(f"  {line}" for line in details)]
+
+    def _format_share(self) -> str:
         status = self._run.status
-        share = min(1.0, status.step / status.steps) if status.steps else 0.0
-        head = f"{name_state(self._run)} {100 * share:.0f} % {_format_position(self._run)}"
+        if status.state.has_ended or not status.steps:
+            return ""
+        return f" {100 * min(1.0, status.step / status.steps):.0f} %"
+
+    def _format_numbers(self, metrics: RunMetrics) -> str:
+        """Return loss, validation and throughput in one line."""
+        run = self._run
+        learnt = []
+        if metrics.loss is not None:
+            loss_steps = formatting.format_count(metrics.num_loss_steps, "step")
+            learnt.append(f"loss {formatting.format_loss(metrics.loss)} (mean of {loss_steps})")
+        if evaluations := run.history.evaluations:
+            step = evaluations[-1].step
+            place = "" if step == run.status.step else f" at step {step:,}"
+            learnt.append(f"validation{place}: {_format_evaluation(run)}")
+        speed = [f"{formatting.format_rate(metrics.throughput)} samples/s"] if metrics.throughput is not None else []
+        efficiency = compute_efficiency(run, metrics)
+        if efficiency is not None and efficiency.tokens_per_s is not None:
+            speed.append(f"{formatting.format_rate(efficiency.tokens_per_s)} tokens/s")
+        if efficiency is not None and efficiency.mfu is not None:
+            speed.append(f"MFU {formatting.format_percent(efficiency.mfu)}")
+        if speed:
+            learnt.append(f"{', '.join(speed)} ({_name_window(metrics)})")
+        return "; ".join(learnt) or "no step yet"
+
+    def _format_problems(self, metrics: RunMetrics) -> list[str]:
+        """Return what is wrong: notices, except on what is well, and a verdict that is worth a line."""
+        status = self._run.status
         found = find_shown_verdict(self._run)
         verdict = self._steady_verdict.update(found, time.monotonic(), is_final=is_at_rest(status.state))
-        metrics = self._steady_verdict.match(compute_run_metrics(self._run.history, self._run.spec.world_size))
-        details = [
-            _format_metrics(metrics),
-            *_format_efficiency(self._run, metrics),
-            *_format_own_numbers(self._run),
-            *_format_notices(self._run, metrics),
-            *_format_verdict(verdict),
-        ]
-        return [head, *(f"  {line}" for line in details), *_format_node_lines(self._run, metrics)]
+        lines = _format_notices_except(self._run, metrics, _WELL_KINDS)
+        return lines + _format_verdict(verdict if verdict and _is_worth_a_line(verdict, status) else None)
 
     def _has_news(self) -> bool:
         """Return whether a block would say more than that no step was taken: numbers, an end, an error or a notice."""
@@ -239,7 +289,7 @@ class TextProgress:
             or run.history.evaluations
             or run.status.state.has_ended
             or run.exception is not None
-            or _format_notices(run, compute_run_metrics(run.history, run.spec.world_size))
+            or _format_notices_except(run, compute_run_metrics(run.history, run.spec.world_size), ())
         )
 
     def _show_in_terminal(self, new_lines: list[str], lines: list[str]) -> None:
@@ -255,8 +305,13 @@ class TextProgress:
     def _take_new_events(self) -> list[Event]:
         new = self._run.history.events[self.num_printed_events :]
         self.num_printed_events += len(new)  # not the list's length, which may have grown since
-        # The line on the last validation has the same text, and is updated.
-        return [event for event in new if event.kind != "evaluation"]
+        return [event for event in new if event.kind not in _UNPRINTED_EVENTS]
+
+
+def _is_worth_a_line(verdict: Verdict, status: Status) -> bool:
+    """Return whether the remedy would save a person's time in a run like this one."""
+    duration_s = status.elapsed_s + (status.remaining_s or 0.0)
+    return verdict.cause in _CAUSES_OF_ENDS or verdict.gain * duration_s >= timeouts.PRINTED_SAVING_S
 
 
 def _format_event(event: Event) -> str:

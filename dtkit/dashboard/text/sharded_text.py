@@ -145,5 +145,6 @@ def _make_update_section(explanation: ShardedExplanation) -> Section:
     table = Table(("node", "before", "after"), rows, {"before", "after"})
     if not explanation.updated:
         return Section("No update: the gradients are not finite. Checksums of each node's parts:", table, [])
-    title = f"Each node updates its own parts (learning rate {ranks[0].lr:g}). Checksums of these:"
+    lr = formatting.format_learning_rate(ranks[0].lr)
+    title = f"Each node updates its own parts (learning rate {lr}). Checksums of these:"
     return Section(title, table, describe_remaining(len(ranks), "node"))

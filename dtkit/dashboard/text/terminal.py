@@ -52,18 +52,20 @@ class TerminalBlock:
         if self._live is None:
             self._live = Live(
                 block, console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
-                vertical_overflow="crop",
+                vertical_overflow="crop", transient=True,
             )  # fmt: skip
             self._live.start()
         for line in new_lines:
             self._console.print(Text(line, no_wrap=True, overflow="ellipsis", style="dim"))
         self._live.update(block, refresh=True)
 
-    def close(self) -> None:
-        """Leave the last block where it is, and give the cursor back."""
+    def close(self, lines: Sequence[str]) -> None:
+        """Replace the block by `lines`, which wrap, and give the cursor back."""
         if self._live is not None:
             self._live.stop()
             self._live = None
+        for line in lines:
+            self._console.print(_color_line(line), no_wrap=False, overflow="fold")
 
 
 def _make_head(status: Status, state: str, position: str) -> Table:

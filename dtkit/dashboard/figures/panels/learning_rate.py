@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.summary.curves import LR, downsample, make_chart_layouts
 
@@ -20,7 +21,7 @@ def draw(ax: Axes, history: History) -> None:
     ranks = history.num_ranks
     (layout,) = make_chart_layouts([LR], ranks)
     part = downsample(history, LR, ranks)
-    style.draw_lines(ax, part, layout, f"{style.get_last_value(part):.3g}")
+    style.draw_lines(ax, part, layout, formatting.format_learning_rate(style.get_last_value(part)))
     ax.set_ylim(bottom=0)
     style.draw_end_labels(ax, style.collect_line_labels(ax))
     style.set_title(ax, "Learning rate", f"{_describe_last(history)}the same on all nodes")
@@ -34,7 +35,7 @@ def _describe_last(history: History) -> str:
     changes = np.flatnonzero(np.diff(rows["lr"])) + 1
     if not len(changes) or len(rows) - changes[-1] < 2:
         return ""
-    return f"{rows['lr'][-1]:.6g} since step {rows['step'][changes[-1]]:,}, "
+    return f"{formatting.format_learning_rate(rows['lr'][-1])} since step {rows['step'][changes[-1]]:,}, "
 
 
 def has_lr_changes(history: History) -> bool:

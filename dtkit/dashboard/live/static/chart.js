@@ -11,7 +11,7 @@
 
 import { xAxis } from "./chart/axis.js";
 import { fitCaption } from "./chart/caption.js";
-import { bucketGrain, hasNegative, inverted, movingAverage, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
+import { areShares, bucketGrain, hasNegative, inverted, movingAverage, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
 import { drawLabels, drawLine, drawPoints, drawSpots, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { joinGlyphs, mergeSigns } from "./chart/marks.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
@@ -65,7 +65,7 @@ export function chart(store, name, options, redraw) {
     if (options.inverted) view.grain.value = inverted(view.grain.value);
     view.canLog = Boolean(options.canLog) && !(options.canLog === "positive" && hasNegative(view.grain));
     view.isLog = view.canLog && isLogScale(view);
-    noteScale(view, view.canLog && !flat ? view.isLog : null, redraw);
+    noteScale(view, view.canLog && !flat && !staysLinear(view) ? view.isLog : null, redraw);
     updateTools();
     scale.update();
     if (frame.height() !== null) scale.el.hidden = true; // the tools above the chart have it
@@ -109,9 +109,15 @@ function noteScale(view, isLog, redraw) {
   if (isLog !== before) redraw();
 }
 
+/** Return whether a chart has numbers of the user's own that are shares: only its own button makes it logarithmic. */
+function staysLinear({ store, name, options, grain }) {
+  return options.canLog === "positive" && !store.view.ownLog.has(scaleKey({ name, options })) && areShares(grain, name);
+}
+
 /** Return whether a chart is logarithmic: as chosen, or since its values once spanned many orders, until one is negative. */
 function isLogScale({ store, name, options, grain }) {
   const { view } = store, key = scaleKey({ name, options }), chosen = view.autoLog.get(key), picked = view.ownLog.get(key) ?? view.log;
+  if (staysLinear({ store, name, options, grain })) return false;
   if (chosen && hasNegative(grain)) view.autoLog.set(key, false); // for good: a range in sight without one changes nothing
   if (chosen === undefined && picked === null && spansOrders(grain, options.most?.(store))) view.autoLog.set(key, true);
   return picked ?? view.autoLog.get(key) ?? false;

@@ -193,17 +193,17 @@ function runLine(k) {
   return s("svg", { width: 34, height: 10, "aria-hidden": "true" }, s("path", { d: "M1,5h32", class: `dtk-line dtk-n${k % 8} dtk-dash${runDash(k)}` }));
 }
 
-/** Return {root, redraw} of a view of several runs: tools, charts, and tables unless the page has them. */
+/** Return {root, redraw} of a view of several runs: tables unless the page has them, tools, and charts. */
 export function buildComparison(store, { hasTables = true } = {}) {
   const root = h("div", { class: "dtkit", "data-testid": "dtkit-comparison", "data-state": "", role: "region", "aria-label": "comparison of runs" });
   keepKeys(root);
   const redraw = () => requestAnimationFrame(draw);
-  const charts = [toolbar(store, null), mainChart(store, redraw), comparedCharts(store, redraw)];
+  const charts = [toolbar(store, null), mainChart(store, redraw), comparedCharts(store, redraw)]; // below the tables, which have the answer
   const tables = hasTables ? [
     tableOf(() => ({ table: store.head.table, text: store.head.note, names: store.head.names, ends: store.head.ends }), { testid: "runs-table", label: "table of runs", isLegend: true }),
     tableOf(() => ({ table: store.head.settings, names: store.head.names }), { testid: "settings-table", label: "settings that differ" }),
   ] : [];
-  const panels = [...charts, ...tables];
+  const panels = [...tables, ...charts];
   const body = h("div", { class: "dtk-body" }, ...panels.map((panel) => panel.el));
   root.append(body);
   function draw() {

@@ -8,7 +8,7 @@ export function number(value, digits = 3) {
   const size = Math.abs(value);
   if (size >= 1e7) return exponent(value, 2);
   if (size >= 100) return WHOLE_FORMAT.format(value);
-  if (size !== 0 && size < 1e-3) return value.toExponential(1);
+  if (size !== 0 && size < 1e-3) return size < 1e-4 ? value.toExponential(1) : String(+value.toPrecision(2));
   return String(value.toPrecision(digits));
 }
 export function bytes(value) {
@@ -44,7 +44,7 @@ export function exponent(value, digits) {
 }
 const PLAIN_RATE_CHARS = 9; // 0.00000146 can't be read at a glance
 
-/** Return a learning rate as charts label it; none is empty. */
+/** Return a learning rate as charts label it, as `format_learning_rate` of Python; none is empty. */
 export function shortRate(value) {
   if (value === null) return "";
   const plain = String(+value.toPrecision(4));

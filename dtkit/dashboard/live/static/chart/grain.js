@@ -89,6 +89,22 @@ export function hasNegative(grain) {
   return false;
 }
 
+const LEAST_SHARE = 0.1, LOWER_IS_BETTER = /loss|error|perplexity|mse|mae|distance|divergence|kl/i;
+
+/** Return whether values are shares, such as an accuracy or a probability, which a linear axis shows as they are meant. */
+export function areShares(grain, name) {
+  let high = -Infinity;
+  if (LOWER_IS_BETTER.test(name)) return false;
+  for (let at = 0; at < grain.used; at++) {
+    for (let line = 0; line < grain.lines; line++) {
+      const v = grain.value(line, at, 1);
+      if (v < 0 || v > 1) return false;
+      if (v > high) high = v;
+    }
+  }
+  return high >= LEAST_SHARE; // a learning rate is smaller
+}
+
 const ORDERS = 1000;
 
 /** Return whether values are so different that a linear axis would hide the smaller ones. None is negative; zeros don't count. */

@@ -53,7 +53,7 @@ export function controls(store, send, redraw) {
   const update = () => {
     const { status } = store;
     forgetAnswered(store);
-    const primary = primaryCommand(store), active = el.getRootNode().activeElement;
+    const primary = primaryCommand(store), active = el.getRootNode().activeElement, hadFocus = active && el.contains(active);
     for (const b of buttons) {
       const asked = store.asked.has(b.command === "lower" ? "lr" : b.command);
       setText(b.text, asked && !store.lost ? b.asking : label(b));
@@ -64,8 +64,6 @@ export function controls(store, send, redraw) {
       b.el.classList.toggle("dtk-primary", b.command === primary);
       b.el.disabled = asked || store.lost || !b.when.includes(status.state);
     }
-    // A button that is disabled while it has the focus passes the focus on.
-    if (active?.disabled && el.contains(active)) buttons.find((b) => !b.el.disabled && !b.el.hidden)?.el.focus();
     rate.update();
     faults.update();
     answer.classList.toggle("dtk-live", !hasEnded(store));
@@ -76,8 +74,18 @@ export function controls(store, send, redraw) {
     setText(effect, isNew && status.state !== "failed" ? `✓ ${store.effect.text}` : "");
     setText(refusal, isRefused ? `✕ ${store.refused.text}` : "");
     el.hidden = hasEnded(store) && !effect.textContent && !refusal.textContent && buttons.every((b) => b.el.hidden); // its gap, too
+    if (hadFocus && (active.disabled || !active.getClientRects().length)) passFocusOn(el, buttons);
   };
   return { el, update };
+}
+/**
+ * Move the focus from a button that is disabled or hidden: to the next one, or to the view. A page whose body has it leaves
+ * keys such as Ctrl+S to the browser.
+ */
+function passFocusOn(el, buttons) {
+  const next = buttons.find((b) => !b.el.disabled && b.el.getClientRects().length)?.el ?? el.closest(".dtkit");
+  if (next.classList.contains("dtkit")) setAttr(next, "tabindex", -1);
+  next.focus({ preventScroll: true });
 }
 /** Return the command that helps: what the error advises, or else what a run mostly needs. */
 function primaryCommand(store) {

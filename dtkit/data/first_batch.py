@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import io
-import re
 import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from dtkit._util.guard import return_error, run_guarded
+from dtkit._util.guard import run_guarded
 from dtkit.data.broadcast import ModelHandle, find_batch_norms
 from dtkit.data.buffer_check import describe_batch_statistics
 from dtkit.data.columns import ColumnSelection, is_sample_list
@@ -30,17 +28,16 @@ from dtkit.data.loss_check import (
     describe_parts,
     has_trainable,
 )
+from dtkit.data.metric_check import check_metrics
 from dtkit.data.notebook_data import NUM_FIRST_ROWS, copy_first_rows
 from dtkit.data.output_check import describe_activated_output
 from dtkit.data.pairing import PairedRowsError, PairingDetector
 from dtkit.data.partition import Partition
 from dtkit.engine.data.random_state import preserve_generators
 from dtkit.engine.data.sources import ArraySource, as_source, map_tensors
-from dtkit.engine.error_hints import add_general_hint, add_hints
-from dtkit.engine.evaluation import compute_metrics
+from dtkit.engine.error_hints import add_hints
 from dtkit.engine.loss_hints import DETACHED_MESSAGE
 from dtkit.engine.observe.error_report import format_message, format_traceback, list_user_frames
-from dtkit.engine.stateful_metrics import is_stateful
 from dtkit.errors import FirstBatchError
 from dtkit.rpc import pickling
 from dtkit.strategies import loss as loss_module
@@ -60,11 +57,6 @@ _FEWEST_ROWS = 2  # of large rows, and of a Dataset, whose code may be slow
 _MAX_ELEMENTS = 2**20
 """Numbers in a batch up to which the forward pass is short."""
 _T = TypeVar("_T")
-_CERTAIN_METRIC_ERRORS = re.compile(
-    "must match the size|could not infer output dtype|Boolean value of Tensor with more than one|"
-    "cannot be converted to Scalar"
-)
-"""Errors of torch that any number of rows causes."""
 
 
 def check_first_batch(
@@ -126,7 +118,9 @@ def check_validation(
         if trial is None or output is None:
             return []
         if metrics:
-            _check_metrics(engine_group, output, trial.num_rows, metrics)
+            # silent: what can't be copied here, the engines report when they get it
+            copied = run_guarded(lambda: _copy_as_sent(engine_group, dict(metrics)), lambda _: None)
+            check_metrics(copied or {}, output, trial.num_rows, engine_group.world_size)
         return ["loss", *(name for name in output.logged if name != "loss")] if output.logged else []
 
 
@@ -158,47 +152,6 @@ def _prepare_validation(
     rows, columns = unwrap_data_loader(validation, columns)
     trial = _prepare(engine_group, model, program, rows, columns)
     return None if trial is None else dataclasses.replace(trial, part="the first batch of validation=")
-
-
-def _check_metrics(engine_group: EngineGroup, output: EvalOutput, num_rows: int, metrics: Any) -> None:
-    """Raise FirstBatchError if a metric refuses the output, or returns no number."""
-    # silent: what can't be copied here, the engines report when they get it
-    copied = run_guarded(lambda: _copy_as_sent(engine_group, dict(metrics)), lambda _: None)
-    for name, metric in (copied or {}).items():
-        try_metric = functools.partial(_try_metric, name, metric, output, num_rows, engine_group.world_size)
-        if (error := run_guarded(try_metric, functools.partial(_explain_metric, name))) is not None:
-            raise error
-
-
-def _try_metric(name: str, metric: Any, output: EvalOutput, num_rows: int, world_size: int) -> None:
-    if not is_stateful(metric):
-        detector = PairingDetector(f"metric {name!r}", num_rows, output.target, outputs=output.output)
-        compute_metrics(output, {name: metric})
-        # The metric itself takes these rows, so any other error comes from the mode, which some operations refuse
-        outcome = run_guarded(lambda: _watch_metric(detector, output, {name: metric}), return_error)
-        if isinstance(outcome, PairedRowsError):
-            raise outcome
-    elif world_size > 1 and hasattr(metric, "check_batch"):  # of Keras: can ranks be added up?
-        metric.check_batch(output.output, output.target)
-
-
-def _watch_metric(detector: PairingDetector, output: EvalOutput, metrics: dict[str, Any]) -> None:
-    with detector.watch():
-        compute_metrics(output, metrics)
-
-
-def _explain_metric(name: str, error: Exception) -> FirstBatchError | None:
-    """Return the error for the user; None if a larger batch may have none."""
-    if isinstance(error, PairedRowsError):
-        return FirstBatchError(str(error), list_user_frames(error), format_traceback(error))
-    is_certain = isinstance(error, RuntimeError) and _CERTAIN_METRIC_ERRORS.search(str(error)) is not None
-    if not is_certain and not isinstance(error, (TypeError, AttributeError, NameError, IndexError)):
-        return None
-    add_general_hint(error)
-    message = f"{type(error).__name__}: {format_message(error)}"
-    if "metric '" not in message and "metric of Keras" not in message:
-        message = f"metric {name!r}: {message}"
-    return FirstBatchError(message, list_user_frames(error), format_traceback(error))
 
 
 @dataclasses.dataclass(frozen=True)

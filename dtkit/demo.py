@@ -74,6 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
             batch_size=64,
             epochs=options.epochs,
             metrics={"accuracy": accuracy},
+            validation=held_out,
         )
         # waits: every call to the engines has a timeout, so the run ends by itself
         run.wait()

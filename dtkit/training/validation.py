@@ -18,11 +18,11 @@ from dtkit.checkpoint import folders
 from dtkit.data import broadcast
 from dtkit.data.broadcast import ModelHandle
 from dtkit.data.partition import Partition
-from dtkit.training.callbacks import EarlyStopping
+from dtkit.training.callback_check import check_callbacks, check_on_engine
 from dtkit.training.recovery import FAILURE_MODES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import Strategy
@@ -66,8 +66,8 @@ def check_config(config: TrainConfig) -> Strategy:
     _check_name_and_tags(config)
     _check_metrics(config)
     _check_lr_scheduler(config)
-    _check_callbacks(config)
-    _check_on_engine(config.on_engine)
+    check_callbacks(config)
+    check_on_engine(config.on_engine)
     check_activation_checkpointing(config.activation_checkpointing)
     strategy = _check_strategy(config.strategy)
     _check_manual(config, strategy)
@@ -202,40 +202,6 @@ def _list_further_parameters(factory: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
 
 
-def _check_callbacks(config: TrainConfig) -> None:
-    if callable(config.callbacks) or not hasattr(config.callbacks, "__iter__"):
-        is_function = inspect.isroutine(config.callbacks)
-        kind = "a function" if is_function else name_type(config.callbacks)
-        is_object = callable(config.callbacks) and not is_function
-        example = f"{type(config.callbacks).__name__}(...)" if is_object else "function"
-        raise TypeError(f"callbacks is {kind}; give a list, also of one: callbacks=[{example}]")
-    for callback in config.callbacks:
-        if isinstance(callback, type) or not (
-            callable(callback) or hasattr(callback, "on_step") or hasattr(callback, "on_start")
-        ):
-            raise TypeError(
-                f"callbacks has {callback!r}; each must be a function of the run, called after every epoch, such as "
-                "dtkit.EarlyStopping(patience=3), or an object with a method on_step(run, step) or on_start(run)"
-            )
-        if isinstance(callback, EarlyStopping):
-            callback.check_monitor(
-                _list_metric_names(config),
-                has_validation=config.validation is not None,
-                logs_further=hasattr(config.training_step, "evaluate"),
-            )
-
-
-def _list_metric_names(config: TrainConfig) -> list[str]:
-    """Return the names of all values of an evaluation, besides the loss. One metric of a library may have several."""
-    names: list[str] = []
-    for name, metric in (config.metrics or {}).items():
-        if hasattr(metric, "list_names"):  # of Keras
-            names += metric.list_names()
-        else:
-            names += dict(metric.items()) if hasattr(metric, "items") else [name]  # a collection of torchmetrics
-    return names
-
-
 def check_activation_checkpointing(blocks: Any) -> None:
     """Check the argument: a flag, or names of modules."""
     names = blocks if isinstance(blocks, (list, tuple)) else ()
@@ -244,21 +210,6 @@ def check_activation_checkpointing(blocks: Any) -> None:
             f"activation_checkpointing={blocks!r}; it must be True (the model's blocks), False, or names of "
             "modules in a list"
         )
-
-
-def _check_on_engine(callbacks: Sequence[Any]) -> None:
-    if not callbacks:
-        return
-    from dtkit.engine.callbacks import EngineCallback
-
-    if not isinstance(callbacks, Iterable):
-        raise TypeError(f"on_engine is {name_type(callbacks)}; give a list, as in on_engine=[callback]")
-    for callback in callbacks:
-        if not isinstance(callback, EngineCallback):
-            raise TypeError(
-                f"on_engine has {callback!r}; each must be a dtkit.EngineCallback, such as "
-                "dtkit.ExponentialMovingAverage(0.999)"
-            )
 
 
 def _check_strategy(strategy: Any) -> Strategy:

@@ -230,14 +230,14 @@ def load_samples(inputs: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ((INPUTS, TARGETS.float()), r"targets are float32, and class labels must be int64"),
-        ((INPUTS[:20, :3], TARGETS[:20]), r"sample has shape \(3,\)\. A layer expects 4 values"),
-        (DOUBLES, r"data are float64, and the model is float32"),
-        ((INPUTS, TARGETS[:, None]), r"targets of a batch have shape \(8, 1\), .*shape \(8,\), .*as in y\[:, 0\]"),
-        ((INPUTS, F.one_hot(TARGETS)), r"shape \(8, 3\), and class labels .*y\.argmax\(1\)"),
-        (INPUTS, r"a batch of this data is 1 array; with loss= it must be"),
-        (Samples(INPUTS.double()), "data are float64"),
-        (load_samples(INPUTS.double()), "data are float64"),
+        ((INPUTS, TARGETS.float()), r"training has targets of type int64, validation float32\. .*astype\('int64'\)"),
+        ((INPUTS[:20, :3], TARGETS[:20]), r"training has 4 columns in the inputs, validation 3\. Prepare both"),
+        (DOUBLES, r"training has inputs of type float32, validation float64\. Convert .*\.to\(torch\.float32\)"),
+        ((INPUTS, TARGETS[:, None]), r"training has targets of shape \(rows,\), validation \(rows, 1\)\. Prepare"),
+        ((INPUTS, F.one_hot(TARGETS)), r"training has targets of shape \(rows,\), validation \(rows, 3\)\. Prepare"),
+        (INPUTS, r"training has 2 arrays, validation 1\. Give both the same parts"),
+        (Samples(INPUTS.double()), "training has inputs of type float32, validation float64"),
+        (load_samples(INPUTS.double()), "training has inputs of type float32, validation float64"),
     ],
     ids=["labels", "features", "float64", "column", "one-hot", "no target", "Dataset", "DataLoader"],
 )
@@ -252,7 +252,9 @@ def test_first_rows_of_validation_data_are_refused_before_anything_is_sent(
 
 def test_validation_data_of_a_partition_are_tried_too(cluster: dtkit.Cluster):
     partition = cluster.partition(DOUBLES)
-    with pytest.raises(FirstBatchError, match=r"of validation= fails.*\n.*data are float64"):
+    with pytest.raises(
+        FirstBatchError, match=r"of validation= fails.* training has inputs of type float32, validation float64"
+    ):
         train(cluster, validation=partition)
 
 
@@ -273,7 +275,9 @@ def test_table_of_validation_data_is_tried_with_the_columns_of_the_training_data
     table = pd.DataFrame({**{f"x{k}": INPUTS[:, k].numpy() for k in range(4)}, "y": TARGETS.numpy()})
     more = table.assign(unused=1.0)[["unused", "y", "x3", "x2", "x1", "x0"]]
     train(cluster, rows=table, target="y", validation=more, metrics={"acc": accuracy}, start=False).stop()
-    with pytest.raises(FirstBatchError, match=r"of validation= fails.*\n.*data are float64"):
+    with pytest.raises(
+        FirstBatchError, match=r"of validation= fails.* training has inputs of type float32, validation float64"
+    ):
         train(cluster, rows=table, target="y", validation=DOUBLES)
 
 

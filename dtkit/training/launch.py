@@ -268,7 +268,7 @@ def _make_checkpoint_policy(config: TrainConfig, name: str, previous_lineage: Li
     to = (
         None
         if config.checkpoint_dir is None
-        else folders.parse_path("checkpoint_dir", config.checkpoint_dir).absolute()
+        else folders.parse_new_folder("checkpoint_dir", config.checkpoint_dir).absolute()
     )
     return CheckpointPolicy(
         config.checkpoint_every,

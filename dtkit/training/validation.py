@@ -41,7 +41,7 @@ def check_config(config: TrainConfig) -> Strategy:
         _check_count(name, getattr(config, name))
     for name in ("checkpoint_dir", "resume_from"):
         if (path := getattr(config, name)) is not None:
-            folders.parse_path(name, path)
+            (folders.parse_path if name == "resume_from" else folders.parse_new_folder)(name, path)
     if config.checkpoint_every is not None and config.checkpoint_dir is None:
         raise ValueError(
             f"checkpoint_every={config.checkpoint_every}, but not where to: checkpoint_dir='checkpoints/first', say"

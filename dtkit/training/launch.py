@@ -87,6 +87,12 @@ def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, 
     host.current_run = run
     if run.lr == 0 and config.lr_scheduler is None:
         run.note("the learning rate is 0, so no parameter will change; run.set(lr=...) sets another")
+    if isinstance(config.optimizer, type) and run.lr is not None:
+        name = config.optimizer.__name__
+        run.note(
+            f"optimizer={name} is the class itself, with its own default, lr={run.lr:g}. For another rate: "
+            f"optimizer=lambda params: {name}(params, lr=...)"
+        )
     start_callbacks(plan.options.callbacks, run)
     if config.start:
         run.resume()

@@ -50,11 +50,7 @@ def check_config(config: TrainConfig) -> Strategy:
         raise ValueError(
             f"epochs={config.epochs}, steps={config.steps}: say how long to train by one of them, as in epochs=5"
         )
-    if config.shuffle not in SHUFFLE_MODES:
-        raise ValueError(
-            f"shuffle={config.shuffle!r}; it must be 'shard' (each rank its own rows), 'global' (the same rows a step "
-            "on any number of ranks), or None or False (rows in their order)"
-        )
+    _check_shuffle(config.shuffle)
     if isinstance(config.seed, bool) or not isinstance(config.seed, int | np.integer) or config.seed < 0:
         raise ValueError(f"seed={config.seed!r}; it must be an integer from 0 up. Use seed=0")
     if config.on_failure not in FAILURE_MODES:
@@ -87,6 +83,19 @@ def check_can_shrink(world_size: int, config: TrainConfig, strategy: Strategy) -
             f"{world_size}: {error}. Use on_failure='repair', which starts another engine in its place; where engines "
             "were attached and none can be started, use checkpoint_dir= and train again with resume_from="
         ) from None
+
+
+def _check_shuffle(shuffle: Any) -> None:
+    if shuffle is True:  # either of two orders, so it is not guessed
+        raise ValueError(
+            "shuffle=True: rows are shuffled by default, so leave shuffle= out. 'shard', the default, shuffles the "
+            "rows of each rank; 'global' shuffles all rows over all ranks; False keeps their order"
+        )
+    if shuffle not in SHUFFLE_MODES:
+        raise ValueError(
+            f"shuffle={shuffle!r}; it must be 'shard' (each rank its own rows), 'global' (the same rows a step "
+            "on any number of ranks), or None or False (rows in their order)"
+        )
 
 
 def _check_drop_last(value: Any) -> None:

@@ -128,6 +128,7 @@ def check_validation(inputs: TrialInputs, validation: Any, metrics: Any) -> list
         warnings.simplefilter("ignore")
         # silent: what can't be copied or read here, the engines report when they get it
         held_out = run_guarded(lambda: _replace_data(inputs, validation), lambda _: None)
+        # silent: as above
         trial = None if held_out is None else run_guarded(lambda: _prepare(held_out), lambda _: None)
         if held_out is None or trial is None:
             return []

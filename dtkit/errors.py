@@ -252,8 +252,8 @@ def _is_own_frame(file: str) -> bool:
     return file.startswith((_OWN_FOLDER, _FUTURES_FOLDER))
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
     """Return "rank 1", or "ranks 0, 2 and 3"."""
     if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+        return f"{noun} {ranks[0]}"
+    return f"{noun}s {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

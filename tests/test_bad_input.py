@@ -342,6 +342,63 @@ def test_bad_callback_is_refused(cluster: dtkit.Cluster):
         dtkit.EarlyStopping(patience=0)
 
 
+class Logger:
+    """Callback whose method takes too little."""
+
+    def on_step(self, run: Any) -> None:
+        """Never called."""
+
+
+class Stepper:
+    """Callback with another library's names."""
+
+    def on_step_end(self, run: Any, step: Any) -> None:
+        """Never called."""
+
+
+class Starter:
+    """Callback with a misspelled method next to a right one."""
+
+    def on_step(self, run: Any, step: Any) -> None:
+        """Called for every step."""
+
+    def on_epoch_end(self, run: Any) -> None:
+        """Never called."""
+
+
+class EngineLogger(dtkit.EngineCallback):
+    """Callback on engines whose method takes too much."""
+
+    def after_step(self, context: Any, loss: float) -> None:  # type: ignore[override]  # the mistake
+        """Never called."""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"callbacks": [Logger()]},
+            r"Logger\.on_step takes \(run\), .* with \(run, step\)\. .*on_step\(self, run, step\)",
+        ),
+        ({"callbacks": [lambda: None]}, r"callbacks\[0\]=lambda takes no argument, .* calls it with \(run\)"),
+        ({"callbacks": [Stepper()]}, r"on_step_end is never called; did you mean def on_step\(self, run, step\)\?"),
+        ({"on_engine": [EngineLogger()]}, r"EngineLogger\.after_step takes \(context, loss\), .* with \(context\)\."),
+    ],
+    ids=["method", "function", "name", "engine"],
+)
+def test_callback_that_takes_other_arguments_is_refused_at_once(
+    cluster: dtkit.Cluster, options: dict[str, Any], expected: str
+):
+    with pytest.raises(TypeError, match=expected):
+        train(cluster, **options)
+
+
+def test_method_of_a_callback_that_is_never_called_is_told(cluster: dtkit.Cluster):
+    expected = r"Starter\.on_epoch_end is never called; did you mean def __call__\(self, run\)\?"
+    with pytest.warns(UserWarning, match=expected):
+        train(cluster, callbacks=[Starter()], start=False).stop()
+
+
 # -- streams -------------------------------------------------------------------------------------------------
 
 

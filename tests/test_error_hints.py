@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from dtkit.engine.error_hints import add_general_hint, add_hints
 from dtkit.engine.observe.error_report import format_message
@@ -342,6 +343,40 @@ def test_errors_of_any_function_name_the_remedy_once(error: Exception, expected:
     assert add_general_hint(error)
     (note,) = error.__notes__
     assert expected in note
+
+
+def resize(image: Any, *, width: int, height: int) -> None:
+    """Take two keywords."""
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (
+            lambda: torch.optim.SGD([ROWS], learning_rate=0.1),
+            r"^SGD .* learning_rate=; did you mean lr=\?$",
+        ),
+        (lambda: torch.optim.Adam([ROWS], lr=0.1, weight_deca=0.1), "^Adam .* did you mean weight_decay="),
+        (lambda: nn.Linear(in_feature=3, out_features=2), "^Linear .* did you mean in_features="),
+        (lambda: nn.Conv2d(3, 4, 3, strides=2), "^Conv2d has no argument strides=; did you mean stride="),
+        (lambda: F.cross_entropy(ROWS, LABELS, reductoin="sum"), "^cross_entropy .* did you mean reduction="),
+        (lambda: resize(ROWS, widht=3, height=2), "^resize .* did you mean width="),
+        (lambda: nn.ReLU(threshold=1), "^ReLU has no argument threshold=; it takes inplace$"),
+    ],
+    ids=["rate", "similar", "layer", "other library", "function", "own", "list"],
+)
+def test_unknown_keyword_of_a_function_names_what_was_meant(call: Any, expected: str):
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert add_general_hint(caught.value)
+    (note,) = caught.value.__notes__
+    assert re.search(expected, note), note
+
+
+def test_unknown_keyword_of_a_forward_is_left_to_the_data():
+    with pytest.raises(TypeError) as caught:
+        nn.Linear(3, 2)(ROWS, widht=3)
+    assert not add_general_hint(caught.value)
 
 
 def test_other_errors_of_functions_get_no_hint():

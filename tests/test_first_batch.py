@@ -181,11 +181,12 @@ def take_step(model: nn.Module, batch: Any) -> torch.Tensor:
         (nn.Softmax(1), {}, r"are probabilities.*Leave the softmax out"),
         (nn.Softmax(1), {"loss": lambda *pair: F.cross_entropy(*pair, label_smoothing=0.1)}, "Leave the softmax out"),
         (nn.Softmax(1), {"loss": nn.NLLLoss()}, r"are probabilities.*Use log_softmax in place of softmax"),
+        (nn.Identity(), {"loss": nn.NLLLoss()}, r"go up to 0\.\d+: .*Use CrossEntropyLoss.*nn\.LogSoftmax\(1\)"),
         (nn.Sigmoid(), {"loss": None, "training_step": take_step}, r"been through a sigmoid.*Leave the sigmoid out"),
     ],
-    ids=["class", "function", "logarithm", "sigmoid"],
+    ids=["class", "function", "logarithm", "logits", "sigmoid"],
 )
-def test_softmax_before_a_loss_that_contains_it_is_told_once(
+def test_outputs_that_a_loss_is_not_made_for_are_told_once(
     cluster: dtkit.Cluster, layer: nn.Module, options: dict[str, Any], expected: str
 ):
     with pytest.warns(UserWarning, match=expected) as caught:
@@ -229,14 +230,14 @@ def load_samples(inputs: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ((INPUTS, TARGETS.float()), r"targets are float32, and class labels must be int64"),
-        ((INPUTS[:20, :3], TARGETS[:20]), r"sample has shape \(3,\)\. A layer expects 4 values"),
-        (DOUBLES, r"data are float64, and the model is float32"),
-        ((INPUTS, TARGETS[:, None]), r"targets of a batch have shape \(8, 1\), .*shape \(8,\), .*as in y\[:, 0\]"),
-        ((INPUTS, F.one_hot(TARGETS)), r"shape \(8, 3\), and class labels .*y\.argmax\(1\)"),
-        (INPUTS, r"a batch of this data is 1 array; with loss= it must be"),
-        (Samples(INPUTS.double()), "data are float64"),
-        (load_samples(INPUTS.double()), "data are float64"),
+        ((INPUTS, TARGETS.float()), r"training has targets of type int64, validation float32\. .*astype\('int64'\)"),
+        ((INPUTS[:20, :3], TARGETS[:20]), r"training has 4 columns in the inputs, validation 3\. Prepare both"),
+        (DOUBLES, r"training has inputs of type float32, validation float64\. Convert .*\.to\(torch\.float32\)"),
+        ((INPUTS, TARGETS[:, None]), r"training has targets of shape \(rows,\), validation \(rows, 1\)\. Prepare"),
+        ((INPUTS, F.one_hot(TARGETS)), r"training has targets of shape \(rows,\), validation \(rows, 3\)\. Prepare"),
+        (INPUTS, r"training has 2 arrays, validation 1\. Give both the same parts"),
+        (Samples(INPUTS.double()), "training has inputs of type float32, validation float64"),
+        (load_samples(INPUTS.double()), "training has inputs of type float32, validation float64"),
     ],
     ids=["labels", "features", "float64", "column", "one-hot", "no target", "Dataset", "DataLoader"],
 )
@@ -251,7 +252,9 @@ def test_first_rows_of_validation_data_are_refused_before_anything_is_sent(
 
 def test_validation_data_of_a_partition_are_tried_too(cluster: dtkit.Cluster):
     partition = cluster.partition(DOUBLES)
-    with pytest.raises(FirstBatchError, match=r"of validation= fails.*\n.*data are float64"):
+    with pytest.raises(
+        FirstBatchError, match=r"of validation= fails.* training has inputs of type float32, validation float64"
+    ):
         train(cluster, validation=partition)
 
 
@@ -272,7 +275,9 @@ def test_table_of_validation_data_is_tried_with_the_columns_of_the_training_data
     table = pd.DataFrame({**{f"x{k}": INPUTS[:, k].numpy() for k in range(4)}, "y": TARGETS.numpy()})
     more = table.assign(unused=1.0)[["unused", "y", "x3", "x2", "x1", "x0"]]
     train(cluster, rows=table, target="y", validation=more, metrics={"acc": accuracy}, start=False).stop()
-    with pytest.raises(FirstBatchError, match=r"of validation= fails.*\n.*data are float64"):
+    with pytest.raises(
+        FirstBatchError, match=r"of validation= fails.* training has inputs of type float32, validation float64"
+    ):
         train(cluster, rows=table, target="y", validation=DOUBLES)
 
 
@@ -329,6 +334,26 @@ def return_nothing(output: torch.Tensor, target: torch.Tensor) -> None:
     accuracy(output, target)
 
 
+def compare_all(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output == target).float().mean()
+
+
+def count_right(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == target).sum()
+
+
+def sum_errors(output: torch.Tensor, target: torch.Tensor) -> float:
+    return float((output[:, 0] - target).abs().sum())
+
+
+def find_recall(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == target)[target == 2].float().mean().nan_to_num()
+
+
+def give_sum_and_weight(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return count_right(output, target), len(target)
+
+
 def return_three(output: torch.Tensor, target: torch.Tensor) -> tuple[float, float, float]:
     return 1.0, 2.0, 3.0
 
@@ -346,9 +371,10 @@ def need_two_classes(output: torch.Tensor, target: torch.Tensor) -> float:
         (name_wrong, r"metric 'acc': AttributeError: .*arg_max.*test_first_batch.py, line \d+, in name_wrong"),
         (return_text, r"TypeError: metric 'acc' returned 'x' \(a str\); it must return one number"),
         (return_nothing, r"metric 'acc' returned None .*; it must return one number"),
+        (compare_all, r"shape \(8, 3\), a number for each class, and the targets \(8,\)\. Choose a class first"),
         (return_three, r"metric 'acc' returned \(1\.0, 2\.0, 3\.0\) .*; it must return one number"),
     ],
-    ids=["shape", "booleans", "several values", "name", "text", "nothing", "three"],
+    ids=["shape", "booleans", "several values", "name", "text", "nothing", "all classes", "three"],
 )
 def test_metrics_are_tried_before_anything_is_sent(
     cluster: dtkit.Cluster, transport: RecordingTransport, metric: Any, expected: str
@@ -357,6 +383,22 @@ def test_metrics_are_tried_before_anything_is_sent(
         train(cluster, validation=data(), metrics={"acc": metric})
     assert re.search(expected, str(caught.value), re.DOTALL), caught.value
     assert not transport.has_sent
+
+
+@pytest.mark.parametrize("labels", [TARGETS, torch.full_like(TARGETS, 5)], ids=["some right", "none right"])
+@pytest.mark.parametrize("metric", [count_right, sum_errors])
+def test_metric_that_is_a_sum_is_refused(
+    cluster: dtkit.Cluster, transport: RecordingTransport, metric: Any, labels: torch.Tensor
+):
+    model = nn.Sequential(net(), nn.Linear(3, 6))
+    with pytest.raises(ValueError, match=r"metric 'acc' is a sum over samples: .* Return the mean over samples, or"):
+        train(cluster, model, validation=(INPUTS, labels), metrics={"acc": metric})
+    assert not transport.has_sent
+
+
+@pytest.mark.parametrize("metric", [accuracy, find_recall, give_sum_and_weight, lambda *_: 0.0, lambda *_: 3])
+def test_metric_that_is_no_sum_is_taken(cluster: dtkit.Cluster, metric: Any):
+    train(cluster, validation=data(), metrics={"acc": metric}, start=False).stop()
 
 
 def test_metric_that_only_refuses_few_rows_is_left_to_the_engines(cluster: dtkit.Cluster):

@@ -54,6 +54,16 @@ def check_takes(argument: str, function: Callable[..., Any], names: Sequence[str
     )
 
 
+def check_method_takes(owner: Any, name: str, names: Sequence[str]) -> None:
+    """Raise TypeError unless the method of this name can be called with arguments of these names, without them."""
+    method = getattr(owner, name)
+    if not _takes(method, names):
+        raise TypeError(
+            f"{type(owner).__name__}.{name} takes {_describe_parameters(method)}, and dtkit calls it with "
+            f"({', '.join(names)}). Write it as def {name}({', '.join(('self', *names))})"
+        )
+
+
 def _takes(function: Callable[..., Any], names: Sequence[str]) -> bool:
     """Return whether a function takes these arguments, or can't tell."""
     try:

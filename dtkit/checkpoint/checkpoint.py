@@ -26,7 +26,7 @@ from dtkit._util.arguments import explain_arguments, hide_own_frames, suggest_ar
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit._util.table import Table
-from dtkit.checkpoint.folders import find_newest, list_folders, parse_path
+from dtkit.checkpoint.folders import find_newest, list_folders, parse_new_folder, parse_path
 from dtkit.checkpoint.validation import (
     HISTORY_FILE,
     REMEDY,
@@ -180,7 +180,7 @@ class Checkpoint:
                 f"format={format!r} needs the whole model, and {self.path} leaves out {len(self.frozen_entries)} "
                 "frozen parameters. Load it into the model and save that: load_into(model).save_pretrained(folder)"
             )
-        target = parse_path("export(folder", folder)
+        target = parse_new_folder("export(folder", folder)
         export(ModelReader(self.path, self.metadata, self.get_tensor_entries()), target, model, format)
         return target
 

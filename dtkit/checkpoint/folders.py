@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import files, timeouts
+from dtkit._util.suffixes import FOLDER, check_suffix
 from dtkit.checkpoint.validation import (
     FORMAT_VERSION,
     HISTORY_FILE,
@@ -63,6 +64,14 @@ def parse_path(argument: str, path: Any) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise ValueError(f"{call}: there is no such user. Write the home folder in full, or '~' for yours") from None
+
+
+def parse_new_folder(argument: str, path: Any) -> Path:
+    """Return the folder that a user named to write to, as `parse_path` does. Refuse the name of a file."""
+    folder = parse_path(argument, path)
+    start = "" if argument.endswith("(") else "="
+    check_suffix(f"{argument}{start}", path, FOLDER)
+    return folder
 
 
 def make_default_folder(name: str, run_id: str) -> Path:

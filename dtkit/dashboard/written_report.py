@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from dtkit._util import formatting
 from dtkit._util.arguments import check_no_folder, check_path
+from dtkit._util.suffixes import WEB_PAGE, check_suffix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,6 +62,7 @@ def check_folder(path: str | Path) -> None:
     """Raise FileNotFoundError if the folder of a report does not exist, before the report is made."""
     check_path(path)
     check_no_folder("report", path)
+    check_suffix("report(", path, WEB_PAGE)
     folder = Path(path).parent
     if not folder.is_dir():
         raise FileNotFoundError(

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import io
-import re
 import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,24 +22,26 @@ from dtkit.data.broadcast import ModelHandle, find_batch_norms
 from dtkit.data.buffer_check import describe_batch_statistics
 from dtkit.data.columns import ColumnSelection, is_sample_list
 from dtkit.data.distribute import DataHandle, unwrap_data_loader
+from dtkit.data.extreme_rows import complete_rows, find_extreme_rows
+from dtkit.data.layout_check import describe_difference
 from dtkit.data.loss_check import (
     check_gradients_reach_model,
     check_target_shape,
     describe_parts,
     has_trainable,
 )
+from dtkit.data.metric_check import check_metrics
 from dtkit.data.notebook_data import NUM_FIRST_ROWS, copy_first_rows
 from dtkit.data.output_check import describe_activated_output
 from dtkit.data.pairing import PairedRowsError, PairingDetector
 from dtkit.data.partition import Partition
+from dtkit.engine.bad_rows import describe_first_bad
 from dtkit.engine.data.random_state import preserve_generators
 from dtkit.engine.data.sources import ArraySource, as_source, map_tensors
-from dtkit.engine.error_hints import add_general_hint, add_hints
-from dtkit.engine.evaluation import compute_metrics
+from dtkit.engine.error_hints import add_hints
 from dtkit.engine.loss_hints import DETACHED_MESSAGE
 from dtkit.engine.observe.error_report import format_message, format_traceback, list_user_frames
-from dtkit.engine.stateful_metrics import is_stateful
-from dtkit.errors import FirstBatchError
+from dtkit.errors import FirstBatchError, format_ranks
 from dtkit.rpc import pickling
 from dtkit.strategies import loss as loss_module
 from dtkit.strategies.loss import get_labels
@@ -60,17 +60,23 @@ _FEWEST_ROWS = 2  # of large rows, and of a Dataset, whose code may be slow
 _MAX_ELEMENTS = 2**20
 """Numbers in a batch up to which the forward pass is short."""
 _T = TypeVar("_T")
-_CERTAIN_METRIC_ERRORS = re.compile(
-    "must match the size|could not infer output dtype|Boolean value of Tensor with more than one|"
-    "cannot be converted to Scalar"
-)
-"""Errors of torch that any number of rows causes."""
 
 
-def check_first_batch(
-    engine_group: EngineGroup, model: Any, program: bytes, data: Any, columns: ColumnSelection, *, divides_batch: bool
-) -> list[str]:
+@dataclasses.dataclass(frozen=True)
+class TrialInputs:
+    """A training as far as a trial needs it."""
+
+    engine_group: EngineGroup
+    model: Any
+    program: bytes
+    data: Any
+    columns: ColumnSelection
+
+
+def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows: bool) -> list[str]:
     """Raise FirstBatchError if model and loss refuse the first rows, and the remedy is known.
+
+    A training that `uses_all_rows` has a second batch tried: with the rows of arrays that it would refuse first.
 
     Return warnings: of a softmax or sigmoid before a loss that contains it and, with `divides_batch`, of a loss that
     is not a mean over samples. Raise ValueError for a sum, and for a loss whose gradients don't reach the model.
@@ -81,10 +87,12 @@ def check_first_batch(
     with preserve_generators(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # silent: what can't be copied or read here, the engines report when they get it
-        trial = run_guarded(lambda: _prepare(engine_group, model, program, data, columns), lambda _: None)
+        trial = run_guarded(lambda: _prepare(inputs), lambda _: None)
         outcome = None if trial is None else _try(trial, trial.run)
         if trial is None or outcome is None:
             return []
+        if uses_all_rows:
+            _try_extreme_rows(trial, _get_whole_arrays(inputs), lambda further: further.run())
         check_gradients_reach_model(outcome, trial.model)
         if (error := run_guarded(lambda: trial.run_backward(outcome), trial.explain)) is not None:
             raise error
@@ -105,13 +113,13 @@ def _describe_division(trial: _Trial) -> str | None:
     return describe_batch_statistics(trial.loss, trial.model, trial.batch)
 
 
-def check_validation(
-    engine_group: EngineGroup, model: Any, program: bytes, validation: Any, columns: ColumnSelection, metrics: Any
-) -> list[str]:
+def check_validation(inputs: TrialInputs, validation: Any, metrics: Any) -> list[str]:
     """Raise FirstBatchError if model, loss or a metric refuse the first rows of the validation data.
 
+    If they differ from the training's in shape or type, the error is about that.
+
     Return the names of what a validation step of the model evaluates. Without such a step, and where there is no
-    trial, there are none. The model is in evaluation mode, without gradients. `columns` are those of the training data.
+    trial, there are none. The model is in evaluation mode, without gradients. Columns are the training's.
 
     No-op for errors whose remedy is not known, or that a few rows can cause, such as a score that needs two classes,
     and where there is no trial.
@@ -119,15 +127,66 @@ def check_validation(
     with preserve_generators(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # silent: what can't be copied or read here, the engines report when they get it
-        trial = run_guarded(
-            lambda: _prepare_validation(engine_group, model, program, validation, columns), lambda _: None
-        )
-        output = None if trial is None else _try(trial, trial.evaluate)
-        if trial is None or output is None:
+        held_out = run_guarded(lambda: _replace_data(inputs, validation), lambda _: None)
+        # silent: as above
+        trial = None if held_out is None else run_guarded(lambda: _prepare(held_out), lambda _: None)
+        if held_out is None or trial is None:
             return []
+        trial = dataclasses.replace(trial, part="the first batch of validation=")
+        # silent: without the first rows of a training, nothing can be compared
+        training_batch = run_guarded(lambda: _get_training_batch(inputs), lambda _: None)
+        if training_batch is not None and (difference := describe_difference(training_batch, trial.batch)) is not None:
+            _blame_difference(trial, difference)
+        output = _try(trial, trial.evaluate)
+        if output is None:
+            return []
+        _try_extreme_rows(trial, _get_whole_arrays(held_out), lambda further: further.evaluate().loss)
         if metrics:
-            _check_metrics(engine_group, output, trial.num_rows, metrics)
+            # silent: what can't be copied here, the engines report when they get it
+            copied = run_guarded(lambda: _copy_as_sent(inputs.engine_group, dict(metrics)), lambda _: None)
+            check_metrics(copied or {}, output, trial.num_rows, inputs.engine_group.world_size)
         return ["loss", *(name for name in output.logged if name != "loss")] if output.logged else []
+
+
+def _get_training_batch(inputs: TrialInputs) -> Any:
+    source = _get_first_rows(inputs)
+    return None if source is None or not len(source) else _make_batch(source, _FEWEST_ROWS)
+
+
+def _blame_difference(trial: _Trial, difference: str) -> None:
+    """Raise FirstBatchError with a difference from the training's data if the model refuses this batch."""
+    error = run_guarded(trial.evaluate, return_error)
+    if isinstance(error, Exception):
+        raise trial.make_error(error, difference)
+
+
+def _try_extreme_rows(trial: _Trial, source: ArraySource | None, take: Callable[[_Trial], torch.Tensor]) -> None:
+    """Raise FirstBatchError if a batch with the rows that are refused first fails, though the first rows don't.
+
+    Raise ValueError if its loss is not finite, like some of its numbers.
+    """
+    rows = [] if source is None else find_extreme_rows(source.tensors)
+    if source is None or not rows or rows[-1] < trial.num_rows:
+        return
+    numbers = complete_rows(rows, trial.num_rows)
+    # silent: rows that can't be read here, the engines report when they get them
+    batch = run_guarded(lambda: source.take(numbers), lambda _: None)
+    if batch is None or _count_elements(batch) > _MAX_ELEMENTS:
+        return
+    further = trial.replace_batch(batch, len(numbers), f"{trial.part} with {format_ranks(rows, 'row')}")
+    loss = _try(further, lambda: take(further))
+    if loss is not None and not bool(torch.isfinite(loss).all()) and (text := describe_first_bad(batch, numbers)):
+        raise ValueError(f"{text}, and so is the loss of a batch with this row. Repair such rows, or leave them out")
+
+
+def _get_whole_arrays(inputs: TrialInputs) -> ArraySource | None:
+    """Return a source of arrays that the notebook has in memory; None for all other data. Nothing is copied."""
+    data, columns = inputs.data, inputs.columns
+    if isinstance(data, Partition) or columns.collate_fn is not None or copy_first_rows(data) is None:
+        return None
+    # silent: what can't be converted here, the engines report when they get it
+    source = run_guarded(lambda: as_source(data, columns), lambda _: None)
+    return source if isinstance(source, ArraySource) else None
 
 
 def _try(trial: _Trial, take: Callable[[], _T]) -> _T | None:
@@ -152,53 +211,9 @@ def _take_with_warnings(take: Callable[[], _T], watch: contextlib.AbstractContex
     return outcome
 
 
-def _prepare_validation(
-    engine_group: EngineGroup, model: Any, program: bytes, validation: Any, columns: ColumnSelection
-) -> _Trial | None:
-    rows, columns = unwrap_data_loader(validation, columns)
-    trial = _prepare(engine_group, model, program, rows, columns)
-    return None if trial is None else dataclasses.replace(trial, part="the first batch of validation=")
-
-
-def _check_metrics(engine_group: EngineGroup, output: EvalOutput, num_rows: int, metrics: Any) -> None:
-    """Raise FirstBatchError if a metric refuses the output, or returns no number."""
-    # silent: what can't be copied here, the engines report when they get it
-    copied = run_guarded(lambda: _copy_as_sent(engine_group, dict(metrics)), lambda _: None)
-    for name, metric in (copied or {}).items():
-        try_metric = functools.partial(_try_metric, name, metric, output, num_rows, engine_group.world_size)
-        if (error := run_guarded(try_metric, functools.partial(_explain_metric, name))) is not None:
-            raise error
-
-
-def _try_metric(name: str, metric: Any, output: EvalOutput, num_rows: int, world_size: int) -> None:
-    if not is_stateful(metric):
-        detector = PairingDetector(f"metric {name!r}", num_rows, output.target, outputs=output.output)
-        compute_metrics(output, {name: metric})
-        # The metric itself takes these rows, so any other error comes from the mode, which some operations refuse
-        outcome = run_guarded(lambda: _watch_metric(detector, output, {name: metric}), return_error)
-        if isinstance(outcome, PairedRowsError):
-            raise outcome
-    elif world_size > 1 and hasattr(metric, "check_batch"):  # of Keras: can ranks be added up?
-        metric.check_batch(output.output, output.target)
-
-
-def _watch_metric(detector: PairingDetector, output: EvalOutput, metrics: dict[str, Any]) -> None:
-    with detector.watch():
-        compute_metrics(output, metrics)
-
-
-def _explain_metric(name: str, error: Exception) -> FirstBatchError | None:
-    """Return the error for the user; None if a larger batch may have none."""
-    if isinstance(error, PairedRowsError):
-        return FirstBatchError(str(error), list_user_frames(error), format_traceback(error))
-    is_certain = isinstance(error, RuntimeError) and _CERTAIN_METRIC_ERRORS.search(str(error)) is not None
-    if not is_certain and not isinstance(error, (TypeError, AttributeError, NameError, IndexError)):
-        return None
-    add_general_hint(error)
-    message = f"{type(error).__name__}: {format_message(error)}"
-    if "metric '" not in message and "metric of Keras" not in message:
-        message = f"metric {name!r}: {message}"
-    return FirstBatchError(message, list_user_frames(error), format_traceback(error))
+def _replace_data(inputs: TrialInputs, validation: Any) -> TrialInputs:
+    rows, columns = unwrap_data_loader(validation, inputs.columns)
+    return dataclasses.replace(inputs, data=rows, columns=columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +228,11 @@ class _Trial:
     shares_router_losses: bool
     part: str = "the first batch"
     """What the user calls this batch."""
+
+    def replace_batch(self, batch: Any, num_rows: int, part: str) -> _Trial:
+        """Return a trial of another batch."""
+        detector = _make_detector(self.loss, self.model, batch, num_rows)
+        return dataclasses.replace(self, batch=batch, num_rows=num_rows, detector=detector, part=part)
 
     def run(self) -> torch.Tensor:
         """Return the loss of the batch."""
@@ -235,7 +255,7 @@ class _Trial:
 
     def explain_pairing(self, error: Exception) -> FirstBatchError | None:
         """Return the error for the user if it is about each output with every target; else None."""
-        return self._make_error(error, str(error)) if isinstance(error, PairedRowsError) else None
+        return self.make_error(error, str(error)) if isinstance(error, PairedRowsError) else None
 
     def explain(self, error: Exception) -> FirstBatchError | None:
         """Return the error for the user; None if its remedy is not known."""
@@ -247,22 +267,21 @@ class _Trial:
         is_own_check = frames[-1].filename == loss_module.__file__ or str(error).startswith("dtkit.log(")
         if not is_own_check and not getattr(error, "__notes__", ()):
             return None
-        return self._make_error(error, f"{type(error).__name__}: {format_message(error)}")
+        return self.make_error(error, f"{type(error).__name__}: {format_message(error)}")
 
-    def _make_error(self, error: Exception, message: str) -> FirstBatchError:
+    def make_error(self, error: Exception, message: str) -> FirstBatchError:
+        """Return the error for the user, with the lines where another one was raised."""
         return FirstBatchError(message, list_user_frames(error), format_traceback(error), self.part)
 
 
-def _prepare(
-    engine_group: EngineGroup, model: Any, program: bytes, data: Any, columns: ColumnSelection
-) -> _Trial | None:
+def _prepare(inputs: TrialInputs) -> _Trial | None:
     """Return a trial; None where there is none."""
     # unpickles: the program of this notebook
-    loaded: TrainingProgram = pickling.loads(program)
+    loaded: TrainingProgram = pickling.loads(inputs.program)
     loss = loaded.loss_fn
     if loss.is_manual:
         return None
-    source = _get_first_rows(engine_group, data, columns)
+    source = _get_first_rows(inputs)
     if source is None or not len(source):
         return None
     num_rows = NUM_FIRST_ROWS if isinstance(source, ArraySource) else _FEWEST_ROWS
@@ -272,14 +291,18 @@ def _prepare(
         batch = _make_batch(source, num_rows)
     if _count_elements(batch) > _MAX_ELEMENTS:
         return None
-    copied = _copy_model(engine_group, model)
+    copied = _copy_model(inputs.engine_group, inputs.model)
     loss = dataclasses.replace(loss, check_ignore_index=False)
     if copied is None:
         return None
     num_rows = min(num_rows, len(source))
-    targets = batch if loss.training_step is not None else get_labels(batch)
-    detector = PairingDetector("the loss", num_rows, targets, copied)
+    detector = _make_detector(loss, copied, batch, num_rows)
     return _Trial(copied, loss, batch, num_rows, detector, loaded.strategy.shares_router_losses)
+
+
+def _make_detector(loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int) -> PairingDetector:
+    targets = batch if loss.training_step is not None else get_labels(batch)
+    return PairingDetector("the loss", num_rows, targets, model)
 
 
 def _copy_model(engine_group: EngineGroup, model: Any) -> torch.nn.Module | None:
@@ -305,8 +328,9 @@ def _copy_as_sent(engine_group: EngineGroup, value: Any) -> Any:
     return pickling.unpack_object(packed.header, [bytearray(buffer) for buffer in packed.buffers])
 
 
-def _get_first_rows(engine_group: EngineGroup, data: Any, columns: ColumnSelection) -> Any:
+def _get_first_rows(inputs: TrialInputs) -> Any:
     """Return a source of the first rows, from which engines would make a batch; None where the notebook has no rows."""
+    data, columns = inputs.data, inputs.columns
     if isinstance(data, Partition):
         rows = data.source.first_rows if isinstance(data.source, DataHandle) else None
         return None if rows is None else as_source(rows, ColumnSelection())
@@ -316,7 +340,7 @@ def _get_first_rows(engine_group: EngineGroup, data: Any, columns: ColumnSelecti
         return as_source(rows, columns)
     if not hasattr(data, "__len__") or isinstance(data, (tuple, dict)):
         return None
-    samples = _copy_as_sent(engine_group, data[:NUM_FIRST_ROWS] if is_sample_list(data) else data)
+    samples = _copy_as_sent(inputs.engine_group, data[:NUM_FIRST_ROWS] if is_sample_list(data) else data)
     return None if samples is None else as_source(samples, columns)
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from dtkit.strategies.loss import Loss
 
 _TOLERANCE, _DOUBLE_TOLERANCE = 2e-5, 1e-6
+SUM_REMEDY = "Return the mean over samples, or a pair (sum, number of samples)."
+"""What to do about a loss or a metric that is a sum."""
 
 
 _SIZE_WARNING = re.compile(
@@ -104,12 +106,12 @@ def describe_parts(loss: Loss, model: torch.nn.Module, batch: Any, *, shares_rou
         return None
     tolerance = _get_tolerance(model)
     has_routers = not shares_router_losses and _has_router_loss(loss, model, batch)
-    if _is_close(whole, mean, tolerance) and not has_routers:
+    if is_close(whole, mean, tolerance) and not has_routers:
         return None
-    if _is_close(whole, total, tolerance):
+    if is_close(whole, total, tolerance):
         raise ValueError(
-            "the loss is a sum over samples: it grows with the batch, and ranks have parts of a batch. Return the mean "
-            "over samples (reduction='mean'), or a pair (sum, number of samples)"
+            "the loss is a sum over samples: it grows with the batch, and ranks have parts of a batch. "
+            f"{SUM_REMEDY} With a loss of torch, use reduction='mean'"
         )
     return (
         f"the loss of {num_rows} rows ({whole:.6g}) is not the mean of the losses of its parts ({mean:.6g}), and each "
@@ -202,5 +204,6 @@ def _vary_target(batch: Any) -> Any:
     return (*batch[:-1], varied)
 
 
-def _is_close(a: float, b: float, tolerance: float) -> bool:
+def is_close(a: float, b: float, tolerance: float) -> bool:
+    """Return whether two numbers are equal, except for a relative difference."""
     return abs(a - b) <= tolerance * max(abs(a), abs(b))

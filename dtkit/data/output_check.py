@@ -63,10 +63,21 @@ def _describe_second_softmax(output: torch.Tensor, _target: torch.Tensor) -> str
 
 def _describe_missing_logarithm(output: torch.Tensor, _target: torch.Tensor) -> str | None:
     if not _are_probabilities(output):
-        return None
+        return _describe_logits(output)
     return (
         "the model's outputs for a sample are probabilities: they sum to 1. NLLLoss needs their logarithms, so this "
         "loss means nothing. Use log_softmax in place of softmax"
+    )
+
+
+def _describe_logits(output: torch.Tensor) -> str | None:
+    """Return a warning if outputs are not the logarithms of probabilities, which are never above 0."""
+    if output.dim() < 2 or output.shape[1] < 2 or not output.numel() or output.max() <= _SUM_TOLERANCE:
+        return None
+    return (
+        "NLLLoss needs the logarithms of probabilities, which are 0 or less, and the model's outputs go up to "
+        f"{float(output.max()):.3g}: this loss has no lower bound. Use CrossEntropyLoss, which takes outputs as they "
+        "are, or end the model with nn.LogSoftmax(1)"
     )
 
 

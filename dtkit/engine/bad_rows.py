@@ -33,6 +33,15 @@ def describe_bad_rows(batches: Sequence[tuple[int, Any]], rows: np.ndarray | Non
     return not_finite or _describe_rows(batches, rows, _is_too_large, "{have} numbers too large to square")
 
 
+def describe_first_bad(batch: Any, rows: np.ndarray) -> str:
+    """Return the first number of a batch that is not finite, as a clause; "" if all are finite."""
+    for part, tensor, name in list_tensors(batch):
+        if tensor.is_floating_point() and tensor.dim() and len(tensor) == len(rows):
+            for row, text in find_bad_rows(tensor, _is_not_finite(tensor)):
+                return f"a number in the {part} of row {int(rows[row])} ({name}{text}) is not finite"
+    return ""
+
+
 def _describe_rows(
     batches: Sequence[tuple[int, Any]],
     rows: np.ndarray | None,
@@ -43,16 +52,16 @@ def _describe_rows(
     start = num_samples = 0
     for count, batch in batches:
         num_samples += count
-        for part, tensor, name in _list_tensors(batch):
+        for part, tensor, name in list_tensors(batch):
             if tensor.is_floating_point() and tensor.dim() and len(tensor) == count:
                 found.setdefault(part, []).extend(
-                    (start + k, name + text) for k, text in _find_bad_rows(tensor, find_bad(tensor))
+                    (start + k, name + text) for k, text in find_bad_rows(tensor, find_bad(tensor))
                 )
         start += count
     return "; ".join(_describe(part, bad, num_samples, rows, problem) for part, bad in found.items() if bad)
 
 
-def _list_tensors(batch: Any) -> Iterator[tuple[str, torch.Tensor, str]]:
+def list_tensors(batch: Any) -> Iterator[tuple[str, torch.Tensor, str]]:
     """Yield ("inputs" or "targets", tensor, its name with a comma where there are several) of a batch."""
     labels = get_labels(batch)
     if isinstance(batch, Mapping):
@@ -80,7 +89,7 @@ def _is_too_large(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.abs() > math.sqrt(torch.finfo(tensor.dtype).max)
 
 
-def _find_bad_rows(tensor: torch.Tensor, is_bad: torch.Tensor) -> Iterator[tuple[int, str]]:
+def find_bad_rows(tensor: torch.Tensor, is_bad: torch.Tensor) -> Iterator[tuple[int, str]]:
     """Yield (row, first bad position and its number) for each row that has one."""
     for row in is_bad.reshape(len(tensor), -1).any(1).nonzero().flatten().tolist():
         position = is_bad[row].nonzero()[0].tolist() if tensor.dim() > 1 else []

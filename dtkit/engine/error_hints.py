@@ -12,6 +12,7 @@ import torch
 
 from dtkit._util import formatting
 from dtkit.engine import loss_hints
+from dtkit.engine.keyword_hints import explain_keyword
 from dtkit.engine.loss_hints import iterate_tensors, name_dtype
 from dtkit.strategies.loss import get_labels
 
@@ -52,7 +53,7 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
 
 def add_general_hint(error: BaseException) -> bool:
     """Add a note with a remedy to an error of any function of the user, and return whether there is one."""
-    explain = (_explain_name, _explain_module, _explain_memory, _explain_mean, _explain_group)
+    explain = (_explain_name, _explain_module, _explain_memory, _explain_mean, _explain_group, explain_keyword)
     hint = next((text for each in explain if (text := each(error))), None)
     if hint and hint not in getattr(error, "__notes__", ()):
         error.add_note(hint)

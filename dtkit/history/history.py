@@ -20,6 +20,7 @@ import numpy as np
 from dtkit._util.arguments import check_no_folder, check_path, explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
+from dtkit._util.suffixes import JSON_LINES, check_suffix
 from dtkit.history.growing_array import check_range
 from dtkit.history.items import LogItem, decode_fields, encode_line
 from dtkit.history.missing_steps import describe_missing_steps, find_missing_steps
@@ -350,6 +351,7 @@ class History:
         """Write rows, evaluations and events, one JSON object on each line. :meth:`from_jsonl` reads them."""
         check_path(path)
         check_no_folder("to_jsonl", path)
+        check_suffix("to_jsonl(", path, JSON_LINES)
         folder = Path(path).absolute().parent
         if not folder.is_dir():
             raise FileNotFoundError(f"{str(path)!r}: the folder {folder} does not exist. Create it, or name another")

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import views
-from dtkit._util.arguments import explain_arguments
+from dtkit._util.arguments import check_path, explain_arguments
 from dtkit._util.attributes import suggest_attributes
+from dtkit._util.suffixes import COMPRESSED_TRACE, check_suffix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -120,6 +121,8 @@ class Profile:
 
     def export_chrome_trace(self, path: str | Path) -> None:
         """Write one trace of all ranks, each a process in it, for https://ui.perfetto.dev; compressed for a ".gz"."""
+        check_path(path)
+        check_suffix("export_chrome_trace(", path, COMPRESSED_TRACE)
         text = json.dumps(merge_traces(self.ranks, self.clock_offsets)).encode()
         path = Path(path)
         path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import views
-from dtkit._util.arguments import explain_arguments
+from dtkit._util.arguments import check_path, explain_arguments
 from dtkit._util.attributes import suggest_attributes
+from dtkit._util.suffixes import CHROME_TRACE, check_suffix
 from dtkit.history.chrome_trace import build_trace
 
 if TYPE_CHECKING:
@@ -160,6 +161,8 @@ class Timeline:
 
     def export_chrome_trace(self, path: str | Path) -> None:
         """Write a Chrome trace: a row for each rank, and an arrow for each message."""
+        check_path(path)
+        check_suffix("export_chrome_trace(", path, CHROME_TRACE)
         noun = "step" if len(self.steps) == 1 else "steps"
         title = f"{noun} {', '.join(map(str, self.steps))}{self.title}"
         ranks_per_pipeline = len(self.ranks) if self.schedule is None else self.schedule.ranks

@@ -12,29 +12,27 @@ from dtkit.checkpoint import folders
 from dtkit.checkpoint.manager import CheckpointPolicy
 from dtkit.data import broadcast, distribute
 from dtkit.data.broadcast import ModelHandle
-from dtkit.data.columns import ColumnSelection
 from dtkit.data.distribute import DataHandle, StreamHandle
 from dtkit.data.partition import Partition
 from dtkit.data.torch_loader import is_data_loader, read_data_loader
 from dtkit.errors import EmptyEnginesError, format_ranks
-from dtkit.planning import fit_check, planner
+from dtkit.planning import planner
 from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions, count_steps_per_epoch
 from dtkit.training import failure_notice
 from dtkit.training.adapters import adapt_model
-from dtkit.training.callbacks import check_epochs, check_evaluated, start_callbacks
+from dtkit.training.callbacks import check_epochs, start_callbacks
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
 from dtkit.training.lightning import read_lightning
+from dtkit.training.partitioning import partition_training_data
 from dtkit.training.resume import load_start
 from dtkit.training.run import Run
 from dtkit.training.settings import collect_sources, describe_settings, describe_value
 from dtkit.training.validation import (
-    check_batch_size,
     check_can_shrink,
     check_config,
     check_model,
     check_sampler,
-    check_stream,
 )
 from dtkit.types import RunSpec
 
@@ -89,6 +87,12 @@ def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, 
     host.current_run = run
     if run.lr == 0 and config.lr_scheduler is None:
         run.note("the learning rate is 0, so no parameter will change; run.set(lr=...) sets another")
+    if isinstance(config.optimizer, type) and run.lr is not None:
+        name = config.optimizer.__name__
+        run.note(
+            f"optimizer={name} is the class itself, with its own default, lr={run.lr:g}. For another rate: "
+            f"optimizer=lambda params: {name}(params, lr=...)"
+        )
     start_callbacks(plan.options.callbacks, run)
     if config.start:
         run.resume()
@@ -143,7 +147,7 @@ def _make_plan(
     loading = LoadingOptions(config.num_workers, config.pin_memory, config.prefetch)
     program = _pickle_program(engine_group, config, strategy)
     check_sampler(config, data)
-    part = _partition_data(engine_group, model, data, config, strategy, program)
+    part = partition_training_data(engine_group, model, data, config, strategy, program)
     data_handle = part if isinstance(part, StreamHandle) else distribute.get_data_handle(engine_group, part)
     model_handle = model
     if not isinstance(model, ModelHandle):
@@ -270,7 +274,7 @@ def _make_checkpoint_policy(config: TrainConfig, name: str, previous_lineage: Li
     to = (
         None
         if config.checkpoint_dir is None
-        else folders.parse_path("checkpoint_dir", config.checkpoint_dir).absolute()
+        else folders.parse_new_folder("checkpoint_dir", config.checkpoint_dir).absolute()
     )
     return CheckpointPolicy(
         config.checkpoint_every,
@@ -279,51 +283,6 @@ def _make_checkpoint_policy(config: TrainConfig, name: str, previous_lineage: Li
         lineage=(*previous_lineage, run_id),
         default_folder=to or folders.make_default_folder(name, run_id),
     )
-
-
-def _partition_data(
-    engine_group: EngineGroup, model: Any, data: Any, config: TrainConfig, strategy: Strategy, program: bytes
-) -> Partition | StreamHandle:
-    """Return the data as a partition that fits these options. They are checked before raw data is sent."""
-    from dtkit.data.first_batch import check_first_batch, check_validation
-
-    columns = ColumnSelection.from_arguments(config.target, config.columns, config.collate_fn)
-
-    def check_held_out(training_columns: ColumnSelection) -> None:
-        if config.validation is not None:
-            names = check_validation(engine_group, model, program, config.validation, training_columns, config.metrics)
-            check_evaluated(config.callbacks, names)
-
-    def check(part: Partition, training_columns: ColumnSelection) -> None:
-        check_batch_size(config, part)
-        if isinstance(data, Partition):
-            distribute.get_data_handle(engine_group, part)
-        fit_check.check_fits(engine_group, model, config.optimizer_factory, strategy)
-        num_parts = strategy.build_mesh(engine_group.world_size).num_replicas * strategy.num_micro_batches
-        divides_batch = strategy.divides_batch and num_parts > 1
-        for problem in check_first_batch(engine_group, model, program, data, columns, divides_batch=divides_batch):
-            warnings.warn(problem, stacklevel=find_caller_stacklevel())
-        check_held_out(training_columns)
-
-    def check_stream_fits() -> None:
-        check_stream(engine_group, config)
-        fit_check.check_fits(engine_group, model, config.optimizer_factory, strategy)
-
-    if isinstance(data, Partition):
-        # a partition of another cluster is refused by `check`
-        check(data, data.source.columns if isinstance(data.source, DataHandle) else columns)
-        return data
-    sent = distribute.distribute_training_data(
-        engine_group,
-        data,
-        seed=config.seed,
-        columns=columns,
-        check=check,
-        check_stream=check_stream_fits,
-    )
-    if isinstance(sent, StreamHandle):  # no `check`
-        check_held_out(sent.columns)
-    return sent
 
 
 def _warn_about_batch_norm(engine_group: EngineGroup, model_handle: ModelHandle, strategy: Strategy) -> None:

@@ -336,7 +336,7 @@ class RunLifecycle:
         check_format(format)
         if path is None:
             raise ValueError(f"format={format!r} needs a folder: run.save('model', format={format!r})")
-        folder = folders.parse_path("path", path).absolute()
+        folder = folders.parse_new_folder("save(path", path).absolute()
         folder.parent.mkdir(parents=True, exist_ok=True)
         model = self._progress.plan.job_spec.model_handle.build_model()
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:

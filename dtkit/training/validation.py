@@ -18,11 +18,11 @@ from dtkit.checkpoint import folders
 from dtkit.data import broadcast
 from dtkit.data.broadcast import ModelHandle
 from dtkit.data.partition import Partition
-from dtkit.training.callbacks import EarlyStopping
+from dtkit.training.callback_check import check_callbacks, check_on_engine
 from dtkit.training.recovery import FAILURE_MODES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import Strategy
@@ -41,7 +41,7 @@ def check_config(config: TrainConfig) -> Strategy:
         _check_count(name, getattr(config, name))
     for name in ("checkpoint_dir", "resume_from"):
         if (path := getattr(config, name)) is not None:
-            folders.parse_path(name, path)
+            (folders.parse_path if name == "resume_from" else folders.parse_new_folder)(name, path)
     if config.checkpoint_every is not None and config.checkpoint_dir is None:
         raise ValueError(
             f"checkpoint_every={config.checkpoint_every}, but not where to: checkpoint_dir='checkpoints/first', say"
@@ -50,11 +50,7 @@ def check_config(config: TrainConfig) -> Strategy:
         raise ValueError(
             f"epochs={config.epochs}, steps={config.steps}: say how long to train by one of them, as in epochs=5"
         )
-    if config.shuffle not in SHUFFLE_MODES:
-        raise ValueError(
-            f"shuffle={config.shuffle!r}; it must be 'shard' (each rank its own rows), 'global' (the same rows a step "
-            "on any number of ranks), or None or False (rows in their order)"
-        )
+    _check_shuffle(config.shuffle)
     if isinstance(config.seed, bool) or not isinstance(config.seed, int | np.integer) or config.seed < 0:
         raise ValueError(f"seed={config.seed!r}; it must be an integer from 0 up. Use seed=0")
     if config.on_failure not in FAILURE_MODES:
@@ -66,8 +62,8 @@ def check_config(config: TrainConfig) -> Strategy:
     _check_name_and_tags(config)
     _check_metrics(config)
     _check_lr_scheduler(config)
-    _check_callbacks(config)
-    _check_on_engine(config.on_engine)
+    check_callbacks(config)
+    check_on_engine(config.on_engine)
     check_activation_checkpointing(config.activation_checkpointing)
     strategy = _check_strategy(config.strategy)
     _check_manual(config, strategy)
@@ -87,6 +83,19 @@ def check_can_shrink(world_size: int, config: TrainConfig, strategy: Strategy) -
             f"{world_size}: {error}. Use on_failure='repair', which starts another engine in its place; where engines "
             "were attached and none can be started, use checkpoint_dir= and train again with resume_from="
         ) from None
+
+
+def _check_shuffle(shuffle: Any) -> None:
+    if shuffle is True:  # either of two orders, so it is not guessed
+        raise ValueError(
+            "shuffle=True: rows are shuffled by default, so leave shuffle= out. 'shard', the default, shuffles the "
+            "rows of each rank; 'global' shuffles all rows over all ranks; False keeps their order"
+        )
+    if shuffle not in SHUFFLE_MODES:
+        raise ValueError(
+            f"shuffle={shuffle!r}; it must be 'shard' (each rank its own rows), 'global' (the same rows a step "
+            "on any number of ranks), or None or False (rows in their order)"
+        )
 
 
 def _check_drop_last(value: Any) -> None:
@@ -202,40 +211,6 @@ def _list_further_parameters(factory: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
 
 
-def _check_callbacks(config: TrainConfig) -> None:
-    if callable(config.callbacks) or not hasattr(config.callbacks, "__iter__"):
-        is_function = inspect.isroutine(config.callbacks)
-        kind = "a function" if is_function else name_type(config.callbacks)
-        is_object = callable(config.callbacks) and not is_function
-        example = f"{type(config.callbacks).__name__}(...)" if is_object else "function"
-        raise TypeError(f"callbacks is {kind}; give a list, also of one: callbacks=[{example}]")
-    for callback in config.callbacks:
-        if isinstance(callback, type) or not (
-            callable(callback) or hasattr(callback, "on_step") or hasattr(callback, "on_start")
-        ):
-            raise TypeError(
-                f"callbacks has {callback!r}; each must be a function of the run, called after every epoch, such as "
-                "dtkit.EarlyStopping(patience=3), or an object with a method on_step(run, step) or on_start(run)"
-            )
-        if isinstance(callback, EarlyStopping):
-            callback.check_monitor(
-                _list_metric_names(config),
-                has_validation=config.validation is not None,
-                logs_further=hasattr(config.training_step, "evaluate"),
-            )
-
-
-def _list_metric_names(config: TrainConfig) -> list[str]:
-    """Return the names of all values of an evaluation, besides the loss. One metric of a library may have several."""
-    names: list[str] = []
-    for name, metric in (config.metrics or {}).items():
-        if hasattr(metric, "list_names"):  # of Keras
-            names += metric.list_names()
-        else:
-            names += dict(metric.items()) if hasattr(metric, "items") else [name]  # a collection of torchmetrics
-    return names
-
-
 def check_activation_checkpointing(blocks: Any) -> None:
     """Check the argument: a flag, or names of modules."""
     names = blocks if isinstance(blocks, (list, tuple)) else ()
@@ -244,21 +219,6 @@ def check_activation_checkpointing(blocks: Any) -> None:
             f"activation_checkpointing={blocks!r}; it must be True (the model's blocks), False, or names of "
             "modules in a list"
         )
-
-
-def _check_on_engine(callbacks: Sequence[Any]) -> None:
-    if not callbacks:
-        return
-    from dtkit.engine.callbacks import EngineCallback
-
-    if not isinstance(callbacks, Iterable):
-        raise TypeError(f"on_engine is {name_type(callbacks)}; give a list, as in on_engine=[callback]")
-    for callback in callbacks:
-        if not isinstance(callback, EngineCallback):
-            raise TypeError(
-                f"on_engine has {callback!r}; each must be a dtkit.EngineCallback, such as "
-                "dtkit.ExponentialMovingAverage(0.999)"
-            )
 
 
 def _check_strategy(strategy: Any) -> Strategy:

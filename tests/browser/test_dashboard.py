@@ -642,7 +642,8 @@ def test_a_refused_learning_rate_is_marked_and_has_no_check_mark(page: Page):
     ("typed", "rule"),
     [
         ("1e400", "it must be 0 or more, and less than 1.8e308, such as 0.01. It stays 0.01."),
-        ("0,5", "it must be 0 or more, such as 0.01. It stays 0.01."),
+        ("0,005", "use a point, as in 0.005. It stays 0.01."),
+        ("1,2,3", "it must be 0 or more, such as 0.01. It stays 0.01."),
         ("fast", "it must be 0 or more, such as 0.01. It stays 0.01."),
     ],
 )
@@ -655,6 +656,25 @@ def test_a_refused_learning_rate_is_named_as_it_was_typed(page: Page, typed: str
     rate.press("Enter")
     expect(view.root.locator(".dtk-answer .dtk-refusal")).to_have_text(f"✕ {typed} is not a learning rate: {rule}")
     assert view.sent == []
+
+
+def test_a_far_higher_learning_rate_asks_once(page: Page):
+    view = StaticView(page, make_source(2))
+    rate, unsent = view.root.get_by_test_id("lr"), view.root.get_by_test_id("lr-unsent")
+    rate.fill("1000")
+    rate.press("Enter")
+    expect(unsent).to_have_text("Sure? 100000 times as much: Enter again")
+    rate.fill("2000")  # another number asks again
+    expect(unsent).to_have_text("Enter sends it")
+    rate.press("Enter")
+    expect(unsent).to_have_text("Sure? 200000 times as much: Enter again")
+    assert view.sent == []
+    assert list_overflowing(page) == []
+    rate.press("Enter")
+    expect(unsent).to_be_hidden()
+    rate.fill("0.5")  # 50 times as much
+    rate.press("Enter")
+    assert [message["value"] for message in view.sent] == [2000, 0.5]
 
 
 def test_a_wrong_learning_rate_during_a_change_says_what_goes_on(page: Page):

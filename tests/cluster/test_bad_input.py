@@ -235,6 +235,19 @@ def test_optimizer_that_fails_on_one_rank_fails_the_run(cluster2: dtkit.Cluster)
     check_usable(cluster2)
 
 
+def test_misspelled_keyword_of_an_optimizer_is_named_at_once(cluster2: dtkit.Cluster):
+    with pytest.raises(dtkit.errors.EngineError, match=r"SGD has no argument learning_rate=; did you mean lr=\?"):
+        train(cluster2, optimizer=lambda params: torch.optim.SGD(params, learning_rate=0.1))  # type: ignore[call-arg]  # the mistake
+    check_usable(cluster2)
+
+
+def test_default_learning_rate_of_an_optimizers_class_is_noted(cluster2: dtkit.Cluster):
+    run = train(cluster2, steps=2, optimizer=torch.optim.SGD)
+    run.wait(60)
+    (text,) = [event.text for event in run.history.events if "optimizer=" in event.text]
+    assert text.startswith("optimizer=SGD is the class itself, with its own default, lr=0.001. For another rate: ")
+
+
 def test_learning_rate_of_zero_is_noted_without_a_scheduler(cluster2: dtkit.Cluster):
     def still(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.0)

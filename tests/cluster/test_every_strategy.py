@@ -114,7 +114,8 @@ def test_nonfinite_values_stop_all_ranks_before_the_update(cluster: dtkit.Cluste
     inputs, targets = data()
     inputs = inputs.clone()
     inputs[60] = float("nan")
-    run = train(cluster, mlp(), (inputs, targets), strategy=strategy, shuffle=None, start=False)
+    rows = lambda: (inputs, targets)  # noqa: E731 - which the notebook can't search, as it would an array
+    run = train(cluster, mlp(), rows, strategy=strategy, shuffle=None, start=False)
     with pytest.raises(dtkit.errors.NonFiniteError):
         resume_and_wait(run)
     assert all(bool(p.isfinite().all()) for p in run.model.parameters())

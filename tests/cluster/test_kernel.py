@@ -119,7 +119,7 @@ IS_BAD_ROW = False
 {WAIT_UNTIL_PAUSED}"""
 BREAK_DATA = f"""
 data[0][40, 1] = float("nan")
-run = cluster.train(torch.nn.Linear(4, 3), data, **options)
+run = cluster.train(torch.nn.Linear(4, 3), lambda: data, **options)
 IS_BAD_ROW = True
 {WAIT_UNTIL_PAUSED}"""
 

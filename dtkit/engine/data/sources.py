@@ -49,6 +49,11 @@ class ArraySource:
         return len(self._tensors[0])
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All rows, in the order of the data's arrays."""
+        return self._tensors
+
+    @property
     def labels(self) -> torch.Tensor | None:
         """Return the last tensor, or that of the name "labels"; None without that name."""
         if not self._names:

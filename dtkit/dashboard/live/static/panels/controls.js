@@ -14,6 +14,7 @@ const BUTTONS = [
 const REALLY_STOP = "Sure?"; // short, so that the button keeps its width
 const LOWER = 10; // how many times lower the rate is that a diverged run is offered
 const SURE_MS = 5000;
+const SURE_FACTOR = 100; // of a rate, from which the box asks, since it may be mistyped
 const EFFECT_MS = 15_000; // as EFFECT_SHOWN_S; the log keeps it
 
 export function controls(store, send, redraw) {
@@ -162,6 +163,8 @@ function rateField(store, ask, redraw) {
   const unsent = h("span", { class: "dtk-note", hidden: "", "data-testid": "lr-unsent" });
   const el = h("label", { class: "dtk-rate" }, "learning rate", input, unsent);
   let edited = false;
+  const sure = { value: null, at: 0 }; // the far higher rate that was entered once
+  const isSure = () => Date.now() - sure.at < SURE_MS;
   const current = () => (store.lr === null ? "" : rateText(store.lr));
   const remains = () => { // a change may be under way
     const asked = store.asked.get("lr");
@@ -173,17 +176,28 @@ function rateField(store, ask, redraw) {
     else if (store.refused?.command === "lr") store.refused = null;
     setAttr(input, "aria-invalid", text !== null);
   };
-  const edit = () => { edited = true; refuse(null); redraw(); };
-  const reset = () => { edited = false; input.value = current(); setAttr(input, "aria-invalid", false); redraw(); }; // what was refused stays to be read
+  const edit = () => { edited = true; sure.at = 0; refuse(null); redraw(); };
+  const send = (value) => {
+    const asks = store.lr > 0 && value >= SURE_FACTOR * store.lr && !(isSure() && value === sure.value);
+    [sure.value, sure.at] = [value, asks ? Date.now() : 0];
+    if (asks) return redrawUntilSure(redraw);
+    edited = false;
+    if (value !== store.lr) ask("lr", value);
+  };
+  const rule = (typed, value) => {
+    if (/^\d*,\d+$/.test(typed)) return `use a point, as in ${typed.replace(",", ".")}.`;
+    return `it must be 0 or more${value === Infinity ? ", and less than 1.8e308" : ""}, such as 0.01.`;
+  };
+  const reset = () => { edited = false; sure.at = 0; input.value = current(); setAttr(input, "aria-invalid", false); redraw(); }; // what was refused stays to be read
   input.addEventListener("input", edit);
   input.addEventListener("blur", reset);
   input.addEventListener("keydown", (event) => {
     const typed = input.value.trim(), value = typed ? Number(typed) : NaN;
     if (event.key === "Escape") { refuse(null); reset(); }
     else if (event.key === "Enter") {
-      const good = Number.isFinite(value) && value >= 0, most = value === Infinity ? ", and less than 1.8e308" : "";
-      refuse(good ? null : `${typed.slice(0, 40) || "nothing"} is not a learning rate: it must be 0 or more${most}, such as 0.01.${remains()}`);
-      if (good && edited) { edited = false; if (value !== store.lr) ask("lr", value); } // an untouched box may be rounded
+      const good = Number.isFinite(value) && value >= 0;
+      refuse(good ? null : `${typed.slice(0, 40) || "nothing"} is not a learning rate: ${rule(typed, value)}${remains()}`);
+      if (good && edited) send(value); // an untouched box may be rounded
       redraw();
     } else if (event.key === "ArrowUp" || event.key === "ArrowDown") {
       event.preventDefault();
@@ -198,7 +212,8 @@ function rateField(store, ask, redraw) {
     const isBad = input.getAttribute("aria-invalid") === "true";
     unsent.hidden = !edited;
     setAttr(unsent, "class", `dtk-note${isBad ? " dtk-refusal" : ""}`);
-    setText(unsent, isBad ? "✕ not sent" : "Enter sends it");
+    const asks = `Sure? ${rateText(+(sure.value / store.lr).toPrecision(3))} times as much: Enter again`;
+    setText(unsent, isBad ? "✕ not sent" : isSure() ? asks : "Enter sends it");
   };
   return { el, update };
 }

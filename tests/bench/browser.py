@@ -2,8 +2,8 @@
 
 Short and long steps are two parts. In one training, the dashboard is shown and hidden again in turn. A window with it
 begins when the browser has compiled the page's code, half a minute after anybody was at the page. It ends before the
-first picture for the saved notebook is drawn, and is compared with the windows before and after. Each part also prints the processor time of all processes but the engines, which a loaded
-machine changes less.
+first picture for the saved notebook is drawn, and is compared with the windows before and after. Each part also prints
+the processor time of all processes but the engines, which a loaded machine changes less.
 """
 
 from __future__ import annotations

@@ -13,15 +13,17 @@ micro-batches in them (docs/decisions/step-cost.md).
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit.dashboard.summary.causes import MIN_GAIN
 from dtkit.dashboard.summary.printed_times import PrintedTimes
 from dtkit.history.speed import compute_median_step_s
 
 if TYPE_CHECKING:
+    from dtkit.dashboard.summary.causes import Cause
     from dtkit.history.history import History
     from dtkit.rpc.reference import StepTimes
     from dtkit.rpc.verification import Verification
@@ -134,22 +136,20 @@ def explain_missing_estimate(spec: RunSpec) -> tuple[str, ...]:
     return (f"one process isn't estimated for {name}, whose own work counts as computing; run.verify() measures it",)
 
 
-def complete_verdict(
-    text: str, arithmetic: tuple[str, ...], compared: OneProcess | None, spec: RunSpec, least_gain: float
-) -> dict[str, Any]:
-    """Return text and arithmetic of a verdict on another cause, with what is known of one process.
+def add_comparison(cause: Cause, compared: OneProcess | None, spec: RunSpec) -> Cause:
+    """Return another cause with what is known of one process.
 
-    The text has the way to the times of one process where they would tell whether it is faster by `least_gain`.
+    Its remedy has the way to the times of one process where they would tell whether it is much faster.
     """
     if compared is None:
         lines = explain_missing_estimate(spec)
         is_open = bool(lines)
     else:
         lines = (compared.arithmetic,) if compared.is_measured else ()
-        is_open = compared.least_s is not None and 1 - compared.least_s / compared.all_nodes_s >= least_gain
-    has_remedy = "batch_size=" in text or "one process" in text
-    hint = "; run.verify() compares with one process" if is_open and has_remedy else ""
-    return {"text": text + hint, "arithmetic": (*arithmetic, *lines)}
+        is_open = compared.least_s is not None and 1 - compared.least_s / compared.all_nodes_s >= MIN_GAIN
+    is_remedied = bool(cause.larger_batch) or cause.is_split_in_vain
+    hint = "; run.verify() compares with one process" if is_open and is_remedied else ""
+    return dataclasses.replace(cause, remedy=cause.remedy + hint, arithmetic=(*cause.arithmetic, *lines))
 
 
 def estimate_growth(history: History, num_nodes: int) -> tuple[float, bool]:

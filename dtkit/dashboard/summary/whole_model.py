@@ -6,8 +6,8 @@ gains nothing by it, so a larger batch or more micro-batches treat the wrong cau
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.one_process import REPLICATED
@@ -15,6 +15,7 @@ from dtkit.dashboard.summary.one_process import REPLICATED
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dtkit.dashboard.summary.causes import Cause
     from dtkit.types import NodeInfo, RunSpec
 
 _SPLITTING = ("Sharded(", "TensorParallel(", "Pipeline(")
@@ -32,28 +33,31 @@ def fits_every_node(spec: RunSpec, nodes: Sequence[NodeInfo]) -> bool:
     return spec.model.parameters * _BYTES_PER_PARAMETER <= _MAX_SHARE * min(node.memory_total for node in nodes)
 
 
-def advise_whole_model(
-    cause: str, text: str, arithmetic: tuple[str, ...], spec: RunSpec, nodes: Sequence[NodeInfo]
-) -> dict[str, Any]:
-    """Return text and arithmetic of a verdict, with another remedy if its cause is that a small model is split."""
-    if cause not in _COSTS_OF_SPLITTING or not fits_every_node(spec, nodes):
-        return {"text": text, "arithmetic": arithmetic}
+def advise_whole_model(cause: Cause, spec: RunSpec, nodes: Sequence[NodeInfo]) -> Cause:
+    """Return a cause with another remedy if it comes from splitting a small model."""
+    if cause.name not in _COSTS_OF_SPLITTING or not fits_every_node(spec, nodes):
+        return cause
     assert spec.model is not None
     count, smallest = spec.model.parameters, min(node.memory_total for node in nodes)
     needed = formatting.format_bytes(count * _BYTES_PER_PARAMETER)
-    finding = text.partition(":")[0].removesuffix(", and grows with the batch")
-    advice = "the model is too small to be split: use DataParallel() or one process"
     line = (
         f"{count:,} parameters * {_BYTES_PER_PARAMETER} bytes (value, gradient, two moments of the optimizer) = "
         f"{needed}, and a node has {formatting.format_bytes(smallest)}: splitting saves nothing that is scarce"
     )
-    return {"text": f"{finding}, and {advice}", "arithmetic": (*arithmetic, line)}
+    return dataclasses.replace(
+        cause,
+        finding=f"{cause.finding}, and the model is too small to be split",
+        remedy="use DataParallel() or one process",
+        arithmetic=(*cause.arithmetic, line),
+        larger_batch="",
+        is_split_in_vain=True,
+    )
 
 
-def name_remedy(text: str, spec: RunSpec, nodes: Sequence[NodeInfo]) -> str:
-    """Return what helps nodes that are slower than one process, with the batch that a verdict's `text` proposes."""
+def name_remedy(cause: Cause, spec: RunSpec, nodes: Sequence[NodeInfo]) -> str:
+    """Return what helps nodes that are slower than one process, with the larger batch that a cause proposes."""
     if fits_every_node(spec, nodes):
         return "use a larger model, or Cluster(1)"
-    batch = re.search(r"batch_size=\d+ for [\d.]+ times the samples/s", text)
+    batch = f" ({cause.larger_batch})" if cause.larger_batch else ""
     where = "Cluster(1)" if spec.strategy.startswith(REPLICATED) else "Cluster(1) if its memory suffices"
-    return f"use a larger batch{f' ({batch[0]})' if batch else ''} or model, or {where}"
+    return f"use a larger batch{batch} or model, or {where}"

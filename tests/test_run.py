@@ -53,8 +53,12 @@ def cluster(engines):
         yield cluster
 
 
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def train(cluster: dtkit.Cluster, **options: Any) -> dtkit.Run:
-    settings = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD, "batch_size": 16}
+    settings = {"loss": nn.CrossEntropyLoss(), "optimizer": make_optimizer, "batch_size": 16}
     if "epochs" not in options:
         settings["steps"] = 40
     return cluster.train(nn.Linear(2, 2), ROWS, **(settings | options))

@@ -101,8 +101,8 @@ BAD = {
         lambda out, y: F.cross_entropy(out, y, reduction="none"),
         r"loss returned a tensor of shape \(6,\); it must return a scalar tensor.* Use reduction='mean'",
     ),
-    "a number": (lambda out, y: 1.0, "loss returned float; it must return a scalar tensor"),
-    "nothing": (lambda out, y: None, "loss returned NoneType"),
+    "a number": (lambda out, y: 1.0, r"loss returned float; it must return a scalar tensor.* without \.item\(\)"),
+    "nothing": (lambda out, y: None, r"loss returned nothing \(None\); it must return .* Add a return"),
     "three things": (lambda out, y: (out.sum(), 1, 2), "loss returned tuple"),
     "a pair of a number": (lambda out, y: (1.0, 2.0), "loss returned float"),
     "a weight per sample": (

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import numbers
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -269,6 +270,20 @@ def _weigh_logged(logged: Mapping[str, Any]) -> dict[str, tuple[float, float | N
     return {name: (float(v), None if weight is None else float(weight)) for name, (v, weight) in pairs.items()}
 
 
+def _name_value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "nothing (None)" if value is None else type(value).__name__
+
+
+def _find_loss_remedy(value: Any) -> str:
+    if value is None:
+        return "Add a return, as in `return loss`"
+    if isinstance(value, numbers.Number):
+        return "A number has no gradients: return the tensor, without .item() or float()"
+    return "Use reduction='mean', or call .mean() on it"
+
+
 def _check_loss_value(value: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         return value, None
@@ -278,10 +293,9 @@ def _check_loss_value(value: Any, source: str) -> tuple[torch.Tensor, torch.Tens
     else:
         total, weight = value, None
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
-        got = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
         raise TypeError(
-            f"{source} returned {got}; it must return a scalar tensor, the mean over the samples "
-            "(or a pair (sum, weight)). Use reduction='mean', or call .mean() on it"
+            f"{source} returned {_name_value(total)}; it must return a scalar tensor, the mean over the samples "
+            f"(or a pair (sum, weight)). {_find_loss_remedy(total)}"
         )
     if weight is not None and weight.numel() != 1:
         raise TypeError(

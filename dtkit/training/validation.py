@@ -154,7 +154,8 @@ def _check_reduction(loss: Any) -> None:
 def _check_optimizer(optimizer: Any) -> None:
     if not callable(optimizer):
         raise TypeError(
-            f"optimizer is {name_type(optimizer)}; it must be a function from parameters to an optimizer, "
+            f"optimizer{'= is missing' if optimizer is None else f' is {name_type(optimizer)}'}; it must be a function "
+            "from parameters to an optimizer, "
             "since every rank builds its own: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
         )
     check_takes("optimizer", optimizer, ("params",))

@@ -4,7 +4,7 @@
 // Shares of the page's own thread; the browser's other threads, and the notebook, take more than that again. With the
 // engines on all cores, they all wait while one gives way, so that short steps lose as much time as is taken from a core.
 // The shortest interval is a little less than a dispatch, so that each dispatch may be drawn when it ends.
-const BUSY = { share: 0.01, shortestMs: 750 }, SPARE = { share: 0.1, shortestMs: 250 };
+const BUSY = { share: 0.02, shortestMs: 750 }, SPARE = { share: 0.1, shortestMs: 250 };
 const LONGEST_MS = 2500; // between two drawings of the charts, however long they take
 const PARTS_MS = 60; // the parts of a message come one after the other, and are drawn at once
 const MEASURED = 5;

@@ -20,9 +20,7 @@ _MAX_BYTES = 256 * 2**20
 
 
 def find_extreme_rows(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the numbers of these rows, in order. The smaller arrays are searched first, and the largest may be left
-    out.
-    """
+    """Return the numbers of these rows, in order. Smaller arrays are searched first; the largest may be left out."""
     rows: set[int] = set()
     left = _MAX_BYTES
     for tensor in sorted(tensors, key=lambda tensor: tensor.nbytes):

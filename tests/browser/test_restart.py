@@ -73,7 +73,7 @@ def test_restarted_kernel_shows_and_continues_the_run(lab: Lab, tmp_path: Path):
     dashboard.get_by_test_id("resume").click()
     expect(dashboard).to_have_attribute("data-state", "running")
     later = wait_for_step(lab, 3, above=step + 200)
-    line.scroll_into_view_if_needed()  # panels out of sight are drawn every thirty seconds
+    line.scroll_into_view_if_needed()  # panels out of sight are drawn each minute
     expect(line).not_to_have_attribute("d", drawn or "", timeout=WAIT_MS)
 
     lab.run_cell(4)

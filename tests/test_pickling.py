@@ -520,6 +520,18 @@ def test_installed_packages_and_dtkit_are_never_sent_by_value(monkeypatch: pytes
     assert not [name for name in names if str(sys.modules[name].__file__).startswith(stdlib)]
 
 
+def test_a_users_module_in_the_place_of_an_installed_one_is_sent(beside, monkeypatch: pytest.MonkeyPatch) -> None:
+    user_modules.find_user_modules([])  # which finds that the installed one need not be sent
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    import colorsys
+
+    assert colorsys not in user_modules.find_user_modules([])
+    monkeypatch.delitem(sys.modules, "colorsys")
+    module = beside("colorsys", MODULE)
+    assert module is not colorsys
+    assert module in user_modules.find_user_modules([])
+
+
 def test_a_users_own_pickle_registration_is_kept(beside) -> None:
     module = beside("lesson_registered", MODULE)
     cloudpickle.register_pickle_by_value(module)

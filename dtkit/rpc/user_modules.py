@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,15 +27,28 @@ def find_user_modules(engine_sys_path: Sequence[str]) -> list[types.ModuleType]:
     searched_folders = {_resolve_path(entry) for entry in engine_sys_path if entry}
     modules = []
     for name, module in sys.modules.copy().items():
-        if not isinstance(module, types.ModuleType) or module.__name__ != name:
+        if _known_on_engines.get(name) is module:
             continue
-        file = _find_source(module)
-        if file is None or name.partition(".")[0] in _NEVER_BY_VALUE:
-            continue
-        location = _locate_module(name, file)
-        if location and (location.file.startswith(current_folder) or location.search_folder not in searched_folders):
+        location = _locate(name, module)
+        if location is None:
+            _known_on_engines[name] = module
+        elif location.file.startswith(current_folder) or location.search_folder not in searched_folders:
             modules.append(module)
     return modules
+
+
+_known_on_engines: dict[str, Any] = {}
+"""Modules found to be installed. There are thousands, and a training asks several times."""
+
+
+def _locate(name: str, module: Any) -> _ModuleLocation | None:
+    """Return where an entry of sys.modules is, or None if it need not be sent in any folder."""
+    if not isinstance(module, types.ModuleType) or module.__name__ != name:
+        return None
+    file = _find_source(module)
+    if file is None or name.partition(".")[0] in _NEVER_BY_VALUE:
+        return None
+    return _locate_module(name, file)
 
 
 # Each Python runs its own site modules, which may be outside of the installation.

@@ -41,7 +41,8 @@ class DataHandle:
     """Data on the engines, stored under `key`. They free it after this handle is garbage-collected.
 
     `num_samples` is None and `nbytes` infinite if unknown. `columns` has the used columns of a table, which validation
-    data needs too. `first_rows` are a few rows of arrays that the notebook had, and None for other data.
+    data needs too. `first_rows` are a few rows of arrays that the notebook had, and None for other data. An
+    evaluation takes `batch_size` rows at a time over all ranks; None stands for the training's number.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class DataHandle:
         self.engine_group, self.key, self.num_samples, self.nbytes = engine_group, key, num_samples, nbytes
         self.columns = columns or ColumnSelection()
         self.first_rows: Any = None
+        self.batch_size: int | None = None
         weakref.finalize(self, engine_group.free_later, key)
 
 
@@ -123,16 +125,20 @@ def distribute_validation_data(
 ) -> DataHandle:
     """Send validation data, in equal contiguous parts; there may be fewer samples than ranks.
 
-    The columns of a table are those of `training_data`, with its order and its classes. Errors for unusable data call
-    them by `name`, the user's argument.
+    The columns of a table are those of `training_data`, with its order and its classes. A DataLoader's
+    batch size is kept. Errors for unusable data call them by `name`, the user's argument.
     """
     if isinstance(data, Partition):
         return get_data_handle(engine_group, data)
     selection = ColumnSelection.from_arguments(None) if training_data is None else training_data.columns
+    batch_size = read_data_loader(data).batch_size if is_data_loader(data) else None
     data, selection = unwrap_data_loader(data, selection)
     if _is_loaded_by_engines(data, name):
-        return _shard_engine_data(engine_group, data, selection, name)
-    return _send_validation_rows(engine_group, inspect_data(data, selection, for_evaluation=True, name=name))
+        handle = _shard_engine_data(engine_group, data, selection, name)
+    else:
+        handle = _send_validation_rows(engine_group, inspect_data(data, selection, for_evaluation=True, name=name))
+    handle.batch_size = batch_size
+    return handle
 
 
 def unwrap_data_loader(data: Any, columns: ColumnSelection) -> tuple[Any, ColumnSelection]:

@@ -88,7 +88,7 @@ class EvaluationAction:
         plan = self._progress.plan
         assert plan.options.validation is not None
         self._last_requested_step = step
-        call = plan.make_evaluation_call(plan.options.validation.key, self.pickled_metrics, step)
+        call = plan.make_evaluation_call(plan.options.validation, self.pickled_metrics, step)
         on_failure = functools.partial(self._on_failure, step)
         self._calls.send(PendingCall(call, step, self._on_result, on_failure, self._on_cancel))
 

@@ -237,15 +237,18 @@ class RunPlan:
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, world_size=world_size), options=options)
 
     def make_evaluation_call(
-        self, data_key: str, pickled_metrics: bytes, step: int | None = None
+        self, data: DataHandle, pickled_metrics: bytes, step: int | None = None, batch_size: int | None = None
     ) -> Call[EvaluationSums]:
-        """Return the call that evaluates the job on all ranks."""
+        """Return the call that evaluates the job on all ranks, in batches of `batch_size` rows altogether.
+
+        By default, this is the size that the data have, or else the training's.
+        """
         return make_call(
             JobOperations.evaluate,
             job=self.job,
-            data=data_key,
+            data=data.key,
             metrics=pickled_metrics,
-            batch_size=-(-self.spec.batch_size // self.spec.world_size),
+            batch_size=-(-(batch_size or data.batch_size or self.spec.batch_size) // self.spec.world_size),
             loading=self.job_spec.loading,
             step=step,
         )

@@ -21,6 +21,7 @@ from dtkit.training import state_dict
 from dtkit.training.adapters import to_user_model
 from dtkit.training.boundary_actions import make_save_call
 from dtkit.training.recorder import combine_evaluations
+from dtkit.training.validation import check_count
 from dtkit.types import State
 
 if TYPE_CHECKING:
@@ -164,7 +165,11 @@ class JobClient:
     # -- questions --------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, data: Any, metrics: Mapping[str, Callable[..., Any]] | None, timeout: float | None
+        self,
+        data: Any,
+        metrics: Mapping[str, Callable[..., Any]] | None,
+        batch_size: int | None,
+        timeout: float | None,
     ) -> Evaluation:
         """See :meth:`dtkit.Run.evaluate`."""
         plan = self._progress.plan
@@ -174,6 +179,8 @@ class JobClient:
                 "would update the model. Compute from run.model"
             )
         checked_metrics = check_metrics(metrics)
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
         deadline = Deadline(timeout, "evaluate")
         with self._open_job("evaluate", deadline) as job:
             handle = distribute.distribute_validation_data(
@@ -184,7 +191,8 @@ class JobClient:
                 if metrics is None
                 else self._engine_group.uploads.dumps(dict(checked_metrics), name="metrics")
             )
-            call = dataclasses.replace(plan, job=job).make_evaluation_call(handle.key, pickled_metrics)
+            plan = dataclasses.replace(plan, job=job)
+            call = plan.make_evaluation_call(handle, pickled_metrics, batch_size=batch_size)
             step = self._progress.step
             return combine_evaluations(step, self._engine_group.call_all(call, timeout=deadline.get_remaining_s()))
 

@@ -34,16 +34,19 @@ class _DataReference:
     num_samples: int | None
     """None for a stream."""
     columns: ColumnSelection
+    batch_size: int | None
 
     @classmethod
     def from_handle(cls, handle: DataHandle) -> _DataReference:
-        return cls(handle.key, handle.num_samples, handle.columns)
+        return cls(handle.key, handle.num_samples, handle.columns, handle.batch_size)
 
     def to_handle(self, engine_group: EngineGroup) -> Any:
         """Return another notebook's handle to the same data."""
         if self.num_samples is None:
             return StreamHandle(engine_group, self.key, self.columns)
-        return DataHandle(engine_group, self.key, self.num_samples, self.columns)
+        handle = DataHandle(engine_group, self.key, self.num_samples, self.columns)
+        handle.batch_size = self.batch_size
+        return handle
 
 
 @dataclasses.dataclass(frozen=True)

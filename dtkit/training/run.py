@@ -312,14 +312,15 @@ class Run(ShownRun):
         data: Any,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         *,
+        batch_size: int | None = None,
         timeout: float | None = None,
     ) -> Evaluation:
         """Return loss and metrics over `data` (arrays, a Dataset, a function or a Partition), split over the ranks.
 
-        By default, `metrics` are those of `train`. The result is exact for any number of samples. A run before the
-        current one sends its weights again, while no other run is training.
+        By default, `metrics` and `batch_size`, the rows of all ranks, are the training's. The result is exact for any
+        number of samples. A run before the current one sends its weights again, while no other run is training.
         """
-        return self._job.evaluate(data, metrics, timeout)
+        return self._job.evaluate(data, metrics, batch_size, timeout)
 
     def memory(self, plan: Plan | None = None, *, timeout: float | None = None) -> Memory:
         """Return the measured contents of each rank's memory, next to the prediction of `plan` (a cluster.plan).

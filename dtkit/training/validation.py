@@ -38,7 +38,7 @@ def check_config(config: TrainConfig) -> Strategy:
     if config.batch_size is None:
         raise TypeError("batch_size= is missing; it is the number of samples per update over all ranks: batch_size=32")
     for name in ("batch_size", "epochs", "steps", "checkpoint_every", "keep_last", "snapshot_every"):
-        _check_count(name, getattr(config, name))
+        check_count(name, getattr(config, name))
     for name in ("checkpoint_dir", "resume_from"):
         if (path := getattr(config, name)) is not None:
             (folders.parse_path if name == "resume_from" else folders.parse_new_folder)(name, path)
@@ -103,7 +103,8 @@ def _check_drop_last(value: Any) -> None:
         raise TypeError(f"drop_last={value!r}; it must be True or False")
 
 
-def _check_count(name: str, value: Any) -> None:
+def check_count(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError unless an argument is a positive integer, or None where it may be left out."""
     if value is None and name not in ("batch_size", "keep_last"):
         return
     if isinstance(value, bool) or not hasattr(value, "__index__"):

@@ -470,3 +470,26 @@ def test_data_loader_trains_as_its_settings_do(cluster2: dtkit.Cluster, capsys: 
     expected = cluster2.train(small.net(), (x[rows], y[rows]), batch_size=16, shuffle=None, **options)
     expected.wait(60)
     assert run.history.loss()[1].tolist() == pytest.approx(expected.history.loss()[1].tolist())
+
+
+def test_an_evaluation_takes_the_batches_that_its_data_loader_or_its_argument_says(cluster2: dtkit.Cluster):
+    def share(output: torch.Tensor, target: torch.Tensor) -> float:
+        """The share of a row in its batch."""
+        return 1 / len(target)
+
+    x, y = small.data()
+    in_order = {"shuffle": None, "steps": 2}
+    losses = []
+    for validation, rows_a_rank in (((x, y), 8), (DataLoader(TensorDataset(x, y), batch_size=32), 16)):
+        run = small.train(cluster2, validation=validation, metrics={"share": share}, **in_order)
+        run.wait(60)
+        values = run.history.evaluations[-1].values  # noqa: PD011 - no DataFrame
+        assert values["share"] == 1 / rows_a_rank
+        losses.append(values["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert run.evaluate((x, y)).values["share"] == 1 / 8  # noqa: PD011 - no DataFrame
+    whole = run.evaluate((x, y), batch_size=10**6).values  # noqa: PD011 - no DataFrame
+    assert whole["share"] == 2 / small.ROWS
+    assert whole["loss"] == pytest.approx(losses[0], rel=1e-6)
+    with pytest.raises(ValueError, match=r"batch_size=0; it must be at least 1"):
+        run.evaluate((x, y), batch_size=0)

@@ -663,11 +663,11 @@ def test_a_far_higher_learning_rate_asks_once(page: Page):
     rate, unsent = view.root.get_by_test_id("lr"), view.root.get_by_test_id("lr-unsent")
     rate.fill("1000")
     rate.press("Enter")
-    expect(unsent).to_have_text("Sure? 100000 times as much: Enter again")
+    expect(unsent).to_have_text("100000 times as much? Enter again")
     rate.fill("2000")  # another number asks again
     expect(unsent).to_have_text("Enter sends it")
     rate.press("Enter")
-    expect(unsent).to_have_text("Sure? 200000 times as much: Enter again")
+    expect(unsent).to_have_text("200000 times as much? Enter again")
     assert view.sent == []
     assert list_overflowing(page) == []
     rate.press("Enter")
@@ -675,6 +675,18 @@ def test_a_far_higher_learning_rate_asks_once(page: Page):
     rate.fill("0.5")  # 50 times as much
     rate.press("Enter")
     assert [message["value"] for message in view.sent] == [2000, 0.5]
+
+
+@pytest.mark.parametrize("width", [600, 800, 1000, 1400])
+def test_the_field_of_the_learning_rate_stays_where_it_is_when_it_asks(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    view = StaticView(page, make_source(2))
+    rate = view.root.get_by_test_id("lr")
+    place = rate.bounding_box()
+    rate.fill("1000")
+    rate.press("Enter")
+    expect(view.root.get_by_test_id("lr-unsent")).to_contain_text("Enter again")
+    assert rate.bounding_box() == place
 
 
 def test_a_wrong_learning_rate_during_a_change_says_what_goes_on(page: Page):

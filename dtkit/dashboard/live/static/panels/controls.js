@@ -161,7 +161,8 @@ export function rateText(value) {
 function rateField(store, ask, redraw) {
   const input = h("input", { type: "text", inputmode: "decimal", autocomplete: "off", spellcheck: "false", "data-testid": "lr", title: RATE_HELP }); // a number's field keeps what it can't read to itself
   const unsent = h("span", { class: "dtk-note", hidden: "", "data-testid": "lr-unsent" });
-  const el = h("label", { class: "dtk-rate" }, "learning rate", input, unsent);
+  const label = h("label", { class: "dtk-rate" }, "learning rate", input);
+  const el = h("span", { class: "dtk-rate-field" }, label, unsent); // the note alone takes another line where it has no room
   let edited = false;
   const sure = { value: null, at: 0 }; // the far higher rate that was entered once
   const isSure = () => Date.now() - sure.at < SURE_MS;
@@ -212,7 +213,7 @@ function rateField(store, ask, redraw) {
     const isBad = input.getAttribute("aria-invalid") === "true";
     unsent.hidden = !edited;
     setAttr(unsent, "class", `dtk-note${isBad ? " dtk-refusal" : ""}`);
-    const asks = `Sure? ${rateText(+(sure.value / store.lr).toPrecision(3))} times as much: Enter again`;
+    const asks = `${rateText(+(sure.value / store.lr).toPrecision(3))} times as much? Enter again`;
     setText(unsent, isBad ? "✕ not sent" : isSure() ? asks : "Enter sends it");
   };
   return { el, update };

@@ -163,7 +163,7 @@ def test_invalid_scheduler_is_refused():
         rates(lambda _: lr_scheduler.StepLR(other, 3))
 
 
-def one_cycle(total_steps, chained=False):
+def one_cycle(total_steps, *, chained=False):
     def make(optimizer):
         cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps)
         return lr_scheduler.ChainedScheduler([cycle]) if chained else cycle
@@ -182,9 +182,9 @@ def one_cycle(total_steps, chained=False):
 def test_one_cycle_shorter_than_the_run_is_refused_before_the_start(total_steps, options, expected, chained):
     with dtkit.Cluster.from_transport(InProcessTransport(), device="cpu", threads=1) as cluster:
         with pytest.raises(EngineError, match=f"makes a OneCycleLR with {expected}"):
-            train(cluster, lr_scheduler=one_cycle(total_steps, chained), **options)
+            train(cluster, lr_scheduler=one_cycle(total_steps, chained=chained), **options)
         fitting = options.get("steps", options.get("epochs"))
-        run = train(cluster, lr_scheduler=one_cycle(fitting, chained), **options)
+        run = train(cluster, lr_scheduler=one_cycle(fitting, chained=chained), **options)
         run.wait(60)
         run.extend(steps=8)
         with pytest.raises(EngineError, match=rf"ends after {fitting} steps\. A longer run needs one as long as"):

@@ -120,8 +120,8 @@ def _explain_schedule_end(error: BaseException) -> str | None:
     if found is None:
         return None
     return (
-        f"The schedule of OneCycleLR ends after {found[1]} steps. A longer run needs one as long as the whole training: "
-        "cluster.train(run.model, ...) with a new lr_scheduler="
+        f"The schedule of OneCycleLR ends after {found[1]} steps. A longer run needs one as long as the whole "
+        "training: cluster.train(run.model, ...) with a new lr_scheduler="
     )
 
 

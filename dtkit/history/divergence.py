@@ -149,9 +149,7 @@ def _describe_nonfinite(history: History) -> Divergence:
     if is_alone:
         norm = formatting.format_loss(float(first["grad_norm"]))
         arithmetic = (*arithmetic, f"norm of the gradients of step {step:,}: {norm}")
-    return Divergence(
-        text, short, _get_lr(history), step, arithmetic, is_finite=False, has_finite_gradients=is_alone
-    )
+    return Divergence(text, short, _get_lr(history), step, arithmetic, is_finite=False, has_finite_gradients=is_alone)
 
 
 def _is_nan_alone(totals: np.ndarray, first: int) -> bool:

@@ -47,6 +47,7 @@ def test_processes_are_named_as_a_reader_knows_them(tmp_path: Path, monkeypatch:
         (13, "python", 1, ["python", "-m", "pytest", "-q"]),
         (14, "python", 1, ["python", "-u", "/home/a/train.py"]),
         (15, "python", 1, ["python", "-m", "ipykernel_launcher", "-f", "k.json"]),
+        (18, "python3.11", 1, ["python", "-c", "while True: pass"]),
         (16, "ffmpeg", 1, ["ffmpeg"]),
         (17, "kworker/0:1", 2, []),
         (20, "python", 1, ["engine"]),
@@ -64,12 +65,13 @@ def test_processes_are_named_as_a_reader_knows_them(tmp_path: Path, monkeypatch:
     cores = before.measure_others(after, [20], tmp_path)
     assert cores == pytest.approx(
         {
-            "the browser": 1.9,
-            "this notebook's kernel": 1.1,
-            "Jupyter's server": 0.8,
-            "pytest": 0.7,
-            "train.py": 0.6,
-            "another notebook's kernel": 0.5,
+            "the browser": 2.1,
+            "this notebook's kernel": 1.2,
+            "Jupyter's server": 0.9,
+            "pytest": 0.8,
+            "train.py": 0.7,
+            "another notebook's kernel": 0.6,
+            "another Python program": 0.5,
             "ffmpeg": 0.4,
             "the operating system": 0.3,
             "gzip": 0.05,
@@ -154,7 +156,7 @@ def test_processes_are_counted_only_while_an_engine_of_this_host_waits(monkeypat
     [
         ({"pytest": 1.2, "the browser": 0.2}, 3.0, "here", "other programs used 1.4 of 2 cores meanwhile: pytest"),
         ({str(k): 0.04 for k in range(20)}, 3.0, "here", "other programs used 0.8 of 2 cores"),
-        ({"pytest": 0.2}, 3.0, "here", ""),  # as much as is left anyway
+        ({"pytest": 0.2, "this Python process": 1.5}, 3.0, "here", ""),  # as much as is left anyway
         ({"pytest": 1.2}, 0.1, "here", ""),  # too short
         ({"pytest": 1.2}, 3.0, "elsewhere", ""),
     ],

@@ -64,6 +64,11 @@ class ProcessorCount:
         return dict(sorted(cores.items(), key=lambda item: -item[1]))
 
 
+def name_this_process() -> str:
+    """Return what a reader calls this process."""
+    return "this notebook's kernel" if in_notebook() else "this Python process"
+
+
 def _read_processes(proc: Path) -> Iterator[tuple[int, _Process]]:
     ticks = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
     for folder in proc.glob("[0-9]*"):
@@ -88,7 +93,7 @@ def _describe(pid: int, process: _Process, proc: Path) -> str:
     if process.parent == _KERNEL_THREADS_PARENT:
         return "the operating system"
     if pid == os.getpid():
-        return "this notebook's kernel" if in_notebook() else "this Python process"
+        return name_this_process()
     if name.lower().startswith(_BROWSERS):
         return "the browser"
     if not name.lower().startswith((*_INTERPRETERS, "jupyter")):
@@ -108,4 +113,6 @@ def _describe_python(words: list[str], name: str) -> str:
     if "-m" in arguments[:4] and len(arguments) > (place := arguments.index("-m") + 1):
         return _MODULE_NAMES.get(arguments[place], arguments[place])
     script = next((word for word in arguments if not word.startswith("-")), None)
-    return name if script is None or "-c" in arguments else _MODULE_NAMES.get(Path(script).stem, Path(script).name)
+    if script is None or "-c" in arguments:
+        return "another Python program" if name.lower().startswith(_INTERPRETERS) else name
+    return _MODULE_NAMES.get(Path(script).stem, Path(script).name)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
-from dtkit._util.processor_use import ProcessorCount
+from dtkit._util.processor_use import ProcessorCount, name_this_process
 from dtkit._util.resources import count_cores
 from dtkit.history.core_use import name_largest
 
@@ -33,7 +32,8 @@ class CoreDisturbance:
         now = ProcessorCount.take()
         if not self._nodes or now.at_s - self._start.at_s < _MIN_SECONDS:
             return ""
-        others = self._start.measure_others(now, {os.getpid(), *(node.pid for node in self._nodes)})
+        others = self._start.measure_others(now, {node.pid for node in self._nodes})
+        others.pop(name_this_process(), None)
         num_cores, used = count_cores(), sum(others.values())
         if used < max(0, num_cores - sum(node.threads for node in self._nodes)) + _MIN_TAKEN:
             return ""

@@ -122,10 +122,11 @@ class FirstBatchError(UserCodeError):
         user_frames: Sequence[tuple[str, int, str, str]],
         traceback: str,
         part: str = "the first batch",
+        purpose: str = "training",
     ) -> None:
         self._traceback = traceback
         position_lines = [*_format_user_frames(user_frames), FULL_HINT]
-        super().__init__(_fit_lines(f"{part} fails, before the training starts: {message}", position_lines))
+        super().__init__(_fit_lines(f"{part} fails, before the {purpose} starts: {message}", position_lines))
 
     @property
     def full(self) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dtkit
+from dtkit._util import resources
 from dtkit.strategies.sharded import check_shardable
 from dtkit.testing.fake_transport import FakeTransport
 from tests.support.small import check_usable, data, net, sgd, train
@@ -155,6 +156,15 @@ def test_bad_argument_of_train_is_refused_and_the_cluster_stays_usable(cluster: 
 def test_an_impossible_number_of_engines_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         dtkit.Cluster(*arguments)
+
+
+def test_engines_beyond_memory_are_refused_with_the_number_of_cores(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resources, "compute_max_engines", lambda: 160)
+    monkeypatch.setattr(resources, "count_cores", lambda: 2)
+    with pytest.raises(
+        ValueError, match=r"for 160 engines .* It has 2 cores, which more .*\(2\), or at most Cluster\(160"
+    ):
+        dtkit.Cluster(180)
 
 
 def test_invalid_options_of_a_cluster_are_refused():

@@ -353,7 +353,7 @@ def test_metrics_and_differing_settings_are_compared():
     one.spec = dataclasses.replace(one.spec, settings=(("lr_scheduler", "cosine"),))
     comparison = dtkit.compare([one, other])
     assert comparison.rows[0].best == pytest.approx({"loss": 0.1, "accuracy": 0.9})
-    assert comparison.differences == [("lr_scheduler", "cosine", "default")]
+    assert comparison.differences == [("lr_scheduler", "cosine", "none")]
     shorter = dataclasses.replace(other.spec, steps=other.spec.steps // 2)
     other.spec, spec = shorter, other.spec
     lengths = [("epochs", "2", "1"), ("steps", "80", "40")]

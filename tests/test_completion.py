@@ -35,7 +35,7 @@ def test_run_and_history_offer_nothing_that_only_dtkit_calls():
         run.stop()
     for names, users, internal in zip(
         offered,
-        (["train", "partition"], ["pause", "verify"], ["to_pandas", "scalar"]),
+        (["train", "partition"], ["pause", "verify", "placement"], ["to_pandas", "scalar"]),
         (["refresh_nodes", "from_transport"], ["lifecycle", "post", "subscribe", "note"], ["append", "close_run_log"]),
         strict=True,
     ):

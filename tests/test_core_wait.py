@@ -16,6 +16,7 @@ from dtkit.dashboard.summary.verdict import Verdict, find_verdict
 from dtkit.engine.observe import core_wait
 from dtkit.engine.observe.core_wait import CoreWait, read_core_wait_s
 from dtkit.engine.observe.system_monitor import SystemMonitor
+from dtkit.history.core_use import CoreUse, record_core_use
 from dtkit.history.history import History
 from dtkit.history.scalars import CORE_WAIT_NAME, ScalarRecord
 from tests.support.fake_source import FakeSource
@@ -63,7 +64,14 @@ def test_a_sample_of_the_machine_has_the_share_of_the_dispatches_before_it(monke
     assert monitor.take(7)[CORE_WAIT_NAME] == [(7, 100.0, 3.0)]
 
 
-def judge(shares: list[float], *, cores: int = 8, slowness: dict[int, float] | None = None, steps=60) -> Verdict:
+def judge(
+    shares: list[float],
+    *,
+    cores: int = 8,
+    slowness: dict[int, float] | None = None,
+    steps: int = 60,
+    others: dict[str, float] | None = None,
+) -> Verdict:
     """Return the verdict on nodes of one host that waited these percentages for a core."""
     source = FakeSource(ranks=len(shares))
     source.slowness = slowness or {}
@@ -71,6 +79,8 @@ def judge(shares: list[float], *, cores: int = 8, slowness: dict[int, float] | N
     for rank, percent in enumerate(shares):
         rows = [(step, 2 * percent, 2.0) for step in range(5, steps, 5)]
         source.history.add(ScalarRecord(rank, {CORE_WAIT_NAME: rows}))
+    if others is not None:
+        record_core_use(source.history, CoreUse(steps, source.nodes[0].host, others))
     nodes = [dataclasses.replace(node, cores=cores) for node in source.nodes]
     return find_verdict(source.history, source.spec, None, nodes)
 
@@ -89,6 +99,19 @@ def test_nodes_that_wait_for_a_core_are_named_with_the_time_on_an_idle_machine(c
     assert re.search(
         r"on an idle machine: 10\d.* ms - 3\d.* ms = 6\d.* ms a step, 10\d.* ms / 6\d.* ms = 1.5\d", printed
     )
+
+
+def test_the_processes_that_have_the_cores_are_named_if_they_were_counted():
+    verdict = judge([35.0, 35.0], others={"the browser": 0.8, "this notebook's kernel": 0.5, "sshd": 0.01})
+    assert verdict.text == (
+        "nodes 0 and 1 waited 35 % of their time for a core, which the browser and this notebook's kernel had: about "
+        "1.5 times as fast on an idle machine"
+    )
+    expected = "cores that other processes used meanwhile: the browser 0.8, this notebook's kernel 0.5"
+    assert expected in verdict.arithmetic
+    few = judge([35.0, 35.0], others={"the browser": 0.1})
+    assert ", which other processes had: " in few.text
+    assert not any("used meanwhile" in line for line in few.arithmetic)
 
 
 @pytest.mark.parametrize("shares", [[6.0, 9.0], [0.0, 0.0]])

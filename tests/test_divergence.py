@@ -16,10 +16,11 @@ from dtkit.training.divergence_watch import DivergenceWatch
 from tests.support.fake_source import FakeSource
 
 
-def make_history(losses, samples=64):
+def make_history(losses, samples=64, norm=1.0):
     rows = np.zeros(len(losses), ROW_DTYPE)
     rows["step"], rows["loss"], rows["lr"] = np.arange(len(losses)), losses, 0.1
     rows["samples"] = rows["weight"] = samples
+    rows["grad_norm"] = norm
     history = History()
     history.append(rows)
     return history
@@ -66,6 +67,23 @@ def test_after_an_infinite_loss_only_another_training_helps(losses, remedy, larg
     assert find_divergence(history).remedy.startswith(remedy)
     assert find_large_loss(history) == large
     assert find_large_loss(make_history([2.0, 1e6])) is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "norm", "is_alone"),
+    [
+        ([2.0, 1.5, math.nan, math.nan], 0.3, True),
+        ([math.nan, math.nan], 0.3, True),
+        ([2.0, 1e4, math.nan], 0.3, False),  # it grew before
+        ([2.0, 1.5, math.nan], math.nan, False),  # unknown
+        ([2.0, 1.5, math.inf, math.nan], 0.3, False),  # squares of large errors
+    ],
+)
+def test_a_nan_loss_with_finite_gradients_is_not_blamed_on_the_learning_rate(losses, norm, is_alone):
+    divergence = find_divergence(make_history(losses, norm=norm))
+    assert divergence.has_finite_gradients == is_alone
+    assert ("the learning rate is not the cause. Look at what the loss computes" in divergence.remedy) == is_alone
+    assert any("norm of the gradients of step" in line for line in divergence.arithmetic) == is_alone
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,27 @@ def test_first_rows_of_validation_data_are_refused_before_anything_is_sent(
     assert not transport.has_sent
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (DOUBLES, r"training has inputs of type float32, evaluation float64\. Convert .*\.to\(torch\.float32\)"),
+        ((INPUTS[:20, :3], TARGETS[:20]), r"training has 4 columns in the inputs, evaluation 3\. Prepare both"),
+        (Samples(INPUTS.double()), "training has inputs of type float32, evaluation float64"),
+    ],
+    ids=["float64", "features", "Dataset"],
+)
+def test_evaluate_refuses_the_first_rows_before_an_engine_is_asked(
+    cluster: dtkit.Cluster, transport: RecordingTransport, rows: Any, expected: str
+):
+    run = train(cluster, start=False)
+    transport.asked.clear()
+    with pytest.raises(FirstBatchError, match=r"^the first batch of run\.evaluate\(data\) fails, ") as error:
+        run.evaluate(rows)
+    assert re.search(expected, str(error.value), re.DOTALL), error.value
+    assert not transport.asked
+    run.stop()
+
+
 def test_validation_data_of_a_partition_are_tried_too(cluster: dtkit.Cluster):
     partition = cluster.partition(DOUBLES)
     with pytest.raises(

@@ -564,6 +564,32 @@ def test_a_report_has_the_custom_panels_and_their_errors(own_panels, tmp_path):
     assert "this panel failed: RuntimeError: not &lt;b&gt;today&lt;/b&gt;" in section
 
 
+def test_a_panel_of_numbers_that_this_run_never_logged_is_no_error(own_panels, tmp_path, monkeypatch):
+    @dtkit.panel("Mine")
+    def draw(ax, history):
+        ax.plot(*history.scalar("conf"))
+
+    source = FakeSource(ranks=2)
+    source.advance(20)
+    note = "nothing was logged as 'conf' in this run"
+    (picture,) = panel_renderer.CustomPanelRenderer(source.history).draw_due_panels()
+    assert (picture.error, picture.note, picture.png) == (None, note, b"")
+    assert picture.content["note"] == note
+    (ax,) = [ax for ax in run_figure.draw_run(source).axes if ax._left_title.get_text() == "Mine"]
+    assert [text.get_text().replace("\n", " ") for text in ax.texts] == [note]
+    report.write_report(source, tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert "Your panels" not in page
+    assert "conf" not in page
+    source.history.add(ScalarRecord(0, {"config": [(3, 1.0, 1.0)]}))  # one that the panel may have meant
+    (picture,) = panel_renderer.CustomPanelRenderer(source.history).draw_due_panels()
+    assert picture.note is None
+    assert "did you mean 'config'?" in picture.error
+    source.history.add(ScalarRecord(0, {"conf": [(3, 1.0, 1.0)]}))
+    (picture,) = panel_renderer.CustomPanelRenderer(source.history).draw_due_panels()
+    assert (picture.error, picture.note, picture.png[:4]) == (None, None, b"\x89PNG")
+
+
 def test_custom_panels_of_a_run_that_ends_are_drawn_at_once(own_panels, monkeypatch):
     @dtkit.panel("Rows")
     def draw(ax, history):

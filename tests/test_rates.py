@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch.optim import SGD, lr_scheduler
 
+import dtkit
 from dtkit.engine.lr_schedule import LearningRates
+from dtkit.errors import EngineError
 from dtkit.strategies.base import TrainingProgram
+from dtkit.testing.in_process import InProcessTransport
+from tests.support.small import train
 
 
 def rates(lr_scheduler=None, every="step", *, lr=0.1, has_valid=False, groups=1):
@@ -157,3 +161,40 @@ def test_invalid_scheduler_is_refused():
     other = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(ValueError, match="has another optimizer than the one that the function was given"):
         rates(lambda _: lr_scheduler.StepLR(other, 3))
+
+
+def one_cycle(total_steps, *, chained=False):
+    def make(optimizer):
+        cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps)
+        return lr_scheduler.ChainedScheduler([cycle]) if chained else cycle
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "options", "expected"),
+    [
+        (10, {"steps": 20}, "total_steps=10, and this run takes 20 steps, .*: total_steps=20"),
+        (3, {"epochs": 4, "lr_scheduler_every": "epoch"}, "total_steps=3, .* takes 4 epochs, .*: total_steps=4"),
+    ],
+)
+@pytest.mark.parametrize("chained", [False, True])
+def test_one_cycle_shorter_than_the_run_is_refused_before_the_start(total_steps, options, expected, chained):
+    with dtkit.Cluster.from_transport(InProcessTransport(), device="cpu", threads=1) as cluster:
+        with pytest.raises(EngineError, match=f"makes a OneCycleLR with {expected}"):
+            train(cluster, lr_scheduler=one_cycle(total_steps, chained=chained), **options)
+        fitting = options.get("steps", options.get("epochs"))
+        run = train(cluster, lr_scheduler=one_cycle(fitting, chained=chained), **options)
+        run.wait(60)
+        run.extend(steps=8)
+        with pytest.raises(EngineError, match=rf"ends after {fitting} steps\. A longer run needs one as long as"):
+            run.wait(60)
+
+
+def test_one_cycle_behind_a_warmup_may_be_shorter_than_the_run():
+    def make(optimizer):
+        parts = [lr_scheduler.ConstantLR(optimizer, total_iters=9), one_cycle(12)(optimizer)]
+        return lr_scheduler.SequentialLR(optimizer, parts, milestones=[10])
+
+    with dtkit.Cluster.from_transport(InProcessTransport(), device="cpu", threads=1) as cluster:
+        train(cluster, lr_scheduler=make).wait(60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import math
 import os
@@ -23,6 +24,7 @@ from dtkit._util import timeouts
 from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.summary.metrics import compute_epoch
+from dtkit.dashboard.summary.notices import name_event_node
 from dtkit.dashboard.text import run_text
 from dtkit.errors import HostLostError, RefusedError, RunError
 from dtkit.health.stall_report import StallReport
@@ -1327,6 +1329,18 @@ def test_a_lost_engine_is_explained_by_its_loss_and_not_by_its_last_error():
         assert [event.text for event in run.history.events if event.kind == "lost"] == [
             "node 1 lost at step 3: its process has ended"
         ]
+
+
+@pytest.mark.parametrize(("where", "shown"), [("", "node 1"), (" on host3", "node 1 on host3")])
+def test_the_event_of_a_lost_engine_names_its_node_once(where: str, shown: str):
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
+        run = train(cluster, start=False)
+        run._driver.progress.add_loss(1, f"the engine of rank 1{where} is gone: dtkit ended its process")
+        run.stop()
+    (event,) = [event for event in run.history.events if event.kind == "lost"]
+    assert event.text == f"{shown} lost at step 0: dtkit ended its process"
+    assert name_event_node(event) == ""
+    assert name_event_node(dataclasses.replace(event, text="hello")) == "[1] "
 
 
 def test_early_stopping_prints_values_that_differ():

@@ -154,7 +154,18 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "give either loss.* or training_step.*you gave both",
     ),
     "neither loss nor step": ({"loss": None}, ValueError, "give either loss.* or training_step.*you gave neither"),
-    "a loss that can't be called": ({"loss": "mse"}, TypeError, "loss='mse' can't be called; give a function"),
+    "a loss's name": ({"loss": "mse"}, TypeError, r"loss='mse' can't be called; .* as in loss=nn.MSELoss\(\)"),
+    "a loss that can't be called": ({"loss": 3}, TypeError, r"loss=3 can't be called; .* loss=nn.CrossEntropyLoss\(\)"),
+    "an optimizer's name": (
+        {"optimizer": "adam"},
+        TypeError,
+        r"optimizer='adam'; .*: optimizer=lambda params: torch.optim.Adam\(params, lr=0.001\)",
+    ),
+    "a share as validation": (
+        {"validation": 0.2},
+        TypeError,
+        r"validation=0.2; .*Split the rows yourself: n = int\(0.8 \* len\(X\)\), .*validation=\(X\[n:\], y\[n:\]\)",
+    ),
     "a loss class": ({"loss": nn.MSELoss}, TypeError, r"loss=MSELoss is a class; give an instance: loss=MSELoss\(\)"),
     "a step class": (
         {"loss": None, "training_step": nn.MSELoss},
@@ -192,7 +203,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"strategy=DataParallel is a class; give an instance: strategy=DataParallel\(\)",
     ),
-    "no strategy of ours": ({"strategy": "ddp"}, TypeError, r"strategy='ddp'; it must be .* dtkit.DataParallel\(\)"),
+    "a strategy's name": ({"strategy": "fsdp"}, TypeError, r"strategy='fsdp'; .*not a name: .*dtkit.Sharded\(\)"),
+    "no strategy of ours": ({"strategy": "xyz"}, TypeError, r"strategy='xyz'; .*such as dtkit.DataParallel\(\)"),
     "a model class": ({"model": nn.Identity}, TypeError, "model is the class Identity; give an instance"),
     "no model": ({"model": sgd}, TypeError, "model is a function; it must be a torch.nn.Module"),
     "a lazy model": ({"model": nn.LazyLinear(3)}, ValueError, "has no shape yet .* Run one batch"),
@@ -201,8 +213,16 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "no numbers; build the model on the CPU",
     ),
-    "nothing to train": ({"model": nn.ReLU()}, ValueError, "ReLU has no parameter that requires a gradient"),
-    "frozen": ({"model": net().requires_grad_(False)}, ValueError, "no parameter .* set requires_grad on some"),
+    "nothing to train": (
+        {"model": nn.ReLU()},
+        ValueError,
+        "ReLU has no parameter that requires a gradient: it has no p",
+    ),
+    "frozen": (
+        {"model": net().requires_grad_(False)},
+        ValueError,
+        r"no parameter .*: all 67 of them are frozen, .* requires_grad_\(True\) on the layers",
+    ),
     "fewer samples than ranks": (
         {"rows": tuple(a[:1] for a in data()), "batch_size": 1},
         ValueError,

@@ -201,6 +201,15 @@ def test_a_verification_with_other_step_times_than_the_run_gives_no_speed(all_ra
     assert ", 2 times the " in text
 
 
+def test_a_verification_while_others_had_the_cores_says_so_and_gives_no_speed():
+    others = "other programs used 1.4 of 2 cores meanwhile: pytest"
+    source = measure(all_ranks_s=0.1, single_process_s=0.03)
+    source.verification = make_verification(StepTimes(17, 0.1, 0.03, run_step_s=0.1, others=others))
+    assert f"30 ms in one process: not comparable, because {others}" in source.verification.text()
+    assert "times as fast" not in source.verification.text()
+    assert read_verification(source) is None
+
+
 def test_a_worse_straggler_is_named_before_a_measured_process():
     slow = [computing(wait=180), {"forward": 80.0, "backward": 160.0}]
     assert find(slow, measured=read_times(0.100, 0.080)).cause == "straggler"

@@ -113,9 +113,12 @@ def choose_num_engines(n: int | None, launcher: str) -> int:
         raise ValueError(f"Cluster({n}): a cluster needs at least one engine. Leave n out for as many as fit")
     most = resources.compute_max_engines()
     if launcher == "local" and n > most:
+        cores, remedy = resources.count_cores(), f"Use Cluster({most}) or fewer"
+        if cores < most:
+            has = formatting.format_count(cores, "core")
+            remedy = f"It has {has}, which more engines would share. Use Cluster({cores}), or at most Cluster({most})"
         raise ValueError(
             f"Cluster({n}): this machine's free memory ({formatting.format_bytes(resources.read_memory().free)}) "
-            f"suffices for {most} engines at about {formatting.format_bytes(resources.ENGINE_BYTES)} each. "
-            f"Use Cluster({most}) or fewer"
+            f"suffices for {most} engines at about {formatting.format_bytes(resources.ENGINE_BYTES)} each. {remedy}"
         )
     return n

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def format_custom_panels(history: History) -> Iterator[str]:
-    """Return the panels as pictures for any theme; nothing without one."""
-    figures = [_format_picture(picture) for picture in CustomPanelRenderer(history).draw_due_panels()]
+    """Return the panels as pictures for any theme; nothing without one. Panels without numbers are left out."""
+    pictures = CustomPanelRenderer(history).draw_due_panels()
+    figures = [_format_picture(picture) for picture in pictures if picture.note is None]
     if figures:
         yield f'<h2>Your panels</h2><div class="charts">{"".join(figures)}</div>'
 

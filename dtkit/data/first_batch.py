@@ -63,6 +63,19 @@ _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
+class HeldOutWords:
+    """What the user calls held-out data, in errors about them."""
+
+    argument: str
+    name: str
+    purpose: str
+
+
+VALIDATION = HeldOutWords("validation=", "validation", "training")
+EVALUATION = HeldOutWords("run.evaluate(data)", "evaluation", "evaluation")
+
+
+@dataclasses.dataclass(frozen=True)
 class TrialInputs:
     """A training as far as a trial needs it."""
 
@@ -113,8 +126,10 @@ def _describe_division(trial: _Trial) -> str | None:
     return describe_batch_statistics(trial.loss, trial.model, trial.batch)
 
 
-def check_validation(inputs: TrialInputs, validation: Any, metrics: Any) -> list[str]:
-    """Raise FirstBatchError if model, loss or a metric refuse the first rows of the validation data.
+def check_held_out(
+    inputs: TrialInputs, held_out_data: Any, metrics: Any, words: HeldOutWords = VALIDATION
+) -> list[str]:
+    """Raise FirstBatchError if model, loss or a metric refuse the first rows of held-out data, named by `words`.
 
     If they differ from the training's in shape or type, the error is about that.
 
@@ -127,16 +142,16 @@ def check_validation(inputs: TrialInputs, validation: Any, metrics: Any) -> list
     with preserve_generators(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # silent: what can't be copied or read here, the engines report when they get it
-        held_out = run_guarded(lambda: _replace_data(inputs, validation), lambda _: None)
+        held_out = run_guarded(lambda: _replace_data(inputs, held_out_data), lambda _: None)
         # silent: as above
         trial = None if held_out is None else run_guarded(lambda: _prepare(held_out), lambda _: None)
         if held_out is None or trial is None:
             return []
-        trial = dataclasses.replace(trial, part="the first batch of validation=")
+        trial = dataclasses.replace(trial, part=f"the first batch of {words.argument}", purpose=words.purpose)
         # silent: without the first rows of a training, nothing can be compared
         training_batch = run_guarded(lambda: _get_training_batch(inputs), lambda _: None)
-        if training_batch is not None and (difference := describe_difference(training_batch, trial.batch)) is not None:
-            _blame_difference(trial, difference)
+        if training_batch is not None:
+            _blame_difference(trial, describe_difference(training_batch, trial.batch, words.name))
         output = _try(trial, trial.evaluate)
         if output is None:
             return []
@@ -153,8 +168,10 @@ def _get_training_batch(inputs: TrialInputs) -> Any:
     return None if source is None or not len(source) else _make_batch(source, _FEWEST_ROWS)
 
 
-def _blame_difference(trial: _Trial, difference: str) -> None:
-    """Raise FirstBatchError with a difference from the training's data if the model refuses this batch."""
+def _blame_difference(trial: _Trial, difference: str | None) -> None:
+    """Raise FirstBatchError with a difference from the training's data, if any, if the model refuses this batch."""
+    if difference is None:
+        return
     error = run_guarded(trial.evaluate, return_error)
     if isinstance(error, Exception):
         raise trial.make_error(error, difference)
@@ -211,8 +228,8 @@ def _take_with_warnings(take: Callable[[], _T], watch: contextlib.AbstractContex
     return outcome
 
 
-def _replace_data(inputs: TrialInputs, validation: Any) -> TrialInputs:
-    rows, columns = unwrap_data_loader(validation, inputs.columns)
+def _replace_data(inputs: TrialInputs, held_out_data: Any) -> TrialInputs:
+    rows, columns = unwrap_data_loader(held_out_data, inputs.columns)
     return dataclasses.replace(inputs, data=rows, columns=columns)
 
 
@@ -228,6 +245,8 @@ class _Trial:
     shares_router_losses: bool
     part: str = "the first batch"
     """What the user calls this batch."""
+    purpose: str = "training"
+    """What the trial precedes."""
 
     def replace_batch(self, batch: Any, num_rows: int, part: str) -> _Trial:
         """Return a trial of another batch."""
@@ -271,7 +290,7 @@ class _Trial:
 
     def make_error(self, error: Exception, message: str) -> FirstBatchError:
         """Return the error for the user, with the lines where another one was raised."""
-        return FirstBatchError(message, list_user_frames(error), format_traceback(error), self.part)
+        return FirstBatchError(message, list_user_frames(error), format_traceback(error), self.part, self.purpose)
 
 
 def _prepare(inputs: TrialInputs) -> _Trial | None:
@@ -331,8 +350,9 @@ def _copy_as_sent(engine_group: EngineGroup, value: Any) -> Any:
 def _get_first_rows(inputs: TrialInputs) -> Any:
     """Return a source of the first rows, from which engines would make a batch; None where the notebook has no rows."""
     data, columns = inputs.data, inputs.columns
-    if isinstance(data, Partition):
-        rows = data.source.first_rows if isinstance(data.source, DataHandle) else None
+    if isinstance(data, (Partition, DataHandle)):
+        handle = data.source if isinstance(data, Partition) else data
+        rows = handle.first_rows if isinstance(handle, DataHandle) else None
         return None if rows is None else as_source(rows, ColumnSelection())
     if isinstance(data, type) or not hasattr(data, "__getitem__") or isinstance(data, str):
         return None

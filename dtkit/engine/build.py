@@ -18,6 +18,7 @@ from dtkit.engine.data.sources import ArraySource, convert_floats, repeat_rows
 from dtkit.engine.data.worker_context import WorkerContext
 from dtkit.engine.job import Job
 from dtkit.engine.label_weight import find_label_weight
+from dtkit.engine.lr_schedule import check_length
 from dtkit.engine.observe.clock import make_clock
 from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.engine.reference_job import ReferenceJob
@@ -77,6 +78,7 @@ def build_job(
     if in_float64:
         job_model, context = job_model.double(), _use_float64(program, context)
     program = _weigh_labels(program, job_model, data, context)
+    program = _check_schedule_length(program, plan, loaded)
     if not isinstance(data, StreamSource):  # counts and targets of a stream aren't known in advance
         program = _check_rows(data[0], job_model, program, loaded, context)
     if reference is None:
@@ -224,6 +226,17 @@ def _weigh_labels(
         return program
     weight = find_label_weight(program.loss_fn, model, context.make_sample_batch, all_labels)
     return dataclasses.replace(program, loss_fn=dataclasses.replace(program.loss_fn, label_weight=weight))
+
+
+def _check_schedule_length(
+    program: TrainingProgram, plan: JobPlan, batch_source: LoadedBatches | IterableBatches
+) -> TrainingProgram:
+    """Return the program, which refuses a schedule that is shorter than the run. A stream may end earlier."""
+    if program.lr_scheduler is None or isinstance(batch_source, IterableBatches):
+        return program
+    unit = program.lr_scheduler_interval
+    num_steps = plan.steps if unit == "step" else plan.steps // batch_source.steps_per_epoch
+    return dataclasses.replace(program, lr_scheduler=check_length(program.lr_scheduler, num_steps, unit))
 
 
 def _check_rows(

@@ -53,8 +53,16 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
 
 def add_general_hint(error: BaseException) -> bool:
     """Add a note with a remedy to an error of any function of the user, and return whether there is one."""
-    explain = (_explain_name, _explain_module, _explain_memory, _explain_mean, _explain_group, explain_keyword)
-    hint = next((text for each in explain if (text := each(error))), None)
+    explain_kinds = (
+        _explain_name,
+        _explain_module,
+        _explain_memory,
+        _explain_mean,
+        _explain_group,
+        _explain_schedule_end,
+        explain_keyword,
+    )
+    hint = next((text for explain in explain_kinds if (text := explain(error))), None)
     if hint and hint not in getattr(error, "__notes__", ()):
         error.add_note(hint)
     return bool(hint)
@@ -104,6 +112,16 @@ def _explain_group(error: BaseException) -> str | None:
     return (
         "dtkit has formed the process group of all ranks already, so leave init_process_group() out. A script that "
         "forms its own runs by cluster.torchrun(...)"
+    )
+
+
+def _explain_schedule_end(error: BaseException) -> str | None:
+    found = re.search(r"Tried to step \d+ times\. The specified number of total steps is (\d+)", str(error))
+    if found is None:
+        return None
+    return (
+        f"The schedule of OneCycleLR ends after {found[1]} steps. A longer run needs one as long as the whole "
+        "training: cluster.train(run.model, ...) with a new lr_scheduler="
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import lr_scheduler
 
+from dtkit._util import formatting
 from dtkit._util.torch_private import CHILD_SCHEDULERS, LAST_LR
 
 if TYPE_CHECKING:
@@ -205,6 +206,32 @@ class LRSchedule:
             for name in ("base_lrs", "max_lrs", LAST_LR):
                 if isinstance(rates := getattr(scheduler, name, None), list):
                     setattr(scheduler, name, [rate * ratio for rate in rates])
+
+
+def check_length(factory: Callable[..., Any], num_steps: int, unit: str) -> Callable[..., Any]:
+    """Return the factory of a scheduler. It raises ValueError if the schedule ends before `num_steps` steps of it.
+
+    `unit` is what the run counts, in errors: "step" or "epoch".
+    """
+
+    def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        scheduler = factory(optimizer)
+        too_short = [part.total_steps for part in _list_one_cycles(scheduler) if part.total_steps < num_steps]
+        if too_short:
+            count = formatting.format_count(num_steps, unit)
+            raise ValueError(
+                f"lr_scheduler= makes a OneCycleLR with total_steps={too_short[0]}, and this run takes {count}, after "
+                f"each of which the schedule takes a step. Give the length of the run: total_steps={num_steps}"
+            )
+        return scheduler
+
+    return make_scheduler
+
+
+def _list_one_cycles(scheduler: Any) -> list[lr_scheduler.OneCycleLR]:
+    """Return the schedules that step as often as the whole one does, and raise an error once they have ended."""
+    parts = getattr(scheduler, CHILD_SCHEDULERS, ()) if isinstance(scheduler, lr_scheduler.ChainedScheduler) else ()
+    return [part for part in (scheduler, *parts) if isinstance(part, lr_scheduler.OneCycleLR)]
 
 
 def _iterate_schedulers(scheduler: Any) -> Iterator[Any]:

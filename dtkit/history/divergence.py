@@ -52,10 +52,17 @@ class Divergence:
     """The last step before the loss grew, or the first one whose loss is not finite."""
     arithmetic: tuple[str, ...]
     is_finite: bool = True
+    has_finite_gradients: bool = False
+    """Whether the loss is NaN by itself: the gradients of its steps are finite, and it did not grow before."""
 
     @property
     def remedy(self) -> str:
         """What would help. Updates by losses that are not finite leave nothing to continue from."""
+        if self.has_finite_gradients:
+            return (
+                "the gradients are finite, so the learning rate is not the cause. Look at what the loss computes at "
+                "that step, and at its data"
+            )
         lr = formatting.format_learning_rate(self.lr)
         if self.is_finite:
             return f"lower the learning rate ({lr} now), or set the strategy's clip_grad_norm="
@@ -133,11 +140,25 @@ def _measure_start(early: np.ndarray) -> _Level:
 def _describe_nonfinite(history: History) -> Divergence:
     totals = _select_known(history.totals())  # once in a run, so its length doesn't matter
     finite = np.flatnonzero(np.isfinite(totals["loss"]))
-    first = totals[finite[-1] + 1 if len(finite) else 0]
+    index = int(finite[-1]) + 1 if len(finite) else 0
+    first = totals[index]
     loss, step = formatting.format_loss(float(totals["loss"][-1])), int(first["step"])
     text = f"the loss is {loss} since step {step:,}"
     short, arithmetic = f"loss is {loss} since step {step:,}", (f"loss of step {step:,}: {loss}",)
-    return Divergence(text, short, _get_lr(history), step, arithmetic, is_finite=False)
+    is_alone = _is_nan_alone(totals, index)
+    if is_alone:
+        norm = formatting.format_loss(float(first["grad_norm"]))
+        arithmetic = (*arithmetic, f"norm of the gradients of step {step:,}: {norm}")
+    return Divergence(text, short, _get_lr(history), step, arithmetic, is_finite=False, has_finite_gradients=is_alone)
+
+
+def _is_nan_alone(totals: np.ndarray, first: int) -> bool:
+    """Return whether the losses are NaN from row `first` on, with finite gradients, and did not grow before."""
+    before, since = totals["loss"][:first], totals[first:]
+    if not np.isnan(since["loss"]).all() or not np.isfinite(since["grad_norm"]).all():
+        return False
+    finite = np.abs(before[np.isfinite(before)])
+    return not len(finite) or bool(finite[-1] <= MIN_RATIO * finite[0])
 
 
 def _describe_growth(best: _Level, present: np.ndarray, lr: float) -> Divergence:

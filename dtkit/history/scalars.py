@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 import numpy as np
 
@@ -63,6 +63,14 @@ class _Table(GrowingArray):
         return self.read(0, len(self))
 
 
+class NothingLoggedError(ValueError):
+    """Nothing was logged under a name, nor under a similar one: the numbers of another run, or of later steps."""
+
+    def __init__(self, name: str, remedy: str) -> None:
+        super().__init__(f"no numbers were logged as {name!r}; {remedy}")
+        self.name = name
+
+
 class ScalarTables:
     """Tables of all names. One thread appends; others read."""
 
@@ -109,12 +117,15 @@ class ScalarTables:
             for part in table.list_records()
         ]
 
-    def _describe_names(self, name: str) -> str:
-        """Return which name was probably meant, or what there is and how numbers get here."""
+    def _refuse_name(self, name: str) -> Never:
+        """Raise ValueError with the name that was probably meant, or with what there is and how numbers get here."""
         if similar := difflib.get_close_matches(name, self._tables, n=1):
-            return f"did you mean {similar[0]!r}?"
+            raise ValueError(f"no numbers were logged as {name!r}; did you mean {similar[0]!r}?")
         logged = ", ".join(other for other in self._tables if not other.startswith(SYSTEM_PREFIX)) or "none"
-        return f"there are {logged}. dtkit.log(name=number) in a loss adds some; history.column(...) has loss and times"
+        remedy = (
+            f"there are {logged}. dtkit.log(name=number) in a loss adds some; history.column(...) has loss and times"
+        )
+        raise NothingLoggedError(name, remedy)
 
     def read(self, name: str, rank: int | None = None, since: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return (steps, values) of one rank, or means over all ranks by weight. Raises ValueError for a wrong name.
@@ -122,7 +133,7 @@ class ScalarTables:
         A repeated step counts once, with its last values. Steps before `since` are left out.
         """
         if name not in self._tables:
-            raise ValueError(f"no numbers were logged as {name!r}; {self._describe_names(str(name))}")
+            self._refuse_name(str(name))
         rows = self._tables[name].read_all()
         rows = rows[rows["step"] >= since] if since > 0 else rows
         rows = _keep_last(rows if rank is None else rows[rows["rank"] == rank])

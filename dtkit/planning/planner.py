@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dtkit._util import formatting
 from dtkit._util.formatting import name_type
 from dtkit._util.function_checks import check_loss_functions
+from dtkit._util.meant_names import find_optimizer, find_strategy
 from dtkit.dashboard.text.progress import show_progress
 from dtkit.data import broadcast
 from dtkit.data.broadcast import ModelHandle
@@ -228,7 +229,8 @@ def _resolve_strategies(engine_group: EngineGroup, model: Any, request: PlanRequ
     for strategy in request.strategies or ():
         if not isinstance(strategy, Strategy):
             raise TypeError(
-                f"strategies holds {strategy!r}; each must be a dtkit strategy such as dtkit.DataParallel()"
+                f"strategies holds {strategy!r}; each must be a dtkit strategy such as "
+                f"{find_strategy(strategy) or 'dtkit.DataParallel()'}"
             )
         strategy.check(engine_group.world_size, request.batch_size)
         if not isinstance(model, ModelHandle):
@@ -259,8 +261,8 @@ def _validate_request(engine_group: EngineGroup, model: Any, request: PlanReques
     check_loss_functions(request.loss_fn, request.training_step)
     if not callable(request.optimizer):
         raise TypeError(
-            f"optimizer is {name_type(request.optimizer)}; it must be a function from parameters to an "
-            "optimizer: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+            f"optimizer is {name_type(request.optimizer)}; it must be a function from parameters to an optimizer: "
+            f"optimizer=lambda params: {find_optimizer(request.optimizer) or 'torch.optim.SGD(params, lr=0.1)'}"
         )
     _check_batch_size(engine_group, request)
 

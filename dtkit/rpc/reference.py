@@ -49,6 +49,8 @@ class StepTimes:
     single_process_s: float
     run_step_s: float | None = None
     """Median of the run's own steps on all ranks; None before its first ones."""
+    others: str = ""
+    """Which other programs took the cores from the repeated steps, in words; empty if none were seen to."""
 
     @property
     def speed_up(self) -> float:
@@ -64,6 +66,8 @@ class StepTimes:
 
         All ranks can't be faster than their number, and the repeated steps take as long as those of the run.
         """
+        if self.others:
+            return self.others
         if self.speed_up > world_size:
             return "other programs used the processors"
         ratio = 1.0 if self.run_step_s is None else self.all_ranks_s / self.run_step_s

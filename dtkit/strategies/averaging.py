@@ -2,7 +2,7 @@
 
 Also called local SGD (Stich, ICLR 2019) or federated averaging (McMahan et al., AISTATS 2017). The mean is weighted by
 the samples of each rank since the last averaging. Ranks send parameters once in `every` steps, while data parallelism
-sends gradients in each step. With `every=1` and plain SGD both are equal up to rounding.
+sends gradients in each step.
 
 With an outer optimizer it is DiLoCo (Douillard et al., 2023). The difference between the parameters after the last
 averaging and the new mean is then its gradient. Each rank keeps the state of its inner optimizer.
@@ -86,7 +86,8 @@ class ParameterAveraging(Strategy):
     Parameters
     ----------
     every
-        Number of steps between averagings.
+        Number of steps between averagings. Even with 1, only plain SGD gives the result of one process: moments
+        (Adam) are each rank's own, and so is momentum, which differs if ranks have unequal parts of a batch.
     outer
         ``dtkit.OuterSGD(lr, momentum, nesterov)`` for DiLoCo; plain averaging without.
     clip_grad_norm

@@ -182,7 +182,9 @@ class JobClient:
         if batch_size is not None:
             check_count("batch_size", batch_size)
         deadline = Deadline(timeout, "evaluate")
-        with self._open_job("evaluate", deadline) as job:
+        self._check_has_weights("evaluate")
+        self._try_held_out(data, checked_metrics)
+        with self._open_job(deadline) as job:
             handle = distribute.distribute_validation_data(
                 self._engine_group, data, training_data=plan.job_spec.data_handle
             )
@@ -196,22 +198,36 @@ class JobClient:
             step = self._progress.step
             return combine_evaluations(step, self._engine_group.call_all(call, timeout=deadline.get_remaining_s()))
 
-    @contextlib.contextmanager
-    def _open_job(self, action: str, deadline: Deadline) -> Iterator[str]:
-        """Yield the key of a job with the run's model: its own, or one with the kept weights for a run before the
-        current one, whose data the engines keep.
-        """
+    def _try_held_out(self, data: Any, metrics: Mapping[str, Callable[..., Any]] | None) -> None:
+        """Raise FirstBatchError if model, loss or metrics refuse the first rows of `data`. No engine is asked."""
+        from dtkit.data.first_batch import EVALUATION, TrialInputs, check_held_out
+
+        job_spec = self._progress.plan.job_spec
+        rows = job_spec.data_handle
+        inputs = TrialInputs(self._engine_group, job_spec.model_handle, job_spec.program, rows, rows.columns)
+        check_held_out(inputs, data, metrics, EVALUATION)
+
+    def _check_has_weights(self, action: str) -> None:
+        """Raise RunError unless the engines hold the job, or can build it again with the weights in the notebook."""
         if not self.is_released or self._fetched_state is None:
             self.check_not_released(action)
-            yield self._progress.plan.job
-            return
-        if self.check_idle is None:
+        elif self.check_idle is None:
             raise RunError(
                 f"{action} needs the job on the engines, and this run was released, or its cluster closed. Call "
                 f"run.{action}(...) before that, or compute from run.model, which this notebook has: "
                 "with torch.no_grad(): run.model.eval()(inputs)"
             )
-        self.check_idle()
+        else:
+            self.check_idle()
+
+    @contextlib.contextmanager
+    def _open_job(self, deadline: Deadline) -> Iterator[str]:
+        """Yield the key of a job with the run's model: its own, or one with the kept weights for a run before the
+        current one, whose data the engines keep.
+        """
+        if not self.is_released or self._fetched_state is None:
+            yield self._progress.plan.job
+            return
         plan, group = self._progress.plan, self._engine_group
         model = plan.job_spec.model_handle.build_with_state(self._fetched_state[1])
         handle = broadcast.broadcast(group, model, by_shared_file=plan.options.strategy.shards_model)

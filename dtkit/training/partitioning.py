@@ -25,16 +25,16 @@ def partition_training_data(
     engine_group: EngineGroup, model: Any, data: Any, config: TrainConfig, strategy: Strategy, program: bytes
 ) -> Partition | StreamHandle:
     """Return the data as a partition that fits these options. They are checked before raw data is sent."""
-    from dtkit.data.first_batch import TrialInputs, check_first_batch, check_validation
+    from dtkit.data.first_batch import TrialInputs, check_first_batch, check_held_out
 
     columns = ColumnSelection.from_arguments(config.target, config.columns, config.collate_fn)
 
     inputs = TrialInputs(engine_group, model, program, data, columns)
 
-    def check_held_out(training_columns: ColumnSelection) -> None:
+    def check_validation(training_columns: ColumnSelection) -> None:
         if config.validation is not None:
             trained = dataclasses.replace(inputs, columns=training_columns)
-            check_evaluated(config.callbacks, check_validation(trained, config.validation, config.metrics))
+            check_evaluated(config.callbacks, check_held_out(trained, config.validation, config.metrics))
 
     def check(part: Partition, training_columns: ColumnSelection) -> None:
         check_batch_size(config, part)
@@ -46,7 +46,7 @@ def partition_training_data(
         uses_all_rows = config.sampler is None
         for problem in check_first_batch(inputs, divides_batch=divides_batch, uses_all_rows=uses_all_rows):
             warnings.warn(problem, stacklevel=find_caller_stacklevel())
-        check_held_out(training_columns)
+        check_validation(training_columns)
 
     def check_stream_fits() -> None:
         check_stream(engine_group, config)
@@ -65,5 +65,5 @@ def partition_training_data(
         check_stream=check_stream_fits,
     )
     if isinstance(sent, StreamHandle):  # no `check`
-        check_held_out(sent.columns)
+        check_validation(sent.columns)
     return sent

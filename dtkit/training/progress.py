@@ -7,6 +7,7 @@ single attributes.
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -173,7 +174,10 @@ class RunProgress:
         """Add an event for a lost engine, once until `forget_losses`."""
         if rank not in self._told_losses:
             self._told_losses.add(rank)
-            self.add_event("lost", f"node {rank} lost at step {self.step}: {name_nodes(reason)}", rank)
+            engine = re.match(rf"the engine of rank {rank}( on .+?)? is gone: ", reason)
+            host = (engine and engine[1]) or ""
+            cause = name_nodes(reason.removeprefix(engine[0]) if engine else reason)  # the node is named already
+            self.add_event("lost", f"node {rank}{host} lost at step {self.step}: {cause}", rank)
 
     def forget_losses(self) -> None:
         """Let the next loss of each rank be a new event."""

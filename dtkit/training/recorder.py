@@ -20,6 +20,7 @@ from dtkit.history.missing_steps import describe_missing_steps
 from dtkit.history.scalars import ScalarRecord
 from dtkit.history.timeline import Timeline, merge_spans
 from dtkit.messages import DispatchResult
+from dtkit.training.core_use_watch import CoreUseWatch
 from dtkit.training.divergence_watch import DivergenceWatch
 from dtkit.types import Evaluation, Event
 
@@ -43,6 +44,7 @@ class Recorder:
         self._extra_scalars: list[ScalarRecord] = []
         self._has_reported_write_error = False
         self._divergence_watch = DivergenceWatch(history)
+        self._core_use_watch = CoreUseWatch(engine_group, history)
         self._recent_spans: list[np.ndarray] = []
         self._recent_clock_offsets: list[float] | None = None
 
@@ -84,6 +86,7 @@ class Recorder:
         for rank, (_, items) in zip(ranks, values, strict=True):
             for item in items:
                 self.add_event(step, "print", format_output(*item), rank)
+        self._core_use_watch.update(zip(ranks, advances, strict=True))
         self._report_write_error(step)
         divergence = self._divergence_watch.find_new()
         if divergence is not None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dtkit.rpc.protocol import JobOperations, make_call
 from dtkit.rpc.reference import StepTimes
+from dtkit.training.core_disturbance import CoreDisturbance
 from dtkit.training.state_dict import fetch_state_dict, load_payloads
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Replay:
         self._engine_group, self._job_spec, self._deadline = engine_group, job_spec, deadline
         self._all_ranks_s: list[float] = []
         self._single_process_s: list[float] = []
+        self._disturbance = CoreDisturbance(engine_group.nodes)
 
     def in_float64(self) -> Replay:
         """Return the same for trainings of a copy of the model in float64, on batches in float64."""
@@ -46,7 +48,9 @@ class Replay:
         if num_steps < _MIN_TIMED_STEPS:
             return None
         all_ranks_s, single_process_s = map(statistics.median, times)
-        return StepTimes(num_steps, all_ranks_s, single_process_s) if min(all_ranks_s, single_process_s) > 0 else None
+        if min(all_ranks_s, single_process_s) <= 0:
+            return None
+        return StepTimes(num_steps, all_ranks_s, single_process_s, others=self._disturbance.describe())
 
     def train(self, steps: int) -> StateDict:
         """Return the state dict of the model after distributed training."""

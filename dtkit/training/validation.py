@@ -14,6 +14,7 @@ import numpy as np
 
 from dtkit._util.formatting import name_type
 from dtkit._util.function_checks import check_loss_functions, check_metrics, check_takes
+from dtkit._util.meant_names import find_loss, find_optimizer, find_strategy
 from dtkit.checkpoint import folders
 from dtkit.data import broadcast
 from dtkit.data.broadcast import ModelHandle
@@ -59,6 +60,7 @@ def check_config(config: TrainConfig) -> Strategy:
             "'shrink' (go on without it) or 'pause'"
         )
     _check_drop_last(config.drop_last)
+    _check_validation(config.validation)
     _check_name_and_tags(config)
     _check_metrics(config)
     _check_lr_scheduler(config)
@@ -103,6 +105,15 @@ def _check_drop_last(value: Any) -> None:
         raise TypeError(f"drop_last={value!r}; it must be True or False")
 
 
+def _check_validation(value: Any) -> None:
+    """Refuse a share of the rows, which other libraries take."""
+    if isinstance(value, float) and 0 < value < 1:
+        raise TypeError(
+            f"validation={value!r}; it must be held-out data, in the form of the training's. Split the rows yourself: "
+            f"n = int({1 - value:.4g} * len(X)), then train on (X[:n], y[:n]) with validation=(X[n:], y[n:])"
+        )
+
+
 def check_count(name: str, value: Any) -> None:
     """Raise TypeError or ValueError unless an argument is a positive integer, or None where it may be left out."""
     if value is None and name not in ("batch_size", "keep_last"):
@@ -127,9 +138,9 @@ def check_loss(loss: Any, step: Any) -> None:
         if isinstance(function, type):
             raise TypeError(f"{name}={function.__name__} is a class; give an instance: {name}={function.__name__}()")
         if function is not None and not callable(function):
-            raise TypeError(
-                f"{name}={function!r} can't be called; give a function or a module, as in {_CALLABLE_EXAMPLES[name]}"
-            )
+            meant = find_loss(function) if name == "loss" else None
+            example = _CALLABLE_EXAMPLES[name] if meant is None else f"loss={meant}"
+            raise TypeError(f"{name}={function!r} can't be called; give a function or a module, as in {example}")
     check_loss_functions(loss, step)
     _check_reduction(loss)
 
@@ -154,10 +165,11 @@ def _check_reduction(loss: Any) -> None:
 
 def _check_optimizer(optimizer: Any) -> None:
     if not callable(optimizer):
+        given = f"={optimizer!r}" if isinstance(optimizer, str) else f" is {name_type(optimizer)}"
+        example = find_optimizer(optimizer) or "torch.optim.SGD(params, lr=0.1)"
         raise TypeError(
-            f"optimizer{'= is missing' if optimizer is None else f' is {name_type(optimizer)}'}; it must be a function "
-            "from parameters to an optimizer, "
-            "since every rank builds its own: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+            f"optimizer{'= is missing' if optimizer is None else given}; it must be a function from parameters to an "
+            f"optimizer, since every rank builds its own: optimizer=lambda params: {example}"
         )
     check_takes("optimizer", optimizer, ("params",))
 
@@ -232,6 +244,8 @@ def _check_strategy(strategy: Any) -> Strategy:
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise TypeError(f"strategy={strategy.__name__} is a class; give an instance: strategy={strategy.__name__}()")
     if not isinstance(strategy, Strategy):
+        if (meant := find_strategy(strategy)) is not None:
+            raise TypeError(f"strategy={strategy!r}; it must be a dtkit strategy, not a name: strategy={meant}")
         raise TypeError(f"strategy={strategy!r}; it must be a dtkit strategy such as dtkit.DataParallel()")
     return strategy
 
@@ -327,15 +341,18 @@ def check_stream(engine_group: EngineGroup, config: TrainConfig) -> None:
 def check_model(engine_group: EngineGroup, model: Any, config: TrainConfig) -> None:
     """Check that the model belongs to this cluster, has something to train, and a loss."""
     if isinstance(model, ModelHandle):
-        name, trainable = model.name, model.num_trainable
+        name, trainable, count = model.name, model.num_trainable, model.num_parameters
         if model.engine_group is not engine_group:
             raise ValueError(f"{name} was broadcast on another cluster; give the model, or cluster.broadcast(model)")
     else:
         broadcast.check_model(model)
         name, trainable = type(model).__name__, any(p.requires_grad for p in model.parameters())
+        count = sum(p.numel() for p in model.parameters())
     if not trainable:
+        reason = f"all {count:,} of them are frozen" if count else "it has no parameters"
+        remedy = "Call requires_grad_(True) on the layers to train" if count else "Give a model with parameters"
         raise ValueError(
-            f"{name} has no parameter that requires a gradient, so an optimizer would have nothing to train. "
-            "Give a model with parameters, or set requires_grad on some"
+            f"{name} has no parameter that requires a gradient: {reason}, so an optimizer would have nothing to train. "
+            f"{remedy}"
         )
     broadcast.check_has_loss(model, config.loss, config.training_step)

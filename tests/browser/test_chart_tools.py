@@ -208,8 +208,10 @@ def test_hidden_panels_are_remembered_by_the_page(page: Page):
     page.goto("http://127.0.0.1:9/page")  # a page with an origin has a storage
     view = make_view(page)
     menu = view.root.get_by_test_id("panels-menu")
+    expect(menu).to_have_text("panels ▾")
     menu.press("Enter")
     view.root.locator("[data-panel=Throughput]").uncheck()
+    expect(menu).to_have_text("panels · 1 hidden ▾")
     expect(view.root.get_by_test_id("throughput-chart")).to_be_hidden()
     page.keyboard.press("Escape")
     expect(menu).to_be_focused()
@@ -217,6 +219,13 @@ def test_hidden_panels_are_remembered_by_the_page(page: Page):
     again = make_view(page)
     expect(again.root.get_by_test_id(LOSS)).to_be_visible()
     expect(again.root.get_by_test_id("throughput-chart")).to_be_hidden()
+    again_menu = again.root.get_by_test_id("panels-menu")
+    expect(again_menu).to_have_text("panels · 1 hidden ▾")  # so that a reader of the next run finds it
+    expect(again_menu).to_have_attribute("aria-label", "choose panels: 1 hidden")
+    again_menu.click()
+    again.root.locator("[data-panel=Throughput]").check()
+    expect(again_menu).to_have_text("panels ▾")
+    expect(again_menu).to_have_attribute("aria-label", "choose panels")
 
 
 def test_chart_is_saved_as_table_and_pictures(page: Page):

@@ -423,8 +423,14 @@ def test_custom_panel_and_its_error_are_shown_separately(page: Page):
     expect(panels.nth(1).locator("p")).to_have_text("this panel failed: RuntimeError: <script>")
     expect(panels.nth(1).get_by_test_id("full-screen")).to_be_hidden()
     assert view.root.locator("script, b").count() == 0
+    error_color = panels.nth(1).locator("p").evaluate("p => getComputedStyle(p).color")
     view.show_picture("<b>Broken</b>", render.render_png(figure))
     expect(panels.nth(1).locator("p")).to_be_hidden()
+    view.show_picture("<b>Broken</b>", b"", note="nothing was logged as 'conf' in this run")
+    note = panels.nth(1).locator("p")
+    expect(note).to_have_text("nothing was logged as 'conf' in this run")
+    assert note.evaluate("p => getComputedStyle(p).color") != error_color
+    expect(panels.nth(1).get_by_test_id("full-screen")).to_be_hidden()
 
 
 # -- accessibility ----------------------------------------------------------------------

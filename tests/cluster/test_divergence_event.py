@@ -20,12 +20,11 @@ def train(cluster: dtkit.Cluster, factor: float, **options: Any) -> dtkit.Run:
     return cluster.train(
         nn.Linear(8, 1),
         (X, X.sum(1, keepdim=True)),
-        loss=nn.MSELoss(),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.05),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 if k < 60 else factor),
         batch_size=16,
         epochs=3,
-        **options,
+        **({"loss": nn.MSELoss()} | options),
     )
 
 
@@ -36,6 +35,26 @@ def test_a_loss_that_explodes_is_one_event_of_the_log(cluster2: dtkit.Cluster):
     assert 60 < event.step < 120
     assert "times since its best at step" in event.text
     assert run.verdict.cause == "diverged"
+
+
+class NanFromStep10(nn.Module):
+    """Loss with a term that has no gradient, and is NaN from the 11th call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return (output - target).square().mean() + (float("nan") if self.num_calls > 10 else 0.0)
+
+
+def test_a_loss_that_becomes_nan_by_itself_is_not_blamed_on_the_learning_rate(cluster2: dtkit.Cluster):
+    run = train(cluster2, 1.0, loss=NanFromStep10())
+    run.wait(60)
+    assert run.verdict.cause == "diverged"
+    assert "the gradients are finite, so the learning rate is not the cause" in run.verdict.text
+    assert "lower" not in run.verdict.text
 
 
 def test_a_loss_that_falls_is_no_event(cluster2: dtkit.Cluster):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -47,7 +48,7 @@ def test_training_is_exact_and_survives_losses_until_its_job_is_canceled(
             run.wait(60)
         told = [event.text for event in run.history.events if event.kind == "lost"]
         assert told
-        assert all("the engine of node" in text and "Slurm job" in text for text in told)
+        assert all(re.match(r"node \d on \S+ lost at step ", text) and "Slurm job" in text for text in told)
 
 
 def check_node_without_power(cluster: dtkit.Cluster, slurm: Slurm, network: Network) -> None:

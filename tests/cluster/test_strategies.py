@@ -115,6 +115,14 @@ def test_averaging_every_step_with_plain_sgd_equals_data_parallelism(cluster: dt
     assert max_difference(gradients, parameters) <= BOUND
 
 
+@pytest.mark.parametrize("optimizer", [momentum, adamw])
+def test_averaging_every_step_with_state_of_each_rank_differs(cluster: dtkit.Cluster, optimizer: Callable[..., Any]):
+    gradients = train(cluster, mlp(), optimizer=optimizer).model.state_dict()
+    strategy = dtkit.ParameterAveraging(every=1)
+    parameters = train(cluster, mlp(), optimizer=optimizer, strategy=strategy).model.state_dict()
+    assert (max_difference(gradients, parameters) > 1e-4) == (cluster.world_size > 1)
+
+
 def test_averaging_every_eight_steps_sends_an_eighth_of_the_bytes(cluster: dtkit.Cluster):
     """Sent bytes are counted on connections, so they include headers and control data."""
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 import time
@@ -45,7 +46,7 @@ def costly(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def take_steps(cluster: Any, model: nn.Module, rows: Any, steps: int, **options: Any) -> dtkit.Run:
-    run = cluster.train(model, rows, optimizer=sgd, steps=steps + 10, start=False, **options)
+    run = cluster.train(model, rows, optimizer=sgd, steps=steps + 1000, start=False, **options)
     run.step(steps)
     return run
 
@@ -111,9 +112,16 @@ def test_processes_that_take_the_cores_are_the_cause(cluster2: dtkit.Cluster):
     rows = torch.randn(2048, 512), torch.randint(0, 3, (2048,))
     with busy_cores(each=2):
         run = take_steps(cluster2, model, rows, 30, loss=nn.CrossEntropyLoss(), batch_size=2048)
+        start_s = time.monotonic()
+        while time.monotonic() < start_s + 30 and "other processes" in run.verdict.text:  # until two counts were taken
+            run.step(2)
+        verification = run.verify(8)
     verdict = run.verdict
     assert verdict.cause == "cores", (verdict.text, verdict.arithmetic)
-    assert "of their time for a core, which other processes had" in verdict.text
+    assert "of their time for a core, which another Python program " in verdict.text
+    assert any(" used meanwhile: another Python program " in line for line in verdict.arithmetic), verdict.arithmetic
+    text = verification.text()
+    assert re.search(r"not comparable, because other programs used .* meanwhile: another Python program", text), text
     run.stop()
 
 

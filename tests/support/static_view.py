@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit.dashboard.live.bundle import STATIC_FOLDER
 from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.live.panel_renderer import PanelPicture
 from dtkit.dashboard.live.widget import Dashboard
 
 if TYPE_CHECKING:
@@ -95,9 +96,9 @@ class StaticView:
         self._feed.note_effect(text)
         self.update()
 
-    def show_picture(self, name: str, png: bytes, error: str | None = None) -> None:
-        """Send the picture of a custom panel."""
-        content = {"kind": "picture", "name": name, "error": error}
+    def show_picture(self, name: str, png: bytes, error: str | None = None, note: str | None = None) -> None:
+        """Send the picture of a custom panel, or what takes its place."""
+        content = PanelPicture(name, png, error, note=note).content
         self.page.evaluate(
             "([content, buffers]) => window.receive(content, buffers)", [content, [base64.b64encode(png).decode()]]
         )

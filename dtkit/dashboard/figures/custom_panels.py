@@ -46,6 +46,8 @@ def panel(name: str, *, wide: bool = False) -> Callable[[PanelFunction], PanelFu
     again replaces the panels that it added before, also under other names. To remove a panel, call
     ``remove_panel(name)`` of this module.
 
+    In a run that logged nothing under a name that the panel reads, it says so, and reports leave it out.
+
     The panel is a picture, so smoothing, scales and axes of the charts don't apply to it. Numbers that you report with
     :func:`dtkit.log` get charts to which they do.
     """

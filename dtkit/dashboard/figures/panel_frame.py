@@ -9,6 +9,7 @@ from dtkit._util import formatting
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure, render_transparent_png
+from dtkit.history.scalars import NothingLoggedError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +29,8 @@ def wrap_panel(name: str, function: PanelFunction) -> PanelFunction:
         def show_error(error: Exception) -> None:
             ax.clear()
             ax.set_axis_off()
-            style.show_placeholder(ax, textwrap.fill(f"this panel failed: {format_error(error)}", _ERROR_CHARS))
+            text = describe_missing(error) or f"this panel failed: {format_error(error)}"
+            style.show_placeholder(ax, textwrap.fill(text, _ERROR_CHARS))
 
         style.style_axes(ax)
         run_guarded(lambda: function(ax, history), show_error)
@@ -44,6 +46,11 @@ def draw_png(function: PanelFunction, history: History, width: int = 600) -> byt
     style.style_axes(ax)
     function(ax, history)
     return render_transparent_png(figure)
+
+
+def describe_missing(error: Exception) -> str | None:
+    """Return a note instead of an error if a panel reads what this run has not logged, as another run did."""
+    return f"nothing was logged as {error.name!r} in this run" if isinstance(error, NothingLoggedError) else None
 
 
 def format_error(error: Exception) -> str:

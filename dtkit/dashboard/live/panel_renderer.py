@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.guard import run_guarded
@@ -34,12 +34,24 @@ MAX_FOLLOWED_SHARE = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class PanelPicture:
-    """A panel in the live view: a PNG, or an error."""
+    """A panel in the live view: a PNG, an error, or a note if this run logged nothing that it reads."""
 
     name: str
     png: bytes
     error: str | None
     is_wide: bool = False
+    note: str | None = None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The message to pages, next to which the PNG is sent."""
+        return {
+            "kind": "picture",
+            "name": self.name,
+            "error": self.error,
+            "note": self.note,
+            "wide": self.is_wide,
+        }
 
 
 class CustomPanelRenderer:
@@ -123,9 +135,14 @@ class CustomPanelRenderer:
         from dtkit.dashboard.figures import panel_frame
 
         title = _make_title(name)
+
+        def replace_picture(error: Exception) -> PanelPicture:
+            note = panel_frame.describe_missing(error)
+            return PanelPicture(title, b"", None if note else panel_frame.format_error(error), is_wide(name), note)
+
         return run_guarded(
             lambda: PanelPicture(title, panel_frame.draw_png(function, self._history, width), None, is_wide(name)),
-            lambda error: PanelPicture(title, b"", panel_frame.format_error(error), is_wide(name)),
+            replace_picture,
         )
 
 

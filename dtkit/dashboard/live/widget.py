@@ -188,8 +188,7 @@ class Dashboard(anywidget.AnyWidget):
             with self._send_lock:
                 if self.comm is None:
                     return
-                content = {"kind": "picture", "name": picture.name, "error": picture.error, "wide": picture.is_wide}
-                self.send(content, [picture.png])
+                self.send(picture.content, [picture.png])
         self._request_pictures()  # not due yet, or outdated again
 
     def _request_pictures(self) -> None:

@@ -12,10 +12,11 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit.dashboard.summary.printed_times import PrintedTimes, describe_difference
 from dtkit.dashboard.summary.timing import MIN_SLOWDOWN, count_steps_since_repair, format_nodes
+from dtkit.history.core_use import describe_cores, name_largest, read_core_use
 from dtkit.history.scalars import CORE_WAIT_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from dtkit.dashboard.summary.measurements import Measurements
     from dtkit.history.history import History
@@ -28,6 +29,7 @@ _ESTIMATE = (
 )
 _MAX_COMPUTE_SHARE = 0.5  # of the computing time, that waits of the whole step may take from it
 _MAX_EVEN_SHARE = 0.9  # a thread that took steps had a core at times; the rest is more than rounding hides
+_MIN_EXPLAINED = 0.3  # of the cores that nodes waited for, which other processes must have used to be named
 _ROUNDING = 1e-9
 _ms = formatting.format_duration
 
@@ -56,7 +58,11 @@ def find_core_shortage(
     names, mean = format_nodes([int(rank) for rank in facts.ranks[starved]]), float(shares[starved].mean())
     waited = f"{names} waited {formatting.format_percent(mean)} of {_their(starved)} time for a core"
     shortage = _find_own_shortage(facts, shares, nodes, starved, waited)
-    return shortage or _find_other_processes(facts, shares, starved, waited)
+    if shortage is not None:
+        return shortage
+    hosts = {node.host for node in nodes if node.rank in facts.ranks[starved]}
+    cores = read_core_use(history, facts.timing.first_step, hosts)
+    return _find_other_processes(facts, shares, starved, waited, cores)
 
 
 def _their(starved: np.ndarray) -> str:
@@ -89,9 +95,12 @@ def _compute_waits(facts: Measurements, shares: np.ndarray) -> np.ndarray:
 
 
 def _find_other_processes(
-    facts: Measurements, shares: np.ndarray, starved: np.ndarray, waited: str
+    facts: Measurements, shares: np.ndarray, starved: np.ndarray, waited: str, cores: Mapping[str, float]
 ) -> CoreShortage | None:
-    """Return the gain if no other process had the cores: the slowest rank would compute without waiting."""
+    """Return the gain if no other process had the cores: the slowest rank would compute without waiting.
+
+    `cores` are those that other processes used meanwhile, as far as they were counted.
+    """
     waits_s, compute_s = _compute_waits(facts, shares), facts.compute_s
     alone_s = compute_s - waits_s
     saved_s = float(compute_s.max() - alone_s.max())
@@ -106,7 +115,11 @@ def _find_other_processes(
         _SOURCE,
         _ESTIMATE,
     )
-    text = f"{waited}, which other processes had: about {ratio:.1f} times as fast on an idle machine"
+    named = name_largest(cores, needed=_MIN_EXPLAINED * float(shares[starved].sum()))
+    if named is not None:
+        lines = (*lines[:-2], f"cores that other processes used meanwhile: {describe_cores(cores)}", *lines[-2:])
+    others = named or "other processes"
+    text = f"{waited}, which {others} had: about {ratio:.1f} times as fast on an idle machine"
     return CoreShortage(text, gain, gain, lines, _is_slow_by_waits(facts, alone_s))
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.lost_nodes import LostNodes
-    from dtkit.types import ReplicaCheckResult
+    from dtkit.types import Event, ReplicaCheckResult
 
 NOTICE_GLYPHS = {
     "lost": "✕",
@@ -43,6 +43,12 @@ ALERT_KINDS = ("lost", "stuck", "differs", "diverged")
 
 MARKED_EVENTS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "lost", "repair", "save", "diverged"})
 """Kinds of events with a mark on the step axis. The others are in the log only."""
+
+
+def name_event_node(event: Event) -> str:
+    """Return the node of an event for the start of its line, such as "[1] "; "" if its text begins with the node."""
+    is_named = event.rank is None or event.text.startswith(f"node {event.rank} ")
+    return "" if is_named else f"[{event.rank}] "
 
 
 @dataclasses.dataclass(frozen=True)

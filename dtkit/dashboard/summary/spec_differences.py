@@ -9,12 +9,20 @@ from dtkit.dashboard.summary.function_text import read_function, read_optimizer
 from dtkit.dashboard.summary.source_differences import tell_sources_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from dtkit.history.history import History
     from dtkit.types import RunSpec
 
 _MAX_SHOWN_CHANGES = 3
+_UNSET = dict.fromkeys(
+    (
+        *("callbacks", "checkpoint_dir", "checkpoint_every", "lr_scheduler", "metrics", "on_engine", "resume_from"),
+        *("sampler", "validation"),
+    ),
+    "none",
+)
+"""Settings whose default is to have none."""
 _FIELDS = ("strategy", "world_size", "batch_size", "optimizer", "loss", "shuffle", "seed", "num_workers", "samples")
 
 
@@ -22,10 +30,7 @@ def list_differences(specs: Sequence[RunSpec | None]) -> list[tuple[str, ...]]:
     """Return (setting, its text in each run) of the settings that differ; a dash where a run has none."""
     settings = [None if spec is None else _collect(spec) for spec in specs]
     names = dict.fromkeys(name for values in settings if values is not None for name in values)
-    rows = [
-        (name, *(formatting.UNKNOWN if values is None else values.get(name, "default") for values in settings))
-        for name in names
-    ]
+    rows = [(name, *(_get_setting(values, name) for values in settings)) for name in names]
     known = [k for k, values in enumerate(settings, 1) if values is not None]
     sources = [{} if spec is None else _collect_sources(spec) for spec in specs]
     shown = []
@@ -35,6 +40,10 @@ def list_differences(specs: Sequence[RunSpec | None]) -> list[tuple[str, ...]]:
         if len({texts[k - 1] for k in known}) > 1:
             shown.append((row[0], *texts))
     return shown
+
+
+def _get_setting(values: Mapping[str, str] | None, name: str) -> str:
+    return formatting.UNKNOWN if values is None else values.get(name, _UNSET.get(name, "default"))
 
 
 def _collect_sources(spec: RunSpec) -> dict[str, str]:

@@ -22,7 +22,7 @@ from dtkit.dashboard.summary.metrics import (
     compute_epoch,
     compute_run_metrics,
 )
-from dtkit.dashboard.summary.notices import NOTICE_GLYPHS, collect_notices, list_error_lines
+from dtkit.dashboard.summary.notices import NOTICE_GLYPHS, collect_notices, list_error_lines, name_event_node
 from dtkit.dashboard.summary.stall import find_stall, format_line
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict, is_at_rest
 from dtkit.dashboard.summary.timing import WINDOW_STEPS
@@ -316,8 +316,7 @@ def _is_worth_a_line(verdict: Verdict, status: Status) -> bool:
 
 def _format_event(event: Event) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-    rank = "" if event.rank is None else f"[{event.rank}] "
-    return f"{clock}  {rank}{formatting.sanitize_text(event.text)}"
+    return f"{clock}  {name_event_node(event)}{formatting.sanitize_text(event.text)}"
 
 
 def start_text_progress(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.text_table import LEFT, prepare_axes, write
-from dtkit.dashboard.summary.notices import MARKED_EVENTS
+from dtkit.dashboard.summary.notices import MARKED_EVENTS, name_event_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,8 +65,7 @@ def _select_events(events: Sequence[Event]) -> list[Event]:
 def _wrap_events(events: Sequence[Event]) -> list[tuple[Event, list[str]]]:
     shown = []
     for event in _select_events(events):
-        who = "" if event.rank is None else f"[{event.rank}] "
-        text = who + formatting.sanitize_text(event.text, 400)
+        text = name_event_node(event) + formatting.sanitize_text(event.text, 400)
         lines = textwrap.wrap(
             text, _TEXT_CHARS, max_lines=_MAX_LINES_OF_EVENT, placeholder=" …", break_on_hyphens=False
         )

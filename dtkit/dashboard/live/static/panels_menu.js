@@ -1,6 +1,6 @@
-// A menu of the panels to show. The page remembers the choice, where it may.
+// A menu of the panels to show. The page remembers the choice, where it may, also for later runs: so the menu says how many are hidden.
 
-import { h } from "./elements.js";
+import { h, setAttr, setText } from "./elements.js";
 import { popover } from "./popover.js";
 
 const KEY = "dtkit-hidden-panels";
@@ -24,7 +24,12 @@ function keepChoice(hidden) {
 
 /** Return the menu of `panels`, {title, el} or, of several ones, {parts()}: update() hides those that aren't wanted. */
 export function panelsMenu(store, panels) {
-  const menu = popover("panels ▾", "choose panels", "panels-menu"), hidden = readChoice(), labels = new Map();
+  const face = h("span", {}, "panels ▾"), hidden = readChoice(), labels = new Map();
+  const menu = popover(face, "choose panels", "panels-menu");
+  const showCount = (count) => {
+    setText(face, count ? `panels · ${count} hidden ▾` : "panels ▾");
+    for (const name of ["aria-label", "title"]) setAttr(menu.button, name, count ? `choose panels: ${count} hidden` : "choose panels");
+  };
   const newLabel = ({ title, key = title }) => {
     const box = h("input", { type: "checkbox", "data-panel": title });
     box.checked = !hidden.has(key);
@@ -42,6 +47,7 @@ export function panelsMenu(store, panels) {
       if (!labels.has(key)) labels.set(key, newLabel({ title, key }));
       el.classList.toggle("dtk-off", hidden.has(key));
     }
+    showCount(all.filter(({ title, key = title }) => hidden.has(key)).length);
     const wanted = all.map(({ title, key = title }) => labels.get(key));
     if (wanted.length !== menu.box.children.length || wanted.some((label, k) => menu.box.children[k] !== label)) menu.box.replaceChildren(...wanted);
   };

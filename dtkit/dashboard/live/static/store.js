@@ -94,9 +94,9 @@ export function apply(store, content, buffers) {
     return true;
   }
   if (content.kind === "picture") {
-    const bytes = content.error === null ? raw(buffers[0]) : null;
+    const note = content.note ?? null, bytes = content.error === null && note === null ? raw(buffers[0]) : null;
     const since = store.pictures.get(content.name)?.since ?? Date.now();
-    store.pictures.set(content.name, { error: content.error, bytes, wide: Boolean(content.wide), since });
+    store.pictures.set(content.name, { error: content.error, note, bytes, wide: Boolean(content.wide), since });
     return true;
   }
   if (content.kind === "no picture") { // its panel was removed or replaced

@@ -55,7 +55,7 @@ function showEnd({ lines, isPinned }) {
 }
 function logLine(event) {
   const at = new Date(event.time * 1000).toLocaleTimeString("en-GB");
-  const who = event.rank === null ? "" : `[${event.rank}] `;
+  const who = event.rank === null || event.text.startsWith(`node ${event.rank} `) ? "" : `[${event.rank}] `;
   return h("div", { class: `dtk-event-${event.kind}` }, h("time", {}, at), h("span", { class: "dtk-at" }, `step ${event.step}`), ...prose(`${who}${event.text}`));
 }
 

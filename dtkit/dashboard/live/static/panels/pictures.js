@@ -1,4 +1,4 @@
-// The user's own panels, drawn by matplotlib in the kernel (panel_renderer.py): a picture or an error.
+// The user's own panels, drawn by matplotlib in the kernel (panel_renderer.py): a picture, an error, or a note if there is nothing to draw.
 
 import { h, setText } from "../elements.js";
 import { savePicture } from "../export.js";
@@ -41,10 +41,11 @@ function drawPicture(view, picture) {
   if (view.drawn === picture) return;
   view.drawn = picture;
   view.el.classList.toggle("dtk-wide", picture.wide);
-  view.image.hidden = view.tools.hidden = picture.error !== null;
-  view.broken.hidden = picture.error === null;
-  setText(view.broken, picture.error === null ? "" : `this panel failed: ${picture.error}`);
-  if (picture.error !== null) return;
+  view.image.hidden = view.tools.hidden = picture.bytes === null;
+  view.broken.hidden = picture.bytes !== null;
+  view.broken.classList.toggle("dtk-note", picture.note !== null);
+  setText(view.broken, picture.note ?? (picture.error === null ? "" : `this panel failed: ${picture.error}`));
+  if (picture.bytes === null) return;
   URL.revokeObjectURL(view.image.src);
   view.image.src = URL.createObjectURL(new Blob([picture.bytes], { type: "image/png" }));
 }

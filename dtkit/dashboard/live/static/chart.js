@@ -1,6 +1,7 @@
 // A chart over the steps, as SVG. A panel names its chart and its options; all charts share the tools of store.view.
 //
 //   chart/grain.js    what is drawn: buckets of the store, or single points
+//   chart/average.js  moving averages
 //   chart/caption.js  the note next to the title
 //   chart/axis.js     steps, epochs, time or samples
 //   chart/lines.js    lines, bands, points, labels
@@ -9,9 +10,10 @@
 //   chart/pointer.js  pointing and zooming
 //   chart/tooltip.js  the box at the pointer
 
+import { movingAverage } from "./chart/average.js";
 import { xAxis } from "./chart/axis.js";
 import { fitCaption } from "./chart/caption.js";
-import { areShares, bucketGrain, hasNegative, inverted, movingAverage, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
+import { areShares, bucketGrain, hasNegative, inverted, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
 import { drawLabels, drawLine, drawPoints, drawSpots, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { joinGlyphs, mergeSigns } from "./chart/marks.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
@@ -61,15 +63,15 @@ export function chart(store, name, options, redraw) {
     el.classList.toggle("dtk-flat", flat);
     el.classList.toggle("dtk-wide", flat || Boolean(options.wide));
     view.height = frame.height() ?? options.height ?? 200;
-    view.grain = options.grain?.(store) ?? bucketGrain(detailInSight(store) ?? store.curves, store.head.columns, view.layout, options.merged);
-    if (options.inverted) view.grain.value = inverted(view.grain.value);
+    view.grain = options.grain?.(store) ?? readBuckets(view);
+    if (options.inverted) changeValues(view.grain, inverted);
     view.canLog = Boolean(options.canLog) && !(options.canLog === "positive" && hasNegative(view.grain));
     view.isLog = view.canLog && isLogScale(view);
     noteScale(view, view.canLog && !flat && !staysLinear(view) ? view.isLog : null, redraw);
     updateTools();
     scale.update();
     if (frame.height() !== null) scale.el.hidden = true; // the tools above the chart have it
-    if (view.isLog) view.grain.value = onlyPositive(view.grain.value);
+    if (view.isLog) changeValues(view.grain, onlyPositive);
     view.width = readWidth(isMoved);
     if (!flat) drawChart(view, Math.max(160, view.width));
     const caption = (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view);
@@ -79,6 +81,15 @@ export function chart(store, name, options, redraw) {
     setAttr(svg, "aria-label", `${options.title}: ${describe(view)}`);
   };
   return { el, update, title: options.title };
+}
+
+/** Return the grain of the store's buckets, finer ones where the range in sight has them. */
+function readBuckets({ store, options, layout }) {
+  const detail = detailInSight(store), read = (curves) => bucketGrain(curves, store.head.columns, layout, options.merged);
+  return detail ? { ...read(detail), earlier: read(store.curves) } : read(store.curves);
+}
+function changeValues(grain, change) {
+  for (const part of [grain, grain.earlier]) if (part) part.value = change(part.value);
 }
 
 /** Return a function that shows the tools and the legend of all charts in a panel while it fills the screen. */

@@ -191,7 +191,7 @@ def test_signs_of_events_next_to_each_other_are_one_in_their_order(tmp_path: Pat
     signs, (sign,), joined = evaluate_page_code(
         tmp_path, "chart/marks.js", ["mergeSigns", "joinGlyphs"], f"[mergeSigns({marks}), mergeSigns({back}), {text}]"
     )
-    assert joined == "‖\u2009lr\u2009▶↓"
+    assert joined == "‖\u00a0lr\u00a0▶\u00a0↓"
     assert signs == [{"at": 106, "glyphs": ["‖", "lr", "▶"]}, {"at": 300, "glyphs": ["‖"]}]
     assert sign["glyphs"] == ["‖", "lr", "▶"]
 

@@ -21,6 +21,7 @@ import { drawRunLabels } from "./chart/run_labels.js";
 import { newTooltip, within } from "./chart/tooltip.js";
 import { drawParts, s, h, setAttr, setText } from "./elements.js";
 import { newFrame } from "./frame.js";
+import { rowHeight } from "./grid.js";
 import { logTicks, number, tick, ticks } from "./numbers.js";
 import { nodeName } from "./picking.js";
 import { detailInSight, lastEvaluated, LIVE, MARKED } from "./store.js";
@@ -28,7 +29,7 @@ import { newPrefix } from "./textures.js";
 import { scaleButton, toolbar } from "./toolbar.js";
 import { newWidth } from "./width.js";
 
-const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22, TOOLS = 60, TOOLS_AND_SCALE = 92; // these as in dashboard.css
+const LEFT = 50, TOP = 14, BOTTOM = 22, TOOLS = 60, TOOLS_AND_SCALE = 92; // these as in dashboard.css
 const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
 
 /**
@@ -62,7 +63,7 @@ export function chart(store, name, options, redraw) {
     const flat = Boolean(options.isFlat?.(store)), isMoved = el.classList.contains("dtk-flat") !== flat;
     el.classList.toggle("dtk-flat", flat);
     el.classList.toggle("dtk-wide", flat || Boolean(options.wide));
-    view.height = frame.height() ?? options.height ?? 200;
+    view.height = frame.height() ?? rowHeight(el, options.height ?? 200);
     view.grain = options.grain?.(store) ?? readBuckets(view);
     if (options.inverted) changeValues(view.grain, inverted);
     view.canLog = Boolean(options.canLog) && !(options.canLog === "positive" && hasNegative(view.grain));
@@ -147,7 +148,7 @@ function drawChart(view, width) {
   const [low, high] = valueLimits(grain, {
     shown: view.shown, from: first, to: end, extra: inSight, averages: (line) => lineAverages(view, line), isLog: view.isLog, robust: store.view.robust, fromZero: options.fromZero, most: options.most?.(store),
   });
-  const right = options.right?.(store.head, view) ?? RIGHT, plot = { width: width - LEFT - right, height: height - TOP - BOTTOM };
+  const right = options.right?.(store.head, view) ?? labelsRoom(store), plot = { width: width - LEFT - right, height: height - TOP - BOTTOM };
   const size = view.isLog ? Math.log10 : (v) => v, { axis } = view, from = axis.of(first), long = axis.of(end) - from || 1;
   view.frame = {
     ...plot, first, end, low, high,
@@ -165,6 +166,13 @@ function drawChart(view, width) {
   (options.lineName ? drawRunLabels : drawLabels)(view, ends, { from: LEFT, left: width - right + 8, top: TOP, bottom: height - BOTTOM });
   drawCursor(view);
 }
+const LABEL_ROOM = 72, VALIDATION_ROOM = 92, LABEL_LETTER = 6.9;
+
+/** Return the room right of all charts of a run, so that equal steps are below each other. */
+function labelsRoom({ head: { overall = "" }, evaluations }) {
+  return Math.max(evaluations.length ? VALIDATION_ROOM : LABEL_ROOM, 16 + LABEL_LETTER * overall.length);
+}
+
 const DOT_ROOM = 5; // around the plot, for whole dots and line ends
 
 /** Draw nothing beyond the plot. A line that goes on out of sight ends at the plot's edge. */

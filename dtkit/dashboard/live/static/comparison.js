@@ -6,7 +6,7 @@ import { bucketGrain, seriesGrain } from "./chart/grain.js";
 import { runDash } from "./chart/lines.js";
 import { axisOfRuns, placedGrain, placedStore, withSteps } from "./chart/run_axis.js";
 import { h, keepKeys, s, setAttr, setText } from "./elements.js";
-import { fillRow } from "./grid.js";
+import { newRows } from "./grid.js";
 import { number } from "./numbers.js";
 import { toolbar } from "./toolbar.js";
 
@@ -206,10 +206,11 @@ export function buildComparison(store, { hasTables = true } = {}) {
   const panels = [...tables, ...charts];
   const body = h("div", { class: "dtk-body" }, ...panels.map((panel) => panel.el));
   root.append(body);
+  const fillRows = newRows(body, redraw);
   function draw() {
     if (!store.head) return;
     for (const panel of panels) panel.update();
-    if (fillRow(body)) redraw();
+    if (fillRows()) redraw();
     setAttr(root, "data-state", store.status.state);
     setAttr(root, "data-seq", store.seq);
   }

@@ -15,8 +15,13 @@ if TYPE_CHECKING:
 
 _WEIGHT = 0.99
 _GRAINS = """({
-  points: (steps, values, merged) => seriesGrain({ points: steps.length, lines: 1, merged, values: steps.flatMap((step, k) => [step, values[k]]) }),
-  buckets: (means, width, origin = 1) => bucketGrain({ data: means.flatMap((v) => [v, v, v]), used: means.length, width, origin }, 1, { first: 0, nodes: 0, banded: false }),
+  points: (steps, values, merged) => seriesGrain({
+    points: steps.length, lines: 1, merged, values: steps.flatMap((step, k) => [step, values[k]]),
+  }),
+  buckets: (means, width, origin = 1) => bucketGrain(
+    { data: means.flatMap((v) => [v, v, v]), used: means.length, width, origin }, 1,
+    { first: 0, nodes: 0, banded: false },
+  ),
   smooth: (grain, weight) => movingAverage(grain, 0, weight),
 })"""
 

@@ -126,7 +126,7 @@ def read_plots(view: StaticView) -> list[dict[str, float]]:
     """Return {left, right, height} of all charts over steps: ends of the plots in the page, height of the charts."""
     plots: list[dict[str, float]] = view.root.locator("svg.dtk-lines-chart:visible").evaluate_all("""(all) => all
       .filter((svg) => svg.querySelector(".dtk-grid line")).map((svg) => {
-        const [line, chart] = [svg.querySelector(".dtk-grid line").getBoundingClientRect(), svg.getBoundingClientRect()];
+        const [line, chart] = [svg.querySelector(".dtk-grid line"), svg].map((el) => el.getBoundingClientRect());
         return { left: line.left - chart.left, right: chart.right - line.right, height: chart.height };
       })""")
     return plots
@@ -157,7 +157,8 @@ def test_panels_of_a_row_are_equally_high(page: Page):
     view.root.get_by_test_id("panels-menu").click()
     view.root.locator("[data-panel='Throughput']").uncheck()  # the loss gets the norm beside it
     page.wait_for_function(
-        "() => [...document.querySelectorAll('svg.dtk-lines-chart')].filter((svg) => svg.clientHeight === 200).length === 2"
+        """() => [...document.querySelectorAll("svg.dtk-lines-chart")]
+          .filter((svg) => svg.clientHeight === 200).length === 2"""
     )
     page.set_viewport_size({"width": 700, "height": 900})  # one column
     page.wait_for_function(

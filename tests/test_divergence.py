@@ -40,13 +40,13 @@ def test_a_loss_far_above_its_start_is_the_first_notice_and_the_verdict(tmp_path
     assert verdict is not None
     assert verdict.cause == "diverged"
     assert verdict.text == (
-        "the loss grew 3e+05 times since its best at step 1: lower the learning rate (0.1 now), or set the "
+        "the loss grew 300,000 times since its best at step 1: lower the learning rate (0.1 now), or set the "
         "strategy's clip_grad_norm="
     )
-    assert verdict.arithmetic[-1].startswith("6e+05 / 2.00 = 3e+05")
+    assert verdict.arithmetic[-1].startswith("600,000 / 2.00 = 300,000")
     notices = MessageBuilder(source).build_snapshot().content["notices"]
     text = (
-        "the training diverged: the loss grew 3e+05 times since its best at step 1, from 2.00 to 6e+05 at step 81 "
+        "the training diverged: the loss grew 300,000 times since its best at step 1, from 2.00 to 600,000 at step 81 "
         "(median of the last 20 steps)"
     )
     assert notices[0] == {"kind": "diverged", "text": text}
@@ -173,7 +173,7 @@ def test_a_view_shows_a_divergence_in_its_head():
     run = make_diverged_run()
     assert (
         MessageBuilder(run).build_snapshot().content["status"]["diverged"]
-        == "loss grew 3e+05 times since its best at step 1"
+        == "loss grew 300,000 times since its best at step 1"
     )
     healthy = FakeSource(ranks=2)
     healthy.advance(50)

@@ -100,7 +100,7 @@ def make_complete_run(ranks=4):
 def test_the_picture_has_what_the_live_view_has():
     figure = run_figure.draw_run(make_complete_run())
     names = {text.get_text() for text in figure.findobj(Text)}
-    assert {"throughput", "mean loss", "step time", "waiting", "nodes", "4 / 4", "accuracy", "0.750"} <= names
+    assert {"throughput", "mean loss", "mean step time", "waiting", "nodes", "4 / 4", "accuracy", "0.750"} <= names
     assert {"entropy", "CPU (cores)", "Network (MB/s)", "Timeline"} <= names
     assert {"engine", "pid", "4003", "host0", "13"} <= names  # the table of nodes
     assert "[1] node 1 replaced in 1.3 s, no step lost" in names

@@ -335,9 +335,9 @@ def test_tiles_agree_with_the_records():
     totals = source.history.totals(150)
     throughput = totals["samples"].sum() / totals["step_s"].sum()
     assert tiles["throughput"]["value"] == f"{throughput:,.0f}"
-    assert (tiles["step time"]["value"], tiles["step time"]["note"]) == (
+    assert (tiles["mean step time"]["value"], tiles["mean step time"]["note"]) == (
         formatting.format_duration(totals["samples"].mean() / throughput),
-        "mean of 50 steps",
+        "last 50 steps",
     )
     loss = tiles["mean loss"]
     assert (loss["value"], loss["note"]) == ("0.250", "20 steps, spread 0")
@@ -346,7 +346,7 @@ def test_tiles_agree_with_the_records():
     waiting = f"{100 * rows['wait_s'].sum() / rows['step_s'].sum():.0f} %"
     assert (tiles["waiting"]["value"], tiles["waiting"]["note"]) == (waiting, "of all nodes' time")
     assert tiles["nodes"] == {"label": "nodes", "value": "4 / 4", "note": "on 1 host", "alert": False}
-    assert list(tiles) == ["throughput", "mean loss", "step time", "waiting", "nodes"]
+    assert list(tiles) == ["throughput", "mean loss", "mean step time", "waiting", "nodes"]
 
 
 def test_the_last_value_of_a_metric_has_a_tile():
@@ -379,11 +379,11 @@ def test_the_live_time_panel_has_the_bars_of_the_figure():
     sent = np.frombuffer(message.buffers[2], "<f4").reshape(4, len(PHASES))
     np.testing.assert_array_equal(sent, timing.seconds.astype("f4"))
     time = message.content["time"]
-    assert (time["steps"], time["straggler"]) == ("the last 50 steps", timing.straggler.text)
+    assert (time["steps"], time["straggler"]) == ("steps 11 to 60", timing.straggler.text)
     assert time["bars"][1] == {"rank": 1, "label": "node 1", "slow": True}
     assert message.content["head"]["phases"] == PHASES
     tiles = {tile["label"]: tile["note"] for tile in message.content["tiles"]}
-    assert tiles["step time"] == "▲ slowest: node 1"
+    assert tiles["mean step time"] == "▲ slowest: node 1"
 
 
 def test_node_throughput_excludes_waiting():

@@ -8,6 +8,7 @@ import pytest
 from dtkit.dashboard import report
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.text import run_text
+from dtkit.history import overfitting
 from dtkit.history.overfitting import MIN_LATER, find_overfitting, has_risen
 from dtkit.types import Evaluation
 from tests.support.fake_source import FakeSource
@@ -91,3 +92,25 @@ def test_few_or_unknown_evaluations_are_no_overfitting(values: list[float]):
 
 def test_many_evaluations_are_read_in_little_memory():
     assert has_risen(np.concatenate([[0.2], np.linspace(0.21, 0.6, 5000)]))
+
+
+def test_messages_between_two_evaluations_compute_nothing_again(monkeypatch: pytest.MonkeyPatch):
+    source, calls = make_run(FALL_AND_RISE[:-1]), []
+    monkeypatch.setattr(overfitting, "has_risen", lambda values: calls.append(len(values)) or has_risen(values))
+    for _ in range(3):
+        source.advance(10, loss=0.0003)
+        assert find_overfitting(source.history).now == pytest.approx(np.median(FALL_AND_RISE[-4:-1]))
+    assert calls == [19]
+    source.history.add(Evaluation(source.step, 100, {"loss": 0.6}))
+    assert find_overfitting(source.history).now == pytest.approx(FALL_AND_RISE[-2])
+    assert calls == [19, 20]
+    source.event("restore", "the weights of epoch 8, the best, are back: loss 0.22")
+    assert find_overfitting(source.history) is None
+
+
+def test_the_training_loss_of_an_evaluation_may_arrive_after_it():
+    source = make_run(FALL_AND_RISE[:-1])
+    source.history.add(Evaluation(source.step + 10, 100, {"loss": 0.55}))
+    before = find_overfitting(source.history).training_now
+    source.advance(10, loss=0.0002)
+    assert find_overfitting(source.history).training_now == pytest.approx(0.0002) != before

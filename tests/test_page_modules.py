@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from dtkit._util import formatting
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.curves import CurveBuckets
 from dtkit.history.undone_steps import UndoneSteps
@@ -26,7 +27,37 @@ def test_numbers_of_any_size_are_short(tmp_path: Path):
         tmp_path, "numbers.js", ["number", "tick"], f"[{values}.map((v) => tick(v)), {values}.map((v) => number(v))]"
     )
     assert ticks == ["5e19", "1e11", "1.25e9", "2.5M", "30k", "0.25", "2e-5"]
-    assert numbers == ["5e19", "1e11", "1.3e9", "2,500,000", "30,000", "0.250", "2.0e-5"]
+    assert numbers == ["5e19", "1e11", "1.3e9", "2,500,000", "30,000", "0.250", "2e-5"]
+
+
+def test_page_and_python_write_a_number_alike(tmp_path: Path):
+    """The tile is written by Python, and the chart below it by the page."""
+    written = {
+        0: "0",
+        1.234e-9: "1.2e-9",
+        2e-5: "2e-5",
+        -1.23e-5: "-1.2e-5",
+        9.96e-5: "1e-4",
+        1e-4: "0.0001",
+        0.00026: "0.00026",
+        0.000996: "0.001",
+        0.00123: "0.00123",
+        0.5031: "0.503",
+        0.99951: "1.00",
+        9.996: "10.0",
+        12.345: "12.3",
+        99.96: "100",
+        123.4: "123",
+        999.6: "1,000",
+        -45678.9: "-45,679",
+        250_000: "250,000",
+        2.5e6: "2,500,000",
+        1.27e9: "1.3e9",
+        5e19: "5e19",
+    }
+    assert [formatting.format_loss(value) for value in written] == list(written.values())
+    texts = evaluate_page_code(tmp_path, "numbers.js", ["number"], f"{json.dumps(list(written))}.map((v) => number(v))")
+    assert texts == list(written.values())
 
 
 def test_no_axis_has_a_single_number(tmp_path: Path):
@@ -191,7 +222,7 @@ def test_signs_of_events_next_to_each_other_are_one_in_their_order(tmp_path: Pat
     signs, (sign,), joined = evaluate_page_code(
         tmp_path, "chart/marks.js", ["mergeSigns", "joinGlyphs"], f"[mergeSigns({marks}), mergeSigns({back}), {text}]"
     )
-    assert joined == "‖\u2009lr\u2009▶↓"
+    assert joined == "‖\u00a0lr\u00a0▶\u00a0↓"
     assert signs == [{"at": 106, "glyphs": ["‖", "lr", "▶"]}, {"at": 300, "glyphs": ["‖"]}]
     assert sign["glyphs"] == ["‖", "lr", "▶"]
 

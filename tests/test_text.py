@@ -33,7 +33,7 @@ class Terminal(io.StringIO):
         (formatting.format_rate, 0.0, "0.00"),
         (formatting.format_loss, 0.50349, "0.503"),
         (formatting.format_loss, 12.3456, "12.3"),
-        (formatting.format_loss, 1.23e-5, "1.2e-05"),
+        (formatting.format_loss, 1.23e-5, "1.2e-5"),
         (formatting.format_loss, float("nan"), "NaN"),
         (formatting.format_loss, float("-inf"), "-inf"),
         (formatting.format_loss, None, "—"),

@@ -257,14 +257,24 @@ def test_numbers_of_a_run_that_is_over_are_those_of_all_its_steps():
     assert over.timing.steps_text == "all steps but the first"
     assert over.throughput == compute_speed(source.history).samples_per_s > 1.5 * running.throughput
     tiles = {tile.label: tile.note for tile in build_tiles(source, over)}
-    assert (tiles["throughput"], tiles["step time"]) == (
+    assert (tiles["throughput"], tiles["mean step time"]) == (
         "samples/s, all steps but the first",
-        "mean of all steps but the first",
+        "all steps but the first",
     )
     verdict = find_verdict(source.history, source.spec)
     assert verdict.arithmetic[0].startswith("means of all steps but the first and all nodes: data")
     source.advance(60)  # the run was extended
     assert compute_run_metrics(source.history, 2).timing.steps_text == "last 50 steps"
+
+
+def test_means_name_their_steps_for_views_that_are_drawn_later_than_others():
+    source = FakeSource(ranks=2)
+    source.advance(1)
+    assert compute_run_metrics(source.history, 2).timing.range_text == "step 1"
+    source.advance(1249)
+    assert compute_run_metrics(source.history, 2).timing.range_text == "steps 1,201 to 1,250"
+    source.event("done", "done after 1,250 steps")
+    assert compute_run_metrics(source.history, 2).timing.range_text == "all steps but the first"
 
 
 def test_numbers_of_a_failed_run_are_those_of_all_its_steps():

@@ -441,7 +441,7 @@ def test_views_after_a_repair_use_only_the_steps_after_it():
     source.advance(1)
     assert find_shown_verdict(source).cause == "computing"
     content = MessageBuilder(source).build_snapshot().content
-    assert content["time"]["steps"] == f"the last {MIN_STEPS} steps"
+    assert content["time"]["steps"] == f"steps {source.step - MIN_STEPS + 1} to {source.step}"
     assert f"means of the last {MIN_STEPS} steps" in content["verdict"]["arithmetic"][0]
 
 

@@ -15,7 +15,7 @@ UNKNOWN = "—"
 
 def _format_significant(value: float) -> str:
     """Return `value` with three significant digits and grouped thousands, never in exponent form."""
-    magnitude = math.floor(math.log10(abs(value))) if value else 0
+    magnitude = math.floor(math.log10(abs(float(f"{value:.3g}")))) if value else 0  # 99.96 has that of 100
     return f"{value:,.{max(0, 2 - magnitude)}f}"
 
 
@@ -27,14 +27,22 @@ def format_rate(value: float | None) -> str:
 
 
 def format_loss(value: float | None) -> str:
-    """Return a loss or a metric: ``0.503``, ``12.3``, ``1.2e-05``, ``NaN``."""
+    """Return a loss or a metric, as ``number`` of the live view: ``0.503``, ``12.3``, ``1.2e-5``; also ``NaN``."""
     if value is None:
         return UNKNOWN
     if math.isnan(value):
         return "NaN"
     if math.isinf(value) or value == 0:
         return f"{value:g}"
-    return _format_significant(value) if 1e-3 <= abs(value) < 1e5 else f"{value:.2g}"
+    if not 1e-4 <= abs(value) < 1e7:
+        return _format_exponent(value, 2)
+    return f"{value:.2g}" if abs(value) < 1e-3 else _format_significant(value)
+
+
+def _format_exponent(value: float, digits: int) -> str:
+    """Return a number with `digits` significant digits and a power of ten, as the live view does: ``1.46e-6``."""
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 _MAX_PLAIN_RATE_CHARS = 9  # 0.00000146 can't be read at a glance
@@ -50,8 +58,7 @@ def format_learning_rate(value: Any) -> str:
     plain = f"{short:.15f}".rstrip("0").rstrip(".")
     if value < 1e5 and len(plain) <= _MAX_PLAIN_RATE_CHARS and float(plain) == short:
         return plain
-    digits, exponent = f"{short:.3e}".split("e")
-    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return _format_exponent(short, 4)
 
 
 def format_duration(seconds: float | None) -> str:

@@ -111,7 +111,7 @@ def _format_head(run: RunView, cards: Sequence[tuple[str, str, str]], single_pro
     yield format_cards(cards)
     verdict = find_shown_verdict(run, _measure_one_process(run, single_process))
     if verdict is not None:
-        lines = "<br>".join(map(escape, verdict.arithmetic))
+        lines = "".join(f"<div>{escape(line)}</div>" for line in verdict.arithmetic)
         yield (
             f'<div class="verdict"><b>{escape(verdict.text)}</b><details><summary>the arithmetic</summary>{lines}'
             "</details></div>"

@@ -73,6 +73,8 @@ p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; }} time 
 .card b {{ font-size: 22px; display: block; line-height: 1.35; font-variant-numeric: tabular-nums; }}
 .card span {{ color: var(--muted); font-size: 12.5px; display: block; line-height: 1.4; }}
 .verdict, .notice {{ border-left: 3px solid var(--accent); padding: 4px 12px; }}
+.verdict details {{ margin: 2px 0 0; font-size: 13.5px; }} .verdict details div {{ color: var(--muted);
+  padding-left: 32px; text-indent: -16px; }} /* a line that wraps isn't taken for two */
 .error {{ color: var(--bad); font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap;
   max-width: none; border-left: 3px solid; padding: 4px 12px; }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 26px 32px; }}

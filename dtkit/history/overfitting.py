@@ -15,6 +15,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.history.mean_loss import compute_mean_loss
+from dtkit.history.remembered import remember_while
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,6 +58,14 @@ class Overfitting:
         )
 
 
+def _count_evaluations(history: History) -> object:
+    """Return what the judgment depends on. Messages ask for it far more often than a training evaluates."""
+    last = history.evaluations[-1:]
+    has_rows = not last or _read_last_step(history) >= last[0].step  # rows may come after their evaluation
+    return len(history.evaluations), last, has_rows, len(history.events), len(history.returns)
+
+
+@remember_while(_count_evaluations)
 def find_overfitting(history: History) -> Overfitting | None:
     """Return how a training overfits; None if it does not, or if there are too few evaluations to judge."""
     evaluations = _select_evaluations(history)
@@ -104,6 +113,11 @@ def _select_evaluations(history: History) -> Sequence[Evaluation]:
 
 def _measure_training(history: History, step: int, interval: int) -> float:
     """Return the mean training loss of the `interval` steps up to `step`; NaN if none has one."""
-    behind = max(0, history.num_steps and int(history.totals(history.num_steps - 1)["step"][-1]) - step)
+    behind = max(0, _read_last_step(history) - step)
     stop = max(0, history.num_steps - behind)
     return compute_mean_loss(history.totals(max(0, stop - interval), stop))
+
+
+def _read_last_step(history: History) -> int:
+    """Return the last step that has rows; 0 without one."""
+    return int(history.totals(history.num_steps - 1)["step"][-1]) if history.num_steps else 0

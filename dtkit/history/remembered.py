@@ -24,21 +24,40 @@ def remember_last(
     read: Callable[Concatenate[History, _Arguments], _Result],
 ) -> Callable[Concatenate[History, _Arguments], _Result]:
     """Return a function that computes a result again only for other rows, events or arguments. Nobody may change it."""
-    known: weakref.WeakKeyDictionary[History, tuple[object, _Result]] = weakref.WeakKeyDictionary()
-    # locks: for one look or assignment
-    lock = threading.Lock()
+    return remember_while(_count_rows_and_events)(read)
 
-    @functools.wraps(read)
-    def read_remembered(history: History, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        rows = len(history), history.num_totals, len(history.returns)
-        key = rows, len(history.events), history.events[-1:], args, kwargs  # as of before the rows are read
-        with lock:
-            before = known.get(history)
-        if before is not None and before[0] == key:
-            return before[1]
-        result = read(history, *args, **kwargs)
-        with lock:
-            known[history] = key, result
-        return result
 
-    return read_remembered
+def remember_while(
+    get_state: Callable[[History], object],
+) -> Callable[
+    [Callable[Concatenate[History, _Arguments], _Result]], Callable[Concatenate[History, _Arguments], _Result]
+]:
+    """Return a decorator like :func:`remember_last`, for a result that depends on `get_state(history)` alone."""
+
+    def decorate(
+        read: Callable[Concatenate[History, _Arguments], _Result],
+    ) -> Callable[Concatenate[History, _Arguments], _Result]:
+        known: weakref.WeakKeyDictionary[History, tuple[object, _Result]] = weakref.WeakKeyDictionary()
+        # locks: for one look or assignment
+        lock = threading.Lock()
+
+        @functools.wraps(read)
+        def read_remembered(history: History, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            key = get_state(history), args, kwargs  # as of before the history is read
+            with lock:
+                before = known.get(history)
+            if before is not None and before[0] == key:
+                return before[1]
+            result = read(history, *args, **kwargs)
+            with lock:
+                known[history] = key, result
+            return result
+
+        return read_remembered
+
+    return decorate
+
+
+def _count_rows_and_events(history: History) -> object:
+    rows = len(history), history.num_totals, len(history.returns)
+    return rows, len(history.events), history.events[-1:]

@@ -45,7 +45,7 @@ def get_plot(view: StaticView, chart: str = LOSS) -> tuple[float, float, float]:
     svg.scroll_into_view_if_needed()
     box = svg.bounding_box()
     assert box
-    return box["x"] + 50, box["x"] + box["width"] - 72, box["y"] + 60
+    return box["x"] + 50, box["x"] + box["width"] - 99, box["y"] + 60
 
 
 def test_dragging_zooms_all_charts_and_a_double_click_resets(page: Page):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.browser
 
-PLOT_LEFT, LABEL_ROOM = 50, 72  # as in chart.js
+PLOT_LEFT, LABEL_ROOM = 50, 16 + 6.9 * len("with waiting")  # as in chart.js
 
 
 def show_samples(page: Page, theme: str = "light") -> StaticView:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.image import imread
 from playwright.sync_api import Page, expect
@@ -95,6 +96,10 @@ def test_custom_panel_has_the_background_of_a_dark_page(page: Page):
     pixels = imread(io.BytesIO(panel.screenshot()))[..., :3]
     assert pixels.mean() < 0.35
     assert pixels.max() > 0.4  # lines and numbers
+    drawn = imread(io.BytesIO(panel.locator("img").screenshot()))[..., :3]
+    grays = drawn[np.ptp(drawn, axis=-1) < 0.03].mean(axis=-1)
+    luminance = ((grays + 0.055) / 1.055) ** 2.4
+    assert (luminance.max() + 0.05) / (luminance.min() + 0.05) > 5.5, "the numbers at the ticks are pale"
 
 
 def test_a_removed_panel_leaves_the_page_and_the_menu(page: Page):

@@ -178,7 +178,7 @@ def test_bars_can_be_read_with_the_keyboard(page: Page):
     view = StaticView(page, make_source(4))
     panel = view.root.get_by_test_id("time-panel")
     note = panel.locator("h3 .dtk-note")
-    expect(note).to_have_text("ms, mean of the last 50 steps")
+    expect(note).to_have_text("ms, mean of steps 291 to 340")
     rows = panel.locator(".dtk-row")
     assert rows.evaluate_all("(all) => all.map((el) => el.tabIndex)") == [0, -1, -1, -1]  # one tab stop
     rows.first.focus()

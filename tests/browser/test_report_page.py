@@ -159,3 +159,27 @@ def test_a_table_that_goes_on_beyond_the_page_has_a_shadow(page: Page, tmp_path:
     page.goto(f"file://{tmp_path}/comparison.html")
     table = page.locator(".scroll").first
     assert table.evaluate("(el) => getComputedStyle(el).backgroundAttachment") == "local, local, scroll, scroll"
+
+
+@pytest.mark.parametrize("look", [Look(width=600)], indirect=True)
+def test_the_fold_of_the_arithmetic_has_no_blank_line_and_wrapped_lines_are_told_apart(page: Page, tmp_path: Path):
+    source = FakeSource()
+    source.slowness = {1: 1.6}
+    source.advance(200)
+    write_report(source, tmp_path / "run.html")
+    page.goto(f"file://{tmp_path / 'run.html'}")
+    verdict = page.locator(".verdict")
+    below = "(all) => all[0].getBoundingClientRect().bottom - all[0].querySelector('%s').getBoundingClientRect().bottom"
+    assert verdict.evaluate_all(below % "summary") <= 6
+    verdict.locator("summary").click()
+    lines = verdict.locator("details > div")
+    assert lines.count() >= 3
+    assert verdict.evaluate_all(below % "details > div:last-child") <= 6
+    first, second = lines.nth(0).evaluate(
+        """(line) => {
+          const range = document.createRange();
+          range.selectNodeContents(line);
+          return [...range.getClientRects()].slice(0, 2).map((box) => box.left);
+        }"""
+    )
+    assert second > first

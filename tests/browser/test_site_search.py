@@ -1,9 +1,10 @@
-"""The site's search leads a newcomer's words to the right page, with an excerpt, and no page reports an error."""
+"""The site: its search leads a newcomer's words to the right page, no page reports an error, and no code is cut off."""
 
 from __future__ import annotations
 
 import functools
 import http.server
+import io
 import os
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import threading
 from typing import TYPE_CHECKING
 from urllib.parse import quote_plus, urljoin
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,3 +124,25 @@ def test_no_page_reports_an_error_or_misses_a_file(page: Page, site: str, folder
             found[name] = list(errors)
             errors.clear()
     assert found == {}
+
+
+@pytest.mark.slow
+def test_code_that_goes_on_to_the_right_has_a_shadow_until_its_end(page: Page, site: str):
+    page.set_viewport_size({"width": 600, "height": 900})
+    page.goto(f"{site}/guides/training.html")
+    code = page.locator("div.highlight pre").first
+    code.scroll_into_view_if_needed()
+    box = code.bounding_box()
+    assert box is not None
+
+    def read_edge() -> np.ndarray:
+        """Return the colors below the last line of code: at the right edge, and 60 pixels left of it."""
+        pixels = imread(io.BytesIO(page.screenshot()))[..., :3]
+        row, right = round(box["y"] + box["height"]) - 10, round(box["x"] + box["width"])
+        return pixels[row, [right - 3, right - 60]]
+
+    edge, inside = read_edge()
+    assert np.abs(edge - inside).max() > 0.15
+    code.evaluate("(el) => { el.scrollLeft = el.scrollWidth; }")
+    edge, inside = read_edge()
+    assert np.abs(edge - inside).max() < 0.02

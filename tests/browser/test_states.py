@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import time
 
@@ -10,6 +11,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 import dtkit
+from dtkit.dashboard.figures import panel_frame
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.comparison_widget import ComparisonWidget
 from dtkit.dashboard.live.series_feed import SeriesFeed
@@ -118,6 +120,50 @@ def test_confirmation_of_a_command_disappears(page: Page):
     assert box["x"] + box["width"] <= root["x"] + root["width"]
     page.clock.fast_forward(16_000)
     expect(effect).to_have_text("")
+
+
+def read_plots(view: StaticView) -> list[dict[str, float]]:
+    """Return {left, right, height} of all charts over steps: ends of the plots in the page, height of the charts."""
+    plots: list[dict[str, float]] = view.root.locator("svg.dtk-lines-chart:visible").evaluate_all("""(all) => all
+      .filter((svg) => svg.querySelector(".dtk-grid line")).map((svg) => {
+        const [line, chart] = [svg.querySelector(".dtk-grid line"), svg].map((el) => el.getBoundingClientRect());
+        return { left: line.left - chart.left, right: chart.right - line.right, height: chart.height };
+      })""")
+    return plots
+
+
+def test_charts_have_their_steps_below_each_other(page: Page):
+    page.set_viewport_size({"width": 1280, "height": 900})
+    run = make_run()
+    run.history.add(Evaluation(50, 100, {"loss": 0.7, "accuracy": 0.5}))
+    plots = read_plots(StaticView(page, run))
+    assert len(plots) == 4
+    assert {name: len({round(plot[name]) for plot in plots}) for name in ("left", "right")} == {"left": 1, "right": 1}
+
+
+def test_panels_of_a_row_are_equally_high(page: Page):
+    page.set_viewport_size({"width": 1280, "height": 900})
+    run = make_run()
+    view = StaticView(page, run)  # loss and throughput, gradient norm
+    assert [plot["height"] for plot in read_plots(view)] == [200, 200, 130]
+    draw = panel_frame.draw_png(lambda ax, history: ax.plot(*history.loss()), run.history)
+    view.show_picture("own", draw)  # beside the norm
+    image = view.root.get_by_test_id("custom-panel").locator("img")
+    expect(image).to_be_visible()
+    page.wait_for_function(
+        """() => Math.abs(document.querySelector('[data-testid="gradient-norm-chart"] svg.dtk-chart').clientHeight
+          - document.querySelector('[data-testid="custom-panel"] img').clientHeight) < 1"""
+    )
+    view.root.get_by_test_id("panels-menu").click()
+    view.root.locator("[data-panel='Throughput']").uncheck()  # the loss gets the norm beside it
+    page.wait_for_function(
+        """() => [...document.querySelectorAll("svg.dtk-lines-chart")]
+          .filter((svg) => svg.clientHeight === 200).length === 2"""
+    )
+    page.set_viewport_size({"width": 700, "height": 900})  # one column
+    page.wait_for_function(
+        """() => document.querySelector('[data-testid="gradient-norm-chart"] svg.dtk-chart').clientHeight === 130"""
+    )
 
 
 def test_no_half_of_a_row_is_empty(page: Page):
@@ -268,13 +314,20 @@ def test_charts_side_by_side_begin_at_one_height(page: Page, width: int):
     assert len({round(box["y"] + box["height"] / 2) for tool in tools.all() if (box := tool.bounding_box())}) == 1
 
 
-@pytest.mark.parametrize(("width", "columns"), [(480, 3), (620, 3), (800, 5)])
-def test_tiles_of_two_rows_have_the_same_columns(page: Page, width: int, columns: int):
+@pytest.mark.parametrize("width", [480, 620, 800])
+@pytest.mark.parametrize("num_metrics", [0, 2])
+def test_each_row_of_tiles_is_whole_and_its_tiles_are_equally_wide(page: Page, width: int, num_metrics: int):
     page.set_viewport_size({"width": width, "height": 900})
-    tiles = StaticView(page, make_run()).root.get_by_test_id("tiles").locator(".dtk-tile")
+    run = make_run()
+    if num_metrics:
+        run.history.add(Evaluation(50, 100, {"loss": 0.7, "accuracy": 0.5, "top 5": 0.9}))
+    tiles = StaticView(page, run).root.get_by_test_id("tiles").locator(".dtk-tile")
     boxes = [box for tile in tiles.all() if (box := tile.bounding_box())]
-    assert len({round(box["x"]) for box in boxes}) == columns
-    assert len({round(box["x"] + box["width"]) for box in boxes}) == columns
+    assert len(boxes) == 5 + num_metrics
+    rows = [list(row) for _, row in itertools.groupby(boxes, lambda box: round(box["y"]))]
+    assert len({(round(row[0]["x"]), round(row[-1]["x"] + row[-1]["width"])) for row in rows}) == 1
+    assert all(max(box["width"] for box in row) - min(box["width"] for box in row) < 1 for row in rows)
+    assert max(len(row) for row in rows) - min(len(row) for row in rows) <= 1
 
 
 def test_a_diverged_run_does_not_end_green(page: Page):
@@ -378,7 +431,7 @@ def test_marks_at_one_step_show_all_their_signs(page: Page, steps: int):
     run.event("save", "saved")
     run.advance(steps // 4)
     chart = StaticView(page, run).root.get_by_test_id("loss-chart")
-    expect(chart.locator(".dtk-mark text")).to_have_text(["†+", "↓"])
+    expect(chart.locator(".dtk-mark text")).to_have_text(["†\u00a0+", "↓"])
 
 
 def test_a_timeline_older_than_the_run_says_so(page: Page):

@@ -368,7 +368,7 @@ class MessageBuilder:
         timing = self._metrics.timing
         bars = select_bars(timing, self.selected_rank) if timing.is_measured else []
         content["time"] = {
-            "steps": f"{'' if timing.is_whole else 'the '}{timing.steps_text}",
+            "steps": timing.range_text,  # a page draws the bars later than the tiles
             "bars": [{"rank": bar.rank, "label": bar.label, "slow": bar.is_straggler} for bar in bars],
             "straggler": None if timing.straggler is None else timing.straggler.text,
         }

@@ -118,7 +118,7 @@ def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
     yield Tile("mean loss", formatting.format_loss(metrics.loss), _describe_loss(run, metrics))
     slow = metrics.timing.straggler
     yield Tile(
-        "step time",
+        "mean step time",
         formatting.format_duration(metrics.step_s),
         f"▲ slowest: {format_nodes(slow.ranks)}" if slow else _describe_window(metrics),
     )
@@ -170,11 +170,7 @@ def _describe_rate(metrics: RunMetrics) -> str:
 
 
 def _describe_window(metrics: RunMetrics) -> str:
-    timing = metrics.timing
-    if timing.is_whole:
-        return f"mean of {timing.steps_text}"
-    steps = timing.num_steps
-    return f"mean of {formatting.format_count(steps, 'step')}" if steps else "no step yet"
+    return metrics.timing.steps_text if metrics.timing.num_steps else "no step yet"
 
 
 def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:

@@ -94,6 +94,8 @@ class StepTiming:
     """Whether all ranks do the same work, so that one may be slower than another."""
     first_step: int = 0
     """The first of these steps."""
+    last_step: int = 0
+    """The last of these steps."""
     is_whole: bool = False
     """Whether these are all steps of a run that has ended, except for the first one, which warms up."""
 
@@ -103,6 +105,14 @@ class StepTiming:
         if self.is_whole:
             return "all steps but the first"
         return "last step" if self.num_steps == 1 else f"last {formatting.format_count(self.num_steps, 'step')}"
+
+    @property
+    def range_text(self) -> str:
+        """The steps by number, such as ``steps 570 to 619``, for a view that is drawn later than others."""
+        if self.is_whole:
+            return self.steps_text
+        first, last = f"{self.first_step:,}", f"{self.last_step:,}"
+        return f"step {last}" if first == last else f"steps {first} to {last}"
 
     @property
     def is_measured(self) -> bool:
@@ -171,7 +181,8 @@ def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     compute_s, is_same_work = _compute_fast_quartile(compute_times), _is_same_work(rows, num_ranks)
     straggler = _find_straggler(seconds, compute_times, compute_s) if is_same_work else None
     is_whole = is_over(history) and len(steps) > 1 and len(steps) == history.num_steps - 1
-    return StepTiming(len(steps), seconds, compute_s, straggler, is_same_work, int(rows["step"].min()), is_whole)
+    first, last = int(rows["step"].min()), int(rows["step"].max())
+    return StepTiming(len(steps), seconds, compute_s, straggler, is_same_work, first, last, is_whole)
 
 
 def _is_same_work(rows: np.ndarray, num_ranks: int) -> bool:

@@ -1,6 +1,7 @@
 // A chart over the steps, as SVG. A panel names its chart and its options; all charts share the tools of store.view.
 //
 //   chart/grain.js    what is drawn: buckets of the store, or single points
+//   chart/average.js  moving averages
 //   chart/caption.js  the note next to the title
 //   chart/axis.js     steps, epochs, time or samples
 //   chart/lines.js    lines, bands, points, labels
@@ -9,9 +10,10 @@
 //   chart/pointer.js  pointing and zooming
 //   chart/tooltip.js  the box at the pointer
 
+import { movingAverage } from "./chart/average.js";
 import { xAxis } from "./chart/axis.js";
 import { fitCaption } from "./chart/caption.js";
-import { areShares, bucketGrain, hasNegative, inverted, movingAverage, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
+import { areShares, bucketGrain, hasNegative, inverted, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
 import { drawLabels, drawLine, drawPoints, drawSpots, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { joinGlyphs, mergeSigns } from "./chart/marks.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
@@ -19,6 +21,7 @@ import { drawRunLabels } from "./chart/run_labels.js";
 import { newTooltip, within } from "./chart/tooltip.js";
 import { drawParts, s, h, setAttr, setText } from "./elements.js";
 import { newFrame } from "./frame.js";
+import { rowHeight } from "./grid.js";
 import { logTicks, number, tick, ticks } from "./numbers.js";
 import { nodeName } from "./picking.js";
 import { detailInSight, lastEvaluated, LIVE, MARKED } from "./store.js";
@@ -26,7 +29,7 @@ import { newPrefix } from "./textures.js";
 import { scaleButton, toolbar } from "./toolbar.js";
 import { newWidth } from "./width.js";
 
-const LEFT = 50, RIGHT = 72, TOP = 14, BOTTOM = 22, TOOLS = 60, TOOLS_AND_SCALE = 92; // these as in dashboard.css
+const LEFT = 50, TOP = 14, BOTTOM = 22, TOOLS = 60, TOOLS_AND_SCALE = 92; // these as in dashboard.css
 const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
 
 /**
@@ -60,16 +63,16 @@ export function chart(store, name, options, redraw) {
     const flat = Boolean(options.isFlat?.(store)), isMoved = el.classList.contains("dtk-flat") !== flat;
     el.classList.toggle("dtk-flat", flat);
     el.classList.toggle("dtk-wide", flat || Boolean(options.wide));
-    view.height = frame.height() ?? options.height ?? 200;
-    view.grain = options.grain?.(store) ?? bucketGrain(detailInSight(store) ?? store.curves, store.head.columns, view.layout, options.merged);
-    if (options.inverted) view.grain.value = inverted(view.grain.value);
+    view.height = frame.height() ?? rowHeight(el, options.height ?? 200);
+    view.grain = options.grain?.(store) ?? readBuckets(view);
+    if (options.inverted) changeValues(view.grain, inverted);
     view.canLog = Boolean(options.canLog) && !(options.canLog === "positive" && hasNegative(view.grain));
     view.isLog = view.canLog && isLogScale(view);
     noteScale(view, view.canLog && !flat && !staysLinear(view) ? view.isLog : null, redraw);
     updateTools();
     scale.update();
     if (frame.height() !== null) scale.el.hidden = true; // the tools above the chart have it
-    if (view.isLog) view.grain.value = onlyPositive(view.grain.value);
+    if (view.isLog) changeValues(view.grain, onlyPositive);
     view.width = readWidth(isMoved);
     if (!flat) drawChart(view, Math.max(160, view.width));
     const caption = (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view);
@@ -79,6 +82,15 @@ export function chart(store, name, options, redraw) {
     setAttr(svg, "aria-label", `${options.title}: ${describe(view)}`);
   };
   return { el, update, title: options.title };
+}
+
+/** Return the grain of the store's buckets, finer ones where the range in sight has them. */
+function readBuckets({ store, options, layout }) {
+  const detail = detailInSight(store), read = (curves) => bucketGrain(curves, store.head.columns, layout, options.merged);
+  return detail ? { ...read(detail), earlier: read(store.curves) } : read(store.curves);
+}
+function changeValues(grain, change) {
+  for (const part of [grain, grain.earlier]) if (part) part.value = change(part.value);
 }
 
 /** Return a function that shows the tools and the legend of all charts in a panel while it fills the screen. */
@@ -136,7 +148,7 @@ function drawChart(view, width) {
   const [low, high] = valueLimits(grain, {
     shown: view.shown, from: first, to: end, extra: inSight, averages: (line) => lineAverages(view, line), isLog: view.isLog, robust: store.view.robust, fromZero: options.fromZero, most: options.most?.(store),
   });
-  const right = options.right?.(store.head, view) ?? RIGHT, plot = { width: width - LEFT - right, height: height - TOP - BOTTOM };
+  const right = options.right?.(store.head, view) ?? labelsRoom(store), plot = { width: width - LEFT - right, height: height - TOP - BOTTOM };
   const size = view.isLog ? Math.log10 : (v) => v, { axis } = view, from = axis.of(first), long = axis.of(end) - from || 1;
   view.frame = {
     ...plot, first, end, low, high,
@@ -154,6 +166,13 @@ function drawChart(view, width) {
   (options.lineName ? drawRunLabels : drawLabels)(view, ends, { from: LEFT, left: width - right + 8, top: TOP, bottom: height - BOTTOM });
   drawCursor(view);
 }
+const LABEL_ROOM = 72, VALIDATION_ROOM = 92, LABEL_LETTER = 6.9;
+
+/** Return the room right of all charts of a run, so that equal steps are below each other. */
+function labelsRoom({ head: { overall = "" }, evaluations }) {
+  return Math.max(evaluations.length ? VALIDATION_ROOM : LABEL_ROOM, 16 + LABEL_LETTER * overall.length);
+}
+
 const DOT_ROOM = 5; // around the plot, for whole dots and line ends
 
 /** Draw nothing beyond the plot. A line that goes on out of sight ends at the plot's edge. */

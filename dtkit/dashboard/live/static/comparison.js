@@ -4,9 +4,9 @@ import { chart } from "./chart.js";
 import { MILLISECONDS } from "./chart/axis.js";
 import { bucketGrain, seriesGrain } from "./chart/grain.js";
 import { runDash } from "./chart/lines.js";
-import { axisOfRuns, placedGrain, placedStore } from "./chart/run_axis.js";
+import { axisOfRuns, placedGrain, placedStore, withSteps } from "./chart/run_axis.js";
 import { h, keepKeys, s, setAttr, setText } from "./elements.js";
-import { fillRow } from "./grid.js";
+import { newRows } from "./grid.js";
 import { number } from "./numbers.js";
 import { toolbar } from "./toolbar.js";
 
@@ -98,7 +98,7 @@ function comparedChart(store, name, redraw) {
     most: () => of().most ?? Infinity,
     note: (_head, _layout, view) => withCap(isTime ? "in steps only" : isRate ? "samples/s of all nodes" : isLogged ? "logged, mean over all nodes" : "", of().most, view),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
-    grain: () => (!isTime && axis() ? placedGrain(store, seriesGrain(of()), isExact) : seriesGrain(of())),
+    grain: () => (!isTime && axis() ? placedGrain(store, seriesGrain(of()), isExact) : withSteps(store, seriesGrain(of()), isTime ? "time" : "step")),
     format: number,
   }, redraw);
 }
@@ -206,10 +206,11 @@ export function buildComparison(store, { hasTables = true } = {}) {
   const panels = [...tables, ...charts];
   const body = h("div", { class: "dtk-body" }, ...panels.map((panel) => panel.el));
   root.append(body);
+  const fillRows = newRows(body, redraw);
   function draw() {
     if (!store.head) return;
     for (const panel of panels) panel.update();
-    if (fillRow(body)) redraw();
+    if (fillRows()) redraw();
     setAttr(root, "data-state", store.status.state);
     setAttr(root, "data-seq", store.seq);
   }

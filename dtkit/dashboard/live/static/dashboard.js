@@ -10,7 +10,7 @@
 
 import { followAttention } from "./attention.js";
 import { h, keepKeys, setAttr, setText } from "./elements.js";
-import { fillRow } from "./grid.js";
+import { newRows } from "./grid.js";
 import { mountViews } from "./mount.js";
 import { banner } from "./panels/banner.js";
 import { controls } from "./panels/controls.js";
@@ -83,6 +83,7 @@ function buildView(store, send) {
   const panels = PANELS.map(make), all = [...TOP_PANELS.map(make), toolbar(store, panels), ...panels, summary(store)];
   body.append(...all.map((panel) => panel.el));
   for (const panel of panels) store.sight.watch(panel.el);
+  const fillRows = newRows(body, redraw);
   const updates = all.map((panel) => [panel, guarded(panel)]), headUpdates = updates.slice(0, TOP_PANELS.length);
   const draw = () => {
     if (!store.head) return;
@@ -93,7 +94,7 @@ function buildView(store, send) {
     setAttr(root, "data-bad", Boolean(store.error) || ["diverged", "differs"].some((kind) => store.notices.some((notice) => notice.kind === kind)));
     if (!isWhole) return;
     isWhole = false;
-    if (fillRow(body)) redraw();
+    if (fillRows()) redraw();
     setAttr(root, "data-step", store.status.step);
     setAttr(root, "data-seq", store.seq);
   };

@@ -1,13 +1,47 @@
 // The grid of panels: those of half the width are next to each other in pairs. Small ones have rows of their own.
 
-const HALF = ".dtk-panel:not(.dtk-wide, [hidden])", ALONE = "dtk-alone";
+const HALF = ".dtk-panel:not(.dtk-wide, [hidden])", ALONE = "dtk-alone", TWO_COLUMNS = 760; // pixels, as in dashboard.css
+const HEIGHTS = new WeakMap(); // by panel: {own, row}, pixels of a chart or a picture, and of the higher one in its row
 
-/** Widen the last of an odd number of half-wide panels, so that no half of a row is empty. Return whether this changed. */
-export function fillRow(body) {
-  const shown = [...body.querySelectorAll(HALF)].filter((el) => !el.closest(".dtk-off, .dtk-small"));
+/** Note how high a panel's chart or picture is by itself. Return how high its row lets it be. */
+export function rowHeight(panel, own) {
+  if (!HEIGHTS.has(panel)) HEIGHTS.set(panel, { own, row: 0 });
+  const heights = HEIGHTS.get(panel);
+  heights.own = own;
+  return Math.max(own, heights.row);
+}
+
+/** Return a function that leaves no part of a row empty, and returns whether this changed a panel, which then is to be drawn again. */
+export function newRows(body, redraw) {
+  let width = 0;
+  new ResizeObserver(([{ borderBoxSize: [{ inlineSize }] }]) => {
+    if ((width < TWO_COLUMNS) !== (inlineSize < TWO_COLUMNS)) redraw();
+    width = inlineSize;
+  }).observe(body);
+  return () => {
+    const shown = [...body.querySelectorAll(HALF)].filter((el) => !el.closest(".dtk-off, .dtk-small"));
+    return [widenLast(body, shown), levelRows(shown, width >= TWO_COLUMNS)].some(Boolean);
+  };
+}
+
+/** Widen the last of an odd number of panels. */
+function widenLast(body, shown) {
   const lone = shown.length % 2 ? shown.at(-1) : null, before = body.querySelector(`.${ALONE}`);
   if (lone === before) return false;
   before?.classList.remove(ALONE);
   lone?.classList.add(ALONE);
   return true;
+}
+
+/** Let the lower panel of each row be as high as the other one. */
+function levelRows(shown, hasRows) {
+  let isChanged = false;
+  for (const [k, panel] of shown.entries()) {
+    const other = HEIGHTS.get(shown[k % 2 ? k - 1 : k + 1]), heights = HEIGHTS.get(panel);
+    if (!heights) continue;
+    const row = hasRows && other ? Math.max(other.own, heights.own) : 0;
+    isChanged ||= Math.max(row, heights.own) !== Math.max(heights.row, heights.own);
+    heights.row = row;
+  }
+  return isChanged;
 }

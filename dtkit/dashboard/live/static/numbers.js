@@ -3,12 +3,14 @@
 const NOTHING = "—";
 const WHOLE_FORMAT = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 }), TICK_FORMAT = new Intl.NumberFormat("en-US", { maximumFractionDigits: 12 });
 
+/** Return a loss, a metric or a rate, as `format_loss` of Python; none where a value isn't finite. */
 export function number(value, digits = 3) {
   if (value === null || !Number.isFinite(value)) return NOTHING;
   const size = Math.abs(value);
-  if (size >= 1e7) return exponent(value, 2);
+  if (size === 0) return "0";
+  if (size >= 1e7 || size < 1e-4) return exponent(value, 2);
   if (size >= 100) return WHOLE_FORMAT.format(value);
-  if (size !== 0 && size < 1e-3) return size < 1e-4 ? value.toExponential(1) : String(+value.toPrecision(2));
+  if (size < 1e-3) return String(+value.toPrecision(2));
   return String(value.toPrecision(digits));
 }
 export function bytes(value) {

@@ -4,7 +4,7 @@
 
 import { buildComparison } from "./comparison.js";
 import { h } from "./elements.js";
-import { fillRow } from "./grid.js";
+import { newRows } from "./grid.js";
 import { gradientNormChart } from "./panels/gradient_norm.js";
 import { learningRateChart } from "./panels/learning_rate.js";
 import { lossChart } from "./panels/loss.js";
@@ -31,9 +31,10 @@ function buildCharts(store) {
   const redraw = () => requestAnimationFrame(draw), panels = [toolbar(store, null), ...CHARTS.map((build) => build(store, null, redraw))];
   const body = h("div", { class: "dtk-body" }, ...panels.map((panel) => panel.el));
   const root = h("div", { class: "dtkit", "data-testid": "report-charts", "data-state": "kept", role: "region", "aria-label": "charts" }, body);
+  const fillRows = newRows(body, redraw);
   function draw() {
     for (const panel of panels) panel.update();
-    if (fillRow(body)) redraw();
+    if (fillRows()) redraw();
   }
   return { root, redraw };
 }

@@ -47,7 +47,7 @@ function axisField(store) {
 
 /** The slider's square root makes room near 1, where a change is large. */
 function smoothField(store) {
-  const slider = h("input", { type: "range", min: 0, max: 1, step: 0.05, value: 0, "data-testid": "smoothing", "aria-label": "smoothing", title: "exponential moving average; the raw line stays, pale" });
+  const slider = h("input", { type: "range", min: 0, max: 1, step: 0.05, value: 0, "data-testid": "smoothing", "aria-label": "smoothing", title: "exponential moving average over steps, alike in all charts; the raw line stays, pale" });
   const shown = h("span", { class: "dtk-amount" });
   const weight = () => Number(slider.value) && Math.min(0.995, 1 - (1 - Number(slider.value)) ** 2);
   slider.addEventListener("input", () => {

@@ -120,18 +120,6 @@ export function spansOrders(grain, most = Infinity) {
   return high >= ORDERS * low;
 }
 
-/** Return the exponential moving average of a line's means, without the bias of its start; NaN stays NaN. */
-export function movingAverage(grain, line, weight) {
-  let sum = 0, norm = 0;
-  return Array.from({ length: grain.used }, (_, at) => {
-    const v = grain.value(line, at, 1);
-    if (Number.isNaN(v)) return NaN;
-    sum = sum * weight + (1 - weight) * v;
-    norm = norm * weight + (1 - weight);
-    return sum / norm;
-  });
-}
-
 const RARE = 0.02, RARE_ROOM = 0.25;
 
 /**

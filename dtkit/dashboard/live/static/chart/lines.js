@@ -3,7 +3,7 @@
 import { drawParts, s, setAttr } from "../elements.js";
 import { number } from "../numbers.js";
 import { nodeName, pick, pickedClass } from "../picking.js";
-import { movingAverage } from "./grain.js";
+import { movingAverage } from "./average.js";
 
 export const LABEL_GAP = 12;
 

@@ -18,9 +18,9 @@ export function mergeSigns(marks) {
   }
   return signs.map((sign) => ({ at: middleOf(sign), glyphs: glyphsOf(sign) }));
 }
-/** Return glyphs as one text. Letters have room around them: "‖" before an l would be read as a part of it. */
+/** Return glyphs as one text, apart from each other: "‖" before an l would be read as a part of it. */
 export function joinGlyphs(glyphs) {
-  return glyphs.reduce((text, glyph, k) => text + (k && (glyph.length > 1 || glyphs[k - 1].length > 1) ? "\u2009" : "") + glyph, "");
+  return glyphs.join("\u00a0");
 }
 function glyphsOf({ marks }) {
   return [...new Set([...marks].sort(([a], [b]) => a - b).map(([, glyph]) => glyph))];

@@ -26,12 +26,28 @@ export function placeStep(store, run, step) {
   return mode === "epoch" ? step / axes.epoch[run] * THOUSANDTHS : step * axes.samples[run];
 }
 
+/** Return the step of a run at a position on the axis `mode`: the inverse of placeStep. */
+function findStep({ head: { axes } }, mode, run, place) {
+  if (mode === "time") return interpolate([...(axes.time?.[run] ?? [[], []])].reverse(), place);
+  if (mode === "epoch") return place / THOUSANDTHS * axes.epoch[run];
+  return mode === "samples" ? place / axes.samples[run] : place;
+}
+
 /** Return the value at `x` of a line through points, which goes on as it ends. */
 function interpolate([xs, ys], x) {
   if (xs.length < 2) return ys.length ? ys[0] * x / Math.max(1, xs[0]) : x;
   let k = 1;
   while (k < xs.length - 1 && xs[k] < x) k++;
-  return Math.max(0, ys[k - 1] + (x - xs[k - 1]) / (xs[k] - xs[k - 1]) * (ys[k] - ys[k - 1]));
+  return Math.max(0, ys[k - 1] + (x - xs[k - 1]) / (xs[k] - xs[k - 1] || 1) * (ys[k] - ys[k - 1]));
+}
+
+/** Return a grain of equal parts of the axis `mode` that knows which steps each part has, for moving averages. */
+export function withSteps(store, grain, mode, part = narrowestPart(grain)) {
+  const at = (run, k, side) => findStep(store, mode, run, grain.step(k) + side * part / 2);
+  return { ...grain, steps: (run, k) => [at(run, k, -1) + 1, at(run, k, 1)] };
+}
+function narrowestPart({ used, step }) {
+  return Math.min(...Array.from({ length: used - 1 }, (_, k) => step(k + 1) - step(k)), used > 1 ? Infinity : 1);
 }
 
 /**
@@ -61,7 +77,8 @@ export function placedGrain(store, grain, exact) {
     }
   }
   const places = [...rows.keys()].sort((a, b) => a - b);
-  return seriesGrain({ points: places.length, lines: grain.lines, values: places.flatMap((place) => [place, ...rows.get(place)]) });
+  const placed = seriesGrain({ points: places.length, lines: grain.lines, values: places.flatMap((place) => [place, ...rows.get(place)]) });
+  return exact ? placed : withSteps(store, placed, store.view.x, part);
 }
 
 /** Return [position, value] of a line's known values; infinity where a gap within it begins, as in other series. */

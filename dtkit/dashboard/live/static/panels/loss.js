@@ -9,7 +9,6 @@ export function lossChart(store, _send, redraw) {
     testid: "loss-chart",
     canLog: true,
     pointName: "◇ validation",
-    right: () => (store.evaluations.length ? 92 : 72),
     note: (_head, layout) => (layout.banded ? "mean, and the band from lowest to highest node" : layout.nodes > 1 ? "per node and mean" : ""),
     overall: () => "mean",
     points: (st) => st.evaluations.filter((e) => e.step <= lastEvaluated(st) && Number.isFinite(e.values.loss ?? NaN)).map((e) => ({ step: e.step, value: e.values.loss })),

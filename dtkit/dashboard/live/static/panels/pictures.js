@@ -3,6 +3,7 @@
 import { h, setText } from "../elements.js";
 import { savePicture } from "../export.js";
 import { newFrame } from "../frame.js";
+import { rowHeight } from "../grid.js";
 
 export function pictures(store, _send, redraw) {
   const el = h("div", { class: "dtk-several" }), shown = new Map();
@@ -34,6 +35,11 @@ function newPicture(name, redraw) {
   const frame = newFrame(name, h("span", { class: "dtk-note" }), { saves: [["PNG picture", () => savePicture(image, name)]] });
   const el = h("section", { class: "dtk-panel", "data-testid": "custom-panel", "data-name": name }, frame.head, image, broken);
   frame.attach(el, redraw);
+  new ResizeObserver(() => {
+    const isFull = el.ownerDocument.fullscreenElement === el;
+    if (!isFull) rowHeight(el, image.clientHeight);
+    redraw(); // a chart beside it
+  }).observe(image);
   return { el, image, broken, tools: el.querySelector(".dtk-tools"), drawn: null };
 }
 

@@ -15,7 +15,6 @@ export function throughputChart(store, _send, redraw) {
     note: describeRates,
     overall: (head) => head.overall,
     overallName: (head) => head.overall,
-    right: (head) => Math.max(72, 16 + 6.9 * head.overall.length),
     unit: "samples/s",
   }, redraw);
 }

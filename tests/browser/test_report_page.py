@@ -162,7 +162,7 @@ def test_a_table_that_goes_on_beyond_the_page_has_a_shadow(page: Page, tmp_path:
 
 
 @pytest.mark.parametrize("look", [Look(width=600)], indirect=True)
-def test_the_fold_of_the_arithmetic_has_no_blank_line_and_wrapped_lines_are_told_apart(page: Page, tmp_path: Path):
+def test_the_arithmetic_has_no_blank_line_and_wrapped_lines_are_told_apart(page: Page, tmp_path: Path):
     source = FakeSource()
     source.slowness = {1: 1.6}
     source.advance(200)

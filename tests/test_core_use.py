@@ -118,12 +118,12 @@ def report(step: int, percent: float) -> Any:
     return SimpleNamespace(step=step, scalars={CORE_WAIT_NAME: [(step, 2 * percent, 2.0)]})
 
 
-def test_processes_are_counted_only_while_an_engine_of_this_host_waits(monkeypatch: pytest.MonkeyPatch):
-    times, taken = iter([0.0, 2.0, 2.1, 4.0, 60.0, 62.0]), []
+def test_processes_are_counted_while_an_engine_of_this_host_waits_less_and_less_often(monkeypatch: pytest.MonkeyPatch):
+    clock, taken = SimpleNamespace(now=0.0), list[float]()
 
     class Count:
         def __init__(self) -> None:
-            self.at_s = next(times)
+            self.at_s = clock.now
             taken.append(self.at_s)
 
         def measure_others(self, later: Any, own_pids: Any) -> dict[str, float]:
@@ -131,24 +131,27 @@ def test_processes_are_counted_only_while_an_engine_of_this_host_waits(monkeypat
             return {"the browser": later.at_s - self.at_s}
 
     monkeypatch.setattr(core_use_watch, "ProcessorCount", SimpleNamespace(take=Count))
+    monkeypatch.setattr(core_use_watch.time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(core_use_watch.socket, "gethostname", lambda: "here")
     history = History()
     node, other = (SimpleNamespace(rank=k, host=host, pid=7 + k, device="cpu") for k, host in enumerate("hx"))
     node.host = "here"
     watch = CoreUseWatch(cast("Any", SimpleNamespace(nodes=[node, other])), history)
-    for step, percent, rank in (
-        (1, 1.0, 0),
-        (2, 30.0, 1),
-        (3, 30.0, 0),
-        (4, 30.0, 0),
-        (5, 9.0, 0),
-        (6, 9.0, 0),
-        (7, 9.0, 0),
-    ):
-        watch.update([(rank, report(step, percent))])
-    assert taken == [0.0, 2.0, 2.1, 4.0, 60.0, 62.0]
+
+    def update(at_s: float, percent: float, rank: int = 0) -> None:
+        clock.now = at_s
+        watch.update([(rank, report(int(at_s), percent))])
+
+    update(1.5, 1.0)  # it doesn't wait
+    update(1.6, 30.0, rank=1)  # it is on another host
+    for at_s in range(2, 50, 2):  # the engines' reports
+        update(float(at_s), 30.0)
+        update(at_s + 0.1, 30.0)
+    assert taken == [0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 48.0]
+    update(100.0, 9.0)  # after 52 s, in most of which it did not wait
+    update(102.0, 9.0)
     uses = [(use.step, use.cores["the browser"]) for use in core_use._uses[history]]
-    assert uses == [(3, 2.0), (5, 2.0), (7, 2.0)]  # not the one that came too early, nor that of 56 s
+    assert uses == [(2, 2.0), (4, 2.0), (8, 4.0), (16, 8.0), (32, 16.0), (48, 16.0), (102, 2.0)]
 
 
 @pytest.mark.parametrize(

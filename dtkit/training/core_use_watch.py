@@ -1,12 +1,14 @@
 """The watch over other processes that take the cores from the nodes of a run: who they are, for its verdict.
 
 Engines report how long they wait for a core. While they wait, the notebook counts the processor time of all processes
-on its host, as often as reports arrive. While they don't wait, it counts nothing.
+on its host, at first as often as reports arrive and then less and less often: a count takes some milliseconds from the
+engines. While they don't wait, it counts nothing.
 """
 
 from __future__ import annotations
 
 import socket
+import time
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
     from dtkit.messages import DispatchResult
     from dtkit.rpc.engine_group import EngineGroup
 
-_MIN_PERIODS, _MAX_PERIODS = 0.5, 8  # of the engines' reports; a longer one has times in which no engine waited
+# Between two counts, in periods of the engines' reports:
+_FIRST_PERIODS = 0.5  # ranks report at about the same time
+_MOST_PERIODS = 8.0  # once the run has waited for long
+_MAX_PERIODS = 16  # a longer time has parts in which no engine waited
 _MIN_WAIT_PERCENT = 4.0  # below what a verdict mentions
 
 
@@ -31,9 +36,13 @@ class CoreUseWatch:
     def __init__(self, engine_group: EngineGroup, history: History) -> None:
         self._engine_group, self._history = engine_group, history
         self._last = ProcessorCount.take()
+        self._periods = _FIRST_PERIODS
 
     def update(self, results: Iterable[tuple[int, DispatchResult]]) -> None:
         """Count if some rank has waited, and record who had the cores since the last count, if that is recent."""
+        seconds = time.monotonic() - self._last.at_s
+        if seconds < self._periods * timeouts.SYSTEM_SAMPLE_S:
+            return
         starved = {rank: result.step for rank, result in results if _has_waited(result)}
         if not starved:
             return
@@ -42,13 +51,11 @@ class CoreUseWatch:
         if not starved.keys() & own.keys():
             return
         count = ProcessorCount.take()
-        seconds = count.at_s - self._last.at_s
-        if seconds < _MIN_PERIODS * timeouts.SYSTEM_SAMPLE_S:  # ranks report at about the same time
-            return
-        if seconds <= _MAX_PERIODS * timeouts.SYSTEM_SAMPLE_S:
+        is_recent = seconds <= _MAX_PERIODS * timeouts.SYSTEM_SAMPLE_S
+        if is_recent:
             cores = self._last.measure_others(count, own.values())
             record_core_use(self._history, CoreUse(max(starved.values()), host, cores))
-        self._last = count
+        self._last, self._periods = count, min(2 * self._periods, _MOST_PERIODS) if is_recent else _FIRST_PERIODS
 
 
 def _has_waited(result: DispatchResult) -> bool:

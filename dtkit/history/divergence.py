@@ -144,12 +144,12 @@ def _describe_nonfinite(history: History) -> Divergence:
     first = totals[index]
     loss, step = formatting.format_loss(float(totals["loss"][-1])), int(first["step"])
     text = f"the loss is {loss} since step {step:,}"
-    short, arithmetic = f"loss is {loss} since step {step:,}", (f"loss of step {step:,}: {loss}",)
+    short, lines = f"loss is {loss} since step {step:,}", [f"loss of step {step:,}: {loss}"]
     is_alone = _is_nan_alone(totals, index)
     if is_alone:
         norm = formatting.format_loss(float(first["grad_norm"]))
-        arithmetic = (*arithmetic, f"norm of the gradients of step {step:,}: {norm}")
-    return Divergence(text, short, _get_lr(history), step, arithmetic, is_finite=False, has_finite_gradients=is_alone)
+        lines.append(f"norm of the gradients of step {step:,}: {norm}")
+    return Divergence(text, short, _get_lr(history), step, tuple(lines), is_finite=False, has_finite_gradients=is_alone)
 
 
 def _is_nan_alone(totals: np.ndarray, first: int) -> bool:

@@ -103,7 +103,7 @@ def test_the_picture_has_what_the_live_view_has():
     assert {"throughput", "mean loss", "mean step time", "waiting", "nodes", "4 / 4", "accuracy", "0.750"} <= names
     assert {"entropy", "CPU (cores)", "Network (MB/s)", "Timeline"} <= names
     assert {"engine", "pid", "4003", "host0", "13"} <= names  # the table of nodes
-    assert "[1] node 1 replaced in 1.3 s, no step lost" in names
+    assert "node 1 replaced in 1.3 s, no step lost" in names
     assert "[0] a line of rank 0" in names
     assert not [name for name in names if "evaluation" in name]
 
@@ -126,7 +126,7 @@ def test_the_kept_picture_of_a_failed_run_has_its_log():
     source = make_complete_run()
     source.state, source.exception = State.FAILED, ValueError("a bad batch")
     texts = {text.get_text() for text in run_figure.draw_overview(source).findobj(Text)}
-    assert "[1] node 1 replaced in 1.3 s, no step lost" in texts
+    assert "node 1 replaced in 1.3 s, no step lost" in texts
     assert "pid" in texts
 
 
@@ -135,7 +135,7 @@ def test_prints_give_way_to_events_in_the_log_of_the_picture():
     for k in range(100):
         source.event("print", f"line {k}", 0)
     texts = [text.get_text() for text in run_figure.draw_run(source).findobj(Text)]
-    assert "[1] node 1 replaced in 1.3 s, no step lost" in texts
+    assert "node 1 replaced in 1.3 s, no step lost" in texts
     assert "[0] line 99" in texts
     assert "[0] line 5" not in texts
     assert "14 of 103 events" in texts

@@ -40,6 +40,8 @@ def count(proc: Path, monkeypatch: pytest.MonkeyPatch, at_s: float) -> Processor
 
 def test_processes_are_named_as_a_reader_knows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     commands: list[tuple[int, str, int, Sequence[str]]] = [
+        (19, "python", 1, ["python", "-m", "dtkit.cluster.forkserver", "folder", "4"]),
+        (22, "dtkit-engine", 19, ["python", "-m", "dtkit.cluster.forkserver", "folder", "4"]),
         (os.getpid(), "python", 1, ["python", "-m", "ipykernel_launcher", "-f", "k.json"]),
         (10, "chromium", 1, []),
         (11, "chrome_child (x)", 10, []),
@@ -65,6 +67,7 @@ def test_processes_are_named_as_a_reader_knows_them(tmp_path: Path, monkeypatch:
     cores = before.measure_others(after, [20], tmp_path)
     assert cores == pytest.approx(
         {
+            "another cluster's engines": 2.7,
             "the browser": 2.1,
             "this notebook's kernel": 1.2,
             "Jupyter's server": 0.9,

@@ -23,7 +23,13 @@ _BROWSERS = ("brave", "chrom", "epiphany", "firefox", "librewolf", "msedge", "op
 _FIELDS_AFTER_NAME = {"parent": 1, "user": 11, "system": 12}  # places in /proc/PID/stat, behind the name
 _KERNEL_THREADS_PARENT = 2
 _INTERPRETERS = ("python", "pypy")
-_MODULE_NAMES = {"ipykernel_launcher": "another notebook's kernel", "ipykernel": "another notebook's kernel"}
+_PROGRAM_NAMES = {"dtkit-engine": "another cluster's engines"}
+_MODULE_NAMES = {
+    "dtkit.cluster.forkserver": "another cluster's engines",
+    "ipykernel": "another notebook's kernel",
+    "ipykernel_launcher": "another notebook's kernel",
+    "ipyparallel.controller": "a cluster's controller",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +111,7 @@ def _describe(pid: int, process: _Process, proc: Path) -> str:
     if name.lower().startswith(_BROWSERS):
         return "the browser"
     if not name.lower().startswith((*_INTERPRETERS, "jupyter")):
-        return name
+        return _PROGRAM_NAMES.get(name, name)
     try:
         words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:  # it has ended

@@ -1,7 +1,7 @@
 /*
- * Sphinx's search, with three changes: pages are ordered by all words of a query, an excerpt is the passage that has
- * most of them, and only whole words are marked. Sphinx takes the best word of a query alone, the first place of its
- * last word, and marks "step" in "timestep".
+ * Sphinx's search, with four changes: pages are ordered by all words of a query, an object whose name is the query comes
+ * first, an excerpt is the passage that has most of its words, and only whole words are marked. Sphinx takes the best
+ * word of a query alone, the first place of its last word, and marks "step" in "timestep".
  */
 "use strict";
 
@@ -13,6 +13,7 @@ const FOLDER_SCORES = [
   [/^reference\//, 4],
   [/^(decisions\/|architecture|contributing|tried|scale|index$|.*\/index$)/, -25],
 ];
+const NAMED_SCORE = 200; // more than any page has
 const EXCERPT_LENGTH = 240;
 const PASSAGES = "p, li, tr, pre"; // code counts less than prose
 
@@ -42,8 +43,15 @@ const countShare = (text, stems) => {
   return (stems.filter((stem) => found.includes(stem)).length / stems.length) ** 2;
 };
 
-const scoreResult = ([document_, , , , score, , kind]) => {
-  const stems = stemWords(new URLSearchParams(window.location.search).get("q") || "");
+/** Return whether a query is the end of an object's name, from a dot on: "cluster.train(" is that of dtkit.Cluster.train. */
+const isNameOf = (query, fullName) => {
+  const name = query.trim().toLowerCase().replace(/\(.*$/, "");
+  return name.includes(".") && `.${fullName.toLowerCase()}`.endsWith(`.${name}`);
+};
+
+const scoreResult = ([document_, title, , , score, , kind]) => {
+  const query = new URLSearchParams(window.location.search).get("q") || "", stems = stemWords(query);
+  if (kind === "object" && isNameOf(query, title)) return NAMED_SCORE;
   const folder = FOLDER_SCORES.find(([pattern]) => pattern.test(document_))?.[1] ?? 0;
   const page = Search._index.docnames.indexOf(document_);
   if (kind === "text" && stems.length > 0) return folder + scorePage(page, stems);

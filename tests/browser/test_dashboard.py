@@ -683,6 +683,19 @@ def test_a_far_higher_learning_rate_asks_once(page: Page):
     assert [message["value"] for message in view.sent] == [2000, 0.5]
 
 
+def test_a_far_higher_learning_rate_than_before_a_pause_of_learning_asks_too(page: Page):
+    run = make_source(2)
+    view = StaticView(page, run)
+    rate = view.root.get_by_test_id("lr")
+    run.lr = 0.0
+    view.update()
+    expect(rate).to_have_value("0")
+    rate.fill("1000")
+    rate.press("Enter")
+    expect(view.root.get_by_test_id("lr-unsent")).to_contain_text("times as much? Enter again")
+    assert view.sent == []
+
+
 @pytest.mark.parametrize("width", [600, 800, 1000, 1400])
 def test_the_field_of_the_learning_rate_stays_where_it_is_when_it_asks(page: Page, width: int):
     page.set_viewport_size({"width": width, "height": 900})

@@ -50,6 +50,11 @@ SEARCHES = {
     "predict": "how-to/predict",
     "lora": "how-to/hugging-face",
     "save model": "how-to/save-model",
+    "cluster.train": "reference/cluster",
+    "run.report(": "reference/runs",
+    "imbalanced": "how-to/options",
+    "mps": "how-to/gpus",
+    "nccl timeout": "how-to/hang",
 }
 READ = """() => [...document.querySelectorAll("ul.search > li")].slice(0, 3).map((item) => ({
     page: item.querySelector("a").getAttribute("href").split(".html")[0],

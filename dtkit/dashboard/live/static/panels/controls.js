@@ -163,7 +163,7 @@ function rateField(store, ask, redraw) {
   const unsent = h("span", { class: "dtk-note", hidden: "", "data-testid": "lr-unsent" });
   const label = h("label", { class: "dtk-rate" }, "learning rate", input);
   const el = h("span", { class: "dtk-rate-field" }, label, unsent); // the note alone takes another line where it has no room
-  let edited = false;
+  let edited = false, positive = NaN; // the last rate above 0
   const sure = { value: null, at: 0 }; // the far higher rate that was entered once
   const isSure = () => Date.now() - sure.at < SURE_MS;
   const current = () => (store.lr === null ? "" : rateText(store.lr));
@@ -179,7 +179,7 @@ function rateField(store, ask, redraw) {
   };
   const edit = () => { edited = true; sure.at = 0; refuse(null); redraw(); };
   const send = (value) => {
-    const asks = store.lr > 0 && value >= SURE_FACTOR * store.lr && !(isSure() && value === sure.value);
+    const asks = value >= SURE_FACTOR * positive && !(isSure() && value === sure.value);
     [sure.value, sure.at] = [value, asks ? Date.now() : 0];
     if (asks) return redrawUntilSure(redraw);
     edited = false;
@@ -207,13 +207,14 @@ function rateField(store, ask, redraw) {
     }
   });
   const update = () => {
+    if (store.lr > 0) positive = store.lr;
     el.hidden = hasEnded(store);
     input.disabled = !LIVE.includes(store.status.state) || store.lost || store.lr === null;
     if (!edited && !store.asked.has("lr") && input.value !== current()) input.value = current();
     const isBad = input.getAttribute("aria-invalid") === "true";
     unsent.hidden = !edited;
     setAttr(unsent, "class", `dtk-note${isBad ? " dtk-refusal" : ""}`);
-    const asks = `${rateText(+(sure.value / store.lr).toPrecision(3))} times as much? Enter again`;
+    const asks = `${rateText(+(sure.value / positive).toPrecision(3))} times as much? Enter again`;
     setText(unsent, isBad ? "✕ not sent" : isSure() ? asks : "Enter sends it");
   };
   return { el, update };

@@ -49,6 +49,7 @@ html_theme_options = {
     "header_links_before_dropdown": 6,
     "navbar_persistent": ["search-button"],
     "navigation_with_keys": False,
+    "pygments_dark_style": "github-dark",  # the default has comments in the brightest color
     "secondary_sidebar_items": ["page-toc"],
     "show_toc_level": 2,
     "footer_start": ["copyright"],

@@ -335,8 +335,10 @@ def take_mean(model: nn.Module, batch: Any) -> torch.Tensor:
 def test_bad_callback_is_refused(cluster: dtkit.Cluster):
     with pytest.raises(TypeError, match=r"callbacks=\[EarlyStopping\(...\)\]"):
         train(cluster, callbacks=dtkit.EarlyStopping())
-    with pytest.raises(TypeError, match="each must be a function of the run"):
+    with pytest.raises(TypeError, match=r"class EarlyStopping; give an instance: callbacks=\[EarlyStopping\("):
         train(cluster, callbacks=[dtkit.EarlyStopping])
+    with pytest.raises(TypeError, match="each must be a function of the run"):
+        train(cluster, callbacks=["EarlyStopping"])
     with pytest.raises(ValueError, match="needs held-out data"):
         train(cluster, callbacks=[dtkit.EarlyStopping(monitor="accuracy")])
     with pytest.raises(ValueError, match="what is evaluated is loss, all of it on the validation data"):

@@ -121,7 +121,7 @@ def report(step: int, percent: float) -> Any:
     return SimpleNamespace(step=step, scalars={CORE_WAIT_NAME: [(step, 2 * percent, 2.0)]})
 
 
-def test_processes_are_counted_while_an_engine_of_this_host_waits_less_and_less_often(monkeypatch: pytest.MonkeyPatch):
+def test_processes_are_counted_less_and_less_often_while_an_engine_waits(monkeypatch: pytest.MonkeyPatch):
     clock, taken = SimpleNamespace(now=0.0), list[float]()
 
     class Count:

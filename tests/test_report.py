@@ -311,6 +311,14 @@ def test_one_process_has_no_speed_up_over_one_process(tmp_path):
     assert "speed-up" not in read_cards(source, tmp_path)
 
 
+def test_a_verification_of_one_process_compares_no_speed():
+    times = StepTimes(17, all_ranks_s=0.012, single_process_s=0.009)
+    assert "in one process: 0.75 times as fast" in make_verification(times).text()
+    text = dataclasses.replace(make_verification(times), world_size=1).text()
+    assert "median step 12 ms" in text
+    assert "times as fast" not in text
+
+
 @pytest.mark.parametrize("name", ["loss", "val_loss", "error", "rmse", "perplexity", "word error", "kl"])
 def test_losses_and_errors_are_better_when_lower(name):
     assert is_better_lower(name)

@@ -829,6 +829,22 @@ def test_validation_runs_after_each_epoch_without_a_pause(cluster, engines):
     assert run.history.evaluations[0].samples == 8
 
 
+def test_validation_can_run_after_every_other_epoch_and_after_the_last_one(cluster):
+    run = train(cluster, epochs=5, validation=ROWS, validation_every=2)
+    run.wait(10)
+    assert [e.step for e in run.history.evaluations] == [8, 16, 20]
+
+
+def test_early_stopping_judges_only_epochs_with_an_evaluation(cluster):
+    stopping, judged = dtkit.EarlyStopping(patience=2), []
+    callbacks = [stopping, lambda _: judged.append((stopping._epoch, stopping.best_epoch))]
+    run = train(cluster, epochs=5, validation=ROWS, validation_every=2, callbacks=callbacks)
+    run.wait(10)
+    assert judged == [(1, 0), (2, 2), (3, 2), (4, 2)]  # the second evaluation has the same loss
+    (text,) = [event.text for event in run.history.events if "stopped early" in event.text]
+    assert text.startswith("stopped early after epoch 4: loss 0.5")
+
+
 def test_the_log_of_a_failed_evaluation_names_nodes_as_every_other_line(cluster, engines):
     engines.inject_failure(1, "evaluate", ValueError("only one class"))
     run = train(cluster, epochs=2, validation=ROWS)

@@ -166,6 +166,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"validation=0.2; .*Split the rows yourself: n = int\(0.8 \* len\(X\)\), .*validation=\(X\[n:\], y\[n:\]\)",
     ),
+    "a rate of validations without data": (
+        {"validation_every": 2},
+        ValueError,
+        r"validation_every=2, but no data to evaluate: give validation=",
+    ),
+    "no epochs between validations": ({"validation_every": 0}, ValueError, "validation_every=0; it must be at least 1"),
     "a loss class": ({"loss": nn.MSELoss}, TypeError, r"loss=MSELoss is a class; give an instance: loss=MSELoss\(\)"),
     "a step class": (
         {"loss": None, "training_step": nn.MSELoss},

@@ -94,6 +94,15 @@ def test_misspelled_argument_names_the_right_one(options: dict[str, int], messag
             lambda: dtkit.Cluster.train(None, None, None, clip_grad_norm=1.0),
             r"clip_grad_norm=; it is an option of the strategy, as in strategy=dtkit\.DataParallel\(clip_grad_norm=",
         ),
+        (
+            lambda: dtkit.Cluster.train(None, None, None, clip=1.0),
+            r"argument clip=; it is an option of the strategy, as in strategy=dtkit\.DataParallel\(clip_grad_norm=",
+        ),
+        (
+            lambda: dtkit.Cluster.train(None, None, None, lr=0.1),
+            r"lr=; it is an option of the optimizer, as in optimizer=lambda params: torch\.optim\.SGD\(params, lr=",
+        ),
+        (lambda: dtkit.DataParallel(clip=1.0), r"argument clip=; did you mean clip_grad_norm=\?"),
         (lambda: dtkit.Pipeline(stage=2), r"^Pipeline\(\) has no argument stage=; did you mean stages=\?"),
         (lambda: dtkit.Sharded(precison="bf16"), r"^Sharded\(\) has no argument precison=; did you mean precision=\?"),
         (

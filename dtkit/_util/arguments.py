@@ -20,10 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 _OTHER_NAMES = {  # other libraries' names of arguments
+    "accumulate_grad_batches": "accumulate",
+    "clip": "clip_grad_norm",
     "criterion": "loss",
+    "gradient_accumulation_steps": "accumulate",
+    "gradient_clip_val": "clip_grad_norm",
     "learning_rate": "lr",
     "loss_fn": "loss",
     "max_epochs": "epochs",
+    "max_grad_norm": "clip_grad_norm",
     "max_steps": "steps",
     "optim": "optimizer",
     "scheduler": "lr_scheduler",
@@ -36,6 +41,7 @@ _ROW_WEIGHTS = (
 )
 _MISSING = {"class_weight": _ROW_WEIGHTS, "sample_weight": _ROW_WEIGHTS}
 """Arguments of other libraries that have no counterpart, with what to do."""
+_OPTIMIZER_OPTIONS = ("betas", "learning_rate", "lr", "momentum", "weight_decay")
 _STRATEGY_OPTIONS = ("accumulate", "clip_grad_norm", "compile", "compress", "precision")
 
 _P_OR_K, _POSITIONAL_ONLY = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY
@@ -126,12 +132,25 @@ def _refuse_unknown(unknown: Iterable[str], names: Sequence[str], call: str) -> 
     for name in sorted(unknown):
         other = _OTHER_NAMES.get(name)
         similar = [other] if other in names else difflib.get_close_matches(name, names, n=1)
-        if name in _STRATEGY_OPTIONS and "strategy" in names:
-            hint = f"it is an option of the strategy, as in strategy=dtkit.DataParallel({name}=...)"
-            raise TypeError(f"{call}() has no argument {name}=; {hint}")
+        for owner, option in _list_owners(name, other):
+            if owner in names:
+                hint = f"it is an option of the {owner}, as in {_EXAMPLES[owner].format(option)}"
+                raise TypeError(f"{call}() has no argument {name}=; {hint}")
         takes = f"it takes {', '.join(names)}" if names else "it takes none"
         hint = f"did you mean {similar[0]}=?" if similar else takes
         raise TypeError(f"{call}() has no argument {name}=; {_MISSING.get(name, hint) if 'loss' in names else hint}")
+
+
+_EXAMPLES = {
+    "optimizer": "optimizer=lambda params: torch.optim.SGD(params, {}=...)",
+    "strategy": "strategy=dtkit.DataParallel({}=...)",
+}
+
+
+def _list_owners(*names: str | None) -> list[tuple[str, str]]:
+    """Return (argument, option) for each of the names that is an option of what another argument takes."""
+    options = {"optimizer": _OPTIMIZER_OPTIONS, "strategy": _STRATEGY_OPTIONS}
+    return [(owner, name) for name in reversed(names) for owner in options if name in options[owner]]
 
 
 def _refuse_positional(args: Sequence[object], positional: Sequence[str], names: Sequence[str], call: str) -> None:

@@ -229,6 +229,7 @@ class Cluster(Engines):
         training_step: Callable[..., Any] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         validation: Any = None,
+        validation_every: int = 1,
         lr_scheduler: Callable[..., Any] | None = None,
         lr_scheduler_every: str = "step",
         callbacks: Sequence[Any] = (),
@@ -277,9 +278,9 @@ class Cluster(Engines):
             itself.
         metrics : names and functions of (output, target) that return means, or objects of torchmetrics, for
             `validation` and `Run.evaluate`. With the model's own loss they get its logits and the labels.
-        validation : held-out data, evaluated after each epoch.
+        validation, validation_every : held-out data, evaluated after so many epochs each time, and at the end.
         lr_scheduler : a function from the optimizer to a torch scheduler, as in ``lambda optimizer: StepLR(optimizer,
-            30)``. One that needs a loss (``ReduceLROnPlateau``) gets each epoch's, of `validation` if there is any.
+            30)``. One that needs a loss (``ReduceLROnPlateau``) gets that of each evaluation, else of each epoch.
         lr_scheduler_every : "step" (after each update) or "epoch".
         callbacks : functions of the run, called in the notebook between epochs; objects with ``on_step(run, step)``,
             called for each step as its records arrive. An error in one pauses the run.

@@ -121,6 +121,8 @@ class Verification:
         return f"  worst: {worst}, {differences[worst]:.3g}"
 
     def _describe_step_times(self, times: StepTimes) -> str:
+        if self.world_size == 1:  # which is one process, too
+            return f"  median step {formatting.format_duration(times.all_ranks_s)}"
         both = (
             f"  median step {formatting.format_duration(times.all_ranks_s)} on {self.world_size} ranks, "
             f"{formatting.format_duration(times.single_process_s)} in one process: "

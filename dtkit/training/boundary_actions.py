@@ -59,7 +59,7 @@ class BoundaryAction(Protocol):
 
 
 class EvaluationAction:
-    """Evaluation on held-out data, at the end of every epoch and of the run."""
+    """Evaluation on held-out data, at the end of every epoch, or of every few, and of the run."""
 
     def __init__(self, engine_group: EngineGroup, progress: RunProgress, calls: PendingCalls) -> None:
         self._progress, self._calls = progress, calls
@@ -77,11 +77,11 @@ class EvaluationAction:
         if not self._is_enabled or step <= self._last_requested_step:
             return False
         plan = self._progress.plan
-        return step % plan.steps_per_epoch == 0 or step == plan.steps
+        return step % plan.steps_per_evaluation == 0 or step == plan.steps
 
     def steps_until_due(self, step: int) -> int:
-        """Return the remaining steps of the epoch."""
-        return count_steps_left(step, self._progress.plan.steps_per_epoch) if self._is_enabled else NEVER_DUE
+        """Return the remaining steps of the epoch, or of the last of several ones."""
+        return count_steps_left(step, self._progress.plan.steps_per_evaluation) if self._is_enabled else NEVER_DUE
 
     def perform(self, step: int) -> None:
         """Send the request to all ranks."""

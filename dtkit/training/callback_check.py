@@ -44,9 +44,10 @@ def check_callbacks(config: TrainConfig) -> None:
         example = f"{type(config.callbacks).__name__}(...)" if is_object else "function"
         raise TypeError(f"callbacks is {kind}; give a list, also of one: callbacks=[{example}]")
     for place, callback in enumerate(config.callbacks):
-        if isinstance(callback, type) or not (
-            callable(callback) or hasattr(callback, "on_step") or hasattr(callback, "on_start")
-        ):
+        if isinstance(callback, type):
+            name = callback.__name__
+            raise TypeError(f"callbacks has the class {name}; give an instance: callbacks=[{name}(...)]")
+        if not (callable(callback) or hasattr(callback, "on_step") or hasattr(callback, "on_start")):
             raise TypeError(
                 f"callbacks has {callback!r}; each must be a function of the run, called after every epoch, such as "
                 "dtkit.EarlyStopping(patience=3), or an object with a method on_step(run, step) or on_start(run)"

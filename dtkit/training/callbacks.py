@@ -78,7 +78,7 @@ class EarlyStopping:
     Parameters
     ----------
     patience
-        Epochs without a better value before the run stops.
+        Epochs without a better value before the run stops. Epochs without an evaluation count, and none ends at them.
     monitor
         "loss", or a name given to ``metrics``. With `validation`, its value over the validation data is used; without,
         the mean training loss of the epoch.
@@ -121,7 +121,7 @@ class EarlyStopping:
             raise TypeError(f"restore_best={restore_best!r}; it must be True or False")
         self.patience, self.monitor, self.min_delta, self.mode = patience, monitor, min_delta, mode
         self.restore_best = restore_best
-        self._is_restored = False
+        self._is_restored = self._has_validation = False
         self._reset(None)
 
     def check_monitor(self, metrics: Sequence[str], *, has_validation: bool, logs_further: bool) -> None:
@@ -129,6 +129,7 @@ class EarlyStopping:
 
         A step of a model, such as Lightning's ``validation_step``, logs `logs_further` names, known once it has run.
         """
+        self._has_validation = has_validation
         if self.monitor == "loss":
             return
         if not has_validation:
@@ -162,6 +163,7 @@ class EarlyStopping:
         self._run = None if run is None else weakref.ref(run)
         self.best = -math.inf if self.mode == "max" else math.inf
         self.best_epoch = self._epoch = 0
+        self._judged_step: int | None = None  # of an evaluation
         self.best_checkpoint = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,6 +179,8 @@ class EarlyStopping:
 
     def on_start(self, run: StoppableRun) -> None:
         """Note at once if the best weights of the run that this one continues are gone."""
+        if self._is_restored:
+            self._has_new_evaluation(run)  # those of the run before were judged
         is_needed, path = self._is_restored and self.restore_best, self.best_checkpoint
         if is_needed and (path is None or not path.exists()):
             run.note(f"the weights of epoch {self.best_epoch}, the best so far, are gone: {self.best_checkpoint}")
@@ -189,6 +193,9 @@ class EarlyStopping:
         elif self._run is None or self._run() is not run:
             self._reset(run)
         self._epoch += 1
+        if self._has_validation and not self._has_new_evaluation(run):
+            self._restore_at_end(run)
+            return
         if self._epoch == 1 and not run.history.evaluations:
             run.note("EarlyStopping watches the training loss: there is no validation= with held-out data")
         value = self._get_value(run)
@@ -207,6 +214,15 @@ class EarlyStopping:
             self._restore_best(run)  # before the end, so that nobody sees other weights after it
             run.stop()
             return
+        self._restore_at_end(run)
+
+    def _has_new_evaluation(self, run: StoppableRun) -> bool:
+        """Return whether an evaluation was made since the last one that was judged: not every epoch has one."""
+        before, evaluations = self._judged_step, run.history.evaluations
+        self._judged_step = evaluations[-1].step if evaluations else None
+        return self._judged_step != before
+
+    def _restore_at_end(self, run: StoppableRun) -> None:
         if self.restore_best and run.status.step >= run.spec.steps:
             self._restore_best(run)
 

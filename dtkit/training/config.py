@@ -45,6 +45,7 @@ class TrainConfig:
     training_step: Callable[..., Any] | None = None
     metrics: Mapping[str, Callable[..., Any]] | None = None
     validation: Any = None
+    validation_every: int = 1
     lr_scheduler: Callable[..., Any] | None = None
     lr_scheduler_every: str = "step"
     callbacks: Sequence[Any] = ()
@@ -175,6 +176,8 @@ class RunOptions:
     strategy: Strategy
     metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     validation: DataHandle | None = None
+    validation_every: int = 1
+    """Epochs between evaluations."""
     callbacks: Sequence[Any] = ()
     on_engine: tuple[Any, ...] = ()
     """Callbacks on the engines."""
@@ -219,6 +222,11 @@ class RunPlan:
     def steps_per_epoch(self) -> int:
         """Steps in one epoch."""
         return self.spec.steps_per_epoch
+
+    @property
+    def steps_per_evaluation(self) -> int:
+        """Steps from one evaluation on the validation data to the next."""
+        return self.steps_per_epoch * self.options.validation_every
 
     def end_at(self, steps: int, *, steps_per_epoch: int | None = None) -> RunPlan:
         """Return the plan with another last step."""

@@ -223,6 +223,7 @@ def _make_run_options(
         on_failure=config.on_failure,
         metrics=dict(config.metrics or {}),
         validation=validation,
+        validation_every=config.validation_every,
         callbacks=tuple(config.callbacks),
         on_engine=tuple(config.on_engine),
         balanced_shard_sizes=shard_sizes if strategy.balance and len(shard_sizes) > 1 else None,

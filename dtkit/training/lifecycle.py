@@ -207,7 +207,7 @@ class RunLifecycle:
         recorder, plan = self._progress.recorder, self._progress.plan
         first_unread = recorder.next_step
         recorder.record_unread(unread_dispatches, common_step)
-        every = plan.steps_per_epoch
+        every = plan.steps_per_evaluation
         first_due = max(1, -(-first_unread // every)) * every
         due = range(first_due, common_step, every) if plan.options.validation is not None else ()
         if missing := recorder.record_unread_evaluations(unread_evaluations, due):

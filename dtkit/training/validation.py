@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dtkit.strategies.base import Strategy
     from dtkit.training.config import TrainConfig
 
+_COUNTS = ("batch_size", "epochs", "steps", "checkpoint_every", "keep_last", "snapshot_every", "validation_every")
 SHUFFLE_MODES = ("shard", "global", None)
 
 
@@ -38,7 +39,7 @@ def check_config(config: TrainConfig) -> Strategy:
     _check_optimizer(config.optimizer)
     if config.batch_size is None:
         raise TypeError("batch_size= is missing; it is the number of samples per update over all ranks: batch_size=32")
-    for name in ("batch_size", "epochs", "steps", "checkpoint_every", "keep_last", "snapshot_every"):
+    for name in _COUNTS:
         check_count(name, getattr(config, name))
     for name in ("checkpoint_dir", "resume_from"):
         if (path := getattr(config, name)) is not None:
@@ -46,6 +47,10 @@ def check_config(config: TrainConfig) -> Strategy:
     if config.checkpoint_every is not None and config.checkpoint_dir is None:
         raise ValueError(
             f"checkpoint_every={config.checkpoint_every}, but not where to: checkpoint_dir='checkpoints/first', say"
+        )
+    if config.validation_every > 1 and config.validation is None:
+        raise ValueError(
+            f"validation_every={config.validation_every}, but no data to evaluate: give validation=(X[n:], y[n:]), say"
         )
     if (config.epochs is None) == (config.steps is None):
         raise ValueError(
@@ -116,7 +121,7 @@ def _check_validation(value: Any) -> None:
 
 def check_count(name: str, value: Any) -> None:
     """Raise TypeError or ValueError unless an argument is a positive integer, or None where it may be left out."""
-    if value is None and name not in ("batch_size", "keep_last"):
+    if value is None and name not in ("batch_size", "keep_last", "validation_every"):
         return
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}={value!r}; it must be an integer, as in {name}={64 if name == 'batch_size' else 10}")

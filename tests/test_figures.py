@@ -9,7 +9,7 @@ from matplotlib.text import Text
 
 import dtkit
 from dtkit._util import formatting
-from dtkit.dashboard.figures import plan_figure, render, run_figure, style
+from dtkit.dashboard.figures import event_marks, plan_figure, render, run_figure, style
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.errors import EngineError
 from dtkit.explain import explain
@@ -52,6 +52,7 @@ def test_each_metric_has_a_panel():
     accuracy = panel(figure, "accuracy")
     (line,) = [line for line in accuracy.get_lines() if line.get_gid() == "metric accuracy"]
     assert line.get_ydata().tolist() == [0.1, 0.2, 0.5]
+    assert accuracy.get_xlim() == panel(figure, "Loss").get_xlim()  # equal steps stand below each other
     assert accuracy._right_title.get_text() == "last 0.500"  # without the rest, for which there is no room
     assert not [ax for ax in figure.axes if ax._left_title.get_text() in ("loss", "broken")]
 
@@ -118,7 +119,7 @@ def test_a_saved_notebook_keeps_the_panels_about_learning_and_speed():
     assert not {"Timeline", "CPU (cores)", "pid"} & names
     assert any("run.report()" in name for name in names)
     assert render.get_css_width(figure) == render.get_css_width(whole)
-    assert figure.get_figheight() * render.get_css_width(figure) / figure.get_figwidth() < 1100
+    assert figure.get_figheight() * render.get_css_width(figure) / figure.get_figwidth() < 1120
     assert figure.get_figheight() < 0.6 * whole.get_figheight()
 
 
@@ -194,13 +195,21 @@ def test_each_node_has_a_line_and_a_label():
     nodes = [f"node {k}" for k in range(4)]
     assert lines(loss) == [*nodes, "mean"]
     assert lines(throughput) == [*nodes, "with waiting"]
-    assert end_labels(loss) == {*nodes, "mean"}
-    assert end_labels(throughput) == {*nodes, "with waiting"}
+    assert end_labels(loss) == {*"0123", "mean"}
+    assert end_labels(throughput) == {*"0123"}  # longer names would take the width from the lines
+    assert throughput.get_xlabel() == "step, ┅ with waiting"
     assert throughput.get_ylim()[0] == 0
     steps, values = source.history.loss(2)
     drawn = loss.get_lines()[2]
     np.testing.assert_array_equal(drawn.get_xdata(), steps)
     np.testing.assert_allclose(drawn.get_ydata(), values, rtol=1e-6)
+
+
+def test_lines_take_most_of_a_panel():
+    source = make_complete_run(ranks=2)
+    figure = run_figure.draw_overview(source)
+    for name in ("Loss", "Throughput", "entropy"):
+        assert panel(figure, name).get_window_extent().width > 0.68 * figure.bbox.width / 2
 
 
 def test_steps_without_rows_are_a_gap_with_single_steps_as_dots():
@@ -290,8 +299,8 @@ def test_the_title_has_model_strategy_and_progress():
     source.advance(12)
     source.state = State.PAUSED
     figure = run_figure.draw_run(source)
-    title = figure.get_suptitle().replace("\n", " ").replace("\u00a0", " ")
-    assert title == "$Net_0$ <b> · DataParallel() · 4 nodes · paused · 12 of 400 steps in 1.2 s"
+    title = figure.get_suptitle().replace("\u00a0", " ").split("\n")
+    assert title == ["$Net_0$ <b> · DataParallel() · 4 nodes · paused", "12 of 400 steps in 1.2 s"]
     assert render.render_png(figure).startswith(b"\x89PNG")
 
 
@@ -306,7 +315,7 @@ def test_events_and_validation_are_marked():
     for ax in (loss, throughput):
         assert [x.get_gid() for x in ax.get_lines() if x.get_gid().startswith("event-")] == ["event-lr"]
     assert "validation" in lines(loss)
-    assert "validation" in end_labels(loss)
+    assert loss._right_title.get_text() == "by node, ◇ validation"
     assert "validation" not in lines(throughput)
 
 
@@ -387,7 +396,7 @@ def test_the_legend_of_marks_tells_stopped_nodes_from_stuck_ones():
     observation = RankObservation(2, "host0", 1234, "stopped")
     source.event("stuck", formatting.name_nodes(report_stuck("stopped", observation, 4).text), rank=2)
     source.event("stuck", "node 1 keeps the others waiting", rank=1)
-    assert style.describe_event_marks(source.history.events) == "⊘ node 2 stopped   ⊘ node 1 stuck"
+    assert event_marks.describe_event_marks(source.history.events) == "⊘ node 2 stopped   ⊘ node 1 stuck"
 
 
 def test_no_line_below_the_title_ends_within_a_command():

@@ -40,6 +40,8 @@ def make_neutral(figure: Figure) -> None:
     for line in figure.findobj(Line2D):
         if to_hex(line.get_color()) in _INKS:
             line.set_color(NEUTRAL_COLOR)
+            if line.get_markerfacecolor() == "white":
+                line.set_markerfacecolor("none")  # white would be the brightest spot of a dark page
         elif to_hex(line.get_color()) == GRID_COLOR:
             line.set_color(_FAINT_COLOR)
             line.set_alpha(_FAINT_ALPHA)  # a grid's own alpha would hide the color's

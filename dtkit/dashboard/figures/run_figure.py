@@ -10,6 +10,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from dtkit._util import formatting
 from dtkit.dashboard.figures import custom_panels, panel_frame
+from dtkit.dashboard.figures.event_marks import describe_event_marks
 from dtkit.dashboard.figures.panels import (
     gradient_norm,
     learning_rate,
@@ -27,7 +28,7 @@ from dtkit.dashboard.figures.panels import (
     waffle,
 )
 from dtkit.dashboard.figures.render import create_figure
-from dtkit.dashboard.figures.style import ALERT_COLOR, MUTED_COLOR, TEXT_COLOR, describe_event_marks, fit_texts
+from dtkit.dashboard.figures.style import ALERT_COLOR, MUTED_COLOR, TEXT_COLOR, fit_texts
 from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes
@@ -46,11 +47,11 @@ if TYPE_CHECKING:
 
     Panel = Callable[[Axes, History], None]
 
-# Shown 616 px wide in a window of 800 px, and 484 px wide in one of 600 px, where 8 points are 10 px.
-_WIDTH_IN, _ROW_HEIGHT_IN, _LOW_ROW_HEIGHT_IN = 5.3, 2.0, 1.45
+# Shown 688 px wide in a window of 800 px, and 484 px wide in one of 600 px, where 8 points are 10 px.
+_WIDTH_IN, _ROW_HEIGHT_IN, _LOW_ROW_HEIGHT_IN = 5.6, 2.0, 1.45
 _TITLE_LINE_HEIGHT_IN = 0.2
 _TILE_HEIGHT_IN, _TABLE_LINE_IN, _TABLE_FRAME_IN = 0.76, 0.175, 0.35
-_TITLE_CHARS, _TITLE_LINE_CHARS = 60, 74
+_TITLE_CHARS, _TITLE_LINE_CHARS = 62, 78
 _REST = "run.figure() and run.report() have the machines, the timeline, nodes and the log, too"
 
 
@@ -96,7 +97,7 @@ def _draw_rows(
     rows = [*([panel] for panel in first if has_steps), *rows, *([panel] for panel in last or {})]
     given_heights = {**given_heights, **first}
     heights = [given_heights.get(row[0]) or _get_row_height(row, run.spec.world_size) for row in rows]
-    title, title_lines = textwrap.wrap(_format_title(run), _TITLE_CHARS), _collect_title_lines(run)
+    title, title_lines = _wrap_title(_list_title_parts(run)), _collect_title_lines(run)
     title_height = _TITLE_LINE_HEIGHT_IN * (len(title) + len(title_lines)) + 0.14
     footer_height = _TITLE_LINE_HEIGHT_IN if footer and rows else 0.0
     figure = create_figure(_WIDTH_IN, sum(heights) + title_height + footer_height)
@@ -262,17 +263,21 @@ def _draw_footer(figure: Figure, text: str, title_height: float, footer_height: 
     figure.text(0.012, 0.05 / height, text, fontsize=8, color=MUTED_COLOR, va="bottom", gid="footer")
 
 
-def _format_title(run: RunView) -> str:
+def _wrap_title(parts: Sequence[str]) -> list[str]:
+    """Return the title in lines that don't end within a part, unless it is longer than a line."""
+    whole = " · ".join(part.replace(" ", "\u00a0") for part in parts)
+    return [line.removesuffix(" ·") for line in textwrap.wrap(whole, _TITLE_CHARS)]
+
+
+def _list_title_parts(run: RunView) -> tuple[str, ...]:
     """Return model, strategy, nodes, state and steps of a run."""
     spec, status, num_initial_nodes = run.spec, run.status, count_initial_nodes(run)
     left_out = f" (was {num_initial_nodes:,})" if num_initial_nodes > spec.world_size else ""
-    return " · ".join(
-        (
-            formatting.sanitize_text(spec.name, 40),
-            formatting.sanitize_text(spec.strategy, 60),
-            formatting.format_count(spec.world_size, "node") + left_out,
-            name_state(run),
-            f"{status.step:,} of {status.steps:,} steps"
-            + (f" in {formatting.format_elapsed(status.elapsed_s)}".replace(" ", "\u00a0") if status.step else ""),
-        )
+    return (
+        formatting.sanitize_text(spec.name, 40),
+        formatting.sanitize_text(spec.strategy, 60),
+        formatting.format_count(spec.world_size, "node") + left_out,
+        name_state(run),
+        f"{status.step:,} of {status.steps:,} steps"
+        + (f" in {formatting.format_elapsed(status.elapsed_s)}" if status.step else ""),
     )

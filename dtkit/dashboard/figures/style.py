@@ -1,4 +1,4 @@
-"""The style of figures: colors, light axes, lines with labels at their ends, and marks of events.
+"""The style of figures: colors, light axes, and lines with labels at their ends.
 
 The colors are Okabe and Ito's, and nothing is distinguished by color alone. Every color is set, so that a notebook's
 matplotlib style can't make text vanish on the white background.
@@ -18,11 +18,8 @@ from dtkit._util import formatting
 from dtkit.dashboard.summary.comparison import MANY_ORDERS, is_steep
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES, Curves
 from dtkit.dashboard.summary.metrics import compute_run_metrics
-from dtkit.dashboard.summary.notices import MARKED_EVENTS
 from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.ticks import choose_log_ticks
-from dtkit.dashboard.summary.timing import format_nodes
-from dtkit.health.stall_report import STOPPED_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,23 +31,12 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.summary.curves import Chart, ChartLayout, CurveBuckets
     from dtkit.history.history import History
-    from dtkit.types import Event
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A00", "#6F58B5")
 """A color for each node: Okabe and Ito's palette with a yellow dark enough for white, and violet."""
 PART_LINE: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.6}  # of a node, below the mean, which is read first
 MEAN_LINE: dict[str, Any] = {"linewidth": 1.8}
 TEXT_COLOR, MUTED_COLOR, GRID_COLOR, ALERT_COLOR = "#1a1a1a", "#5f5f5f", "#e4e4e4", "#b84a00"
-EVENT_GLYPHS = {
-    "pause": "‖", "resume": "▶", "lr": "lr", "error": "✕", "stop": "■", "lost": "†", "repair": "+", "save": "↓",
-    "stuck": "⊘", "diverged": "↗",
-}  # fmt: skip
-_EVENT_WORDS = {
-    "pause": "paused", "resume": "resumed", "lr": "new learning rate", "error": "error", "stop": "stopped",
-    "lost": "lost", "repair": "repaired", "save": "saved", "stuck": "stuck",
-    "diverged": "diverged",
-}  # fmt: skip
-_URGENT_EVENTS = ("error", "lost", "stuck", "diverged")
 _OUTLIER_COLORS = (5, 6, 3, 2)  # indices of colors that stand out from the band's blue
 _OUTLIER_DASHES = ("-", (0, (6, 1.6)), (0, (1.6, 1.6)), (0, (6, 1.6, 1.6, 1.6)))
 _NARROW_WIDTH_IN = 7.5  # below this width a legend has several rows
@@ -58,8 +44,6 @@ _MAX_LEGEND_ROW_ENTRIES = 10
 _MIN_LABEL_GAP = 0.062  # of the axes' height; closer labels would overlap
 _FIGURE_EDGE = 0.985  # of its width
 _LABEL_LEADING = 1.12  # of a label's height
-_MAX_MARKED_EVENTS = 20
-_MAX_GLYPHS = 4
 _NUMBERS_HEIGHT_IN = 0.22  # of the numbers below an axis, with their distance to it
 _TITLE_CHARS_PER_INCH = 10  # of a bold headline
 _NOTE_CHARS_PER_INCH = 12.5  # of a bold sentence below a figure
@@ -84,6 +68,14 @@ def format_step_axis(ax: Axes) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     ax.set_xlabel("step", **_SMALL_TEXT)
+
+
+def show_all_steps(ax: Axes, history: History) -> None:
+    """Let the axis have the steps of the run, so that the same step is at the same place in all panels."""
+    steps = history.totals()["step"]
+    if len(steps):
+        first, last = min(float(steps.min()), ax.dataLim.x0), max(float(steps.max()), ax.dataLim.x1)
+        ax.set_xlim(first, max(first + 1, last))
 
 
 class _LogTickLocator(Locator):
@@ -211,8 +203,14 @@ def show_placeholder(ax: Axes, text: str = "no step yet") -> None:
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=MUTED_COLOR)
 
 
-def draw_lines(ax: Axes, buckets: CurveBuckets, layout: ChartLayout, overall_label: str) -> None:
-    """Draw pale lines of nodes below their mean, or one band for many nodes; a line that is no mean is dashed."""
+def draw_lines(
+    ax: Axes, buckets: CurveBuckets, layout: ChartLayout, overall_name: str, *, name_is_noted: bool = False
+) -> None:
+    """Draw pale lines of nodes below their mean, or one band for many nodes; a line that is no mean is dashed.
+
+    Each line of a node ends with its number, and the line over all with its name, unless the panel's note has it: a
+    long name at the end would take the width from the lines.
+    """
     style_axes(ax)
     format_step_axis(ax)
     if not np.isfinite(buckets.values).any():
@@ -227,10 +225,12 @@ def draw_lines(ax: Axes, buckets: CurveBuckets, layout: ChartLayout, overall_lab
         elif np.isfinite(buckets.values[:, k, 1]).any():  # only the last stage of a pipeline has a loss
             # Overlapping bands would hide the lines, so they share the opacity of one.
             draw_band(ax, buckets.middle_steps, buckets.values[:, k], COLORS[k], 0.32 / (layout.nodes + 1))
-            _draw_line(ax, buckets.middle_steps, buckets.values[:, k], f"node {k}", color=COLORS[k], **own)
+            number = str(k) if layout.nodes > 1 else "_"
+            _draw_line(ax, buckets.middle_steps, buckets.values[:, k], f"node {k}", number, color=COLORS[k], **own)
     if layout.nodes != 1 or layout.banded:
         look = MEAN_LINE if layout.has_mean or not layout.nodes else {"linewidth": 1.5, "linestyle": (0, (3, 1.6))}
-        _draw_line(ax, buckets.middle_steps, buckets.values[:, -1], overall_label, color=TEXT_COLOR, **look)
+        end = "_" if name_is_noted else overall_name
+        _draw_line(ax, buckets.middle_steps, buckets.values[:, -1], overall_name, end, color=TEXT_COLOR, **look)
     draw_end_labels(ax, collect_line_labels(ax))
 
 
@@ -248,14 +248,17 @@ def draw_band(ax: Axes, steps: np.ndarray, values: np.ndarray, color: str, alpha
         ax.fill_between(steps, values[:, 0], values[:, 2], color=color, alpha=alpha, linewidth=0)
 
 
-def _draw_line(ax: Axes, steps: np.ndarray, values: np.ndarray, label: str, **style: Any) -> None:
-    """Draw the mean of each bucket, with a gap where it is unknown, and dots where there are too few for a line."""
+def _draw_line(ax: Axes, steps: np.ndarray, values: np.ndarray, name: str, label: str, **style: Any) -> None:
+    """Draw the mean of each bucket, with a gap where it is unknown, and dots where there are too few for a line.
+
+    `label` is written at the line's end; "_" for none.
+    """
     known = np.isfinite(values[:, 1])
     neighbors = np.pad(known, 1)
     alone = known if known.sum() < 3 else known & ~neighbors[:-2] & ~neighbors[2:]
     ax.plot(
         steps, values[:, 1], marker="o", markersize=4, markevery=[int(k) for k in np.flatnonzero(alone)], label=label,
-        gid=label, **style,
+        gid=name, **style,
     )  # fmt: skip
 
 
@@ -305,7 +308,8 @@ def _draw_outlier_lines(ax: Axes, buckets: CurveBuckets, ranks: Sequence[int], l
         label = f"{'✕' if rank in lost_ranks else '▲'} node {rank}"
         color = COLORS[_OUTLIER_COLORS[k % len(_OUTLIER_COLORS)]]
         dashes = _OUTLIER_DASHES[k % len(_OUTLIER_DASHES)]
-        _draw_line(ax, buckets.middle_steps, buckets.values[:, k], label, color=color, linewidth=1.2, linestyle=dashes)
+        line = buckets.values[:, k]
+        _draw_line(ax, buckets.middle_steps, line, label, label, color=color, linewidth=1.2, linestyle=dashes)
     draw_end_labels(ax, collect_line_labels(ax))
 
 
@@ -342,46 +346,6 @@ def draw_legend_below(ax: Axes, patches: Sequence[Patch]) -> None:
     )  # fmt: skip
 
 
-def mark_events(ax: Axes, events: Sequence[Event]) -> None:
-    """Draw a thin line and a glyph at the step of each marked event."""
-    left, right = ax.get_xlim()
-    signs: list[tuple[int, str, list[str]]] = []  # step, color, and glyphs of the events there, each once
-    for event in [event for event in events if event.kind in MARKED_EVENTS][-_MAX_MARKED_EVENTS:]:
-        color = COLORS[5] if event.kind in _URGENT_EVENTS else MUTED_COLOR
-        ax.axvline(event.step, 0, 0.94, color=color, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
-        glyph = EVENT_GLYPHS.get(event.kind, "•")
-        if signs and event.step < signs[-1][0] + (0.01 + 0.015 * len(signs[-1][2])) * (right - left):
-            signs[-1][2].append(glyph)  # a text of its own would cover the previous one
-        else:
-            signs.append((event.step, color, [glyph]))
-    for step, color, glyphs in signs:
-        ax.annotate(
-            _join_glyphs(list(dict.fromkeys(glyphs))[-_MAX_GLYPHS:]), (step, 1.0), xycoords=("data", "axes fraction"),
-            va="top", ha="center", fontsize=8, color=color, annotation_clip=True,
-        )  # fmt: skip
-
-
-def _join_glyphs(glyphs: Sequence[str]) -> str:
-    """Return glyphs as one text, with room around letters: a pause before an l would be read as a part of it."""
-    return "".join(f" {glyph} " if len(glyph) > 1 else glyph for glyph in glyphs).strip()
-
-
-def describe_event_marks(events: Sequence[Event]) -> str:
-    """Return a legend of the marks of these events, with their nodes; an empty text without marks."""
-    ranks_by_text: dict[tuple[str, str], set[int]] = {}
-    for event in events:
-        if event.kind in MARKED_EVENTS:
-            ranks = ranks_by_text.setdefault((EVENT_GLYPHS[event.kind], _name_event(event)), set())
-            ranks.update(() if event.rank is None else {event.rank})
-    nodes = [f"{format_nodes(sorted(ranks))} " if ranks else "" for ranks in ranks_by_text.values()]
-    return "   ".join(f"{glyph} {name}{word}" for (glyph, word), name in zip(ranks_by_text, nodes, strict=True))
-
-
-def _name_event(event: Event) -> str:
-    """Return the word for an event. A stall may be that of a process that was stopped."""
-    return "stopped" if event.kind == "stuck" and STOPPED_WORDS in event.text else _EVENT_WORDS[event.kind]
-
-
 def get_last_value(buckets: CurveBuckets) -> float:
     """Return the last value of the line over all ranks; NaN without values."""
     line = buckets.values[:, -1, 1]
@@ -391,5 +355,5 @@ def get_last_value(buckets: CurveBuckets) -> float:
 
 def describe_lines(layout: ChartLayout, unit: str = "") -> str:
     """Return a note on what the lines are."""
-    lines = "mean and range" if layout.banded else "nodes and all"
+    lines = "mean and range" if layout.banded else "by node"
     return f"{unit}, {lines}".removeprefix(", ") if layout.banded or layout.nodes > 1 else unit

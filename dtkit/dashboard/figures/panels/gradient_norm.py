@@ -8,6 +8,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
+from dtkit.dashboard.figures.event_marks import mark_events
 from dtkit.dashboard.summary.curves import GRAD_NORM, downsample, make_chart_layouts
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def draw(ax: Axes, history: History) -> None:
     style.draw_band(ax, part.middle_steps, part.values[:, -1], style.TEXT_COLOR, 0.14)
     style.scale_by_span(ax, part)
     style.set_title(ax, "Gradient norm", "over all nodes, before clipping")
-    style.mark_events(ax, history.events)
+    mark_events(ax, history.events)
 
 
 def has_gradient_norm(history: History) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
+from dtkit.dashboard.figures.event_marks import mark_events
 from dtkit.dashboard.summary.curves import LR, downsample, make_chart_layouts
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def draw(ax: Axes, history: History) -> None:
     ax.set_ylim(bottom=0)
     style.draw_end_labels(ax, style.collect_line_labels(ax))
     style.set_title(ax, "Learning rate", f"{_describe_last(history)}the same on all nodes")
-    style.mark_events(ax, history.events)
+    mark_events(ax, history.events)
 
 
 def _describe_last(history: History) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit.dashboard.figures import style
+from dtkit.dashboard.figures.event_marks import mark_events
 from dtkit.dashboard.summary.curves import LOSS, MAX_BUCKETS, downsample, make_chart_layouts
 
 if TYPE_CHECKING:
@@ -25,13 +26,14 @@ def draw(ax: Axes, history: History) -> None:
     style.draw_lines(ax, buckets, layout, "mean")
     style.scale_by_span(ax, buckets)
     style.draw_outliers(ax, history, LOSS, MAX_BUCKETS)
-    style.set_title(ax, "Loss", style.describe_lines(layout))
-    _draw_validation(ax, history)
-    style.mark_events(ax, history.events)
+    has_validation = _draw_validation(ax, history)
+    notes = [style.describe_lines(layout), "◇ validation" if has_validation else ""]
+    style.set_title(ax, "Loss", ", ".join(filter(None, notes)))
+    mark_events(ax, history.events)
 
 
-def _draw_validation(ax: Axes, history: History) -> None:
-    """Draw validation losses as points. Many points get a line, and some of them a marker."""
+def _draw_validation(ax: Axes, history: History) -> bool:
+    """Draw validation losses as points. Many points get a line, and some of them a marker. Return whether any exist."""
     points = [
         (evaluation.step, evaluation.values["loss"])
         for evaluation in history.evaluations
@@ -39,12 +41,13 @@ def _draw_validation(ax: Axes, history: History) -> None:
     ]
     points = [(step, loss) for step, loss in points if np.isfinite(loss)]
     if not points:
-        return
+        return False
     has_line = len(points) > _MAX_VALIDATION_MARKERS
     marker_step = -(-len(points) // _MAX_VALIDATION_MARKERS)
     ax.plot(
         *zip(*points, strict=True), "D-" if has_line else "D", color=style.TEXT_COLOR, linewidth=0.8,
         markerfacecolor="white", markersize=4 if has_line else 5,
-        markevery=((len(points) - 1) % marker_step, marker_step), gid="validation", clip_on=False,
+        markevery=((len(points) - 1) % marker_step, marker_step), gid="validation", label="_", clip_on=False,
     )  # fmt: skip
-    style.draw_end_labels(ax, [*style.collect_line_labels(ax), ("validation", points[-1][1], style.TEXT_COLOR)])
+    style.draw_end_labels(ax, style.collect_line_labels(ax))  # the points may have changed the limits
+    return True

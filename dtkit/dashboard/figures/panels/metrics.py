@@ -9,6 +9,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
+from dtkit.dashboard.figures.event_marks import mark_events
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,9 +40,10 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     )  # fmt: skip
     style.style_axes(ax)
     style.format_step_axis(ax)
+    style.show_all_steps(ax, history)
     last, low, high = (formatting.format_loss(float(value)) for value in (values[-1], values.min(), values.max()))
     style.set_title(ax, formatting.sanitize_text(name, 40), f"last {last}, from {low} to {high}")
-    style.mark_events(ax, history.events)
+    mark_events(ax, history.events)
 
 
 def _list_points(history: History, name: str) -> list[tuple[int, float]]:

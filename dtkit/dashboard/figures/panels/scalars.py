@@ -9,6 +9,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
+from dtkit.dashboard.figures.event_marks import mark_events
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
 from dtkit.dashboard.summary.series_names import is_system_name, split_unit
 
@@ -43,7 +44,13 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     if 1 < len(ranks) <= MAX_NODE_LINES:
         for rank in ranks:
             color = style.COLORS[rank % len(style.COLORS)]
-            ax.plot(*_thin_out(*history.scalar(name, rank)), color=color, label=f"node {rank}", **style.PART_LINE)
+            ax.plot(
+                *_thin_out(*history.scalar(name, rank)),
+                color=color,
+                label=str(rank),
+                gid=f"node {rank}",
+                **style.PART_LINE,
+            )
     steps, values = history.scalar(name)
     ax.plot(
         *_thin_out(steps, values), color=style.TEXT_COLOR, label="mean" if len(ranks) > 1 else "_",
@@ -51,21 +58,13 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     )  # fmt: skip
     if is_system_name(name):
         ax.set_ylim(0, _ROOM * float(ax.dataLim.ymax) or 1.0)  # a line along the upper end would be cut
-    _show_all_steps(ax, history)
+    style.show_all_steps(ax, history)
     style.draw_end_labels(ax, style.collect_line_labels(ax))
     known = values[np.isfinite(values)]
     last, low, high = (formatting.format_loss(float(value)) for value in (known[-1], known.min(), known.max()))
     title, unit = split_unit(name)
     style.set_title(ax, f"{title} ({unit})" if unit else title, f"last {last}, from {low} to {high}")
-    style.mark_events(ax, history.events)
-
-
-def _show_all_steps(ax: Axes, history: History) -> None:
-    """Let the axis have the steps of the run, so that the same step is at the same place in all panels."""
-    steps = history.totals()["step"]
-    if len(steps):
-        first, last = min(float(steps.min()), ax.dataLim.x0), max(float(steps.max()), ax.dataLim.x1)
-        ax.set_xlim(first, max(first + 1, last))
+    mark_events(ax, history.events)
 
 
 def _thin_out(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

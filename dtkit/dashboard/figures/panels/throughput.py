@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter
 
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
+from dtkit.dashboard.figures.event_marks import mark_events
 from dtkit.dashboard.summary.curves import THROUGHPUT, downsample, format_overall_label, make_chart_layouts
 
 if TYPE_CHECKING:
@@ -30,20 +31,16 @@ def draw(ax: Axes, history: History) -> None:
     buckets = downsample(history, THROUGHPUT, ranks).merge_to_quantiles(NUM_BUCKETS, int(layout.banded)).invert()
     last_ranks = history.totals(history.num_steps - 1)["ranks"]
     num_current = int(last_ranks[-1]) if len(last_ranks) else ranks
-    style.draw_lines(ax, buckets, layout, format_overall_label(num_current, history.ranks_per_replica, ranks))
+    overall_name = format_overall_label(num_current, history.ranks_per_replica, ranks)
+    style.draw_lines(ax, buckets, layout, overall_name, name_is_noted=not layout.banded)
     style.draw_outliers(ax, history, THROUGHPUT, NUM_BUCKETS, is_inverted=True)
-    unit = _describe_unit(ranks, banded=layout.banded)
-    # The names of the lines have no room next to the long unit.
-    style.set_title(ax, "Throughput", style.describe_lines(layout, unit) if layout.banded else unit)
+    style.set_title(ax, "Throughput", style.describe_lines(layout, "samples/s"))
     if np.isfinite(buckets.values).any():
         ax.set_ylim(0, 1.08 * float(np.nanmax(buckets.values)))
         style.draw_end_labels(ax, style.collect_line_labels(ax))
-    if buckets.width > 1 and not layout.banded:
-        ax.set_xlabel("step (bands: 10 to 90 %)", fontsize=8, color=style.MUTED_COLOR)
+    if not layout.banded:  # else the note and the name at the line's end say it
+        notes = [f"┅ {overall_name}"] if layout.nodes > 1 else []
+        notes += ["bands: 10 to 90 %"] if buckets.width > 1 else []
+        ax.set_xlabel(", ".join(["step", *notes]), fontsize=8, color=style.MUTED_COLOR)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: formatting.format_rate(y) if y else "0"))
-    style.mark_events(ax, history.events)
-
-
-def _describe_unit(num_ranks: int, *, banded: bool) -> str:
-    """Return the unit, which is short where the note on the lines is long."""
-    return "samples/s, without waiting" if num_ranks > 1 and not banded else "samples/s"
+    mark_events(ax, history.events)

@@ -9,7 +9,8 @@ from matplotlib.text import Text
 
 import dtkit
 from dtkit._util import formatting
-from dtkit.dashboard.figures import event_marks, plan_figure, render, run_figure, style
+from dtkit.dashboard.figures import plan_figure, render, run_figure, style
+from dtkit.dashboard.summary.event_marks import describe_event_marks
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.errors import EngineError
 from dtkit.explain import explain
@@ -396,7 +397,7 @@ def test_the_legend_of_marks_tells_stopped_nodes_from_stuck_ones():
     observation = RankObservation(2, "host0", 1234, "stopped")
     source.event("stuck", formatting.name_nodes(report_stuck("stopped", observation, 4).text), rank=2)
     source.event("stuck", "node 1 keeps the others waiting", rank=1)
-    assert event_marks.describe_event_marks(source.history.events) == "⊘ node 2 stopped   ⊘ node 1 stuck"
+    assert describe_event_marks(source.history.events) == "⊘ node 2 stopped   ⊘ node 1 stuck"
 
 
 def test_no_line_below_the_title_ends_within_a_command():

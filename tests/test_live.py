@@ -26,7 +26,7 @@ from dtkit.dashboard.live.messages import MAX_CHANGE_EVENTS, MessageBuilder
 from dtkit.dashboard.run_view import RunView
 from dtkit.dashboard.summary import spare_core, stall
 from dtkit.dashboard.summary.curves import CHARTS, LOSS, MAX_BUCKETS, Curves, downsample
-from dtkit.dashboard.summary.notices import MARKED_EVENTS
+from dtkit.dashboard.summary.event_marks import MARKED_EVENTS
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.dashboard.text import run_text
 from dtkit.dashboard.throttle import VIEW_NICENESS, Throttle, start_timer

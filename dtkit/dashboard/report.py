@@ -23,7 +23,9 @@ from dtkit.dashboard.report_cards import iterate_cards
 from dtkit.dashboard.report_charts import draw_charts, list_metric_names
 from dtkit.dashboard.report_live import format_run_charts
 from dtkit.dashboard.report_page import (
+    MAX_OPEN_ROWS,
     escape,
+    fold_table,
     format_cards,
     format_columns,
     format_facts,
@@ -40,6 +42,7 @@ from dtkit.dashboard.report_tables import (
     format_verification,
 )
 from dtkit.dashboard.summary.activity import name_state
+from dtkit.dashboard.summary.event_marks import MARKED_EVENTS, describe_event_marks
 from dtkit.dashboard.summary.notices import ALERT_KINDS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.one_process import describe_measured
 from dtkit.dashboard.summary.verdict import find_shown_verdict
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.one_process import OneProcess
     from dtkit.history.history import History
+    from dtkit.types import Event
 
 _PACKAGES = ("dtkit-jupyter", "torch", "ipyparallel", "numpy")
 _MAX_EVENTS = 500  # many printed lines would hide the other events
@@ -141,6 +145,8 @@ def _format_error(error: BaseException) -> Iterator[str]:
 
 def _format_charts(run: RunView) -> Iterator[str]:
     yield "<h2>Charts</h2>"
+    if legend := describe_event_marks(run.history.events):
+        yield f'<p class="marks">marks: {escape(legend).replace("   ", " &nbsp; ")}</p>'
     yield format_run_charts(run, draw_charts(run.history))
     yield from format_custom_panels(run.history)
 
@@ -231,7 +237,20 @@ def _format_events(run: RunView) -> Iterator[str]:
     events = [event for event in run.history.events if event.kind != "evaluation"]
     if not events:
         return
+    yield "<h2>Events</h2>"
+    main_events = [event for event in events if event.kind in MARKED_EVENTS]
+    if len(events) <= MAX_OPEN_ROWS:
+        yield format_table(_tabulate_events(events))
+        return
+    if main_events:
+        yield format_table(_tabulate_events(_keep_ends(main_events, MAX_OPEN_ROWS)))
     shown = _keep_ends(events, _MAX_EVENTS)
+    hidden = f"{len(events):,} events in all; the first and the last {_MAX_EVENTS // 2} are shown."
+    notes = [hidden] if len(shown) < len(events) else []
+    yield fold_table(f"all {formatting.format_count(len(events), 'event')}", _tabulate_events(shown), notes)
+
+
+def _tabulate_events(events: Sequence[Event]) -> Table:
     rows = [
         (
             time.strftime("%H:%M:%S", time.localtime(event.time)),
@@ -240,11 +259,9 @@ def _format_events(run: RunView) -> Iterator[str]:
             "" if event.rank is None else f"{event.rank}",
             formatting.sanitize_text(event.text),
         )
-        for event in shown
+        for event in events
     ]
-    hidden = f"{len(events):,} events in all; the first and the last {_MAX_EVENTS // 2} are shown."
-    table = Table(("time", "step", "kind", "node", "text"), rows, {"time", "kind", "text"})
-    yield format_long_table("Events", table, [hidden] if len(shown) < len(events) else [])
+    return Table(("time", "step", "kind", "node", "text"), rows, {"time", "kind", "text"})
 
 
 def _format_evaluations(run: RunView) -> Iterator[str]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
     from dtkit.history.history import History
 
+_MIN_NOTED_SHARE = 0.05  # of the duration
+
 
 def iterate_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
     """Return the headline numbers: the best of loss and metrics, speed, duration, and the speed-up over one process."""
@@ -59,15 +61,17 @@ def _describe_mean(history: History) -> str:
 
 
 def _describe_duration(run: RunView) -> str:
-    """Return the steps and the parts of the duration, whose sum it is."""
+    """Return the steps, and the parts of the duration beside them that are worth a word."""
     steps, parts = formatting.format_count(run.status.step, "step"), split_time(run.history, run.status.elapsed_s)
-    if not run.history.num_steps or parts.is_mostly_steps:
-        return f"{steps}, without pauses"
-    others, first, between = map(formatting.format_duration, (parts.steps_s, parts.first_step_s, parts.between_s))
-    return (
-        f"{steps}, without pauses: {first} in the first, {others} in the others, {between} between "
-        f"them{_name_work_between_steps(run.history)}"
-    )
+    has_paused = any(event.kind == "pause" for event in run.history.events)
+    notes = [steps + (" without pauses" if has_paused else "")]
+    if run.history.num_steps and not parts.is_mostly_steps:
+        between = f"{formatting.format_duration(parts.between_s)} between them{_name_work_between_steps(run.history)}"
+        first = f"{formatting.format_duration(parts.first_step_s)} in the first"
+        worth_a_word = _MIN_NOTED_SHARE * sum(parts)
+        notes += [first] if parts.first_step_s >= worth_a_word else []
+        notes += [between] if parts.between_s >= worth_a_word else []
+    return ", ".join(notes)
 
 
 def _name_work_between_steps(history: History) -> str:

@@ -79,6 +79,7 @@ p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; }} time 
   max-width: none; border-left: 3px solid; padding: 4px 12px; }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 26px 32px; }}
 .charts figure {{ max-width: 720px; }}
+.marks {{ color: var(--muted); font-size: 13px; margin: 0 0 12px; max-width: none; }}
 figure {{ margin: 0; min-width: 0; }} details {{ margin: 8px 0; }} summary {{ cursor: pointer; color: var(--accent); }}
 .panel img {{ max-width: 100%; height: auto; }} .charts .panel.wide {{ grid-column: 1 / -1; max-width: none; }}
 @media (max-width: 700px) {{ body {{ padding: 0 12px 40px; }} .scroll table {{ font-size: 12px !important; }}
@@ -132,11 +133,18 @@ def format_facts(table: Table, *, is_code: bool = False) -> str:
 
 def format_long_table(name: str, table: Table, notes: Sequence[str] = ()) -> str:
     """Return a table under a heading, folded where it is long."""
-    body = format_table(table) + "".join(f"<p>{escape(note)}</p>" for note in notes)
     if len(table.rows) <= MAX_OPEN_ROWS:
-        return f"<h2>{escape(name)}</h2>{body}"
-    rows = formatting.format_count(len(table.rows), "row")
-    return f"<h2>{escape(name)}</h2><details><summary>{rows}</summary>{body}</details>"
+        return f"<h2>{escape(name)}</h2>{_format_noted_table(table, notes)}"
+    return f"<h2>{escape(name)}</h2>{fold_table(formatting.format_count(len(table.rows), 'row'), table, notes)}"
+
+
+def fold_table(summary: str, table: Table, notes: Sequence[str] = ()) -> str:
+    """Return a table that a reader unfolds."""
+    return f"<details><summary>{escape(summary)}</summary>{_format_noted_table(table, notes)}</details>"
+
+
+def _format_noted_table(table: Table, notes: Sequence[str]) -> str:
+    return format_table(table) + "".join(f"<p>{escape(note)}</p>" for note in notes)
 
 
 def escape(text: str) -> str:

@@ -10,7 +10,6 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from dtkit._util import formatting
 from dtkit.dashboard.figures import custom_panels, panel_frame
-from dtkit.dashboard.figures.event_marks import describe_event_marks
 from dtkit.dashboard.figures.panels import (
     gradient_norm,
     learning_rate,
@@ -31,6 +30,7 @@ from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.figures.style import ALERT_COLOR, MUTED_COLOR, TEXT_COLOR, fit_texts
 from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
+from dtkit.dashboard.summary.event_marks import describe_event_marks
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes
 from dtkit.dashboard.summary.notices import ALERT_KINDS, NOTICE_GLYPHS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.step_strip import make_step_strip

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
-from dtkit.dashboard.summary.notices import MARKED_EVENTS
+from dtkit.dashboard.summary.event_marks import MARKED_EVENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting
-from dtkit.dashboard.summary.notices import MARKED_EVENTS
+from dtkit.dashboard.summary.event_marks import MARKED_EVENTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

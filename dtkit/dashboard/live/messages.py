@@ -39,10 +39,11 @@ from dtkit.dashboard.summary.curves import (
     read_range,
 )
 from dtkit.dashboard.summary.ended_engines import describe_ended_engines, find_ended_engines
+from dtkit.dashboard.summary.event_marks import MARKED_EVENTS
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.metrics import build_tiles, compute_epoch, compute_run_metrics
 from dtkit.dashboard.summary.node_series import NODE_CHARTS, NodeSeries
-from dtkit.dashboard.summary.notices import MARKED_EVENTS, collect_notices, list_error_lines
+from dtkit.dashboard.summary.notices import collect_notices, list_error_lines
 from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.remedy import find_remedy
 from dtkit.dashboard.summary.spare_core import has_spare_core

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtkit.dashboard.summary.notices import MARKED_EVENTS
+from dtkit.dashboard.summary.event_marks import MARKED_EVENTS
 
 if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView

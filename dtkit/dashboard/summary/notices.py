@@ -41,9 +41,6 @@ NOTICE_GLYPHS = {
 ALERT_KINDS = ("lost", "stuck", "differs", "diverged")
 """Kinds of notices that are alerts."""
 
-MARKED_EVENTS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "lost", "repair", "save", "diverged"})
-"""Kinds of events with a mark on the step axis. The others are in the log only."""
-
 
 def name_event_node(event: Event) -> str:
     """Return the node of an event for the start of its line, such as "[1] "; "" if its text begins with the node."""

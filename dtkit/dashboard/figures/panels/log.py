@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.text_table import LEFT, prepare_axes, write
-from dtkit.dashboard.summary.notices import MARKED_EVENTS, name_event_node
+from dtkit.dashboard.summary.event_marks import MARKED_EVENTS
+from dtkit.dashboard.summary.notices import name_event_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -33,7 +33,7 @@ def make_source(name: str = "ConvNet", seed: int = 0) -> FakeSource:
     return source
 
 
-@pytest.mark.parametrize("look", [Look(width=600), Look(width=1400)], indirect=True)
+@pytest.mark.parametrize("look", [Look(width=600), Look(width=1200), Look(width=1400)], indirect=True)
 def test_no_table_of_a_report_is_cut_off(page: Page, tmp_path: Path):
     write_report(make_source(), tmp_path / "run.html")
     runs = make_source("first"), make_source("second", 1)

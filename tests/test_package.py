@@ -73,6 +73,12 @@ def test_importing_dtkit_imports_no_heavy_packages():
     assert out.stdout.split() == []
 
 
+def test_data_parallelism_loads_no_dtensors():
+    """They take torch more than a second, which a notebook after a restart would wait for in dtkit.attach()."""
+    code = "import sys, dtkit.strategies.data_parallel as s; sys.exit('torch.distributed.tensor' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_import_warns_about_an_unrelated_distribution_named_dtkit(tmp_path: Path, root: Path):
     info = tmp_path / "dtkit-9.9.dist-info"
     info.mkdir()

@@ -7,9 +7,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from dtkit._util.arguments import suggest_options
+from dtkit._util.dtensor import is_dtensor
 from dtkit.engine.state.dtensor_shards import (
     get_local_tensor,
     get_num_fused_blocks,
@@ -171,7 +171,7 @@ class CallbackList:
     def _wrap(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a part in the form that the strategy uses for the parameter, with the same memory."""
         like = self._parameters[name]
-        if not isinstance(like, DTensor):
+        if not is_dtensor(like):
             return tensor
         wrapped: Any = wrap_local_shard(tensor, like)
         return set_num_fused_blocks(wrapped, get_num_fused_blocks(like))

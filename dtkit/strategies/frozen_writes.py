@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from dtkit._util.dtensor import is_dtensor
 from dtkit._util.torch_private import count_inplace_writes, get_parameter_dict
 from dtkit.engine.state.checksum import compute_checksum
 
@@ -47,7 +47,7 @@ def refuse_frozen_writes(model: nn.Module, *, thorough: bool) -> Iterator[None]:
     def compare(module: nn.Module, _inputs: Any, _output: Any) -> None:
         gathered, marks = before.pop(module, ({}, []))
         now = {(owner, name): get_parameter_dict(owner).get(name) for owner, name in gathered}
-        is_replaced = any(now[key] is not p and not isinstance(now[key], DTensor) for key, p in gathered.items())
+        is_replaced = any(now[key] is not p and not is_dtensor(now[key]) for key, p in gathered.items())
         if is_replaced or (marks and measure(gathered) != marks):
             name = type(module).__name__.removeprefix("FSDP")
             raise ValueError(
@@ -74,5 +74,5 @@ def _list_gathered(module: nn.Module) -> _Gathered:
         (owner, name): p
         for owner in module.modules()
         for name, p in owner.named_parameters(recurse=False)
-        if not p.requires_grad and not isinstance(p, DTensor)
+        if not p.requires_grad and not is_dtensor(p)
     }

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from dtkit._util.dtensor import is_dtensor
 from dtkit.engine.state.dtensor_shards import (
     get_num_fused_blocks,
     move_to_mesh_of,
@@ -27,7 +27,7 @@ def load_shards(model: nn.Module, sharded_model: nn.Module, device: torch.device
     """Load this rank's shards of `model` into `sharded_model`, a sharded copy without values."""
 
     def convert(p: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
-        if not isinstance(like, DTensor):
+        if not is_dtensor(like):
             return nn.Parameter(p.detach().to(device, copy=True), p.requires_grad)
         part = slice_like(p.detach(), like).to(device, copy=True, memory_format=torch.contiguous_format)
         return nn.Parameter(wrap_local_shard(part, like), p.requires_grad)
@@ -49,7 +49,7 @@ def transfer_shards(
     """
 
     def convert(p: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(move_to_mesh_of(p, like), p.requires_grad) if isinstance(like, DTensor) else p
+        return nn.Parameter(move_to_mesh_of(p, like), p.requires_grad) if is_dtensor(like) else p
 
     new_parameters = _replace_parameters(new_model, sharded_parameters, convert)
     for before, after in zip(old_model.modules(), new_model.modules(), strict=True):
@@ -83,5 +83,5 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, new_parameters: Mapping[n
         if old is new or old not in optimizer.state:
             continue
         state = optimizer.state.pop(old)
-        assert isinstance(new, DTensor)
-        optimizer.state[new] = {k: move_to_mesh_of(v, new) if isinstance(v, DTensor) else v for k, v in state.items()}
+        assert is_dtensor(new)
+        optimizer.state[new] = {k: move_to_mesh_of(v, new) if is_dtensor(v) else v for k, v in state.items()}

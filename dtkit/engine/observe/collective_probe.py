@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from dtkit._util.dispatch_mode import DispatchMode
+from dtkit._util.dtensor import is_dtensor_type
 from dtkit._util.torch_private import functional_collectives, resolve_group, tree_leaves
 from dtkit.engine.observe.step_probe import StepProbe
 from dtkit.engine.observe.tensor_values import compute_digest, count_storage_bytes
@@ -121,7 +121,7 @@ class _CollectiveRecorder(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operation. For DTensors, torch first dispatches the operations on their parts."""
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(map(is_dtensor_type, types)):
             return NotImplemented
         output = func(*args, **(kwargs or {}))
         kind = _classify_op(func)

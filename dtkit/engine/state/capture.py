@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from dtkit._util.dtensor import is_dtensor
 from dtkit.checkpoint.json_values import UnsupportedValueError, encode
 from dtkit.checkpoint.safetensors_file import SAFETENSORS_NAMES
 from dtkit.engine.state.checksum import compute_checksum
@@ -169,7 +169,7 @@ class StateCapture(StateVisitor):
         for key, value in state.items():
             if not isinstance(value, torch.Tensor) or not value.dim():
                 entries[key] = {"value": self._encode_plain(value, f"the state {key!r} of {name}")}
-            elif value.shape == p.shape or not isinstance(p, DTensor):
+            elif value.shape == p.shape or not is_dtensor(p):
                 entries[key] = None
                 self._add_shard(f"{key_prefix}/{key}", value, get_num_fused_blocks(p))
             else:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from dtkit._util.dtensor import is_dtensor
 from dtkit._util.torch_private import AsyncCollectiveTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor without copying; a plain tensor as it is."""
     with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
         # waits: a collective, limited by the process group's timeout
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
@@ -29,7 +34,7 @@ def get_shard_position(tensor: DTensor) -> tuple[int, int] | None:
 
 def count_shards(tensor: torch.Tensor) -> int:
     """Return the number of parts of a tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return 1
     cuts = [n for n, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if placement.is_shard()]
     return cuts[0] if cuts else 1
@@ -64,6 +69,8 @@ def slice_like(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 def wrap_local_shard(local_shard: torch.Tensor, like: DTensor) -> DTensor:
     """Return the DTensor of which this is the local part, sharded like another."""
+    from torch.distributed.tensor import DTensor
+
     mesh, stride = like.device_mesh, like.stride()
     return DTensor.from_local(local_shard, mesh, like.placements, run_check=False, shape=like.shape, stride=stride)
 
@@ -71,7 +78,9 @@ def wrap_local_shard(local_shard: torch.Tensor, like: DTensor) -> DTensor:
 @torch.no_grad()
 def move_to_mesh_of(tensor: torch.Tensor, like: DTensor) -> DTensor:
     """Return a tensor with the same local part on another mesh."""
-    placements = tensor.placements if isinstance(tensor, DTensor) else like.placements
+    from torch.distributed.tensor import DTensor
+
+    placements = tensor.placements if is_dtensor(tensor) else like.placements
     shape, stride = tensor.shape, tensor.stride()
     return DTensor.from_local(
         get_local_tensor(tensor), like.device_mesh, placements, run_check=False, shape=shape, stride=stride

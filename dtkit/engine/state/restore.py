@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from dtkit._util.dtensor import is_dtensor
 from dtkit.checkpoint.json_values import decode
 from dtkit.engine.state.dtensor_shards import get_local_tensor, get_num_fused_blocks, wrap_local_shard
 from dtkit.engine.state.visitor import StateVisitor, drop_aliases, make_shard
@@ -192,7 +192,7 @@ class StateRestore(StateVisitor):
         """Return a tensor of a parameter's state, sharded like the parameter if it has the same shape."""
         shape = self._reader.get_shape(keys[0])
         assert shape is not None
-        if not isinstance(p, DTensor):
+        if not is_dtensor(p):
             return self._read_like(p if shape == tuple(p.shape) else torch.empty(shape, device="meta"), keys).to(
                 p.device
             )

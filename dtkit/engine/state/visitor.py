@@ -12,8 +12,8 @@ import abc
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from dtkit._util.dtensor import is_dtensor
 from dtkit.engine.state.dtensor_shards import count_shards, get_local_tensor, get_shard_position
 from dtkit.engine.state.shards import TensorShard
 
@@ -135,7 +135,7 @@ def drop_aliases(named_tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, t
 def make_shard(tensor: torch.Tensor, num_blocks: int = 1) -> TensorShard:
     """Return this rank's part of a tensor; with several blocks, its part of each."""
     local, offset = get_local_tensor(tensor.detach()), [0] * tensor.dim()
-    position = get_shard_position(tensor) if isinstance(tensor, DTensor) else None
+    position = get_shard_position(tensor) if is_dtensor(tensor) else None
     if position is None:
         return TensorShard(local, tuple(tensor.shape), tuple(offset))
     dim, index = position

@@ -301,6 +301,9 @@ class CallbackRunner:
     def __init__(self, callbacks: Callable[[], None] | None) -> None:
         self._callbacks = callbacks
         self._token: object = None  # identifies the current call
+        self._begun_at = 0.0
+        self.last_s = 0.0
+        """Seconds that the last call took."""
         self.last_called_step = 0
         """The step after which callbacks were called last."""
 
@@ -328,7 +331,7 @@ class CallbackRunner:
         if self.is_running or callbacks is None:
             return
         token = self._token = object()
-        self.last_called_step = step
+        self.last_called_step, self._begun_at = step, time.monotonic()
 
         def call() -> None:
             on_done(token, run_guarded_in_thread(callbacks, return_error))
@@ -339,7 +342,7 @@ class CallbackRunner:
         """Note that callbacks have returned. Return whether the run still waits for this call of them."""
         if token is not self._token:
             return False
-        self._token = None
+        self._token, self.last_s = None, time.monotonic() - self._begun_at
         return True
 
     def reset(self) -> None:

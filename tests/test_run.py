@@ -26,7 +26,7 @@ from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.summary.metrics import compute_epoch
 from dtkit.dashboard.summary.notices import name_event_node
 from dtkit.dashboard.text import run_text
-from dtkit.errors import HostLostError, RefusedError, RunError
+from dtkit.errors import CallbackError, HostLostError, RefusedError, RunError
 from dtkit.health.stall_report import StallReport
 from dtkit.history.history import History
 from dtkit.messages import Reply
@@ -778,6 +778,42 @@ def test_a_dispatch_that_is_refused_three_times_in_a_row_ends_the_run():
             run.wait(10)
         resyncs = [rank for rank, op, _ in engines.served_requests if op == "job_status" and rank == 0]
         assert len(resyncs) == 3
+
+
+def test_a_failing_callback_is_named_with_its_epoch_and_how_the_run_goes_on(cluster):
+    def keep_best(_run):
+        raise ZeroDivisionError("division by zero")
+
+    run = train(cluster, epochs=3, callbacks=[keep_best])
+    with pytest.raises(CallbackError) as caught:
+        run.wait(30)
+    lines = str(caught.value).splitlines()
+    steps = run.spec.steps_per_epoch
+    assert lines[0] == f"the callback keep_best failed after epoch 1, step {steps}: ZeroDivisionError: division by zero"
+    assert lines[2].strip() == 'raise ZeroDivisionError("division by zero")'
+    assert lines[3] == "The run is paused: run.resume() goes on with the next step, run.stop() ends it."
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "keep_best" in caught.value.full
+    assert run.status.state is State.PAUSED
+    assert lines[0] in [event.text for event in run.history.events]
+    run.stop()
+
+
+def test_a_rate_far_above_the_last_one_that_was_not_0_warns_and_is_set(cluster):
+    run = train(cluster, steps=20, start=False)
+    run.step(2)
+    run.set(lr=9)  # 90 times the 0.1
+    run.step(2)
+    run.set(lr=0)
+    run.step(2)
+    with pytest.warns(
+        UserWarning, match=r"^lr=1e\+09 is 1.11e\+08 times the 9 before\. If that is a mistake"
+    ) as caught:
+        run.set(lr=1e9)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert run.lr == 1e9
+    run.stop()
 
 
 def test_new_learning_rate_is_sent_with_the_next_dispatch(cluster, engines):

@@ -338,12 +338,12 @@ def test_the_first_steps_have_no_verdict():
     assert find([computing()] * 2, steps=MIN_STEPS + 1).cause == "computing"
 
 
-def test_explain_prints_the_arithmetic(capsys):
+def test_a_cell_shows_the_arithmetic_that_explain_returns(capsys):
     verdict = find([computing(comm=60)] * 2)
-    verdict.explain()
-    printed = capsys.readouterr().out
-    assert printed.startswith(repr(verdict))
-    assert "60 ms + 4 * 60 ms = 300 ms" in printed
+    explanation = verdict.explain()
+    assert capsys.readouterr().out == ""
+    assert repr(explanation) == str(explanation) == "\n  ".join([verdict.text, *verdict.arithmetic])
+    assert "60 ms + 4 * 60 ms = 300 ms" in explanation
 
 
 def test_text_and_picture_have_the_verdict():

@@ -45,11 +45,20 @@ MIN_STEPS = 5
 _SLOW_NODE_CAUSES = ("data", "straggler", "cores")
 
 
+class Explanation(str):
+    """A text of several lines that a cell shows as such."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 @suggest_attributes("verdict")
 @explain_arguments
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verdict:
-    """A run's bottleneck and its remedy, in one line. `explain()` prints the numbers behind it."""
+    """A run's bottleneck and its remedy, in one line. `explain()` returns the numbers behind it."""
 
     cause: str
     """One of "failed", "paused", "diverged", "data", "straggler", "communication", "overhead", "bubble", "cut",
@@ -66,9 +75,9 @@ class Verdict:
     others: tuple[Verdict, ...] = dataclasses.field(default=(), compare=False)
     """Verdicts on the other causes in the same steps, if their gain is half of the smallest one of a verdict."""
 
-    def explain(self) -> None:
-        """Print the line, and the arithmetic behind it."""
-        print("\n".join([self.text, *(f"  {line}" for line in self.arithmetic)]))  # noqa: T201 - asked for
+    def explain(self) -> Explanation:
+        """Return the line, and the arithmetic behind it, which a cell shows. ``print`` it in a script."""
+        return Explanation("\n".join([self.text, *(f"  {line}" for line in self.arithmetic)]))
 
     def __repr__(self) -> str:
         return self.text

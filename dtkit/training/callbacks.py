@@ -5,6 +5,7 @@ thread that calls them.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import threading
 import time
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dtkit._util.arguments import suggest_arguments
 from dtkit._util.completion import hide_from_completion
-from dtkit._util.guard import return_error, run_guarded_in_thread
+from dtkit._util.guard import return_error, run_guarded, run_guarded_in_thread
+from dtkit.errors import CallbackError, DtkitError
 from dtkit.history.mean_loss import compute_mean_loss
 
 if TYPE_CHECKING:
@@ -287,9 +289,34 @@ def finish_callbacks(callbacks: Sequence[Any], timeout: float) -> None:
             callback.finish_writing(max(0.0, deadline - time.monotonic()))
 
 
+def call_callbacks(callbacks: Sequence[Any], run: StoppableRun) -> None:
+    """Call the callbacks with a run that is at the end of an epoch. Raise CallbackError for one that fails."""
+    for callback in callbacks:
+        if callable(callback):
+            step = run.status.step
+            epoch = f"after epoch {step // run.spec.steps_per_epoch:,}, step {step:,}"
+            call_callback(callback, functools.partial(callback, run), epoch, "run.resume() goes on with the next step")
+
+
+def call_callback(callback: Any, call: Callable[[], None], place: str, sequel: str) -> None:
+    """Call a callback. If it raises, name it, its `place` in the run, and the `sequel` of the pause that follows."""
+    from dtkit.engine.observe.error_report import format_traceback, list_user_frames
+
+    def fail(error: Exception) -> None:
+        if isinstance(error, DtkitError):
+            raise error
+        name = getattr(callback, "__name__", type(callback).__name__)
+        message = f"the callback {name} failed {place}: {type(error).__name__}: {error}"
+        remedy = f"The run is paused: {sequel}, run.stop() ends it."
+        raise CallbackError(message, list_user_frames(error), format_traceback(error), remedy) from error
+
+    run_guarded(call, fail)
+
+
 def describe_callback_error(error: BaseException) -> str:
     """Return the line of a run's log for a callback that failed."""
-    return f"a callback failed: {type(error).__name__}: {error}".partition("\n")[0]
+    is_named = isinstance(error, CallbackError)
+    return (str(error) if is_named else f"a callback failed: {type(error).__name__}: {error}").partition("\n")[0]
 
 
 class CallbackRunner:

@@ -38,7 +38,7 @@ from dtkit.testing.fake_engine import LOST_PEER_MESSAGE
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.task import Task
 from dtkit.training.verify import Verification
-from dtkit.types import Evaluation, Failure, State, StepRecord
+from dtkit.types import EngineLoss, Evaluation, Failure, State, StepRecord
 from tests.support.waiting import wait_until as watched
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
@@ -1383,16 +1383,23 @@ def test_a_lost_engine_is_explained_by_its_loss_and_not_by_its_last_error():
         ]
 
 
-@pytest.mark.parametrize(("where", "shown"), [("", "node 1"), (" on host3", "node 1 on host3")])
-def test_the_event_of_a_lost_engine_names_its_node_once(where: str, shown: str):
+@pytest.mark.parametrize(("host", "shown"), [("", "node 1"), ("host3", "node 1 on host3")])
+def test_the_event_of_a_lost_engine_names_its_node_once(host: str, shown: str):
     with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
         run = train(cluster, start=False)
-        run._driver.progress.add_loss(1, f"the engine of rank 1{where} is gone: dtkit ended its process")
+        run._driver.progress.add_loss(1, EngineLoss("dtkit ended its process", host))
         run.stop()
     (event,) = [event for event in run.history.events if event.kind == "lost"]
     assert event.text == f"{shown} lost at step 0: dtkit ended its process"
     assert name_event_node(event) == ""
     assert name_event_node(dataclasses.replace(event, text="hello")) == "[1] "
+
+
+def test_checking_early_stopping_for_one_training_leaves_it_as_it_was_for_another():
+    stopping = dtkit.EarlyStopping(patience=2)
+    before = dict(vars(stopping))
+    stopping.check_monitor((), has_validation=True, logs_further=False)
+    assert vars(stopping) == before
 
 
 def test_early_stopping_prints_values_that_differ():

@@ -123,7 +123,7 @@ class EarlyStopping:
             raise TypeError(f"restore_best={restore_best!r}; it must be True or False")
         self.patience, self.monitor, self.min_delta, self.mode = patience, monitor, min_delta, mode
         self.restore_best = restore_best
-        self._is_restored = self._has_validation = False
+        self._is_restored = False
         self._reset(None)
 
     def check_monitor(self, metrics: Sequence[str], *, has_validation: bool, logs_further: bool) -> None:
@@ -131,7 +131,6 @@ class EarlyStopping:
 
         A step of a model, such as Lightning's ``validation_step``, logs `logs_further` names, known once it has run.
         """
-        self._has_validation = has_validation
         if self.monitor == "loss":
             return
         if not has_validation:
@@ -195,7 +194,8 @@ class EarlyStopping:
         elif self._run is None or self._run() is not run:
             self._reset(run)
         self._epoch += 1
-        if self._has_validation and not self._has_new_evaluation(run):
+        has_validation = "validation" in dict(run.spec.settings)
+        if has_validation and not self._has_new_evaluation(run):
             self._restore_at_end(run)
             return
         if self._epoch == 1 and not run.history.evaluations:

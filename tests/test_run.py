@@ -39,6 +39,7 @@ from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.task import Task
 from dtkit.training.verify import Verification
 from dtkit.types import EngineLoss, Evaluation, Failure, State, StepRecord
+from tests.support.fake_source import FakeSource
 from tests.support.waiting import wait_until as watched
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
@@ -1221,7 +1222,7 @@ def test_early_stopping_follows_the_mode(mode, values, stops):
     stopped = []
 
     class Epochs:
-        spec = None
+        spec = FakeSource().spec  # without validation=
 
         def __init__(self) -> None:
             self.history = self
@@ -1258,7 +1259,7 @@ def test_early_stopping_leaves_out_a_step_without_samples():
     for step, (loss, weight) in enumerate([(2.0, 4.0), (math.nan, 0.0)]):
         history.append([StepRecord(step, 0, 0, int(weight), loss, weight, 0.1, *[0.0] * 4, 0.5, 0, sent_bytes=0)])
     stopping, run = dtkit.EarlyStopping(), mock.Mock(history=history)
-    run.spec.steps_per_epoch = 2
+    run.spec.steps_per_epoch, run.spec.settings = 2, ()
     stopping(run)
     assert stopping.best == 2.0
 

@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from dtkit._util.arguments import suggest_arguments
+from dtkit._util.arguments import suggest_options
 from dtkit._util.completion import hide_from_completion
 from dtkit._util.guard import return_error, run_guarded, run_guarded_in_thread
 from dtkit.errors import CallbackError, DtkitError
@@ -73,6 +73,7 @@ class StoppableRun(Protocol):
         ...
 
 
+@suggest_options
 @hide_from_completion("check_epochs", "check_evaluated", "check_monitor", "on_start")
 class EarlyStopping:
     """Stop a run whose metric has not improved for `patience` epochs in a row.
@@ -103,7 +104,6 @@ class EarlyStopping:
     best_checkpoint: Path | None
     """Folder of the best epoch's checkpoint; None without `restore_best`."""
 
-    @suggest_arguments
     def __init__(
         self,
         patience: int = 3,

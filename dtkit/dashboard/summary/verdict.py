@@ -45,7 +45,7 @@ MIN_STEPS = 5
 _SLOW_NODE_CAUSES = ("data", "straggler", "cores")
 
 
-class Explanation(str):
+class VerdictExplanation(str):
     """A text of several lines that a cell shows as such."""
 
     __slots__ = ()
@@ -75,9 +75,9 @@ class Verdict:
     others: tuple[Verdict, ...] = dataclasses.field(default=(), compare=False)
     """Verdicts on the other causes in the same steps, if their gain is half of the smallest one of a verdict."""
 
-    def explain(self) -> Explanation:
+    def explain(self) -> VerdictExplanation:
         """Return the line, and the arithmetic behind it, which a cell shows. ``print`` it in a script."""
-        return Explanation("\n".join([self.text, *(f"  {line}" for line in self.arithmetic)]))
+        return VerdictExplanation("\n".join([self.text, *(f"  {line}" for line in self.arithmetic)]))
 
     def __repr__(self) -> str:
         return self.text

@@ -8,6 +8,7 @@
     │   ├── VersionMismatchError  notebook and engine have versions that can't work together
     │   └── RefusedError          a request does not match the engine's owner, generation or step; nothing ran
     │       └── SupersededError   another notebook has attached to the cluster
+    ├── CallbackError             a callback of a run failed, and the run is paused
     ├── FirstBatchError           model or loss refuse the first rows; nothing was trained
     ├── EngineError               user code or an engine failed; `failures` has every rank's
     │   ├── ItemError             one item of cluster.map failed
@@ -127,6 +128,25 @@ class FirstBatchError(UserCodeError):
         self._traceback = traceback
         position_lines = [*_format_user_frames(user_frames), FULL_HINT]
         super().__init__(_fit_lines(f"{part} fails, before the {purpose} starts: {message}", position_lines))
+
+    @property
+    def full(self) -> str:
+        """Message with the whole traceback."""
+        return f"{self}\n\n{self._traceback.rstrip()}"
+
+
+class CallbackError(UserCodeError):
+    """A callback of a run failed, and the run is paused. The callback's own error is the ``__cause__``."""
+
+    def __init__(
+        self,
+        message: str,
+        user_frames: Sequence[tuple[str, int, str, str]],
+        traceback: str,
+        remedy: str,
+    ) -> None:
+        self._traceback = traceback
+        super().__init__(_fit_lines(message, [*_format_user_frames(user_frames), remedy, FULL_HINT]))
 
     @property
     def full(self) -> str:

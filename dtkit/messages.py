@@ -182,3 +182,5 @@ class DispatchResult:
     """This rank's report of a step that is explained."""
     spans: object = None
     """Timeline of the last steps, of dtype :data:`~dtkit.history.timeline.SPAN_DTYPE`."""
+    between: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds since the steps before, by what the rank did: see :mod:`dtkit.history.between_steps`."""

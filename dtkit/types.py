@@ -310,6 +310,16 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
+class EngineLoss:
+    """Why an engine is gone."""
+
+    cause: str
+    """The cause in words, such as "its process has ended"."""
+    host: str = ""
+    """The engine's host; empty if it is unknown, or the notebook's own."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Failure:
     """Reason why a call failed on one rank."""
 
@@ -329,6 +339,8 @@ class Failure:
     """
     user_frames: tuple[tuple[str, int, str, str], ...] = ()
     """(file, line, function, source) of the user's own frames, outermost first; no source where a file lacks it."""
+    loss: EngineLoss | None = None
+    """Why the engine is gone, if its transport knows."""
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step {self.step:,}"
@@ -339,3 +351,8 @@ class Failure:
     def is_engine_gone(self) -> bool:
         """Return whether the engine can't answer any more."""
         return self.kind in ("lost", "stuck")
+
+    @property
+    def engine_loss(self) -> EngineLoss:
+        """Why the engine is gone; what the failure says where its transport doesn't know more."""
+        return self.loss or EngineLoss(self.message.partition(". ")[0])

@@ -282,3 +282,10 @@ def test_notebook_shows_one_line_of_each_bad_call():
         assert len(text.splitlines()) <= 15
     assert "TypeError: compare() has no argument label=; did you mean labels=?" in shown[0]
     assert "Lesson.claim() has no argument tolernce=; did you mean tolerance=?" in shown[3]
+
+
+@pytest.mark.parametrize("name", ["DataParallel", "Sharded", "Pipeline", "EarlyStopping", "SSH", "Slurm", "MPI"])
+def test_help_on_the_constructor_describes_the_options(name: str):
+    kind = getattr(dtkit, name)
+    assert kind.__doc__
+    assert inspect.getdoc(kind.__init__) == inspect.getdoc(kind)

@@ -29,6 +29,16 @@ def cluster() -> Iterator[dtkit.Cluster]:
         yield made
 
 
+GATE = threading.Lock()
+
+
+class Gated(dtkit.EngineCallback):
+    """A callback on the engines that holds a lock."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Lock()
+
+
 class HoldsALock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +121,22 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a loss that can't be sent": (
         {"loss": HoldsALock().gated},
         dtkit.errors.SerializationError,
-        "lock",
+        r"^loss\.__self__\..*lock",
+    ),
+    "a loss with a default that can't be sent": (
+        {"loss": lambda output, target, l=GATE: nn.functional.cross_entropy(output, target)},
+        dtkit.errors.SerializationError,
+        r"^loss= \(default l=\): cannot pickle '_thread.lock'",
+    ),
+    "an optimizer with a default that can't be sent": (
+        {"optimizer": lambda parameters, lr=0.1, *, gate=GATE: sgd(parameters)},
+        dtkit.errors.SerializationError,
+        r"^optimizer= \(default gate=\): ",
+    ),
+    "a callback on engines that can't be sent": (
+        {"on_engine": [Gated()]},
+        dtkit.errors.SerializationError,
+        r"^on_engine\[0\]\.gate: ",
     ),
     "an unknown shuffle": ({"shuffle": "yes"}, ValueError, "shuffle='yes'; it must be 'shard'"),
     "a strategy class": ({"strategy": dtkit.DataParallel}, TypeError, "is a class; give an instance"),

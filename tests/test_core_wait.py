@@ -85,7 +85,7 @@ def judge(
     return find_verdict(source.history, source.spec, None, nodes)
 
 
-def test_nodes_that_wait_for_a_core_are_named_with_the_time_on_an_idle_machine(capsys: pytest.CaptureFixture[str]):
+def test_nodes_that_wait_for_a_core_are_named_with_the_time_on_an_idle_machine():
     verdict = judge([35.0, 35.0])
     assert verdict.cause == "cores"
     assert verdict.text == (
@@ -93,8 +93,7 @@ def test_nodes_that_wait_for_a_core_are_named_with_the_time_on_an_idle_machine(c
         "idle machine"
     )
     assert verdict.gain == pytest.approx(0.35, abs=0.01)
-    verdict.explain()
-    printed = capsys.readouterr().out
+    printed = verdict.explain()
     assert "node 1 waits 35 % of a step, and computes " in printed
     assert re.search(
         r"on an idle machine: 10\d.* ms - 3\d.* ms = 6\d.* ms a step, 10\d.* ms / 6\d.* ms = 1.5\d", printed

@@ -126,7 +126,7 @@ def test_notebook_shows_the_users_line_of_every_error_of_dtkit_in_few_lines():
     done = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, timeout=60, check=True)
     _, pickled, paused, _, closed = done.stdout.split("CELL ")
     for text, message in (
-        (pickled, "SerializationError: train.loss_fn.loss_fn (global variable 'lock'): cannot pickle"),
+        (pickled, "SerializationError: loss= (global variable 'lock'): cannot pickle"),
         (paused, "PausedError: the run is paused at step 0"),
         (closed, "ClusterClosedError: this cluster was closed"),
     ):

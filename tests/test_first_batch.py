@@ -91,6 +91,20 @@ def log_reserved(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, target)
 
 
+def log_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    dtkit.log(loss=1.0)
+    return F.cross_entropy(output, target)
+
+
+def log_system(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    dtkit.log(**{"system/load": 1.0})
+    return F.cross_entropy(output, target)
+
+
+def ask_for_attribute(output: torch.Tensor, target: Any) -> torch.Tensor:
+    return F.cross_entropy(output, target.nope)
+
+
 def detach_output(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.detach(), target)
 
@@ -113,6 +127,14 @@ IMAGES = np.zeros((64, 64), np.float32)
         (net(), (INPUTS, TARGETS), {"loss": log_text}, r"dtkit\.log\(kind=str\): values must be numbers"),
         (net(), (INPUTS, TARGETS), {"loss": log_several}, r"dtkit\.log\(output=Tensor\): values must be numbers"),
         (net(), (INPUTS, TARGETS), {"loss": log_reserved}, r"dtkit\.log\(rank=.*use another name"),
+        (net(), (INPUTS, TARGETS), {"loss": log_loss}, r"dtkit\.log\(loss=.*as in my_loss="),
+        (net(), (INPUTS, TARGETS), {"loss": log_system}, r"names that begin with 'system/' are dtkit's own"),
+        (
+            net(),
+            (INPUTS, TARGETS),
+            {"loss": ask_for_attribute},
+            r"AttributeError: 'Tensor' object has no attribute 'nope'",
+        ),
         (net(), (INPUTS, TARGETS), {"loss": detach_output}, r"The loss has no gradient.*detach\(\)"),
     ],
     ids=[
@@ -127,6 +149,9 @@ IMAGES = np.zeros((64, 64), np.float32)
         "text",
         "several",
         "reserved",
+        "column",
+        "own name",
+        "attribute",
         "detached",
     ],
 )

@@ -378,7 +378,7 @@ def _default(lock=LOCK):
         (functools.partial(print, LOCK), r"^model\.args\[0\]: "),
         (_by_value(_closure()), r"^model \(closure variable 'inner'\): "),
         (_by_value(_uses_global), r"^model \(global variable 'LOCK'\): "),
-        (_by_value(_default), r"^model \(default 0\): "),
+        (_by_value(_default), r"^model \(default lock=\): "),
         (Holder(lock=LOCK).__repr__, r"^model.*\.lock: "),
         ((i for i in "ab"), r"^model: cannot pickle 'generator' object"),
     ],
@@ -408,7 +408,7 @@ def test_module_of_a_subclass_is_sent_by_name() -> None:
 def test_the_error_names_the_type_of_an_unnamed_object() -> None:
     with pytest.raises(SerializationError, match=r"^Holder\.lock: "):
         pickling.pack_object(Holder(lock=LOCK))
-    with pytest.raises(SerializationError, match=r"^_default \(default 0\): "):
+    with pytest.raises(SerializationError, match=r"^_default \(default lock=\): "):
         pickling.pack_object(_by_value(_default))
 
 

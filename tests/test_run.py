@@ -26,7 +26,7 @@ from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.summary.metrics import compute_epoch
 from dtkit.dashboard.summary.notices import name_event_node
 from dtkit.dashboard.text import run_text
-from dtkit.errors import HostLostError, RefusedError, RunError
+from dtkit.errors import CallbackError, HostLostError, RefusedError, RunError
 from dtkit.health.stall_report import StallReport
 from dtkit.history.history import History
 from dtkit.messages import Reply
@@ -38,7 +38,8 @@ from dtkit.testing.fake_engine import LOST_PEER_MESSAGE
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.task import Task
 from dtkit.training.verify import Verification
-from dtkit.types import Evaluation, Failure, State, StepRecord
+from dtkit.types import EngineLoss, Evaluation, Failure, State, StepRecord
+from tests.support.fake_source import FakeSource
 from tests.support.waiting import wait_until as watched
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
@@ -780,6 +781,42 @@ def test_a_dispatch_that_is_refused_three_times_in_a_row_ends_the_run():
         assert len(resyncs) == 3
 
 
+def test_a_failing_callback_is_named_with_its_epoch_and_how_the_run_goes_on(cluster):
+    def keep_best(_run):
+        raise ZeroDivisionError("division by zero")
+
+    run = train(cluster, epochs=3, callbacks=[keep_best])
+    with pytest.raises(CallbackError) as caught:
+        run.wait(30)
+    lines = str(caught.value).splitlines()
+    steps = run.spec.steps_per_epoch
+    assert lines[0] == f"the callback keep_best failed after epoch 1, step {steps}: ZeroDivisionError: division by zero"
+    assert lines[2].strip() == 'raise ZeroDivisionError("division by zero")'
+    assert lines[3] == "The run is paused: run.resume() goes on with the next step, run.stop() ends it."
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "keep_best" in caught.value.full
+    assert run.status.state is State.PAUSED
+    assert lines[0] in [event.text for event in run.history.events]
+    run.stop()
+
+
+def test_a_rate_far_above_the_last_one_that_was_not_0_warns_and_is_set(cluster):
+    run = train(cluster, steps=20, start=False)
+    run.step(2)
+    run.set(lr=9)  # 90 times the 0.1
+    run.step(2)
+    run.set(lr=0)
+    run.step(2)
+    with pytest.warns(
+        UserWarning, match=r"^lr=1e\+09 is 1.11e\+08 times the 9 before\. If that is a mistake"
+    ) as caught:
+        run.set(lr=1e9)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert run.lr == 1e9
+    run.stop()
+
+
 def test_new_learning_rate_is_sent_with_the_next_dispatch(cluster, engines):
     run = train(cluster, steps=100_000)
     until(run, lambda: run.status.step > 3)
@@ -1185,7 +1222,7 @@ def test_early_stopping_follows_the_mode(mode, values, stops):
     stopped = []
 
     class Epochs:
-        spec = None
+        spec = FakeSource().spec  # without validation=
 
         def __init__(self) -> None:
             self.history = self
@@ -1222,7 +1259,7 @@ def test_early_stopping_leaves_out_a_step_without_samples():
     for step, (loss, weight) in enumerate([(2.0, 4.0), (math.nan, 0.0)]):
         history.append([StepRecord(step, 0, 0, int(weight), loss, weight, 0.1, *[0.0] * 4, 0.5, 0, sent_bytes=0)])
     stopping, run = dtkit.EarlyStopping(), mock.Mock(history=history)
-    run.spec.steps_per_epoch = 2
+    run.spec.steps_per_epoch, run.spec.settings = 2, ()
     stopping(run)
     assert stopping.best == 2.0
 
@@ -1347,16 +1384,23 @@ def test_a_lost_engine_is_explained_by_its_loss_and_not_by_its_last_error():
         ]
 
 
-@pytest.mark.parametrize(("where", "shown"), [("", "node 1"), (" on host3", "node 1 on host3")])
-def test_the_event_of_a_lost_engine_names_its_node_once(where: str, shown: str):
+@pytest.mark.parametrize(("host", "shown"), [("", "node 1"), ("host3", "node 1 on host3")])
+def test_the_event_of_a_lost_engine_names_its_node_once(host: str, shown: str):
     with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
         run = train(cluster, start=False)
-        run._driver.progress.add_loss(1, f"the engine of rank 1{where} is gone: dtkit ended its process")
+        run._driver.progress.add_loss(1, EngineLoss("dtkit ended its process", host))
         run.stop()
     (event,) = [event for event in run.history.events if event.kind == "lost"]
     assert event.text == f"{shown} lost at step 0: dtkit ended its process"
     assert name_event_node(event) == ""
     assert name_event_node(dataclasses.replace(event, text="hello")) == "[1] "
+
+
+def test_checking_early_stopping_for_one_training_leaves_it_as_it_was_for_another():
+    stopping = dtkit.EarlyStopping(patience=2)
+    before = dict(vars(stopping))
+    stopping.check_monitor((), has_validation=True, logs_further=False)
+    assert vars(stopping) == before
 
 
 def test_early_stopping_prints_values_that_differ():

@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 
 from dtkit._util import timeouts
+from dtkit._util.formatting import format_rate
 from dtkit.dashboard.figures.run_figure import draw_run
 from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.report_cards import iterate_cards
+from dtkit.dashboard.summary.metrics import build_tiles, compute_run_metrics
 from dtkit.dashboard.summary.one_process import OneProcess, estimate_growth, read_verification
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
 from dtkit.dashboard.summary.timing import count_window_steps
 from dtkit.dashboard.summary.verdict import MIN_STEPS, Verdict, find_shown_verdict, find_verdict
 from dtkit.dashboard.text.run_text import format_run
+from dtkit.history.between_steps import read_time_between
 from dtkit.history.history import ROW_DTYPE, History
+from dtkit.history.scalars import BETWEEN_PREFIX, ScalarRecord
 from dtkit.rpc.reference import StepTimes
 from dtkit.types import ModelSummary, NodeInfo, State
 from tests.support.fake_source import FakeSource
@@ -333,12 +338,12 @@ def test_the_first_steps_have_no_verdict():
     assert find([computing()] * 2, steps=MIN_STEPS + 1).cause == "computing"
 
 
-def test_explain_prints_the_arithmetic(capsys):
+def test_a_cell_shows_the_arithmetic_that_explain_returns(capsys):
     verdict = find([computing(comm=60)] * 2)
-    verdict.explain()
-    printed = capsys.readouterr().out
-    assert printed.startswith(repr(verdict))
-    assert "60 ms + 4 * 60 ms = 300 ms" in printed
+    explanation = verdict.explain()
+    assert capsys.readouterr().out == ""
+    assert repr(explanation) == str(explanation) == "\n  ".join([verdict.text, *verdict.arithmetic])
+    assert "60 ms + 4 * 60 ms = 300 ms" in explanation
 
 
 def test_text_and_picture_have_the_verdict():
@@ -453,3 +458,94 @@ def test_steps_that_a_repair_undid_are_not_in_the_window():
     source.event("repair", "node 1 replaced in 9 s, 20 steps lost", 1)
     source.advance(10)
     assert count_window_steps(source.history) == 9
+
+
+# -- between the steps ---------------------------------------------------------------------------------------------
+
+
+def find_between(steps: int = 60, settings: tuple[tuple[str, str], ...] = (), **seconds: float) -> Verdict:
+    """Return the verdict on a minute of computing, with these seconds between its steps, a third of them each."""
+    history = History()
+    history.append(make_phase_rows([{"forward": 400.0, "backward": 600.0}] * 2, steps + 1))
+    for step in (20, 40, 60):
+        numbers = {BETWEEN_PREFIX + kind: [(step, part / 3, 1.0)] for kind, part in seconds.items()}
+        history.add(ScalarRecord(0, numbers))
+    spec = dataclasses.replace(SPEC, strategy="Sharded()", steps=600, steps_per_epoch=20, settings=settings)
+    return find_verdict(history, spec)
+
+
+def test_long_validation_is_the_cause_with_the_interval_that_makes_it_short():
+    verdict = find_between(validation=25.7)
+    assert verdict.cause == "validation"
+    assert verdict.text == (
+        "validation takes 30 % of the time: validation_every=5 would make the run 1.3 times as fast"
+    )
+    assert "60.0 s + 25.7 s / 5 = 65.1 s" in "\n".join(verdict.arithmetic)
+    assert "85.7 s / 65.1 s = 1.32" in "\n".join(verdict.arithmetic)
+    assert verdict.gain == pytest.approx(1 - 65.14 / 85.7, abs=1e-3)
+
+
+def test_the_proposed_interval_of_validation_begins_at_the_present_one():
+    assert "validation_every=10 would" in find_between(validation=25.7, settings=(("validation_every", "2"),)).text
+
+
+def test_a_run_of_two_epochs_is_validated_at_its_end():
+    history = History()
+    history.append(make_phase_rows([{"forward": 400.0, "backward": 600.0}] * 2, 61))
+    history.add(ScalarRecord(0, {f"{BETWEEN_PREFIX}validation": [(30, 26.0, 1.0)]}))
+    spec = dataclasses.replace(SPEC, strategy="Sharded()", steps=60, steps_per_epoch=30)
+    assert "validation_every=2 would" in find_verdict(history, spec).text
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "text"),
+    [
+        ("callbacks", "callbacks", "callbacks take 30 % of the time: engines wait until they return"),
+        ("waiting", "dispatches", "waiting for the notebook between calls takes 30 % of the time"),
+        (
+            "checkpoints",
+            "checkpoints",
+            "copying the state for checkpoints takes 30 % of the time: checkpoint_every=50 ",
+        ),
+        ("snapshots", "snapshots", "copying the state for snapshots takes 30 % of the time: without, the run would be"),
+    ],
+)
+def test_other_work_between_steps_is_a_cause(kind: str, cause: str, text: str):
+    verdict = find_between(settings=(("checkpoint_every", "10"),), **{kind: 25.7})
+    assert verdict.cause == cause
+    assert verdict.text.startswith(text), verdict.text
+
+
+def test_short_work_between_steps_is_in_the_arithmetic_alone():
+    verdict = find_between(validation=4.0)
+    assert verdict.cause == "computing"
+    assert verdict.arithmetic[-1] == "between the steps, in 6 % of the whole time: validation 6 %"
+    assert not any("between" in line for line in find_between(validation=0.5).arithmetic)
+
+
+def test_a_cause_within_the_steps_counts_by_its_part_of_the_whole_time():
+    history = History()
+    history.append(make_phase_rows([computing(data=30)] * 2, 61))
+    history.add(ScalarRecord(0, {f"{BETWEEN_PREFIX}validation": [(30, 10.0, 1.0)]}))
+    verdict = find_verdict(history, dataclasses.replace(SPEC, strategy="Sharded()", steps=600, steps_per_epoch=20))
+    assert verdict.cause == "validation"  # 33 % of the steps' time are data, which is 12 % of the whole
+    assert "data" in [other.cause for other in verdict.others]
+
+
+def test_views_show_the_throughput_with_the_time_between_steps_if_that_is_long():
+    source = FakeSource(ranks=2)
+    source.advance(60)
+    assert "overall" not in next(build_tiles(source, compute_run_metrics(source.history, 2))).note
+    source.history.add(ScalarRecord(0, {f"{BETWEEN_PREFIX}validation": [(30, 6.0, 1.0)]}))
+    source.advance()
+    metrics = compute_run_metrics(source.history, 2)
+    between = read_time_between(source.history)
+    assert metrics.throughput is not None
+    assert metrics.overall_throughput is not None
+    assert metrics.overall_throughput == pytest.approx(metrics.throughput * between.steps_s / between.whole_s)
+    overall = format_rate(metrics.overall_throughput)
+    assert next(build_tiles(source, metrics)).note == f"samples/s in steps, {overall} overall"
+    assert f"in steps ({overall} with the time between them)" in format_run(source)
+    source.state = State.COMPLETED
+    cards = {label: note for label, _, note in iterate_cards(source, None)}
+    assert "with the time between them" in cards["throughput"]

@@ -120,11 +120,15 @@ def explain_arguments(cls: type[_T]) -> type[_T]:
 
 
 def suggest_options(cls: type[_T]) -> type[_T]:
-    """Decorate a dataclass so that the error for an unknown option names the one that was probably meant."""
+    """Decorate a class so that the error for an unknown option names the one that was probably meant.
+
+    ``help(cls.__init__)`` has the class's text, which describes the options.
+    """
     init = cls.__init__  # the one that dataclass has made
     if init.__code__.co_filename == "<string>":  # generated, and no frame that a user could look at
         init.__code__ = init.__code__.replace(co_filename=__file__)
     cls.__init__ = suggest_arguments(init)  # type: ignore[method-assign]
+    cls.__init__.__doc__ = init.__doc__ or cls.__doc__
     return cls
 
 

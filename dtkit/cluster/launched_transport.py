@@ -150,7 +150,7 @@ class LaunchedTransport(IpyparallelTransport):
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 self._processes.setdefault(self.engine_ids[rank], ProcessId.from_pid(pid))
 
-    def _describe_loss(self, rank: int) -> str:
+    def _find_cause(self, rank: int) -> str:
         jobs = self._launcher.describe_ended_jobs()
         reason = f" ({jobs})" if jobs else ""
         process = self._processes.get(self.engine_ids[rank])

@@ -22,7 +22,7 @@ from dtkit.engine.entrypoint import MIMETYPE, Entrypoint
 from dtkit.errors import ClusterError
 from dtkit.messages import Reply
 from dtkit.rpc.unpickling import unpickle
-from dtkit.types import Failure
+from dtkit.types import EngineLoss, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -98,22 +98,31 @@ class IpyparallelTransport:
         return Reply(failure=Failure(rank, "?", name, getattr(result, "evalue", str(result)), trace, kind=kind))
 
     def _make_lost_reply(self, rank: int) -> Reply[Any]:
-        return Reply(failure=Failure(rank, "?", "EngineLost", self.explain_loss(rank), "", kind="lost"))
+        loss = self.describe_loss(rank)
+        return Reply(
+            failure=Failure(rank, "?", "EngineLost", self._format_loss(rank, loss), "", kind="lost", loss=loss)
+        )
+
+    def describe_loss(self, rank: int) -> EngineLoss:
+        """See :class:`~dtkit.rpc.transport.Transport`."""
+        is_killed = self.engine_ids[rank] in self._killed_ids
+        cause = "dtkit ended its process, as it was told to" if is_killed else self._find_cause(rank)
+        return EngineLoss(cause, self._describe_host(rank))
 
     def explain_loss(self, rank: int) -> str:
         """See :class:`~dtkit.rpc.transport.Transport`."""
-        host = self._describe_host(rank)
-        where = f" on {host}" if host else ""
-        is_killed = self.engine_ids[rank] in self._killed_ids
-        reason = "dtkit ended its process, as it was told to" if is_killed else self._describe_loss(rank)
-        return f"the engine of rank {rank}{where} is gone: {reason}. {self._remedy}"
+        return self._format_loss(rank, self.describe_loss(rank))
+
+    def _format_loss(self, rank: int, loss: EngineLoss) -> str:
+        where = f" on {loss.host}" if loss.host else ""
+        return f"the engine of rank {rank}{where} is gone: {loss.cause}. {self._remedy}"
 
     def _describe_host(self, rank: int) -> str:
         """Return the name of a rank's host, or "" if it is unknown."""
         del rank
         return ""
 
-    def _describe_loss(self, rank: int) -> str:
+    def _find_cause(self, rank: int) -> str:
         """Return why the engine of a rank may be gone."""
         del rank
         return "its process has ended, or its controller receives no heartbeats"

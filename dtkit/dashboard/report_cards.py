@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dtkit._util import formatting
 from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower
-from dtkit.dashboard.summary.metrics import compute_efficiency, compute_run_metrics
+from dtkit.dashboard.summary.metrics import compute_efficiency, compute_overall_rate, compute_run_metrics
 from dtkit.dashboard.summary.one_process import read_step_times
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS, count_final_steps
 from dtkit.history.speed import compute_speed, split_time
@@ -87,7 +87,9 @@ def _describe_throughput(history: History) -> str:
     speed = compute_speed(history)
     if history.num_steps < 2 or not math.isfinite(speed.step_s):
         return "samples/s" if not history.num_steps else "samples/s of the only step, which also warms up"
-    note = "samples/s in all steps but the first, which warms up"
+    overall = compute_overall_rate(history, speed.samples_per_s)
+    between = "" if overall is None else f"; {formatting.format_rate(overall)} with the time between them"
+    note = f"samples/s in all steps but the first, which warms up{between}"
     total_s = speed.step_s * count
     if count >= FINAL_LOSS_STEPS and total_s >= 1:  # seconds; a rate of less time is not steady
         return note

@@ -40,7 +40,9 @@ from dtkit.engine.data.random_state import preserve_generators
 from dtkit.engine.data.sources import ArraySource, as_source, map_tensors
 from dtkit.engine.error_hints import add_hints
 from dtkit.engine.loss_hints import DETACHED_MESSAGE
+from dtkit.engine.observe.call_output import ignore_logged, redirect_log
 from dtkit.engine.observe.error_report import format_message, format_traceback, list_user_frames
+from dtkit.engine.observe.step_scalars import check_logged_names
 from dtkit.errors import FirstBatchError, format_ranks
 from dtkit.rpc import pickling
 from dtkit.strategies import loss as loss_module
@@ -48,7 +50,7 @@ from dtkit.strategies.loss import get_labels
 from dtkit.strategies.module_modes import enter_training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import TrainingProgram
@@ -97,8 +99,7 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
     No-op where a trial would be long or impossible. Examples are large models and rows, data that engines load, and
     models on other devices or in 16 bits. Another one is a training step that updates the model itself.
     """
-    with preserve_generators(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _isolate(), redirect_log(check_logged_names):
         # silent: what can't be copied or read here, the engines report when they get it
         trial = run_guarded(lambda: _prepare(inputs), lambda _: None)
         outcome = None if trial is None else _try(trial, trial.run)
@@ -114,6 +115,14 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
             lambda: describe_activated_output(trial.loss, trial.model, trial.batch), lambda _: None
         )
         return [text for text in (activation, _describe_division(trial) if divides_batch else None) if text is not None]
+
+
+@contextlib.contextmanager
+def _isolate() -> Iterator[None]:
+    """Keep what a trial prints, warns of and draws from random generators within the context."""
+    with preserve_generators(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _describe_division(trial: _Trial) -> str | None:
@@ -139,8 +148,7 @@ def check_held_out(
     No-op for errors whose remedy is not known, or that a few rows can cause, such as a score that needs two classes,
     and where there is no trial.
     """
-    with preserve_generators(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _isolate(), redirect_log(ignore_logged):
         # silent: what can't be copied or read here, the engines report when they get it
         held_out = run_guarded(lambda: _replace_data(inputs, held_out_data), lambda _: None)
         # silent: as above
@@ -282,15 +290,20 @@ class _Trial:
             return self.explain_pairing(error)
         add_hints(error, [(self.num_rows, self.batch)], self.model)
         frames = traceback.extract_tb(error.__traceback__)
-        # dtkit.log hides its frames
-        is_own_check = frames[-1].filename == loss_module.__file__ or str(error).startswith("dtkit.log(")
-        if not is_own_check and not getattr(error, "__notes__", ()):
+        is_logging = str(error).startswith(("dtkit.log(", "dtkit.log of"))  # it hides its frames
+        is_own_check = is_logging or frames[-1].filename == loss_module.__file__
+        if not is_own_check and not _lacks_attribute(error) and not getattr(error, "__notes__", ()):
             return None
         return self.make_error(error, f"{type(error).__name__}: {format_message(error)}")
 
     def make_error(self, error: Exception, message: str) -> FirstBatchError:
         """Return the error for the user, with the lines where another one was raised."""
         return FirstBatchError(message, list_user_frames(error), format_traceback(error), self.part, self.purpose)
+
+
+def _lacks_attribute(error: Exception) -> bool:
+    """Return whether code asks a tensor for an attribute that none has, on whatever rank."""
+    return isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor)
 
 
 def _prepare(inputs: TrialInputs) -> _Trial | None:

@@ -25,7 +25,7 @@ from dtkit.history.growing_array import check_range
 from dtkit.history.items import LogItem, decode_fields, encode_line
 from dtkit.history.missing_steps import describe_missing_steps, find_missing_steps
 from dtkit.history.row_table import RowTable
-from dtkit.history.scalars import SYSTEM_PREFIX, ScalarRecord, ScalarTables, raise_for_other_source
+from dtkit.history.scalars import OWN_PREFIXES, SYSTEM_PREFIX, ScalarRecord, ScalarTables, raise_for_other_source
 from dtkit.history.undone_steps import UndoneSteps, split_returns
 from dtkit.types import Evaluation, Event, StepRecord
 
@@ -270,7 +270,7 @@ class History:
     @property
     def scalar_names(self) -> list[str]:
         """Names of the numbers passed to `dtkit.log`."""
-        return [name for name in self._scalars.names if not name.startswith(SYSTEM_PREFIX)]
+        return [name for name in self._scalars.names if not name.startswith(OWN_PREFIXES)]
 
     @property
     def system_names(self) -> list[str]:
@@ -324,7 +324,7 @@ class History:
         return rows["step"], rows["loss"]
 
     def throughput(self, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return (steps, samples per second) of one rank, or of all: their samples over the slowest rank's time."""
+        """Return (steps, samples per second in each step) of one rank, or of all: over the slowest rank's time."""
         table = self.totals() if rank is None else self._select_rank(rank)
         with np.errstate(divide="ignore", invalid="ignore"):
             return table["step"], table["samples"] / table["step_s"]

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 SYSTEM_PREFIX = "system/"
 """Prefix of the names that engines report of themselves."""
 
+BETWEEN_PREFIX = "between steps/"
+"""Prefix of the names of seconds between two steps, which verdicts read."""
+
+OWN_PREFIXES = (SYSTEM_PREFIX, BETWEEN_PREFIX)
+"""Prefixes of the names that `dtkit.log` refuses."""
+
 CORE_WAIT_NAME = f"{SYSTEM_PREFIX}waiting for a core (%)"
 """Share of a training thread's time in which it was ready to run, but waited for a core."""
 
@@ -121,7 +127,7 @@ class ScalarTables:
         """Raise ValueError with the name that was probably meant, or with what there is and how numbers get here."""
         if similar := difflib.get_close_matches(name, self._tables, n=1):
             raise ValueError(f"no numbers were logged as {name!r}; did you mean {similar[0]!r}?")
-        logged = ", ".join(other for other in self._tables if not other.startswith(SYSTEM_PREFIX)) or "none"
+        logged = ", ".join(other for other in self._tables if not other.startswith(OWN_PREFIXES)) or "none"
         remedy = (
             f"there are {logged}. dtkit.log(name=number) in a loss adds some; history.column(...) has loss and times"
         )

@@ -19,7 +19,7 @@ from dtkit.rpc import handshake
 from dtkit.rpc.clocks import ClockComparison
 from dtkit.rpc.host_devices import choose_devices
 from dtkit.rpc.protocol import GroupOperations, make_call
-from dtkit.types import Failure, NodeInfo
+from dtkit.types import EngineLoss, Failure, NodeInfo
 
 if TYPE_CHECKING:
     import threading
@@ -143,14 +143,12 @@ class Membership:
             self._ended_engines = {rank: self._transport.explain_loss(rank) for rank in lost_ranks}
         return self._ended_engines
 
-    def explain_losses(self, ranks: Sequence[int], failures: Sequence[Failure] = ()) -> dict[int, str]:
+    def explain_losses(self, ranks: Sequence[int], failures: Sequence[Failure] = ()) -> dict[int, EngineLoss]:
         """Return why these ranks are lost. A rank's own last error may only say that another rank was gone."""
-        reasons = {rank: self._transport.explain_loss(rank) for rank in self.find_lost_ranks()}
-        reasons |= {failure.rank: failure.message for failure in failures if failure.is_engine_gone}
-        return {
-            rank: reasons.get(rank, f"its engine on {self._nodes[rank].host} does not answer").partition(". ")[0]
-            for rank in ranks
-        }
+        losses = {rank: self._transport.describe_loss(rank) for rank in self.find_lost_ranks()}
+        losses |= {failure.rank: failure.engine_loss for failure in failures if failure.is_engine_gone}
+        silent = {rank: EngineLoss(f"its engine on {self._nodes[rank].host} does not answer") for rank in ranks}
+        return {rank: losses.get(rank, silent[rank]) for rank in ranks}
 
     def set_nodes(self, descriptions: Sequence[EngineDescription]) -> None:
         """Store each engine's description."""

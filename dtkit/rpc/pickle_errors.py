@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PICKLE_PROTOCOL = 5
+_ARGUMENTS = {
+    "train.loss_fn.loss_fn": "loss",
+    "train.loss_fn.training_step": "training_step",
+    **{f"train.{name}": name for name in ("optimizer", "strategy", "lr_scheduler", "on_engine", "sampler")},
+}
+"""Arguments of `cluster.train` by their places in what is sent."""
 RESULT_NAME = "the function's result"
 """Name of an object that an engine returns."""
 _SENT_ADVICE = (
@@ -32,7 +38,16 @@ def raise_serialization_error(
     """Raise SerializationError for an object, called `name`, whose pickling raised `error`."""
     path, cause = _find_smallest_failing_part(obj, name or _get_default_name(obj), error, try_pickle)
     advice = _RESULT_ADVICE if name == RESULT_NAME else _SENT_ADVICE
-    raise SerializationError(f"{path}: {_get_first_line(cause)}. {advice}") from cause
+    raise SerializationError(f"{_name_argument(path)}: {_get_first_line(cause)}. {advice}") from cause
+
+
+def _name_argument(path: str) -> str:
+    """Return the path from the argument that the user gave, where it leads through dtkit's own objects."""
+    for inner, argument in _ARGUMENTS.items():
+        rest = path.removeprefix(inner)
+        if rest != path and not rest[:1].isalnum() and rest[:1] != "_":
+            return f"{argument}{rest}" if rest[:1] in (".", "[") else f"{argument}={rest}"
+    return path
 
 
 def _get_default_name(obj: Any) -> str:
@@ -95,8 +110,9 @@ def _iterate_function_parts(function: types.FunctionType) -> Iterator[tuple[str,
     for name in sorted(_collect_names(function.__code__)):
         if name in function.__globals__:
             yield f" (global variable {name!r})", function.__globals__[name]
-    yield from ((f" (default {i})", value) for i, value in enumerate(function.__defaults__ or ()))
-    yield from ((f" (default {key!r})", value) for key, value in (function.__kwdefaults__ or {}).items())
+    defaults, positional = function.__defaults__ or (), function.__code__.co_varnames[: function.__code__.co_argcount]
+    named = [*zip(positional[len(positional) - len(defaults) :], defaults, strict=True)]
+    yield from ((f" (default {name}=)", value) for name, value in [*named, *(function.__kwdefaults__ or {}).items()])
     yield from ((f".{key}", value) for key, value in vars(function).items())
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
+    from dtkit.types import EngineLoss
 
 _MAX_ATTEMPTS = 3
 
@@ -24,7 +25,7 @@ def replace_lost_ranks(
     shrink: bool = False,
     rebuild: Callable[[], None] | None = None,
     data: Payload | None = None,
-    on_further_loss: Callable[[Mapping[int, str]], object] = bool,
+    on_further_loss: Callable[[Mapping[int, EngineLoss]], object] = bool,
 ) -> None:
     """Start new engines at these ranks, with the other engines' data and models. All jobs end.
 
@@ -50,9 +51,9 @@ def replace_lost_ranks(
             known_ranks = lost_ranks if isinstance(error, HostLostError) else ()
             lost_ranks = sorted({*group.membership.find_lost_ranks(), *stuck_ranks})
             new_ranks = [rank for rank in lost_ranks if rank not in known_ranks]
-            reasons = group.membership.explain_losses(new_ranks, failures)
-            if reasons:
-                on_further_loss({old_ranks[rank]: reason for rank, reason in reasons.items()})
+            losses = group.membership.explain_losses(new_ranks, failures)
+            if losses:
+                on_further_loss({old_ranks[rank]: loss for rank, loss in losses.items()})
             if not lost_ranks or attempt == _MAX_ATTEMPTS - 1:
                 raise
         else:

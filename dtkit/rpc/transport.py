@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dtkit.checkpoint.remote_files import HostFiles
     from dtkit.messages import Reply, StoreAddress
     from dtkit.rpc.shared_memory import SharedBuffer
+    from dtkit.types import EngineLoss
 
 REPAIR_REMEDY = "cluster.repair() starts another one in its place"
 """What to do about a lost engine, outside of a run."""
@@ -88,7 +89,10 @@ class Transport(Protocol):
         """Return the ranks whose engines have ended."""
 
     def explain_loss(self, rank: int) -> str:
-        """Return where the engine of a rank was, and why it may be gone."""
+        """Return where the engine of a rank was, why it may be gone, and the remedy, as a text for the user."""
+
+    def describe_loss(self, rank: int) -> EngineLoss:
+        """Return the same as fields, without the remedy."""
 
     def track_processes(self, pids: Mapping[int, int]) -> None:
         """Store which processes of this host are the engines of these ranks, so that a loss can be explained."""

@@ -29,7 +29,7 @@ from dtkit.errors import RefusedError
 from dtkit.messages import Reply, Request
 from dtkit.testing.fake_engine import LOST_PEER_MESSAGE, FakeEngine, FakeResults
 from dtkit.testing.fake_ops import make_operations
-from dtkit.types import Failure
+from dtkit.types import EngineLoss, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -158,6 +158,11 @@ class FakeTransport(FakeResults):
         """See :class:`~dtkit.rpc.transport.Transport`."""
         del rank
         return _LOSS
+
+    def describe_loss(self, rank: int) -> EngineLoss:
+        """See :class:`~dtkit.rpc.transport.Transport`."""
+        del rank
+        return EngineLoss(_LOSS)
 
     def track_processes(self, pids: Mapping[int, int]) -> None:
         """Do nothing: its engines have no processes."""

@@ -141,7 +141,10 @@ class CallbackAction:
 
     def on_done(self, token: object, error: BaseException | None) -> None:
         """Note that callbacks have returned, and pause if one has failed."""
-        if self.runner.mark_done(token) and error is not None:
+        is_waited_for = self.runner.mark_done(token)
+        if is_waited_for:
+            self._progress.recorder.boundary_times.add_callbacks(self.runner.last_s)
+        if is_waited_for and error is not None:
             self.pause_after(error)
 
     def pause_after(self, error: BaseException) -> None:

@@ -5,6 +5,7 @@ thread that calls them.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import threading
 import time
@@ -12,9 +13,10 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from dtkit._util.arguments import suggest_arguments
+from dtkit._util.arguments import suggest_options
 from dtkit._util.completion import hide_from_completion
-from dtkit._util.guard import return_error, run_guarded_in_thread
+from dtkit._util.guard import return_error, run_guarded, run_guarded_in_thread
+from dtkit.errors import CallbackError, DtkitError
 from dtkit.history.mean_loss import compute_mean_loss
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class StoppableRun(Protocol):
         ...
 
 
+@suggest_options
 @hide_from_completion("check_epochs", "check_evaluated", "check_monitor", "on_start")
 class EarlyStopping:
     """Stop a run whose metric has not improved for `patience` epochs in a row.
@@ -101,7 +104,6 @@ class EarlyStopping:
     best_checkpoint: Path | None
     """Folder of the best epoch's checkpoint; None without `restore_best`."""
 
-    @suggest_arguments
     def __init__(
         self,
         patience: int = 3,
@@ -121,7 +123,7 @@ class EarlyStopping:
             raise TypeError(f"restore_best={restore_best!r}; it must be True or False")
         self.patience, self.monitor, self.min_delta, self.mode = patience, monitor, min_delta, mode
         self.restore_best = restore_best
-        self._is_restored = self._has_validation = False
+        self._is_restored = False
         self._reset(None)
 
     def check_monitor(self, metrics: Sequence[str], *, has_validation: bool, logs_further: bool) -> None:
@@ -129,7 +131,6 @@ class EarlyStopping:
 
         A step of a model, such as Lightning's ``validation_step``, logs `logs_further` names, known once it has run.
         """
-        self._has_validation = has_validation
         if self.monitor == "loss":
             return
         if not has_validation:
@@ -193,7 +194,8 @@ class EarlyStopping:
         elif self._run is None or self._run() is not run:
             self._reset(run)
         self._epoch += 1
-        if self._has_validation and not self._has_new_evaluation(run):
+        has_validation = "validation" in dict(run.spec.settings)
+        if has_validation and not self._has_new_evaluation(run):
             self._restore_at_end(run)
             return
         if self._epoch == 1 and not run.history.evaluations:
@@ -287,9 +289,34 @@ def finish_callbacks(callbacks: Sequence[Any], timeout: float) -> None:
             callback.finish_writing(max(0.0, deadline - time.monotonic()))
 
 
+def call_callbacks(callbacks: Sequence[Any], run: StoppableRun) -> None:
+    """Call the callbacks with a run that is at the end of an epoch. Raise CallbackError for one that fails."""
+    for callback in callbacks:
+        if callable(callback):
+            step = run.status.step
+            epoch = f"after epoch {step // run.spec.steps_per_epoch:,}, step {step:,}"
+            call_callback(callback, functools.partial(callback, run), epoch, "run.resume() goes on with the next step")
+
+
+def call_callback(callback: Any, call: Callable[[], None], place: str, sequel: str) -> None:
+    """Call a callback. If it raises, name it, its `place` in the run, and the `sequel` of the pause that follows."""
+    from dtkit.engine.observe.error_report import format_traceback, list_user_frames
+
+    def fail(error: Exception) -> None:
+        if isinstance(error, DtkitError):
+            raise error
+        name = getattr(callback, "__name__", type(callback).__name__)
+        message = f"the callback {name} failed {place}: {type(error).__name__}: {error}"
+        remedy = f"The run is paused: {sequel}, run.stop() ends it."
+        raise CallbackError(message, list_user_frames(error), format_traceback(error), remedy) from error
+
+    run_guarded(call, fail)
+
+
 def describe_callback_error(error: BaseException) -> str:
     """Return the line of a run's log for a callback that failed."""
-    return f"a callback failed: {type(error).__name__}: {error}".partition("\n")[0]
+    is_named = isinstance(error, CallbackError)
+    return (str(error) if is_named else f"a callback failed: {type(error).__name__}: {error}").partition("\n")[0]
 
 
 class CallbackRunner:
@@ -301,6 +328,9 @@ class CallbackRunner:
     def __init__(self, callbacks: Callable[[], None] | None) -> None:
         self._callbacks = callbacks
         self._token: object = None  # identifies the current call
+        self._begun_at = 0.0
+        self.last_s = 0.0
+        """Seconds that the last call took."""
         self.last_called_step = 0
         """The step after which callbacks were called last."""
 
@@ -328,7 +358,7 @@ class CallbackRunner:
         if self.is_running or callbacks is None:
             return
         token = self._token = object()
-        self.last_called_step = step
+        self.last_called_step, self._begun_at = step, time.monotonic()
 
         def call() -> None:
             on_done(token, run_guarded_in_thread(callbacks, return_error))
@@ -339,7 +369,7 @@ class CallbackRunner:
         """Note that callbacks have returned. Return whether the run still waits for this call of them."""
         if token is not self._token:
             return False
-        self._token = None
+        self._token, self.last_s = None, time.monotonic() - self._begun_at
         return True
 
     def reset(self) -> None:

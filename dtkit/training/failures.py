@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dtkit.training.pending_calls import PendingCall, PendingCalls
     from dtkit.training.progress import RunProgress
     from dtkit.training.recovery import RecoveryResult
-    from dtkit.types import Event, Failure
+    from dtkit.types import EngineLoss, Event, Failure
 
 _MAX_RETRIES = 3  # most failed calls in a row, without a step between them
 _MAX_ENGINE_LOSSES = 3  # most losses in a row at one step; replacements would be lost for the same reason
@@ -148,8 +148,8 @@ class FailureHandler:
 
     def _note_losses(self, lost_ranks: Sequence[int], failures: Sequence[Failure] = ()) -> None:
         """Note each lost engine with its host and the reason."""
-        for rank, reason in self._engine_group.membership.explain_losses(lost_ranks, failures).items():
-            self._progress.add_loss(rank, reason)
+        for rank, loss in self._engine_group.membership.explain_losses(lost_ranks, failures).items():
+            self._progress.add_loss(rank, loss)
 
     def repair(self, reason: str = "") -> None:
         """Bring all ranks to one step, with lost ones replaced or dropped. If that is impossible, end the run.
@@ -185,11 +185,11 @@ class FailureHandler:
         progress.delay_factors = {}  # the new jobs run at full speed
         return result
 
-    def _note_further_losses(self, reasons: Mapping[int, str]) -> None:
+    def _note_further_losses(self, losses: Mapping[int, EngineLoss]) -> None:
         """Note engines that were lost during the repair, also new ones at ranks that the log names already."""
         self._progress.forget_losses()
-        for rank, reason in reasons.items():
-            self._progress.add_loss(rank, reason)
+        for rank, loss in losses.items():
+            self._progress.add_loss(rank, loss)
         self._on_change()
 
     def _note_queue(self, text: str) -> None:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.stacklevel import find_caller_stacklevel
+from dtkit.history.rate_jump import describe_rate_jump
 from dtkit.training.progress import resolve
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+    from dtkit.history.history import History
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +82,16 @@ class LearningRateUpdater:
             resolve(answer, step)
         if self._pending is not None:
             self._pending.answers.clear()
+
+
+def warn_of_jump(history: History, current: float | None, lr: float) -> None:
+    """Warn of a rate that is far above the last one that was not 0, so maybe mistyped."""
+    jump = describe_rate_jump(history, current, lr)
+    if jump:
+        warnings.warn(
+            f"lr={lr:.6g} is {jump}. If that is a mistake, set the rate again, such as run.set(lr=0.01)",
+            stacklevel=find_caller_stacklevel(),
+        )
 
 
 def parse_lr(lr: Any) -> float:

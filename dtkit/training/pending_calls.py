@@ -162,7 +162,7 @@ class PendingCalls:
         failures = [future.result().failure for future in call.futures if future.done()]
         for failure in failures:
             if failure is not None and failure.is_engine_gone:
-                self._progress.add_loss(failure.rank, failure.message.partition(". ")[0])
+                self._progress.add_loss(failure.rank, failure.engine_loss)
                 self._on_change()
 
     def _wait_for_replies(self, call: PendingCall[R]) -> list[Reply[R]]:

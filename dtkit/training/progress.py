@@ -7,7 +7,6 @@ single attributes.
 from __future__ import annotations
 
 import math
-import re
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
     from dtkit.training.config import RunPlan
     from dtkit.training.recorder import Recorder
-    from dtkit.types import ReplicaCheckResult
+    from dtkit.types import EngineLoss, ReplicaCheckResult
 
 
 _RECENT_STEPS = 50  # whose mean time tells how long the rest takes
@@ -170,14 +169,12 @@ class RunProgress:
         """Add an event at the present step."""
         self.recorder.add_event(self.step, kind, text, rank)
 
-    def add_loss(self, rank: int, reason: str) -> None:
+    def add_loss(self, rank: int, loss: EngineLoss) -> None:
         """Add an event for a lost engine, once until `forget_losses`."""
         if rank not in self._told_losses:
             self._told_losses.add(rank)
-            engine = re.match(rf"the engine of rank {rank}( on .+?)? is gone: ", reason)
-            host = (engine and engine[1]) or ""
-            cause = name_nodes(reason.removeprefix(engine[0]) if engine else reason)  # the node is named already
-            self.add_event("lost", f"node {rank}{host} lost at step {self.step}: {cause}", rank)
+            host = f" on {loss.host}" if loss.host else ""
+            self.add_event("lost", f"node {rank}{host} lost at step {self.step}: {name_nodes(loss.cause)}", rank)
 
     def forget_losses(self) -> None:
         """Let the next loss of each rank be a new event."""

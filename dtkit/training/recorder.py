@@ -20,6 +20,7 @@ from dtkit.history.missing_steps import describe_missing_steps
 from dtkit.history.scalars import ScalarRecord
 from dtkit.history.timeline import Timeline, merge_spans
 from dtkit.messages import DispatchResult
+from dtkit.training.boundary_times import BoundaryTimeRecorder
 from dtkit.training.core_use_watch import CoreUseWatch
 from dtkit.training.divergence_watch import DivergenceWatch
 from dtkit.types import Evaluation, Event
@@ -45,6 +46,8 @@ class Recorder:
         self._has_reported_write_error = False
         self._divergence_watch = DivergenceWatch(history)
         self._core_use_watch = CoreUseWatch(engine_group, history)
+        self.boundary_times = BoundaryTimeRecorder(history)
+        """Recorder of the time between steps."""
         self._recent_spans: list[np.ndarray] = []
         self._recent_clock_offsets: list[float] | None = None
 
@@ -86,6 +89,8 @@ class Recorder:
         for rank, (_, items) in zip(ranks, values, strict=True):
             for item in items:
                 self.add_event(step, "print", format_output(*item), rank)
+        if len(rows[0]):
+            self.boundary_times.record(step, advances)
         self._core_use_watch.update(zip(ranks, advances, strict=True))
         self._report_write_error(step)
         divergence = self._divergence_watch.find_new()

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
     from dtkit.training.config import RunPlan
+    from dtkit.types import EngineLoss
 
 FAILURE_MODES = ("repair", "shrink", "pause")
 _FROM_DISK, _FROM_START = "the last snapshot, from disk", "the start, because there is no snapshot"
@@ -183,7 +184,7 @@ class Recovery:
     """The folder of the run's own checkpoints."""
     on_source: Callable[[int], object] = bool
     """Called with the step of the state that was found, before the engines' unread results are removed."""
-    on_further_loss: Callable[[Mapping[int, str]], object] = bool
+    on_further_loss: Callable[[Mapping[int, EngineLoss]], object] = bool
     """Called with reasons by rank if more engines are lost during the recovery."""
 
     def __call__(self, lost_ranks: Sequence[int]) -> RecoveryResult:
@@ -210,9 +211,9 @@ class Recovery:
             else:
                 rebuilt[:] = [self._restore_snapshot(snapshot)]
 
-        def note_further_loss(reasons: Mapping[int, str]) -> None:
-            all_lost_ranks.update(reasons)
-            self.on_further_loss(reasons)
+        def note_further_loss(losses: Mapping[int, EngineLoss]) -> None:
+            all_lost_ranks.update(losses)
+            self.on_further_loss(losses)
 
         with contextlib.ExitStack() as at_end:
             if state is not None:

@@ -19,9 +19,10 @@ from dtkit.history.history import History
 from dtkit.history.speed import compute_speed
 from dtkit.history.workload import EFFICIENCY_STEPS, Efficiency
 from dtkit.training import profiling
+from dtkit.training.callbacks import call_callbacks
 from dtkit.training.driver import Driver
 from dtkit.training.job_client import JobClient
-from dtkit.training.learning_rate import parse_lr
+from dtkit.training.learning_rate import parse_lr, warn_of_jump
 from dtkit.training.lifecycle import RunLifecycle
 from dtkit.training.run_waiting import RunWaiter
 from dtkit.training.settings import get_step_settings
@@ -87,9 +88,7 @@ class Run(ShownRun):
         self._subscribers.notify(self.spec.name)
 
     def _run_callbacks(self) -> None:
-        for callback in self._plan.options.callbacks:
-            if callable(callback):
-                callback(self)
+        call_callbacks(self._plan.options.callbacks, self)
 
     # -- what it is -------------------------------------------------------------------------------------------
 
@@ -221,9 +220,11 @@ class Run(ShownRun):
     def set(self, *, lr: float, timeout: float | None = None) -> int:
         """Set a new learning rate on every rank from the same step on. Returns the first step that uses it.
 
-        Further parameter groups keep their ratio to the first one.
+        Further parameter groups keep their ratio to the first one. A rate far above the last one gives a warning.
         """
-        return self._waiter.call("lr", parse_lr(lr), timeout)
+        value = parse_lr(lr)
+        warn_of_jump(self.history, self.lr, value)
+        return self._waiter.call("lr", value, timeout)
 
     def post(self, command: str, value: float | None = None) -> Future[int]:
         """Request "pause", "resume", "step", "stop" or "lr" (with `value`) without waiting, as buttons do.

@@ -45,7 +45,7 @@ class ShownRun(RunView):
 
     @property
     def verdict(self) -> Verdict:
-        """The run's bottleneck and a remedy, in one line. ``run.verdict.explain()`` prints the numbers."""
+        """The run's bottleneck and a remedy, in one line. ``run.verdict.explain()`` has the numbers."""
         from dtkit.dashboard.summary.activity import name_state
         from dtkit.dashboard.summary.one_process import read_verification
         from dtkit.dashboard.summary.verdict import Verdict, find_verdict

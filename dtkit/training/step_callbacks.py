@@ -6,13 +6,14 @@ They run on a thread of their own, and training doesn't wait for them. They get 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util.guard import return_error, run_guarded_in_thread
 from dtkit.errors import RunError
-from dtkit.training.callbacks import CALLBACK_THREAD_NAME, describe_callback_error, finish_callbacks
+from dtkit.training.callbacks import CALLBACK_THREAD_NAME, call_callback, describe_callback_error, finish_callbacks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +71,8 @@ class StepCallbacks:
         while (summaries := self._take_new()) is not None:
             for summary in summaries:
                 for callback in self._callbacks:
-                    error = run_guarded_in_thread(lambda: callback.on_step(self._run, summary), return_error)  # noqa: B023 - called at once
+                    call = functools.partial(_call_on_step, callback, self._run, summary)
+                    error = run_guarded_in_thread(call, return_error)
                     if isinstance(error, BaseException):
                         self._callbacks = []
                         self._report(error)
@@ -104,3 +106,8 @@ class StepCallbacks:
             )
             for row in totals
         ]
+
+
+def _call_on_step(callback: Any, run: Any, summary: StepSummary) -> None:
+    call = functools.partial(callback.on_step, run, summary)
+    call_callback(callback, call, f"after step {summary.step:,}", "run.resume() goes on without callbacks after steps")

@@ -68,10 +68,13 @@ def test_every_step_is_seen_once_and_in_order(cluster2: dtkit.Cluster):
 def test_failing_step_callback_pauses_the_run(cluster2: dtkit.Cluster):
     watcher = Watcher(fails_at=3)
     run = small.train(cluster2, callbacks=[watcher], steps=small.LONG)
-    with pytest.raises(ValueError, match="seen enough"):
+    message = r"the callback Watcher failed after step \d+: ValueError: seen enough\n.*\n +raise ValueError"
+    with pytest.raises(dtkit.errors.CallbackError, match=message) as caught:
         run.wait(60)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert "run.resume() goes on without callbacks after steps" in str(caught.value)
     assert run.status.state is dtkit.types.State.PAUSED
-    assert any("a callback failed: ValueError: seen enough" in event.text for event in run.history.events)
+    assert any(": ValueError: seen enough" in event.text for event in run.history.events)
     run.stop()
     small.check_usable(cluster2)
 

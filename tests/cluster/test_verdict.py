@@ -16,8 +16,9 @@ from torch.utils.data import Dataset
 
 import dtkit
 from dtkit._util.resources import count_cores
+from dtkit.history.between_steps import read_time_between
 from dtkit.history.scalars import CORE_WAIT_NAME
-from tests.support.small import sgd, train
+from tests.support.small import data, sgd, train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -140,3 +141,41 @@ def sleepy(model: nn.Module, batch: Any) -> torch.Tensor:
     # sleeps: a declared cost, next to which what a loaded machine adds is small
     time.sleep(0.5)
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def slow_metric(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return a number, at a declared cost."""
+    # sleeps: as above
+    time.sleep(0.2)
+    return (output.argmax(1) == target).float().mean()
+
+
+def wait_half_a_second(_run: dtkit.Run) -> None:
+    """Keep the run waiting."""
+    # sleeps: as above
+    time.sleep(0.5)
+
+
+def test_slow_validation_is_named_with_the_interval_that_makes_it_short(cluster2: dtkit.Cluster):
+    run = train(cluster2, epochs=10, validation=data(), metrics={"slow": slow_metric}, batch_size=8)
+    run.wait(60)
+    verdict = run.verdict
+    assert verdict.cause == "validation", (verdict.text, verdict.arithmetic)
+    assert re.match(r"validation takes \d\d % of the time: validation_every=10 would", verdict.text), verdict.text
+    between = read_time_between(run.history)
+    assert 9 * 0.2 < between.seconds["validation"] < between.total_s
+    assert between.whole_s < run.status.elapsed_s
+
+
+def test_a_slow_callback_is_the_cause_and_a_pause_is_not(cluster2: dtkit.Cluster):
+    run = train(cluster2, epochs=6, batch_size=8, callbacks=[wait_half_a_second])
+    run.wait(60)
+    assert run.verdict.cause == "callbacks", (run.verdict.text, run.verdict.arithmetic)
+    assert read_time_between(run.history).seconds["callbacks"] > 5 * 0.5
+    paused = train(cluster2, steps=60, start=False)
+    for _ in range(6):
+        paused.step(5)
+        # sleeps: the time for which the run is paused
+        time.sleep(0.3)
+    assert read_time_between(paused.history).total_s < 1.0
+    paused.stop()

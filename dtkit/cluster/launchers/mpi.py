@@ -12,7 +12,7 @@ import shutil
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtkit._util import formatting
-from dtkit._util.arguments import explain_arguments
+from dtkit._util.arguments import explain_arguments, suggest_options
 from dtkit.cluster.launchers.process_job import ProcessJob
 from dtkit.cluster.launchers.script import INPUT_VARIABLE, Script, ScriptLauncher, format_agent
 from dtkit.cluster.launchers.slurm import find_route
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 @explain_arguments
+@suggest_options
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MPI(ScriptLauncher):
     """Engines on hosts that ``mpirun`` of Open MPI reaches.

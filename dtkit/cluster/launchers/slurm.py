@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtkit._util import formatting
-from dtkit._util.arguments import explain_arguments
+from dtkit._util.arguments import explain_arguments, suggest_options
 from dtkit.cluster.launchers.script import INPUT_VARIABLE, Script, ScriptLauncher, check_count, format_agent
 from dtkit.cluster.launchers.slurm_job import SlurmJob, SlurmStep, call_slurm, list_node_names, submit_job
 from dtkit.errors import ClusterError
@@ -43,6 +43,7 @@ _MEMORY = re.compile(r"\d+[KMGT]?")
 
 
 @explain_arguments
+@suggest_options
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Slurm(ScriptLauncher):
     """Engines on the nodes of a Slurm job. In a notebook that runs inside a job, ``Slurm()`` uses that job's nodes.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from dtkit._util import formatting
 from dtkit._util.guard import run_guarded
+from dtkit.history.rate_jump import describe_rate_jump
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
 
 COMMANDS = frozenset({"pause", "resume", "step", "stop", "lr"})
-MAX_LR_FACTOR = 100
-"""Factor on the learning rate above which the answer names it."""
 
 
 class FaultInjectable(Protocol):
@@ -61,7 +60,8 @@ class CommandHandler:
         """Pass a command to the run. Raise the run's error where it refuses at once."""
         if command in COMMANDS:
             lr = _parse_lr(value) if command == "lr" else None
-            warning = _describe_jump(lr, self._run.lr)
+            jump = "" if lr is None else describe_rate_jump(self._run.history, self._run.lr, lr)
+            warning = f": {jump}" if jump else ""
             future = self._run.post(command, lr)
             if isinstance(future, Future):
                 future.add_done_callback(lambda done: self._report_result(command, lr, warning, done))
@@ -129,13 +129,6 @@ def _describe_effect(command: str, value: float | None, step: int) -> str:
         return f"learning rate {formatting.format_learning_rate(value)} from step {step:,} on, on all nodes"
     effect = {"pause": "paused", "resume": "resumed", "step": "one step taken: all nodes are", "stop": "stopped"}
     return f"{effect[command]} at step {step:,}" + ("" if command == "step" else " on all nodes")
-
-
-def _describe_jump(lr: float | None, current: float | None) -> str:
-    """Return the end of an answer where a learning rate is far above the current one, so maybe mistyped; else ""."""
-    if lr is None or not current or lr <= MAX_LR_FACTOR * current:
-        return ""
-    return f": {lr / current:.3g} times the {current:.6g} before"
 
 
 def _parse_lr(value: Any) -> float:

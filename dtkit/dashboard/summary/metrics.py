@@ -14,6 +14,7 @@ from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall, format_place
 from dtkit.dashboard.summary.timing import StepTiming, compute_step_timing, count_window_steps, format_nodes
+from dtkit.history.between_steps import read_time_between
 from dtkit.history.mean_loss import count_final_steps, read_final_loss
 from dtkit.history.speed import compute_speed
 from dtkit.history.workload import Efficiency
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 
 _MAX_METRIC_TILES = 2
+MIN_SHARE_BETWEEN = 0.1
+"""Share of the time between steps from which views show the throughput with it, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,7 @@ class RunMetrics:
     """
 
     throughput: float | None
+    """Samples per second of all ranks, in steps only."""
     loss: float | None
     """Mean of the last ``FINAL_LOSS_STEPS`` by weight, like the gradients: a short batch counts less."""
     loss_spread: float | None
@@ -51,6 +55,8 @@ class RunMetrics:
     """Lost nodes, with the step of the loss."""
     num_loss_steps: int
     """Steps over which the loss is averaged."""
+    overall_throughput: float | None = None
+    """The same with the time between steps, as a clock on the wall shows it; None if that is short."""
 
 
 def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes | None = None) -> RunMetrics:
@@ -85,7 +91,14 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
         ranks_without_loss=silent,
         lost_nodes=lost_nodes,
         num_loss_steps=count_final_steps(history),
+        overall_throughput=compute_overall_rate(history, speed.samples_per_s),
     )
+
+
+def compute_overall_rate(history: History, samples_per_s: float) -> float | None:
+    """Return the rate with the run's share of time between steps; None if that share is small."""
+    share = read_time_between(history).total_share
+    return samples_per_s * (1 - share) if math.isfinite(samples_per_s) and share > MIN_SHARE_BETWEEN else None
 
 
 def _divide_or_nan(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
@@ -163,6 +176,8 @@ def _build_metric_tiles(run: RunView) -> Iterator[Tile]:
 
 def _describe_rate(metrics: RunMetrics) -> str:
     timing = metrics.timing
+    if metrics.overall_throughput is not None:
+        return f"samples/s in steps, {formatting.format_rate(metrics.overall_throughput)} overall"
     if timing.is_whole:
         return f"samples/s, {timing.steps_text}"
     steps = timing.num_steps

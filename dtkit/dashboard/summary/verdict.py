@@ -15,6 +15,7 @@ from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit.dashboard.summary.causes import MIN_GAIN, Cause, find_causes, list_means, report_computing
+from dtkit.dashboard.summary.causes_between import CAUSES_BETWEEN, describe_time_between, find_causes_between
 from dtkit.dashboard.summary.core_wait import find_core_shortage
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
 from dtkit.dashboard.summary.measurements import Measurements
@@ -22,6 +23,7 @@ from dtkit.dashboard.summary.one_process import REPLICATED, add_comparison, esti
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.timing import compute_step_timing, count_steps_since_repair
 from dtkit.dashboard.summary.whole_model import advise_whole_model, name_remedy
+from dtkit.history.between_steps import read_time_between
 from dtkit.history.divergence import find_divergence
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.core_wait import CoreShortage
     from dtkit.dashboard.summary.one_process import OneProcess
+    from dtkit.history.between_steps import TimeBetween
     from dtkit.history.history import History
     from dtkit.types import NodeInfo, RunSpec
 
@@ -42,15 +45,25 @@ MIN_STEPS = 5
 _SLOW_NODE_CAUSES = ("data", "straggler", "cores")
 
 
+class VerdictExplanation(str):
+    """A text of several lines that a cell shows as such."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 @suggest_attributes("verdict")
 @explain_arguments
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verdict:
-    """A run's bottleneck and its remedy, in one line. `explain()` prints the numbers behind it."""
+    """A run's bottleneck and its remedy, in one line. `explain()` returns the numbers behind it."""
 
     cause: str
     """One of "failed", "paused", "diverged", "data", "straggler", "communication", "overhead", "bubble", "cut",
-    "cores", "waiting", "one process", "computing" and "unknown".
+    "cores", "waiting", "one process", "validation", "callbacks", "checkpoints", "snapshots", "dispatches", "computing"
+    and "unknown".
     """
     text: str
     gain: float
@@ -62,9 +75,9 @@ class Verdict:
     others: tuple[Verdict, ...] = dataclasses.field(default=(), compare=False)
     """Verdicts on the other causes in the same steps, if their gain is half of the smallest one of a verdict."""
 
-    def explain(self) -> None:
-        """Print the line, and the arithmetic behind it."""
-        print("\n".join([self.text, *(f"  {line}" for line in self.arithmetic)]))  # noqa: T201 - asked for
+    def explain(self) -> VerdictExplanation:
+        """Return the line, and the arithmetic behind it, which a cell shows. ``print`` it in a script."""
+        return VerdictExplanation("\n".join([self.text, *(f"  {line}" for line in self.arithmetic)]))
 
     def __repr__(self) -> str:
         return self.text
@@ -91,6 +104,9 @@ def find_verdict(
         return Verdict("unknown", "the phases of the steps were not measured", 0.0)
     facts = Measurements(spec, timing, ranks, timing.seconds[ranks], history.ranks_per_replica)
     best, found = _judge(facts, history, measured, nodes)
+    between = read_time_between(history)
+    found += [cause for cause in find_causes_between(spec, between) if cause.gain >= MIN_GAIN / 2]
+    best = _choose_between(best, found, between)
     verdicts = [_make_verdict(cause) for cause in found if cause.name != best.name]
     return dataclasses.replace(_make_verdict(best), others=tuple(verdicts))
 
@@ -118,6 +134,16 @@ def _judge(
         lines = (*best.arithmetic, *one_process.arithmetic[: measured is not None])
         return dataclasses.replace(best, arithmetic=lines), [*found, one_process]
     return one_process, [*found, best]
+
+
+def _choose_between(best: Cause, found: Sequence[Cause], between: TimeBetween) -> Cause:
+    """Return the cause with the largest gain of the whole time, of which steps are only a part."""
+    part = 1 - between.total_share
+    outside = max((cause for cause in found if cause.name in CAUSES_BETWEEN), key=lambda each: each.gain, default=best)
+    if outside is not best and outside.gain >= max(MIN_GAIN, part * best.gain):
+        return outside
+    lines = (describe_time_between(between),) if between.total_share >= MIN_GAIN / 2 else ()
+    return dataclasses.replace(best, arithmetic=(*best.arithmetic, *lines))
 
 
 def _refuse_few_steps(count: int, since: str) -> Verdict:

@@ -95,7 +95,7 @@ def _format_metrics(metrics: RunMetrics) -> str:
     if metrics.loss is None:
         return "no step yet"
     parts = [
-        f"{formatting.format_rate(metrics.throughput)} samples/s",
+        f"{formatting.format_rate(metrics.throughput)} samples/s{_format_overall(metrics)}",
         f"mean {formatting.format_duration(metrics.step_s)} a step",
     ]
     if metrics.timing.is_measured:
@@ -103,6 +103,12 @@ def _format_metrics(metrics: RunMetrics) -> str:
     loss_steps = formatting.format_count(metrics.num_loss_steps, "step")
     loss = f"loss {formatting.format_loss(metrics.loss)} (mean of {loss_steps})"
     return f"{loss}; {_name_window(metrics)}: {', '.join(parts)}"
+
+
+def _format_overall(metrics: RunMetrics) -> str:
+    """Return the throughput with the time between steps, where that is long."""
+    rate = metrics.overall_throughput
+    return "" if rate is None else f" in steps ({formatting.format_rate(rate)} with the time between them)"
 
 
 def _name_window(metrics: RunMetrics) -> str:
@@ -263,7 +269,8 @@ class TextProgress:
             step = evaluations[-1].step
             place = "" if step == run.status.step else f" at step {step:,}"
             learnt.append(f"validation{place}: {_format_evaluation(run)}")
-        speed = [f"{formatting.format_rate(metrics.throughput)} samples/s"] if metrics.throughput is not None else []
+        rate = f"{formatting.format_rate(metrics.throughput)} samples/s{_format_overall(metrics)}"
+        speed = [rate] if metrics.throughput is not None else []
         efficiency = compute_efficiency(run, metrics)
         if efficiency is not None and efficiency.tokens_per_s is not None:
             speed.append(f"{formatting.format_rate(efficiency.tokens_per_s)} tokens/s")

@@ -13,12 +13,25 @@ import torch
 
 from dtkit.engine.observe.call_output import redirect_log
 from dtkit.history.history import ROW_DTYPE
-from dtkit.history.scalars import SYSTEM_PREFIX
+from dtkit.history.scalars import OWN_PREFIXES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from dtkit.types import Scalars
+
+
+def check_logged_names(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for names of numbers that a step can't log."""
+    for name in values:
+        if name in (ROW_DTYPE.names or ()):
+            raise ValueError(
+                f"dtkit.log({name}=...): the history of a training has a column {name!r} already; use another "
+                f"name, as in my_{name}="
+            )
+        prefix = next(filter(name.startswith, OWN_PREFIXES), None)
+        if prefix is not None:
+            raise ValueError(f"dtkit.log of {name!r}: names that begin with {prefix!r} are dtkit's own")
 
 
 class _Entry(NamedTuple):
@@ -55,14 +68,8 @@ class StepScalars:
             _active = previous
 
     def _add(self, values: Mapping[str, Any]) -> None:
+        check_logged_names(values)
         for name, value in values.items():
-            if name in (ROW_DTYPE.names or ()):
-                raise ValueError(
-                    f"dtkit.log({name}=...): the history of a training has a column {name!r} already; use another "
-                    f"name, as in my_{name}="
-                )
-            if name.startswith(SYSTEM_PREFIX):
-                raise ValueError(f"dtkit.log of {name!r}: names that begin with {SYSTEM_PREFIX!r} are dtkit's own")
             if isinstance(value, tuple):
                 total, weight = value
                 self._entries.append(_Entry(name, _detach(total), 1, _detach(weight)))

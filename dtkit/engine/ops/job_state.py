@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dtkit.checkpoint.folders import STAGING_FOLDER
+from dtkit.history.between_steps import CHECKPOINTS, SNAPSHOTS
 from dtkit.rpc.protocol import StateOperations
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class StateOps(StateOperations):
         copy = peer_snapshots.find_own_part(snapshots, step, rank)
         writer = self._checkpoint_writer = self._checkpoint_writer or CheckpointWriter()
         staging = state.cluster_folder / STAGING_FOLDER if may_stage else None
-        return state.run_abortable(lambda: writer.start_save(training, folder, token, copy, staging=staging))
+        with state.get_boundary_timer(job).measure(CHECKPOINTS):
+            return state.run_abortable(lambda: writer.start_save(training, folder, token, copy, staging=staging))
 
     def restore_checkpoint(
         self, *, job: str, folder: str, index: Mapping[str, Any], files: Sequence[str], facts: Mapping[str, Any]
@@ -74,7 +76,8 @@ class StateOps(StateOperations):
         state = self._state
         training, snapshots = state.get_job(job, step), state.snapshots.setdefault(job, [])
         spare_bytes = state.memory_trackers[job].compute_spare_bytes()
-        return state.run_abortable(lambda: peer_snapshots.take_snapshot(training, snapshots, spare_bytes))
+        with state.get_boundary_timer(job).measure(SNAPSHOTS):
+            return state.run_abortable(lambda: peer_snapshots.take_snapshot(training, snapshots, spare_bytes))
 
     def export_state(self, *, job: str, scope: str) -> Payload:
         """Return the rank's state of a job."""

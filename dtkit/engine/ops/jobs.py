@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
 from dtkit.engine.observe.call_output import CallOutput, activate_output, ignore_logged, redirect_log
+from dtkit.history.between_steps import VALIDATION
 from dtkit.messages import END_EARLY_PREFIX, JobPosition
 from dtkit.rpc import pickling
 from dtkit.rpc.job_plan import LoadingOptions
@@ -112,15 +114,16 @@ class JobOps(JobOperations):
             output.add_line(warning)
         while training.notes:
             output.add_line(training.notes.pop(0))
+        timer, is_ending = state.get_boundary_timer(job), self._make_end_early_check(job)
         with activate_output(output), contextlib.nullcontext() if explain else self._track_memory(job):
-            state.run_abortable(
-                lambda: training.advance(steps, explain=explain, should_end_early=self._make_end_early_check(job))
-            )
+            with timer.leave_out_steps():
+                state.run_abortable(lambda: training.advance(steps, explain=explain, should_end_early=is_ending))
         state.sigint_handler.work_done = True
         if explain:
             memory.release_unused_memory()  # copies of the explained step have left holes in the heap
         self._shorten_collective_timeout(training)
         result = training.collect_results(fingerprint=fingerprint)
+        result = dataclasses.replace(result, between=timer.take(has_steps=result.step > step))
         state.get_outbox(job).discard_read(read_until)
         state.get_outbox(job).store_dispatch(result, output.items)
         return result, output.items
@@ -164,9 +167,11 @@ class JobOps(JobOperations):
             source, rows, batch_size, loading or LoadingOptions(), rank=rank, link=training.context.replica_link
         )
         max_batches = -(-max(map(len, parts)) // batch_size)
-        sums = state.run_abortable(
-            lambda: training.evaluate(batches, metrics_by_name, max_batches, after_epoch=step is not None)
-        )
+        timer = contextlib.nullcontext() if step is None else state.get_boundary_timer(job).measure(VALIDATION)
+        with timer:
+            sums = state.run_abortable(
+                lambda: training.evaluate(batches, metrics_by_name, max_batches, after_epoch=step is not None)
+            )
         if step is not None:
             state.sigint_handler.work_done = True
             state.get_outbox(job).store_evaluation(step, sums)

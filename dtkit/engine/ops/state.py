@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtkit.engine.comm.sigint import SigintHandler
 from dtkit.engine.memory_limit import MemoryLimit
+from dtkit.engine.observe.boundary_timer import BoundaryTimer
 from dtkit.engine.observe.watchdog import Watchdog
 from dtkit.engine.ops.admission import check_job_step, make_released_error
 from dtkit.errors import EmptyEnginesError
@@ -59,6 +60,8 @@ class EngineState:
     """Unread results of each job."""
     memory_trackers: dict[str, PeakMemoryTracker] = dataclasses.field(default_factory=dict)
     """Memory that each job takes."""
+    boundary_timers: dict[str, BoundaryTimer] = dataclasses.field(default_factory=dict)
+    """Times between the dispatches of each job."""
     snapshots: dict[str, list[PeerSnapshot]] = dataclasses.field(default_factory=dict)
     """Snapshots of each job: of this rank's part and of a peer's."""
     call_output: CallOutput | None = None
@@ -93,6 +96,10 @@ class EngineState:
         """The folder that notebook and engines share."""
         assert self.spec is not None
         return Path(self.spec.store_path).parent
+
+    def get_boundary_timer(self, job: str) -> BoundaryTimer:
+        """Return the timer of what a job does between its steps."""
+        return self.boundary_timers.setdefault(job, BoundaryTimer())
 
     def close_group(self) -> None:
         """Close the process group, if there is one."""
@@ -178,6 +185,7 @@ class EngineState:
 
             self.jobs.pop(job).close()
             self.memory_trackers.pop(job, None)
+            self.boundary_timers.pop(job, None)
             self.snapshots.pop(job, None)
             if job in self.outboxes:
                 self.outboxes.pop(job).discard_read()

@@ -1,0 +1,48 @@
+"""The time between the steps of a run, as engines measured it, for the history.
+
+Engines don't know why they waited. So the notebook takes the time of its callbacks, and of pauses, from their waits.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from dtkit.history.between_steps import ALL, CALLBACKS, WAITING
+from dtkit.history.scalars import BETWEEN_PREFIX, ScalarRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dtkit.history.history import History
+    from dtkit.messages import DispatchResult
+
+
+class BoundaryTimeRecorder:
+    """Records the means over all ranks, which wait for each other in each step, as numbers of the first one."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._callbacks_s = self._elapsed_s = 0.0
+
+    def add_callbacks(self, seconds: float) -> None:
+        """Note the time for which callbacks ran since the last steps."""
+        self._callbacks_s += seconds
+
+    def record(self, step: int, results: Sequence[DispatchResult]) -> None:
+        """Record the time before `step`, the first one of a dispatch."""
+        elapsed_s = self._history.position[1]
+        passed_s, self._elapsed_s = elapsed_s - self._elapsed_s, elapsed_s
+        callbacks_s, self._callbacks_s = self._callbacks_s, 0.0
+        measured = [result.between for result in results if result.between]
+        if not measured or len(measured) < len(results):
+            return
+        names = {name for part in measured for name in part}
+        seconds = {name: statistics.fmean(part.get(name, 0.0) for part in measured) for name in names}
+        all_s = min(seconds.pop(ALL), passed_s)  # without pauses
+        waiting_s = max(0.0, all_s - sum(seconds.values()))
+        seconds[CALLBACKS] = min(callbacks_s, waiting_s)
+        seconds[WAITING] = waiting_s - seconds[CALLBACKS]
+        numbers = {BETWEEN_PREFIX + name: [(step, part, 1.0)] for name, part in seconds.items() if part > 0}
+        if numbers:
+            self._history.add(ScalarRecord(0, numbers))

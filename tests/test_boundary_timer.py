@@ -1,0 +1,87 @@
+"""The times of a rank between its steps."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dtkit.engine.observe.boundary_timer import BoundaryTimer
+from dtkit.history.between_steps import ALL, read_time_between
+from dtkit.history.history import History
+from dtkit.training.boundary_times import BoundaryTimeRecorder
+from tests.support.phase_rows import make_phase_rows
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_timer_returns_what_was_done_between_two_dispatches():
+    clock = Clock()
+    timer = BoundaryTimer(clock)
+    for _ in range(2):
+        with timer.measure("validation"):
+            clock.now += 3
+        clock.now += 1
+        with timer.leave_out_steps():
+            clock.now += 50
+        first = timer.take(has_steps=True)
+    assert first == pytest.approx({"validation": 3, ALL: 4})
+
+
+def test_a_failed_dispatch_and_one_without_steps_take_nothing_away():
+    clock = Clock()
+    timer = BoundaryTimer(clock)
+    with timer.leave_out_steps():
+        clock.now += 50
+    clock.now += 1
+    with contextlib.suppress(ZeroDivisionError), timer.leave_out_steps():
+        clock.now += 50
+        clock.now /= 0
+    clock.now += 2
+    with timer.leave_out_steps():
+        pass
+    assert timer.take(has_steps=False) == {}
+    with timer.leave_out_steps():
+        clock.now += 50
+    assert timer.take(has_steps=True) == pytest.approx({ALL: 3})
+
+
+def record(elapsed_s: float, *parts: dict[str, float], callbacks_s: float = 0.0) -> dict[str, float]:
+    """Return what is recorded of ranks that measured this, while the run was not paused for `elapsed_s`."""
+    history = History()
+    history.append(make_phase_rows([{"forward": 20.0}] * len(parts), 4))
+    history.read_position = lambda: (4, elapsed_s)
+    recorder = BoundaryTimeRecorder(history)
+    recorder.add_callbacks(callbacks_s)
+    results: list[Any] = [SimpleNamespace(between=part) for part in parts]
+    recorder.record(2, results)
+    return {kind: seconds for kind, seconds in read_time_between(history).seconds.items() if seconds}
+
+
+def test_the_means_of_all_ranks_are_recorded_and_the_rest_is_waiting():
+    assert record(9, {"validation": 1, ALL: 2}, {"validation": 2, ALL: 3}) == pytest.approx(
+        {"validation": 1.5, "waiting": 1.0}
+    )
+
+
+def test_the_time_of_callbacks_is_taken_from_the_waits():
+    assert record(9, {ALL: 2}, callbacks_s=1.5) == pytest.approx({"callbacks": 1.5, "waiting": 0.5})
+    assert record(9, {ALL: 2}, callbacks_s=5.0) == pytest.approx({"callbacks": 2.0})
+
+
+def test_a_pause_is_no_waiting():
+    assert record(0.5, {ALL: 20}) == pytest.approx({"waiting": 0.5})
+
+
+def test_ranks_without_times_record_nothing():
+    assert record(9, {ALL: 2}, {}) == {}

@@ -175,7 +175,14 @@ _ATTENDED_PAGE = """(() => {
     addEventListener: (kind, call) => listeners.set(kind, call),
     removeEventListener: (kind) => listeners.delete(kind),
   };
-  const end = followAttention(({ isWatched }) => told.push([now - 1000, isWatched]));
+  let look = null;
+  globalThis.IntersectionObserver = class {
+    constructor(call) { look = (target, isIntersecting) => call([{ target, isIntersecting }]); }
+    observe() {}
+    disconnect() {}
+  };
+  const view = {}, { end, watch, isHidden } = followAttention(({ level }) => told.push([now - 1000, level]));
+  watch(view);
   const wait = (ms) => {
     for (const until = now + ms; now < until;) {
       now += 500;
@@ -195,16 +202,34 @@ _ATTENDED_PAGE = """(() => {
   document.hidden = false;
   listeners.get("visibilitychange")();
   wait(1000);
+  look(view, false); // scrolled past
+  wait(500);
+  look(view, true);
+  wait(500);
+  look(view, false);
+  wait(5000);
+  const isAway = isHidden();
+  look(view, true);
+  wait(1000);
   end();
   wait(60_000);
-  return [told, listeners.size];
+  return [told, listeners.size, isAway];
 })()"""
 
 
 def test_a_page_tells_when_a_person_comes_and_has_gone(tmp_path: Path):
-    told, listening = evaluate_page_code(tmp_path, "attention.js", ["followAttention"], _ATTENDED_PAGE)
-    assert told == [[0, True], [50_000, False], [120_000, True], [150_000, False], [185_000, True]]
-    assert listening == 0
+    told, listening, is_away = evaluate_page_code(tmp_path, "attention.js", ["followAttention"], _ATTENDED_PAGE)
+    levels = {at: level for at, level in told}
+    assert levels == {
+        0: "watched",
+        50_000: "open",
+        120_000: "watched",
+        125_000: "hidden",
+        185_000: "watched",
+        188_000: "hidden",
+        192_000: "watched",
+    }
+    assert (listening, is_away) == (0, True)
 
 
 def test_a_page_that_other_processes_interrupt_keeps_its_pace(tmp_path: Path):

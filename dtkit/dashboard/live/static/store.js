@@ -21,7 +21,7 @@ export function newStore() {
     seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], throughput: null, error: null, refused: null, refusedAt: -Infinity,
     notices: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], stopped: [], outliers: [], slow: [], slowed: [] },
     detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, firstSteps: 0, effectAt: -Infinity, spot: null, strip: null, pictures: new Map(), series: new Map(),
-    beats: false, gone: false, lost: false, view: newView(), send: () => {}, redraw: () => {}, sight: { watch: () => {}, isAway: () => false }, pictureSight: { watch: () => {} },
+    beats: false, gone: false, lost: false, view: newView(), send: () => {}, redraw: () => {}, sight: { watch: () => {}, isAway: () => false }, pictureSight: { watch: () => {} }, attention: { watch: () => {}, forget: () => {}, isHidden: () => false },
     log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null, // the step at the pointer
     curves: { width: 1, origin: 0, used: 0, data: new Float32Array(0) },
   };
@@ -86,6 +86,11 @@ export function apply(store, content, buffers) {
   [store.heard, store.gone] = [Date.now(), false];
   if (content.kind === "alive") {
     store.beats = true;
+    return true;
+  }
+  if (content.kind === "text") {
+    store.received = Date.now();
+    for (const key of ["status", "lr", "tiles", "throughput"]) store[key] = content[key];
     return true;
   }
   if (content.kind === "refused") {

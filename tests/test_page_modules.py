@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from dtkit._util import formatting
+from dtkit.dashboard.live.bundle import STATIC_FOLDER
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.curves import CurveBuckets
 from dtkit.history.undone_steps import UndoneSteps
@@ -219,7 +221,7 @@ _ATTENDED_PAGE = """(() => {
 
 def test_a_page_tells_when_a_person_comes_and_has_gone(tmp_path: Path):
     told, listening, is_away = evaluate_page_code(tmp_path, "attention.js", ["followAttention"], _ATTENDED_PAGE)
-    levels = {at: level for at, level in told}
+    levels = dict(told)
     assert levels == {
         0: "watched",
         50_000: "open",
@@ -375,3 +377,9 @@ def test_a_tooltip_is_beside_the_pointer_on_the_side_with_more_room(tmp_path: Pa
     found = evaluate_page_code(tmp_path, "chart/tooltip.js", ["placeTip"], f"[{calls}]")
     assert found[:4] == [[114, 90], [263, 0], [57, 130], [305, 90]]
     assert found[4:] == [[60, 74], [60, 96], [24, 50]]
+
+
+def test_rules_on_what_an_element_has_look_at_its_children_only():
+    """A rule on all descendants of JupyterLab's outputs computed all styles again at each new text of the view."""
+    rules = (STATIC_FOLDER / "dashboard.css").read_text(encoding="utf-8")
+    assert re.findall(r":has\((?!> )[^)]*\)", rules) == []

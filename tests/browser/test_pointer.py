@@ -105,7 +105,8 @@ def test_the_chart_at_the_pointer_is_drawn_more_often_than_the_others(page: Page
       for (const name of ["loss-chart", "throughput-chart"]) {
         window.drawn[name] = 0;
         const line = document.querySelector(`[data-testid=${name}] path.dtk-line[data-rank='0']`);
-        new MutationObserver(() => { window.drawn[name] += 1; }).observe(line, { attributes: true, attributeFilter: ["d"] });
+        const count = new MutationObserver(() => { window.drawn[name] += 1; });
+        count.observe(line, { attributes: true, attributeFilter: ["d"] });
       }
     }""")
     for _ in range(12):
@@ -124,7 +125,8 @@ def test_a_new_state_is_drawn_before_the_charts(page: Page):
     page.evaluate("""() => {
       window.order = [];
       const note = (name) => new MutationObserver(() => window.order.push(name));
-      note("state").observe(document.querySelector(".dtk-chip"), { subtree: true, childList: true, characterData: true });
+      const chip = document.querySelector(".dtk-chip");
+      note("state").observe(chip, { subtree: true, childList: true, characterData: true });
       const line = document.querySelector("[data-testid=loss-chart] path.dtk-line[data-rank='0']");
       note("chart").observe(line, { attributes: true, attributeFilter: ["d"] });
       window.frames = 0;
@@ -142,3 +144,14 @@ def test_a_new_state_is_drawn_before_the_charts(page: Page):
     page.evaluate(_PAINTED)
     when = page.evaluate("() => window.when")
     assert when["state"] < when["chart"], when
+
+
+def test_a_new_text_is_written_into_the_node_of_the_last_one(page: Page):
+    """A new node made the browser look for rules on children again: 6 to 15 ms in JupyterLab."""
+    run = FakeSource(ranks=2, strips=True)
+    view = make_view(page, run)
+    page.evaluate("() => { window.node = document.querySelector('.dtk-ends span').firstChild; }")
+    before = page.evaluate("() => window.node.data")
+    run.advance(30)
+    view.update()
+    assert page.evaluate("(before) => [window.node.isConnected, window.node.data !== before]", before) == [True, True]

@@ -1,4 +1,4 @@
-"""What a person may see of a run's pages. Where a training pays for each message, a page that nobody watches gets fewer.
+"""What a person may see of a run's pages. Where a training pays for messages, a page that nobody watches gets fewer.
 
 A page reports its level whenever that is another one (``static/attention.js``): somebody uses it, it is in sight, or no
 view of it is in sight.

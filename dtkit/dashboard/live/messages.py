@@ -2,7 +2,8 @@
 
 Every message has a ``seq``. A *change* applies only to the state that its ``base`` numbers. A page may find a gap,
 because it was opened late or its module was still loading. It then sends hello and gets a *snapshot*. Any page may
-apply a snapshot at any time. A *text* has no number: it replaces what is above the charts, and nothing else. All pages of one model get every message, so they stay in step.
+apply a snapshot at any time. A *text* has no number: it replaces what is above the charts, and nothing else. All pages
+of one model get every message, so they stay in step.
 
 A change has at most ``MAX_CHANGE_BYTES`` of curves and ``MAX_CHANGE_EVENTS`` lines of the log. The rest follows with
 the next change (:attr:`MessageBuilder.has_pending`), oldest first, so nothing is lost.

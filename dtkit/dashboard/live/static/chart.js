@@ -32,7 +32,7 @@ import { scaleButton, toolbar } from "./toolbar.js";
 import { newWidth } from "./width.js";
 
 const LEFT = 50, TOP = 14, BOTTOM = 22, TOOLS = 60, TOOLS_AND_SCALE = 92; // these as in dashboard.css
-const CAPTION_MS = 150; // captions of all charts follow the pointer; each makes the browser lay out its panel
+const CAPTION_MS = 120; // captions of all charts follow a pointer that rests: each makes the browser lay out its panel
 const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
 
 /**
@@ -68,7 +68,8 @@ export function chart(store, name, options, redraw) {
     if (el.hidden || !view.frame || el.classList.contains("dtk-flat")) return;
     drawCursor(view);
     drawTooltip(view, el);
-    captionTimer ??= setTimeout(() => { captionTimer = null; writeCaption(); }, CAPTION_MS);
+    clearTimeout(captionTimer);
+    captionTimer = setTimeout(writeCaption, CAPTION_MS);
   };
   const update = () => {
     view.layout = options.layout?.(store) ?? store.head.charts[name];
@@ -119,10 +120,11 @@ function fullScreenTools(store, panel, scale) {
   };
 }
 
-/** Return {is, can, set} of the scale of one chart. */
+/** Return {is, can, isAuto, set} of the scale of one chart. */
 function scaleOfOne(store, getView) {
   const set = (isLog) => { store.view.ownLog.set(scaleKey(getView()), isLog); store.redraw(); };
-  return { is: () => Boolean(getView().isLog), can: () => Boolean(getView().canLog), set };
+  const isAuto = () => Boolean(getView().isLog) && store.view.log === null && !store.view.ownLog.has(scaleKey(getView()));
+  return { is: () => Boolean(getView().isLog), can: () => Boolean(getView().canLog), isAuto, set };
 }
 function scaleKey({ name, options }) {
   return options.testid + name;

@@ -34,6 +34,11 @@ function newView() {
   return { x: "step", smooth: 0, log: null, ownLog: new Map(), autoLog: new Map(), shownLog: new Map(), robust: false, zoom: null, hidden: new Set() };
 }
 
+/** Return whether charts have a logarithmic scale that they chose by themselves, and no person has chosen any for all. */
+export function isLogAuto({ log, ownLog, autoLog, shownLog }) {
+  return log === null && [...shownLog].some(([key, isLog]) => isLog && autoLog.get(key) && !ownLog.has(key));
+}
+
 /** Return whether the charts have a logarithmic scale: true, false, or "mixed". */
 export function isLogShown({ log, shownLog }) {
   const scales = new Set(shownLog.values());

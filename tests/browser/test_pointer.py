@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 from dtkit.dashboard.live import messages
 from dtkit.types import State
 from tests.support.fake_source import FakeSource
-from tests.support.static_view import StaticView
+from tests.support.static_view import StaticView, encode_message
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -155,3 +155,30 @@ def test_a_new_text_is_written_into_the_node_of_the_last_one(page: Page):
     run.advance(30)
     view.update()
     assert page.evaluate("(before) => [window.node.isConnected, window.node.data !== before]", before) == [True, True]
+
+
+def test_a_text_changes_the_numbers_above_the_charts_alone(page: Page):
+    run = FakeSource(ranks=2, strips=True)
+    view = make_view(page, run)
+    page.evaluate(_PAINTED)
+    run.advance(30)
+    page.evaluate(_WATCH)
+    text = encode_message(view._feed.build_text())
+    page.evaluate("([content, buffers]) => window.receive(content, buffers)", text)
+    expect(view.root.locator(".dtk-ends")).to_contain_text("step 330 of")
+    page.evaluate(_PAINTED)
+    changes = page.evaluate("() => window.changes")
+    assert not [change for change in changes if change.startswith(("path", "text", "svg", "g", "line", "rect"))]
+    view.update()  # the next change applies
+    assert view.root.get_attribute("data-step") == "330"
+
+
+def test_a_view_that_is_scrolled_out_of_sight_is_reported_as_hidden(page: Page):
+    make_view(page)
+    page.evaluate("() => { document.body.style.paddingBottom = '5000px'; }")
+    listed = "(level) => window.sent.filter(({ attention }) => attention).at(-1)?.attention.level === level"
+    page.wait_for_function(listed, arg="watched", timeout=10_000)
+    page.evaluate("() => scrollTo(0, 100_000)")
+    page.wait_for_function(listed, arg="hidden", timeout=10_000)
+    page.evaluate("() => scrollTo(0, 0)")
+    page.wait_for_function(listed, arg="watched", timeout=10_000)

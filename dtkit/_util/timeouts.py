@@ -309,12 +309,8 @@ SLURM_CANCEL_TIMEOUT_S = 45.0
 
 LIVE_INTERVAL_S = 0.25
 """Period of updating a live display: smooth, at less than one percent of a core."""
-LIVE_PRESSING_INTERVAL_S = 0.05
-"""The same for what a person waits for, such as a new state."""
 LIVE_UNWATCHED_INTERVAL_S = 5.0
 """Period of the charts on a busy machine while nobody touches the page (attention.py). The text follows sooner."""
-LIVE_HIDDEN_INTERVAL_S = 10.0
-"""Period of updating a page without a view in sight. While a cell blocks, it can't report that this has changed."""
 TIMER_TOLERANCE_S = 0.001
 """How much before its time a timer may end."""
 SIGHT_REPORT_LIFE_S = 75.0

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 
 _BUSY_FACTOR = 3
 """How much longer intervals are where a training pays for each message."""
+_PRESSING_FACTOR = 5
+"""How much shorter they are for what a person waits for, such as a new state."""
+_HIDDEN_FACTOR = 2
+"""How much longer the unwatched one is where no view is in sight. A blocking cell hides that one is in sight again."""
 
 
 class Dashboard(anywidget.AnyWidget):
@@ -90,7 +94,7 @@ class Dashboard(anywidget.AnyWidget):
         self._throttle = Throttle(
             self._send_update,
             timeouts.LIVE_INTERVAL_S,
-            pressing_interval=timeouts.LIVE_PRESSING_INTERVAL_S,
+            pressing_interval=timeouts.LIVE_INTERVAL_S / _PRESSING_FACTOR,
             clock=clock,
             call_later=call_later,
         )
@@ -284,7 +288,7 @@ class Dashboard(anywidget.AnyWidget):
     def _find_interval(self) -> float:
         """Return the shortest time between two messages that nobody waits for, as in ``static/pacing.js``."""
         if self._attention.level is Level.HIDDEN:
-            return timeouts.LIVE_HIDDEN_INTERVAL_S
+            return _HIDDEN_FACTOR * timeouts.LIVE_UNWATCHED_INTERVAL_S
         return timeouts.LIVE_INTERVAL_S * (1 if has_spare_core(self._run) else _BUSY_FACTOR)
 
     def _find_charts_interval(self) -> float:

@@ -31,7 +31,7 @@ export function newPacer(redraw, hasSpareCore = () => false) {
   const draw = (isHeadOnly) => {
     clearTimeout(timer);
     timer = null;
-    if (isAsked) return;
+    if (isAsked) return void (isHeadOnly || redraw(false)); // the drawing that was asked for may be of the head only
     isAsked = true;
     areChartsOld &&= isHeadOnly;
     let began = 0;

@@ -882,8 +882,12 @@ def unwatched(watched, monkeypatch):
     source, dashboard, sent = watched
     monkeypatch.setattr(widget, "has_spare_core", lambda _run: False)
     dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
-    dashboard._on_page_message(dashboard, {"attention": {"page": "a", "isWatched": False}}, [])
+    report_level(dashboard, "open")
     return source, dashboard, sent
+
+
+def report_level(dashboard, level, page="a"):
+    dashboard._on_page_message(dashboard, {"attention": {"page": page, "level": level}}, [])
 
 
 def test_curves_keep_up_with_the_state_on_a_page_that_nobody_watches(unwatched, timers):
@@ -1010,17 +1014,81 @@ def test_a_timeline_that_is_not_due_sends_no_messages_meanwhile(timers, monkeypa
     dashboard.close()
 
 
-def test_an_unwatched_page_gets_fewer_messages_but_pressing_ones_at_once(unwatched, timers):
-    source, _dashboard, sent = unwatched
+def advance_for(source, timers, seconds):
+    """Take a step each half second, and run the timers that are due until then."""
+    for _ in range(2 * seconds):
+        source.advance(1)
+        until = timers.now + 0.5
+        while timers.waiting and min(timers.waiting, key=lambda item: item[0])[0] <= until:
+            timers.waiting.sort(key=lambda item: item[0])
+            at, call = timers.waiting.pop(0)
+            timers.now = max(timers.now, at)
+            call()
+        timers.now = until
+
+
+def test_an_untouched_page_gets_its_text_each_second_and_its_charts_more_rarely(unwatched, timers):
+    """All of it came each three seconds: someone who only watches saw a stutter."""
+    source, dashboard, sent = unwatched
     timers.run()
     source.advance(1)  # the first step is awaited
     timers.run()
+    begun, steps = timers.now, []
+    sent.clear()
+    send = dashboard.send
+    dashboard.send = lambda content, buffers=(): (steps.append((timers.now, content)), send(content, buffers))
+    advance_for(source, timers, 20)
+    shown = [at - begun for at, content in steps if "status" in content]
+    assert np.diff(shown).max() <= 1.25
+    charts = [content for _, content in steps if content["kind"] == "change"]
+    assert 20 / timeouts.LIVE_UNWATCHED_INTERVAL_S - 1 <= len(charts) <= 20 / timeouts.LIVE_UNWATCHED_INTERVAL_S
+    texts = [content for _, content in steps if content["kind"] == "text"]
+    assert set(texts[0]) == {"kind", "status", "lr", "tiles", "throughput"}
+    for text, change in ((texts[-1], charts[-1]),):
+        assert text["tiles"][0]["label"] == change["tiles"][0]["label"]
+        assert text["status"]["step"] > change["status"]["step"] or steps[-1][1] is change
+    timers.run()
+    assert [content for _, content in steps if content["kind"] != "rest"][-1]["kind"] == "change"  # charts catch up
     begun = timers.now
-    source.advance(1)
-    assert [at - begun for at, _ in timers.waiting] == [timeouts.LIVE_UNWATCHED_INTERVAL_S]
     source.state = State.PAUSED
     source.event("pause", "paused at step 1")
-    assert min(at for at, _ in timers.waiting) - begun <= 3 * timeouts.LIVE_INTERVAL_S
+    assert min(at for at, _ in timers.waiting) - begun <= timeouts.LIVE_INTERVAL_S / 5 + timeouts.TIMER_TOLERANCE_S
+    timers.run()
+    assert sent[-1][0]["status"]["state"] == "paused"
+    assert sent[-1][0]["kind"] == "change"
+
+
+def test_a_hidden_page_gets_hardly_anything_until_it_is_in_sight_again(unwatched, timers, monkeypatch):
+    source, dashboard, sent = unwatched
+    monkeypatch.setattr(widget, "has_spare_core", lambda _run: True)  # it is of no use to anybody there, either
+    timers.run()
+    source.advance(1)  # the first step is awaited
+    timers.run()
+    report_level(dashboard, "hidden")
+    sent.clear()
+    advance_for(source, timers, 20)
+    assert len([content for content, _ in sent if "status" in content]) <= 20 / (2 * timeouts.LIVE_UNWATCHED_INTERVAL_S)
+    report_level(dashboard, "open")
+    sent.clear()
+    assert min(at for at, _ in timers.waiting) - timers.now <= timeouts.LIVE_INTERVAL_S
+    timers.run()
+    assert sent[0][0]["kind"] == "change"
+    assert sent[0][0]["status"]["step"] == source.status.step
+
+
+def test_a_new_state_waits_for_no_interval_of_the_charts(watched, timers):
+    """A pause follows the last message of its dispatch at once, and waited for a quarter of a second after it."""
+    source, dashboard, sent = watched
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
+    timers.run()
+    timers.now += 2
+    source.advance(1)
+    timers.waiting.sort(key=lambda item: item[0])
+    timers.waiting.pop(0)[1]()  # the message of the dispatch
+    source.state = State.PAUSED
+    source.event("pause", "paused at step 1")
+    begun = timers.now
+    assert min(at for at, _ in timers.waiting) - begun <= timeouts.LIVE_INTERVAL_S / 5 + timeouts.TIMER_TOLERANCE_S
     timers.run()
     assert sent[-1][0]["status"]["state"] == "paused"
 
@@ -1032,7 +1100,7 @@ def test_a_page_whose_person_comes_back_gets_what_it_lacks_soon(unwatched, timer
     timers.run()
     begun = timers.now
     source.advance(7)
-    dashboard._on_page_message(dashboard, {"attention": {"page": "a", "isWatched": True}}, [])
+    report_level(dashboard, "watched")
     assert min(at for at, _ in timers.waiting) - begun <= 3 * timeouts.LIVE_INTERVAL_S
     timers.run()
     assert sent[-1][0]["status"]["step"] == source.status.step
@@ -1040,27 +1108,29 @@ def test_a_page_whose_person_comes_back_gets_what_it_lacks_soon(unwatched, timer
 
 def test_a_page_gets_all_messages_while_somebody_is_at_any_page(unwatched):
     _source, dashboard, _sent = unwatched
-    often, rarely = 3 * timeouts.LIVE_INTERVAL_S, timeouts.LIVE_UNWATCHED_INTERVAL_S
-    assert dashboard._throttle.interval == rarely
-    for bad in (None, [], {"page": 1, "isWatched": True}, {"page": "b"}, {"page": "b", "isWatched": "yes"}):
+    often, rarely = 0.0, timeouts.LIVE_UNWATCHED_INTERVAL_S
+    assert dashboard._find_charts_interval() == rarely
+    for bad in (None, [], {"page": 1, "level": "watched"}, {"page": "b"}, {"page": "b", "level": "yes"}, {"level": 2}):
         dashboard._on_page_message(dashboard, {"attention": bad}, [])
-    assert dashboard._throttle.interval == rarely
+    assert dashboard._find_charts_interval() == rarely
     found = []
-    for page, is_watched in (("b", True), ("a", True), ("b", False), ("a", False)):
-        dashboard._on_page_message(dashboard, {"attention": {"page": page, "isWatched": is_watched}}, [])
-        found.append(dashboard._throttle.interval)
-    assert found == [often, often, often, rarely]
+    for page, level in (("b", "watched"), ("a", "watched"), ("b", "hidden"), ("a", "open"), ("a", "hidden")):
+        report_level(dashboard, level, page)
+        found.append((dashboard._find_charts_interval(), dashboard._throttle.interval))
+    each = 3 * timeouts.LIVE_INTERVAL_S
+    assert found == [*[(often, each)] * 3, (rarely, each), (often, (2 * timeouts.LIVE_UNWATCHED_INTERVAL_S))]
     dashboard._on_page_message(dashboard, {"hello": "gap"}, [])
-    assert dashboard._throttle.interval == rarely
+    assert dashboard._throttle.interval == (2 * timeouts.LIVE_UNWATCHED_INTERVAL_S)
     dashboard._on_page_message(dashboard, {"hello": "opened"}, [])  # a person has just opened it
-    assert dashboard._throttle.interval == often
+    assert dashboard._throttle.interval == each
 
 
 def test_a_core_to_spare_sends_all_messages_also_to_an_unwatched_page(unwatched, monkeypatch):
     _source, dashboard, _sent = unwatched
     monkeypatch.setattr(widget, "has_spare_core", lambda _run: True)
-    dashboard._on_page_message(dashboard, {"attention": {"page": "a", "isWatched": False}}, [])
+    report_level(dashboard, "open")
     assert dashboard._throttle.interval == timeouts.LIVE_INTERVAL_S
+    assert dashboard._find_charts_interval() == 0
 
 
 @pytest.mark.parametrize("command", ["resume", "lr"])

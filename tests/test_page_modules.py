@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from dtkit._util import formatting
+from dtkit.dashboard.live.bundle import STATIC_FOLDER
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.curves import CurveBuckets
 from dtkit.history.undone_steps import UndoneSteps
@@ -175,7 +177,14 @@ _ATTENDED_PAGE = """(() => {
     addEventListener: (kind, call) => listeners.set(kind, call),
     removeEventListener: (kind) => listeners.delete(kind),
   };
-  const end = followAttention(({ isWatched }) => told.push([now - 1000, isWatched]));
+  let look = null;
+  globalThis.IntersectionObserver = class {
+    constructor(call) { look = (target, isIntersecting) => call([{ target, isIntersecting }]); }
+    observe() {}
+    disconnect() {}
+  };
+  const view = {}, { end, watch, isHidden } = followAttention(({ level }) => told.push([now - 1000, level]));
+  watch(view);
   const wait = (ms) => {
     for (const until = now + ms; now < until;) {
       now += 500;
@@ -195,16 +204,34 @@ _ATTENDED_PAGE = """(() => {
   document.hidden = false;
   listeners.get("visibilitychange")();
   wait(1000);
+  look(view, false); // scrolled past
+  wait(500);
+  look(view, true);
+  wait(500);
+  look(view, false);
+  wait(5000);
+  const isAway = isHidden();
+  look(view, true);
+  wait(1000);
   end();
   wait(60_000);
-  return [told, listeners.size];
+  return [told, listeners.size, isAway];
 })()"""
 
 
 def test_a_page_tells_when_a_person_comes_and_has_gone(tmp_path: Path):
-    told, listening = evaluate_page_code(tmp_path, "attention.js", ["followAttention"], _ATTENDED_PAGE)
-    assert told == [[0, True], [50_000, False], [120_000, True], [150_000, False], [185_000, True]]
-    assert listening == 0
+    told, listening, is_away = evaluate_page_code(tmp_path, "attention.js", ["followAttention"], _ATTENDED_PAGE)
+    levels = dict(told)
+    assert levels == {
+        0: "watched",
+        50_000: "open",
+        120_000: "watched",
+        125_000: "hidden",
+        185_000: "watched",
+        188_000: "hidden",
+        192_000: "watched",
+    }
+    assert (listening, is_away) == (0, True)
 
 
 def test_a_page_that_other_processes_interrupt_keeps_its_pace(tmp_path: Path):
@@ -350,3 +377,9 @@ def test_a_tooltip_is_beside_the_pointer_on_the_side_with_more_room(tmp_path: Pa
     found = evaluate_page_code(tmp_path, "chart/tooltip.js", ["placeTip"], f"[{calls}]")
     assert found[:4] == [[114, 90], [263, 0], [57, 130], [305, 90]]
     assert found[4:] == [[60, 74], [60, 96], [24, 50]]
+
+
+def test_rules_on_what_an_element_has_look_at_its_children_only():
+    """A rule on all descendants of JupyterLab's outputs computed all styles again at each new text of the view."""
+    rules = (STATIC_FOLDER / "dashboard.css").read_text(encoding="utf-8")
+    assert re.findall(r":has\((?!> )[^)]*\)", rules) == []

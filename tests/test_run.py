@@ -1161,6 +1161,31 @@ def test_await_reports_that_the_cell_waits_while_the_run_is_paused(cluster):
     assert run.status.state is State.STOPPED
 
 
+def test_the_message_of_an_awaited_run_is_that_of_its_state(cluster, monkeypatch):
+    """After Resume, "running" stood next to "paused: this cell waits" until the waiting cell had the kernel again."""
+    monkeypatch.setattr("dtkit._util.notebook.in_notebook", lambda: True)
+    run = train(cluster, steps=100_000)
+
+    async def main() -> set[tuple[State, str]]:
+        loop, seen = asyncio.get_running_loop(), set()
+        waiting = asyncio.ensure_future(run)
+        await asyncio.sleep(0)
+        unsubscribe = run.subscribe(lambda: seen.add((run.status.state, run.status.message)))  # on the run's thread
+        for _ in range(3):
+            await loop.run_in_executor(None, run.pause)
+            run.resume()  # the loop doesn't turn between these
+        unsubscribe()
+        run.post("stop")
+        await asyncio.wait_for(waiting, 10)
+        return seen
+
+    assert asyncio.run(main()) == {
+        (State.PAUSED, "paused: this cell waits for Resume or Stop"),
+        (State.RUNNING, "later cells wait for the run's end"),
+    }
+    assert run.status.message == ""
+
+
 def test_pause_timeout_names_the_stuck_rank_and_the_remedy(cluster, engines, monkeypatch):
     monkeypatch.setattr(timeouts, "STUCK_COMMAND_TIMEOUT_S", 0.2)
     run = train(cluster, steps=100_000, start=False)

@@ -309,8 +309,8 @@ SLURM_CANCEL_TIMEOUT_S = 45.0
 
 LIVE_INTERVAL_S = 0.25
 """Period of updating a live display: smooth, at less than one percent of a core."""
-LIVE_UNWATCHED_INTERVAL_S = 3.0
-"""The same on a busy machine while nobody is at the page (attention.py)."""
+LIVE_UNWATCHED_INTERVAL_S = 5.0
+"""Period of the charts on a busy machine while nobody touches the page (attention.py). The text follows sooner."""
 TIMER_TOLERANCE_S = 0.001
 """How much before its time a timer may end."""
 SIGHT_REPORT_LIFE_S = 75.0

@@ -54,12 +54,14 @@ class Throttle:
         callback: Callable[[], None],
         interval: float,
         *,
+        pressing_interval: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         call_later: Callable[[float, Callable[[], None]], None] = start_timer,
     ) -> None:
         self._callback, self._clock, self._call_later = callback, clock, call_later
-        self.interval = self._shortest_interval = interval
-        """Shortest time between two calls, in seconds. A pressing call waits for the initial one only."""
+        self.interval = interval
+        """Shortest time between two calls, in seconds."""
+        self._pressing_interval = interval if pressing_interval is None else pressing_interval
         # locks: for a few assignments
         self._lock = threading.Lock()
         self._last_call_at = float("-inf")
@@ -71,7 +73,7 @@ class Throttle:
     def trigger(self, *, is_pressing: bool = False, delay_s: float = 0.0) -> None:
         """Schedule a call, `delay_s` seconds from now at the earliest. Any thread may trigger; it runs on another one.
 
-        A pressing call waits only for the interval that the throttle began with.
+        A pressing call waits only for the pressing interval, or else for the interval that the throttle began with.
         """
         with self._lock:
             if self._closed:
@@ -80,7 +82,7 @@ class Throttle:
                 presses, least_s = self._again or (False, delay_s)
                 self._again = presses or is_pressing, min(least_s, delay_s)
                 return
-            interval, now = self._shortest_interval if is_pressing else self.interval, self._clock()
+            interval, now = self._pressing_interval if is_pressing else self.interval, self._clock()
             due_at = max(now + delay_s, self._last_call_at + interval)
             if self._due_at is not None and self._due_at <= due_at:
                 return

@@ -114,17 +114,20 @@ class RunProgress:
         """Whether a requested pause or stop has not taken effect yet."""
         return self.state is State.RUNNING and self.stop_request is not None
 
-    def make_status(self, message: str) -> Status:
-        """Return the current state, step, epoch (from 1, as in every view), seconds spent running and seconds left."""
-        step, spec = self.step, self.plan.spec
+    def make_status(self, describe: Callable[[State], str]) -> Status:
+        """Return the current state, step, epoch (from 1, as in every view), seconds spent running and seconds left.
+
+        `describe` returns the message for this state, so that both are of one moment.
+        """
+        step, spec, state = self.step, self.plan.spec, self.state
         return Status(
-            state=self.state,
+            state=state,
             step=step,
             steps=spec.steps,
             epoch=max(1, math.ceil(step / spec.steps_per_epoch)),
             elapsed_s=self.elapsed_s,
             remaining_s=self._estimate_remaining_s(step, spec.steps),
-            message=message,
+            message=describe(state),
         )
 
     def _estimate_remaining_s(self, step: int, steps: int) -> float | None:

@@ -105,7 +105,8 @@ class Run(ShownRun):
     def status(self) -> Status:
         """Current state, step, epoch (the first one is 1), seconds spent running and seconds left."""
         report = self.stall_report
-        return self._driver.progress.make_status(self._waiter.message if report is None else report.text)
+        describe = self._waiter.describe if report is None else lambda _state: report.text
+        return self._driver.progress.make_status(describe)
 
     @property
     def is_released(self) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _BUTTONS_BLOCKED_MESSAGE = "buttons act after this cell; the kernel's interrupt button pauses now"
 _PAUSED_MESSAGE = "paused: this cell waits for Resume or Stop"
+_AWAITED_MESSAGE = "later cells wait for the run's end"
 
 
 class RunWaiter:
@@ -41,10 +42,19 @@ class RunWaiter:
         finish_callbacks: Callable[[float], None],
         on_raise: Callable[[BaseException | None], None],
     ) -> None:
-        self.message = ""
-        """What views say about the wait."""
+        self._message, self._num_awaiting = "", 0
         self._run, self._driver, self._notify = run, driver, notify
         self._call_timeout_s, self._finish_callbacks, self._on_raise = call_timeout_s, finish_callbacks, on_raise
+
+    def describe(self, state: State) -> str:
+        """Return what views say about the wait while the run is in this state."""
+        from dtkit._util.notebook import in_notebook
+
+        if self._message or not self._num_awaiting:
+            return self._message
+        if state is State.PAUSED:
+            return _PAUSED_MESSAGE
+        return _AWAITED_MESSAGE if state is State.RUNNING and in_notebook() else ""
 
     # -- for the end ------------------------------------------------------------------------------------------
 
@@ -78,10 +88,10 @@ class RunWaiter:
             loop.call_soon_threadsafe(changed.set)
 
         unsubscribe = self._run.subscribe(wake)
+        self._count_awaiting(1)
         try:
             while not self._is_over():
                 changed.clear()
-                self._set_message(_PAUSED_MESSAGE if self._driver.progress.state is State.PAUSED else "")
                 with contextlib.suppress(TimeoutError):  # a change may come without a notification
                     # waits: inside asyncio.wait_for, with a timeout
                     await asyncio.wait_for(changed.wait(), timeouts.STATE_POLL_S)
@@ -91,7 +101,7 @@ class RunWaiter:
             raise
         finally:
             unsubscribe()
-            self._set_message("")
+            self._count_awaiting(-1)
         await loop.run_in_executor(None, self._wait_for_end_of_views)
         self._raise_error()  # here, so that the traceback has no frame of the executor
 
@@ -175,9 +185,13 @@ class RunWaiter:
             at_end.callback(run_text.start_text_progress(self._run))
 
     def _set_message(self, message: str) -> None:
-        if message != self.message:
-            self.message = message
+        if message != self._message:
+            self._message = message
             self._notify()
+
+    def _count_awaiting(self, change: int) -> None:
+        self._num_awaiting += change
+        self._notify()
 
     def pause_or_interrupt(self) -> None:
         """Pause at a step boundary. A second interrupt before that interrupts the engines."""

@@ -286,6 +286,30 @@ def test_chart_that_turns_logarithmic_by_itself_says_so(page: Page):
     expect(caption).to_contain_text("log scale")
 
 
+def test_a_scale_that_charts_chose_is_called_automatic_until_a_person_chooses(page: Page):
+    """Nothing said that it was not the reader who had pressed the button."""
+    run = FakeSource(ranks=1)
+    run.event("start", "training begins")
+    run.advance(150)
+    run.advance(1, loss=5000.0)
+    view = StaticView(page, run)
+    scale, own = view.root.get_by_test_id("scale"), view.root.get_by_test_id(LOSS).get_by_test_id("chart-scale")
+    expect(scale).to_have_text("log y (auto)")
+    expect(scale).to_have_attribute("title", re.compile("chosen by itself.*your choice stays"))
+    expect(own).to_have_attribute("title", re.compile("chosen by itself"))
+    scale.click()
+    expect(scale).to_have_text("log y")
+    expect(scale).to_have_attribute("aria-pressed", "false")
+    run.advance(10, loss=9000.0)
+    view.update()
+    expect(scale).to_have_attribute("aria-pressed", "false")
+    again = StaticView(page, run)  # in the same page
+    expect(again.root.get_by_test_id("scale")).to_have_attribute("aria-pressed", "false")
+    again.root.get_by_test_id("scale").click()
+    expect(again.root.get_by_test_id("scale")).to_have_text("log y")
+    expect(again.root.get_by_test_id("scale")).to_have_attribute("aria-pressed", "true")
+
+
 @pytest.mark.parametrize("look", [Look(width=1400), Look(width=600)], indirect=True)
 @pytest.mark.parametrize("panel", [LOSS, "time-panel"])
 def test_caption_ends_before_the_tools_of_its_panel(page: Page, panel: str):

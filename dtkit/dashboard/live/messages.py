@@ -2,7 +2,8 @@
 
 Every message has a ``seq``. A *change* applies only to the state that its ``base`` numbers. A page may find a gap,
 because it was opened late or its module was still loading. It then sends hello and gets a *snapshot*. Any page may
-apply a snapshot at any time. All pages of one model get every message, so they stay in step.
+apply a snapshot at any time. A *text* has no number: it replaces what is above the charts, and nothing else. All pages
+of one model get every message, so they stay in step.
 
 A change has at most ``MAX_CHANGE_BYTES`` of curves and ``MAX_CHANGE_EVENTS`` lines of the log. The rest follows with
 the next change (:attr:`MessageBuilder.has_pending`), oldest first, so nothing is lost.
@@ -25,11 +26,11 @@ import numpy as np
 
 from dtkit._util import formatting, timeouts
 from dtkit._util.guard import run_guarded
-from dtkit.dashboard.live.evaluation_feed import EvaluationFeed, replace_nonfinite
+from dtkit.dashboard.live.evaluation_feed import EvaluationFeed
+from dtkit.dashboard.live.head_numbers import describe_head
 from dtkit.dashboard.live.last_effect import LastEffect
 from dtkit.dashboard.live.log_lines import MAX_MARKS, build_log_line, select_log_events
 from dtkit.dashboard.live.pressing_state import PressingState
-from dtkit.dashboard.summary.activity import find_activity
 from dtkit.dashboard.summary.curves import (
     CHARTS,
     MAX_NODE_LINES,
@@ -41,18 +42,16 @@ from dtkit.dashboard.summary.curves import (
 from dtkit.dashboard.summary.ended_engines import describe_ended_engines, find_ended_engines
 from dtkit.dashboard.summary.event_marks import MARKED_EVENTS
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
-from dtkit.dashboard.summary.metrics import build_tiles, compute_epoch, compute_run_metrics
+from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.dashboard.summary.node_series import NODE_CHARTS, NodeSeries
 from dtkit.dashboard.summary.notices import collect_notices, list_error_lines
 from dtkit.dashboard.summary.outliers import find_outliers
-from dtkit.dashboard.summary.remedy import find_remedy
 from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict, is_at_rest
 from dtkit.dashboard.summary.step_strip import BOX_KINDS, pack_boxes, read_step_strip
 from dtkit.dashboard.summary.timing import PHASES, select_bars
 from dtkit.dashboard.summary.verdict import find_shown_verdict
-from dtkit.history.divergence import find_divergence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -188,6 +187,11 @@ class MessageBuilder:
         _describe_curves(content, values, part.width, part.origin, part.first)
         return Message(content, [np.ascontiguousarray(values, "<f4").tobytes()])
 
+    def build_text(self) -> Message:
+        """Return the numbers above the charts alone, which cost little. It applies at any time."""
+        metrics = self._steady_verdict.match(compute_run_metrics(self._run.history, self._num_ranks, self._lost_nodes))
+        return Message({"kind": "text", **describe_head(self._run, self._run.status, metrics, self._lost_nodes)}, [])
+
     def build_detail(self, first_step: int, last_step: int) -> Message:
         """Return the curves of a range of steps, for a page that zooms in."""
         part = read_range(self._run.history, CHARTS, self._num_ranks, first_step, last_step)
@@ -221,28 +225,12 @@ class MessageBuilder:
         self.ended_ranks = find_ended_engines(run)
         stuck_ranks = [] if stall is None or stall.rank is None else [stall.rank]
         self._outliers = find_outliers(self._metrics, {*self._lost_nodes, *stuck_ranks})
-        epoch, epochs = compute_epoch(run.spec, status.step)
-        error, activity, divergence = run.exception, find_activity(run, self._lost_nodes), find_divergence(run.history)
+        error = run.exception
         return {
             "kind": kind,
             "seq": self._seq,
             "base": base,
-            "status": {
-                "state": status.state.value,
-                "step": status.step,
-                "steps": status.steps,
-                "epoch": epoch,
-                "epochs": epochs,
-                "elapsed": replace_nonfinite(status.elapsed_s),
-                "remaining": None if activity else replace_nonfinite(status.remaining_s),
-                "activity": None if activity is None else dataclasses.asdict(activity),
-                "remedy": find_remedy(run),
-                "diverged": None if divergence is None else divergence.short,
-                "message": "" if stall else formatting.sanitize_text(status.message),  # a notice has the same text
-            },
-            "lr": replace_nonfinite(run.lr),
-            "tiles": [dataclasses.asdict(tile) for tile in build_tiles(run, self._metrics)],
-            "throughput": replace_nonfinite(self._metrics.throughput),
+            **describe_head(run, status, self._metrics, self._lost_nodes),
             "error": None if error is None else "\n".join(list_error_lines(error)),
             "notices": [dataclasses.asdict(notice) for notice in collect_notices(run, self._lost_nodes)],
             "nodes_now": {

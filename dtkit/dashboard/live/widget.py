@@ -25,7 +25,7 @@ import traitlets
 from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.figures import custom_panels
-from dtkit.dashboard.live.attention import PageAttention
+from dtkit.dashboard.live.attention import Level, PageAttention
 from dtkit.dashboard.live.bundle import STATIC_FOLDER, bundle_modules
 from dtkit.dashboard.live.commands import CommandHandler
 from dtkit.dashboard.live.heartbeat import Heartbeat
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 
 _BUSY_FACTOR = 3
 """How much longer intervals are where a training pays for each message."""
+_PRESSING_FACTOR = 5
+"""How much shorter they are for what a person waits for, such as a new state."""
+_HIDDEN_FACTOR = 2
+"""How much longer the unwatched one is where no view is in sight. A blocking cell hides that one is in sight again."""
 
 
 class Dashboard(anywidget.AnyWidget):
@@ -72,7 +76,7 @@ class Dashboard(anywidget.AnyWidget):
         call_later: Callable[[float, Callable[[], None]], None] = start_timer,
     ) -> None:
         self._run, self._clock = run, clock
-        self._sent_at = -math.inf  # of the last message
+        self._sent_at = self._charts_sent_at = -math.inf  # of the last message, and of the last with curves
         self._message_builder = MessageBuilder(run)
         self._command_handler = CommandHandler(run, self._report_command, fault_injection=fault_injection)
         self._message_builder.extra_controls = self._command_handler.extra_controls
@@ -87,7 +91,13 @@ class Dashboard(anywidget.AnyWidget):
         self._num_updates = 0
         self._unsubscribe: Callable[[], None] = _do_nothing
         self._unsubscribe_panels: Callable[[], None] = _do_nothing
-        self._throttle = Throttle(self._send_update, timeouts.LIVE_INTERVAL_S, clock=clock, call_later=call_later)
+        self._throttle = Throttle(
+            self._send_update,
+            timeouts.LIVE_INTERVAL_S,
+            pressing_interval=timeouts.LIVE_INTERVAL_S / _PRESSING_FACTOR,
+            clock=clock,
+            call_later=call_later,
+        )
         self._picture_throttle = Throttle(
             self._send_pictures, timeouts.LIVE_INTERVAL_S, clock=clock, call_later=call_later
         )
@@ -150,7 +160,13 @@ class Dashboard(anywidget.AnyWidget):
         with self._send_lock:
             if self.comm is None:
                 return
+            text_for_s = self._charts_sent_at + self._find_charts_interval() - self._clock()
+            if self._is_page_ready and text_for_s > timeouts.TIMER_TOLERANCE_S and not builder.is_pressing:
+                self._send_message(builder.build_text())
+                self._throttle.trigger(delay_s=text_for_s)
+                return
             self._num_updates += 1
+            self._charts_sent_at = self._clock()
             needs_snapshot = not self._is_page_ready and self._num_updates & (self._num_updates - 1) == 0
             self._send_message(builder.build_snapshot() if needs_snapshot else builder.build_change())
             while builder.has_pending_curves:  # charts must not lag behind the numbers above them
@@ -261,22 +277,24 @@ class Dashboard(anywidget.AnyWidget):
                 self._send_message(self._message_builder.build_detail(*steps))
 
     def _note_attention(self, report: Any) -> None:
-        """Note whether a person is at a page; send at once what the page of one who comes back lacks."""
-        was_watched = self._attention.is_watched
+        """Note what a person may see of a page; send at once what the page of one who comes back lacks."""
+        before = self._attention.level
         self._attention.note(report)
         self._throttle.interval = self._find_interval()
-        if self._attention.is_watched and not was_watched:
+        if self._attention.level > before:
+            self._charts_sent_at = -math.inf
             self._request_update()
 
     def _find_interval(self) -> float:
         """Return the shortest time between two messages that nobody waits for, as in ``static/pacing.js``."""
-        if has_spare_core(self._run):
-            return timeouts.LIVE_INTERVAL_S
-        return (
-            _BUSY_FACTOR * timeouts.LIVE_INTERVAL_S
-            if self._attention.is_watched
-            else timeouts.LIVE_UNWATCHED_INTERVAL_S
-        )
+        if self._attention.level is Level.HIDDEN:
+            return _HIDDEN_FACTOR * timeouts.LIVE_UNWATCHED_INTERVAL_S
+        return timeouts.LIVE_INTERVAL_S * (1 if has_spare_core(self._run) else _BUSY_FACTOR)
+
+    def _find_charts_interval(self) -> float:
+        """Return the shortest time between two messages with curves; those between them have the text only."""
+        is_saving = self._attention.level is Level.OPEN and not (self._is_at_rest() or has_spare_core(self._run))
+        return timeouts.LIVE_UNWATCHED_INTERVAL_S if is_saving else 0.0
 
     def _handle_command(self, command: str, value: Any) -> None:
         """Pass a command to the run. A refusal is shown next to the button."""

@@ -1,32 +1,59 @@
-// Whether a person is at the page: they have moved the pointer, typed, scrolled or touched it a short while ago. Where a
-// training pays for each message, the kernel sends fewer of them to a page that nobody watches (attention.py).
+// What a person may see of the views of a page: "watched" where they moved the pointer, typed, scrolled or touched it a short
+// while ago, "hidden" where no view is in sight, and "open" otherwise. Where a training pays for each message, the kernel
+// sends fewer of them to a page that is not watched, and hardly any to one that is hidden (attention.py).
 
 const QUIET_MS = 30_000;
+const AWAY_MS = 1000; // a reader who scrolls past a view, or back to it
 const SIGNS = ["pointermove", "pointerdown", "keydown", "wheel"];
 
-/** Call `tell({page, isWatched})` now, and whenever a person comes or has gone. Return a function that ends this. */
+/**
+ * Call `tell({page, level})` now, and whenever the level is another one. Return {watch(el), forget(el), isHidden(), end()}; a
+ * page is not hidden before `watch` got a view.
+ */
 export function followAttention(tell) {
-  const page = Math.random().toString(36).slice(2);
-  let seenAt = 0, timer = null;
-  const look = () => {
-    const left = document.hidden ? 0 : seenAt + QUIET_MS - Date.now();
-    timer = left > 0 ? setTimeout(look, left) : null;
-    if (timer === null) tell({ page, isWatched: false });
+  const page = Math.random().toString(36).slice(2), inSight = new Map();
+  let seenAt = Date.now(), told = "", timer = null, observer = null, awaySince = null;
+  const isAway = () => inSight.size > 0 && ![...inSight.values()].some(Boolean);
+  const isHidden = () => document.hidden || (awaySince !== null && Date.now() - awaySince >= AWAY_MS);
+  const update = () => {
+    awaySince = isAway() ? awaySince ?? Date.now() : null;
+    const left = seenAt + QUIET_MS - Date.now(), level = isHidden() ? "hidden" : left > 0 ? "watched" : "open";
+    clearTimeout(timer);
+    const wait = awaySince !== null && level !== "hidden" ? AWAY_MS : level === "watched" ? left : null;
+    timer = wait === null ? null : setTimeout(update, wait);
+    if (level === told) return;
+    told = level;
+    tell({ page, level });
   };
   const see = () => {
     seenAt = Date.now();
-    if (timer !== null) return;
-    tell({ page, isWatched: true });
-    timer = setTimeout(look, QUIET_MS);
+    if (told !== "watched") update();
   };
-  const turn = () => { if (!document.hidden) see(); };
+  const turn = () => (document.hidden ? update() : see());
+  const look = (entries) => {
+    for (const { target, isIntersecting } of entries) if (inSight.has(target)) inSight.set(target, isIntersecting);
+    update();
+  };
   const options = { passive: true, capture: true };
   for (const sign of SIGNS) document.addEventListener(sign, see, options);
   document.addEventListener("visibilitychange", turn);
-  see();
-  return () => {
-    for (const sign of SIGNS) document.removeEventListener(sign, see, options);
-    document.removeEventListener("visibilitychange", turn);
-    clearTimeout(timer);
+  update();
+  return {
+    watch: (el) => {
+      inSight.set(el, true);
+      (observer ??= new IntersectionObserver(look)).observe(el);
+    },
+    forget: (el) => {
+      inSight.delete(el);
+      observer?.unobserve(el);
+      update();
+    },
+    isHidden,
+    end: () => {
+      for (const sign of SIGNS) document.removeEventListener(sign, see, options);
+      document.removeEventListener("visibilitychange", turn);
+      observer?.disconnect();
+      clearTimeout(timer);
+    },
   };
 }

@@ -8,11 +8,13 @@
 //   chart/run_labels.js  names or numbers of runs
 //   chart/marks.js    signs of events
 //   chart/pointer.js  pointing and zooming
+//   chart/cursor.js   the line at the pointed step
 //   chart/tooltip.js  the box at the pointer
 
 import { movingAverage } from "./chart/average.js";
 import { xAxis } from "./chart/axis.js";
 import { fitCaption } from "./chart/caption.js";
+import { newCursor } from "./chart/cursor.js";
 import { areShares, bucketGrain, hasNegative, inverted, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
 import { drawLabels, drawLine, drawPoints, drawSpots, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { joinGlyphs, mergeSigns } from "./chart/marks.js";
@@ -30,6 +32,7 @@ import { scaleButton, toolbar } from "./toolbar.js";
 import { newWidth } from "./width.js";
 
 const LEFT = 50, TOP = 14, BOTTOM = 22, TOOLS = 60, TOOLS_AND_SCALE = 92; // these as in dashboard.css
+const CAPTION_MS = 120; // captions of all charts follow a pointer that rests: each makes the browser lay out its panel
 const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
 
 /**
@@ -40,21 +43,34 @@ const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
  */
 export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });
-  const layers = {}, clip = newPrefix(), clipped = s("rect");
+  const layers = {}, clip = newPrefix(), clipped = s("rect"), cursor = newCursor();
   const svg = s("svg", { role: "img", class: "dtk-chart dtk-lines-chart", tabindex: 0 }, s("clipPath", { id: clip }, clipped));
-  for (const layer of ["grid", "marks", "bands", "lines", "points", "labels", "cursor"]) {
+  for (const layer of ["grid", "marks", "bands", "lines", "points", "labels", "dragged"]) {
     svg.append((layers[layer] = s("g", { class: `dtk-${layer}` })));
   }
   for (const layer of ["bands", "lines", "points"]) layers[layer].setAttribute("clip-path", `url(#${clip})`);
   const frame = newFrame(options.title, note, { svg, csv: () => listValues(view) });
-  const el = h("section", { class: "dtk-panel", "data-testid": options.testid, ...(options.title ? { "data-name": options.title } : {}) }, frame.head, svg);
+  const el = h("section", { class: "dtk-panel", "data-testid": options.testid, ...(options.title ? { "data-name": options.title } : {}) }, frame.head, svg, cursor.el);
   const ownScale = scaleOfOne(store, () => view), scale = scaleButton(ownScale, "chart-scale", "log");
   if (options.canLog) frame.add(scale.el);
   frame.attach(el, redraw);
   const updateTools = fullScreenTools(store, el, ownScale);
-  const view = { store, name, svg, layers, clipped, paths: new Map(), options, layout: null, frame: null, grain: null, width: 0, point: null, tip: newTooltip(el) };
+  const view = { store, name, svg, layers, clipped, paths: new Map(), options, layout: null, frame: null, grain: null, width: 0, point: null, cursor, tip: newTooltip(el) };
   const readWidth = newWidth(el, redraw);
   listenToChart(view, redraw);
+  const writeCaption = () => {
+    const flat = el.classList.contains("dtk-flat"), caption = (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view);
+    const whole = [view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · ");
+    setText(note, flat ? whole : fitCaption(options.title ?? "", whole, view.width - (scale.el.hidden ? TOOLS : TOOLS_AND_SCALE)));
+  };
+  let captionTimer = null;
+  const point = () => {
+    if (el.hidden || !view.frame || el.classList.contains("dtk-flat")) return;
+    drawCursor(view);
+    drawTooltip(view, el);
+    clearTimeout(captionTimer);
+    captionTimer = setTimeout(writeCaption, CAPTION_MS);
+  };
   const update = () => {
     view.layout = options.layout?.(store) ?? store.head.charts[name];
     const isLate = !store.curves.used && !store.head.runs && !LIVE.includes(store.status.state); // no step will come
@@ -75,13 +91,12 @@ export function chart(store, name, options, redraw) {
     if (view.isLog) changeValues(view.grain, onlyPositive);
     view.width = readWidth(isMoved);
     if (!flat) drawChart(view, Math.max(160, view.width));
-    const caption = (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view);
-    const whole = [view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · ");
-    setText(note, flat ? whole : fitCaption(options.title ?? "", whole, view.width - (scale.el.hidden ? TOOLS : TOOLS_AND_SCALE)));
+    else view.cursor.hide();
+    writeCaption();
     drawTooltip(view, el);
     setAttr(svg, "aria-label", `${options.title}: ${describe(view)}`);
   };
-  return { el, update, title: options.title };
+  return { el, update, point, title: options.title };
 }
 
 /** Return the grain of the store's buckets, finer ones where the range in sight has them. */
@@ -105,10 +120,11 @@ function fullScreenTools(store, panel, scale) {
   };
 }
 
-/** Return {is, can, set} of the scale of one chart. */
+/** Return {is, can, isAuto, set} of the scale of one chart. */
 function scaleOfOne(store, getView) {
   const set = (isLog) => { store.view.ownLog.set(scaleKey(getView()), isLog); store.redraw(); };
-  return { is: () => Boolean(getView().isLog), can: () => Boolean(getView().canLog), set };
+  const isAuto = () => Boolean(getView().isLog) && store.view.log === null && !store.view.ownLog.has(scaleKey(getView()));
+  return { is: () => Boolean(getView().isLog), can: () => Boolean(getView().canLog), isAuto, set };
 }
 function scaleKey({ name, options }) {
   return options.testid + name;
@@ -235,14 +251,13 @@ function hovered({ store, frame, grain }) {
   return grain.find(store.hover);
 }
 function drawCursor(view) {
-  const at = hovered(view), { x, y } = view.frame, { layout, grain } = view, parts = [];
-  if (at !== null) {
-    const left = x(Math.min(view.frame.end, Math.max(view.frame.first, grain.step(at)))), v = grain.value(layout.nodes, at, 1);
-    parts.push(s("line", { x1: left, x2: left, y1: TOP, y2: view.height - BOTTOM }));
-    if (!Number.isNaN(v) && view.shown(layout.nodes)) parts.push(s("circle", { cx: left, cy: y(v), r: 3 }));
+  const at = hovered(view), { x, y, first, end } = view.frame, { layout, grain, height } = view, bottom = height - BOTTOM;
+  if (at === null) view.cursor.hide();
+  else {
+    const v = view.shown(layout.nodes) ? grain.value(layout.nodes, at, 1) : NaN;
+    view.cursor.show(x(Math.min(end, Math.max(first, grain.step(at)))), y(v), TOP, bottom, height);
   }
-  view.layers.cursor.replaceChildren(...parts);
-  drawDragged(view, TOP, view.height - BOTTOM);
+  drawDragged(view, TOP, bottom);
 }
 
 function format({ options }, v) {

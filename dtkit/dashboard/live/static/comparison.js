@@ -6,6 +6,7 @@ import { bucketGrain, seriesGrain } from "./chart/grain.js";
 import { runDash } from "./chart/lines.js";
 import { axisOfRuns, placedGrain, placedStore, withSteps } from "./chart/run_axis.js";
 import { h, keepKeys, s, setAttr, setText } from "./elements.js";
+import { drawPointed, newFrames } from "./frames.js";
 import { newRows } from "./grid.js";
 import { number } from "./numbers.js";
 import { toolbar } from "./toolbar.js";
@@ -96,7 +97,7 @@ function comparedChart(store, name, redraw) {
     joined: true,
     get axis() { return axis(); },
     most: () => of().most ?? Infinity,
-    note: (_head, _layout, view) => withCap(isTime ? "in steps only" : isRate ? "samples/s of all nodes" : isLogged ? "logged, mean over all nodes" : "", of().most, view),
+    note: (_head, _layout, view) => withCap(isTime ? "only time in steps counts" : isRate ? "samples/s of all nodes" : isLogged ? "logged, mean over all nodes" : "", of().most, view),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => (!isTime && axis() ? placedGrain(store, seriesGrain(of()), isExact) : withSteps(store, seriesGrain(of()), isTime ? "time" : "step")),
     format: number,
@@ -123,7 +124,7 @@ function comparedCharts(store, redraw) {
     }
     for (const one of shown.values()) one.update();
   };
-  return { el, update };
+  return { el, update, parts: () => [...shown.values()] };
 }
 
 /** Return a table with number and line of each run, as in the charts. Only a legend may be turned. */
@@ -197,7 +198,7 @@ function runLine(k) {
 export function buildComparison(store, { hasTables = true } = {}) {
   const root = h("div", { class: "dtkit", "data-testid": "dtkit-comparison", "data-state": "", role: "region", "aria-label": "comparison of runs" });
   keepKeys(root);
-  const redraw = () => requestAnimationFrame(draw);
+  const redraw = newFrames((asked) => { if (asked.has("pointed") && asked.size === 1) drawPointed(panels); else draw(); });
   const charts = [toolbar(store, null), mainChart(store, redraw), comparedCharts(store, redraw)]; // below the tables, which have the answer
   const tables = hasTables ? [
     tableOf(() => ({ table: store.head.table, text: store.head.note, names: store.head.names, ends: store.head.ends }), { testid: "runs-table", label: "table of runs", isLegend: true }),

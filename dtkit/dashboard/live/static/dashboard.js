@@ -3,13 +3,14 @@
 //   store.js    the state of a run; one for each model, so that all its views show the same
 //   chart.js    SVG lines over the steps, from the store's buckets
 //   panels/     one file and one function each: build(store, send, redraw) returns {el, update}
-//   pacing.js   how often messages are drawn, and sight.js which panels
+//   pacing.js   how often messages are drawn, sight.js which panels, and frames.js how much of them
 //   this file   receives messages and redraws at most once a frame
 //
 // There is no dependency and no build step: bundle.py puts the files into one module.
 
 import { followAttention } from "./attention.js";
 import { h, keepKeys, setAttr, setText } from "./elements.js";
+import { afterPainting, drawPointed, listParts, newFrames } from "./frames.js";
 import { newRows } from "./grid.js";
 import { mountViews } from "./mount.js";
 import { banner } from "./panels/banner.js";
@@ -62,6 +63,15 @@ function guarded(panel) {
   };
 }
 
+/** Draw the chart at the pointer, which a person looks at, although the others wait for their turn. */
+function drawHovered({ seq }, panels) {
+  for (const part of panels.filter(({ el }) => el.matches(":hover")).flatMap(listParts)) {
+    if (part.shownSeq === seq || !part.el.matches(":hover")) continue;
+    part.shownSeq = seq;
+    guarded(part)();
+  }
+}
+
 /** Return whether a panel needs no drawing. An element without a box of its own is never in sight. */
 function isAway(store, el) {
   return !el.classList.contains("dtk-several") && store.sight.isAway(el);
@@ -72,28 +82,25 @@ function buildView(store, send) {
   keepKeys(root);
   const body = h("div", { class: "dtk-body" });
   root.append(body);
-  let isAsked = false, isWhole = false;
-  const redraw = (isHeadOnly = false) => {
-    isWhole ||= isHeadOnly !== true; // a listener's call has an event
-    if (isAsked) return;
-    isAsked = true;
-    requestAnimationFrame(() => { isAsked = false; draw(); });
-  };
+  const redraw = newFrames((asked) => draw(asked));
   const make = (build) => build(store, send, redraw);
   const panels = PANELS.map(make), all = [...TOP_PANELS.map(make), toolbar(store, panels), ...panels, summary(store)];
   body.append(...all.map((panel) => panel.el));
   for (const panel of panels) store.sight.watch(panel.el);
   const fillRows = newRows(body, redraw);
   const updates = all.map((panel) => [panel, guarded(panel)]), headUpdates = updates.slice(0, TOP_PANELS.length);
-  const draw = () => {
+  const isDrawn = ({ el }) => !el.classList.contains("dtk-off") && !isAway(store, el);
+  const draw = (asked) => {
     if (!store.head) return;
-    const drawn = isWhole ? updates : headUpdates;
+    const isWhole = asked.has("all");
+    if (!isWhole && asked.has("pointed")) drawPointed(panels.filter(isDrawn));
+    if (!isWhole && !asked.has("head")) return;
     store.lost = isLost(store);
-    for (const [panel, update] of drawn) if (!panel.el.classList.contains("dtk-off") && !isAway(store, panel.el)) update();
+    for (const [panel, update] of isWhole ? updates : headUpdates) if (isDrawn(panel)) update();
+    if (!isWhole) drawHovered(store, panels.filter(isDrawn));
     setAttr(root, "data-state", store.lost ? "lost" : store.status.state);
     setAttr(root, "data-bad", Boolean(store.error) || ["diverged", "differs"].some((kind) => store.notices.some((notice) => notice.kind === kind)));
     if (!isWhole) return;
-    isWhole = false;
     if (fillRows()) redraw();
     setAttr(root, "data-step", store.status.step);
     setAttr(root, "data-seq", store.seq);
@@ -126,10 +133,11 @@ function openView(store, model) {
     width = contentRect.width;
   });
   size.observe(root);
-  const tick = () => { if (root.isConnected && isTicking(store) && !isMessageDue(store)) store.pacer.soon(); };
+  const tick = () => { if (root.isConnected && isTicking(store) && !isMessageDue(store) && !store.attention.isHidden()) store.pacer.soon(false); };
   const ticking = setInterval(tick, 1000); // the elapsed time of a long step
+  store.attention.watch(root);
   redraw();
-  return { root, redraw, dispose: () => { stopTheme(); size.disconnect(); clearInterval(ticking); } };
+  return { root, redraw, dispose: () => { stopTheme(); size.disconnect(); clearInterval(ticking); store.attention.forget(root); } };
 }
 
 export default () => {
@@ -150,10 +158,13 @@ export default () => {
       model.send({ hello: "gap" });
     }
     if (content.kind === "alive" && !store.lost) return;
-    if (pressing(store) === before) store.pacer.soon();
+    if (pressing(store) === before) store.pacer.soon(content.kind !== "text");
     else {
-      store.sight.drawAll();
-      store.pacer.now();
+      store.redraw(true); // the header first: to draw all the rest takes longer
+      requestAnimationFrame(() => afterPainting(() => {
+        store.sight.drawAll();
+        store.pacer.now();
+      }));
     }
   };
   return {
@@ -166,9 +177,10 @@ export default () => {
       });
       const { content, buffers } = model.get("opening");
       receive(model, content, buffers);
+      model.send({ hello: "opened" }); // the kernel then forgets what pages reported before
+      store.attention = followAttention((attention) => store.send({ attention }));
       views.add(mountViews(model.get("place"), () => openView(store, model)));
-      model.send({ hello: "opened" });
-      return followAttention((attention) => store.send({ attention }));
+      return store.attention.end;
     },
     render({ model, el }) {
       const { root, redraw, dispose } = openView(store, model);

@@ -14,8 +14,12 @@ function fill(el, attributes, children) {
   el.append(...children);
   return el;
 }
+/** Write an element's text. A new text node would make the browser look for all rules on children again, of the whole page. */
 export function setText(el, text) {
-  if (el.textContent !== text) el.textContent = text;
+  const { firstChild: node } = el;
+  if (node !== null && node === el.lastChild && node.nodeType === Node.TEXT_NODE && text) {
+    if (node.data !== text) node.data = text;
+  } else if (el.textContent !== text) el.textContent = text;
 }
 /** Return a text as nodes, in which no line breaks within a `command`: its parts are typed together. */
 export function prose(text) {

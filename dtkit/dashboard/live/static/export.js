@@ -11,7 +11,7 @@ export function svgText(svg, title) {
     const style = getComputedStyle(originals[k]);
     for (const name of STYLES) if (style.getPropertyValue(name)) el.style.setProperty(name, style.getPropertyValue(name));
   });
-  copy.querySelectorAll(".dtk-cursor, .dtk-dragged").forEach((el) => el.remove());
+  copy.querySelectorAll(".dtk-dragged").forEach((el) => el.remove());
   const add = (name, attributes, text = "") => {
     const el = copy.ownerDocument.createElementNS(NS, name);
     for (const [key, value] of Object.entries(attributes)) el.setAttribute(key, value);

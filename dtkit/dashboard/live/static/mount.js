@@ -3,6 +3,9 @@
 // JupyterLab takes a cell out of the page while it is out of sight, and puts the same elements back.
 
 const PLACE = "dtkit-live", MOUNTED = "dtkit-mounted", GONE_MS = 300_000;
+// The output with the view, whose next one is the picture. A rule with `:has` would make the browser compute the styles of
+// the whole view again whenever an element in it is new: 6 to 15 ms.
+const OUTPUT = ".jp-OutputArea-child, .output_area", SHOWN = "dtkit-shown";
 
 /**
  * Keep a view in each place with this name. `build()` returns {root, redraw, dispose}. Return a function that redraws all
@@ -11,12 +14,14 @@ const PLACE = "dtkit-live", MOUNTED = "dtkit-mounted", GONE_MS = 300_000;
 export function mountViews(name, build) {
   const views = new Map(); // by place
   const scan = () => {
+    for (const place of views.keys()) mark(place, true);
     for (const place of document.getElementsByClassName(PLACE)) {
       if (place.dataset.dtkitLive !== name || views.has(place)) continue;
       const view = build();
       views.set(place, { ...view, seen: Date.now() });
       place.replaceChildren(view.root);
       place.classList.add(MOUNTED);
+      mark(place, true);
       view.redraw();
     }
   };
@@ -28,6 +33,12 @@ export function mountViews(name, build) {
   return (isHeadOnly) => { for (const [place, view] of views) if (place.isConnected) view.redraw(isHeadOnly); };
 }
 
+/** Let the picture after a place be hidden, or not. */
+function mark(place, isShown) {
+  const output = place.closest(OUTPUT);
+  if (output && output.classList.contains(SHOWN) !== isShown) output.classList.toggle(SHOWN, isShown);
+}
+
 /** End the views of places that are gone. */
 function sweep(views) {
   for (const [place, view] of views) {
@@ -37,6 +48,7 @@ function sweep(views) {
       view.dispose();
       place.replaceChildren();
       place.classList.remove(MOUNTED);
+      mark(place, false);
     }
   }
 }

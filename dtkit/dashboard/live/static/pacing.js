@@ -1,6 +1,8 @@
 // How often a page draws what messages bring. A training on the same cores is slower by what the page takes, so drawing
 // keeps to a small share of one core. What a person does, and what they wait for, is drawn in the next frame.
 
+import { afterPainting } from "./frames.js";
+
 // Shares of the page's own thread; the browser's other threads, and the notebook, take more than that again. With the
 // engines on all cores, they all wait while one gives way, so that short steps lose as much time as is taken from a core.
 // The shortest interval is a little less than a dispatch, so that each dispatch may be drawn when it ends.
@@ -10,27 +12,28 @@ const PARTS_MS = 60; // the parts of a message come one after the other, and are
 const MEASURED = 5;
 
 /**
- * Return {soon(), now()}. `redraw(isHeadOnly)` asks all views to draw in the next frame: now() calls it at once, and soon()
+ * Return {soon(), now()}. soon(false) asks for the numbers above the charts only, since nothing else is new. `redraw(isHeadOnly)` asks all views to draw in the next frame: now() calls it at once, and soon()
  * after the shortest interval. The numbers above the charts are drawn each time, and the charts within the share. Where
  * `hasSpareCore()`, the share is larger. A drawing costs the least that the last ones with the charts took: another process
  * that interrupts one makes it longer, but not more work. The first ones, which make the panels, count only once there
  * are enough.
  */
 export function newPacer(redraw, hasSpareCore = () => false) {
-  let costs = [], drawnAt = -Infinity, chartsAt = -Infinity, timer = null, isAsked = false;
+  let costs = [], drawnAt = -Infinity, chartsAt = -Infinity, timer = null, isAsked = false, areChartsOld = false;
   /** Return the time to the next drawing, and whether that is one of the head only. The time between two drawings of the
    * charts is a multiple of the former. */
   const plan = () => {
     const { share, shortestMs } = hasSpareCore() ? SPARE : BUSY, cost = costs.length < MEASURED ? 0 : Math.min(...costs);
     const chartsMs = Math.max(shortestMs, Math.min(LONGEST_MS, cost / share)), drawings = Math.round(chartsMs / shortestMs);
     const every = chartsMs / drawings, now = performance.now();
-    return { wait: drawnAt + every - now, isHeadOnly: now + every / 2 < chartsAt + chartsMs };
+    return { wait: drawnAt + every - now, isHeadOnly: !areChartsOld || now + every / 2 < chartsAt + chartsMs };
   };
   const draw = (isHeadOnly) => {
     clearTimeout(timer);
     timer = null;
-    if (isAsked) return;
+    if (isAsked) return void (isHeadOnly || redraw(false)); // the drawing that was asked for may be of the head only
     isAsked = true;
+    areChartsOld &&= isHeadOnly;
     let began = 0;
     requestAnimationFrame(() => {
       began = drawnAt = performance.now();
@@ -43,16 +46,10 @@ export function newPacer(redraw, hasSpareCore = () => false) {
     });
   };
   const drawDue = () => draw(plan().isHeadOnly);
-  const soon = () => {
+  const soon = (bringsCharts = true) => {
+    areChartsOld ||= bringsCharts;
     if (isAsked || timer !== null) return;
     timer = setTimeout(drawDue, Math.max(PARTS_MS, plan().wait));
   };
   return { soon, now: () => draw(false) };
-}
-
-/** Call a function after the browser has laid out and painted this frame. */
-function afterPainting(call) {
-  const { port1, port2 } = new MessageChannel();
-  port1.onmessage = () => { port1.close(); call(); };
-  port2.postMessage(null);
 }

@@ -4,6 +4,7 @@
 
 import { buildComparison } from "./comparison.js";
 import { h } from "./elements.js";
+import { drawPointed, newFrames } from "./frames.js";
 import { newRows } from "./grid.js";
 import { gradientNormChart } from "./panels/gradient_norm.js";
 import { learningRateChart } from "./panels/learning_rate.js";
@@ -28,7 +29,7 @@ function machines(...args) {
 
 /** Return {root, redraw} of a run's charts with their tools. */
 function buildCharts(store) {
-  const redraw = () => requestAnimationFrame(draw), panels = [toolbar(store, null), ...CHARTS.map((build) => build(store, null, redraw))];
+  const redraw = newFrames((asked) => { if (asked.has("pointed") && asked.size === 1) drawPointed(panels); else draw(); }), panels = [toolbar(store, null), ...CHARTS.map((build) => build(store, null, redraw))];
   const body = h("div", { class: "dtk-body" }, ...panels.map((panel) => panel.el));
   const root = h("div", { class: "dtkit", "data-testid": "report-charts", "data-state": "kept", role: "region", "aria-label": "charts" }, body);
   const fillRows = newRows(body, redraw);

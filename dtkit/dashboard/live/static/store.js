@@ -21,7 +21,7 @@ export function newStore() {
     seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], throughput: null, error: null, refused: null, refusedAt: -Infinity,
     notices: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], stopped: [], outliers: [], slow: [], slowed: [] },
     detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, firstSteps: 0, effectAt: -Infinity, spot: null, strip: null, pictures: new Map(), series: new Map(),
-    beats: false, gone: false, lost: false, view: newView(), send: () => {}, redraw: () => {}, sight: { watch: () => {}, isAway: () => false }, pictureSight: { watch: () => {} },
+    beats: false, gone: false, lost: false, view: newView(), send: () => {}, redraw: () => {}, sight: { watch: () => {}, isAway: () => false }, pictureSight: { watch: () => {} }, attention: { watch: () => {}, forget: () => {}, isHidden: () => false },
     log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null, // the step at the pointer
     curves: { width: 1, origin: 0, used: 0, data: new Float32Array(0) },
   };
@@ -32,6 +32,11 @@ export function newStore() {
  * `zoom` has the first and last step in sight, `hidden` the keys of lines. */
 function newView() {
   return { x: "step", smooth: 0, log: null, ownLog: new Map(), autoLog: new Map(), shownLog: new Map(), robust: false, zoom: null, hidden: new Set() };
+}
+
+/** Return whether charts have a logarithmic scale that they chose by themselves, and no person has chosen any for all. */
+export function isLogAuto({ log, ownLog, autoLog, shownLog }) {
+  return log === null && [...shownLog].some(([key, isLog]) => isLog && autoLog.get(key) && !ownLog.has(key));
 }
 
 /** Return whether the charts have a logarithmic scale: true, false, or "mixed". */
@@ -86,6 +91,11 @@ export function apply(store, content, buffers) {
   [store.heard, store.gone] = [Date.now(), false];
   if (content.kind === "alive") {
     store.beats = true;
+    return true;
+  }
+  if (content.kind === "text") {
+    store.received = Date.now();
+    for (const key of ["status", "lr", "tiles", "throughput"]) store[key] = content[key];
     return true;
   }
   if (content.kind === "refused") {

@@ -25,7 +25,7 @@ function needsDetail(store) {
 function listenToPointer(view, redraw) {
   const { store, svg } = view;
   const locate = (event) => event.clientX - svg.getBoundingClientRect().left;
-  const to = (hover) => { store.hover = hover; redraw(); };
+  const to = (hover) => { store.hover = hover; redraw.pointed(); };
   let from = null;
   svg.addEventListener("pointerdown", (event) => {
     if (event.button || !view.frame || event.target.closest(".dtk-labels")) return;
@@ -44,7 +44,7 @@ function listenToPointer(view, redraw) {
     const { dragged } = view;
     [from, view.dragged] = [null, null];
     if (dragged && event.type === "pointerup") zoomTo(store, dragged.map((x) => view.frame.stepAt(x)));
-    else redraw();
+    else redraw.pointed();
   };
   svg.addEventListener("pointerup", end);
   svg.addEventListener("pointercancel", end);
@@ -54,7 +54,7 @@ function listenToPointer(view, redraw) {
 
 function listenToKeys(view, redraw) {
   const { store, svg } = view;
-  const to = (hover) => { store.hover = hover; view.keyed = hover !== null; redraw(); };
+  const to = (hover) => { store.hover = hover; view.keyed = hover !== null; redraw.pointed(); };
   svg.addEventListener("blur", () => to(null));
   svg.addEventListener("keydown", (event) => {
     const { frame, grain } = view;
@@ -83,7 +83,7 @@ function listenToKeys(view, redraw) {
 
 /** Draw the range that is being dragged. */
 export function drawDragged(view, top, bottom) {
-  view.band ??= view.layers.cursor.parentNode.appendChild(s("rect", { class: "dtk-dragged" }));
+  view.band ??= view.layers.dragged.appendChild(s("rect", { class: "dtk-dragged" }));
   const { dragged, band } = view;
   const [a, b] = dragged ? [Math.min(...dragged), Math.max(...dragged)] : [0, 0];
   for (const [name, value] of Object.entries({ x: a, width: b - a, y: top, height: bottom - top })) setAttr(band, name, value);

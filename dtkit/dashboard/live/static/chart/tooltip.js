@@ -7,7 +7,15 @@ export function newTooltip(panel) {
   const title = h("div", { class: "dtk-tip-title" }), list = h("div", { class: "dtk-tip-rows" });
   const el = h("div", { class: "dtk-tip", "aria-hidden": "true", "data-testid": "tooltip", hidden: "" }, title, list);
   panel.append(el);
+  let shown = "", size = [0, 0];
   const show = (x, y, text, rows) => {
+    const now = JSON.stringify([text, rows, panel.clientWidth]), isNew = el.hidden || now !== shown;
+    if (isNew) write(text, rows);
+    if (isNew) [shown, size] = [now, [el.offsetWidth, el.offsetHeight]];
+    const [left, top] = placeTip(x, y, size, [panel.clientWidth, panel.clientHeight]);
+    el.style.transform = `translate(${left.toFixed(1)}px, ${top.toFixed(1)}px)`; // the browser need not lay out anything
+  };
+  const write = (text, rows) => {
     el.hidden = false;
     setText(title, text);
     while (list.children.length > rows.length) list.lastChild.remove();
@@ -18,11 +26,8 @@ export function newTooltip(panel) {
       setText(name, label);
       setText(number, value);
     });
-    const [left, top] = placeTip(x, y, [el.offsetWidth, el.offsetHeight], [panel.clientWidth, panel.clientHeight]);
-    el.style.left = `${left}px`;
-    el.style.top = `${top}px`;
   };
-  return { show, hide: () => { el.hidden = true; } };
+  return { show, hide: () => { if (!el.hidden) el.hidden = true; } };
 }
 const ASIDE = 14;
 

@@ -21,7 +21,7 @@ export function metrics(store, _send, redraw) {
     }
     for (const one of shown.values()) if (!store.sight.isAway(one.el)) one.update();
   };
-  return { el, update, title: "Metrics" };
+  return { el, update, parts: () => [...shown.values()].filter((one) => !store.sight.isAway(one.el)), title: "Metrics" };
 }
 
 /** Return the points of each metric by name. */

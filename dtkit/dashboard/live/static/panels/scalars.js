@@ -23,7 +23,7 @@ export function seriesPanel(store, redraw, { title, testid, pick, height }) {
     }
     for (const one of shown.values()) if (!store.sight.isAway(one.el)) one.update();
   };
-  return { el, update, title };
+  return { el, update, parts: () => [...shown.values()].filter((one) => !store.sight.isAway(one.el)), title };
 }
 
 function seriesChart(store, name, { height, testid }, redraw) {

@@ -18,7 +18,7 @@ export function stepTime(store, _send, redraw) {
   const note = h("span", { class: "dtk-note", "aria-live": "polite" });
   const straggler = h("p", { class: "dtk-straggler", "data-testid": "straggler" });
   const layers = { axis: s("g", { class: "dtk-grid" }), bars: s("g") };
-  const view = { store, redraw, prefix: newPrefix(), rows: [], at: 0, pointed: null, spot: null, layers };
+  const view = { store, redraw, prefix: newPrefix(), bars: [], rows: [], at: 0, pointed: null, spot: null, layers };
   const svg = s("svg", { class: "dtk-chart dtk-bars", role: "list", "aria-label": "where a step's time goes, by node" },
     textures(view.prefix), layers.axis, layers.bars);
   const legend = h("ul", { class: "dtk-legend", "aria-label": "phases" });
@@ -28,10 +28,16 @@ export function stepTime(store, _send, redraw) {
   const readWidth = newWidth(el, redraw);
   view.tip = newTooltip(el);
   svg.addEventListener("keydown", (event) => move(view, event));
-  svg.addEventListener("pointermove", (event) => { view.spot = within(el, event); redraw(); });
-  svg.addEventListener("pointerleave", () => { view.spot = null; redraw(); });
+  view.say = () => {
+    const bar = view.bars[view.pointed];
+    if (bar && view.spot) view.tip.show(...view.spot, `${bar.label}: ${duration(bar.whole)} a step`, phaseRows(bar, store.head.phases));
+    else view.tip.hide();
+    setText(note, bar && !view.spot ? described(bar, store.head.phases) : `ms, mean of ${store.time.steps}`);
+  };
+  svg.addEventListener("pointermove", (event) => { view.spot = within(el, event); view.say(); });
+  svg.addEventListener("pointerleave", () => { view.spot = null; view.say(); });
   const update = () => {
-    const { time, head } = store;
+    const { time } = store;
     el.hidden = !time?.bars.length;
     if (el.hidden) return;
     setText(straggler, time.straggler ? `▲ ${time.straggler}` : "");
@@ -39,10 +45,8 @@ export function stepTime(store, _send, redraw) {
     const bars = read(store);
     draw(view, svg, bars, Math.max(190, readWidth()));
     drawLegend(legend, legendPhases(store, bars, isTimelineShown(el)), view.prefix);
-    const bar = bars[view.pointed];
-    if (bar && view.spot) view.tip.show(...view.spot, `${bar.label}: ${duration(bar.whole)} a step`, phaseRows(bar, head.phases));
-    else view.tip.hide();
-    setText(note, bar && !view.spot ? described(bar, head.phases) : `ms, mean of ${time.steps}`);
+    view.bars = bars;
+    view.say();
   };
   return { el, update, title: "Where a step's time goes" };
 }
@@ -120,8 +124,9 @@ function addRow(view) {
     text: s("text", { class: "dtk-share", y: BAR / 2 + 4, "text-anchor": "middle" }),
   }));
   el.append(frame, label, ...segments.map((seg) => seg.rect), ...segments.flatMap((seg) => [seg.pill, seg.text]), whole);
-  const point = (to) => () => { view.pointed = to; if (to !== null) view.at = to; view.redraw(); };
-  for (const [event, to] of [["pointerenter", k], ["pointerleave", null], ["focus", k], ["blur", null]]) el.addEventListener(event, point(to));
+  const point = (to, show) => () => { view.pointed = to; if (to !== null) view.at = to; show(); };
+  for (const [event, to] of [["pointerenter", k], ["pointerleave", null]]) el.addEventListener(event, point(to, view.say));
+  for (const [event, to] of [["focus", k], ["blur", null]]) el.addEventListener(event, point(to, view.redraw));
   el.addEventListener("click", () => pick(view.store, view.rows[k].rank));
   view.rows.push({ rank: -1, el, label, whole, frame, segments });
   view.layers.bars.append(el);

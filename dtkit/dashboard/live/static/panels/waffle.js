@@ -23,6 +23,9 @@ export function waffle(store, _send, redraw) {
     const median = middle(store);
     view.cells.forEach((cell, rank) => drawCell(view, cell, rank, median));
     setAttr(grid, "aria-activedescendant", `${view.name}-${view.at}`);
+    view.say();
+  };
+  view.say = () => {
     const shown = view.pointed ?? (view.focused ? view.at : store.selected);
     setText(note, shown === null ? `${store.head.ranks} nodes` : describeNode(store, shown));
   };
@@ -64,8 +67,8 @@ export function describeNode(store, rank) {
 function listenToCells(view) {
   const { grid, store, redraw } = view;
   const rankOf = (event) => (event.target.dataset?.rank === undefined ? null : Number(event.target.dataset.rank));
-  grid.addEventListener("pointermove", (event) => { view.pointed = rankOf(event); redraw(); });
-  grid.addEventListener("pointerleave", () => { view.pointed = null; redraw(); });
+  grid.addEventListener("pointermove", (event) => { view.pointed = rankOf(event); view.say(); });
+  grid.addEventListener("pointerleave", () => { view.pointed = null; view.say(); });
   grid.addEventListener("focus", () => { view.focused = true; redraw(); });
   grid.addEventListener("blur", () => { view.focused = false; redraw(); });
   grid.addEventListener("click", (event) => {

@@ -1,0 +1,45 @@
+"""The part of a message that is above the charts: the state in words and numbers, and the tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from dtkit._util import formatting
+from dtkit.dashboard.live.evaluation_feed import replace_nonfinite
+from dtkit.dashboard.summary.activity import find_activity
+from dtkit.dashboard.summary.metrics import build_tiles, compute_epoch
+from dtkit.dashboard.summary.remedy import find_remedy
+from dtkit.dashboard.summary.stall import find_stall
+from dtkit.history.divergence import find_divergence
+
+if TYPE_CHECKING:
+    from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.summary.lost_nodes import LostNodes
+    from dtkit.dashboard.summary.metrics import RunMetrics
+    from dtkit.types import Status
+
+
+def describe_head(run: RunView, status: Status, metrics: RunMetrics, lost_nodes: LostNodes) -> dict[str, Any]:
+    """Return the status, learning rate, tiles and throughput of a run for a page."""
+    epoch, epochs = compute_epoch(run.spec, status.step)
+    activity, divergence = find_activity(run, lost_nodes), find_divergence(run.history)
+    return {
+        "status": {
+            "state": status.state.value,
+            "step": status.step,
+            "steps": status.steps,
+            "epoch": epoch,
+            "epochs": epochs,
+            "elapsed": replace_nonfinite(status.elapsed_s),
+            "remaining": None if activity else replace_nonfinite(status.remaining_s),
+            "activity": None if activity is None else dataclasses.asdict(activity),
+            "remedy": find_remedy(run),
+            "diverged": None if divergence is None else divergence.short,
+            # A notice has the same text as a stall.
+            "message": "" if find_stall(run) else formatting.sanitize_text(status.message),
+        },
+        "lr": replace_nonfinite(run.lr),
+        "tiles": [dataclasses.asdict(tile) for tile in build_tiles(run, metrics)],
+        "throughput": replace_nonfinite(metrics.throughput),
+    }

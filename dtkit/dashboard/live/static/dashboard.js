@@ -160,6 +160,7 @@ export default () => {
     if (content.kind === "alive" && !store.lost) return;
     if (pressing(store) === before) store.pacer.soon(content.kind !== "text");
     else {
+      store.sight.drawAll();
       store.redraw(true); // the header first: to draw all the rest takes longer
       requestAnimationFrame(() => afterPainting(() => {
         store.sight.drawAll();

@@ -108,7 +108,9 @@ def test_displays_stay_in_sync_and_keep_pictures(lab: Lab):
     for view in (first, second):
         expect(view).to_have_attribute("data-step", "51", timeout=WAIT_MS)
         expect(view.get_by_test_id("effect")).to_have_text("✓ one step taken: all nodes are at step 51")
-        expect(view.get_by_test_id("loss-chart").locator("path.dtk-picked")).to_have_attribute("data-rank", "6")
+        chart = view.get_by_test_id("loss-chart")
+        chart.scroll_into_view_if_needed()  # a panel out of sight is drawn when it comes into sight
+        expect(chart.locator("path.dtk-picked")).to_have_attribute("data-rank", "6")
     rate = second.get_by_test_id("lr")
     rate.fill("0.002")
     rate.press("Enter")

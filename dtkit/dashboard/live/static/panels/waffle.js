@@ -13,7 +13,7 @@ export function waffle(store, _send, redraw) {
   const grid = h("div", { class: "dtk-waffle", role: "listbox", tabindex: "0", "aria-label": "nodes", "data-testid": "waffle" });
   const key = h("p", { class: "dtk-note" }, "samples/s without waiting, next to the median: ",
     h("span", { class: "dtk-scale", "aria-hidden": "true" }), " half to all of it · ▲ keeps the others waiting · ▼ slowed on purpose · ⊘ stuck or stopped · ✕ lost");
-  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "waffle-panel" }, h("h3", {}, "Nodes at a glance ", note), grid, key);
+  const el = h("section", { class: "dtk-panel dtk-wide dtk-glance", "data-testid": "waffle-panel" }, h("h3", {}, "Nodes at a glance ", note), grid, key);
   const view = { store, grid, cells: [], at: 0, focused: false, pointed: null, name: newPrefix(), redraw };
   listenToCells(view);
   const update = () => {

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import Strategy
 
+_NEGLIGIBLE_BYTES = 64 << 20  # less than what an engine takes for itself, so engines aren't asked for their memory
 _CERTAIN_FIT_FACTOR = 12  # times a model's parameters: gradients, and more state than any common optimizer has
 
 
@@ -37,6 +38,8 @@ def check_fits(engine_group: EngineGroup, model: Any, optimizer: Callable[..., A
     """
     sent = 0 if isinstance(model, ModelHandle) else _count_model_bytes(model)
     certain_bytes = [_CERTAIN_FIT_FACTOR * (sent or model.nbytes)] * engine_group.world_size
+    if certain_bytes[0] < _NEGLIGIBLE_BYTES:
+        return
     if plan.find_shortage(certain_bytes, measure_memory_budgets(engine_group, free_caches=False)) is None:
         return
     key = model.key if isinstance(model, ModelHandle) else None

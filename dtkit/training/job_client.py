@@ -148,12 +148,15 @@ class JobClient:
             self._fetched_state = self._fetched_state if state is None else (self._progress.step, state)
 
     def free(self, timeout: float | None = None) -> None:
-        """Let the engines free the job. They free its inputs too, unless the cluster keeps those of earlier runs."""
-        plan = self._progress.plan
+        """Let the engines free the job, and its inputs unless the cluster keeps those of earlier runs."""
+        plan, group = self._progress.plan, self._engine_group
         with contextlib.suppress(DtkitError):
-            keys = [plan.job] if self.check_idle is not None else [*plan.job_spec.owned_keys, plan.job]
-            self._engine_group.call_all(make_call(DataOperations.release, keys=keys), timeout=timeout)
-            self._engine_group.cluster_folder.set_job_flag(present=False)
+            if self.check_idle is not None:
+                group.free_later(plan.job)  # with the call that builds the later run
+            else:
+                call = make_call(DataOperations.release, keys=[*plan.job_spec.owned_keys, plan.job])
+                group.call_all(call, timeout=timeout)
+            group.cluster_folder.set_job_flag(present=False)
 
     def free_inputs(self) -> None:
         """Let the engines free the inputs of an earlier run."""
@@ -264,6 +267,8 @@ class JobClient:
         if self.is_released and self._kept_placement is not None:
             return self._kept_placement[0]
         self.check_not_released("placement")
+        if not self._progress.plan.options.strategy.shards_model:
+            return None
         call = make_call(JobOperations.model_placement, job=self._progress.plan.job)
         return self._engine_group.call_all(call, timeout=timeout, ranks=[0])[0]
 

@@ -23,7 +23,7 @@ _CSS_PIXELS_PER_INCH = 92
 _MIN_CSS_WIDTH = 688
 """Fills JupyterLab's cell in a window of 800 px. A narrower figure is enlarged, so that its text stays readable in one
 of 600 px."""
-_MIN_SCALE = 0.7  # the least width fits a window of 600 px; wider figures scroll there, or no text could be read
+_MIN_SCALE = 0.665  # the least width fits a window of 600 px; wider figures scroll there, or no text could be read
 
 
 class ShownFigure(Figure):

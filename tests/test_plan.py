@@ -819,6 +819,7 @@ def test_tensor_parallel_is_compared_if_the_model_allows_it(cluster: dtkit.Clust
     assert "TensorParallel(tp_size=2)" not in ask(cluster, nn.Linear(100, 10)).strategies
 
 
+@pytest.mark.usefixtures("small_models_count")
 def test_memory_parts_in_a_refusal_add_up_to_the_total(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 200_000
     strategy = dtkit.Pipeline(1, 4, replicas=2)
@@ -971,15 +972,28 @@ def test_a_model_that_may_not_fit_takes_no_real_step(cluster: dtkit.Cluster, eng
     assert "measure_step_times" not in {op for _, op, _ in engines.served_requests}
 
 
+@pytest.fixture
+def small_models_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let models that are small on real engines be large on those of this file."""
+    monkeypatch.setattr(fit_check, "_NEGLIGIBLE_BYTES", 0)
+
+
+def test_no_engine_is_asked_for_its_memory_before_a_small_training(cluster: dtkit.Cluster, engines: FakeTransport):
+    fit_check.check_fits(cluster._engine_group, perceptron(), adam, dtkit.DataParallel())
+    assert not [op for _, op, _ in engines.served_requests if op.startswith("measure")]
+
+
 # Per rank: 89 kB as sent, to train, and as gradients; AdamW keeps twice that.
 NEEDED = 5 * BYTES + STEPS
 
 
+@pytest.mark.usefixtures("small_models_count")
 def test_a_model_that_certainly_fits_needs_only_a_memory_measurement(cluster: dtkit.Cluster, engines: FakeTransport):
     fit_check.check_fits(cluster._engine_group, perceptron(), adam, dtkit.DataParallel())
     assert [op for _, op, _ in engines.served_requests if op.startswith("measure")] == ["measure_available_memory"] * 2
 
 
+@pytest.mark.usefixtures("small_models_count")
 def test_training_is_refused_only_for_persistent_memory(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 2 * NEEDED  # both engines share it
     fit_check.check_fits(cluster._engine_group, perceptron(), adam, dtkit.DataParallel())
@@ -997,6 +1011,7 @@ def test_training_is_refused_only_for_persistent_memory(cluster: dtkit.Cluster, 
     fit_check.check_fits(cluster._engine_group, copies, adam, dtkit.DataParallel())  # is there already
 
 
+@pytest.mark.usefixtures("small_models_count")
 def test_a_refusal_lists_the_memory_of_one_rank_of_a_sharded_model(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 2 * BYTES
     with pytest.raises(
@@ -1005,6 +1020,7 @@ def test_a_refusal_lists_the_memory_of_one_rank_of_a_sharded_model(cluster: dtki
         fit_check.check_fits(cluster._engine_group, perceptron(), adam, dtkit.Sharded())
 
 
+@pytest.mark.usefixtures("small_models_count")
 def test_a_refusal_names_strategies_that_fit(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 2 * NEEDED + 2 * BYTES
     with pytest.raises(ValueError, match=r"These would fit: DataParallel\(\), ParameterAveraging"):

@@ -102,8 +102,11 @@ def test_tooltips_of_merged_numbers_name_the_steps_that_others_are_at(page: Page
     view.update()
     chart, loss = (view.root.get_by_test_id(name) for name in ("scalars-chart", "loss-chart"))
     for x in (120, 251, 389):  # pixels
+        merged, single = captions = [part.locator("h3 .dtk-note") for part in (chart, loss)]
+        before = [caption.inner_text() for caption in captions]
         chart.locator("svg.dtk-chart").hover(position={"x": x, "y": 40})
-        merged, single = (part.locator("h3 .dtk-note") for part in (chart, loss))
+        for caption, text in zip(captions, before, strict=True):  # they follow a pointer that rests
+            expect(caption).not_to_have_text(text)
         expect(merged).to_contain_text("steps ")
         expect(single).to_contain_text("step ")
         first, last = (int(n) for n in re.findall(r"\d+", merged.inner_text())[:2])

@@ -19,7 +19,7 @@ export function throughputChart(store, _send, redraw) {
   }, redraw);
 }
 
-/** Say what the band is, and each node's or replica's part of the tile's rate, in short where the panel is narrow. */
+/** Say what the band is, and how the nodes' rates add up to the tile's, in short where the panel is narrow. */
 function describeRates({ replicas, overall }, layout, { store, frame, grain }) {
   const isNarrow = frame?.width < NARROW, hasRoom = !(frame?.width < (layout.nodes < 2 ? NARROW : WIDE));
   const band = grain.wide > 1 && !layout.banded && hasRoom ? ", band 10 to 90 %" : "";
@@ -27,5 +27,5 @@ function describeRates({ replicas, overall }, layout, { store, frame, grain }) {
   const rate = replicas > 1 ? store.throughput / replicas : NaN;
   if (rate >= LONG_RATE && frame?.width < NARROWEST) return `${replicas}\u00a0×\u00a0${number(rate)} samples/s`;
   const unit = rate > 0 && isNarrow ? "samples/s" : "samples/s without waiting";
-  return `${unit}${band}${rate > 0 ? ` · ${overall} ${number(rate)} each` : ""}`;
+  return `${unit}${band}${rate > 0 ? ` · ${overall} ${replicas}\u00a0×\u00a0${number(rate)}` : ""}`;
 }

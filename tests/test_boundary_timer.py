@@ -69,8 +69,13 @@ def record(elapsed_s: float, *parts: dict[str, float], callbacks_s: float = 0.0)
 
 
 def test_the_means_of_all_ranks_are_recorded_and_the_rest_is_waiting():
-    assert record(9, {"validation": 1, ALL: 2}, {"validation": 2, ALL: 3}) == pytest.approx(
-        {"validation": 1.5, "waiting": 1.0}
+    parts = {"checkpoints": 1, ALL: 2}, {"checkpoints": 2, ALL: 3}
+    assert record(9, *parts) == pytest.approx({"checkpoints": 1.5, "waiting": 1.0})
+
+
+def test_waiting_next_to_a_validation_is_for_its_calls():
+    assert record(9, {"validation": 1, ALL: 2}, callbacks_s=0.25) == pytest.approx(
+        {"validation": 1.75, "callbacks": 0.25}
     )
 
 

@@ -25,8 +25,8 @@ VALIDATION, CALLBACKS, CHECKPOINTS, SNAPSHOTS, WAITING = (
     "snapshots",
     "waiting",
 )
+"""Parts of this time. Validation is with the calls for it, and "waiting" is what no other part covers."""
 KINDS = (VALIDATION, CALLBACKS, CHECKPOINTS, SNAPSHOTS, WAITING)
-"""Parts of this time; "waiting" is what no other part covers."""
 
 
 class TimeBetween(NamedTuple):

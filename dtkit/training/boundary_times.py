@@ -1,6 +1,7 @@
 """The time between the steps of a run, as engines measured it, for the history.
 
-Engines don't know why they waited. So the notebook takes the time of its callbacks, and of pauses, from their waits.
+Engines don't know why they waited. So the notebook takes the time of its callbacks, and of pauses, from their waits. A
+wait next to a validation counts as a part of it: the calls for it end a series of steps that would have gone on.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from dtkit.history.between_steps import ALL, CALLBACKS, WAITING
+from dtkit.history.between_steps import ALL, CALLBACKS, VALIDATION, WAITING
 from dtkit.history.scalars import BETWEEN_PREFIX, ScalarRecord
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class BoundaryTimeRecorder:
         all_s = min(seconds.pop(ALL), passed_s)  # without pauses
         waiting_s = max(0.0, all_s - sum(seconds.values()))
         seconds[CALLBACKS] = min(callbacks_s, waiting_s)
-        seconds[WAITING] = waiting_s - seconds[CALLBACKS]
+        waiting_s -= seconds[CALLBACKS]
+        # Without validation, most of these boundaries would not be there.
+        seconds[VALIDATION if VALIDATION in seconds else WAITING] = seconds.get(VALIDATION, 0.0) + waiting_s
         numbers = {BETWEEN_PREFIX + name: [(step, part, 1.0)] for name, part in seconds.items() if part > 0}
         if numbers:
             self._history.add(ScalarRecord(0, numbers))

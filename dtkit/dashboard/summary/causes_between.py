@@ -39,7 +39,7 @@ def find_causes_between(spec: RunSpec, between: TimeBetween) -> Iterator[Cause]:
         remedy = "engines wait until they return; slow work belongs on a thread of its own"
         yield _judge_removable(between, CALLBACKS, CALLBACKS, "callbacks take", remedy)
     if between.share(WAITING) > 0:
-        remedy = "a call for each epoch is the most often; longer epochs, and less work in the notebook meanwhile"
+        remedy = "what else runs in this notebook, or on its machine, keeps it from sending the next call"
         yield _judge_removable(between, WAITING, "dispatches", "waiting for the notebook between calls takes", remedy)
 
 
@@ -68,14 +68,14 @@ def _judge_repeated(spec: RunSpec, between: TimeBetween, kind: str, phrase: str,
     show = PrintedTimes(rest_s, seconds)
     rest, part = show.round(rest_s), show.round(seconds)
     rarer_s = rest + part / factor
-    ratio = (rest + part) / rarer_s
+    ratio, calls = (rest + part) / rarer_s, " with the calls for it" if kind == VALIDATION else ""
     return Cause(
         kind,
         f"{phrase} {formatting.format_percent(seconds / whole_s)} of the time",
         f"{every} would make the run {ratio:.1f} times as fast",
         1 - rarer_s / (rest + part),
         (
-            f"since the first step: {show(rest)} without {kind}, and {show(part)} of {kind}",
+            f"since the first step: {show(rest)} without {kind}, and {show(part)} of {kind}{calls}",
             f"{kind} {factor} times as rare: {show(rest)} + {show(part)} / {factor} = {show(rarer_s)}",
             f"{show(rest + part)} / {show(rarer_s)} = {(rest + part) / show.round(rarer_s):.2f}",
             describe_time_between(between),

@@ -382,6 +382,13 @@ def test_a_sidebar_cuts_no_number(page: Page):
     run.stick(1)
     view.update()
     assert list_overflowing(page) == []
+    overfitting = make_run()
+    for k in range(30):  # its notice has a long word without a blank
+        overfitting.advance(10, loss=0.5 / (k + 1))
+        overfitting.history.add(Evaluation(overfitting.step, 100, {"loss": 0.2 + abs(k - 8) / 20}))
+    StaticView(page, overfitting)
+    expect(page.get_by_text("▲ overfitting since")).to_be_visible()
+    assert list_overflowing(page) == []
 
 
 @pytest.mark.parametrize("steps", [40, 400])

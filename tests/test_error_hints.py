@@ -111,6 +111,13 @@ CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
             lambda output, target: nn.functional.cross_entropy(target, output),
             r"softmax of whole numbers, which look like labels\. dtkit calls loss\(output, target\) in this order",
         ),
+        (
+            nn.Linear(64, 10),
+            ROWS,
+            LABELS,
+            lambda output, target: nn.functional.cross_entropy(output, target[:, None]),
+            r"shape \(5,\), as class labels must, so the loss takes something else .* are they swapped\?",
+        ),
         (nn.Linear(64, 10), LABELS, ROWS, None, r"inputs have shape \(5,\) and type int64, .* swapped; pass \(X, y\)"),
         (
             nn.Linear(64, 1),

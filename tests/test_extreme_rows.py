@@ -106,6 +106,13 @@ def test_late_number_that_is_not_finite_is_refused_with_its_row(cluster: dtkit.C
         train(cluster, nn.Linear(4, 1), (INPUTS, put(torch.rand(64, 1), 60, value)), loss=nn.MSELoss())
 
 
+@pytest.mark.parametrize("row", [0, 3, 7, 8])
+def test_a_number_of_the_first_rows_that_is_not_finite_is_refused_too(cluster: dtkit.Cluster, row: int):
+    with pytest.raises(ValueError, match=rf"in the inputs of row {row} \(column 3: nan\)"):
+        train(cluster, rows=(put(INPUTS, row, math.nan), TARGETS))
+    train(cluster, Filled(), (put(INPUTS, row, math.nan), TARGETS), start=False).stop()
+
+
 def test_late_rows_of_validation_data_are_tried_too(cluster: dtkit.Cluster):
     with pytest.raises(FirstBatchError, match=r"the first batch of validation= with rows \d+ and 50 fails"):
         train(cluster, validation=(INPUTS, put(TARGETS, 50, 3)))

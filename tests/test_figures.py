@@ -206,6 +206,16 @@ def test_each_node_has_a_line_and_a_label():
     np.testing.assert_allclose(drawn.get_ydata(), values, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("factor", "scale"), [(1.1, "linear"), (2.0, "log")])
+def test_logged_numbers_over_many_orders_have_a_log_scale_as_in_the_live_view(factor: float, scale: str):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    for rank in range(2):
+        source.history.add(ScalarRecord(rank, {"norm": [(step, factor**step, 1.0) for step in range(1, 41)]}))
+    assert panel(run_figure.draw_run(source), "norm").get_yscale() == scale
+    assert panel(dtkit.compare(source, source).figure(), "norm").get_yscale() == scale
+
+
 def test_lines_take_most_of_a_panel():
     source = make_complete_run(ranks=2)
     figure = run_figure.draw_overview(source)

@@ -72,6 +72,7 @@ def test_rows_that_are_not_finite_are_named_and_have_their_own_remedy():
             r"loss was 3e\+36 at step 0, before any update: the data of that step, or the model, hold",
         ),
         (0, 1e14, None, "reach 1e[+]14 before the first update: with them, no learning rate helps"),
+        (0, 1e5, None, "before the first update, so the learning rate has no part in it. Repair the data, the loss or"),
         (5, 1e5, (3, math.inf), "parameters are as after the step before. Lower the learning rate"),
     ],
 )

@@ -51,6 +51,13 @@ def unpack(message):
     }
 
 
+def test_the_last_value_is_exact_though_the_last_point_is_a_mean():
+    message = SeriesFeed(make_history(steps=400), clock=iter(range(100)).__next__).build_message()
+    kl = next(one for one in message.content["series"] if one["name"] == "kl")
+    assert kl["last"] == 400.5
+    assert unpack(message)["kl"][-1, -1] < 400
+
+
 def test_each_name_has_lines_of_nodes_and_a_mean():
     feed = SeriesFeed(make_history(), clock=iter(range(100)).__next__)
     message = feed.build_message()

@@ -191,7 +191,7 @@ def _try_extreme_rows(trial: _Trial, source: ArraySource | None, take: Callable[
     Raise ValueError if its loss is not finite, like some of its numbers.
     """
     rows = [] if source is None else find_extreme_rows(source.tensors)
-    if source is None or not rows or rows[-1] < trial.num_rows:
+    if source is None or not rows or (rows[-1] < trial.num_rows and _is_finite(trial)):
         return
     numbers = complete_rows(rows, trial.num_rows)
     # silent: rows that can't be read here, the engines report when they get them
@@ -202,6 +202,11 @@ def _try_extreme_rows(trial: _Trial, source: ArraySource | None, take: Callable[
     loss = _try(further, lambda: take(further))
     if loss is not None and not bool(torch.isfinite(loss).all()) and (text := describe_first_bad(batch, numbers)):
         raise ValueError(f"{text}, and so is the loss of a batch with this row. Repair such rows, or leave them out")
+
+
+def _is_finite(trial: _Trial) -> bool:
+    """Return whether all numbers of a trial's first rows are finite, so that it has shown what these rows do."""
+    return not describe_first_bad(trial.batch, np.arange(trial.num_rows))
 
 
 def _get_whole_arrays(inputs: TrialInputs) -> ArraySource | None:

@@ -171,6 +171,11 @@ def _explain_target(message: str, target: Any) -> str | None:
             "y.float() for a tensor"
         )
     if re.search(r"multi-target not supported|floating point type for target with class probabilities", message):
+        if targets.dim() <= 1:
+            return (
+                f"The targets of a batch have shape {tuple(targets.shape)}, as class labels must, so the loss takes "
+                "something else as its target. dtkit calls loss(output, target) in this order; are they swapped?"
+            )
         remedy = "y[:, 0]" if targets.shape[1:] == (1,) else "y.argmax(1) for rows of 0 and 1"
         return (
             f"The targets of a batch have shape {tuple(targets.shape)}, and class labels must have shape "

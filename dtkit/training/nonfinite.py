@@ -40,6 +40,10 @@ _REMEDY = (
     "All ranks paused before that update: parameters are as after the step before. Lower the learning rate "
     "(run.set(lr=...)) or repair the data or the loss; run.resume() takes the same step again, run.stop() ends the run"
 )
+_REMEDY_AT_START = (
+    "All ranks paused before the first update, so the learning rate has no part in it. Repair the data, the loss or "
+    "the model's parameters, and train again; run.stop() ends this run"
+)
 _DATA_REMEDY = (
     "All ranks paused before that update: parameters are as after the step before. Repair or scale these rows, or "
     "leave them out, and train again; run.resume() takes the same step again, run.stop() ends the run"
@@ -85,7 +89,7 @@ def _describe_remedy(
         return _describe_ruin(ruined_step)
     if (largest := _find_largest_parameter(advances)) > _MAX_PARAMETER:
         return _describe_large_parameters(step, largest, large_loss)
-    return {"data": _DATA_REMEDY, "lr": _REMEDY}[choose_remedy(advances, ruined_step)]
+    return {"data": _DATA_REMEDY, "lr": _REMEDY if step else _REMEDY_AT_START}[choose_remedy(advances, ruined_step)]
 
 
 def _describe_large_parameters(step: int, largest: float, large_loss: tuple[int, float] | None) -> str:

@@ -15,6 +15,7 @@ from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.summary.comparison import (
+    MANY_ORDERS,
     differ_in_bytes,
     find_loss_cap,
     find_metric_cap,
@@ -136,8 +137,10 @@ def _draw_scalar(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
     style.style_axes(ax)
     style.format_step_axis(ax)
     style.set_title(ax, formatting.sanitize_text(name, 40), "logged, mean over all nodes")
-    for k, (history, label) in enumerate(zip(histories, labels, strict=True)):
-        steps, values = read_scalar(history, name)
+    drawn = [read_scalar(history, name) for history in histories]
+    if is_steep(np.concatenate([values for _, values in drawn]), MANY_ORDERS):  # as in the live view
+        _use_log_scale(ax)
+    for k, ((steps, values), label) in enumerate(zip(drawn, labels, strict=True)):
         every = max(1, len(steps) // 8)
         ax.plot(
             steps, values, color=style.COLORS[k % len(style.COLORS)], linewidth=1.5, gid=label, markersize=5,

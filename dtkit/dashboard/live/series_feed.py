@@ -95,10 +95,10 @@ class SeriesFeed:
                 break
             was_sent = name in self._sent_counts
             self._sent_counts[name] = self._history.count_scalar_records(name)
-            points, merged = self._read_points(name, shown_ranks, lost_steps)
+            points, merged, last = self._read_points(name, shown_ranks, lost_steps)
             if len(points) or was_sent:  # all that a page has may have been undone
                 place = {"points": len(points), "lines": points.shape[1] - 1, "first": sum(part.size for part in parts)}
-                entries.append(_describe(name) | place | {"merged": merged})
+                entries.append(_describe(name) | place | {"merged": merged, "last": last})
                 parts.append(points)
         self._next_at = self._clock() + (self._cpu_clock() - began) / _MAX_SHARE
         if not parts:
@@ -114,8 +114,9 @@ class SeriesFeed:
 
     def _read_points(
         self, name: str, ranks: Sequence[int], lost_steps: Sequence[Sequence[tuple[int, int]]]
-    ) -> tuple[np.ndarray, tuple[int, int, int]]:
-        """Return rows of a step and its values, of each of a few ranks and over all; and (width, first, last step).
+    ) -> tuple[np.ndarray, tuple[int, int, int], float | None]:
+        """Return rows of a step and its values, of each of a few ranks and over all; (width, first, last step); and the
+        last value over all, None without one.
 
         A row has the means of `width` steps, counted from the first one; its step is in their middle.
 
@@ -124,7 +125,7 @@ class SeriesFeed:
         history = self._history
         steps, overall = history.scalar(name)
         if not len(steps):
-            return np.empty((0, 2), "f4"), (1, 0, 0)
+            return np.empty((0, 2), "f4"), (1, 0, 0), None
         lines = [_cut_to(history.scalar(name, rank), steps) for rank in ranks]  # rows may arrive between two reads
         width = -(-(int(steps[-1]) - int(steps[0]) + 1) // MAX_POINTS)
         buckets = (steps - steps[0]) // width
@@ -133,7 +134,8 @@ class SeriesFeed:
         for column, (line_steps, values) in enumerate([*lines, (steps, overall)], 1):
             table[:, column] = _compute_means((line_steps - steps[0]) // width, values, len(table))
         points = np.asarray(_break_lines(table[np.isfinite(table[:, -1])], lost_steps, width), "f4")
-        return points, (width, int(steps[0]), int(steps[-1]))
+        known = overall[np.isfinite(overall)]
+        return points, (width, int(steps[0]), int(steps[-1])), float(known[-1]) if len(known) else None
 
 
 def _cut_to(line: tuple[np.ndarray, np.ndarray], steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -177,7 +177,7 @@ def _build_metric_tiles(run: RunView) -> Iterator[Tile]:
 def _describe_rate(metrics: RunMetrics) -> str:
     timing = metrics.timing
     if metrics.overall_throughput is not None:
-        return f"samples/s in steps, {formatting.format_rate(metrics.overall_throughput)} overall"
+        return f"samples/s, {formatting.format_rate(metrics.overall_throughput)} overall"
     if timing.is_whole:
         return f"samples/s, {timing.steps_text}"
     steps = timing.num_steps

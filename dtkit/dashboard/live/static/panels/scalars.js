@@ -35,7 +35,7 @@ function seriesChart(store, name, { height, testid }, redraw) {
     note: (_head, _layout, view) => note(of(), view.frame?.width < NARROW_PLOT),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => seriesGrain(of()),
-    overall: (_head, last) => (of().lines > 1 ? "mean" : number(last)),
+    overall: () => (of().lines > 1 ? "mean" : number(of().last ?? NaN)),
   }, redraw);
 }
 /** Return whether no value of a series is a share that a verdict would name. */
@@ -43,10 +43,10 @@ function isShort({ points, lines, values }) {
   for (let at = 0; at < points; at++) for (let line = 1; line <= lines; line++) if (values[at * (lines + 1) + line] >= LONG_WAIT) return false;
   return true;
 }
-/** Say what the last point of the overall line is, in short where the panel is narrow. */
-function note({ points, lines, values }, isNarrow) {
+/** Say what the last value over all nodes is, in short where the panel is narrow. A point is a mean of several steps. */
+function note({ points, lines, last: exact }, isNarrow) {
   if (!points) return ""; // all were undone
-  const last = number(values[points * (lines + 1) - 1]);
+  const last = number(exact ?? NaN);
   if (lines < 2) return `last ${last}`;
   return isNarrow ? `last ${last}` : `last ${last}, mean of the nodes`;
 }

@@ -545,7 +545,7 @@ def test_views_show_the_throughput_with_the_time_between_steps_if_that_is_long()
     assert metrics.overall_throughput == pytest.approx(metrics.throughput * between.steps_s / between.whole_s)
     overall = format_rate(metrics.overall_throughput)
     assert next(build_tiles(source, metrics)).note == f"samples/s, {overall} overall"
-    assert f"in steps ({overall} with the time between them)" in format_run(source)
+    assert f"in steps, {overall} with the time between them" in format_run(source)
     source.state = State.COMPLETED
     cards = {label: note for label, _, note in iterate_cards(source, None)}
     assert "with the time between them" in cards["throughput"]

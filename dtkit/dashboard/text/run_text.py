@@ -108,7 +108,7 @@ def _format_metrics(metrics: RunMetrics) -> str:
 def _format_overall(metrics: RunMetrics) -> str:
     """Return the throughput with the time between steps, where that is long."""
     rate = metrics.overall_throughput
-    return "" if rate is None else f" in steps ({formatting.format_rate(rate)} with the time between them)"
+    return "" if rate is None else f" in steps, {formatting.format_rate(rate)} with the time between them"
 
 
 def _name_window(metrics: RunMetrics) -> str:

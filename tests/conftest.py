@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -89,3 +90,12 @@ def slurm(session_slurm: Slurm, network: Network, monkeypatch: pytest.MonkeyPatc
     yield session_slurm
     network.repair()
     session_slurm.repair()
+
+
+@pytest.fixture
+def adopts_orphans() -> Iterator[None]:
+    """This process gets orphans of its descendants, and reaps none, like the first process of some containers."""
+    libc, set_child_subreaper = ctypes.CDLL(None, use_errno=True), 36
+    assert libc.prctl(set_child_subreaper, 1, 0, 0, 0) == 0
+    yield
+    assert libc.prctl(set_child_subreaper, 0, 0, 0, 0) == 0

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import psutil
+import pytest
+
 from dtkit.cluster import reaper
+from dtkit.cluster.reaper import _has_zombies as has_zombies
 from dtkit.rpc.cluster_folder import JOB_FLAG
 from tests.support.locks import is_owned
 
@@ -35,7 +39,11 @@ def test_a_forked_child_neither_holds_nor_releases_the_lock(tmp_path: Path):
     script = f"""
 import os
 from pathlib import Path
+import psutil
+import pytest
+
 from dtkit.cluster import reaper
+from dtkit.cluster.reaper import _has_zombies as has_zombies
 from dtkit.rpc.cluster_folder import JOB_FLAG
 
 folder = Path({str(tmp_path)!r})
@@ -144,3 +152,26 @@ while True:
         assert reaper.start_reaper(folder).wait(30) == 0
         assert server.stdout.read() == "reaped both\n"
         assert server.wait(30) == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("adopts_orphans")
+def test_a_process_that_is_left_alone_reaps_its_children_before_it_is_killed(tmp_path: Path, monkeypatch):
+    """The fork server: its engines may end before it, and it may get no processor in time to reap them."""
+    may_reap = tmp_path / "may_reap"
+    script = f"""
+import os, pathlib, signal, time
+if (child := os.fork()) == 0:
+    os._exit(0)
+os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+print(child, flush=True)
+while not pathlib.Path({str(may_reap)!r}).exists():
+    time.sleep(0.01)
+os.waitpid(child, 0)
+signal.pause()
+"""
+    monkeypatch.setattr(reaper, "_has_zombies", lambda process: may_reap.touch() or has_zombies(process))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        reaper._kill_below_parents([psutil.Process(parent.pid)])
+    assert not child.is_running()

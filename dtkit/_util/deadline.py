@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import threading
 import time
@@ -38,3 +40,13 @@ def wait_until(condition: Callable[[], bool], timeout: float, poll_s: float = ti
             return False
         pause.wait(poll_s)
     return True
+
+
+async def wait_for_event(event: asyncio.Event, seconds: float) -> None:
+    """Wait until the event is set, or for some seconds.
+
+    `asyncio.wait_for` of Python 3.11 swallows a cancellation that comes in the moment in which the event is set.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

@@ -208,10 +208,9 @@ def _kill_below_parents(processes: list[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             parents[process.pid] = process.ppid()
-    topmost = {pid for pid in parents.values() if parents.get(pid, pid) not in parents}
-    below = [process for process in processes if process.pid not in topmost]
+    above = [process for process in processes if parents.get(process.pid) not in parents]
+    below = [process for process in processes if parents.get(process.pid) in parents]
     _signal_and_wait(below, signal.SIGKILL, timeouts.KILL_TIMEOUT_S)
-    above = [process for process in processes if process.pid in topmost]
     wait_until(lambda: not any(map(_has_zombies, above)), timeouts.KILL_TIMEOUT_S)
     _signal_and_wait([process for process in above if _is_running(process)], signal.SIGKILL, timeouts.KILL_TIMEOUT_S)
 

@@ -261,10 +261,9 @@ class ItemScheduler:
             ranks,
             grace_s=timeouts.CANCEL_AGAIN_TIMEOUT_S,
         )
-        for rank, reply in zip(ranks, replies, strict=True):
+        self._unusable.update(ranks)  # an interrupt may arrive after the item's end, and break the next call
+        for rank in ranks:
             group.uploads.discard(running[rank].payload)
-            if reply.failure is not None:
-                self._unusable.add(rank)
         stuck = [
             rank for rank, reply in zip(ranks, replies, strict=True) if reply.failure and reply.failure.kind == "stuck"
         ]
@@ -279,5 +278,6 @@ class ItemScheduler:
                 self._restore_group()
             payload = group.uploads.upload(group.uploads.pack((forget_items, (), {})))
             futures = group.fan_out(make_call(FunctionOperations.call_function, payload=payload))
-            group.gather_replies(futures, timeouts.INDEPENDENT_CALL_TIMEOUT_S)
+            replies = group.gather_replies(futures, timeouts.INDEPENDENT_CALL_TIMEOUT_S)
             group.uploads.discard(payload)
+            group.unwrap(replies)  # a late interrupt has broken the group

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
+from dtkit._util.deadline import wait_for_event
 from dtkit.errors import EngineError, NonFiniteError, PausedError, RunError
 from dtkit.training.callbacks import CALLBACK_THREAD_NAME
 from dtkit.types import State
@@ -92,9 +93,7 @@ class RunWaiter:
         try:
             while not self._is_over():
                 changed.clear()
-                with contextlib.suppress(TimeoutError):  # a change may come without a notification
-                    # waits: inside asyncio.wait_for, with a timeout
-                    await asyncio.wait_for(changed.wait(), timeouts.STATE_POLL_S)
+                await wait_for_event(changed, timeouts.STATE_POLL_S)  # a change may come without a notification
         except asyncio.CancelledError as cancelled:
             await self._pause_after_cancellation()
             cancelled._render_traceback_ = self._describe_interrupt  # type: ignore[attr-defined]
@@ -248,7 +247,8 @@ class RunWaiter:
 
 
 async def _await_within_limit(answer: Future[int]) -> None:
-    await asyncio.wait_for(asyncio.wrap_future(answer), timeouts.INTERRUPTED_CELL_TIMEOUT_S)
+    async with asyncio.timeout(timeouts.INTERRUPTED_CELL_TIMEOUT_S):
+        await asyncio.wrap_future(answer)
 
 
 def _wait_within_limit(answer: Future[int]) -> None:

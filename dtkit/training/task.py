@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import formatting, timeouts
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
+from dtkit._util.deadline import wait_for_event
 from dtkit._util.formatting import name_type
 from dtkit._util.guard import Subscribers, return_error, run_guarded_in_thread
 from dtkit._util.notebook import name_code
@@ -189,9 +190,7 @@ class Task:
         try:
             while not self.done():
                 changed.clear()
-                with contextlib.suppress(TimeoutError):  # a change may come without a notification
-                    # waits: inside asyncio.wait_for, with a timeout
-                    await asyncio.wait_for(changed.wait(), timeouts.INTERRUPT_POLL_S)
+                await wait_for_event(changed, timeouts.INTERRUPT_POLL_S)  # a change may come without a notification
         finally:
             unsubscribe()
         return self.result(0)

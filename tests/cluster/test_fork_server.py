@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -101,15 +100,6 @@ def test_an_engine_is_replaced_also_without_the_server_that_forked_it():
         folder = cluster.folder
     assert not folder.exists()
     assert not psutil.pid_exists(replacement)
-
-
-@pytest.fixture
-def adopts_orphans() -> Iterator[None]:
-    """This process gets orphans of its descendants, and reaps none, like the first process of some containers."""
-    libc, set_child_subreaper = ctypes.CDLL(None, use_errno=True), 36
-    assert libc.prctl(set_child_subreaper, 1, 0, 0, 0) == 0
-    yield
-    assert libc.prctl(set_child_subreaper, 0, 0, 0, 0) == 0
 
 
 @pytest.mark.usefixtures("adopts_orphans")

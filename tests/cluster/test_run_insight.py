@@ -13,6 +13,7 @@ from torch import nn
 
 import dtkit
 from dtkit.dashboard.summary.notices import collect_notices
+from dtkit.errors import CallbackError
 from tests.support.marks import slow
 from tests.support.nets import get_worker, resume_and_wait
 from tests.support.small import check_usable, data, net, sgd, train
@@ -242,8 +243,9 @@ def test_failing_callback_pauses_the_run_and_is_raised(cluster2):
         raise RuntimeError(f"not at step {run.status.step}")
 
     run = train(cluster2, epochs=2, callbacks=[callback])
-    with pytest.raises(RuntimeError, match="not at step 4"):
+    with pytest.raises(CallbackError, match="the callback callback failed after epoch 1, step 4") as caught:
         run.wait(60)
+    assert isinstance(caught.value.__cause__, RuntimeError)
     assert run.status.state is dtkit.types.State.PAUSED
     assert run.status.step == 4
     run.stop()

@@ -6,7 +6,12 @@ import collections
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+import dtkit
+from dtkit.errors import ItemError
 from dtkit.messages import Reply
+from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.item_map import _show
 from dtkit.training.item_scheduler import ItemScheduler, _RunningItem
 from dtkit.types import Failure
@@ -34,3 +39,41 @@ def test_an_item_that_loses_its_engine_is_tried_three_times():
     for rank in (0, 1, 0):
         scheduler._process_reply(rank, running, Reply(failure=Failure(rank, "?", "EngineLost", "", "", kind="lost")))
     assert (repeated, failed) == ([7, 7], [7])
+
+
+class _FailingSource:
+    """Two items, of which each fails the search."""
+
+    def __init__(self) -> None:
+        self._rest = [0, 1]
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self._rest)
+
+    def take(self) -> tuple[int, Any]:
+        return self._rest.pop(0), "item"
+
+    def on_start(self, index: int, rank: int) -> None:
+        pass
+
+    def on_failure(self, index: int, failure: Failure) -> None:
+        raise ItemError(index, "item", failure)
+
+    def on_poll(self) -> None:
+        pass
+
+
+def fail(_item: Any) -> None:
+    raise ValueError("never works")
+
+
+def test_a_late_interrupt_leaves_the_cluster_usable():
+    """It may arrive after the item's end, in the call that frees what the items have loaded."""
+    transport = FakeTransport(2)
+    with dtkit.Cluster.from_transport(transport, device="cpu") as cluster:
+        transport.inject_failure(1, "call_function", KeyboardInterrupt(), after=1)
+        source: Any = _FailingSource()
+        with pytest.raises(ItemError, match="never works"):
+            ItemScheduler(cluster._engine_group, "fail", (fail, (), {}), source, lambda: None).run(timeout=60)
+        assert cluster.run(len, [1, 2]) == [2, 2]

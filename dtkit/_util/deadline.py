@@ -49,4 +49,5 @@ async def wait_for_event(event: asyncio.Event, seconds: float) -> None:
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
+            # waits: within a timeout
             await event.wait()

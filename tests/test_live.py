@@ -31,6 +31,7 @@ from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.dashboard.text import run_text
 from dtkit.dashboard.throttle import VIEW_NICENESS, Throttle, start_timer
 from dtkit.history.history import History
+from dtkit.history.row_table import RowTable
 from dtkit.history.scalars import ScalarRecord
 from dtkit.types import Evaluation, ReplicaCheckResult, State, StepRecord
 from tests.support.fake_source import FakeSource
@@ -86,6 +87,32 @@ def test_a_page_that_zooms_gets_single_steps_and_bad_ranges_nothing():
     details = [content for content, _ in sent if content["kind"] == "detail"]
     assert details[-1]["curves"]["buckets"] == 0
     dashboard.close()
+
+
+def test_a_message_of_a_long_run_reads_its_last_rows_alone(monkeypatch):
+    """Messages about a million steps would take a core from the engines otherwise."""
+    source = FakeSource(ranks=2, steps=100_000)
+    source.advance(20_000)
+    builder = MessageBuilder(source)
+    builder.build_snapshot()
+    builder.build_text()
+    num_read = []
+
+    def count(read):
+        def read_and_count(*args):
+            rows = read(*args)
+            num_read.append(len(rows))
+            return rows
+
+        return read_and_count
+
+    for name in ("read", "read_valid", "read_totals", "read_valid_totals"):
+        monkeypatch.setattr(RowTable, name, count(getattr(RowTable, name)))
+    source.advance(10)
+    builder.build_text()
+    source.advance(10)
+    builder.build_change()
+    assert max(num_read) <= 2_000
 
 
 def test_curves_of_few_steps_hold_the_exact_values():

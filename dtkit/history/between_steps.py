@@ -6,6 +6,8 @@ step that follows. What an engine did after its last step has no such number.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 from dtkit.history.remembered import remember_last
@@ -58,8 +60,35 @@ class TimeBetween(NamedTuple):
 @remember_last
 def read_time_between(history: History) -> TimeBetween:
     """Return the time of a run in its steps but the first, and between them."""
-    steps_s = float(history.totals(1)["step_s"].sum(dtype="f8"))
-    return TimeBetween(steps_s, {kind: _sum_seconds(history, kind) for kind in KINDS})
+    return TimeBetween(_sum_step_seconds(history), {kind: _sum_seconds(history, kind) for kind in KINDS})
+
+
+class _StepSeconds:
+    """Seconds in the steps of a history but the first. Each look reads the new steps alone, since a run may have many."""
+
+    def __init__(self) -> None:
+        self.sum_s, self._num_read, self._num_returns = 0.0, 1, 0
+
+    def update(self, history: History) -> None:
+        """Add the new steps."""
+        num_returns = len(history.returns)
+        if num_returns != self._num_returns:  # steps that were added may have been undone
+            self.sum_s, self._num_read, self._num_returns = 0.0, 1, num_returns
+        seconds = history.totals(self._num_read)["step_s"]
+        self._num_read += len(seconds)
+        self.sum_s += float(seconds.sum(dtype="f8"))
+
+
+def _sum_step_seconds(history: History) -> float:
+    with _lock:
+        seconds = _step_seconds.setdefault(history, _StepSeconds())
+        seconds.update(history)
+        return seconds.sum_s
+
+
+# locks: while a view or the run reads new steps
+_lock = threading.Lock()
+_step_seconds: weakref.WeakKeyDictionary[History, _StepSeconds] = weakref.WeakKeyDictionary()
 
 
 def _sum_seconds(history: History, kind: str) -> float:

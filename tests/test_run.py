@@ -920,6 +920,40 @@ def test_interrupted_evaluation_is_repeated_before_the_next_step(cluster, engine
     assert all(step > 4 * at for _, step in asked[last:])
 
 
+def test_a_resume_during_a_step_goes_on_after_it(cluster, engines):
+    run = train(cluster, start=False)
+    engines.hold_requests()
+    step = run.post("step")
+    until(run, lambda: run.status.state is State.RUNNING)
+    assert run.status.is_stepping
+    resumed = run.post("resume")
+    engines.release_requests()
+    for answer in (step, resumed):
+        answer.result(10)
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+    assert not run.status.is_stepping
+
+
+def test_a_resume_at_the_first_sight_of_a_new_step_is_not_lost(cluster):
+    """As a click on the button does: between the step's result and the pause after it."""
+    run = train(cluster, start=False)
+    resumed: list[tuple[Any, Future[int]]] = []
+
+    def resume_at_once() -> None:
+        if run.status.step == 1 and not resumed:
+            resumed.append((run.status, run.post("resume")))
+
+    unsubscribe = run.subscribe(resume_at_once)
+    run.post("step").result(10)
+    unsubscribe()
+    status, answer = resumed[0]
+    assert (status.state, status.is_stepping) == (State.RUNNING, True)
+    answer.result(10)
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+
+
 @pytest.mark.parametrize("step", [8, 20], ids=["in the middle", "at the end"])
 def test_evaluation_interrupted_by_a_pause_is_repeated_on_resume(cluster, engines, step):
     run = train(cluster, steps=20, validation=ROWS, start=False)

@@ -358,6 +358,27 @@ def test_an_ended_run_without_commands_keeps_no_room_for_them(page: Page):
     assert tiles["y"] - progress["y"] - progress["height"] < 20
 
 
+def test_resume_takes_a_click_before_the_pause_after_a_step(page: Page):
+    run = make_run()
+    run.state = State.PAUSED
+    view = StaticView(page, run)
+    resume = view.root.get_by_test_id("resume")
+    view.root.get_by_test_id("step").click()
+    run.state, run.is_stepping = State.RUNNING, True
+    run.advance(1)
+    view.update()  # the new step's number comes before the state "paused"
+    expect(resume).to_be_enabled()
+    expect(resume).to_have_class(re.compile("dtk-primary"))
+    expect(view.root.get_by_test_id("step")).to_be_disabled()
+    resume.evaluate("(button) => button.click()")  # at once, as a script does
+    assert [message["command"] for message in view.sent] == ["step", "resume"]
+    expect(resume).to_have_text("▶Resuming…")
+    run.is_stepping = False
+    view.report_effect("resumed at step 51 on all nodes")
+    expect(resume).to_have_text("▶Resume")
+    expect(resume).to_be_disabled()
+
+
 def test_an_ended_run_offers_what_it_can_still_do(page: Page):
     run = make_run()
     view = StaticView(page, run, offers=["save", "kill", "slow"])

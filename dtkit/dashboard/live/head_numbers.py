@@ -27,6 +27,7 @@ def describe_head(run: RunView, status: Status, metrics: RunMetrics, lost_nodes:
     return {
         "status": {
             "state": status.state.value,
+            "stepping": status.is_stepping,
             "step": status.step,
             "steps": status.steps,
             "epoch": epoch,

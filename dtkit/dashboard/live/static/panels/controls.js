@@ -6,7 +6,7 @@ import { isReady, LIVE } from "../store.js";
 const BUTTONS = [
   { command: "pause", glyph: "‖", label: "Pause", asking: "Pausing…", when: ["pending", "running"] },
   { command: "lower", glyph: "↓", label: "Lower rate", asking: "Lowering…", when: ["paused"] },
-  { command: "resume", glyph: "▶", label: "Resume", asking: "Resuming…", when: ["paused"] },
+  { command: "resume", glyph: "▶", label: "Resume", asking: "Resuming…", when: ["paused"], duringStep: true },
   { command: "step", glyph: "▸|", label: "Step", asking: "Stepping…", when: ["paused"] },
   { command: "stop", glyph: "■", label: "Stop", asking: "Stopping…", when: LIVE },
   { command: "save", glyph: "↓", label: "Save", asking: "Saving…", when: [...LIVE, "completed", "stopped"], offered: true },
@@ -63,7 +63,7 @@ export function controls(store, send, redraw) {
       if (b.command === "lower") b.el.hidden = primary !== "lower";
       if (b.command === "pause" && primary === "lower") b.el.hidden = true; // its place is needed
       b.el.classList.toggle("dtk-primary", b.command === primary);
-      b.el.disabled = asked || store.lost || !b.when.includes(status.state);
+      b.el.disabled = asked || store.lost || !(b.when.includes(status.state) || (b.duringStep && status.stepping));
     }
     rate.update();
     faults.update();
@@ -90,10 +90,10 @@ function passFocusOn(el, buttons) {
 }
 /** Return the command that helps: what the error advises, or else what a run mostly needs. */
 function primaryCommand(store) {
-  const { state, remedy } = store.status;
+  const { state, remedy, stepping } = store.status;
   if (remedy === "lr" && store.lr > 0) return "lower"; // resuming would fail again
   if (remedy) return remedy === "lr" ? "" : "stop";
-  return state === "paused" ? "resume" : "pause";
+  return state === "paused" || stepping ? "resume" : "pause";
 }
 function lowerRate(store) {
   return +((store.lr ?? 0) / LOWER).toPrecision(6);

@@ -221,7 +221,7 @@ class Run(ShownRun):
     def set(self, *, lr: float, timeout: float | None = None) -> int:
         """Set a new learning rate on every rank from the same step on. Returns the first step that uses it.
 
-        Further parameter groups keep their ratio to the first one. A rate far above the last one gives a warning.
+        Further parameter groups keep their ratio to the first one. A rate far from the last one gives a warning.
         """
         value = parse_lr(lr)
         warn_of_jump(self.history, self.lr, value)

@@ -538,7 +538,7 @@ _LINE_END = """(el) => {
 }"""
 
 
-def test_an_engine_that_ends_after_its_run_is_named_in_the_table_of_nodes(page: Page):
+def test_an_engine_that_ends_after_its_run_is_named_with_the_remedy(page: Page):
     run = make_run()
     run.slowness = {1: 2.0}
     run.advance(200)
@@ -558,9 +558,14 @@ def test_an_engine_that_ends_after_its_run_is_named_in_the_table_of_nodes(page: 
     expect(button).to_have_attribute("aria-label", "highlight node 1, its engine has ended")
     expect(view.root.locator(".dtk-chip")).to_have_text("✓ completed")  # and its loss, and all else
     expect(view.root.get_by_test_id("alert")).to_be_hidden()
+    notices, tiles = view.root.get_by_test_id("notices"), view.root.get_by_test_id("tiles")
+    expect(notices).to_contain_text(f"✕ the engine of node 1 on host0 is gone: {remedy}")
+    expect(tiles).to_contain_text("nodes2 / 3✕ node 1 ended since")
     run.ended_engines = {}  # repaired
     view.update()
     expect(told).to_be_hidden()
+    expect(notices).not_to_contain_text("gone")
+    expect(tiles).to_contain_text("nodes3 / 3on 1 host")
     expect(button).to_have_text("▲ 1")
 
 

@@ -1312,13 +1312,23 @@ def test_early_stopping_without_held_out_data_says_once_what_it_watches(cluster)
     assert [len(texts) for texts in notes] == [1, 0]
 
 
+def test_early_stopping_knows_of_held_out_data_whatever_the_settings_look_like(cluster):
+    run = train(cluster, epochs=1, validation=ROWS, start=False)
+    assert run.spec.has_validation
+    stopping, shown = dtkit.EarlyStopping(), mock.Mock(history=History())
+    shown.spec = dataclasses.replace(run.spec, settings=())
+    stopping(shown)  # after an epoch without an evaluation
+    assert stopping.best_epoch == 0
+    assert not train(cluster, epochs=1).spec.has_validation
+
+
 def test_early_stopping_leaves_out_a_step_without_samples():
     """A stream may end within an epoch. The loss of such a step is 0 / 0."""
     history = History()
     for step, (loss, weight) in enumerate([(2.0, 4.0), (math.nan, 0.0)]):
         history.append([StepRecord(step, 0, 0, int(weight), loss, weight, 0.1, *[0.0] * 4, 0.5, 0, sent_bytes=0)])
     stopping, run = dtkit.EarlyStopping(), mock.Mock(history=history)
-    run.spec.steps_per_epoch, run.spec.settings = 2, ()
+    run.spec.steps_per_epoch, run.spec.has_validation = 2, False
     stopping(run)
     assert stopping.best == 2.0
 

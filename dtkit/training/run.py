@@ -326,6 +326,7 @@ class Run(ShownRun):
         """Return the measured contents of each rank's memory, next to the prediction of `plan` (a cluster.plan).
 
         Parameters, gradients and optimizer state are the current ones; the peak is the largest memory of each process.
+        Of a run that was released, as by the next training, it is the last measurement, if there was one.
         """
         return self._job.measure_memory(plan, timeout)
 

@@ -81,6 +81,7 @@ bench: venv  ## measure speed, memory and start-up next to their references
 
 docs: venv  ## build the documentation in docs/_build/html (EXECUTE=1: run its notebooks, too)
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	@echo 'Serve it, since its search shows no excerpts of files: $(BIN)/python -m http.server -d docs/_build/html'
 
 chromium:  ## have a Chromium for the browser tests (installs Debian's when root)
 	@if [ -n "$$CHROMIUM" ] && command -v "$$CHROMIUM"; then exit 0; fi; \

@@ -184,7 +184,7 @@ class NonFiniteError(EngineError):
     def __init__(self, failures: Sequence[Failure], remedy: str = "lr") -> None:
         super().__init__(failures)
         self.remedy = remedy
-        """What the message advises: "lr" (a lower learning rate), "data" (repaired rows), or "train" (train again)."""
+        """What the message advises: "lr" (a lower rate), "data" (repair data or loss), or "train" (train again)."""
 
 
 class ItemError(EngineError):

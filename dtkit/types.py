@@ -151,6 +151,8 @@ class RunSpec:
     model: ModelSummary | None = None
     sources: tuple[tuple[str, str], ...] = ()
     """Sources of the user's functions among these arguments: (name, source). Comparisons show lines that differ."""
+    has_validation: bool = False
+    """Whether the run evaluates held-out data."""
 
     @property
     def epochs(self) -> float:
@@ -199,9 +201,12 @@ class Status:
     elapsed_s: float
     remaining_s: float | None
     message: str = ""
+    is_stepping: bool = False
+    """Whether the run is RUNNING only for the steps of `step(n)`, and pauses after them."""
 
     def __repr__(self) -> str:
-        return format_status(**{**vars(self), "state": self.state.value})
+        shown = {name: value for name, value in vars(self).items() if name != "is_stepping"}
+        return format_status(**{**shown, "state": self.state.value})
 
 
 Scalars = dict[str, list[tuple[int, float, float]]]

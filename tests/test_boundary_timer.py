@@ -12,6 +12,7 @@ from dtkit.engine.observe.boundary_timer import BoundaryTimer
 from dtkit.history.between_steps import ALL, read_time_between
 from dtkit.history.history import History
 from dtkit.training.boundary_times import BoundaryTimeRecorder
+from dtkit.types import Event
 from tests.support.phase_rows import make_phase_rows
 
 
@@ -90,3 +91,19 @@ def test_a_pause_is_no_waiting():
 
 def test_ranks_without_times_record_nothing():
     assert record(9, {ALL: 2}, {}) == {}
+
+
+def test_the_validation_after_the_last_step_counts_once_also_if_the_run_is_extended():
+    history, elapsed_s = History(), 3.0
+    history.append(make_phase_rows([{"forward": 20.0}], 4))
+    history.read_position = lambda: (4, elapsed_s)
+    recorder = BoundaryTimeRecorder(history)
+    recorder.record(2, [SimpleNamespace(between={ALL: 2.0})])  # type: ignore[list-item]
+    elapsed_s = 4.5
+    recorder.record_last_validation(4)
+    assert read_time_between(history).seconds["validation"] == pytest.approx(1.5)
+    elapsed_s = 10.0
+    recorder.record(4, [SimpleNamespace(between={ALL: 2.5, "validation": 1.4})])  # type: ignore[list-item]
+    history.add(Event(4, "done", "done", 1.0, None))
+    seconds = read_time_between(history).seconds
+    assert (seconds["validation"], seconds["waiting"]) == (pytest.approx(1.5), pytest.approx(2.0 + 1.0))

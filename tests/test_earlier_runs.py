@@ -93,3 +93,15 @@ def test_nothing_is_printed_for_runs_that_lose_nothing(cluster: dtkit.Cluster, c
     train(cluster, steps=1).wait(60)
     assert "takes its place" not in capsys.readouterr().out
     assert cluster.earlier_runs.replaced is None
+
+
+def test_the_last_measurement_of_memory_stays_after_the_next_training(cluster: dtkit.Cluster):
+    measured = train(cluster, steps=1)
+    measured.wait(60)
+    memory = measured.memory()
+    other = train(cluster, steps=2)
+    other.wait(60)
+    assert repr(measured.memory()) == repr(memory)
+    train(cluster, steps=1).wait(60)
+    with pytest.raises(dtkit.errors.RunError, match=r"this run was released.*Call run\.memory\(\) before that"):
+        other.memory()

@@ -113,6 +113,33 @@ def test_a_number_of_the_first_rows_that_is_not_finite_is_refused_too(cluster: d
     train(cluster, Filled(), (put(INPUTS, row, math.nan), TARGETS), start=False).stop()
 
 
+class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Rows of a Dataset whose second one is not finite."""
+
+    def __len__(self) -> int:
+        return len(INPUTS)
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return put(INPUTS, 1, math.nan)[row], TARGETS[row]
+
+
+@pytest.mark.parametrize("kind", ["Dataset", "samples", "partition"])
+def test_a_first_row_that_is_not_finite_is_refused_in_all_data_with_a_trial(cluster: dtkit.Cluster, kind: str):
+    arrays = put(INPUTS, 1, math.nan), TARGETS
+    rows = {
+        "Dataset": Samples,
+        "samples": lambda: list(zip(*arrays, strict=True)),
+        "partition": lambda: cluster.partition(arrays),
+    }[kind]()
+    with pytest.raises(ValueError, match=r"in the inputs of row 1 \(column 3: nan\) is not finite, and so is the loss"):
+        train(cluster, rows=rows)
+    train(cluster, Filled(), rows, start=False).stop()
+    if kind == "Dataset":
+        with pytest.raises(ValueError, match=r"in the inputs of row 1 \(column 3: nan\)"):
+            train(cluster, validation=rows)
+        train(cluster, rows=rows, sampler=torch.utils.data.SubsetRandomSampler(range(2, 40)), start=False).stop()
+
+
 def test_late_rows_of_validation_data_are_tried_too(cluster: dtkit.Cluster):
     with pytest.raises(FirstBatchError, match=r"the first batch of validation= with rows \d+ and 50 fails"):
         train(cluster, validation=(INPUTS, put(TARGETS, 50, 3)))

@@ -80,7 +80,7 @@ def test_parameters_that_are_too_large_are_called_ruined(step, largest, large_lo
     advances = [make_result(math.inf, (), "", largest, step=step)]
     (failure,) = build_nonfinite_failures(step, advances, NODES, large_loss=large_loss)
     assert re.search(message, failure.message)
-    assert choose_remedy(advances, None) == ("train" if largest > 1e10 else "lr")
+    assert choose_remedy(step, advances, None) == ("train" if largest > 1e10 else "lr" if step else "data")
 
 
 def test_failure_with_finite_losses_lists_the_losses_of_all_ranks():
@@ -136,11 +136,12 @@ def test_a_loss_that_exploded_before_has_another_remedy(step: int, end: str):
 
 
 @pytest.mark.parametrize(
-    ("bad_rows", "ruined", "remedy"), [("", None, "lr"), ("row 3", None, "data"), ("", 7, "train")]
+    ("step", "bad_rows", "ruined", "remedy"),
+    [(5, "", None, "lr"), (5, "row 3", None, "data"), (5, "", 7, "train"), (0, "", None, "data")],
 )
-def test_the_error_knows_its_remedy(bad_rows: str, ruined: int | None, remedy: str):
+def test_the_error_knows_its_remedy(step: int, bad_rows: str, ruined: int | None, remedy: str):
     advances = [make_result(math.nan, (), bad_rows)]
-    assert choose_remedy(advances, ruined) == remedy
+    assert choose_remedy(step, advances, ruined) == remedy
 
 
 def test_a_view_shows_the_whole_remedy_and_names_the_error_once():

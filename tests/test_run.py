@@ -920,6 +920,40 @@ def test_interrupted_evaluation_is_repeated_before_the_next_step(cluster, engine
     assert all(step > 4 * at for _, step in asked[last:])
 
 
+def test_a_resume_during_a_step_goes_on_after_it(cluster, engines):
+    run = train(cluster, start=False)
+    engines.hold_requests()
+    step = run.post("step")
+    until(run, lambda: run.status.state is State.RUNNING)
+    assert run.status.is_stepping
+    resumed = run.post("resume")
+    engines.release_requests()
+    for answer in (step, resumed):
+        answer.result(10)
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+    assert not run.status.is_stepping
+
+
+def test_a_resume_at_the_first_sight_of_a_new_step_is_not_lost(cluster):
+    """As a click on the button does: between the step's result and the pause after it."""
+    run = train(cluster, start=False)
+    resumed: list[tuple[Any, Future[int]]] = []
+
+    def resume_at_once() -> None:
+        if run.status.step == 1 and not resumed:
+            resumed.append((run.status, run.post("resume")))
+
+    unsubscribe = run.subscribe(resume_at_once)
+    run.post("step").result(10)
+    unsubscribe()
+    status, answer = resumed[0]
+    assert (status.state, status.is_stepping) == (State.RUNNING, True)
+    answer.result(10)
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+
+
 @pytest.mark.parametrize("step", [8, 20], ids=["in the middle", "at the end"])
 def test_evaluation_interrupted_by_a_pause_is_repeated_on_resume(cluster, engines, step):
     run = train(cluster, steps=20, validation=ROWS, start=False)
@@ -1278,13 +1312,23 @@ def test_early_stopping_without_held_out_data_says_once_what_it_watches(cluster)
     assert [len(texts) for texts in notes] == [1, 0]
 
 
+def test_early_stopping_knows_of_held_out_data_whatever_the_settings_look_like(cluster):
+    run = train(cluster, epochs=1, validation=ROWS, start=False)
+    assert run.spec.has_validation
+    stopping, shown = dtkit.EarlyStopping(), mock.Mock(history=History())
+    shown.spec = dataclasses.replace(run.spec, settings=())
+    stopping(shown)  # after an epoch without an evaluation
+    assert stopping.best_epoch == 0
+    assert not train(cluster, epochs=1).spec.has_validation
+
+
 def test_early_stopping_leaves_out_a_step_without_samples():
     """A stream may end within an epoch. The loss of such a step is 0 / 0."""
     history = History()
     for step, (loss, weight) in enumerate([(2.0, 4.0), (math.nan, 0.0)]):
         history.append([StepRecord(step, 0, 0, int(weight), loss, weight, 0.1, *[0.0] * 4, 0.5, 0, sent_bytes=0)])
     stopping, run = dtkit.EarlyStopping(), mock.Mock(history=history)
-    run.spec.steps_per_epoch, run.spec.settings = 2, ()
+    run.spec.steps_per_epoch, run.spec.has_validation = 2, False
     stopping(run)
     assert stopping.best == 2.0
 

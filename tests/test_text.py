@@ -484,3 +484,13 @@ def test_a_folded_cluster_shows_an_engine_that_differs():
     nodes[29] = dataclasses.replace(nodes[29], host="b")
     assert [node.rank for node in cluster_text.select_nodes(nodes)] == [*range(8), 20, 29]
     assert len(cluster_text.select_nodes(nodes[:11])) == 11
+
+
+def test_a_printed_run_names_an_engine_that_has_ended_since_with_the_remedy():
+    run = FakeSource(ranks=2)
+    run.advance(50)
+    run.end()
+    run.ended_engines = {1: "the engine of rank 1 is gone: its process has ended. cluster.repair() starts another one"}
+    assert "✕ the engine of node 1 is gone: its process has ended. cluster.repair() starts" in run_text.format_run(run)
+    run.ended_engines = None  # the cluster was closed
+    assert "gone" not in run_text.format_run(run)

@@ -500,8 +500,16 @@ def test_a_run_of_two_epochs_is_validated_at_its_end():
 @pytest.mark.parametrize(
     ("kind", "cause", "text"),
     [
-        ("callbacks", "callbacks", "callbacks take 30 % of the time: engines wait until they return"),
-        ("waiting", "dispatches", "waiting for the notebook between calls takes 30 % of the time"),
+        (
+            "callbacks",
+            "callbacks",
+            "callbacks take 30 % of the time: engines wait until they return; slow work belongs on a thread of its own",
+        ),
+        (
+            "waiting",
+            "dispatches",
+            "waiting for the notebook takes 30 % of the time: other work in the notebook, or on its machine, delays",
+        ),
         (
             "checkpoints",
             "checkpoints",
@@ -514,6 +522,17 @@ def test_other_work_between_steps_is_a_cause(kind: str, cause: str, text: str):
     verdict = find_between(settings=(("checkpoint_every", "10"),), **{kind: 25.7})
     assert verdict.cause == cause
     assert verdict.text.startswith(text), verdict.text
+    if kind in ("waiting", "callbacks"):
+        assert verdict.text.endswith(". Without, the run would be 1.4 times as fast"), verdict.text
+
+
+def test_waits_for_the_notebook_are_no_cause_in_a_run_of_seconds():
+    for steps, cause in ((61, "computing"), (101, "dispatches")):  # of 50 ms
+        history = History()
+        history.append(make_phase_rows([{"forward": 20.0, "backward": 30.0}] * 2, steps))
+        history.add(ScalarRecord(0, {f"{BETWEEN_PREFIX}waiting": [(30, 1.5, 1.0)]}))
+        spec = dataclasses.replace(SPEC, strategy="Sharded()", steps=steps, steps_per_epoch=20)
+        assert find_verdict(history, spec).cause == cause
 
 
 def test_short_work_between_steps_is_in_the_arithmetic_alone():

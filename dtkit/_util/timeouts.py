@@ -327,6 +327,8 @@ VERDICT_INTERVAL_S = 2.0
 """Interval between two verdicts of a live display, so that its line can be read."""
 VERDICT_HOLD_S = 6.0
 """How long another verdict must be found before it replaces the shown one."""
+VERDICT_WAITING_RUN_S = 5.0
+"""Time of steps from which a verdict names waits for the notebook: in a shorter run, they save nobody any time."""
 EFFECT_SHOWN_S = 15.0
 """How long a live display confirms a command; later the text would read as the present state."""
 PICTURE_INTERVAL_S = 2.0
@@ -369,10 +371,8 @@ MAX_MEASURED_STEP_S = 4.0
 
 # -- Horovod's interface ----------------------------------------------------------------------------------------
 
-XGBOOST_TRACKER_TIMEOUT_S = 60.0
-"""Limit for all ranks to meet at XGBoost's tracker."""
-XGBOOST_COLLECTIVE_TIMEOUT_S = 60.0
-"""Limit for one of XGBoost's own collectives. A lost rank is noticed earlier, by its closed connection."""
+XGBOOST_TIMEOUT_S = 60.0
+"""Limit for all ranks to meet at XGBoost's tracker, and for its collectives. A lost rank is noticed earlier."""
 JOBLIB_ABORT_TIMEOUT_S = 60.0
 """Limit for the end of joblib's tasks, whose engines may have to be replaced."""
 HOROVOD_CYCLE_S = 0.001

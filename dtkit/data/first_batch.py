@@ -106,6 +106,7 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
         if trial is None or outcome is None:
             return []
         if uses_all_rows:
+            _check_rows_are_finite(trial, outcome, np.arange(trial.num_rows))
             _try_extreme_rows(trial, _get_whole_arrays(inputs), lambda further: further.run())
         check_gradients_reach_model(outcome, trial.model)
         if (error := run_guarded(lambda: trial.run_backward(outcome), trial.explain)) is not None:
@@ -163,6 +164,7 @@ def check_held_out(
         output = _try(trial, trial.evaluate)
         if output is None:
             return []
+        _check_rows_are_finite(trial, output.loss, np.arange(trial.num_rows))
         _try_extreme_rows(trial, _get_whole_arrays(held_out), lambda further: further.evaluate().loss)
         if metrics:
             # silent: what can't be copied here, the engines report when they get it
@@ -186,12 +188,9 @@ def _blame_difference(trial: _Trial, difference: str | None) -> None:
 
 
 def _try_extreme_rows(trial: _Trial, source: ArraySource | None, take: Callable[[_Trial], torch.Tensor]) -> None:
-    """Raise FirstBatchError if a batch with the rows that are refused first fails, though the first rows don't.
-
-    Raise ValueError if its loss is not finite, like some of its numbers.
-    """
+    """Raise FirstBatchError if a batch with the rows that are refused first fails, though the first rows don't."""
     rows = [] if source is None else find_extreme_rows(source.tensors)
-    if source is None or not rows or (rows[-1] < trial.num_rows and _is_finite(trial)):
+    if source is None or not rows or rows[-1] < trial.num_rows:
         return
     numbers = complete_rows(rows, trial.num_rows)
     # silent: rows that can't be read here, the engines report when they get them
@@ -200,13 +199,13 @@ def _try_extreme_rows(trial: _Trial, source: ArraySource | None, take: Callable[
         return
     further = trial.replace_batch(batch, len(numbers), f"{trial.part} with {format_ranks(rows, 'row')}")
     loss = _try(further, lambda: take(further))
-    if loss is not None and not bool(torch.isfinite(loss).all()) and (text := describe_first_bad(batch, numbers)):
+    _check_rows_are_finite(further, loss, numbers)
+
+
+def _check_rows_are_finite(trial: _Trial, loss: torch.Tensor | None, numbers: np.ndarray) -> None:
+    """Raise ValueError if the loss of a batch is not finite, like some of its numbers."""
+    if loss is not None and not bool(torch.isfinite(loss).all()) and (text := describe_first_bad(trial.batch, numbers)):
         raise ValueError(f"{text}, and so is the loss of a batch with this row. Repair such rows, or leave them out")
-
-
-def _is_finite(trial: _Trial) -> bool:
-    """Return whether all numbers of a trial's first rows are finite, so that it has shown what these rows do."""
-    return not describe_first_bad(trial.batch, np.arange(trial.num_rows))
 
 
 def _get_whole_arrays(inputs: TrialInputs) -> ArraySource | None:

@@ -1,7 +1,8 @@
 """Time between the steps of a run: how much validation, callbacks, saving and waiting for the notebook took.
 
 Engines measure it (`engine/observe/boundary_timer.py`), and the history keeps it like numbers of `dtkit.log`, at the
-step that follows. What an engine did after its last step has no such number.
+step that follows. After the last step, only validation has such a number, which the notebook measures. Steps that an
+engine took without a notebook have none.
 """
 
 from __future__ import annotations

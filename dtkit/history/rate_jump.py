@@ -1,30 +1,57 @@
-"""The rule by which a new learning rate is far above the last one, so maybe mistyped: `run.set` warns, pages ask."""
+"""The rule by which a new learning rate is far from the last one, so maybe mistyped: `run.set` warns, pages ask.
+
+The last rate may be such a slip itself. A rate that is near the one before it is the way back, and no other slip.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from dtkit.history.remembered import remember_last
 
 if TYPE_CHECKING:
     from dtkit.history.history import History
 
 MAX_FACTOR = 100
-"""Factor on the last rate that was not 0, from which on a rate is far."""
+"""Factor from which on a rate is far above another one, and beyond which it is far below."""
 
-_MAX_ROWS = 100_000  # latest ones, among which the rate before a pause of the optimizer is looked for
+_MAX_ROWS = 100_000  # latest ones, among which earlier rates are looked for
+_MAX_SHOWN_FACTOR = 1e6  # a larger one is a slip in any case, and as a number hard to read
+_TOLERANCE = 1 + 1e-9  # 0.0007 is one hundredth of 0.07, but not in floating point
 
 
 def describe_rate_jump(history: History, current: float | None, lr: float) -> str:
-    """Return a text such as ``1e+10 times the 0.1 before``; empty where a rate is not far above the last one."""
-    before = current or _find_last_rate(history)
-    if not before or lr < MAX_FACTOR * before:
+    """Return a text such as ``500 times the 0.1 before``; empty where a rate is near the last one, or is 0."""
+    rates = find_reference_rates(history, current)
+    if not lr or not rates or any(not _is_far(rate, lr) for rate in rates):
         return ""
-    return f"{lr / before:.3g} times the {before:.6g} before"
+    before = min(rates, key=lambda rate: abs(math.log(rate) - math.log(lr)))
+    is_higher, known = lr > before, f"the {before:.6g} before"
+    log_factor = abs(math.log(before) - math.log(lr))  # the factor itself may be beyond floating point
+    if log_factor > math.log(_MAX_SHOWN_FACTOR) + 1e-9:
+        return f"more than a million times {known}" if is_higher else f"less than a millionth of {known}"
+    factor = f"{float(f'{math.exp(log_factor):.3g}'):,.0f}"
+    return f"{factor} times {known}" if is_higher else f"1/{factor} of {known}"
 
 
-def _find_last_rate(history: History) -> float | None:
-    """Return the last rate that was not 0; None without one."""
+@remember_last
+def find_reference_rates(history: History, current: float | None) -> list[float]:
+    """Return the last rate that was not 0, and the last one that was far from it, where there are any."""
     rates = history.rows(max(0, len(history) - _MAX_ROWS))["lr"]
-    used = np.flatnonzero(rates > 0)
-    return float(rates[used[-1]]) if len(used) else None
+    if not current:
+        used = np.flatnonzero(rates > 0)
+        current = float(rates[used[-1]]) if len(used) else None
+    if not current:
+        return []
+    if all(event.kind != "lr" for event in history.events):  # nobody has set any, and a schedule makes no slip
+        return [current]
+    far = np.flatnonzero((rates > 0) & ((rates <= current / MAX_FACTOR) | (rates > current * MAX_FACTOR * _TOLERANCE)))
+    return [current, *([float(rates[far[-1]])] if len(far) else [])]
+
+
+def _is_far(before: float, lr: float) -> bool:
+    """Return whether a rate is far from the one before: a hundredfold, or less than a hundredth."""
+    return lr >= MAX_FACTOR * before or lr * MAX_FACTOR * _TOLERANCE < before

@@ -175,6 +175,9 @@ class Verification:
             )
         return f"{self.verdict}, difference={self.compared_difference:.3g}, tolerance={self.tolerance:g}"
 
+    def __str__(self) -> str:
+        return self.text()
+
     def __repr__(self) -> str:
         return f"Verification({self._summarize()})"
 

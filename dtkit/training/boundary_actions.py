@@ -94,7 +94,10 @@ class EvaluationAction:
 
     def _on_result(self, step: int, values: Sequence[Any]) -> None:
         self._mark_done(step)
-        self._progress.recorder.record_evaluation(step, values)
+        recorder = self._progress.recorder
+        if step >= self._progress.plan.steps:
+            recorder.boundary_times.record_last_validation(step)
+        recorder.record_evaluation(step, values)
 
     def _on_failure(self, step: int, error: EngineError) -> None:
         """Pause. The training itself is intact, and this evaluation is not repeated."""

@@ -25,10 +25,18 @@ class BoundaryTimeRecorder:
     def __init__(self, history: History) -> None:
         self._history = history
         self._callbacks_s = self._elapsed_s = 0.0
+        self._last_validation_s = 0.0  # which the engines report once more if the run is extended
 
     def add_callbacks(self, seconds: float) -> None:
         """Note the time for which callbacks ran since the last steps."""
         self._callbacks_s += seconds
+
+    def record_last_validation(self, step: int) -> None:
+        """Record the validation after the last step of a run: no later steps come with its time."""
+        elapsed_s = self._history.position[1]
+        passed_s, self._elapsed_s = elapsed_s - self._elapsed_s, elapsed_s
+        self._last_validation_s = passed_s
+        self._history.add(ScalarRecord(0, {BETWEEN_PREFIX + VALIDATION: [(step, passed_s, 1.0)]}))
 
     def record(self, step: int, results: Sequence[DispatchResult]) -> None:
         """Record the time before `step`, the first one of a dispatch."""
@@ -40,7 +48,10 @@ class BoundaryTimeRecorder:
             return
         names = {name for part in measured for name in part}
         seconds = {name: statistics.fmean(part.get(name, 0.0) for part in measured) for name in names}
-        all_s = min(seconds.pop(ALL), passed_s)  # without pauses
+        known_s, self._last_validation_s = self._last_validation_s, 0.0
+        all_s = min(max(0.0, seconds.pop(ALL) - known_s), passed_s)  # without pauses
+        if known_s:
+            seconds.pop(VALIDATION, None)
         waiting_s = max(0.0, all_s - sum(seconds.values()))
         seconds[CALLBACKS] = min(callbacks_s, waiting_s)
         waiting_s -= seconds[CALLBACKS]

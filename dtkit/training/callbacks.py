@@ -194,8 +194,7 @@ class EarlyStopping:
         elif self._run is None or self._run() is not run:
             self._reset(run)
         self._epoch += 1
-        has_validation = "validation" in dict(run.spec.settings)
-        if has_validation and not self._has_new_evaluation(run):
+        if run.spec.has_validation and not self._has_new_evaluation(run):
             self._restore_at_end(run)
             return
         if self._epoch == 1 and not run.history.evaluations:

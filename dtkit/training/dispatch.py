@@ -208,7 +208,7 @@ class StepDispatcher:
             ruined_step=ruined_step,
             large_loss=find_large_loss(progress.history),
         )
-        progress.pause_for(NonFiniteError(failures, choose_remedy(results, ruined_step)))
+        progress.pause_for(NonFiniteError(failures, choose_remedy(progress.step, results, ruined_step)))
         progress.add_event("error", f"not finite at step {progress.step}; all nodes paused before the update")
 
     def _on_cancel(self, dispatch: StepRequest, step: int) -> None:

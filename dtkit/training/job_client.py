@@ -25,7 +25,7 @@ from dtkit.training.validation import check_count
 from dtkit.types import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dtkit.history.workload import Workload
@@ -53,18 +53,19 @@ class JobClient:
         self._fetched_state: tuple[int, Mapping[str, Any]] | None = None
         self._model: tuple[int, Any] | None = None
         self._kept_placement: tuple[Any] | None = None
+        self._last_memory: tuple[int, Sequence[Any]] | None = None  # its step, and the reports of all ranks
 
     @property
     def is_running(self) -> bool:
         """Whether the run takes steps, or is about to."""
         return self._progress.state in (State.PENDING, State.RUNNING)
 
-    def check_not_released(self, action: str) -> None:
-        """Raise RunError if the engines have freed the job."""
+    def check_not_released(self, action: str, remedy: str = "") -> None:
+        """Raise RunError if the engines have freed the job. By default, it says how to train on."""
         if self.is_released:
             raise RunError(
                 f"{action} needs the job on the engines, and this run was released: by run.release(), by a later train "
-                f"or with its cluster. {self.describe_remains()}"
+                f"or with its cluster. {remedy or self.describe_remains()}"
             )
 
     def describe_remains(self) -> str:
@@ -247,11 +248,17 @@ class JobClient:
         """See :meth:`dtkit.Run.memory`."""
         from dtkit.planning.memory_report import Memory
 
-        self.check_not_released("memory")
+        if self._last_memory is None:
+            self.check_not_released("memory", "Call run.memory() before that: it then returns the same afterwards")
         if expected is not None and not hasattr(expected, "get_rows"):
             raise TypeError(f"memory(plan={expected!r}): it must be a plan, as from cluster.plan(...)")
-        plan, step = self._progress.plan, self._progress.step
-        reports = self._engine_group.call_all(make_call(JobOperations.memory_usage, job=plan.job), timeout=timeout)
+        plan = self._progress.plan
+        if self.is_released and self._last_memory is not None:
+            step, reports = self._last_memory
+        else:
+            step, call = self._progress.step, make_call(JobOperations.memory_usage, job=plan.job)
+            reports = self._engine_group.call_all(call, timeout=timeout)
+            self._last_memory = step, reports
         return Memory.from_reports(plan.spec.name, plan.spec.strategy, step, reports, expected)
 
     def measure_workload(self, timeout: float | None) -> Workload:

@@ -333,6 +333,7 @@ def _make_spec(
         settings=describe_settings(config),
         sources=collect_sources(config),
         model=model_handle.summary,
+        has_validation=config.validation is not None,
     )
 
 

@@ -85,7 +85,7 @@ class LearningRateUpdater:
 
 
 def warn_of_jump(history: History, current: float | None, lr: float) -> None:
-    """Warn of a rate that is far above the last one that was not 0, so maybe mistyped."""
+    """Warn of a rate that is far from the last one that was not 0, so maybe mistyped."""
     jump = describe_rate_jump(history, current, lr)
     if jump:
         warnings.warn(

@@ -71,11 +71,18 @@ def build_nonfinite_failures(
     ]
 
 
-def choose_remedy(advances: Sequence[DispatchResult], ruined_step: int | None) -> str:
-    """Return what helps: "train", "data" or "lr", see :class:`~dtkit.errors.NonFiniteError`."""
+def choose_remedy(step: int, advances: Sequence[DispatchResult], ruined_step: int | None) -> str:
+    """Return what helps: "train", "data" or "lr", see :class:`~dtkit.errors.NonFiniteError`.
+
+    Before the first update no learning rate has been used, so that another one doesn't help.
+    """
     if ruined_step is not None or _find_largest_parameter(advances) > _MAX_PARAMETER:
         return "train"
-    return "data" if any(advance.nonfinite.bad_rows for advance in advances) else "lr"
+    return "data" if not step or _has_bad_rows(advances) else "lr"
+
+
+def _has_bad_rows(advances: Sequence[DispatchResult]) -> bool:
+    return any(advance.nonfinite.bad_rows for advance in advances)
 
 
 def _find_largest_parameter(advances: Sequence[DispatchResult]) -> float:
@@ -89,7 +96,9 @@ def _describe_remedy(
         return _describe_ruin(ruined_step)
     if (largest := _find_largest_parameter(advances)) > _MAX_PARAMETER:
         return _describe_large_parameters(step, largest, large_loss)
-    return {"data": _DATA_REMEDY, "lr": _REMEDY if step else _REMEDY_AT_START}[choose_remedy(advances, ruined_step)]
+    if _has_bad_rows(advances):
+        return _DATA_REMEDY
+    return _REMEDY if step else _REMEDY_AT_START
 
 
 def _describe_large_parameters(step: int, largest: float, large_loss: tuple[int, float] | None) -> str:

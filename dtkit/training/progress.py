@@ -128,6 +128,7 @@ class RunProgress:
             elapsed_s=self.elapsed_s,
             remaining_s=self._estimate_remaining_s(step, spec.steps),
             message=describe(state),
+            is_stepping=state is State.RUNNING and self.target_step < self.plan.steps,
         )
 
     def _estimate_remaining_s(self, step: int, steps: int) -> float | None:

@@ -221,7 +221,7 @@ class Run(ShownRun):
     def set(self, *, lr: float, timeout: float | None = None) -> int:
         """Set a new learning rate on every rank from the same step on. Returns the first step that uses it.
 
-        Further parameter groups keep their ratio to the first one. A rate far above the last one gives a warning.
+        Further parameter groups keep their ratio to the first one. A rate far from the last one gives a warning.
         """
         value = parse_lr(lr)
         warn_of_jump(self.history, self.lr, value)
@@ -326,6 +326,7 @@ class Run(ShownRun):
         """Return the measured contents of each rank's memory, next to the prediction of `plan` (a cluster.plan).
 
         Parameters, gradients and optimizer state are the current ones; the peak is the largest memory of each process.
+        Of a run that was released, as by the next training, it is the last measurement, if there was one.
         """
         return self._job.measure_memory(plan, timeout)
 

@@ -669,11 +669,11 @@ def test_a_far_higher_learning_rate_asks_once(page: Page):
     rate, unsent = view.root.get_by_test_id("lr"), view.root.get_by_test_id("lr-unsent")
     rate.fill("1000")
     rate.press("Enter")
-    expect(unsent).to_have_text("100000 times as much? Enter again")
+    expect(unsent).to_have_text("100,000 times as much? Enter again")
     rate.fill("2000")  # another number asks again
     expect(unsent).to_have_text("Enter sends it")
     rate.press("Enter")
-    expect(unsent).to_have_text("200000 times as much? Enter again")
+    expect(unsent).to_have_text("200,000 times as much? Enter again")
     assert view.sent == []
     assert list_overflowing(page) == []
     rate.press("Enter")
@@ -681,6 +681,32 @@ def test_a_far_higher_learning_rate_asks_once(page: Page):
     rate.fill("0.5")  # 50 times as much
     rate.press("Enter")
     assert [message["value"] for message in view.sent] == [2000, 0.5]
+
+
+def test_a_far_lower_learning_rate_asks_once_and_the_way_back_does_not(page: Page):
+    run = make_source(2)
+    run.advance(5)
+    view = StaticView(page, run)
+    rate, unsent = view.root.get_by_test_id("lr"), view.root.get_by_test_id("lr-unsent")
+    for typed, question in (("0.00002", "1/500 of that"), ("1e-40", "below a millionth of that")):
+        rate.fill(typed)
+        rate.press("Enter")
+        expect(unsent).to_have_text(f"{question}? Enter again")
+    assert view.sent == []
+    assert list_overflowing(page) == []
+    rate.press("Enter")
+    assert [message["value"] for message in view.sent] == [1e-40]
+    run.lr = 1e-40
+    run.event("lr", "learning rate 1e-40")
+    view.report_effect("learning rate 1e-40")
+    rate.fill("1e9")
+    rate.press("Enter")
+    expect(unsent).to_have_text("over a million times as much? Enter again")
+    for near in ("0.05", "0.0001", "0"):  # the way back, one hundredth of it, and a rest
+        rate.fill(near)
+        rate.press("Enter")
+        view.report_effect(f"learning rate {near}")
+    assert [message["value"] for message in view.sent] == [1e-40, 0.05, 0.0001, 0]
 
 
 def test_a_far_higher_learning_rate_than_before_a_pause_of_learning_asks_too(page: Page):

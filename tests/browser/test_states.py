@@ -358,6 +358,27 @@ def test_an_ended_run_without_commands_keeps_no_room_for_them(page: Page):
     assert tiles["y"] - progress["y"] - progress["height"] < 20
 
 
+def test_resume_takes_a_click_before_the_pause_after_a_step(page: Page):
+    run = make_run()
+    run.state = State.PAUSED
+    view = StaticView(page, run)
+    resume = view.root.get_by_test_id("resume")
+    view.root.get_by_test_id("step").click()
+    run.state, run.is_stepping = State.RUNNING, True
+    run.advance(1)
+    view.update()  # the new step's number comes before the state "paused"
+    expect(resume).to_be_enabled()
+    expect(resume).to_have_class(re.compile("dtk-primary"))
+    expect(view.root.get_by_test_id("step")).to_be_disabled()
+    resume.evaluate("(button) => button.click()")  # at once, as a script does
+    assert [message["command"] for message in view.sent] == ["step", "resume"]
+    expect(resume).to_have_text("▶Resuming…")
+    run.is_stepping = False
+    view.report_effect("resumed at step 51 on all nodes")
+    expect(resume).to_have_text("▶Resume")
+    expect(resume).to_be_disabled()
+
+
 def test_an_ended_run_offers_what_it_can_still_do(page: Page):
     run = make_run()
     view = StaticView(page, run, offers=["save", "kill", "slow"])
@@ -517,7 +538,7 @@ _LINE_END = """(el) => {
 }"""
 
 
-def test_an_engine_that_ends_after_its_run_is_named_in_the_table_of_nodes(page: Page):
+def test_an_engine_that_ends_after_its_run_is_named_with_the_remedy(page: Page):
     run = make_run()
     run.slowness = {1: 2.0}
     run.advance(200)
@@ -537,9 +558,14 @@ def test_an_engine_that_ends_after_its_run_is_named_in_the_table_of_nodes(page: 
     expect(button).to_have_attribute("aria-label", "highlight node 1, its engine has ended")
     expect(view.root.locator(".dtk-chip")).to_have_text("✓ completed")  # and its loss, and all else
     expect(view.root.get_by_test_id("alert")).to_be_hidden()
+    notices, tiles = view.root.get_by_test_id("notices"), view.root.get_by_test_id("tiles")
+    expect(notices).to_contain_text(f"✕ the engine of node 1 on host0 is gone: {remedy}")
+    expect(tiles).to_contain_text("nodes2 / 3✕ node 1 ended since")
     run.ended_engines = {}  # repaired
     view.update()
     expect(told).to_be_hidden()
+    expect(notices).not_to_contain_text("gone")
+    expect(tiles).to_contain_text("nodes3 / 3on 1 host")
     expect(button).to_have_text("▲ 1")
 
 

@@ -32,7 +32,7 @@ class FakeSource:
         ]
         self.history = History(ranks_per_replica=stages)
         self.state, self.message, self.exception, self.lr = State.RUNNING, "", None, 0.1
-        self.remaining_s = 12.0
+        self.remaining_s, self.is_stepping = 12.0, False
         self.step, self.elapsed_s = 0, None
         self.history.read_position = lambda: (self.step, self.status.elapsed_s)
         self.posted = []
@@ -48,7 +48,8 @@ class FakeSource:
     @property
     def status(self):
         elapsed_s = self.step * 0.1 if self.elapsed_s is None else self.elapsed_s
-        return Status(self.state, self.step, self.spec.steps, 0, elapsed_s, self.remaining_s, self.message)
+        is_stepping = self.is_stepping and self.state is State.RUNNING
+        return Status(self.state, self.step, self.spec.steps, 0, elapsed_s, self.remaining_s, self.message, is_stepping)
 
     def subscribe(self, callback):
         self._callbacks.append(callback)

@@ -12,6 +12,7 @@ from dtkit.dashboard.summary.metrics import build_tiles, compute_epoch
 from dtkit.dashboard.summary.remedy import find_remedy
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.history.divergence import find_divergence
+from dtkit.history.rate_jump import find_reference_rates
 
 if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
@@ -27,6 +28,7 @@ def describe_head(run: RunView, status: Status, metrics: RunMetrics, lost_nodes:
     return {
         "status": {
             "state": status.state.value,
+            **({"stepping": True} if status.is_stepping else {}),
             "step": status.step,
             "steps": status.steps,
             "epoch": epoch,
@@ -40,6 +42,13 @@ def describe_head(run: RunView, status: Status, metrics: RunMetrics, lost_nodes:
             "message": "" if find_stall(run) else formatting.sanitize_text(status.message),
         },
         "lr": replace_nonfinite(run.lr),
+        **_describe_reference_rates(run),
         "tiles": [dataclasses.asdict(tile) for tile in build_tiles(run, metrics)],
         "throughput": replace_nonfinite(metrics.throughput),
     }
+
+
+def _describe_reference_rates(run: RunView) -> dict[str, Any]:
+    """Return the rates that a page compares a new one with, unless that is the present one alone."""
+    rates = find_reference_rates(run.history, run.lr)
+    return {} if rates == [run.lr] or not rates else {"rates": rates}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtkit._util import formatting
+from dtkit._util import formatting, timeouts
 from dtkit.dashboard.summary.causes import Cause
 from dtkit.dashboard.summary.printed_times import PrintedTimes
 from dtkit.history.between_steps import CALLBACKS, CHECKPOINTS, SNAPSHOTS, VALIDATION, WAITING
@@ -38,9 +38,9 @@ def find_causes_between(spec: RunSpec, between: TimeBetween) -> Iterator[Cause]:
     if between.share(CALLBACKS) > 0:
         remedy = "engines wait until they return; slow work belongs on a thread of its own"
         yield _judge_removable(between, CALLBACKS, CALLBACKS, "callbacks take", remedy)
-    if between.share(WAITING) > 0:
-        remedy = "what else runs in this notebook, or on its machine, keeps it from sending the next call"
-        yield _judge_removable(between, WAITING, "dispatches", "waiting for the notebook between calls takes", remedy)
+    if between.share(WAITING) > 0 and between.whole_s >= timeouts.VERDICT_WAITING_RUN_S:
+        remedy = "other work in the notebook, or on its machine, delays its next call"
+        yield _judge_removable(between, WAITING, "dispatches", "waiting for the notebook takes", remedy)
 
 
 def describe_time_between(between: TimeBetween) -> str:
@@ -89,11 +89,12 @@ def _judge_removable(between: TimeBetween, kind: str, name: str, phrase: str, re
     show = PrintedTimes(whole_s, seconds)
     whole, part = show.round(whole_s), show.round(seconds)
     rest = whole - part
-    ratio = f"; without, the run would be {whole / rest:.1f} times as fast" if rest > 0 else ""
+    ratio = f"the run would be {whole / rest:.1f} times as fast" if rest > 0 else ""
+    sentences = [remedy, f"Without, {ratio}"] if remedy else [f"without, {ratio}"]
     return Cause(
         name,
         f"{phrase} {formatting.format_percent(seconds / whole_s)} of the time",
-        f"{remedy}{ratio}" if remedy else ratio.removeprefix("; "),
+        ". ".join(sentences if ratio else sentences[:-1]),
         seconds / whole_s,
         (
             f"since the first step: {show(whole)} - {show(part)} = {show(rest)} without",

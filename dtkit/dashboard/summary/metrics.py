@@ -11,6 +11,7 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit.dashboard.summary.activity import find_activity
 from dtkit.dashboard.summary.curves import find_rows_without_loss
+from dtkit.dashboard.summary.ended_engines import find_ended_engines
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall, format_place
 from dtkit.dashboard.summary.timing import StepTiming, compute_step_timing, count_window_steps, format_nodes
@@ -198,6 +199,8 @@ def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:
         return Tile("nodes", alive, f"✕ {format_nodes(sorted(metrics.lost_nodes))} lost", alert=True)
     if stall is not None:
         return Tile("nodes", alive, format_place(stall), alert=True)
+    if ended := find_ended_engines(run):  # the numbers of the run stay as they were
+        return Tile("nodes", f"{world - len(ended):,} / {world:,}", f"✕ {format_nodes(ended)} ended since")
     if num_initial > world:
         return Tile("nodes", alive, f"was {num_initial:,}: {num_initial - world:,} left out")
     hosts = len({node.host for node in run.nodes})

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.activity import describe_last_repair
+from dtkit.dashboard.summary.ended_engines import find_ended_engines
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_sentence
 from dtkit.dashboard.summary.timing import format_nodes
@@ -32,6 +33,7 @@ NOTICE_GLYPHS = {
     "diverged": "✕",
     "overfits": "▲",
     "identical": "✓",
+    "ended": "✕",
     "fewer": "○",
     "slowed": "▼",
     "repaired": "+",
@@ -66,6 +68,7 @@ def collect_notices(run: RunView, lost_nodes: LostNodes | None = None) -> list[N
         *_make_consistency_notice(run.consistency, ranks),
         *_make_divergence_notice(run),
         *_make_overfitting_notice(run),
+        *_make_ended_notice(run),
         *([] if lost_nodes else _make_left_out_notice(run)),
         *_make_delay_notices(run),
         *_make_repair_notice(run),
@@ -106,6 +109,14 @@ def _make_stuck_notice(run: RunView, lost_nodes: LostNodes) -> Iterator[Notice]:
     stall = find_stall(run)
     if stall is not None and stall.rank not in lost_nodes:  # its remedy came too late
         yield Notice("stuck", formatting.sanitize_text(format_sentence(stall), 600))
+
+
+def _make_ended_notice(run: RunView) -> Iterator[Notice]:
+    """Return a notice on engines that have ended since the run did, with reason and remedy of the first."""
+    if ranks := find_ended_engines(run):
+        reason = formatting.name_nodes(dict(run.ended_engines or {})[ranks[0]])
+        others = f" ({format_nodes(ranks[1:])}: likewise)" if ranks[1:] else ""
+        yield Notice("ended", formatting.sanitize_text(reason, 600) + others)
 
 
 def _make_left_out_notice(run: RunView) -> Iterator[Notice]:

@@ -25,7 +25,7 @@ def collect_parameters(run: Run, params: Mapping[str, Any]) -> dict[str, PlainVa
     """Return the parameters of a run, with those of the user. Other values than text and numbers become text."""
     values: dict[str, Any] = dict(dataclasses.asdict(run.spec))
     values |= dict(values.pop("settings"))
-    del values["sources"]  # of functions: no parameters
+    del values["sources"], values["has_validation"]  # functions' sources are no parameters; `validation` is one already
     values["parameters"] = (values.pop("model") or {}).get("parameters", 0)
     values |= {"learning_rate": run.lr, "nodes": run.spec.world_size} | _describe_nodes(run)
     values |= {"python": platform.python_version(), "dtkit": VERSION, "torch": importlib.metadata.version("torch")}

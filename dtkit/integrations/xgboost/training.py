@@ -216,10 +216,10 @@ def _run_tracker(world_size: int) -> Iterator[dict[str, Any]]:
     from xgboost.core import XGBoostError
     from xgboost.tracker import RabitTracker
 
-    tracker = RabitTracker(world_size, _LOOPBACK, sortby="task", timeout=int(timeouts.XGBOOST_TRACKER_TIMEOUT_S))
+    tracker = RabitTracker(world_size, _LOOPBACK, sortby="task", timeout=int(timeouts.XGBOOST_TIMEOUT_S))
     tracker.start()
     try:
-        yield {**tracker.worker_args(), "dmlc_timeout": int(timeouts.XGBOOST_COLLECTIVE_TIMEOUT_S), "dmlc_retry": 1}
+        yield {**tracker.worker_args(), "dmlc_timeout": int(timeouts.XGBOOST_TIMEOUT_S), "dmlc_retry": 1}
     finally:
         with contextlib.suppress(XGBoostError):  # raised if a rank has failed, which the call has reported
             tracker.free()

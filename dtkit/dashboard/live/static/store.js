@@ -18,7 +18,7 @@ export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", sto
  */
 export function newStore() {
   return {
-    seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], throughput: null, error: null, refused: null, refusedAt: -Infinity,
+    seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, rates: [], tiles: [], throughput: null, error: null, refused: null, refusedAt: -Infinity,
     notices: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], stopped: [], outliers: [], slow: [], slowed: [] },
     detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, firstSteps: 0, effectAt: -Infinity, spot: null, strip: null, pictures: new Map(), series: new Map(),
     beats: false, gone: false, lost: false, view: newView(), send: () => {}, redraw: () => {}, sight: { watch: () => {}, isAway: () => false }, pictureSight: { watch: () => {} }, attention: { watch: () => {}, forget: () => {}, isHidden: () => false },
@@ -95,7 +95,7 @@ export function apply(store, content, buffers) {
   }
   if (content.kind === "text") {
     store.received = Date.now();
-    for (const key of ["status", "lr", "tiles", "throughput"]) store[key] = content[key];
+    applyHead(store, content);
     return true;
   }
   if (content.kind === "refused") {
@@ -130,7 +130,8 @@ export function apply(store, content, buffers) {
     return true;
   }
   store.received = Date.now();
-  for (const key of ["status", "lr", "tiles", "throughput", "error", "notices"]) store[key] = content[key];
+  applyHead(store, content);
+  for (const key of ["error", "notices"]) store[key] = content[key];
   if (content.verdict !== undefined) store.verdict = content.verdict;
   applyNow(store, content);
   store.head = content.head ?? store.head; // it changes when nodes are left out
@@ -193,6 +194,11 @@ function floats(buffer) {
 
 function applySeries(store, series, values) {
   for (const one of series) store.series.set(one.name, { ...one, values: values.subarray(one.first, one.first + one.points * (one.lines + 1)) });
+}
+
+function applyHead(store, content) {
+  for (const key of ["status", "lr", "tiles", "throughput"]) store[key] = content[key];
+  store.rates = content.rates ?? (store.lr > 0 ? [store.lr] : []); // that a new one is compared with
 }
 
 function applyNow(store, content) {

@@ -6,7 +6,7 @@ import { isReady, LIVE } from "../store.js";
 const BUTTONS = [
   { command: "pause", glyph: "‖", label: "Pause", asking: "Pausing…", when: ["pending", "running"] },
   { command: "lower", glyph: "↓", label: "Lower rate", asking: "Lowering…", when: ["paused"] },
-  { command: "resume", glyph: "▶", label: "Resume", asking: "Resuming…", when: ["paused"] },
+  { command: "resume", glyph: "▶", label: "Resume", asking: "Resuming…", when: ["paused"], duringStep: true },
   { command: "step", glyph: "▸|", label: "Step", asking: "Stepping…", when: ["paused"] },
   { command: "stop", glyph: "■", label: "Stop", asking: "Stopping…", when: LIVE },
   { command: "save", glyph: "↓", label: "Save", asking: "Saving…", when: [...LIVE, "completed", "stopped"], offered: true },
@@ -14,7 +14,8 @@ const BUTTONS = [
 const REALLY_STOP = "Sure?"; // short, so that the button keeps its width
 const LOWER = 10; // how many times lower the rate is that a diverged run is offered
 const SURE_MS = 5000;
-const SURE_FACTOR = 100; // of a rate, from which the box asks, since it may be mistyped
+const SURE_FACTOR = 100; // of a rate, from which the box asks, since it may be mistyped; as in rate_jump.py
+const TOLERANCE = 1 + 1e-9, MAX_SHOWN_FACTOR = 1e6; // both as there
 const EFFECT_MS = 15_000; // as EFFECT_SHOWN_S; the log keeps it
 
 export function controls(store, send, redraw) {
@@ -63,7 +64,7 @@ export function controls(store, send, redraw) {
       if (b.command === "lower") b.el.hidden = primary !== "lower";
       if (b.command === "pause" && primary === "lower") b.el.hidden = true; // its place is needed
       b.el.classList.toggle("dtk-primary", b.command === primary);
-      b.el.disabled = asked || store.lost || !b.when.includes(status.state);
+      b.el.disabled = asked || store.lost || !(b.when.includes(status.state) || (b.duringStep && status.stepping));
     }
     rate.update();
     faults.update();
@@ -90,10 +91,10 @@ function passFocusOn(el, buttons) {
 }
 /** Return the command that helps: what the error advises, or else what a run mostly needs. */
 function primaryCommand(store) {
-  const { state, remedy } = store.status;
+  const { state, remedy, stepping } = store.status;
   if (remedy === "lr" && store.lr > 0) return "lower"; // resuming would fail again
   if (remedy) return remedy === "lr" ? "" : "stop";
-  return state === "paused" ? "resume" : "pause";
+  return state === "paused" || stepping ? "resume" : "pause";
 }
 function lowerRate(store) {
   return +((store.lr ?? 0) / LOWER).toPrecision(6);
@@ -158,13 +159,26 @@ export function rateText(value) {
   return short.length <= RATE_CHARS ? short : String((+number.toPrecision(4)).toExponential());
 }
 
+/** Return whether a rate is far from all that the run had: a hundredfold, or below a hundredth. The kernel warns of the same. */
+function isFar({ rates }, value) {
+  const isNear = (rate) => value < SURE_FACTOR * rate && value * SURE_FACTOR * TOLERANCE >= rate;
+  return value > 0 && rates.length > 0 && !rates.some(isNear);
+}
+/** Return a far rate as a multiple of the nearest one, as in "500 times as much". */
+function describeJump({ rates }, value) {
+  const [log, isHigher] = rates.map((rate) => Math.log(value) - Math.log(rate)).map((log) => [Math.abs(log), log > 0]).sort(([a], [b]) => a - b)[0];
+  if (log > Math.log(MAX_SHOWN_FACTOR) + 1e-9) return isHigher ? "over a million times as much" : "below a millionth of that";
+  const factor = (+Math.exp(log).toPrecision(3)).toLocaleString("en-US");
+  return isHigher ? `${factor} times as much` : `1/${factor} of that`;
+}
+
 function rateField(store, ask, redraw) {
   const input = h("input", { type: "text", inputmode: "decimal", autocomplete: "off", spellcheck: "false", "data-testid": "lr", title: RATE_HELP }); // a number's field keeps what it can't read to itself
   const unsent = h("span", { class: "dtk-note", hidden: "", "data-testid": "lr-unsent" });
   const label = h("label", { class: "dtk-rate" }, "learning rate", input);
   const el = h("span", { class: "dtk-rate-field" }, label, unsent); // the note alone takes another line where it has no room
-  let edited = false, positive = NaN; // the last rate above 0
-  const sure = { value: null, at: 0 }; // the far higher rate that was entered once
+  let edited = false;
+  const sure = { value: null, at: 0 }; // the far rate that was entered once
   const isSure = () => Date.now() - sure.at < SURE_MS;
   const current = () => (store.lr === null ? "" : rateText(store.lr));
   const remains = () => { // a change may be under way
@@ -179,7 +193,7 @@ function rateField(store, ask, redraw) {
   };
   const edit = () => { edited = true; sure.at = 0; refuse(null); redraw(); };
   const send = (value) => {
-    const asks = value >= SURE_FACTOR * positive && !(isSure() && value === sure.value);
+    const asks = isFar(store, value) && !(isSure() && value === sure.value);
     [sure.value, sure.at] = [value, asks ? Date.now() : 0];
     if (asks) return redrawUntilSure(redraw);
     edited = false;
@@ -207,15 +221,13 @@ function rateField(store, ask, redraw) {
     }
   });
   const update = () => {
-    if (store.lr > 0) positive = store.lr;
     el.hidden = hasEnded(store);
     input.disabled = !LIVE.includes(store.status.state) || store.lost || store.lr === null;
     if (!edited && !store.asked.has("lr") && input.value !== current()) input.value = current();
     const isBad = input.getAttribute("aria-invalid") === "true";
     unsent.hidden = !edited;
     setAttr(unsent, "class", `dtk-note${isBad ? " dtk-refusal" : ""}`);
-    const asks = `${rateText(+(sure.value / positive).toPrecision(3))} times as much? Enter again`;
-    setText(unsent, isBad ? "✕ not sent" : isSure() ? asks : "Enter sends it");
+    setText(unsent, isBad ? "✕ not sent" : isSure() ? `${describeJump(store, sure.value)}? Enter again` : "Enter sends it");
   };
   return { el, update };
 }

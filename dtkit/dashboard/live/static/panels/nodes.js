@@ -51,7 +51,7 @@ function nodeRow(store, node) {
   return h("tr", { "data-rank": node.rank }, h("th", { scope: "row" }, ...swatch, button),
     ...[node.engine_id, node.host, node.pid, node.device, "", node.threads, "", ""].map((v) => h("td", {}, String(v))));
 }
-/** Return the state of a row. Only this table tells of an engine that ended after its run, which stays as it was. */
+/** Return the state of a row. An engine that ended after its run is marked here only: the run stays as it was. */
 function rowCondition(store, rank) {
   const what = condition(store, rank);
   return what !== "lost" && store.nodesNow.ended?.includes(rank) ? "ended" : what;

@@ -69,6 +69,23 @@ def test_a_long_headline_stays_within_its_figure(width):
     assert figure._suptitle.get_window_extent().x1 <= width * figure.dpi
 
 
+def test_signs_of_near_events_are_one_and_none_overlaps():
+    source = FakeSource(ranks=2)
+    near = (("pause", 3), ("lr", 3), ("resume", 9), ("lost", 4))
+    for kind, steps in (*near, ("repair", 30), ("repair", 60), ("save", 90)):
+        source.advance(steps)
+        source.event(kind, kind)
+    source.advance(60)
+    figure = run_figure.draw_run(source)
+    figure.canvas.draw()
+    for name in ("Loss", "Throughput"):
+        signs = [text for text in panel(figure, name).texts if text.get_gid() == "sign"]
+        assert len(signs) >= 2
+        assert signs[0].get_text().startswith("‖\u2009lr\u2009▶")
+        boxes = sorted((text.get_window_extent() for text in signs), key=lambda box: box.x0)
+        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+
+
 CELL_WIDTHS = {600: 484, 800: 692}
 """Width of a cell's output in JupyterLab by that of the window, in CSS pixels, as measured in Chromium."""
 
@@ -77,10 +94,10 @@ CELL_WIDTHS = {600: 484, 800: 692}
 def test_the_texts_of_a_picture_are_readable_in_narrow_windows(ranks):
     source = make_complete_run(ranks)
     figure = run_figure.draw_run(source)
-    width = render.get_css_width(figure)
+    width = render.get_css_width(figure) - 2 * render.CARD_PADDING  # as a saved notebook shows it
     assert width <= CELL_WIDTHS[800]
     points = {text.get_text(): text.get_fontsize() for text in figure.findobj(Text) if text.get_text()}
-    pixels_per_point = min(width, CELL_WIDTHS[600]) / figure.get_figwidth() / 72
+    pixels_per_point = min(width, CELL_WIDTHS[600] - 2 * render.CARD_PADDING) / figure.get_figwidth() / 72
     assert {text: size for text, size in points.items() if round(size * pixels_per_point) < 10} == {}
 
 
@@ -120,7 +137,7 @@ def test_a_saved_notebook_keeps_the_panels_about_learning_and_speed():
     assert not {"Timeline", "CPU (cores)", "pid"} & names
     assert any("run.report()" in name for name in names)
     assert render.get_css_width(figure) == render.get_css_width(whole)
-    assert figure.get_figheight() * render.get_css_width(figure) / figure.get_figwidth() < 1120
+    assert figure.get_figheight() * render.get_css_width(figure) / figure.get_figwidth() < 1140
     assert figure.get_figheight() < 0.6 * whole.get_figheight()
 
 
@@ -196,8 +213,8 @@ def test_each_node_has_a_line_and_a_label():
     nodes = [f"node {k}" for k in range(4)]
     assert lines(loss) == [*nodes, "mean"]
     assert lines(throughput) == [*nodes, "with waiting"]
-    assert end_labels(loss) == {*"0123", "mean"}
-    assert end_labels(throughput) == {*"0123"}  # longer names would take the width from the lines
+    assert end_labels(loss) == {*nodes, "mean"}
+    assert end_labels(throughput) == {*nodes}  # longer names would take the width from the lines
     assert throughput.get_xlabel() == "step, ┅ with waiting"
     assert throughput.get_ylim()[0] == 0
     steps, values = source.history.loss(2)
@@ -220,7 +237,7 @@ def test_lines_take_most_of_a_panel():
     source = make_complete_run(ranks=2)
     figure = run_figure.draw_overview(source)
     for name in ("Loss", "Throughput", "entropy"):
-        assert panel(figure, name).get_window_extent().width > 0.68 * figure.bbox.width / 2
+        assert panel(figure, name).get_window_extent().width > 0.64 * figure.bbox.width / 2
 
 
 def test_steps_without_rows_are_a_gap_with_single_steps_as_dots():
@@ -376,7 +393,7 @@ def test_optional_panels_are_drawn_where_they_have_data():
     source.advance(30)
     rate = panel(run_figure.draw_run(source), "Learning rate")
     assert lines(rate) == ["0.01"]
-    assert rate._right_title.get_text().startswith("0.01 since step 31")
+    assert rate._right_title.get_text().startswith("since step 31")
     plain = FakeSource()
     plain.advance(30)
     plain.history.rows()["grad_norm"][:] = np.nan

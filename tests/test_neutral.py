@@ -7,13 +7,11 @@ import pytest
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-import dtkit
 from dtkit.dashboard.figures.neutral import NEUTRAL_COLOR
 from dtkit.dashboard.figures.render import create_figure, render_notebook_png
 from dtkit.dashboard.figures.run_figure import draw_run
 from dtkit.data.partition import Partition
 from dtkit.schedules.schedule import Schedule
-from tests.support.comparison_sources import make_source
 from tests.support.fake_source import FakeSource
 
 
@@ -48,8 +46,8 @@ def test_picture_of_a_run_has_no_background_and_no_black_text():
 
 @pytest.mark.parametrize(
     "shown",
-    [Schedule.from_name("1F1B", 2, 4), Partition(9, 2), dtkit.compare([make_source(), make_source()])],
-    ids=["schedule", "partition", "comparison"],
+    [Schedule.from_name("1F1B", 2, 4), Partition(9, 2)],
+    ids=["schedule", "partition"],
 )
 def test_pictures_of_results_let_the_theme_through(shown):
     with Image.open(io.BytesIO(shown._repr_png_())) as image:

@@ -95,7 +95,7 @@ def test_a_band_of_merged_buckets_leaves_out_single_slow_steps(tmp_path: Path):
 def test_a_rate_is_plain_while_it_can_be_read_at_a_glance(tmp_path: Path):
     rates = [0, 0.1, 0.0003, 0.00002, 0.00000146, 12345.678, 123456]
     texts = evaluate_page_code(tmp_path, "numbers.js", ["shortRate"], f"{json.dumps(rates)}.map(shortRate)")
-    assert texts == ["0", "0.1", "0.0003", "0.00002", "1.46e-6", "12350", "1.235e5"]
+    assert texts == ["0", "0.1", "0.0003", "0.00002", "1.46e-6", "12,350", "1.235e5"]
 
 
 _PACED_PAGE = """((cost, until, spare, every = 250, parts = 1) => {

@@ -664,14 +664,14 @@ def test_a_short_run_names_the_steps_of_its_numbers():
     cards = {name: note for name, _, note in iterate_cards(source, None)}
     assert cards["training loss"] == "mean of the last 4 steps"
     assert re.fullmatch(
-        r"samples/s in all steps but the first, which warms up; \d+ ms are too short for a steady rate",
+        r"samples/s in steps from the 2nd on; not steady: \d+ ms in all",
         cards["throughput"],
     )
     source.advance(40)
     cards = {name: note for name, _, note in iterate_cards(source, None)}
     assert (cards["training loss"], cards["throughput"]) == (
         "mean of the last 20 steps",
-        "samples/s in all steps but the first, which warms up",
+        "samples/s in steps from the 2nd on",
     )
 
 
@@ -708,7 +708,7 @@ def test_the_parts_of_a_duration_add_up_and_explain_the_samples_per_second(tmp_p
     assert read_cards(source, tmp_path)["duration"][1] == f"{note} (validation)"
     source.event("save", "checkpoint at step 100")
     assert read_cards(source, tmp_path)["duration"][1] == f"{note} (validation, saving)"
-    assert cards["throughput"][1] == "samples/s in all steps but the first, which warms up"
+    assert cards["throughput"][1] == "samples/s in steps from the 2nd on"
     assert re.search(r"50 s elapsed, \d+ s of them in the steps after the first", run_text.format_run(source))
     row = make_row("a", source.history, "", (200, 50.0))
     assert row.steps_s == parts.steps_s

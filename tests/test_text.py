@@ -39,6 +39,7 @@ class Terminal(io.StringIO):
         (formatting.format_loss, None, "—"),
         (formatting.format_learning_rate, 0.1, "0.1"),
         (formatting.format_learning_rate, 5e-5, "0.00005"),
+        (formatting.format_learning_rate, 10_000.0, "10,000"),
         (formatting.format_learning_rate, 1.4612e-6, "1.461e-6"),
         (formatting.format_learning_rate, 1 / 3, "0.3333"),
         (formatting.format_learning_rate, 5e19, "5e19"),

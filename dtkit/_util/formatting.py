@@ -57,7 +57,7 @@ def format_learning_rate(value: Any) -> str:
     short = float(f"{value:.4g}")
     plain = f"{short:.15f}".rstrip("0").rstrip(".")
     if value < 1e5 and len(plain) <= _MAX_PLAIN_RATE_CHARS and float(plain) == short:
-        return plain
+        return plain if short < 1e3 else f"{short:,.10g}"
     return _format_exponent(short, 4)
 
 

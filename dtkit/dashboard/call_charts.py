@@ -54,8 +54,8 @@ def _place(call: CallView) -> tuple[CallWidget, PlacedView]:
 def _draw(call: CallView) -> Output:
     """Return the charts as a picture."""
     from dtkit.dashboard.figures.call_figure import draw_call
-    from dtkit.dashboard.figures.render import get_css_width, render_notebook_png
+    from dtkit.dashboard.figures.render import get_css_width, render_card_png
 
     figure = draw_call(call)
-    png = base64.b64encode(render_notebook_png(figure)).decode("ascii")
+    png = base64.b64encode(render_card_png(figure)).decode("ascii")
     return {"image/png": png, "text/plain": format_headline(call)}, {"image/png": {"width": get_css_width(figure)}}

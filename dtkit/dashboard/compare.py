@@ -152,15 +152,15 @@ class Comparison:
         display(self.make_mime_bundle(), raw=True)  # type: ignore[no-untyped-call]
 
     def _repr_png_(self) -> bytes:
-        from dtkit.dashboard.figures.render import render_notebook_png
+        from dtkit.dashboard.figures.render import render_card_png
 
-        return render_notebook_png(self.figure())
+        return render_card_png(self.figure())
 
     def _repr_html_(self) -> str:
-        from dtkit.dashboard.figures.render import format_img_tag
+        from dtkit.dashboard.figures.render import format_card_tag
 
         rows = self.rows
-        image = format_img_tag(self.figure(), describe_rows(rows))
+        image = format_card_tag(self.figure(), describe_rows(rows))
         differences = self.differences
         settings = make_differences_table(self.labels, differences).to_html() if differences else ""
         ends = "".join(f"<div>{html.escape(line)}</div>" for line in describe_ends(rows))

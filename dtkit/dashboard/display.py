@@ -70,11 +70,11 @@ def wait_until_replaced(run: RunView, timeout: float = timeouts.REPLACE_TIMEOUT_
 
 def make_static_output(run: RunView) -> Output:
     """Return the output for a saved notebook: (data, metadata) of a MIME bundle with a PNG and text."""
-    from dtkit.dashboard.figures.render import get_css_width, render_notebook_png
+    from dtkit.dashboard.figures.render import get_css_width, render_card_png
     from dtkit.dashboard.figures.run_figure import draw_overview
 
     figure = draw_overview(run)
-    png = base64.b64encode(render_notebook_png(figure)).decode("ascii")
+    png = base64.b64encode(render_card_png(figure)).decode("ascii")
     metadata = {"image/png": {"width": get_css_width(figure)}}  # or as wide as a narrower cell
     return {"image/png": png, "text/plain": run_text.format_run(run)}, metadata
 

@@ -82,18 +82,19 @@ def _name_work_between_steps(history: History) -> str:
 
 
 def _describe_throughput(history: History) -> str:
-    """Return the steps of the rate, and why the first isn't among them. Few or short steps come with their time."""
+    """Return the steps of the rate, without the first, which warms up. Few or short steps come with their time."""
     count = max(1, history.num_steps - 1)
     speed = compute_speed(history)
     if history.num_steps < 2 or not math.isfinite(speed.step_s):
         return "samples/s" if not history.num_steps else "samples/s of the only step, which also warms up"
     overall = compute_overall_rate(history, speed.samples_per_s)
-    between = "" if overall is None else f"; {formatting.format_rate(overall)} with the time between them"
-    note = f"samples/s in all steps but the first, which warms up{between}"
+    note = (
+        f"samples/s in steps from the 2nd on{'' if overall is None else f', {formatting.format_rate(overall)} overall'}"
+    )
     total_s = speed.step_s * count
     if count >= FINAL_LOSS_STEPS and total_s >= 1:  # seconds; a rate of less time is not steady
         return note
-    return f"{note}; {formatting.format_duration(total_s)} are too short for a steady rate"
+    return f"{note}; not steady: {formatting.format_duration(total_s)} in all"
 
 
 def _iterate_speed_up_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:

@@ -54,7 +54,8 @@ th, td {{ padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertica
 .facts td:first-child {{ color: var(--muted); white-space: nowrap; min-width: 0 !important; }}
 .facts td:last-child {{ min-width: 0 !important; overflow-wrap: anywhere; }}
 .code td:last-child {{ font: 12.5px/1.5 ui-monospace, monospace; }}
-.columns {{ columns: 2 600px; column-gap: 40px; }} .columns section {{ break-inside: avoid; }}
+.columns {{ columns: 2 600px; column-gap: 40px; }} .columns :is(tr, .scroll, details) {{ break-inside: avoid; }}
+.columns h2 {{ break-after: avoid; }} .columns p {{ break-before: avoid; }} /* facts may go on in the next column */
 .columns h2 {{ margin-top: 0; padding-top: 28px; }} .columns table {{ width: 100%; }}
 .columns section {{ font-size: 14px; }} .columns :is(th, td) {{ padding-inline: 4px !important; }}
 .columns .facts td:first-child {{ width: 190px; }}

@@ -65,7 +65,7 @@ def read_time_between(history: History) -> TimeBetween:
 
 
 class _StepSeconds:
-    """Seconds in the steps of a history but the first. Each look reads the new steps alone, since a run may have many."""
+    """Seconds in the steps of a history but the first. Each look reads new steps alone, since a run may have many."""
 
     def __init__(self) -> None:
         self.sum_s, self._num_read, self._num_returns = 0.0, 1, 0

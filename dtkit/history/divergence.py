@@ -126,6 +126,8 @@ def _find_growth(history: History, early: np.ndarray, last: np.ndarray, block: i
     lowest = min(early["loss"].min(), present["loss"].min(initial=math.inf))
     if len(present) < MIN_STEPS or not np.isfinite(present["loss"]).all() or lowest < 0:
         return None
+    if present["loss"].max() <= min(MIN_RATIO * start.loss, MIN_GROWTH * best.loss):
+        return None  # neither is the median larger, which takes longer to compute
     loss = float(np.median(present["loss"]))
     is_far = loss > MIN_RATIO * start.loss > 0
     is_lost = loss > MIN_GROWTH * best.loss > 0 and loss > _BACK_AT_START * start.loss and len(present) >= block // 2

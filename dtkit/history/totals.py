@@ -41,7 +41,6 @@ def sum_over_ranks(block: np.ndarray) -> np.ndarray:
 
 def divide_by_weight(stored: np.ndarray) -> np.ndarray:
     """Return a copy of stored totals, with the weighted mean as the loss; NaN without a weight."""
-    totals = stored.copy()
-    with np.errstate(invalid="ignore"):
-        totals["loss"] = np.where(totals["weight"] != 0, totals["loss"] / totals["weight"], np.nan)
+    totals, weight = stored.copy(), stored["weight"]
+    totals["loss"] = np.divide(stored["loss"], weight, out=np.full(len(stored), np.nan), where=weight != 0)
     return totals

@@ -294,7 +294,7 @@ def test_a_scale_that_charts_chose_is_called_automatic_until_a_person_chooses(pa
     run.advance(1, loss=5000.0)
     view = StaticView(page, run)
     scale, own = view.root.get_by_test_id("scale"), view.root.get_by_test_id(LOSS).get_by_test_id("chart-scale")
-    expect(scale).to_have_text("log y (auto)")
+    expect(scale).to_have_text("log y (1 of 2)")  # the loss, and not the norm
     expect(scale).to_have_attribute("title", re.compile("chosen by itself.*your choice stays"))
     expect(own).to_have_attribute("title", re.compile("chosen by itself"))
     scale.click()

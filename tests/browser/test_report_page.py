@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
@@ -46,6 +47,25 @@ def test_no_table_of_a_report_is_cut_off(page: Page, tmp_path: Path):
                  .filter((el) => el.scrollWidth > el.clientWidth).map((el) => el.textContent.slice(0, 60))"""
         )
         assert cut == []
+
+
+@pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
+def test_no_gap_is_left_below_a_column_of_a_report(page: Page, tmp_path: Path):
+    source = make_source()
+    settings = tuple((f"setting {k}", "a value") for k in range(30))
+    source.spec = dataclasses.replace(source.spec, settings=settings)
+    write_report(source, tmp_path / "run.html")
+    page.goto(f"file://{tmp_path / 'run.html'}")
+    bottoms: dict[str, float] = page.evaluate("""() => {
+      const bottoms = {};
+      for (const row of document.querySelectorAll(".columns :is(tr, p)")) {
+        const box = row.getBoundingClientRect(), column = Math.floor(2 * box.left / innerWidth);
+        bottoms[column] = Math.max(bottoms[column] ?? 0, box.bottom);
+      }
+      return bottoms;
+    }""")
+    assert len(bottoms) == 2
+    assert abs(bottoms["0"] - bottoms["1"]) < 100
 
 
 @pytest.mark.parametrize("name", ["run", "comparison"])

@@ -155,7 +155,7 @@ def test_panels_of_a_row_are_equally_high(page: Page):
           - document.querySelector('[data-testid="custom-panel"] img').clientHeight) < 1"""
     )
     view.root.get_by_test_id("panels-menu").click()
-    view.root.locator("[data-panel='Throughput']").uncheck()  # the loss gets the norm beside it
+    view.root.locator("[data-panel='Throughput']").uncheck()  # the loss gets the norm beside it, the picture is alone
     page.wait_for_function(
         """() => [...document.querySelectorAll("svg.dtk-lines-chart")]
           .filter((svg) => svg.clientHeight === 200).length === 2"""

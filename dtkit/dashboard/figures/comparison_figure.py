@@ -62,9 +62,10 @@ def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figu
     engine = figure.get_layout_engine()
     assert isinstance(engine, ConstrainedLayoutEngine)
     engine.set(wspace=0.05, hspace=0.06)
-    panels = list(figure.subplots(rows, 2, squeeze=False).flat)
-    for ax in panels[num_panels:]:
-        ax.remove()
+    grid = figure.add_gridspec(rows, 2)
+    panels = [figure.add_subplot(grid[k // 2, k % 2]) for k in range(num_panels - num_panels % 2)]
+    if num_panels % 2:  # the last one has a row of its own
+        panels.append(figure.add_subplot(grid[-1, :]))
     parts = [downsample(history, LOSS, history.num_ranks, _NUM_BUCKETS) for history in histories]
     _draw_runs(panels[0], [part.middle_steps for part in parts], parts, labels)
     _format_steps_panel(panels[0], parts)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from dtkit.dashboard.figures.style import COLORS, MUTED_COLOR
 from dtkit.dashboard.summary.event_marks import EVENT_GLYPHS, MARKED_EVENTS
@@ -16,28 +19,62 @@ if TYPE_CHECKING:
 
 _URGENT_EVENTS = ("error", "lost", "stuck", "diverged")
 _MAX_MARKED_EVENTS = 20
-_MAX_GLYPHS = 4
+_MAX_GLYPHS = 6
+_LETTER_PT = 7.0  # width of a letter of a sign, with the gap beside it
+_AXES_SHARE = 0.8  # of the width of a column, which also has numbers and names
 
 
 def mark_events(ax: Axes, events: Sequence[Event]) -> None:
-    """Draw a thin line and a glyph at the step of each marked event."""
-    left, right = ax.get_xlim()
-    signs: list[tuple[int, str, list[str]]] = []  # step, color, and glyphs of the events there, each once
-    for event in [event for event in events if event.kind in MARKED_EVENTS][-_MAX_MARKED_EVENTS:]:
+    """Draw a thin line at the step of each marked event, and signs above. Signs that would touch are one."""
+    signs: list[_Sign] = []
+    per_letter = _LETTER_PT * float(np.ptp(ax.get_xlim())) / _get_width_pt(ax)
+    marked = [event for event in events if event.kind in MARKED_EVENTS][-_MAX_MARKED_EVENTS:]
+    for event in marked:
         color = COLORS[5] if event.kind in _URGENT_EVENTS else MUTED_COLOR
         ax.axvline(event.step, 0, 0.94, color=color, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
-        glyph = EVENT_GLYPHS[event.kind]
-        if signs and event.step < signs[-1][0] + (0.01 + 0.02 * len(signs[-1][2])) * (right - left):
-            signs[-1][2].append(glyph)  # a text of its own would cover the previous one
-        else:
-            signs.append((event.step, color, [glyph]))
-    for step, color, glyphs in signs:
+        signs.append(_Sign(event.step, event.step, color, (EVENT_GLYPHS[event.kind],)))
+        while len(signs) > 1 and signs[-2].touches(signs[-1], per_letter):
+            later = signs.pop()
+            signs[-1] = signs[-1].join(later)
+    for sign in signs:
         ax.annotate(
-            _join_glyphs(list(dict.fromkeys(glyphs))[-_MAX_GLYPHS:]), (step, 1.0), xycoords=("data", "axes fraction"),
-            va="top", ha="center", fontsize=8, color=color, annotation_clip=True,
+            sign.text, (sign.middle, 1.0), xycoords=("data", "axes fraction"), va="top", ha="center", fontsize=8,
+            color=sign.color, annotation_clip=True, gid="sign",
         )  # fmt: skip
 
 
-def _join_glyphs(glyphs: Sequence[str]) -> str:
-    """Return glyphs as one text, apart from each other: a pause before an l would be read as a part of it."""
-    return "\u2009".join(glyphs)
+@dataclasses.dataclass(frozen=True)
+class _Sign:
+    """Glyphs of one event or of several near ones, over the middle of their steps."""
+
+    first: int
+    last: int
+    color: str
+    glyphs: tuple[str, ...]
+
+    @property
+    def middle(self) -> float:
+        return (self.first + self.last) / 2
+
+    @property
+    def text(self) -> str:
+        """Each glyph once, apart from each other: a pause before an l would be read as a part of it."""
+        return "\u2009".join(self.glyphs[-_MAX_GLYPHS:])
+
+    def touches(self, later: _Sign, per_letter: float) -> bool:
+        """Return whether a later sign would be drawn over this one."""
+        letters = len("".join(self.glyphs[-_MAX_GLYPHS:] + later.glyphs[-_MAX_GLYPHS:]))
+        return later.middle - self.middle < per_letter * (letters / 2 + 0.5)
+
+    def join(self, later: _Sign) -> _Sign:
+        """Return one sign for this and a later one. It is urgent if either is."""
+        color = later.color if self.color == MUTED_COLOR else self.color
+        return _Sign(self.first, later.last, color, tuple(dict.fromkeys((*self.glyphs, *later.glyphs))))
+
+
+def _get_width_pt(ax: Axes) -> float:
+    """Return the width that axes will have about, in points. They are laid out later."""
+    figure, place = ax.get_figure(root=True), ax.get_subplotspec()
+    assert figure is not None
+    columns = 1 if place is None else place.get_gridspec().ncols / len(place.colspan)
+    return _AXES_SHARE * 72 * float(figure.get_figwidth()) / columns

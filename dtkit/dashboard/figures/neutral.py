@@ -1,7 +1,7 @@
 """Figures for a notebook of any theme: without a background, and with grays readable on white and on black.
 
 A picture in a notebook doesn't know the theme in which it will be seen. Text with a box of its own, or on a box, keeps
-its color. Figures that a user draws or saves keep their white background.
+its color. Figures that a user draws or saves keep their white background, and so do the cards of saved notebooks.
 """
 
 from __future__ import annotations

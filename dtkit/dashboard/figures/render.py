@@ -12,6 +12,7 @@ import io
 import cloudpickle
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image, ImageDraw
 
 from dtkit.dashboard.figures.neutral import make_neutral, shrink_png
 
@@ -24,6 +25,11 @@ _MIN_CSS_WIDTH = 688
 """Fills JupyterLab's cell in a window of 800 px. A narrower figure is enlarged, so that its text stays readable in one
 of 600 px."""
 _MIN_SCALE = 0.665  # the least width fits a window of 600 px; wider figures scroll there, or no text could be read
+
+CARD_PADDING = 6
+"""CSS pixels around the figure on a card."""
+_CARD_RADIUS = 8
+_CARD_EDGE_COLOR = "#d4d4d4"
 
 
 class ShownFigure(Figure):
@@ -61,6 +67,25 @@ def render_notebook_png(figure: Figure) -> bytes:
     return shrink_png(render_transparent_png(figure))
 
 
+def render_card_png(figure: Figure) -> bytes:
+    """Return the figure in its own colors on a white card, as a small PNG. The card is :func:`get_css_width` wide.
+
+    Saved notebooks keep cards: a text that has to be readable on white and on black can only be gray.
+    """
+    with Image.open(io.BytesIO(render_png(figure))) as image:
+        scale = image.width / (get_css_width(figure) - 2 * CARD_PADDING)
+        padding = round(CARD_PADDING * scale)
+        card = Image.new("RGBA", (image.width + 2 * padding, image.height + 2 * padding))
+        edges = (0, 0, card.width - 1, card.height - 1)
+        ImageDraw.Draw(card).rounded_rectangle(
+            edges, _CARD_RADIUS * scale, fill="white", outline=_CARD_EDGE_COLOR, width=round(scale)
+        )
+        card.paste(image.convert("RGB"), (padding, padding))
+    file = io.BytesIO()
+    card.save(file, format="png")
+    return shrink_png(file.getvalue())
+
+
 def render_transparent_png(figure: Figure) -> bytes:
     """Return the figure as a PNG for a page of any theme. Changes the figure's colors."""
     make_neutral(figure)
@@ -82,6 +107,12 @@ def _get_dpi(figure: Figure) -> float:
 def format_img_tag(figure: Figure, alt: str) -> str:
     """Return the figure as an ``<img>``; `alt` describes it."""
     data = base64.b64encode(render_notebook_png(figure)).decode("ascii")
+    return format_png_tag(data, get_css_width(figure), alt)
+
+
+def format_card_tag(figure: Figure, alt: str) -> str:
+    """Return the figure on a card as an ``<img>``; `alt` describes it."""
+    data = base64.b64encode(render_card_png(figure)).decode("ascii")
     return format_png_tag(data, get_css_width(figure), alt)
 
 

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
     Panel = Callable[[Axes, History], None]
 
-# Shown 688 px wide in a window of 800 px, and 484 px wide in one of 600 px, where 8 points are 10 px.
-_WIDTH_IN, _ROW_HEIGHT_IN, _LOW_ROW_HEIGHT_IN = 5.6, 2.0, 1.45
+# Shown 676 px wide on its card in a window of 800 px, and 476 px wide in one of 600 px, where 8 points are 10 px.
+_WIDTH_IN, _ROW_HEIGHT_IN, _LOW_ROW_HEIGHT_IN = 5.5, 2.0, 1.45
 _TITLE_LINE_HEIGHT_IN = 0.2
 _TILE_HEIGHT_IN, _TABLE_LINE_IN, _TABLE_FRAME_IN = 0.76, 0.175, 0.35
 _TITLE_CHARS, _TITLE_LINE_CHARS = 62, 78

@@ -208,8 +208,8 @@ def draw_lines(
 ) -> None:
     """Draw pale lines of nodes below their mean, or one band for many nodes; a line that is no mean is dashed.
 
-    Each line of a node ends with its number, and the line over all with its name, unless the panel's note has it: a
-    long name at the end would take the width from the lines.
+    Each line ends with its name, and the line over all too unless the panel's note has it: a long name at the end would
+    take the width from the lines.
     """
     style_axes(ax)
     format_step_axis(ax)
@@ -225,8 +225,8 @@ def draw_lines(
         elif np.isfinite(buckets.values[:, k, 1]).any():  # only the last stage of a pipeline has a loss
             # Overlapping bands would hide the lines, so they share the opacity of one.
             draw_band(ax, buckets.middle_steps, buckets.values[:, k], COLORS[k], 0.32 / (layout.nodes + 1))
-            number = str(k) if layout.nodes > 1 else "_"
-            _draw_line(ax, buckets.middle_steps, buckets.values[:, k], f"node {k}", number, color=COLORS[k], **own)
+            label = f"node {k}" if layout.nodes > 1 else "_"
+            _draw_line(ax, buckets.middle_steps, buckets.values[:, k], f"node {k}", label, color=COLORS[k], **own)
     if layout.nodes != 1 or layout.banded:
         look = MEAN_LINE if layout.has_mean or not layout.nodes else {"linewidth": 1.5, "linestyle": (0, (3, 1.6))}
         end = "_" if name_is_noted else overall_name

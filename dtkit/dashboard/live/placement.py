@@ -5,6 +5,10 @@ Its output has two parts. The first is an empty place. The widget's module puts 
 has the model (``static/mount.js``). The second is a picture with text, refreshed through its display handle. The module
 hides the picture while the view exists. Without the kernel or without anywidget, the picture remains.
 
+The picture is a white card. The place has a rule that makes the card dark in a dark theme. A mounted view replaces the
+rule, since one with ``:has`` makes a browser compute the view's styles again and again. A front end that removes
+styles shows the white card.
+
 VS Code and Colab load a widget's module only for a widget view. There the view is the output, and the final picture
 replaces it.
 """
@@ -17,6 +21,11 @@ import os
 import sys
 import uuid
 from typing import Any, Protocol
+
+_DARK_RULE = (
+    "[data-jp-theme-light=false] .jp-OutputArea-child:has(.dtkit-live) + .jp-OutputArea-child img"
+    "{filter: invert(0.92) hue-rotate(180deg) brightness(1.25)}"
+)
 
 Output = tuple[dict[str, str], dict[str, Any]]
 """Data and metadata of a MIME bundle."""
@@ -54,7 +63,8 @@ def place_view(widget: Placeable, output: Output) -> PlacedView:
 
     if needs_widget_views():
         return PlacedView(display(widget, display_id=True), shows_pictures_meanwhile=False)  # type: ignore[no-untyped-call]
-    place = f'<div class="dtkit-live" data-dtkit-live="{html.escape(widget.place)}"></div>'
+    name, rule = html.escape(widget.place), f"<style>{_DARK_RULE}</style>"
+    place = f'<div class="dtkit-live" data-dtkit-live="{name}">{rule}</div>'
     display({"text/html": place, "text/plain": ""}, raw=True)  # type: ignore[no-untyped-call]
     data, metadata = output
     handle = display(data, metadata=metadata, raw=True, display_id=True)  # type: ignore[no-untyped-call]

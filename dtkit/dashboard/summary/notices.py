@@ -18,6 +18,7 @@ from dtkit.dashboard.summary.timing import format_nodes
 from dtkit.errors import EngineError, NonFiniteError
 from dtkit.history.divergence import find_divergence
 from dtkit.history.overfitting import find_overfitting
+from dtkit.types import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +38,7 @@ NOTICE_GLYPHS = {
     "fewer": "○",
     "slowed": "▼",
     "repaired": "+",
+    "stopped": "■",
 }
 """Kinds of notices, the most urgent first, with the glyph of each."""
 
@@ -72,6 +74,7 @@ def collect_notices(run: RunView, lost_nodes: LostNodes | None = None) -> list[N
         *([] if lost_nodes else _make_left_out_notice(run)),
         *_make_delay_notices(run),
         *_make_repair_notice(run),
+        *_make_stop_notice(run),
     ]
 
 
@@ -94,6 +97,12 @@ def _sanitize_line(line: str) -> str:
     """Return a line that is safe to show, indented as before."""
     indent = min(len(line) - len(line.lstrip(" ")), _MAX_INDENT)
     return f"{' ' * indent}{formatting.sanitize_text(line, _MAX_ERROR_CHARS)}"
+
+
+def _make_stop_notice(run: RunView) -> Iterator[Notice]:
+    """Return how to train on, for a run that was stopped and can."""
+    if run.status.state is State.STOPPED and run.status.step and run.exception is None:
+        yield Notice("stopped", "`run.extend(epochs=1)` trains on from here")
 
 
 def _make_lost_notice(lost_nodes: LostNodes, num_ranks: int) -> Iterator[Notice]:

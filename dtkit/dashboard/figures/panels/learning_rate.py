@@ -30,13 +30,16 @@ def draw(ax: Axes, history: History) -> None:
 
 
 def _describe_last(history: History) -> str:
-    """Return the last rate and its first step: next to a far larger one, a step from a small one to 0 can't be seen."""
+    """Return the first step of the last rate, which is at the line's end.
+
+    Next to a far larger rate, a step from a small one to 0 can't be seen.
+    """
     rows = history.read_valid_rows()
     rows = rows[rows["rank"] == rows["rank"].min(initial=0)]
     changes = np.flatnonzero(np.diff(rows["lr"])) + 1
     if not len(changes) or len(rows) - changes[-1] < 2:
         return ""
-    return f"{formatting.format_learning_rate(rows['lr'][-1])} since step {rows['step'][changes[-1]]:,}, "
+    return f"since step {rows['step'][changes[-1]]:,}, "
 
 
 def has_lr_changes(history: History) -> bool:

@@ -48,7 +48,7 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
             ax.plot(
                 *_thin_out(*history.scalar(name, rank)),
                 color=color,
-                label=str(rank),
+                label=f"node {rank}",
                 gid=f"node {rank}",
                 **style.PART_LINE,
             )

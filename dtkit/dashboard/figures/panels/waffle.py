@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.summary.metrics import RunMetrics
     from dtkit.history.history import History
 
-SQUARES_PER_ROW = 32
-"""Number of squares in a row."""
-
+_FEW_NODES, _FEW_COLUMNS, _MANY_COLUMNS = 64, 16, 32  # only few squares in a row have room for numbers
 _PALE_COLOR, _FULL_COLOR = np.array([0.87, 0.93, 0.97]), np.array([0.0, 0.447, 0.698])
 
 
@@ -32,13 +30,17 @@ def draw(ax: Axes, history: History) -> None:
     median = float(np.nanmedian(rates)) if np.isfinite(rates).any() else 0.0
     for rank, rate in enumerate(rates):
         level = float(np.clip(2 * rate / median - 1, 0, 1)) if median and np.isfinite(rate) else 0.0
-        _draw_square(ax, rank, level, _get_sign(metrics, rank))
-    ax.set(xlim=(0, SQUARES_PER_ROW), ylim=(count_rows(ranks), 0))
+        _draw_square(ax, rank, level, _get_sign(metrics, rank), _count_columns(ranks))
+    ax.set(xlim=(0, _count_columns(ranks)), ylim=(count_rows(ranks), 0))
 
 
 def count_rows(num_ranks: int) -> int:
     """Return the number of rows of squares."""
-    return max(1, -(-num_ranks // SQUARES_PER_ROW))
+    return max(1, -(-num_ranks // _count_columns(num_ranks)))
+
+
+def _count_columns(num_ranks: int) -> int:
+    return _FEW_COLUMNS if num_ranks <= _FEW_NODES else _MANY_COLUMNS
 
 
 def _get_sign(metrics: RunMetrics, rank: int) -> str:
@@ -48,8 +50,8 @@ def _get_sign(metrics: RunMetrics, rank: int) -> str:
     return "▲" if straggler is not None and rank in straggler.ranks else ""
 
 
-def _draw_square(ax: Axes, rank: int, level: float, sign: str) -> None:
-    row, column = divmod(rank, SQUARES_PER_ROW)
+def _draw_square(ax: Axes, rank: int, level: float, sign: str, num_columns: int) -> None:
+    row, column = divmod(rank, num_columns)
     ink = "white" if level > 0.5 else style.TEXT_COLOR
     face = "white" if sign == "✕" else tuple(_PALE_COLOR + (_FULL_COLOR - _PALE_COLOR) * level)
     edge, dashes = (style.ALERT_COLOR, "--" if sign == "✕" else "-") if sign else ("white", "-")
@@ -59,4 +61,5 @@ def _draw_square(ax: Axes, rank: int, level: float, sign: str) -> None:
     )  # fmt: skip
     ax.add_patch(square)
     color = style.ALERT_COLOR if sign == "✕" else ink
-    ax.text(column + 0.5, row + 0.52, sign or str(rank), ha="center", va="center", fontsize=8, color=color)
+    text = sign or (str(rank) if num_columns == _FEW_COLUMNS else "")
+    ax.text(column + 0.5, row + 0.52, text, ha="center", va="center", fontsize=8, color=color)

@@ -42,10 +42,13 @@ import { toolbar } from "./toolbar.js";
 import { apply, isLost, isTicking, newStore, pressing } from "./store.js";
 import { followTheme } from "./theme.js";
 
-/** What is above the charts, and the panels below their tools. */
+/**
+ * What is above the charts, and the panels below their tools. The order of charts is that in which runs mostly get their
+ * numbers, so that a late one moves few others: the rate changes last.
+ */
 const TOP_PANELS = [header, progress, banner, notices, controls, tiles, verdict];
 const PANELS = [
-  waffle, lossChart, throughputChart, metrics, scalars, gradientNormChart, learningRateChart, stepTime, timeline, pictures, system, memory, nodesTable,
+  waffle, lossChart, throughputChart, gradientNormChart, scalars, pictures, metrics, learningRateChart, stepTime, timeline, system, memory, nodesTable,
   log,
 ];
 

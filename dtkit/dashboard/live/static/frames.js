@@ -20,9 +20,9 @@ export function newFrames(draw) {
   return redraw;
 }
 
-/** Return the charts of a panel that has several, or the panel. */
+/** Return the charts in sight of a panel that has several, or the panel. */
 export function listParts(panel) {
-  return panel.parts?.() ?? [panel];
+  return panel.partsInSight?.() ?? panel.parts?.() ?? [panel];
 }
 
 /** Draw only what is at the pointer. */

@@ -1,6 +1,6 @@
-// The grid of panels: those of half the width are next to each other in pairs. Small ones have rows of their own.
+// The grid of panels: those of half the width are next to each other in pairs, in one order. Small ones have rows of their own.
 
-const HALF = ".dtk-panel:not(.dtk-wide, [hidden])", ALONE = "dtk-alone", TWO_COLUMNS = 760; // pixels, as in dashboard.css
+const SHOWN_PANEL = ".dtk-panel:not([hidden])", ALONE = "dtk-alone", TWO_COLUMNS = 760; // pixels, as in dashboard.css
 const HEIGHTS = new WeakMap(); // by panel: {own, row}, pixels of a chart or a picture, and of the higher one in its row
 
 /** Note how high a panel's chart or picture is by itself. Return how high its row lets it be. */
@@ -19,18 +19,26 @@ export function newRows(body, redraw) {
     width = inlineSize;
   }).observe(body);
   return () => {
-    const shown = [...body.querySelectorAll(HALF)].filter((el) => !el.closest(".dtk-off, .dtk-small"));
-    return [widenLast(body, shown), levelRows(shown, width >= TWO_COLUMNS)].some(Boolean);
+    const groups = groupHalves([...body.querySelectorAll(SHOWN_PANEL)].filter((el) => !el.closest(".dtk-off")));
+    return groups.flatMap((group) => [widenLast(group), levelRows(group, width >= TWO_COLUMNS)]).some(Boolean);
   };
 }
 
-/** Widen the last of an odd number of panels. */
-function widenLast(body, shown) {
-  const lone = shown.length % 2 ? shown.at(-1) : null, before = body.querySelector(`.${ALONE}`);
-  if (lone === before) return false;
-  before?.classList.remove(ALONE);
-  lone?.classList.add(ALONE);
-  return true;
+/** Return the panels of half the width between those of the whole width, in groups. */
+function groupHalves(panels) {
+  const groups = [[]];
+  for (const panel of panels) {
+    if (panel.closest(".dtk-wide, .dtk-small")) groups.push([]);
+    else groups.at(-1).push(panel);
+  }
+  return groups;
+}
+
+/** Widen the last of an odd number of panels: it has no neighbor, and what is below keeps its place when one comes. */
+function widenLast(group) {
+  const changed = group.filter((panel, k) => panel.classList.contains(ALONE) !== (k === group.length - 1 && k % 2 === 0));
+  for (const panel of changed) panel.classList.toggle(ALONE);
+  return changed.length > 0;
 }
 
 /** Let the lower panel of each row be as high as the other one. */

@@ -50,7 +50,8 @@ const PLAIN_RATE_CHARS = 9; // 0.00000146 can't be read at a glance
 export function shortRate(value) {
   if (value === null) return "";
   const plain = String(+value.toPrecision(4));
-  return value < 1e5 && plain.length <= PLAIN_RATE_CHARS ? plain : exponent(value, 4);
+  if (value >= 1e5 || plain.length > PLAIN_RATE_CHARS) return exponent(value, 4);
+  return value < 1e3 ? plain : TICK_FORMAT.format(Number(plain));
 }
 export function tick(value) {
   if (Math.abs(value) >= 1e9) return exponent(value, 3);

@@ -18,7 +18,7 @@ import { apply, newStore } from "./store.js";
 import { followTheme } from "./theme.js";
 import { toolbar } from "./toolbar.js";
 
-const CHARTS = [lossChart, throughputChart, metrics, scalars, gradientNormChart, learningRateChart, timeline, machines];
+const CHARTS = [lossChart, throughputChart, gradientNormChart, scalars, metrics, learningRateChart, timeline, machines];
 
 /** Return the charts of the machines, which are small ones: all in one row of a wide page. */
 function machines(...args) {

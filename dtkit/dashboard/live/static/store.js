@@ -39,6 +39,11 @@ export function isLogAuto({ log, ownLog, autoLog, shownLog }) {
   return log === null && [...shownLog].some(([key, isLog]) => isLog && autoLog.get(key) && !ownLog.has(key));
 }
 
+/** Return how many charts have a logarithmic scale, and how many could. */
+export function countLog({ shownLog }) {
+  return [[...shownLog.values()].filter(Boolean).length, shownLog.size];
+}
+
 /** Return whether the charts have a logarithmic scale: true, false, or "mixed". */
 export function isLogShown({ log, shownLog }) {
   const scales = new Set(shownLog.values());

@@ -5,12 +5,12 @@ import { zoomTo } from "./chart/pointer.js";
 import { h, setAttr, setText } from "./elements.js";
 import { nodeName } from "./picking.js";
 import { panelsMenu } from "./panels_menu.js";
-import { isLogAuto, isLogShown } from "./store.js";
+import { countLog, isLogAuto, isLogShown } from "./store.js";
 
 const SCALE_HELP = "logarithmic scale of losses, norms and logged numbers; a chart chooses it by itself where its values span three orders";
 const AUTO_HELP = "logarithmic scale, chosen by itself since values span three orders; a click ends that, and your choice stays";
 
-/** Return the toolbar; `panels` are those of the menu, and `scaleOf` is {is, can, isAuto, set} of the scale of one chart or of all. */
+/** Return the toolbar; `panels` are those of the menu, and `scaleOf` is {is, can, isAuto, set} of the scale of one chart, or of all with count(). */
 export function toolbar(store, panels, scaleOf = scaleOfAll(store)) {
   const axis = axisField(store), smooth = smoothField(store);
   const { view } = store;
@@ -72,17 +72,22 @@ function toggle(label, title, testid, isOn, set) {
 
 function scaleOfAll(store) {
   const { view } = store;
-  return { is: () => isLogShown(view), can: () => true, isAuto: () => isLogAuto(view), set: (isLog) => { view.log = isLog; view.ownLog.clear(); store.redraw(); } };
+  return { is: () => isLogShown(view), can: () => true, isAuto: () => isLogAuto(view), count: () => countLog(view), set: (isLog) => { view.log = isLog; view.ownLog.clear(); store.redraw(); } };
 }
 /** Return a button that shows the scale of one chart or of all, and changes it; hidden where there is no choice. */
-export function scaleButton({ is, can, isAuto, set }, testid, label = "log y") {
+export function scaleButton({ is, can, isAuto, set, count }, testid, label = "log y") {
   const { el, update } = toggle(label, "", testid, is, set);
   return { el, update: () => {
     update();
-    setText(el, isAuto() && testid === "scale" ? `${label} (auto)` : label); // a chart has no room, but its own title
+    setText(el, count ? describeScale(label, count(), isAuto()) : label); // a single chart has no room, but its own title
     setAttr(el, "title", isAuto() ? AUTO_HELP : is() === "mixed" ? `${SCALE_HELP}. Some charts have it now; a click ends that` : SCALE_HELP);
     el.hidden = !can();
   } };
+}
+/** Return the text of the button for all charts, which says how many of them are logarithmic where the others are not. */
+function describeScale(label, [logarithmic, all], isAuto) {
+  if (logarithmic && logarithmic < all) return `${label} (${logarithmic} of ${all})`;
+  return isAuto ? `${label} (auto)` : label;
 }
 
 /** Return {key, label, hue} of each line that can be hidden, in all charts. */

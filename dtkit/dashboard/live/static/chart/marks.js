@@ -1,6 +1,6 @@
 // The signs of events above a chart.
 
-const GLYPH_PX = 7, SIGN_GAP_PX = 3;
+const GLYPH_LETTER_PX = 6, GLYPH_SYMBOL_PX = 9, GLYPH_SPACE_PX = 4, SIGN_GAP_PX = 3; // widths in a wide font
 
 /**
  * Return the signs {at, glyphs} of marks {at, glyph}, both with positions in pixels and in the order of events. Signs
@@ -29,6 +29,9 @@ function middleOf({ at, until }) {
   return (at + until) / 2;
 }
 function isOver(left, right) {
-  const letters = [left, right].reduce((sum, sign) => sum + joinGlyphs(glyphsOf(sign)).length, 0);
-  return middleOf(right) - middleOf(left) < SIGN_GAP_PX + GLYPH_PX * letters / 2;
+  return middleOf(right) - middleOf(left) < SIGN_GAP_PX + (widthOfSign(left) + widthOfSign(right)) / 2;
+}
+function widthOfSign(sign) {
+  const widths = [...joinGlyphs(glyphsOf(sign))].map((each) => (each === "\u00a0" ? GLYPH_SPACE_PX : /[a-z]/.test(each) ? GLYPH_LETTER_PX : GLYPH_SYMBOL_PX));
+  return widths.reduce((sum, width) => sum + width, 0);
 }

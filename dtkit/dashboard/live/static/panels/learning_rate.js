@@ -43,7 +43,7 @@ const LATE_BUCKETS = 3; // dispatches in flight have the old rate
 
 /** Return the step of the last event between two steps that set this rate. Buckets know it only roughly. */
 function findRateEvent(marks, rate, low, high) {
-  const isIts = ({ kind, step, text }) => kind === "lr" && step >= low && step <= high && Math.abs(Number(text.split(" ").at(-1)) - rate) <= ROUNDING * Math.abs(rate);
+  const isIts = ({ kind, step, text }) => kind === "lr" && step >= low && step <= high && Math.abs(Number(text.split(" ").at(-1).replaceAll(",", "")) - rate) <= ROUNDING * Math.abs(rate);
   return marks.findLast(isIts)?.step;
 }
 function isRateChanging([low, high]) {

@@ -18,10 +18,11 @@ export function metrics(store, _send, redraw) {
       shown.set(name, metricChart(store, name, () => upTo(lastEvaluated(store), points.get(name) ?? []), redraw));
       el.append(shown.get(name).el);
       store.sight.watch(shown.get(name).el);
+      redraw(); // the menu of panels, which is above
     }
     for (const one of shown.values()) if (!store.sight.isAway(one.el)) one.update();
   };
-  return { el, update, parts: () => [...shown.values()].filter((one) => !store.sight.isAway(one.el)), title: "Metrics" };
+  return { el, update, parts: () => [...shown.values()], partsInSight: () => [...shown.values()].filter((one) => !store.sight.isAway(one.el)), title: "Metrics" };
 }
 
 /** Return the points of each metric by name. */

@@ -1,0 +1,130 @@
+"""The order of panels: the same in all runs, and a late panel moves few others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from playwright.sync_api import Page, expect
+
+from dtkit.dashboard.figures import panel_frame
+from dtkit.dashboard.live.series_feed import SeriesFeed
+from dtkit.history.scalars import ScalarRecord
+from dtkit.types import Evaluation, State
+from tests.support.fake_source import FakeSource
+from tests.support.lab import Look
+from tests.support.static_view import StaticView, encode_message
+
+pytestmark = pytest.mark.browser
+
+MACHINES = ("network (MB/s)", "waiting for a core (%)", "memory (MB)", "CPU (cores)")
+
+
+def make_run(machines: tuple[str, ...] = MACHINES) -> FakeSource:
+    run = FakeSource(ranks=2)
+    run.advance(50)
+    for name in machines:
+        for rank in range(2):
+            run.history.add(ScalarRecord(rank, {f"system/{name}": [(step, 50.0, 1.0) for step in range(1, 50, 5)]}))
+    return run
+
+
+def show_series(view: StaticView, run: FakeSource) -> None:
+    """Send the numbers of the machines and the logged ones."""
+    message = SeriesFeed(run.history).build_message()
+    assert message
+    view.page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(message))
+    view.update()
+
+
+def read_places(view: StaticView) -> dict[str, tuple[float, float]]:
+    """Return the left and the upper edge of each panel by its name."""
+    places: list[tuple[str, float, float]] = view.root.locator(".dtk-panel[data-name]:visible").evaluate_all(
+        """(all) => all.map((el) => {
+          const { x, y } = el.getBoundingClientRect();
+          return [el.dataset.name, Math.round(x), Math.round(y)];
+        })"""
+    )
+    return {name: (x, y) for name, x, y in places}
+
+
+def test_own_panel_keeps_its_place_when_the_learning_rate_gets_a_chart(page: Page):
+    page.set_viewport_size({"width": 1280, "height": 2000})
+    run = make_run()
+    view = StaticView(page, run)
+    view.show_picture("own", panel_frame.draw_png(lambda ax, history: ax.plot(*history.loss()), run.history))
+    expect(view.root.get_by_test_id("custom-panel").locator("img")).to_be_visible()
+    view.update()
+    names = ("Loss", "Throughput", "Gradient norm", "own")
+    before = read_places(view)
+    run.lr = 0.01
+    run.advance(50)
+    view.update()
+    expect(view.root.get_by_test_id("learning-rate-chart").locator("svg.dtk-chart")).to_be_visible()
+    after = read_places(view)
+    assert {name: after[name] for name in names} == {name: before[name] for name in names}
+    assert before["own"][0] > before["Gradient norm"][0]  # beside it
+
+
+def test_late_validation_moves_no_panel_to_another_column(page: Page):
+    page.set_viewport_size({"width": 1280, "height": 2000})
+    run = make_run()
+    for rank in range(2):
+        run.history.add(ScalarRecord(rank, {"entropy": [(step, 0.5, 1.0) for step in range(1, 50, 5)]}))
+    view = StaticView(page, run)
+    show_series(view, run)
+    columns = {name: x for name, (x, _) in read_places(view).items()}
+    run.history.add(Evaluation(50, 100, {"loss": 0.7, "accuracy": 0.5}))
+    run.advance(1)
+    view.update()
+    expect(view.root.get_by_test_id("metric-chart")).to_be_visible()
+    after = {name: x for name, (x, _) in read_places(view).items()}
+    assert {name: after[name] for name in columns} == columns
+
+
+def test_numbers_of_the_machines_have_one_order_and_are_in_the_menu(page: Page):
+    page.set_viewport_size({"width": 1280, "height": 500})  # the machines are below what is in sight
+    for names in (MACHINES, MACHINES[::-1]):
+        run = make_run(names)
+        view = StaticView(page, run)
+        show_series(view, run)
+        expect(view.root.get_by_test_id("system-chart")).to_have_count(4)
+        titles = view.root.locator("[data-testid=system-chart]").evaluate_all(
+            "(all) => all.map((el) => el.dataset.name)"
+        )
+        assert [title.split(" (")[0] for title in titles] == ["CPU", "Waiting for a core", "Memory", "Network"]
+        view.root.get_by_test_id("panels-menu").click()
+        for title in titles:
+            expect(view.root.locator(f"[data-panel='{title}']")).to_be_visible()
+
+
+def test_scale_button_counts_the_charts_that_are_logarithmic(page: Page):
+    run = make_run(())
+    for rank in range(2):
+        run.history.add(ScalarRecord(rank, {"norm": [(step, 2.0**step, 1.0) for step in range(1, 50)]}))
+    view = StaticView(page, run)
+    show_series(view, run)
+    scale = view.root.get_by_test_id("scale")
+    expect(scale).to_have_text("log y (1 of 3)")  # loss, gradient norm
+    expect(scale).to_have_attribute("aria-pressed", "mixed")
+    scale.click()
+    expect(scale).not_to_contain_text("of")
+
+
+@pytest.mark.parametrize("look", [Look(width=460), Look(width=500)], indirect=True)
+def test_narrow_view_shows_the_amount_of_smoothing_in_one_line_of_tools(page: Page):
+    view = StaticView(page, make_run(()))
+    amount = view.root.locator(".dtk-toolset .dtk-amount")
+    expect(amount).to_have_text("off")
+    expect(amount).to_be_visible()
+    tops = view.root.locator(".dtk-toolset > :visible").evaluate_all(
+        "(all) => all.map((el) => { const box = el.getBoundingClientRect(); return box.y + box.height / 2; })"
+    )
+    assert np.ptp(tops) < 6
+
+
+def test_stopped_run_says_how_to_train_on(page: Page):
+    run = make_run(())
+    view = StaticView(page, run)
+    run.state = State.STOPPED
+    view.update()
+    expect(view.root.get_by_test_id("notices")).to_have_text("■ `run.extend(epochs=1)` trains on from here")

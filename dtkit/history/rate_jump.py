@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit.history.remembered import remember_last
+from dtkit.history.remembered import remember_while
 
 if TYPE_CHECKING:
     from dtkit.history.history import History
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_FACTOR = 100
 """Factor from which on a rate is far above another one, and beyond which it is far below."""
 
-_MAX_ROWS = 100_000  # latest ones, among which earlier rates are looked for
+_MAX_ROWS = 20_000  # latest ones, among which earlier rates are looked for
 _MAX_SHOWN_FACTOR = 1e6  # a larger one is a slip in any case, and as a number hard to read
 _TOLERANCE = 1 + 1e-9  # 0.0007 is one hundredth of 0.07, but not in floating point
 
@@ -37,17 +37,26 @@ def describe_rate_jump(history: History, current: float | None, lr: float) -> st
     return f"{factor} times {known}" if is_higher else f"1/{factor} of {known}"
 
 
-@remember_last
 def find_reference_rates(history: History, current: float | None) -> list[float]:
     """Return the last rate that was not 0, and the last one that was far from it, where there are any."""
+    if current and not _count_settings(history):  # nobody has set any, and a schedule makes no slip
+        return [current]
+    return _search_rates(history, current)
+
+
+def _count_settings(history: History) -> int:
+    return sum(event.kind == "lr" for event in history.events)
+
+
+# A view asks with each message, and most rows are as they were.
+@remember_while(lambda history: (_count_settings(history), len(history.returns)))
+def _search_rates(history: History, current: float | None) -> list[float]:
     rates = history.rows(max(0, len(history) - _MAX_ROWS))["lr"]
     if not current:
         used = np.flatnonzero(rates > 0)
         current = float(rates[used[-1]]) if len(used) else None
     if not current:
         return []
-    if all(event.kind != "lr" for event in history.events):  # nobody has set any, and a schedule makes no slip
-        return [current]
     far = np.flatnonzero((rates > 0) & ((rates <= current / MAX_FACTOR) | (rates > current * MAX_FACTOR * _TOLERANCE)))
     return [current, *([float(rates[far[-1]])] if len(far) else [])]
 

@@ -197,15 +197,16 @@ def _compute_phase_means(rows: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return mean seconds by rank and phase. A value that is not finite counts as 0."""
     rank = rows["rank"]
     count = np.bincount(rank, minlength=num_ranks)
-    seconds = _zero_nonfinite(np.stack([rows[name] for name in (*_PHASE_COLUMNS, "step_s")]))
-    *phase_sums, total = (np.bincount(rank, column, num_ranks) for column in seconds)
-    phases = np.stack(phase_sums, axis=1)
+    phases = np.stack([np.bincount(rank, _zero_nonfinite(rows[name]), num_ranks) for name in _PHASE_COLUMNS], axis=1)
+    total = np.bincount(rank, _zero_nonfinite(rows["step_s"]), num_ranks)
     other = np.maximum(0, total - phases.sum(axis=1))
     with np.errstate(invalid="ignore"):  # ranks without rows have no mean
         return np.asarray(np.column_stack([phases, other]) / count[:, None])
 
 
 def _zero_nonfinite(values: np.ndarray) -> np.ndarray:
+    if np.isfinite(values).all():
+        return values
     return np.asarray(np.nan_to_num(values, posinf=0.0, neginf=0.0))
 
 
@@ -213,7 +214,7 @@ def _tabulate_compute_times(rows: np.ndarray, steps: np.ndarray, num_ranks: int)
     """Return the computing time by step and rank; infinite without a row."""
     table = np.full((len(steps), num_ranks), np.inf)
     row = np.clip(np.searchsorted(steps, rows["step"]), 0, len(steps) - 1)
-    table[row, rows["rank"]] = _zero_nonfinite(np.stack([rows[name] for name in _COMPUTE_COLUMNS])).sum(axis=0)
+    table[row, rows["rank"]] = sum(_zero_nonfinite(rows[name]) for name in _COMPUTE_COLUMNS)
     return table
 
 

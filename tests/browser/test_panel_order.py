@@ -127,4 +127,4 @@ def test_stopped_run_says_how_to_train_on(page: Page):
     view = StaticView(page, run)
     run.state = State.STOPPED
     view.update()
-    expect(view.root.get_by_test_id("notices")).to_have_text("■ `run.extend(epochs=1)` trains on from here")
+    expect(view.root.get_by_test_id("notices")).to_have_text("■ run.extend(epochs=1) trains on from here")

@@ -102,7 +102,7 @@ def _sanitize_line(line: str) -> str:
 def _make_stop_notice(run: RunView) -> Iterator[Notice]:
     """Return how to train on, for a run that was stopped and can."""
     if run.status.state is State.STOPPED and run.status.step and run.exception is None:
-        yield Notice("stopped", "`run.extend(epochs=1)` trains on from here")
+        yield Notice("stopped", "run.extend(epochs=1) trains on from here")
 
 
 def _make_lost_notice(lost_nodes: LostNodes, num_ranks: int) -> Iterator[Notice]:

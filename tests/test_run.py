@@ -882,6 +882,28 @@ def test_early_stopping_judges_only_epochs_with_an_evaluation(cluster):
     assert text.startswith("stopped early after epoch 4: loss 0.5")
 
 
+def test_a_wait_ends_after_all_callbacks_of_the_epoch_in_which_one_stops_the_run(cluster):
+    released, was_called = threading.Event(), threading.Event()
+
+    def fail_late(run: dtkit.Run) -> None:
+        was_called.set()
+        assert released.wait(10)
+        raise ValueError("too late to pause the run")
+
+    run = train(cluster, epochs=5, callbacks=[lambda run: run.stop(), fail_late])
+    waiting = threading.Thread(target=run.wait, args=(10,), daemon=True)
+    waiting.start()
+    assert was_called.wait(10)
+    assert run.status.state is State.STOPPED
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    released.set()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    (text,) = [event.text for event in run.history.events if event.kind == "error"]
+    assert "too late to pause the run" in text
+
+
 def test_the_log_of_a_failed_evaluation_names_nodes_as_every_other_line(cluster, engines):
     engines.inject_failure(1, "evaluate", ValueError("only one class"))
     run = train(cluster, epochs=2, validation=ROWS)

@@ -88,9 +88,8 @@ def _describe_throughput(history: History) -> str:
     if history.num_steps < 2 or not math.isfinite(speed.step_s):
         return "samples/s" if not history.num_steps else "samples/s of the only step, which also warms up"
     overall = compute_overall_rate(history, speed.samples_per_s)
-    note = (
-        f"samples/s in steps from the 2nd on{'' if overall is None else f', {formatting.format_rate(overall)} overall'}"
-    )
+    overall_note = "" if overall is None else f", {formatting.format_rate(overall)} overall"
+    note = f"samples/s in steps from the 2nd on{overall_note}"
     total_s = speed.step_s * count
     if count >= FINAL_LOSS_STEPS and total_s >= 1:  # seconds; a rate of less time is not steady
         return note

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dtkit._util.formatting import name_nodes, name_nodes_at_start
 from dtkit.checkpoint.manager import CheckpointManager, CheckpointRequest
-from dtkit.errors import format_ranks
+from dtkit.errors import RunError, format_ranks
 from dtkit.rpc import pickling
 from dtkit.rpc.protocol import StateOperations, make_call
 from dtkit.training.callbacks import CallbackRunner, describe_callback_error
@@ -125,9 +125,9 @@ class CallbackAction:
         self,
         progress: RunProgress,
         run_callbacks: Callable[[], None],
-        report: Callable[[object, BaseException | None], None],
+        submit: Callable[[str, object], object],
     ) -> None:
-        self._progress, self._report = progress, report
+        self._progress, self._submit = progress, submit
         self.runner = CallbackRunner(run_callbacks if any(map(callable, progress.plan.options.callbacks)) else None)
 
     def is_due(self, step: int) -> bool:
@@ -141,6 +141,14 @@ class CallbackAction:
     def perform(self, step: int) -> None:
         """Call the callbacks, unless they are running."""
         self.runner.start(step, self._report)
+
+    def _report(self, token: object, error: BaseException | None) -> None:
+        """Tell the run that callbacks have returned. If one of them has ended the run, log the error of another."""
+        try:
+            self._submit("callbacks_done", (token, error))
+        except RunError:
+            if error is not None:
+                self._progress.add_event("error", describe_callback_error(error))
 
     def on_done(self, token: object, error: BaseException | None) -> None:
         """Note that callbacks have returned, and pause if one has failed."""

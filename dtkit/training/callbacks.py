@@ -327,6 +327,7 @@ class CallbackRunner:
     def __init__(self, callbacks: Callable[[], None] | None) -> None:
         self._callbacks = callbacks
         self._token: object = None  # identifies the current call
+        self._thread: threading.Thread | None = None
         self._begun_at = 0.0
         self.last_s = 0.0
         """Seconds that the last call took."""
@@ -362,7 +363,13 @@ class CallbackRunner:
         def call() -> None:
             on_done(token, run_guarded_in_thread(callbacks, return_error))
 
-        threading.Thread(target=call, name=CALLBACK_THREAD_NAME, daemon=True).start()
+        self._thread = threading.Thread(target=call, name=CALLBACK_THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    def finish(self, timeout: float) -> None:
+        """Wait until the callbacks have returned: one of them may have ended the run, before the others were called."""
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join(timeout)
 
     def mark_done(self, token: object) -> bool:
         """Note that callbacks have returned. Return whether the run still waits for this call of them."""

@@ -81,7 +81,7 @@ class Driver:
         self.actions = BoundaryActions(
             progress,
             EvaluationAction(engine_group, progress, calls),
-            CallbackAction(progress, run_callbacks, self._post_callbacks_done),
+            CallbackAction(progress, run_callbacks, self.submit),
             SnapshotAction(progress, calls),
             CheckpointAction(progress, calls, self.snapshot_folder, on_change),
         )
@@ -306,9 +306,6 @@ class Driver:
     def _handle_abandon(self, _command: _Command) -> None:
         self.calls.cancel_all()
         self._end(State.STOPPED)
-
-    def _post_callbacks_done(self, token: object, error: BaseException | None) -> None:
-        self._inbox.put(_Command("callbacks_done", (token, error), Future()))
 
     # -- states -----------------------------------------------------------------------------------------------
 

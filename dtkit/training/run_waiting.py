@@ -130,6 +130,7 @@ class RunWaiter:
         from dtkit.dashboard import display
 
         if self._driver.progress.state.has_ended:
+            self._driver.actions.callbacks.runner.finish(timeouts.STEP_CALLBACKS_TIMEOUT_S)
             self._finish_callbacks(timeouts.STEP_CALLBACKS_TIMEOUT_S)
             # waits: CheckpointManager.join has a default timeout
             self._driver.actions.checkpoint.manager.join()  # the caller may resume from the last checkpoint

@@ -69,6 +69,7 @@ _COMMAND_PHRASES = {
     "interrupt": "be interrupted",
     "repair": "be repaired",
     "callback_failed": "be paused",
+    "callbacks_done": "continue after its callbacks",
 }
 
 

@@ -65,6 +65,11 @@ class RunView(Protocol):
         ...
 
     @property
+    def is_released(self) -> bool:
+        """Whether the engines have freed the run's job, so that it can't go on."""
+        ...
+
+    @property
     def ended_engines(self) -> Mapping[int, str] | None:
         """Why engines are gone that have ended, with the remedy, by rank; None where nobody watches them any more."""
         ...

@@ -359,6 +359,7 @@ class RunLifecycle:
         self._job.keep_state_dict(deadline)
         remaining = deadline.get_remaining_s()
         self._job.is_released = True
+        self._on_change()  # views advise nothing that needs the job
         self._progress.release_hint = f"The engines have freed it for a later training. {self._job.describe_remains()}"
         self._job.check_idle = check_idle
         self._job.free(remaining)

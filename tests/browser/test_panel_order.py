@@ -128,3 +128,6 @@ def test_stopped_run_says_how_to_train_on(page: Page):
     run.state = State.STOPPED
     view.update()
     expect(view.root.get_by_test_id("notices")).to_have_text("■ run.extend(epochs=1) trains on from here")
+    run.is_released = True  # by a later training
+    view.update()
+    expect(view.root.get_by_test_id("notices")).not_to_contain_text("run.extend")

@@ -38,7 +38,7 @@ class FakeSource:
         self.posted = []
         self.refuse = None
         self.delay_factors, self.consistency, self.stall_report = {}, None, None
-        self.verification = self.ended_engines = None
+        self.verification, self.ended_engines, self.is_released = None, None, False
         self.sends = lambda _step: 400_000 if ranks > 1 else 0  # bytes per rank in a step
         self.slowness = {}  # rank -> factor on its computing time
         self._stages, self._strips = stages, strips

@@ -61,9 +61,12 @@ def record(elapsed_s: float, *parts: dict[str, float], callbacks_s: float = 0.0)
     """Return what is recorded of ranks that measured this, while the run was not paused for `elapsed_s`."""
     history = History()
     history.append(make_phase_rows([{"forward": 20.0}] * len(parts), 4))
-    history.read_position = lambda: (4, elapsed_s)
+    position = (1, 0.0)
+    history.read_position = lambda: position
     recorder = BoundaryTimeRecorder(history)
+    recorder.record(0, [])
     recorder.add_callbacks(callbacks_s)
+    position = (4, elapsed_s)
     results: list[Any] = [SimpleNamespace(between=part) for part in parts]
     recorder.record(2, results)
     return {kind: seconds for kind, seconds in read_time_between(history).seconds.items() if seconds}
@@ -93,11 +96,27 @@ def test_ranks_without_times_record_nothing():
     assert record(9, {ALL: 2}, {}) == {}
 
 
+def test_the_time_without_a_notebook_is_no_validation():
+    """After a restart of the kernel, the engines have waited for the new notebook, maybe next to a validation."""
+    history, elapsed_s = History(), 84.0
+    history.append(make_phase_rows([{"forward": 20.0}], 4))
+    history.read_position = lambda: (4, elapsed_s)
+    recorder = BoundaryTimeRecorder(history)  # that of the new notebook
+    recorder.record(2, [SimpleNamespace(between={ALL: 50.0, "validation": 0.1})])  # type: ignore[list-item]
+    assert read_time_between(history).total_s == 0
+    elapsed_s = 85.0
+    recorder.record(4, [SimpleNamespace(between={ALL: 0.2, "validation": 0.1})])  # type: ignore[list-item]
+    history.add(Event(4, "done", "done", 1.0, None))
+    assert read_time_between(history).seconds["validation"] == pytest.approx(0.2)
+
+
 def test_the_validation_after_the_last_step_counts_once_also_if_the_run_is_extended():
-    history, elapsed_s = History(), 3.0
+    history, elapsed_s = History(), 0.5
     history.append(make_phase_rows([{"forward": 20.0}], 4))
     history.read_position = lambda: (4, elapsed_s)
     recorder = BoundaryTimeRecorder(history)
+    recorder.record(0, [])
+    elapsed_s = 3.0
     recorder.record(2, [SimpleNamespace(between={ALL: 2.0})])  # type: ignore[list-item]
     elapsed_s = 4.5
     recorder.record_last_validation(4)

@@ -24,7 +24,8 @@ class BoundaryTimeRecorder:
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self._callbacks_s = self._elapsed_s = 0.0
+        self._callbacks_s = 0.0
+        self._elapsed_s: float | None = None  # at the end of the last dispatch that this notebook has seen
         self._last_validation_s = 0.0  # which the engines report once more if the run is extended
 
     def add_callbacks(self, seconds: float) -> None:
@@ -33,18 +34,17 @@ class BoundaryTimeRecorder:
 
     def record_last_validation(self, step: int) -> None:
         """Record the validation after the last step of a run: no later steps come with its time."""
-        elapsed_s = self._history.position[1]
-        passed_s, self._elapsed_s = elapsed_s - self._elapsed_s, elapsed_s
+        if (passed_s := self._measure_passed()) is None:
+            return
         self._last_validation_s = passed_s
         self._history.add(ScalarRecord(0, {BETWEEN_PREFIX + VALIDATION: [(step, passed_s, 1.0)]}))
 
     def record(self, step: int, results: Sequence[DispatchResult]) -> None:
         """Record the time before `step`, the first one of a dispatch."""
-        elapsed_s = self._history.position[1]
-        passed_s, self._elapsed_s = elapsed_s - self._elapsed_s, elapsed_s
+        passed_s = self._measure_passed()
         callbacks_s, self._callbacks_s = self._callbacks_s, 0.0
         measured = [result.between for result in results if result.between]
-        if not measured or len(measured) < len(results):
+        if passed_s is None or not measured or len(measured) < len(results):
             return
         names = {name for part in measured for name in part}
         seconds = {name: statistics.fmean(part.get(name, 0.0) for part in measured) for name in names}
@@ -60,3 +60,12 @@ class BoundaryTimeRecorder:
         numbers = {BETWEEN_PREFIX + name: [(step, part, 1.0)] for name, part in seconds.items() if part > 0}
         if numbers:
             self._history.add(ScalarRecord(0, numbers))
+
+    def _measure_passed(self) -> float | None:
+        """Return the seconds since the last call, without pauses; None in the first.
+
+        Before the first, another notebook may have had the run, and no notebook for a while.
+        """
+        elapsed_s = self._history.position[1]
+        before, self._elapsed_s = self._elapsed_s, elapsed_s
+        return None if before is None else elapsed_s - before

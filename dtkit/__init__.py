@@ -172,5 +172,15 @@ def _check_installation() -> None:
     )
 
 
+def _use_dir_for_tab_key() -> None:
+    """Let IPython's Tab key offer what is for users, if this is IPython."""
+    if "IPython" in sys.modules:
+        from dtkit._util import notebook, tab_key
+
+        if (shell := notebook.get_shell()) is not None:
+            tab_key.use_dir(shell)
+
+
 _check_platform()
 _check_installation()
+_use_dir_for_tab_key()

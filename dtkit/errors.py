@@ -278,3 +278,7 @@ def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
     if len(ranks) == 1:
         return f"{noun} {ranks[0]}"
     return f"{noun}s {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def __dir__() -> list[str]:
+    return [name for name, value in globals().items() if isinstance(value, type) and issubclass(value, Exception)]

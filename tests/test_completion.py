@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from IPython.core.completer import IPCompleter, provisionalcompleter
 
 import dtkit
 from dtkit._util.completion import hide_from_completion
+from dtkit._util.tab_key import find_names, use_dir
 from dtkit.testing.fake_transport import FakeTransport
 from tests.support import small
 
@@ -36,7 +38,7 @@ def test_run_and_history_offer_nothing_that_only_dtkit_calls():
     for names, users, internal in zip(
         offered,
         (["train", "partition"], ["pause", "verify", "placement"], ["to_pandas", "scalar"]),
-        (["refresh_nodes", "from_transport"], ["lifecycle", "post", "subscribe", "note"], ["append", "close_run_log"]),
+        (["refresh_nodes", "from_transport"], ["lifecycle", "post", "subscribe"], ["append", "close_run_log"]),
         strict=True,
     ):
         assert set(users) <= set(names)
@@ -94,6 +96,33 @@ def test_the_tab_key_offers_what_dir_lists(user_objects):
         with provisionalcompleter():
             offered = {completion.text for completion in completer.completions("it.", 3)}
         assert {name for name in offered if not name.startswith("_")} == set(list_shown(obj))
+
+
+def complete(text: str, **namespace: Any) -> set[str]:
+    """Return what the Tab key of IPython offers behind a text, with jedi and dtkit's matcher."""
+    completer = IPCompleter(shell=None, namespace=namespace, use_jedi=True)
+    shell: Any = SimpleNamespace(Completer=completer, user_ns=namespace)
+    use_dir(shell)
+    use_dir(shell)  # as a second import does
+    with provisionalcompleter():
+        return {completion.text for completion in completer.completions(text, len(text))}
+
+
+def test_the_tab_key_offers_names_for_users_behind_attributes_and_modules(user_objects):
+    run = user_objects["Run"]
+    assert complete("run.history.", run=run) == set(list_shown(run.history))
+    assert complete("print(run.history.ev", run=run) == {"evaluations", "events"}
+    assert complete("run.no", run=run) == {"nodes", "note"}
+    assert "linecache" not in complete("dtkit.errors.", dtkit=dtkit)
+    assert "FirstBatchError" in complete("except dtkit.errors.F", dtkit=dtkit)
+    assert "TYPE_CHECKING" not in complete("dtkit.types.", dtkit=dtkit)
+
+
+def test_a_completion_asks_no_engine(user_objects):
+    run = user_objects["Run"]
+    assert find_names("run.model.", {"run": run}) == ({}, "")
+    assert find_names("f(run).history.", {"run": run}) == ({}, "")
+    assert find_names("other.x", {"other": object()}) == ({}, "x")
 
 
 def test_a_name_to_hide_must_exist():

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 @suggest_attributes("run")
-@hide_from_completion("delay_factors", "ended_engines", "is_released", "lifecycle", "note", "post", "subscribe")
+@hide_from_completion("delay_factors", "ended_engines", "is_released", "lifecycle", "post", "subscribe")
 @explain_arguments
 class Run(ShownRun):
     """One training on a cluster. As the last line of a cell, it is a live dashboard.

@@ -382,7 +382,8 @@ def test_a_command_reports_the_step_at_which_it_took_effect(command, value, text
 
 
 @pytest.mark.parametrize(
-    ("lr", "end"), [(1e9, ": 1e+10 times the 0.1 before"), (10.1, ": 101 times the 0.1 before"), (9.0, ""), (0.0, "")]
+    ("lr", "end"),
+    [(1e9, ": more than a million times the 0.1 before"), (10.1, ": 101 times the 0.1 before"), (9.0, ""), (0.0, "")],
 )
 def test_a_learning_rate_far_above_the_one_in_use_is_named_and_applied(lr, end):
     source = FaultInjectableSource(steps=500)
@@ -873,7 +874,7 @@ def test_numbers_of_the_user_have_panels_with_a_line_for_each_node():
     for rank in (0, 1):
         source.history.add(ScalarRecord(rank, {"kl": [(step, 64.0 * (rank + 1), 64.0) for step in range(40)]}))
     (ax,) = [ax for ax in run_figure.draw_run(source).axes if ax.get_title(loc="left") == "kl"]
-    assert [line.get_label() for line in ax.get_lines()] == ["0", "1", "mean"]
+    assert [line.get_label() for line in ax.get_lines()] == ["node 0", "node 1", "mean"]
     np.testing.assert_allclose(ax.get_lines()[2].get_ydata(), 1.5)
     assert ax.get_title(loc="right") == "last 1.50, from 1.50 to 1.50"
     assert "logged: kl 1.50" in run_text.format_run(source)

@@ -47,7 +47,8 @@ _LABEL_LEADING = 1.12  # of a label's height
 _NUMBERS_HEIGHT_IN = 0.22  # of the numbers below an axis, with their distance to it
 _TITLE_CHARS_PER_INCH = 10  # of a bold headline
 _NOTE_CHARS_PER_INCH = 12.5  # of a bold sentence below a figure
-_SMALL_TEXT: dict[str, Any] = {"fontsize": 8, "color": MUTED_COLOR}
+SMALL_FONT_SIZE = 8
+_SMALL_TEXT: dict[str, Any] = {"fontsize": SMALL_FONT_SIZE, "color": MUTED_COLOR}
 
 
 def style_axes(ax: Axes, grid: Literal["x", "y"] | None = "y", label_color: str = MUTED_COLOR) -> None:
@@ -59,7 +60,7 @@ def style_axes(ax: Axes, grid: Literal["x", "y"] | None = "y", label_color: str 
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color(MUTED_COLOR)
-    ax.tick_params(colors=MUTED_COLOR, labelcolor=label_color, labelsize=8)
+    ax.tick_params(colors=MUTED_COLOR, labelcolor=label_color, labelsize=SMALL_FONT_SIZE)
 
 
 def format_step_axis(ax: Axes) -> None:

@@ -73,8 +73,10 @@ def test_no_large_gap_is_left_below_a_column_of_a_report(page: Page, tmp_path: P
 @pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
 def test_no_short_table_of_a_report_is_split_over_two_columns(page: Page, tmp_path: Path):
     source = make_source()
-    source.verification = make_verification()
-    for num_settings in range(2, 12, 2):
+    for step in range(201, 210):
+        source.history.add(Evaluation(step, 100, {"loss": 0.5}))
+    source.verification = make_verification(StepTimes(17, all_ranks_s=0.100, single_process_s=0.125))
+    for num_settings in (3, 6, 9):  # at which the middle is within different tables
         settings = tuple((f"setting {k}", "a value") for k in range(num_settings))
         source.spec = dataclasses.replace(source.spec, settings=settings)
         write_report(source, tmp_path / "run.html")

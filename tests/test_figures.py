@@ -86,6 +86,34 @@ def test_signs_of_near_events_are_one_and_none_overlaps():
         assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
+@pytest.mark.parametrize("lowest", [0.5, 1e-6])  # a linear scale, and a logarithmic one
+def test_signs_of_events_are_above_all_lines_and_points(lowest: float):
+    source = FakeSource(ranks=2)
+    source.advance(60)
+    values = [(step, lowest if step == 1 else 1.0, 1.0) for step in range(1, 61)]
+    source.history.add(ScalarRecord(0, {"share": values}))
+    for step in range(5, 61, 5):
+        source.history.add(Evaluation(step, 10, {"loss": 1.0, "accuracy": 1 - 1 / step**2}))
+    source.event("pause", "paused")
+    figure = run_figure.draw_run(source)
+    figure.canvas.draw()
+    assert panel(figure, "share").get_yscale() == ("linear" if lowest == 0.5 else "log")
+    for name in ("Throughput", "share", "accuracy"):
+        ax = panel(figure, name)
+        (sign,) = [text for text in ax.texts if text.get_gid() == "sign"]
+        highest = ax.transData.transform((60, ax.dataLim.y1))[1]
+        assert highest + 2 / 72 * figure.dpi < sign.get_window_extent().y0, name  # points have a height
+
+
+def test_a_metric_that_is_also_logged_has_a_title_of_its_own():
+    source = FakeSource(ranks=2)
+    source.advance(60)
+    source.history.add(ScalarRecord(0, {"confidence": [(step, 0.5, 1.0) for step in range(1, 61)]}))
+    source.history.add(Evaluation(60, 10, {"loss": 1.0, "confidence": 0.9}))
+    titles = [ax._left_title.get_text() for ax in run_figure.draw_run(source).axes]
+    assert [title for title in titles if "confidence" in title] == ["confidence (validation)", "confidence"]
+
+
 CELL_WIDTHS = {600: 484, 800: 692}
 """Width of a cell's output in JupyterLab by that of the window, in CSS pixels, as measured in Chromium."""
 

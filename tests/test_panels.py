@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 import dtkit
 from dtkit._util import formatting, timeouts
@@ -499,6 +500,25 @@ def test_custom_panels_and_their_errors_appear_in_the_figure(own_panels):
     assert [t.get_text() for t in by_name["Broken"].texts] == ["this panel failed:\nRuntimeError: not\n<b>today</b>"]
     assert "Loss" in by_name
     assert rows(by_name["Loss"], source.history) is None  # the decorated function can still be called
+
+
+@pytest.mark.usefixtures("own_panels")
+def test_texts_of_a_custom_panel_are_as_small_as_others_unless_set():
+    @dtkit.panel("Own")
+    def own(ax, history):
+        ax.plot(*history.loss(), label="a line")
+        ax.set(xlabel="x", ylabel="y")
+        ax.text(1, 1, "usual")
+        ax.text(5, 1, "large", fontsize=14)
+        ax.legend()
+
+    source = FakeSource(ranks=2)
+    source.advance(20)
+    (ax,) = [ax for ax in run_figure.draw_run(source).axes if ax.get_title(loc="left") == "Own"]
+    sizes = {text.get_text(): text.get_fontsize() for text in ax.findobj(Text)}
+    assert {name: sizes[name] for name in ("x", "y", "usual", "a line", "large")} == {
+        "x": 8, "y": 8, "usual": 8, "a line": 8, "large": 14,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("cpu_s", "interval_s"), [(0.02, 2.0), (0.12, 2.4), (0.3, 3.0), (1.0, 5.0)])

@@ -19,7 +19,7 @@ from dtkit.dashboard.summary.curves import (
     format_overall_label,
     make_chart_layouts,
 )
-from dtkit.dashboard.summary.series_names import split_unit
+from dtkit.dashboard.summary.series_names import name_metric, split_unit
 from dtkit.dashboard.svg_chart import MAX_POINTS, Series, draw_chart
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ def _iterate_charts(history: History) -> Iterator[str]:
     )  # fmt: skip
     for name in list_metric_names(history):
         series = _make_validation_series(history, name, name)
-        yield draw(formatting.sanitize_text(name, 40), "validation", series, format_y=formatting.format_loss)
+        title = name_metric(history, name)
+        yield draw(title, "" if "(validation)" in title else "validation", series, format_y=formatting.format_loss)
     for name in history.scalar_names:
         yield draw(split_unit(name)[0], "logged", _make_scalar_series(history, name), format_y=formatting.format_loss)
     if np.unique(history.column("lr")[np.isfinite(history.column("lr"))]).size > 1:

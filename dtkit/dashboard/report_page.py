@@ -34,6 +34,9 @@ _SHADOWS = (
 )
 """Shadows where a table goes on, covered by its ends, as in the live views."""
 
+_MAX_CARDS_IN_A_ROW = {"wide": 6, "middle": 4, "narrow": 3}
+"""The most cards in a row of a page, which its width sets."""
+
 _TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline';
@@ -55,7 +58,8 @@ th, td {{ padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertica
 .facts td:last-child {{ min-width: 0 !important; overflow-wrap: anywhere; }}
 .code td:last-child {{ font: 12.5px/1.5 ui-monospace, monospace; }}
 .columns {{ columns: 2 600px; column-gap: 40px; }} .columns :is(tr, .scroll, details) {{ break-inside: avoid; }}
-.columns h2 {{ break-after: avoid; }} .columns p {{ break-before: avoid; }} /* facts may go on in the next column */
+.columns :is(section, .facts):not(:has(tr:nth-child({first_split_row}))) {{ break-inside: avoid; }}
+.columns h2 {{ break-after: avoid; }} .columns p {{ break-before: avoid; }} /* many facts go on in the next column */
 .columns h2 {{ margin-top: 0; padding-top: 28px; }} .columns table {{ width: 100%; }}
 .columns section {{ font-size: 14px; }} .columns :is(th, td) {{ padding-inline: 4px !important; }}
 .columns .facts td:first-child {{ width: 190px; }}
@@ -67,9 +71,10 @@ p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; }} time 
   margin: 4px 0 0 12px; padding: 1px; }} .theme label {{ padding: 2px 9px; cursor: pointer; display: inline-block; }}
 .theme input {{ position: absolute; opacity: 0; }} .theme label:has(:checked) {{ background: var(--card);
   color: var(--ink); border-radius: 6px; }} .theme label:has(:focus-visible) {{ outline: 2px solid var(--accent); }}
-.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(155px, 1fr)); gap: 10px; margin: 16px 0; }}
-@media (max-width: 1060px) {{ .cards:has(> :nth-child(6):last-child) {{ /* no card alone in a row */
-  grid-template-columns: repeat(auto-fit, minmax(max(155px, 30%), 1fr)); }} }}
+.cards {{ display: grid; grid-template-columns: repeat(var(--wide), 1fr); gap: 10px; margin: 16px 0; }}
+@media (max-width: 1060px) {{ .cards {{ grid-template-columns: repeat(var(--middle), 1fr); }} }}
+@media (max-width: 700px) {{ .cards {{ grid-template-columns: repeat(var(--narrow), 1fr); }}
+  .card:last-child:nth-child(3n + 1) {{ grid-column: 1 / -1; }} }} /* seven */
 .card {{ background: var(--card); border-radius: 8px; padding: 10px 14px; }}
 .card b {{ font-size: 22px; display: block; line-height: 1.35; font-variant-numeric: tabular-nums; }}
 .card span {{ color: var(--muted); font-size: 12.5px; display: block; line-height: 1.4; }}
@@ -101,7 +106,7 @@ def format_page(title: str, parts: Iterable[str]) -> str:
     """Return the whole file."""
     return _TEMPLATE.format(
         title=escape(title), body="\n".join(parts), chart_css=svg_chart.make_css(),
-        shadows=_SHADOWS,
+        shadows=_SHADOWS, first_split_row=MAX_OPEN_ROWS + 1,
         light=f"{_LIGHT}; {svg_chart.make_color_variables('light')}",
         dark=f"{_DARK}; {svg_chart.make_color_variables('dark')}",
     )  # fmt: skip
@@ -115,11 +120,18 @@ def format_columns(sections: Iterable[Iterable[str]]) -> str:
 
 def format_cards(cards: Iterable[tuple[str, str, str]]) -> str:
     """Return the headline numbers: (label, value, note)."""
-    items = "".join(
+    items = [
         f'<div class="card"><span>{escape(label)}</span><b>{escape(value)}</b><span>{escape(note)}</span></div>'
         for label, value, note in cards
-    )
-    return f'<div class="cards">{items}</div>'
+    ]
+    columns = "; ".join(f"--{width}: {count}" for width, count in choose_card_columns(len(items)))
+    return f'<div class="cards" style="{columns}">{"".join(items)}</div>'
+
+
+def choose_card_columns(num_cards: int) -> list[tuple[str, int]]:
+    """Return the columns of each width of a page: as few rows as it has room for, of about one length."""
+    num_rows = {width: max(1, -(-num_cards // most)) for width, most in _MAX_CARDS_IN_A_ROW.items()}
+    return [(width, max(1, -(-num_cards // rows))) for width, rows in num_rows.items()]
 
 
 def format_table(table: Table) -> str:

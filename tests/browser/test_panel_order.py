@@ -131,3 +131,21 @@ def test_stopped_run_says_how_to_train_on(page: Page):
     run.is_released = True  # by a later training
     view.update()
     expect(view.root.get_by_test_id("notices")).not_to_contain_text("run.extend")
+
+
+def test_the_menu_of_panels_tells_a_metric_from_a_logged_number_of_its_name(page: Page):
+    run = make_run()
+    run.history.add(Evaluation(50, 10, {"loss": 1.0, "confidence": 0.9}))
+    view = StaticView(page, run)
+    view.update()
+    titles = view.root.get_by_test_id("metric-chart").locator(".dtk-title")
+    expect(titles).to_have_text(["confidence"])
+    run.history.add(ScalarRecord(0, {"confidence": [(step, 0.5, 1.0) for step in range(1, 50)]}))
+    show_series(view, run)
+    expect(titles).to_have_text(["confidence (validation)"])
+    view.root.get_by_test_id("panels-menu").click()
+    menu = view.root.get_by_role("group", name="choose panels")
+    expect(menu.get_by_text("confidence", exact=True)).to_have_count(1)
+    menu.get_by_text("confidence (validation)", exact=True).click()
+    expect(view.root.get_by_test_id("metric-chart")).to_be_hidden()
+    expect(view.root.get_by_test_id("scalars-chart")).to_be_visible()

@@ -11,9 +11,11 @@ from playwright.sync_api import expect
 import dtkit
 from dtkit.dashboard.report import write_report
 from dtkit.history.scalars import ScalarRecord
+from dtkit.rpc.reference import StepTimes
 from dtkit.types import Evaluation
 from tests.support.fake_source import FakeSource
 from tests.support.lab import Look
+from tests.support.verification import make_verification
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +52,7 @@ def test_no_table_of_a_report_is_cut_off(page: Page, tmp_path: Path):
 
 
 @pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
-def test_no_gap_is_left_below_a_column_of_a_report(page: Page, tmp_path: Path):
+def test_no_large_gap_is_left_below_a_column_of_a_report(page: Page, tmp_path: Path):
     source = make_source()
     settings = tuple((f"setting {k}", "a value") for k in range(30))
     source.spec = dataclasses.replace(source.spec, settings=settings)
@@ -65,7 +67,60 @@ def test_no_gap_is_left_below_a_column_of_a_report(page: Page, tmp_path: Path):
       return bottoms;
     }""")
     assert len(bottoms) == 2
-    assert abs(bottoms["0"] - bottoms["1"]) < 100
+    assert abs(bottoms["0"] - bottoms["1"]) < 200  # short tables stay whole
+
+
+@pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
+def test_no_short_table_of_a_report_is_split_over_two_columns(page: Page, tmp_path: Path):
+    source = make_source()
+    for step in range(201, 210):
+        source.history.add(Evaluation(step, 100, {"loss": 0.5}))
+    source.verification = make_verification(StepTimes(17, all_ranks_s=0.100, single_process_s=0.125))
+    for num_settings in (3, 6, 9):  # at which the middle is within different tables
+        settings = tuple((f"setting {k}", "a value") for k in range(num_settings))
+        source.spec = dataclasses.replace(source.spec, settings=settings)
+        write_report(source, tmp_path / "run.html")
+        page.goto(f"file://{tmp_path / 'run.html'}")
+        split: list[str] = page.evaluate(
+            """() => [...document.querySelectorAll(".columns section")]
+                 .filter((el) => el.getClientRects().length > 1).map((el) => el.textContent.slice(0, 40))"""
+        )
+        assert split == [], f"{num_settings} settings"
+
+
+@pytest.mark.parametrize("look", [Look(width=600), Look(width=800), Look(width=1400)], indirect=True)
+def test_no_card_of_a_report_is_alone_beside_an_empty_row(page: Page, tmp_path: Path):
+    source = make_source()
+    source.verification = make_verification(StepTimes(17, all_ranks_s=0.100, single_process_s=0.125))
+    write_report(source, tmp_path / "run.html")
+    page.goto(f"file://{tmp_path / 'run.html'}")
+    rows: dict[str, int] = page.evaluate(
+        """() => {
+          const rows = {};
+          for (const card of document.querySelectorAll(".card")) {
+            const top = card.getBoundingClientRect().top;
+            rows[top] = (rows[top] ?? 0) + 1;
+          }
+          return rows;
+        }"""
+    )
+    assert page.locator(".card").count() == 8
+    width = page.viewport_size["width"]  # type: ignore[index]
+    assert list(rows.values()) == ([3, 3, 2] if width == 600 else [4, 4])
+
+
+@pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
+def test_a_metric_that_is_also_logged_has_a_title_of_its_own(page: Page, tmp_path: Path):
+    source = make_source()
+    source.history.add(ScalarRecord(0, {"accuracy": [(step, 0.5, 1.0) for step in range(1, 100)]}))
+    write_report(source, tmp_path / "run.html")
+    page.goto(f"file://{tmp_path / 'run.html'}")
+    expect(page.get_by_test_id("metric-chart").locator(".dtk-title")).to_have_text("accuracy (validation)")
+    expect(page.get_by_test_id("scalars-chart").locator(".dtk-title")).to_have_text("accuracy")
+    drawn = page.locator(".drawn h3").all_text_contents()
+    assert [text.split("  ")[0].strip() for text in drawn if "accuracy" in text] == [
+        "accuracy (validation)", "accuracy logged",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["run", "comparison"])

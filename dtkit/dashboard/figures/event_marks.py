@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit.dashboard.figures.style import COLORS, MUTED_COLOR
+from dtkit.dashboard.figures.style import COLORS, MUTED_COLOR, collect_line_labels, draw_end_labels
 from dtkit.dashboard.summary.event_marks import EVENT_GLYPHS, MARKED_EVENTS
 
 if TYPE_CHECKING:
@@ -21,17 +21,21 @@ _URGENT_EVENTS = ("error", "lost", "stuck", "diverged")
 _MAX_MARKED_EVENTS = 20
 _MAX_GLYPHS = 6
 _LETTER_PT = 7.0  # width of a letter of a sign, with the gap beside it
+_LINE_TOP = 0.86
+_SIGN_SHARE = 0.2  # of the height of axes, which are low; a sign with its distance to the data
 _AXES_SHARE = 0.8  # of the width of a column, which also has numbers and names
 
 
 def mark_events(ax: Axes, events: Sequence[Event]) -> None:
-    """Draw a thin line at the step of each marked event, and signs above. Signs that would touch are one."""
+    """Draw a thin line at the step of each marked event, and signs above the data. Signs that would touch are one."""
     signs: list[_Sign] = []
     per_letter = _LETTER_PT * float(np.ptp(ax.get_xlim())) / _get_width_pt(ax)
     marked = [event for event in events if event.kind in MARKED_EVENTS][-_MAX_MARKED_EVENTS:]
+    if marked:
+        _make_room_for_signs(ax)
     for event in marked:
         color = COLORS[5] if event.kind in _URGENT_EVENTS else MUTED_COLOR
-        ax.axvline(event.step, 0, 0.94, color=color, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
+        ax.axvline(event.step, 0, _LINE_TOP, color=color, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
         signs.append(_Sign(event.step, event.step, color, (EVENT_GLYPHS[event.kind],)))
         while len(signs) > 1 and signs[-2].touches(signs[-1], per_letter):
             later = signs.pop()
@@ -70,6 +74,16 @@ class _Sign:
         """Return one sign for this and a later one. It is urgent if either is."""
         color = later.color if self.color == MUTED_COLOR else self.color
         return _Sign(self.first, later.last, color, tuple(dict.fromkeys((*self.glyphs, *later.glyphs))))
+
+
+def _make_room_for_signs(ax: Axes) -> None:
+    """Raise the upper end of the axes until the data end below the signs."""
+    scale = ax.yaxis.get_transform()  # of a logarithmic axis, the logarithm
+    low, high, top = scale.transform(np.array([*ax.get_ylim(), ax.dataLim.y1]))
+    needed = low + (top - low) / (1 - _SIGN_SHARE)
+    if np.isfinite(needed) and needed > high:  # without data it is infinite
+        ax.set_ylim(top=float(scale.inverted().transform(np.array([needed]))[0]))
+        draw_end_labels(ax, collect_line_labels(ax))
 
 
 def _get_width_pt(ax: Axes) -> float:

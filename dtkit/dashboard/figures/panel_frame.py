@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
+from matplotlib.text import Text
+
 from dtkit._util import formatting
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.figures import style
@@ -32,19 +34,30 @@ def wrap_panel(name: str, function: PanelFunction) -> PanelFunction:
             text = describe_missing(error) or f"this panel failed: {format_error(error)}"
             style.show_placeholder(ax, textwrap.fill(text, _ERROR_CHARS))
 
-        style.style_axes(ax)
-        run_guarded(lambda: function(ax, history), show_error)
+        run_guarded(lambda: _draw_in_small_text(function, ax, history), show_error)
         style.set_title(ax, formatting.sanitize_text(name, 60))
 
     return draw
+
+
+def _draw_in_small_text(function: PanelFunction, ax: Axes, history: History) -> None:
+    """Let a user's function draw, with texts of the size of dtkit's panels unless it sets others."""
+    style.style_axes(ax)
+    for label in (ax.xaxis.label, ax.yaxis.label):
+        label.set_fontsize(style.SMALL_FONT_SIZE)
+    function(ax, history)
+    usual = Text().get_fontsize()
+    legend = ax.get_legend()
+    for text in [*ax.texts, *([] if legend is None else [*legend.get_texts(), legend.get_title()])]:
+        if text.get_fontsize() == usual:
+            text.set_fontsize(style.SMALL_FONT_SIZE)
 
 
 def draw_png(function: PanelFunction, history: History, width: int = 600) -> bytes:
     """Return a panel as a PNG of its own, for a page of any theme that shows it `width` CSS pixels wide."""
     figure = create_figure(min(_MAX_WIDTH_IN, max(_MIN_WIDTH_IN, width / _CSS_PIXELS_PER_INCH)), _HEIGHT_IN)
     ax = figure.subplots()
-    style.style_axes(ax)
-    function(ax, history)
+    _draw_in_small_text(function, ax, history)
     return render_transparent_png(figure)
 
 

@@ -47,7 +47,8 @@ _LABEL_LEADING = 1.12  # of a label's height
 _NUMBERS_HEIGHT_IN = 0.22  # of the numbers below an axis, with their distance to it
 _TITLE_CHARS_PER_INCH = 10  # of a bold headline
 _NOTE_CHARS_PER_INCH = 12.5  # of a bold sentence below a figure
-_SMALL_TEXT: dict[str, Any] = {"fontsize": 8, "color": MUTED_COLOR}
+SMALL_FONT_SIZE = 8
+_SMALL_TEXT: dict[str, Any] = {"fontsize": SMALL_FONT_SIZE, "color": MUTED_COLOR}
 
 
 def style_axes(ax: Axes, grid: Literal["x", "y"] | None = "y", label_color: str = MUTED_COLOR) -> None:
@@ -59,7 +60,7 @@ def style_axes(ax: Axes, grid: Literal["x", "y"] | None = "y", label_color: str 
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color(MUTED_COLOR)
-    ax.tick_params(colors=MUTED_COLOR, labelcolor=label_color, labelsize=8)
+    ax.tick_params(colors=MUTED_COLOR, labelcolor=label_color, labelsize=SMALL_FONT_SIZE)
 
 
 def format_step_axis(ax: Axes) -> None:
@@ -140,6 +141,7 @@ def _fit_titles(ax: Axes, titles: Mapping[str | None, Text], gap: float) -> None
         note.set_x((right - axes_box.x0) / axes_box.width)  # above the names of the lines
     while note.get_text() and name.get_window_extent().x1 + gap > note.get_window_extent().x0:
         note.set_text(_drop_last_part(note.get_text()))
+    right = max(right, _find_next_name(ax) - gap)  # a note that is left doesn't touch the name
     room = (right - name.get_window_extent().x0) / max(1.0, name.get_window_extent().width)
     if room < 1:
         name.set_text(formatting.sanitize_text(name.get_text(), int(room * len(name.get_text()))))
@@ -151,6 +153,16 @@ def _find_free_edge(ax: Axes) -> float:
     if place is not None and place.is_last_col() and figure is not None:
         return float(_FIGURE_EDGE * figure.bbox.width)
     return max((text.get_window_extent().x1 for text in ax.texts if text.get_gid() == "end"), default=0.0)
+
+
+def _find_next_name(ax: Axes) -> float:
+    """Return where the name of the next panel in the row begins; 0 in the last column."""
+    place, figure = ax.get_subplotspec(), ax.get_figure(root=True)
+    if place is None or figure is None or place.is_last_col():
+        return 0.0
+    places = [(other, other.get_subplotspec()) for other in figure.axes]
+    right = [o for o, p in places if p and p.rowspan == place.rowspan and p.colspan.start >= place.colspan.stop]
+    return min((other.get_window_extent().x0 for other in right), default=0.0)
 
 
 def _drop_last_part(text: str) -> str:

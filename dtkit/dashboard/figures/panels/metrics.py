@@ -10,6 +10,7 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.event_marks import mark_events
+from dtkit.dashboard.summary.series_names import name_metric
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +43,7 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     style.format_step_axis(ax)
     style.show_all_steps(ax, history)
     last, low, high = (formatting.format_loss(float(value)) for value in (values[-1], values.min(), values.max()))
-    style.set_title(ax, formatting.sanitize_text(name, 40), f"last {last}, from {low} to {high}")
+    style.set_title(ax, name_metric(history, name), f"last {last}, from {low} to {high}")
     mark_events(ax, history.events)
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
 
 NUM_BUCKETS = 64  # single steps of a few milliseconds show the scheduler's noise
-_ROOM = 1.2  # above the largest value, where signs of events are
 
 
 def draw(ax: Axes, history: History) -> None:
@@ -37,7 +36,7 @@ def draw(ax: Axes, history: History) -> None:
     style.draw_outliers(ax, history, THROUGHPUT, NUM_BUCKETS, is_inverted=True)
     style.set_title(ax, "Throughput", style.describe_lines(layout, "samples/s"))
     if np.isfinite(buckets.values).any():
-        ax.set_ylim(0, _ROOM * float(np.nanmax(buckets.values)))
+        ax.set_ylim(bottom=0)
         style.draw_end_labels(ax, style.collect_line_labels(ax))
     if not layout.banded:  # else the note and the name at the line's end say it
         notes = [f"┅ {overall_name}"] if layout.nodes > 1 else []

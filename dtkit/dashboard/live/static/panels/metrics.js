@@ -14,9 +14,11 @@ export function metrics(store, _send, redraw) {
   const update = () => {
     if (read !== store.evaluations) [read, points] = [store.evaluations, collectMetrics(store.evaluations)];
     for (const name of points.keys()) {
-      if (shown.has(name)) continue;
-      shown.set(name, metricChart(store, name, () => upTo(lastEvaluated(store), points.get(name) ?? []), redraw));
-      el.append(shown.get(name).el);
+      const earlier = shown.get(name), title = metricTitle(store, name);
+      if (earlier?.title === title) continue;
+      shown.set(name, metricChart(store, name, title, () => upTo(lastEvaluated(store), points.get(name) ?? []), redraw));
+      if (earlier) earlier.el.replaceWith(shown.get(name).el);
+      else el.append(shown.get(name).el);
       store.sight.watch(shown.get(name).el);
       redraw(); // the menu of panels, which is above
     }
@@ -39,17 +41,22 @@ function collectMetrics(evaluations) {
   return found;
 }
 
+/** Return the title of a metric, which a number that the user logs may have too: series_names.py does the same. */
+function metricTitle(store, name) {
+  return store.series.has(name) ? `${name} (validation)` : name;
+}
+
 function upTo(last, points) {
   return (points.at(-1)?.step ?? 0) <= last ? points : points.filter((point) => point.step <= last);
 }
 
-function metricChart(store, name, points, redraw) {
+function metricChart(store, name, title, points, redraw) {
   const note = () => {
     const values = points().map((point) => point.value);
-    return `validation, last ${number(values.at(-1))}, from ${number(Math.min(...values))} to ${number(Math.max(...values))}`;
+    return `${title === name ? "validation, " : ""}last ${number(values.at(-1))}, from ${number(Math.min(...values))} to ${number(Math.max(...values))}`;
   };
   return chart(store, "metric", {
-    title: name,
+    title,
     testid: "metric-chart",
     height: 130,
     exact: true, // a smoothed line would end far from the last value, which the tile shows

@@ -155,6 +155,25 @@ def note_missing_outputs(
         context["body"] = f"{_NO_OUTPUTS}{context['body']}"
 
 
+def index_keywords(_app: Any, document: nodes.document) -> None:
+    """Let Sphinx's index have each word of a page's keywords, and each keyword as "=keyword", which search.js looks up.
+
+    The index itself takes a keyword of several words as one word, which no query has.
+    """
+    for node in document.findall(nodes.meta):
+        if node.get("name") == "keywords":
+            keywords = [keyword.strip() for keyword in node["content"].lower().split(",")]
+            words = dict.fromkeys(word for keyword in keywords for word in keyword.split())
+            node["content"] = ", ".join([*words, *(f"={keyword}" for keyword in keywords)])
+
+
+def show_keywords(
+    _app: Any, _page: str, _template: str, context: dict[str, Any], _doctree: nodes.document | None
+) -> None:
+    """Leave the marks of `index_keywords` out of the page itself."""
+    context["metatags"] = re.sub(r", =[^,\"]*", "", context.get("metatags", ""))
+
+
 def name_pictures(
     _app: Any, _page: str, _template: str, context: dict[str, Any], _doctree: nodes.document | None
 ) -> None:
@@ -188,6 +207,8 @@ def setup(app: Any) -> None:
     app.connect("source-read", adapt_links)
     app.connect("html-page-context", note_missing_outputs)
     app.connect("html-page-context", name_pictures)
+    app.connect("html-page-context", show_keywords)
+    app.connect("doctree-read", index_keywords)
 
 
 def copy_tutorials() -> None:

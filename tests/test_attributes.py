@@ -9,7 +9,7 @@ import traceback
 import pytest
 
 import dtkit
-from dtkit._util.attributes import ELSEWHERE, describe_missing, suggest_attributes
+from dtkit._util.attributes import _OTHER_OWNERS, ELSEWHERE, describe_missing, suggest_attributes
 from dtkit.history.history import History
 from dtkit.planning.plan import Plan
 from dtkit.training.run import Run
@@ -99,6 +99,17 @@ def test_what_users_hold_has_suggestions(cls: type, name: str, meant: str):
 def test_the_package_has_suggestions():
     with pytest.raises(AttributeError, match=r"dtkit has no attribute 'compar'; did you mean dtkit\.compare\?"):
         dtkit.compar  # noqa: B018 - the access is the test
+
+
+@pytest.mark.parametrize(("name", "meant"), [("Trian", "train"), ("train", "train"), ("serch", "search")])
+def test_methods_of_the_cluster_are_suggested_for_the_package(name: str, meant: str):
+    with pytest.raises(AttributeError, match=rf"dtkit has no attribute '{name}'; did you mean cluster\.{meant}\?"):
+        getattr(dtkit, name)
+
+
+def test_what_the_package_suggests_of_the_cluster_exists():
+    _, names = _OTHER_OWNERS["dtkit"]
+    assert set(names) <= set(dir(dtkit.Cluster))
 
 
 def test_name_of_the_same_letters_is_preferred():

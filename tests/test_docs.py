@@ -17,6 +17,30 @@ import dtkit
 if TYPE_CHECKING:
     from pathlib import Path
 
+NEWCOMERS_WORDS = {
+    "concepts/strategies": ["ddp", "fsdp", "data parallel"],
+    "guides/checkpoints": ["checkpoint"],
+    "guides/map-and-search": ["hyperparameter search", "hyperparameter tuning"],
+    "guides/trackers": ["tensorboard", "wandb"],
+    "guides/training": ["progress bar", "validation"],
+    "how-to/datasets": ["distributed sampler"],
+    "how-to/gpus": ["multi gpu"],
+    "how-to/options": [
+        "early stopping",
+        "early_stopping",
+        "learning rate schedule",
+        "mixed precision",
+        "amp",
+        "bf16",
+        "gradient accumulation",
+    ],
+    "how-to/predict": ["inference", "prediction"],
+    "how-to/resume": ["resume"],
+    "how-to/save-model": ["save model", "load model"],
+    "how-to/slurm": ["slurm"],
+    "how-to/torchrun-script": ["torchrun"],
+}
+"""What users of other libraries type into the site's search, and the page that answers."""
 FENCE = re.compile(r"^(```|:::).*?^\1", re.MULTILINE | re.DOTALL)
 
 
@@ -47,6 +71,15 @@ def find_broken_links(path: Path) -> list[str]:
             headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
             broken += [link] * (anchor not in map(make_slug, headings))
     return broken
+
+
+def read_keywords(page: Path) -> list[str]:
+    """Return the keywords of a page's front matter."""
+    yaml = pytest.importorskip("yaml")
+    text = page.read_text(encoding="utf-8")
+    metadata = yaml.safe_load(text.split("---\n")[1]) if text.startswith("---\n") else {}
+    keywords: str = metadata.get("myst", {}).get("html_meta", {}).get("keywords", "")
+    return [keyword.strip() for keyword in keywords.split(",")]
 
 
 def find_type_fields(page: str) -> list[str]:
@@ -110,6 +143,11 @@ def test_pictures_of_pages_begin_with_an_empty_row_and_not_with_a_cut_line_of_te
     assert {name: found for name, found in colors.items() if found is None or len(found) > 1} == {}
 
 
+@pytest.mark.parametrize(("page", "words"), NEWCOMERS_WORDS.items())
+def test_pages_have_the_words_of_other_libraries_as_keywords(root: Path, page: str, words: list[str]):
+    assert set(words) <= set(read_keywords(root / f"docs/{page}.md"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_site_builds_without_a_warning(root: Path, tmp_path: Path):
@@ -136,6 +174,10 @@ def test_the_site_builds_without_a_warning(root: Path, tmp_path: Path):
     found = index["terms"]["dashboard"]
     assert index["docnames"].index("changelog") not in found
     assert len(found) > 5
+    assert index["docnames"][index["terms"]["=multi gpu"]] == "how-to/gpus"  # a keyword, for search.js
+    gpus = (tmp_path / "how-to" / "gpus.html").read_text(encoding="utf-8")
+    assert '<meta content="multi, gpu, ' in gpus
+    assert ", =" not in gpus.partition("<body")[0]
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,12 @@ def test_mean_over_ranks_is_weighted():
         tables.read("zz")
 
 
+@pytest.mark.parametrize(("name", "meant"), [("los", "loss"), ("troughput", "throughput")])
+def test_a_misspelled_series_of_each_run_is_suggested(name: str, meant: str):
+    with pytest.raises(ValueError, match=f"no numbers were logged as '{name}'; did you mean '{meant}'"):
+        History().scalar(name)
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [

@@ -1,7 +1,8 @@
 /*
- * Sphinx's search, with four changes: pages are ordered by all words of a query, an object whose name is the query comes
- * first, an excerpt is the passage that has most of its words, and only whole words are marked. Sphinx takes the best
- * word of a query alone, the first place of its last word, and marks "step" in "timestep".
+ * Sphinx's search, with five changes: pages are ordered by all words of a query, a page that has the query among its
+ * keywords comes first, so does an object whose name is the query, an excerpt is the passage that has most of its words,
+ * and only whole words are marked. Sphinx takes the best word of a query alone, the first place of its last word, and
+ * marks "step" in "timestep".
  */
 "use strict";
 
@@ -14,6 +15,7 @@ const FOLDER_SCORES = [
   [/^(decisions\/|architecture|contributing|tried|scale|index$|.*\/index$)/, -25],
 ];
 const NAMED_SCORE = 200; // more than any page has
+const KEYWORD_SCORE = 60; // more than the words of a page have
 const EXCERPT_LENGTH = 240;
 const PASSAGES = "p, li, tr, pre"; // code counts less than prose
 
@@ -27,6 +29,12 @@ const stemWords = (text) => {
 
 /** Return whether an entry of Sphinx's index, a number or a list, has this page. */
 const hasPage = (entry, page) => entry === page || (Array.isArray(entry) && entry.includes(page));
+
+/** Return whether a page has the whole query among its keywords; docs/conf.py marks these with "=". */
+const isKeywordOf = (query, page) => {
+  const keyword = new Stemmer().stemWord(`=${splitIntoWords(query).join(" ")}`);
+  return hasPage(Search._index.terms[keyword], page);
+};
 
 /** Return the score of one page for a query: words of its title, of one of its headings and of its text. */
 const scorePage = (page, stems) => {
@@ -54,7 +62,9 @@ const scoreResult = ([document_, title, , , score, , kind]) => {
   if (kind === "object" && isNameOf(query, title)) return NAMED_SCORE;
   const folder = FOLDER_SCORES.find(([pattern]) => pattern.test(document_))?.[1] ?? 0;
   const page = Search._index.docnames.indexOf(document_);
-  if (kind === "text" && stems.length > 0) return folder + scorePage(page, stems);
+  if (kind === "text" && stems.length > 0) {
+    return folder + scorePage(page, stems) + (isKeywordOf(query, page) ? KEYWORD_SCORE : 0);
+  }
   return folder + score + (kind === "title" ? 10 : 0);
 };
 

@@ -55,6 +55,15 @@ ELSEWHERE: dict[str, dict[str, str]] = {
 """What newcomers look for in an object or the package, and where it is. Errors name these before similar spellings."""
 
 
+_OTHER_OWNERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "dtkit": (
+        "cluster",
+        ("benchmark", "map", "partition", "plan", "run", "search", "stacks", "submit", "torchrun", "train"),
+    )
+}
+"""Owners, with another object and those of its names that newcomers look for in the owner."""
+
+
 def describe_missing(owner: str, name: str, names: Sequence[str]) -> str:
     """Return the text of an AttributeError: what was probably meant, or all that there is."""
     if elsewhere := ELSEWHERE.get(owner, {}).get(name):
@@ -62,8 +71,16 @@ def describe_missing(owner: str, name: str, names: Sequence[str]) -> str:
     anagrams = [known for known in names if sorted(known) == sorted(name)]  # letters in another order
     similar = anagrams or difflib.get_close_matches(name, names, n=1)
     similar = [known for known in _OTHER_NAMES.get(name, ()) if known in names] or similar
-    hint = f"did you mean {owner}.{similar[0]}?" if similar else f"it has {', '.join(names)}"
+    meant = f"{owner}.{similar[0]}" if similar else _find_elsewhere(owner, name)
+    hint = f"did you mean {meant}?" if meant else f"it has {', '.join(names)}"
     return f"{owner} has no attribute {name!r}; {hint}"
+
+
+def _find_elsewhere(owner: str, name: str) -> str | None:
+    """Return the name of another object that is similar to this one, as users write it."""
+    other, names = _OTHER_OWNERS.get(owner, ("", ()))
+    similar = difflib.get_close_matches(name.lower(), names, n=1)
+    return f"{other}.{similar[0]}" if similar else None
 
 
 def suggest_attributes(owner: str) -> Callable[[type[_T]], type[_T]]:

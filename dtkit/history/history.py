@@ -20,6 +20,7 @@ import numpy as np
 from dtkit._util.arguments import check_no_folder, check_path, explain_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
+from dtkit._util.formatting import format_count
 from dtkit._util.suffixes import JSON_LINES, check_suffix
 from dtkit.history.growing_array import check_range
 from dtkit.history.items import LogItem, decode_fields, encode_line
@@ -392,8 +393,8 @@ class History:
     def __repr__(self) -> str:
         if not self.num_steps:
             return "History(empty)"
-        _, losses = self.loss()
         missing = describe_missing_steps(self.totals()["step"])
-        parts = [f"{self.num_valid_rows} rows", f"{self.num_steps} steps", f"{len(self.ranks)} ranks"]
+        counts = {"row": self.num_valid_rows, "step": self.num_steps, "rank": len(self.ranks)}
+        parts = [format_count(count, noun) for noun, count in counts.items()]
         parts += [f"{missing} missing"] if missing else []
-        return f"History({', '.join(parts)}, last loss {losses[-1]:.4g})"
+        return f"History({', '.join(parts)}, last loss {self.loss()[1][-1]:.4g})"

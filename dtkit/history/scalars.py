@@ -36,6 +36,9 @@ SCALAR_DTYPE = np.dtype([("step", "i4"), ("rank", "i4"), ("total", "f8"), ("weig
 """Row of one name, rank and step; the value is the total divided by the weight."""
 
 _COLUMN_ALIASES = {"learning_rate": "lr", "gradient_norm": "grad_norm", "memory": "memory_bytes"}
+OWN_SERIES = ("loss", "throughput")
+"""Names that `History.scalar` reads without a call of `dtkit.log`."""
+
 _RATES = ("samples/s", "samples_per_second")
 
 
@@ -127,6 +130,8 @@ class ScalarTables:
         """Raise ValueError with the name that was probably meant, or with what there is and how numbers get here."""
         if similar := difflib.get_close_matches(name, self._tables, n=1):
             raise ValueError(f"no numbers were logged as {name!r}; did you mean {similar[0]!r}?")
+        if similar := difflib.get_close_matches(name, OWN_SERIES, n=1):
+            raise NothingLoggedError(name, f"did you mean {similar[0]!r}?")
         logged = ", ".join(other for other in self._tables if not other.startswith(OWN_PREFIXES)) or "none"
         remedy = (
             f"there are {logged}. dtkit.log(name=number) in a loss adds some; history.column(...) has loss and times"

@@ -617,6 +617,24 @@ def test_stop_asks_once_and_a_bad_learning_rate_is_refused(page: Page):
     assert len(view.sent) == 1
 
 
+def test_the_learning_rate_that_a_run_has_already_is_answered(page: Page):
+    view = StaticView(page, make_source(2))
+    rate, note = view.root.get_by_test_id("lr"), view.root.get_by_test_id("lr-unsent")
+    value = rate.input_value()
+    rate.fill(value)
+    rate.press("Enter")
+    expect(note).to_have_text(f"already {value}")
+    rate.fill(f"{value}1")
+    expect(note).to_have_text("Enter sends it")
+    rate.fill(value)
+    rate.press("Enter")
+    rate.press("Escape")
+    expect(note).to_be_hidden(timeout=8000)
+    rate.press("Enter")  # untouched
+    expect(note).to_have_text(f"already {value}")
+    assert view.sent == []
+
+
 def test_a_refused_learning_rate_is_marked_and_has_no_check_mark(page: Page):
     run = make_source(2)
     view = StaticView(page, run)

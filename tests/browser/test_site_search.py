@@ -111,6 +111,24 @@ def test_a_newcomers_searches_find_the_right_page_and_mark_whole_words(page: Pag
 
 
 @pytest.mark.slow
+def test_each_keyword_of_a_page_finds_it_first_or_second(page: Page, site: str, root: Path):
+    yaml = pytest.importorskip("yaml")
+    missed = {}
+    for path in sorted((root / "docs").rglob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        metadata = yaml.safe_load(text.split("---\n")[1]) if text.startswith("---\n") else {}
+        expected = path.relative_to(root / "docs").with_suffix("").as_posix()
+        for keyword in metadata.get("myst", {}).get("html_meta", {}).get("keywords", "").split(","):
+            if keyword:
+                page.goto(f"{site}/search.html?q={quote_plus(keyword.strip().replace(' ', '-'))}")
+                page.wait_for_function("() => document.querySelector('.search-summary')?.innerText", timeout=WAIT_MS)
+                found = page.evaluate(READ)
+                if expected not in [result["page"] for result in found[:2]]:
+                    missed[keyword] = expected, [result["page"] for result in found]
+    assert missed == {}
+
+
+@pytest.mark.slow
 def test_no_page_reports_an_error_or_misses_a_file(page: Page, site: str, folder: Path):
     errors: list[str] = []
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)

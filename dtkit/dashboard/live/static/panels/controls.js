@@ -178,6 +178,8 @@ function rateField(store, ask, redraw) {
   const label = h("label", { class: "dtk-rate" }, "learning rate", input);
   const el = h("span", { class: "dtk-rate-field" }, label, unsent); // the note alone takes another line where it has no room
   let edited = false;
+  const same = { text: "", at: 0 }; // the answer to the rate that the run has already
+  const isSame = () => Date.now() - same.at < SURE_MS;
   const sure = { value: null, at: 0 }; // the far rate that was entered once
   const isSure = () => Date.now() - sure.at < SURE_MS;
   const current = () => (store.lr === null ? "" : rateText(store.lr));
@@ -191,13 +193,19 @@ function rateField(store, ask, redraw) {
     else if (store.refused?.command === "lr") store.refused = null;
     setAttr(input, "aria-invalid", text !== null);
   };
-  const edit = () => { edited = true; sure.at = 0; refuse(null); redraw(); };
+  const edit = () => { edited = true; sure.at = same.at = 0; refuse(null); redraw(); };
+  const answerSame = () => {
+    if (store.asked.has("lr")) return; // another rate is under way
+    [same.text, same.at] = [`already ${current()}`, Date.now()];
+    redrawUntilSure(redraw);
+  };
   const send = (value) => {
     const asks = isFar(store, value) && !(isSure() && value === sure.value);
     [sure.value, sure.at] = [value, asks ? Date.now() : 0];
     if (asks) return redrawUntilSure(redraw);
     edited = false;
     if (value !== store.lr) ask("lr", value);
+    else answerSame();
   };
   const rule = (typed, value) => {
     if (/^\d*,\d+$/.test(typed)) return `use a point, as in ${typed.replace(",", ".")}.`;
@@ -212,7 +220,8 @@ function rateField(store, ask, redraw) {
     else if (event.key === "Enter") {
       const good = Number.isFinite(value) && value >= 0;
       refuse(good ? null : `${typed.slice(0, 40) || "nothing"} is not a learning rate: ${rule(typed, value)}${remains()}`);
-      if (good && edited) send(value); // an untouched box may be rounded
+      if (good && edited) send(value);
+      else if (good) answerSame(); // an untouched box may be rounded
       redraw();
     } else if (event.key === "ArrowUp" || event.key === "ArrowDown") {
       event.preventDefault();
@@ -225,9 +234,9 @@ function rateField(store, ask, redraw) {
     input.disabled = !LIVE.includes(store.status.state) || store.lost || store.lr === null;
     if (!edited && !store.asked.has("lr") && input.value !== current()) input.value = current();
     const isBad = input.getAttribute("aria-invalid") === "true";
-    unsent.hidden = !edited;
+    unsent.hidden = !edited && !isSame();
     setAttr(unsent, "class", `dtk-note${isBad ? " dtk-refusal" : ""}`);
-    setText(unsent, isBad ? "✕ not sent" : isSure() ? `${describeJump(store, sure.value)}? Enter again` : "Enter sends it");
+    setText(unsent, isBad ? "✕ not sent" : isSame() ? same.text : isSure() ? `${describeJump(store, sure.value)}? Enter again` : "Enter sends it");
   };
   return { el, update };
 }

@@ -10,6 +10,8 @@ from dtkit.training.settings import describe_value
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
 _REMEDIES = {
     r"learning rate": "A learning rate is a number from 0 up, as in lr=0.1",
     r"momentum value": "A momentum is a number from 0 up, as in momentum=0.9",
@@ -21,19 +23,21 @@ _REMEDIES = {
 """Options as torch's messages name them, with the rule and an example."""
 
 
-def check_optimizer_options(model: Any, factory: Callable[..., Any]) -> None:
+def check_optimizer_options(model: torch.nn.Module, factory: Callable[..., Any]) -> None:
     """Raise ValueError if torch refuses a number in the user's optimizer.
 
     The function is tried on parameters without values. Any other error may come from these, so engines report it. A
     function of the model is not tried, since it may change the model.
     """
+    import torch
+
     from dtkit.strategies.base import get_first_parameter_name
     from dtkit.strategies.meta_copy import META_DEVICE, make_empty_like
 
     if (first := get_first_parameter_name(factory)) == "model":
         return
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if any(str(p.layout) != "torch.strided" for _, p in named):
+    if any(p.layout is not torch.strided for _, p in named):
         return
     pairs = [(name, make_empty_like(p, META_DEVICE)) for name, p in named]
     try:

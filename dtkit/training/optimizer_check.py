@@ -29,18 +29,13 @@ def check_optimizer_options(model: torch.nn.Module, factory: Callable[..., Any])
     The function is tried on parameters without values. Any other error may come from these, so engines report it. A
     function of the model is not tried, since it may change the model.
     """
-    import torch
-
     from dtkit.strategies.base import get_first_parameter_name
-    from dtkit.strategies.meta_copy import META_DEVICE, make_empty_like
+    from dtkit.strategies.meta_copy import make_empty_like
 
     if (first := get_first_parameter_name(factory)) == "model":
         return
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if any(p.layout is not torch.strided for _, p in named):
-        return
-    pairs = [(name, make_empty_like(p, META_DEVICE)) for name, p in named]
     try:
+        pairs = [(name, make_empty_like(p)) for name, p in model.named_parameters() if p.requires_grad]
         factory(pairs if first == "named_parameters" else [p for _, p in pairs])
     except ValueError as error:
         message = str(error)

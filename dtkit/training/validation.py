@@ -1,7 +1,7 @@
 """Checks of the arguments of ``cluster.train`` that need no engine.
 
-They raise ValueError or TypeError before anything is sent. Errors that only an engine can find, such as most
-in an optimizer, are raised while the job is built, before `train` returns.
+They raise ValueError or TypeError before anything is sent. Errors that only an engine can find, such as in the
+optimizer, are raised while the job is built, before `train` returns.
 """
 
 from __future__ import annotations

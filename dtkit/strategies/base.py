@@ -237,8 +237,7 @@ def split_state_dict(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], d
     return buffers, {name: value for name, value in rest.items() if name not in buffers}
 
 
-def get_first_parameter_name(function: Callable[..., Any]) -> str:
-    """Return the name of a function's first parameter, which says what it wants; empty for none."""
+def _get_first_parameter_name(function: Callable[..., Any]) -> str:
     try:
         return next(iter(inspect.signature(function).parameters), "")
     except ValueError:  # a builtin without a signature
@@ -263,7 +262,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 def _call_factory(factory: Callable[..., Any], model: torch.nn.Module, whole: torch.nn.Module) -> Any:
     """Return what the user's function returns for the trainable parameters of `model`, or for the `whole` model."""
-    parameter_name = get_first_parameter_name(factory)
+    parameter_name = _get_first_parameter_name(factory)
     try:
         if parameter_name == "model":
             return factory(whole)

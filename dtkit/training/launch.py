@@ -24,7 +24,6 @@ from dtkit.training.adapters import adapt_model
 from dtkit.training.callbacks import check_epochs, start_callbacks
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
 from dtkit.training.lightning import read_lightning
-from dtkit.training.optimizer_check import check_optimizer_options
 from dtkit.training.partitioning import partition_training_data
 from dtkit.training.resume import load_start
 from dtkit.training.run import Run
@@ -119,7 +118,6 @@ def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> St
     if config.metrics and config.validation is None:
         print(_NO_VALIDATION_NOTE)  # noqa: T201 - else nothing shows that the metrics are not computed
     if not isinstance(model, ModelHandle):
-        check_optimizer_options(model, config.optimizer_factory)
         strategy.check_model(model)
         if (description := strategy.describe_plan(model)) is not None:
             print(description)  # noqa: T201 - a plan is shown before it is used

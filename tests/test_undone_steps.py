@@ -217,12 +217,16 @@ def test_ranges_of_valid_rows_are_read_across_their_borders():
     assert history.read_valid_rows(13)["step"].tolist() == history.read_valid_rows(3, 3)["step"].tolist() == []
 
 
+def test_a_history_counts_in_words():
+    history = History()
+    history.append([StepRecord(0, 0, 0, 8, 2.0, 8, 0.1, 0, 0, 0, 0, 0.1, 1)])
+    assert repr(history) == "History(1 row, 1 step, 1 rank, last loss 2)"
+
+
 def test_steps_undone_to_the_start_leave_an_empty_history():
     history = History()
     append(history, 0, 3, 1.0)
     history.add(UndoneSteps(0))
     assert repr(history) == "History(empty)"
-    history.append([StepRecord(0, 0, 0, 8, 2.0, 8, 0.1, 0, 0, 0, 0, 0.1, 1)])
-    assert repr(history) == "History(1 row, 1 step, 1 rank, last loss 2)"
     assert (history.num_steps, history.position[0], find_divergence(history)) == (0, 0, None)
     assert compute_run_metrics(history, 2).loss is None

@@ -118,6 +118,11 @@ def test_the_tab_key_offers_names_for_users_behind_attributes_and_modules(user_o
     assert "TYPE_CHECKING" not in complete("dtkit.types.", dtkit=dtkit)
 
 
+def test_a_shell_without_matchers_stays_as_it_is():
+    use_dir(SimpleNamespace())
+    use_dir(SimpleNamespace(Completer=SimpleNamespace()))
+
+
 def test_a_completion_asks_no_engine(user_objects):
     run = user_objects["Run"]
     assert find_names("run.model.", {"run": run}) == ({}, "")

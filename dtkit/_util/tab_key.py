@@ -22,11 +22,16 @@ _PRIORITY = 1000  # before jedi, which takes longer
 
 
 def use_dir(shell: Any) -> None:
-    """Let the Tab key of IPython's shell offer what `dir` lists behind objects and modules of dtkit."""
-    from IPython.core.completer import SimpleCompletion, context_matcher
+    """Let the Tab key of IPython's shell offer what `dir` lists behind objects and modules of dtkit.
 
-    matchers = shell.Completer.custom_matchers
-    if any(getattr(matcher, "matcher_identifier", "") == _IDENTIFIER for matcher in matchers):
+    Shells without matchers, such as those of IPython before 8.6, stay as they are.
+    """
+    matchers = getattr(getattr(shell, "Completer", None), "custom_matchers", None)
+    if matchers is None or any(getattr(matcher, "matcher_identifier", "") == _IDENTIFIER for matcher in matchers):
+        return
+    try:
+        from IPython.core.completer import SimpleCompletion, context_matcher
+    except ImportError:
         return
 
     @context_matcher(identifier=_IDENTIFIER, priority=_PRIORITY)  # type: ignore[untyped-decorator]

@@ -198,9 +198,17 @@ def test_memory_report_compares_each_rank_with_the_plan(cluster2: dtkit.Cluster,
     assert "planned" in repr(report)
 
 
-def test_memory_has_no_peak_before_the_first_step_and_needs_a_job(cluster2: dtkit.Cluster):
+def test_memory_has_no_peak_before_the_first_step(cluster2: dtkit.Cluster):
     run = train(cluster2, optimizer=sgd, start=False)
-    assert run.memory().peak is None
+    memory = run.memory()
+    assert memory.peak is None
+    run.stop()
+    run.release()
+    assert run.memory().rows == memory.rows  # the last measurement
+
+
+def test_memory_of_a_released_run_that_was_never_measured_raises(cluster2: dtkit.Cluster):
+    run = train(cluster2, optimizer=sgd, start=False)
     run.stop()
     run.release()
     with pytest.raises(dtkit.errors.RunError, match="memory needs the job on the engines"):

@@ -86,7 +86,8 @@ def test_large_gradients_of_a_small_computation_are_communication(cluster2):
     verdict = run.verdict
     lines = [verdict.text, *verdict.arithmetic, *(other.text for other in verdict.others)]
     assert verdict.cause in ("communication", "one process", "cores"), lines  # one process is faster, or a busy machine
-    assert any(line.startswith("communication is ") and "batch_size=" in line for line in lines), lines
+    assert any("batch_size=" in line for line in lines), lines  # which helps in each of these cases
+    assert verdict.cause != "communication" or verdict.text.startswith("communication is "), lines
     run.stop()
 
 

@@ -11,6 +11,8 @@ import pytest
 from dtkit.engine.observe.boundary_timer import BoundaryTimer
 from dtkit.history.between_steps import ALL, read_time_between
 from dtkit.history.history import History
+from dtkit.history.scalars import ScalarRecord
+from dtkit.history.undone_steps import UndoneSteps
 from dtkit.training.boundary_times import BoundaryTimeRecorder
 from dtkit.types import Event
 from tests.support.phase_rows import make_phase_rows
@@ -126,3 +128,24 @@ def test_the_validation_after_the_last_step_counts_once_also_if_the_run_is_exten
     history.add(Event(4, "done", "done", 1.0, None))
     seconds = read_time_between(history).seconds
     assert (seconds["validation"], seconds["waiting"]) == (pytest.approx(1.5), pytest.approx(2.0 + 1.0))
+
+
+def test_a_look_at_a_long_run_adds_what_is_new_and_forgets_what_was_undone(monkeypatch):
+    history, num_steps_read = History(), []
+    read_scalar = History.scalar
+
+    def read(self: History, name: str, *, since: int = 0) -> Any:
+        steps, seconds = read_scalar(self, name, since=since)
+        num_steps_read.append(len(steps))
+        return steps, seconds
+
+    monkeypatch.setattr(History, "scalar", read)
+    rows = make_phase_rows([{"forward": 20.0}], 1)
+    for step in range(1_000):
+        rows["step"] = step
+        history.append(rows)
+        history.add(ScalarRecord(0, {"between steps/validation": [(step, float(step), 1.0)]}))
+        assert read_time_between(history).seconds["validation"] == sum(range(step + 1))
+    assert max(num_steps_read) <= 250
+    history.add(UndoneSteps(700))
+    assert read_time_between(history).seconds["validation"] == sum(range(700))

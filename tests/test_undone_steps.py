@@ -62,6 +62,14 @@ def test_each_step_is_read_once_after_the_run_went_back():
     assert history.read_totals()["step"].tolist() == [*range(10), *range(6, 12)]
 
 
+def test_what_a_user_writes_into_the_arrays_changes_no_history():
+    history = History()
+    append(history, 0, 10, 1.0)
+    for array in (history.totals()["loss"], history.column("loss"), history.loss()[1], history.loss(1)[1]):
+        array -= 1
+    assert history.loss()[1].tolist() == [1.0] * 10
+
+
 def test_undone_steps_that_were_not_taken_again_are_left_out():
     history = History()
     append(history, 0, 10, 1.0)

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from dtkit._util.installation import PACKAGE_FOLDER
 from dtkit._util.notebook import render_traceback
@@ -63,34 +63,55 @@ def suggest_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """
     if hasattr(function, _MARK):
         return function
-    parameters = inspect.signature(function).parameters
-    names = [name for name in parameters if _has_kind(parameters[name], *_NAMED) and name not in _OWNERS]
-    required = {name: place for place, name in enumerate(parameters) if _is_required(parameters[name])}
-    positional = [name for name in parameters if _has_kind(parameters[name], _P_OR_K, _POSITIONAL_ONLY)]
-    takes_any_number = any(_has_kind(p, inspect.Parameter.VAR_POSITIONAL) for p in parameters.values())
-    takes_any_name = any(_has_kind(p, inspect.Parameter.VAR_KEYWORD) for p in parameters.values())
-    timeout_place = list(parameters).index("timeout") if "timeout" in parameters else None
+    expected = _Parameters(function)
 
     @functools.wraps(function)
     @hide_own_frames
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not takes_any_name:
-            _refuse_unknown(kwargs.keys() - set(names), names, _describe_call(function, args))
-        if len(args) > len(positional) and not takes_any_number:
-            _refuse_positional(args, positional, names, _describe_call(function, args))
-        missing = [name for name, place in required.items() if place >= len(args) and name not in kwargs]
-        if missing:
-            others = [name for name in required if name not in _OWNERS]
-            _refuse_missing(missing, others, _describe_call(function, args))
-        for name in kwargs.keys() & set(positional[: len(args)]):
-            raise TypeError(f"{_describe_call(function, args)}() got {name} twice, once by its name; give it once")
-        if timeout_place is not None:
-            is_given_by_place = "timeout" in positional and timeout_place < len(args)
-            _check_timeout(args[timeout_place] if is_given_by_place else kwargs.get("timeout"))
+        if kwargs or not expected.fewest <= len(args) <= expected.most:
+            expected.check(args, kwargs)
         return function(*args, **kwargs)
 
     setattr(call, _MARK, True)
     return call
+
+
+class _Parameters:
+    """Parameters of a function, which a call's arguments must match.
+
+    A call needs no check if it has arguments by place alone, from `fewest` to `most`. Views make many of these.
+    """
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        parameters = inspect.signature(function).parameters
+        self._function = function
+        self._names = [name for name in parameters if _has_kind(parameters[name], *_NAMED) and name not in _OWNERS]
+        self._required = {name: place for place, name in enumerate(parameters) if _is_required(parameters[name])}
+        self._positional = [name for name in parameters if _has_kind(parameters[name], _P_OR_K, _POSITIONAL_ONLY)]
+        self._takes_any_number = any(_has_kind(p, inspect.Parameter.VAR_POSITIONAL) for p in parameters.values())
+        self._takes_any_name = any(_has_kind(p, inspect.Parameter.VAR_KEYWORD) for p in parameters.values())
+        self._timeout_place = list(parameters).index("timeout") if "timeout" in parameters else None
+        self.fewest = 1 + max(self._required.values(), default=-1)
+        self.most = sys.maxsize if self._takes_any_number else len(self._positional)
+        if self._timeout_place is not None and "timeout" in self._positional:
+            self.most = min(self.most, self._timeout_place)
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise TypeError for arguments that the function does not take, or a timeout that is no number."""
+        function, positional = self._function, self._positional
+        if not self._takes_any_name:
+            _refuse_unknown(kwargs.keys() - set(self._names), self._names, _describe_call(function, args))
+        if len(args) > len(positional) and not self._takes_any_number:
+            _refuse_positional(args, positional, self._names, _describe_call(function, args))
+        missing = [name for name, place in self._required.items() if place >= len(args) and name not in kwargs]
+        if missing:
+            others = [name for name in self._required if name not in _OWNERS]
+            _refuse_missing(missing, others, _describe_call(function, args))
+        for name in kwargs.keys() & set(positional[: len(args)]):
+            raise TypeError(f"{_describe_call(function, args)}() got {name} twice, once by its name; give it once")
+        if self._timeout_place is not None:
+            is_given_by_place = "timeout" in positional and self._timeout_place < len(args)
+            _check_timeout(args[self._timeout_place] if is_given_by_place else kwargs.get("timeout"))
 
 
 def hide_own_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:

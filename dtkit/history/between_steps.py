@@ -30,6 +30,7 @@ VALIDATION, CALLBACKS, CHECKPOINTS, SNAPSHOTS, WAITING = (
 )
 """Parts of this time. Validation is with the calls for it, and "waiting" is what no other part covers."""
 KINDS = (VALIDATION, CALLBACKS, CHECKPOINTS, SNAPSHOTS, WAITING)
+_MAX_UNSETTLED_STEPS = 200  # a rank reports within a few steps of the others
 
 
 class TimeBetween(NamedTuple):
@@ -61,37 +62,55 @@ class TimeBetween(NamedTuple):
 @remember_last
 def read_time_between(history: History) -> TimeBetween:
     """Return the time of a run in its steps but the first, and between them."""
-    return TimeBetween(_sum_step_seconds(history), {kind: _sum_seconds(history, kind) for kind in KINDS})
+    with _lock:
+        sums = _sums.setdefault(history, _Sums())
+        sums.update(history)
+        return TimeBetween(sums.steps_s, {kind: of_kind.sum_s for kind, of_kind in sums.kinds.items()})
 
 
-class _StepSeconds:
-    """Seconds in the steps of a history but the first. Each look reads new steps alone, since a run may have many."""
+class _Sums:
+    """Seconds of a history so far. Each look reads what is new alone, since a run may have many steps."""
 
     def __init__(self) -> None:
-        self.sum_s, self._num_read, self._num_returns = 0.0, 1, 0
+        self._clear(0)
+
+    def _clear(self, num_returns: int) -> None:
+        self.steps_s, self._num_read, self._num_returns = 0.0, 1, num_returns
+        self.kinds = {kind: _KindSum(BETWEEN_PREFIX + kind) for kind in KINDS}
 
     def update(self, history: History) -> None:
-        """Add the new steps."""
+        """Add the new steps, and the times before them."""
         num_returns = len(history.returns)
         if num_returns != self._num_returns:  # steps that were added may have been undone
-            self.sum_s, self._num_read, self._num_returns = 0.0, 1, num_returns
-        seconds = history.totals(self._num_read)["step_s"]
+            self._clear(num_returns)
+        seconds = history.read_valid_totals(self._num_read)["step_s"]
         self._num_read += len(seconds)
-        self.sum_s += float(seconds.sum(dtype="f8"))
+        self.steps_s += float(seconds.sum(dtype="f8"))
+        for kind in self.kinds.values():
+            kind.update(history)
 
 
-def _sum_step_seconds(history: History) -> float:
-    with _lock:
-        seconds = _step_seconds.setdefault(history, _StepSeconds())
-        seconds.update(history)
-        return seconds.sum_s
+class _KindSum:
+    """Seconds of one kind: the sum up to a step, after which ranks may still report, and that of the later ones."""
+
+    def __init__(self, name: str) -> None:
+        self.sum_s, self._name = 0.0, name
+        self._settled_s, self._num_records, self._since = 0.0, 0, 0
+
+    def update(self, history: History) -> None:
+        """Add the steps that are new."""
+        num_records = history.count_scalar_records(self._name)
+        if num_records == self._num_records:
+            return
+        self._num_records = num_records
+        steps, seconds = history.scalar(self._name, since=self._since)
+        self.sum_s = self._settled_s + float(seconds.sum())
+        if len(steps) > _MAX_UNSETTLED_STEPS:
+            count = len(steps) - _MAX_UNSETTLED_STEPS // 2
+            self._settled_s += float(seconds[:count].sum())
+            self._since = int(steps[count])
 
 
 # locks: while a view or the run reads new steps
 _lock = threading.Lock()
-_step_seconds: weakref.WeakKeyDictionary[History, _StepSeconds] = weakref.WeakKeyDictionary()
-
-
-def _sum_seconds(history: History, kind: str) -> float:
-    name = BETWEEN_PREFIX + kind
-    return float(history.scalar(name)[1].sum()) if history.count_scalar_records(name) else 0.0
+_sums: weakref.WeakKeyDictionary[History, _Sums] = weakref.WeakKeyDictionary()

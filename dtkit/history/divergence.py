@@ -13,13 +13,14 @@ import dataclasses
 import math
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit.history.growing_array import select_rows
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS, compute_mean_loss
-from dtkit.history.remembered import remember_last
+from dtkit.history.remembered import remember_last, remember_while
 
 if TYPE_CHECKING:
     from dtkit.history.history import History
@@ -81,19 +82,27 @@ class _Level:
     num_steps: int
 
 
+class _EarlySteps(NamedTuple):
+    """What the first steps of a run say."""
+
+    start: _Level
+    least_loss: float
+    block: int
+    """Steps that a block has."""
+
+
 @remember_last
 def find_divergence(history: History) -> Divergence | None:
     """Return how the loss diverged; None if it did not, or if there are too few steps to judge."""
-    early = _select_known(history.totals(0, _EARLY_STEPS))
-    if not len(early):
+    early = _read_early_steps(history)
+    if early is None:
         return None
-    block = max(FINAL_LOSS_STEPS, math.ceil(_MIN_BLOCK_SAMPLES / max(1, int(early["samples"][0]))))
-    last = _select_known(history.totals(history.num_steps - block))
+    last = _select_known(history.read_valid_totals(history.num_steps - early.block))
     if not len(last):
         return None
     if not math.isfinite(last["loss"][-1]):
         return _describe_nonfinite(history)
-    return _find_growth(history, early, last, block)
+    return _find_growth(history, early, last)
 
 
 def find_ruined_step(history: History) -> int | None:
@@ -101,7 +110,7 @@ def find_ruined_step(history: History) -> int | None:
 
     None if it did not grow, or if the last loss is not finite, which data alone may cause.
     """
-    known = _select_known(history.totals())  # read only when a step fails
+    known = _select_known(history.read_valid_totals())  # read only when a step fails
     if not len(known) or not math.isfinite(known["loss"][-1]):
         return None
     divergence = find_divergence(history)
@@ -114,16 +123,16 @@ def find_ruined_step(history: History) -> int | None:
 
 def find_large_loss(history: History) -> tuple[int, float] | None:
     """Return the first step whose loss is not finite or very large, and its loss; None without one."""
-    known = _select_known(history.totals())  # read only when a step fails
+    known = _select_known(history.read_valid_totals())  # read only when a step fails
     large = np.flatnonzero(~(np.abs(known["loss"]) < _VERY_LARGE))
     return (int(known["step"][large[0]]), float(known["loss"][large[0]])) if len(large) else None
 
 
-def _find_growth(history: History, early: np.ndarray, last: np.ndarray, block: int) -> Divergence | None:
-    start = _measure_start(early)
+def _find_growth(history: History, early: _EarlySteps, last: np.ndarray) -> Divergence | None:
+    start, block = early.start, early.block
     best = min(start, _get_best_block(history, block), key=lambda level: level.loss)
     present = last[last["step"] > best.step]
-    lowest = min(early["loss"].min(), present["loss"].min(initial=math.inf))
+    lowest = min(early.least_loss, present["loss"].min(initial=math.inf))
     if len(present) < MIN_STEPS or not np.isfinite(present["loss"]).all() or lowest < 0:
         return None
     if present["loss"].max() <= min(MIN_RATIO * start.loss, MIN_GROWTH * best.loss):
@@ -134,13 +143,23 @@ def _find_growth(history: History, early: np.ndarray, last: np.ndarray, block: i
     return _describe_growth(best, present, _get_lr(history)) if is_far or is_lost else None
 
 
+@remember_while(lambda history: (min(history.num_steps, _EARLY_STEPS), len(history.returns)))
+def _read_early_steps(history: History) -> _EarlySteps | None:
+    """Return what the first steps say; None without a loss. They stay the same, so a long run reads them once."""
+    early = _select_known(history.read_valid_totals(0, _EARLY_STEPS))
+    if not len(early):
+        return None
+    block = max(FINAL_LOSS_STEPS, math.ceil(_MIN_BLOCK_SAMPLES / max(1, int(early["samples"][0]))))
+    return _EarlySteps(_measure_start(early), float(early["loss"].min()), block)
+
+
 def _measure_start(early: np.ndarray) -> _Level:
     first = early[: int(np.searchsorted(np.cumsum(early["samples"]), START_SAMPLES)) + 1]
     return _Level(compute_mean_loss(first), int(first["step"].max()), len(first))
 
 
 def _describe_nonfinite(history: History) -> Divergence:
-    totals = _select_known(history.totals())  # once in a run, so its length doesn't matter
+    totals = _select_known(history.read_valid_totals())  # once in a run, so its length doesn't matter
     finite = np.flatnonzero(np.isfinite(totals["loss"]))
     index = int(finite[-1]) + 1 if len(finite) else 0
     first = totals[index]
@@ -191,7 +210,7 @@ def _get_lr(history: History) -> float:
 
 def _select_known(totals: np.ndarray) -> np.ndarray:
     """Return the steps that have a loss."""
-    return np.asarray(totals[totals["weight"] != 0])
+    return select_rows(totals, totals["weight"] != 0)
 
 
 class _BestBlock:
@@ -207,7 +226,7 @@ class _BestBlock:
         if num_returns != self._num_returns:  # the best block may have been undone
             self._num_read, self._num_returns, self.level = 0, num_returns, _Level(math.inf, -1, 0)
         num_blocks = (history.num_steps - self._num_read) // block
-        totals = history.totals(self._num_read, self._num_read + num_blocks * block)
+        totals = history.read_valid_totals(self._num_read, self._num_read + num_blocks * block)
         self._num_read += len(totals)
         if not num_blocks:
             return

@@ -51,3 +51,19 @@ def check_range(call: str, start: object, stop: object) -> None:
     for name, value in (("start", start), ("stop", stop)):
         if not (isinstance(value, numbers.Integral) or (name == "stop" and value is None)):
             raise TypeError(f"{call}({name}={value!r}): a whole number is needed, as in history.{call}(0, 100)")
+
+
+def check_index(index: object, length: int) -> None:
+    """Raise TypeError or IndexError for an index that a history of `length` rows doesn't have."""
+    if not isinstance(index, int | np.integer):
+        raise TypeError(
+            f"history[{index!r}]: an index is a whole number; history.rows(0, 100) returns several rows, and "
+            "history.to_pandas() a table with columns"
+        )
+    if not -length <= index < length:
+        raise IndexError(f"row {index} of {length}")
+
+
+def select_rows(rows: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the rows where `mask` is true; if it is everywhere, `rows` itself, since copies of rows take long."""
+    return rows if mask.all() else rows[mask]

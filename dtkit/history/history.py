@@ -22,7 +22,7 @@ from dtkit._util.attributes import suggest_attributes
 from dtkit._util.completion import hide_from_completion
 from dtkit._util.formatting import format_count
 from dtkit._util.suffixes import JSON_LINES, check_suffix
-from dtkit.history.growing_array import check_range
+from dtkit.history.growing_array import check_index, check_range
 from dtkit.history.items import LogItem, decode_fields, encode_line
 from dtkit.history.missing_steps import describe_missing_steps, find_missing_steps
 from dtkit.history.row_table import RowTable
@@ -68,7 +68,7 @@ ROW_DTYPE = np.dtype(
     "add", "append", "append_recorded", "close_run_log", "copy_until", "count_scalar_records", "extend"
 )
 @hide_from_completion("list_scalar_records", "num_inherited_events", "num_totals", "num_valid_rows", "read_totals")
-@hide_from_completion("read_position", "read_valid_rows", "returns", "run_log")
+@hide_from_completion("read_position", "read_valid_rows", "read_valid_totals", "returns", "run_log")
 class History:
     """All ranks' steps; ``len(history)`` is the number of rows (one for each rank and step).
 
@@ -198,11 +198,15 @@ class History:
         Steps that were undone, because the run went back to a snapshot, are left out.
         """
         check_range("totals", start, stop)
-        return self._table.read_valid_totals(start, stop)
+        return self._table.read_valid_totals(start, stop).copy()
 
     def read_totals(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return a row for each step as it arrived, also of those that were undone later."""
         return self._table.read_totals(start, stop)
+
+    def read_valid_totals(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return the rows of :meth:`totals` without a copy, for views that ask often. Do not write to them."""
+        return self._table.read_valid_totals(start, stop)
 
     def read_valid_rows(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows `start` to `stop` of those that were not undone."""
@@ -236,7 +240,7 @@ class History:
         """
         if self.read_position is not None:
             return self.read_position()
-        last = self.totals(self.num_steps - 1)["step"]
+        last = self._table.read_valid_totals(self.num_steps - 1)["step"]
         return int(last.max(initial=-1)) + 1, float(self.read_totals()["step_s"].sum())  # undone steps took time, too
 
     @property
@@ -266,7 +270,7 @@ class History:
             similar = difflib.get_close_matches(str(name), names, n=1)
             hint = f"did you mean {similar[0]!r}?" if similar else f"the columns are {', '.join(names)}"
             raise ValueError(f"no column {name!r}; {hint}")
-        return self.read_valid_rows()[name]
+        return self.read_valid_rows()[name].copy()
 
     @property
     def scalar_names(self) -> list[str]:
@@ -302,13 +306,7 @@ class History:
         return self._scalars.list_records()
 
     def __getitem__(self, index: int) -> StepRecord:
-        if not isinstance(index, int | np.integer):
-            raise TypeError(
-                f"history[{index!r}]: an index is a whole number; history.rows(0, 100) returns several rows, and "
-                "history.to_pandas() a table with columns"
-            )
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+        check_index(index, len(self))
         index %= len(self)
         return StepRecord(*self.rows(index, index + 1)[0].item())
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from dtkit.history.growing_array import select_rows
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -16,7 +18,7 @@ FINAL_LOSS_STEPS = 20
 
 def compute_mean_loss(totals: np.ndarray) -> float:
     """Return the mean loss of some steps by weight; NaN without one. `totals` are those of a history."""
-    known = totals[totals["weight"] != 0]  # the others have no samples, or no stage with a loss
+    known = select_rows(totals, totals["weight"] != 0)  # the others have no samples, or no stage with a loss
     return float((known["loss"] * known["weight"]).sum() / known["weight"].sum()) if len(known) else math.nan
 
 
@@ -27,4 +29,4 @@ def count_final_steps(history: History) -> int:
 
 def read_final_loss(history: History) -> float:
     """Return the mean loss of the last steps by weight, which all views show; NaN before the first step."""
-    return compute_mean_loss(history.totals(history.num_steps - count_final_steps(history)))
+    return compute_mean_loss(history.read_valid_totals(history.num_steps - count_final_steps(history)))

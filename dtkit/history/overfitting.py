@@ -115,9 +115,9 @@ def _measure_training(history: History, step: int, interval: int) -> float:
     """Return the mean training loss of the `interval` steps up to `step`; NaN if none has one."""
     behind = max(0, _read_last_step(history) - step)
     stop = max(0, history.num_steps - behind)
-    return compute_mean_loss(history.totals(max(0, stop - interval), stop))
+    return compute_mean_loss(history.read_valid_totals(max(0, stop - interval), stop))
 
 
 def _read_last_step(history: History) -> int:
     """Return the last step that has rows; 0 without one."""
-    return int(history.totals(history.num_steps - 1)["step"][-1]) if history.num_steps else 0
+    return int(history.read_valid_totals(history.num_steps - 1)["step"][-1]) if history.num_steps else 0

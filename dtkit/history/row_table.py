@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit.history.totals import TOTAL_DTYPE, divide_by_weight, sum_over_ranks
+from dtkit.history.totals import TOTAL_DTYPE, sum_over_ranks
 from dtkit.history.undone_steps import UndoableArray, UndoneSteps
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ class RowTable:
     def read_totals(self, start: int, stop: int | None) -> np.ndarray:
         """Return totals `start` to `stop`; the loss is the weighted mean."""
         with self._lock:
-            return divide_by_weight(self._totals.read(start, len(self._totals) if stop is None else stop))
+            return self._totals.read(start, len(self._totals) if stop is None else stop)
 
     def read_valid_totals(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return totals `start` to `stop` of those that were not undone."""
         with self._lock:
-            return divide_by_weight(self._totals.read_valid(start, len(self._totals) if stop is None else stop))
+            return self._totals.read_valid(start, len(self._totals) if stop is None else stop)

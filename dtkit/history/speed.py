@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -50,8 +49,8 @@ class TimeParts(NamedTuple):
 def split_time(history: History, elapsed_s: float) -> TimeParts:
     """Return the parts of `elapsed_s`, the seconds that the run of a history has taken without pauses."""
     num_known = max(1, history.num_steps - 1)
-    rest_s = _measure_s(history, history.totals(history.num_steps - num_known)) if history.num_steps else 0.0
-    all_s = _measure_s(history, history.totals(0)) if history.num_steps else 0.0
+    rest_s = _measure_s(history, history.read_valid_totals(history.num_steps - num_known)) if history.num_steps else 0.0
+    all_s = _measure_s(history, history.read_valid_totals(0)) if history.num_steps else 0.0
     return TimeParts(rest_s, max(0.0, all_s - rest_s), max(0.0, elapsed_s - all_s))
 
 
@@ -61,7 +60,9 @@ def compute_speed(history: History, max_steps: int | None = None) -> Speed:
     The first step of a run warms up, and is left out, unless it is the only one.
     """
     num_known = max(1, history.num_steps - 1)
-    totals = history.totals(history.num_steps - (num_known if max_steps is None else min(max_steps, num_known)))
+    totals = history.read_valid_totals(
+        history.num_steps - (num_known if max_steps is None else min(max_steps, num_known))
+    )
     seconds = _measure_s(history, totals)
     if seconds <= 0:
         return Speed(math.nan, math.nan)
@@ -73,7 +74,7 @@ def read_step_ends(history: History) -> np.ndarray:
 
     A step counts as its slowest rank takes, in proportion: those of different ranks may overlap.
     """
-    totals = history.totals()
+    totals = history.read_valid_totals()
     slowest_s = np.nan_to_num(totals["step_s"].astype("f8"), posinf=0.0)
     all_s = float(slowest_s.sum())
     return np.asarray(np.cumsum(slowest_s) * (_measure_s(history, totals) / all_s if all_s > 0 else 1.0))
@@ -84,7 +85,7 @@ def compute_median_step_s(history: History, num_ranks: int) -> float | None:
 
     The first step of a run warms up, and is left out, unless it is the only one.
     """
-    totals = history.totals(max(min(1, history.num_steps - 1), history.num_steps - _MAX_MEDIAN_STEPS))
+    totals = history.read_valid_totals(max(min(1, history.num_steps - 1), history.num_steps - _MAX_MEDIAN_STEPS))
     seconds = totals["step_s"][(totals["ranks"] == num_ranks) & (totals["step_s"] > 0)]
     return float(np.median(seconds)) if len(seconds) else None
 
@@ -92,21 +93,22 @@ def compute_median_step_s(history: History, num_ranks: int) -> float | None:
 def _measure_s(history: History, totals: np.ndarray) -> float:
     """Return the seconds that the last steps took, of which `totals` has a row each."""
     # A step's rows follow each other. While ranks are lost, the slowest of the others counts.
-    changes = np.flatnonzero(np.diff(totals["ranks"])) + 1
-    end = history.num_valid_rows - int(totals["ranks"].sum())
+    num_ranks = totals["ranks"]
+    changes = np.flatnonzero(np.diff(num_ranks)) + 1
+    end = history.num_valid_rows - int(num_ranks.sum())
     seconds = 0.0
-    for part in np.split(totals["ranks"], changes):
+    for part in np.split(num_ranks, changes):
         start, end = end, end + int(part.sum())
-        seconds += max(_sum_by_rank(history, start, end).values(), default=0.0)
+        seconds += float(_sum_by_rank(history, start, end).max(initial=0.0))
     return seconds
 
 
-def _sum_by_rank(history: History, start: int, end: int) -> Counter[int]:
+def _sum_by_rank(history: History, start: int, end: int) -> np.ndarray:
     """Return each rank's seconds in the rows `start` to `end`."""
-    sums: Counter[int] = Counter()
+    sums = np.zeros(history.num_ranks)
     edges = [start, *range(start - start % _BLOCK_ROWS + _BLOCK_ROWS, end, _BLOCK_ROWS), end]
     for first, last in itertools.pairwise(edges):
         rows = history.read_valid_rows(first, last)
-        added = np.bincount(rows["rank"], np.nan_to_num(rows["step_s"].astype("f8"), posinf=0.0))
-        sums.update(dict(enumerate(added.tolist())))
+        seconds = rows["step_s"]
+        sums += np.bincount(rows["rank"], np.where(np.isfinite(seconds), seconds, 0), len(sums))
     return sums

@@ -9,7 +9,7 @@ TOTAL_DTYPE = np.dtype(
         ("step", "i4"),
         ("ranks", "i4"),
         ("samples", "i8"),
-        ("loss", "f8"),  # weighted sum; `totals` divides it
+        ("loss", "f8"),  # weighted mean; NaN without a weight
         ("weight", "f8"),
         ("step_s", "f8"),  # the slowest rank's
         ("wait_s", "f8"),  # summed over the ranks, as are the bytes
@@ -31,16 +31,10 @@ def sum_over_ranks(block: np.ndarray) -> np.ndarray:
     total["weight"] = np.add.reduceat(block["weight"], first)
     # A rank without a sample reports NaN with weight 0, which the mean must ignore.
     weighted = np.where(block["weight"] != 0, block["loss"] * block["weight"], 0.0)
-    total["loss"] = np.add.reduceat(weighted, first)
+    loss, weight = np.add.reduceat(weighted, first), total["weight"]
+    total["loss"] = np.divide(loss, weight, out=np.full(len(total), np.nan), where=weight != 0)
     total["step_s"] = np.maximum.reduceat(block["step_s"].astype("f8"), first)
     total["wait_s"] = np.add.reduceat(block["wait_s"].astype("f8"), first)
     total["sent_bytes"] = np.add.reduceat(block["sent_bytes"], first)
     total["grad_norm"] = np.fmax.reduceat(block["grad_norm"].astype("f8"), first)
     return total
-
-
-def divide_by_weight(stored: np.ndarray) -> np.ndarray:
-    """Return a copy of stored totals, with the weighted mean as the loss; NaN without a weight."""
-    totals, weight = stored.copy(), stored["weight"]
-    totals["loss"] = np.divide(stored["loss"], weight, out=np.full(len(stored), np.nan), where=weight != 0)
-    return totals

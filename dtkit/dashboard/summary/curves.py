@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtkit.history.growing_array import select_rows
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -225,7 +227,7 @@ class Curves:
             self._clear()
             self._num_returns = len(history.returns)
         rows = history.read_valid_rows(self._num_rows_read)
-        totals = history.totals(self._num_totals_read)
+        totals = history.read_valid_totals(self._num_totals_read)
         self._num_rows_read += len(rows)
         self._num_totals_read += len(totals)
         self.add_rows(rows, totals, history.ranks_per_replica)
@@ -236,16 +238,18 @@ class Curves:
         if not len(steps):
             return
         self._extend_to(int(steps.min()), int(steps.max()))
-        rows = rows[rows["rank"] < self._num_ranks]
+        rows = select_rows(rows, rows["rank"] < self._num_ranks)
+        parts = []  # columns, steps and values of each line
         for chart, layout in zip(self._charts, self.chart_layouts, strict=True):
             if chart.from_totals is not None:
                 values = chart.from_totals(totals, ranks_per_replica)
-                self._add_values(np.full(len(totals), layout.overall_column), totals["step"], values)
+                parts.append((np.full(len(totals), layout.overall_column), totals["step"], values))
             if chart.from_rows is not None and len(rows):
                 # Values that are equal on all ranks are read from one of them.
                 chart_rows = rows if chart.from_totals is not None else rows[rows["rank"] == rows["rank"].min()]
                 line = chart_rows["rank"].astype("i8") if layout.nodes > 1 else np.zeros(len(chart_rows), "i8")
-                self._add_values(layout.first + line, chart_rows["step"], chart.from_rows(chart_rows))
+                parts.append((layout.first + line, chart_rows["step"], chart.from_rows(chart_rows)))
+        self._add_values(*map(np.concatenate, zip(*parts, strict=True)))
 
     def widen(self, width: int) -> None:
         """Merge buckets until they are at least `width` steps wide, which is a power of two."""
@@ -331,7 +335,7 @@ def read_range(
     history: History, charts: Sequence[Chart], num_ranks: int, first_step: int, last_step: int
 ) -> CurveBuckets:
     """Return the curves between two steps, as fine as fits: what a page draws when it zooms in."""
-    rows, totals = history.read_valid_rows(), history.totals()
+    rows, totals = history.read_valid_rows(), history.read_valid_totals()
     rows = rows[(rows["step"] >= first_step) & (rows["step"] <= last_step)]
     totals = totals[(totals["step"] >= first_step) & (totals["step"] <= last_step)]
     curves = Curves(charts, num_ranks)

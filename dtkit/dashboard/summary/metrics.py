@@ -14,7 +14,13 @@ from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.ended_engines import find_ended_engines
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall, format_place
-from dtkit.dashboard.summary.timing import StepTiming, compute_step_timing, count_window_steps, format_nodes
+from dtkit.dashboard.summary.timing import (
+    StepTiming,
+    compute_step_timing,
+    count_window_steps,
+    format_nodes,
+    read_window,
+)
 from dtkit.history.between_steps import read_time_between
 from dtkit.history.mean_loss import count_final_steps, read_final_loss
 from dtkit.history.speed import compute_speed
@@ -66,21 +72,20 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
     timing = compute_step_timing(history, num_ranks)
     lost_nodes = update_lost_nodes({}, history.events) if lost_nodes is None else lost_nodes
     window = count_window_steps(history)
-    totals = history.totals(history.num_steps - window)
+    totals = history.read_valid_totals(history.num_steps - window)
     if not len(totals):
         return RunMetrics(None, None, None, None, by_rank, timing, silent, lost_nodes, num_loss_steps=0)
-    rows = history.read_valid_rows(history.num_valid_rows - window * num_ranks)
-    rows = rows[rows["rank"] < num_ranks]
+    _, rows = read_window(history, num_ranks)
     rank = rows["rank"]
-    by_rank[rank, 0], silent[rank] = (
-        rows["loss"],
-        find_rows_without_loss(rows),
-    )
     busy = np.bincount(rank, rows["step_s"] - rows["wait_s"], num_ranks)
     by_rank[:, 1] = _divide_or_nan(np.bincount(rank, rows["samples"], num_ranks), busy)
-    by_rank[rank, 2] = rows["memory_bytes"]
-    last = rows[rows["step"] == totals["step"][-1]]
-    losses = last["loss"][np.isfinite(last["loss"])]
+    last_row = np.full(num_ranks, -1)
+    last_row[rank] = np.arange(len(rank))
+    has_rows = last_row >= 0
+    last = rows[last_row[has_rows]]
+    by_rank[has_rows, 0], by_rank[has_rows, 2] = last["loss"], last["memory_bytes"]
+    silent[has_rows] = find_rows_without_loss(last)
+    losses = last["loss"][np.isfinite(last["loss"]) & (last["step"] == totals["step"][-1])]
     speed = compute_speed(history, window)
     return RunMetrics(
         throughput=speed.samples_per_s if math.isfinite(speed.samples_per_s) else None,

@@ -27,6 +27,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES, find_rows_without_loss
+from dtkit.history.growing_array import select_rows
 from dtkit.history.remembered import remember_last
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ MIN_WAIT_SHARE = 0.08
 
 _MAX_EXACT_STEPS = 500
 _PHASE_COLUMNS = ("data_s", "forward_s", "backward_s", "wait_s", "comm_s", "update_s")
-_COMPUTE_COLUMNS = ("data_s", "forward_s", "backward_s", "update_s")
+_TIME_COLUMNS = (*_PHASE_COLUMNS, "step_s")
+_COMPUTE_PLACES = [_TIME_COLUMNS.index(name) for name in ("data_s", "forward_s", "backward_s", "update_s")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +155,7 @@ def is_over(history: History) -> bool:
     last = next((event for event in reversed(history.events) if event.kind in states), None)
     if last is None or last.kind not in ends:
         return False
-    steps = history.totals(history.num_steps - 1)["step"]
+    steps = history.read_valid_totals(history.num_steps - 1)["step"]
     return bool(len(steps) and last.step >= steps[-1])
 
 
@@ -162,22 +164,40 @@ def count_steps_since_repair(history: History, limit: int = WINDOW_STEPS) -> int
     repair = next((event for event in reversed(history.events) if event.kind == "repair"), None)
     if repair is None:
         return None
-    steps = history.totals(history.num_steps - limit - 1)["step"]
+    steps = history.read_valid_totals(history.num_steps - limit - 1)["step"]
     return int((steps > repair.step).sum())
+
+
+def read_window(history: History, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the last steps, which means are taken over, and their rows."""
+    num_steps = count_window_steps(history)
+    read = _read_last_steps if num_steps <= WINDOW_STEPS else _read_steps  # a whole run has too many rows to keep
+    return read(history, num_ranks, num_steps)
+
+
+def _read_steps(history: History, num_ranks: int, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    steps = history.read_valid_totals(history.num_steps - num_steps)["step"]
+    rows = history.read_valid_rows(history.num_valid_rows - num_steps * num_ranks)
+    rows = select_rows(rows, (rows["rank"] < num_ranks) & (rows["rank"] >= 0))
+    if len(steps):  # after nodes were left out, these rows reach further back
+        rows = select_rows(rows, rows["step"] >= steps[0])
+    return steps, rows
+
+
+_read_last_steps = remember_last(_read_steps)
 
 
 @remember_last
 def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     """Return the timing of the last steps, the same ones for all views."""
-    num_steps = count_window_steps(history)
-    steps = history.totals(history.num_steps - num_steps)["step"]
-    rows = history.read_valid_rows(history.num_valid_rows - num_steps * num_ranks)
-    rows = rows[(rows["rank"] < num_ranks) & (rows["rank"] >= 0)]
-    if len(steps):  # after nodes were left out, these rows reach further back
-        rows = rows[rows["step"] >= steps[0]]
+    steps, rows = read_window(history, num_ranks)
     if not len(rows):
         return StepTiming(0, np.full((num_ranks, len(PHASES)), np.nan), np.full(num_ranks, np.nan), None)
-    seconds, compute_times = _compute_phase_means(rows, num_ranks), _tabulate_compute_times(rows, steps, num_ranks)
+    row_seconds, rank = _read_seconds(rows), rows["rank"].astype("i8")
+    seconds = _compute_phase_means(row_seconds, rank, num_ranks)
+    compute_times = np.full((len(steps), num_ranks), np.inf)  # infinite without a row
+    step_index = np.minimum(np.searchsorted(steps, rows["step"]), len(steps) - 1)
+    compute_times[step_index, rank] = row_seconds[_COMPUTE_PLACES].sum(axis=0)
     compute_s, is_same_work = _compute_fast_quartile(compute_times), _is_same_work(rows, num_ranks)
     straggler = _find_straggler(seconds, compute_times, compute_s) if is_same_work else None
     is_whole = is_over(history) and len(steps) > 1 and len(steps) == history.num_steps - 1
@@ -193,29 +213,23 @@ def _is_same_work(rows: np.ndarray, num_ranks: int) -> bool:
     return not (reports_loss.any() and silent.any())
 
 
-def _compute_phase_means(rows: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return mean seconds by rank and phase. A value that is not finite counts as 0."""
-    rank = rows["rank"]
-    count = np.bincount(rank, minlength=num_ranks)
-    phases = np.stack([np.bincount(rank, _zero_nonfinite(rows[name]), num_ranks) for name in _PHASE_COLUMNS], axis=1)
-    total = np.bincount(rank, _zero_nonfinite(rows["step_s"]), num_ranks)
-    other = np.maximum(0, total - phases.sum(axis=1))
+def _read_seconds(rows: np.ndarray) -> np.ndarray:
+    """Return the seconds in each of ``_TIME_COLUMNS``, of shape (columns, rows). A value that isn't finite is 0."""
+    return _zero_nonfinite(np.array([rows[name] for name in _TIME_COLUMNS], "f8"))
+
+
+def _compute_phase_means(row_seconds: np.ndarray, rank: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Return mean seconds by rank and phase."""
+    *phases, total = (np.bincount(rank, seconds, num_ranks) for seconds in row_seconds)
+    other = np.maximum(0, total - sum(phases))
     with np.errstate(invalid="ignore"):  # ranks without rows have no mean
-        return np.asarray(np.column_stack([phases, other]) / count[:, None])
+        return np.asarray(np.column_stack([*phases, other]) / np.bincount(rank, minlength=num_ranks)[:, None])
 
 
 def _zero_nonfinite(values: np.ndarray) -> np.ndarray:
     if np.isfinite(values).all():
         return values
     return np.asarray(np.nan_to_num(values, posinf=0.0, neginf=0.0))
-
-
-def _tabulate_compute_times(rows: np.ndarray, steps: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the computing time by step and rank; infinite without a row."""
-    table = np.full((len(steps), num_ranks), np.inf)
-    row = np.clip(np.searchsorted(steps, rows["step"]), 0, len(steps) - 1)
-    table[row, rows["rank"]] = sum(_zero_nonfinite(rows[name]) for name in _COMPUTE_COLUMNS)
-    return table
 
 
 def _compute_fast_quartile(compute_times: np.ndarray) -> np.ndarray:

@@ -90,14 +90,16 @@ class Recorded:
         return getattr(self._transport, name)
 
     def send(self, rank: int, message: bytes, listen: Any = None) -> Future[Reply[Any]]:
-        op = pickle.loads(message).op
-        future: Future[Reply[Any]] = self._transport.send(rank, message, listen)
-        future.add_done_callback(lambda done: self._record(op, done.result()))
+        content = pickle.loads(message)
+        requests = content if isinstance(content, tuple) else (content,)
+        future: Future[Any] = self._transport.send(rank, message, listen)
+        future.add_done_callback(lambda done: self._record([request.op for request in requests], done.result()))
         return future
 
-    def _record(self, op: str, reply: Reply[Any]) -> None:
-        if reply.failure is None:
-            self.types.setdefault(op, set()).add(describe(reply.value))
+    def _record(self, ops: list[str], reply: Any) -> None:
+        for op, one in zip(ops, reply if isinstance(reply, list) else [reply], strict=True):
+            if one.failure is None:
+                self.types.setdefault(op, set()).add(describe(one.value))
 
 
 def describe(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Entry point of an engine: takes a pickled :class:`~dtkit.messages.Request`, returns a pickled reply.
+"""Entry point of an engine: takes a pickled :class:`~dtkit.messages.Request`, or several, and returns the replies.
 
 Every error becomes a :class:`~dtkit.types.Failure` in the reply, so each rank replies for itself. A rank that fails
 aborts its process group, so that its peers leave their collectives at once. The notebook then forms the next
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit.engine.session import get_session
@@ -29,10 +30,20 @@ _request_lock = threading.Lock()
 def handle_request(
     message: bytes, publish: Callable[[int, list[OutputItem]], None] | None, session: Session | None = None
 ) -> bytes:
-    """Serve one request, by default in the session of this process. All errors are caught here."""
+    """Serve the request of a message, or several in order, by default in the session of this process.
+
+    Return the reply, or a list of replies. All errors are caught here.
+    """
     # unpickles: sent by the notebook; engines run what it sends
-    request: Request = pickle.loads(message)
+    content: Request | tuple[Request, ...] = pickle.loads(message)
     session = session or get_session()
+    session.state.message_begun_at = time.monotonic()
+    if isinstance(content, tuple):
+        return pickle.dumps([_serve(request, publish, session) for request in content], protocol=5)
+    return pickle.dumps(_serve(content, publish, session), protocol=5)
+
+
+def _serve(request: Request, publish: Callable[[int, list[OutputItem]], None] | None, session: Session) -> Reply[Any]:
     state = session.state
     with _request_lock, state.watchdog.track_request(request), state.sigint_handler.handle_during_request():
         try:
@@ -46,7 +57,7 @@ def handle_request(
             reply = session.make_error_reply(error, request)
             if state.group is not None and _may_keep_peers_waiting(error, request):
                 state.group.abort()
-    return pickle.dumps(reply, protocol=5)
+    return reply
 
 
 def _may_keep_peers_waiting(error: BaseException, request: Request) -> bool:

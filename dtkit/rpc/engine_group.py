@@ -30,7 +30,7 @@ from dtkit.errors import (
 from dtkit.health import stacks
 from dtkit.messages import Reply, Request
 from dtkit.rpc.cancellation import AbandonedCall
-from dtkit.rpc.gathering import ReplyDeadline
+from dtkit.rpc.gathering import ReplyDeadline, split_replies
 from dtkit.rpc.membership import GroupConfig, Membership
 from dtkit.rpc.protocol import Call, DataOperations, GroupOperations, make_call
 from dtkit.rpc.uploads import Uploads
@@ -187,9 +187,22 @@ class EngineGroup:
                 for rank, message, listener in zip(ranks, messages, listeners, strict=True)
             ]
 
+    def fan_out_together(self, calls: Sequence[Call[Any]]) -> list[list[Future[Reply[Any]]]]:
+        """Send several calls to every rank in one message, without waiting. Return each call's futures, one per rank.
+
+        A rank serves them in this order, and replies to all of them at once.
+        """
+        with self.lock:
+            self.check_open()
+            message = pickle.dumps(tuple(map(self._make_request, calls)), protocol=5)
+            replies = [self.transport.send(rank, message) for rank in range(self.world_size)]
+        return list(map(list, zip(*(split_replies(reply, len(calls)) for reply in replies), strict=True)))
+
     def _pickle_request(self, call: Call[Any]) -> bytes:
-        owner_id, generation = self.membership.config.owner_id, self.membership.generation
-        return pickle.dumps(Request(call.operation, owner_id, generation, call.args), protocol=5)
+        return pickle.dumps(self._make_request(call), protocol=5)
+
+    def _make_request(self, call: Call[Any]) -> Request:
+        return Request(call.operation, self.membership.config.owner_id, self.membership.generation, call.args)
 
     def gather_replies(
         self,

@@ -1,15 +1,15 @@
-"""Time limit for the ranks' replies: a deadline, or a grace period after one rank has failed."""
+"""The ranks' replies: those of one message, and the time limit for all ranks'."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from concurrent.futures import Future
 
     from dtkit.messages import Reply
 
@@ -52,3 +52,19 @@ class ReplyDeadline:
         if (has_failed or self._from_first_reply) and self._grace_end == math.inf:
             self._grace_end = time.monotonic() + self._first_grace_s
         self.reply_arrived.set()
+
+
+def split_replies(message_reply: Future[Any], num_calls: int) -> list[Future[Reply[Any]]]:
+    """Return a future for each call of a message. An engine that is lost or interrupted has one reply for all."""
+    parts: list[Future[Reply[Any]]] = [Future() for _ in range(num_calls)]
+    remaining = list(parts)
+
+    def resolve(done: Future[Any]) -> None:
+        # waits: already done here
+        reply = done.result()
+        replies = reply if isinstance(reply, list) else [reply] * num_calls
+        for part in replies:
+            remaining.pop(0).set_result(part)  # so that the message's future refers to no reply any more
+
+    message_reply.add_done_callback(resolve)
+    return parts

@@ -14,7 +14,7 @@ from dtkit.rpc import pickling
 from dtkit.rpc.payload import make_payload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dtkit._util.process import ProcessId
     from dtkit.messages import OutputItem
@@ -77,6 +77,8 @@ class FakeJob:
     samples: int
     steps_per_epoch: int
     step: int = 0
+    between: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds since the last steps, by what was done."""
 
 
 class FakeEngine:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit.engine.ops.admission import check_not_older
+from dtkit.history import between_steps
 from dtkit.history.history import ROW_DTYPE
 from dtkit.history.profile import OperatorTime, RankProfile
 from dtkit.history.workload import Workload
@@ -213,7 +214,9 @@ class _Jobs(_Subject, JobOperations):
             (end, loss), end_reason = nonfinite, "nonfinite"
         training.step = end
         rows = self._build_rows(training, step, end)
-        return DispatchResult(rows, end, engine.lr, end_reason, NonFiniteReport(loss)), engine.take_output()
+        between, training.between = training.between if end > step else {}, {}
+        result = DispatchResult(rows, end, engine.lr, end_reason, NonFiniteReport(loss), between=between)
+        return result, engine.take_output()
 
     def _build_rows(self, job: FakeJob, start: int, stop: int) -> np.ndarray:
         rows = np.zeros(stop - start, ROW_DTYPE)
@@ -234,7 +237,8 @@ class _Jobs(_Subject, JobOperations):
         loading: LoadingOptions | None = None,
         step: int | None = None,
     ) -> EvaluationSums:
-        self._engine.get_job(job, step)
+        training, seconds = self._engine.get_job(job, step), self._results.step_s
+        training.between = {between_steps.ALL: seconds, between_steps.VALIDATION: seconds}
         return 4, {"loss": (2.0, 4.0)}
 
     def inject_delay(self, *, job: str, factor: float) -> None:

@@ -232,11 +232,7 @@ class FakeTransport(FakeResults):
         while (item := worker.inbox.get()) is not None:
             number, message, listen, future = item
             self._wait_until_released(worker, number)
-            answer = functools.partial(
-                self._answer, worker, message, listen, is_interrupted=number <= worker.canceled_until
-            )
-            make_failure_reply = functools.partial(_make_failure_reply, worker.engine)
-            future.set_result(run_guarded_in_thread(answer, make_failure_reply))  # as on an engine
+            future.set_result(self._answer(worker, message, listen, is_interrupted=number <= worker.canceled_until))
 
     def _wait_until_released(self, worker: _Worker, number: int) -> None:
         with self._condition:
@@ -244,9 +240,20 @@ class FakeTransport(FakeResults):
                 lambda: self._is_open or number <= worker.canceled_until, timeout=timeouts.HELD_CALL_TIMEOUT_S
             )
 
-    def _answer(self, worker: _Worker, message: bytes, listen: Publish | None, *, is_interrupted: bool) -> Reply[Any]:
+    def _answer(self, worker: _Worker, message: bytes, listen: Publish | None, *, is_interrupted: bool) -> Any:
+        """Return the reply to a message, or a list of replies."""
         # unpickles: made in the same process
-        request: Request = pickle.loads(message)
+        content: Request | tuple[Request, ...] = pickle.loads(message)
+        requests = content if isinstance(content, tuple) else (content,)
+        replies = []
+        for request in requests:
+            answer = functools.partial(self._answer_request, worker, request, listen, is_interrupted=is_interrupted)
+            replies.append(run_guarded_in_thread(answer, functools.partial(_make_failure_reply, worker.engine)))
+        return replies if isinstance(content, tuple) else replies[0]
+
+    def _answer_request(
+        self, worker: _Worker, request: Request, listen: Publish | None, *, is_interrupted: bool
+    ) -> Reply[Any]:
         engine = worker.engine
         self.served_requests.append((engine.rank, request.op, request.args))
         if worker.is_lost:

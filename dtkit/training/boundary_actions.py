@@ -311,6 +311,10 @@ class BoundaryActions:
         """Return how many steps may be sent at once."""
         return min(action.steps_until_due(step) for action in self._all)
 
+    def is_any_due(self, step: int) -> bool:
+        """Return whether anything is to be done after this step, of what has not been requested."""
+        return any(action.is_due(step) for action in self._all)
+
     def save_if_due(self, step: int, flush_lr: Callable[[], None]) -> None:
         """Take a snapshot and write a checkpoint if they are due.
 

@@ -6,6 +6,7 @@ wait next to a validation counts as a part of it: the calls for it end a series 
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import TYPE_CHECKING
 
@@ -39,9 +40,11 @@ class BoundaryTimeRecorder:
         self._last_validation_s = passed_s
         self._history.add(ScalarRecord(0, {BETWEEN_PREFIX + VALIDATION: [(step, passed_s, 1.0)]}))
 
-    def record(self, step: int, results: Sequence[DispatchResult]) -> None:
-        """Record the time before `step`, the first one of a dispatch."""
+    def record(self, step: int, results: Sequence[DispatchResult], *, is_first_of_message: bool = True) -> None:
+        """Record the time before `step`, the first one of a dispatch. Pauses are between messages alone."""
         passed_s = self._measure_passed()
+        if not is_first_of_message:
+            passed_s = math.inf
         callbacks_s, self._callbacks_s = self._callbacks_s, 0.0
         measured = [result.between for result in results if result.between]
         if passed_s is None or not measured or len(measured) < len(results):

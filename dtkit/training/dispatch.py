@@ -4,12 +4,16 @@ A *dispatch* is one call that takes several steps. It should last almost a secon
 between two dispatches costs only about one percent. It is short enough that a new learning rate takes effect soon, and
 views are up to date. (A pause does not wait for the end of a dispatch.) The number of steps starts at one, since the
 first steps compile and warm up. It grows at most fourfold at a time.
+
+Where short epochs end with an evaluation, a dispatch ends there, too. Then one message to the engines has several
+dispatches, and the evaluations between them. So it lasts as long as one dispatch of a long epoch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +21,7 @@ import numpy as np
 
 from dtkit._util import timeouts
 from dtkit.errors import NonFiniteError
+from dtkit.history.between_steps import VALIDATION
 from dtkit.history.divergence import find_large_loss, find_ruined_step
 from dtkit.rpc.protocol import JobOperations, make_call
 from dtkit.training.learning_rate import LearningRateChange, LearningRateUpdater
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
     from dtkit.errors import EngineError
     from dtkit.messages import DispatchResult, OutputItem
     from dtkit.rpc.engine_group import EngineGroup
-    from dtkit.training.boundary_actions import ReplicaCheckAction
+    from dtkit.training.boundary_actions import BoundaryActions, ReplicaCheckAction
     from dtkit.training.pending_calls import PendingCalls
     from dtkit.training.progress import RunProgress
     from dtkit.types import ReplicaCheckResult
@@ -49,24 +54,45 @@ class DispatchSizer:
         """Steps to put into the next dispatch."""
         self.step_s = 0.0
         """Seconds that a step took last; 0 before the first."""
+        self._evaluation_s: float | None = None
         self._mean_send_s = 0.0
 
     def on_sent(self, seconds: float) -> None:
-        """Note the time that the notebook took to send a dispatch."""
+        """Note the time that the notebook took to send a message."""
         self._mean_send_s = seconds if not self._mean_send_s else 0.8 * self._mean_send_s + 0.2 * seconds
 
     def on_result(self, steps: int, step_s: float) -> None:
-        """Note a dispatch that took `steps` steps of `step_s` seconds each."""
+        """Note that `steps` steps took `step_s` seconds each."""
         if not steps:
             return
         self.step_s = max(step_s, 1e-6)
         wanted = max(timeouts.TARGET_DISPATCH_S, self._mean_send_s / MAX_SEND_FRACTION) / self.step_s
         self.next_steps = 1 if self.step_s >= timeouts.SLOW_STEP_S else max(1, min(round(wanted), MAX_GROWTH * steps))
 
+    def on_evaluation(self, seconds: float) -> None:
+        """Note how long an evaluation took."""
+        self._evaluation_s = seconds
+
+    @property
+    def steps_per_evaluation(self) -> float:
+        """Number of steps that take as long as an evaluation; infinite if either is unknown."""
+        is_known = self._evaluation_s is not None and self.step_s > 0
+        return self._evaluation_s / self.step_s if is_known and self._evaluation_s is not None else math.inf
+
     @property
     def max_in_flight(self) -> int:
-        """Dispatches to keep in flight: two, so that engines don't wait for the notebook; one when steps are slow."""
+        """Messages to keep in flight: two, so that engines don't wait for the notebook; one when steps are slow."""
         return 1 if self.step_s >= timeouts.SLOW_STEP_S else 2
+
+
+@dataclasses.dataclass
+class Message:
+    """A message to the engines: dispatches, and evaluations between them."""
+
+    steps_left: float
+    """Steps that still fit in; an evaluation counts as the steps that take as long."""
+    num_steps: int = 0
+    """Steps of its dispatches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +102,9 @@ class StepRequest:
     steps: int
     lr_change: LearningRateChange | None
     explain: bool
+    message: Message
+    is_first: bool
+    """Whether no other dispatch of its message precedes it."""
 
 
 class StepDispatcher:
@@ -112,23 +141,44 @@ class StepDispatcher:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough dispatches are in flight."""
-        return self._calls.num_dispatches >= self.sizer.max_in_flight
+        """Whether enough messages are in flight."""
+        return self._calls.num_messages_with_steps >= self.sizer.max_in_flight
 
-    def send_up_to(self, max_steps: int) -> None:
-        """Send the next dispatch: at most `max_steps`, and not beyond the run's target."""
-        progress = self._progress
-        self._send(min(self.sizer.next_steps, progress.target_step - progress.next_step, max_steps))
+    def send_message(self, actions: BoundaryActions) -> None:
+        """Send dispatches, and the evaluations between them, in one message. Nothing is due before the first."""
+        with self._calls.send_together():
+            self._fill(Message(self.sizer.next_steps), actions)
+            started_at = time.perf_counter()
+        self.sizer.on_sent(time.perf_counter() - started_at)
+
+    def _fill(self, message: Message, actions: BoundaryActions) -> None:
+        progress, evaluation_steps = self._progress, self.sizer.steps_per_evaluation
+        self._send_up_to(actions.steps_until_due(progress.next_step), message)
+        while message.steps_left >= 1 and (step := progress.next_step) < progress.target_step:
+            if actions.evaluation.is_due(step) and evaluation_steps <= message.steps_left:
+                actions.evaluation.perform(step)
+                message.steps_left -= evaluation_steps
+            if message.steps_left < 1 or actions.is_any_due(step):
+                return
+            self._send_up_to(actions.steps_until_due(step), message)
+
+    def _send_up_to(self, max_steps: int, message: Message) -> None:
+        """Send the next dispatch: at most `max_steps`, and not beyond its message or the run's target."""
+        num_left = self._progress.target_step - self._progress.next_step
+        self._send(min(int(message.steps_left), num_left, max_steps), message)
 
     def flush_lr(self) -> None:
         """Send a requested learning rate ahead of the next steps."""
         if self.lr_updater.has_pending:
-            self._send(0)
+            self._send(0, Message(0))
 
-    def _send(self, steps: int) -> None:
+    def _send(self, steps: int, message: Message) -> None:
         progress = self._progress
         step = progress.next_step
-        dispatch = StepRequest(steps, self.lr_updater.take_pending(), self.explain_next_step and steps > 0)
+        is_first, is_explained = not message.num_steps, self.explain_next_step and steps > 0
+        dispatch = StepRequest(steps, self.lr_updater.take_pending(), is_explained, message, is_first)
+        message.num_steps += steps
+        message.steps_left -= steps
         has_replica_check = self.replica_check.is_due(step + steps)
         if has_replica_check:
             self.replica_check.perform(step + steps)
@@ -150,9 +200,7 @@ class StepDispatcher:
             on_failure=functools.partial(self._on_failure, dispatch, step),
             on_cancel=functools.partial(self._on_cancel, dispatch, step),
         )
-        started_at = time.perf_counter()
         self._calls.send(pending)
-        self.sizer.on_sent(time.perf_counter() - started_at)
         progress.next_step += steps
 
     # -- results ----------------------------------------------------------------------------------------------
@@ -160,11 +208,11 @@ class StepDispatcher:
     def _on_result(self, dispatch: StepRequest, step: int, values: Sequence[DispatchReply]) -> None:
         progress = self._progress
         results = [result for result, _ in values]
-        progress.recorder.record_steps(values)
+        progress.recorder.record_steps(values, is_first_of_message=dispatch.is_first)
         first = results[0]
         num_taken, progress.step, progress.lr = first.step - step, first.step, first.lr
         if num_taken:
-            self._on_steps_taken(num_taken, results)
+            self._on_steps_taken(dispatch.message.num_steps if num_taken == dispatch.steps else num_taken, results)
         progress.persist_position()
         if dispatch.explain:
             self.explain_reports, self.explain_next_step = [result.step_report for result in results], False
@@ -179,6 +227,9 @@ class StepDispatcher:
     def _on_steps_taken(self, num_taken: int, results: Sequence[DispatchResult]) -> None:
         self._progress.retry_count = 0
         self.sizer.on_result(num_taken, _get_slowest_step_s(results))
+        evaluation_s = max(result.between.get(VALIDATION, 0.0) for result in results)
+        if evaluation_s:
+            self.sizer.on_evaluation(evaluation_s)
         self.replica_check.on_result(results)
         balancer = self._load_balancer
         if balancer is not None and balancer.on_result([np.asarray(result.rows) for result in results]):

@@ -182,7 +182,7 @@ class Driver:
             actions.save_if_due(step, self.steps.flush_lr)
             if progress.next_step >= progress.target_step:
                 return
-            self.steps.send_up_to(actions.steps_until_due(progress.next_step))
+            self.steps.send_message(actions)
 
     def _process_replies(self, call: PendingCall[Any]) -> None:
         replies = self.calls.gather_replies(call, self.steps.sizer.step_s)

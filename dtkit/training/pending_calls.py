@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import threading
@@ -46,6 +47,8 @@ class PendingCall(Generic[R]):
     """Called when the user's code failed, or the engines refused the call repeatedly."""
     on_cancel: Callable[[], None] = _do_nothing
     """Called when the call was not executed, though nothing is wrong with it."""
+    message: int = 0
+    """The message in which it was sent; several calls may share one."""
     is_answered: bool = False
     """Whether all ranks have answered, or one has failed."""
     futures: list[Future[Reply[R]]] = dataclasses.field(default_factory=list)
@@ -111,22 +114,47 @@ class PendingCalls:
         self._link_detector = SlowLinkDetector(lambda: list_statuses(engine_group.folder, engine_group.nodes))
         self._engine_group, self._progress = engine_group, progress
         self._on_answered, self._on_change = on_answered, on_change
+        self._num_messages = 0
+        self._unsent: list[PendingCall[Any]] | None = None  # while calls are collected for one message
 
     @property
-    def num_dispatches(self) -> int:
-        """Number of calls that take steps."""
-        return sum(pending.call.operation == "advance" for pending in self.pending)
+    def num_messages_with_steps(self) -> int:
+        """Number of messages in flight whose calls take steps."""
+        return len({pending.message for pending in self.pending if pending.call.operation == "advance"})
 
     def send(self, call: PendingCall[R]) -> None:
         """Send a call to all ranks. `on_answered` is called with it when all have answered, or one has failed."""
         self.pending.append(call)
+        call.message = self._num_messages
+        if self._unsent is not None:
+            self._unsent.append(call)
+            return
+        self._num_messages += 1
         call.futures = self._engine_group.fan_out(call.call)
+        self._watch(call)
+
+    @contextlib.contextmanager
+    def send_together(self) -> Iterator[None]:
+        """Send the calls of the context in one message when it ends."""
+        unsent = self._unsent = list[PendingCall[Any]]()
+        try:
+            yield
+        finally:
+            self._unsent = None
+            self._num_messages += 1
+            futures_by_call = self._engine_group.fan_out_together([call.call for call in unsent])
+            for call, futures in zip(unsent, futures_by_call, strict=True):
+                call.futures = futures
+                self._watch(call)
+
+    def _watch(self, call: PendingCall[Any]) -> None:
+        """Report when all ranks have answered, or one has failed."""
         self.stall_detector.on_sent(time.monotonic())
         num_unanswered = len(call.futures)
         # locks: for a few assignments; waits on the Condition are marked
         lock = threading.Lock()
 
-        def count(future: Future[Reply[R]]) -> None:
+        def count(future: Future[Reply[Any]]) -> None:
             nonlocal num_unanswered
             with lock:
                 num_unanswered -= 1

@@ -70,7 +70,11 @@ class Recorder:
         self._history.add(Event(step, kind, text, time.time(), rank))
 
     def record_steps(
-        self, values: Sequence[tuple[DispatchResult, Sequence[Any]]], ranks: Sequence[int] | None = None
+        self,
+        values: Sequence[tuple[DispatchResult, Sequence[Any]]],
+        ranks: Sequence[int] | None = None,
+        *,
+        is_first_of_message: bool = True,
     ) -> None:
         """Record the steps and printed lines of a dispatch, by rank, for all ranks or for `ranks`."""
         ranks = range(len(values)) if ranks is None else ranks
@@ -90,7 +94,7 @@ class Recorder:
             for item in items:
                 self.add_event(step, "print", format_output(*item), rank)
         if len(rows[0]):
-            self.boundary_times.record(step, advances)
+            self.boundary_times.record(step, advances, is_first_of_message=is_first_of_message)
         self._core_use_watch.update(zip(ranks, advances, strict=True))
         self._report_write_error(step)
         divergence = self._divergence_watch.find_new()

@@ -132,8 +132,12 @@ class JobOps(JobOperations):
         return self._state.memory_trackers[job].track_steps(self._state.count_snapshot_bytes(job))
 
     def _make_end_early_check(self, job: str) -> Callable[[], bool]:
-        """Return the function that reads the notebook's flag, which asks to end this dispatch."""
-        return (self._state.cluster_folder / f"{END_EARLY_PREFIX}{job}").exists
+        """Return the function that reads the notebook's flag, which asks to end this dispatch.
+
+        It also ends the dispatches of a message that has taken too long: each one is short, and doesn't notice.
+        """
+        flag = self._state.cluster_folder / f"{END_EARLY_PREFIX}{job}"
+        return lambda: self._state.is_message_overdue or flag.exists()
 
     def _shorten_collective_timeout(self, job: Job) -> None:
         """Limit collectives by the length of the steps, after the first step, which may compile."""

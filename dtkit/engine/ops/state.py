@@ -6,9 +6,11 @@ Modules that need torch are imported late, so that a handshake neither waits for
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dtkit._util import timeouts
 from dtkit.engine.comm.sigint import SigintHandler
 from dtkit.engine.memory_limit import MemoryLimit
 from dtkit.engine.observe.boundary_timer import BoundaryTimer
@@ -66,6 +68,8 @@ class EngineState:
     """Snapshots of each job: of this rank's part and of a peer's."""
     call_output: CallOutput | None = None
     """Output of the call that is being served."""
+    message_begun_at: float = 0.0
+    """Time at which the engine began to serve the message at hand, which may have several calls."""
     publish: Callable[[int, list[OutputItem]], None] | None = None
     """Function that publishes output during that call."""
     sigint_handler: SigintHandler = dataclasses.field(default_factory=SigintHandler)
@@ -96,6 +100,11 @@ class EngineState:
         """The folder that notebook and engines share."""
         assert self.spec is not None
         return Path(self.spec.store_path).parent
+
+    @property
+    def is_message_overdue(self) -> bool:
+        """Whether the notebook has waited so long for this message's replies that no further steps should begin."""
+        return time.monotonic() - self.message_begun_at > timeouts.MAX_DISPATCH_S
 
     def get_boundary_timer(self, job: str) -> BoundaryTimer:
         """Return the timer of what a job does between its steps."""

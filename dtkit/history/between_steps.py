@@ -64,6 +64,15 @@ def read_time_between(history: History) -> TimeBetween:
     return TimeBetween(_sum_step_seconds(history), {kind: _sum_seconds(history, kind) for kind in KINDS})
 
 
+def sum_time_since(history: History, num_steps: int) -> float:
+    """Return the seconds in all steps after the first `num_steps`, undone ones too, and between them."""
+    totals = history.read_totals(num_steps)
+    if not len(totals):
+        return 0.0
+    between_s = sum(_sum_seconds(history, kind, since=int(totals["step"][0])) for kind in KINDS)
+    return float(totals["step_s"].sum()) + between_s
+
+
 class _StepSeconds:
     """Seconds in the steps of a history but the first. Each look reads new steps alone, since a run may have many."""
 
@@ -92,6 +101,6 @@ _lock = threading.Lock()
 _step_seconds: weakref.WeakKeyDictionary[History, _StepSeconds] = weakref.WeakKeyDictionary()
 
 
-def _sum_seconds(history: History, kind: str) -> float:
+def _sum_seconds(history: History, kind: str, *, since: int = 0) -> float:
     name = BETWEEN_PREFIX + kind
-    return float(history.scalar(name)[1].sum()) if history.count_scalar_records(name) else 0.0
+    return float(history.scalar(name, since=since)[1].sum()) if history.count_scalar_records(name) else 0.0

@@ -300,7 +300,8 @@ def test_times_of_an_attached_run_never_exceed_its_elapsed_time():
     with notebook(VALIDATED) as process:
         process.send_signal(signal.SIGKILL)
         process.wait(10)
-        time.sleep(1)  # sleeps: engines wait for a notebook, next to a validation
+        # sleeps: engines wait for a notebook, next to a validation
+        time.sleep(1)
         with dtkit.attach() as cluster:
             run = cluster.current_run
             assert run is not None

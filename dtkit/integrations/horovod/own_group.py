@@ -118,8 +118,8 @@ class OwnGroup:
                 _check_none_ended(folder, ranks)
                 if time.monotonic() > deadline:
                     raise MeetingError(
-                        f"not all of {size} ranks came within {integration_timeouts.HOROVOD_MEETING_TIMEOUT_S:.0f} s; end "
-                        "the script by an interrupt, and start it again"
+                        f"not all of {size} ranks came within {integration_timeouts.HOROVOD_MEETING_TIMEOUT_S:.0f} s; "
+                        "end the script by an interrupt, and start it again"
                     )
                 pause.wait(timeouts.PROCESS_POLL_S)
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dtkit.engine.observe.boundary_timer import BoundaryTimer
-from dtkit.history.between_steps import ALL, read_time_between
+from dtkit.history.between_steps import ALL, read_time_between, sum_time_since
 from dtkit.history.history import History
-from dtkit.history.scalars import ScalarRecord
+from dtkit.history.scalars import BETWEEN_PREFIX, ScalarRecord
 from dtkit.history.undone_steps import UndoneSteps
 from dtkit.training.boundary_times import BoundaryTimeRecorder
 from dtkit.types import Event
@@ -110,6 +110,32 @@ def test_the_time_without_a_notebook_is_no_validation():
     recorder.record(4, [SimpleNamespace(between={ALL: 0.2, "validation": 0.1})])  # type: ignore[list-item]
     history.add(Event(4, "done", "done", 1.0, None))
     assert read_time_between(history).seconds["validation"] == pytest.approx(0.2)
+
+
+def test_the_elapsed_time_of_another_notebook_is_no_time_between_steps():
+    """The new notebook reads unread dispatches first, while its own elapsed time is still 0."""
+    history, elapsed_s = History(), 0.0
+    history.append(make_phase_rows([{"forward": 20.0}], 4))
+    history.read_position = lambda: (4, elapsed_s)
+    recorder = BoundaryTimeRecorder(history)
+    recorder.record(1, [SimpleNamespace(between={})])  # type: ignore[list-item]
+    elapsed_s = 84.0
+    recorder.begin_anew()
+    elapsed_s = 84.1
+    recorder.record(2, [SimpleNamespace(between={ALL: 50.0})])  # type: ignore[list-item]
+    assert read_time_between(history).total_s == 0
+
+
+def test_the_time_since_some_steps_includes_that_between_steps():
+    history = History()
+    history.append(make_phase_rows([{"forward": 20.0}], 6))
+    step_s = history.totals()["step_s"]
+    for step, seconds in ((2, 3.0), (4, 0.5)):
+        history.add(ScalarRecord(0, {BETWEEN_PREFIX + "validation": [(step, seconds, 1.0)]}))
+    first = int(history.totals()["step"][0])
+    assert sum_time_since(history, 4 - first) == pytest.approx(step_s[4 - first :].sum() + 0.5)
+    assert sum_time_since(history, 0) == pytest.approx(step_s.sum() + 3.5)
+    assert sum_time_since(history, 6) == 0
 
 
 def test_the_validation_after_the_last_step_counts_once_also_if_the_run_is_extended():

@@ -353,6 +353,33 @@ def test_progress_has_a_verdict_that_would_save_time():
     assert "Look at what the loss computes" in progress.format_block()[3]  # the remedy, however short the run was
 
 
+def test_a_log_repeats_advice_only_for_another_cause_and_at_the_end():
+    source, stream = FakeSource(ranks=4), io.StringIO()
+    source.slowness, source.remaining_s = {1: 2.0}, 600.0
+    progress = run_text.TextProgress(source, stream, is_tty=False)
+    for _ in range(4):
+        source.advance(40)
+        progress.update()
+    assert stream.getvalue().count("ConvNet: running") == 4
+    assert stream.getvalue().count("→ without the straggler (node 1)") == 1
+    source.stick(1)
+    for _ in range(2):
+        source.advance(1)
+        progress.update()
+    assert stream.getvalue().count("⊘ node 1 stuck") == 2  # an alert
+    source.stall_report, source.slowness = None, {0: 2.0}
+    source.delay_factors = {0: 2.0}
+    for _ in range(2):
+        source.advance(60)
+        progress.update()
+    assert stream.getvalue().count("▼ node 0 slowed 2x on purpose") == 1
+    source.elapsed_s = 900.0
+    source.end()
+    progress.close()
+    assert "▼ node 0 slowed 2x on purpose" in stream.getvalue().rpartition("ConvNet: completed")[2]
+    assert "→ " in stream.getvalue().rpartition("ConvNet: completed")[2]
+
+
 def test_nothing_is_written_where_nothing_changed(screen):
     source = FakeSource(ranks=2)
     progress = run_text.TextProgress(source, screen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,10 +13,11 @@ import pytest
 from dtkit._util import timeouts
 from dtkit.engine.observe import watchdog
 from dtkit.engine.ops import jobs
+from dtkit.integrations import timeouts as integration_timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+    from types import ModuleType
 
 ORDERS = {  # row of the table -> names, each of which is less than the next
     "an engine is stopped": (
@@ -57,6 +59,8 @@ ORDERS = {  # row of the table -> names, each of which is less than the next
     "a measurement": ("MAX_ALL_REDUCE_S", "STEPS_BUDGET_S", "MAX_MEASURED_STEP_S"),
 }
 TIME_NAME = re.compile(r"^_?([A-Z]+_)*(S|MS|TIMEOUT|INTERVAL|PERIOD|GRACE|LEASE)$")
+MODULES = timeouts, integration_timeouts
+"""The only modules with time constants: dtkit's own, and those that only other frameworks need."""
 THRESHOLDS = {"MIN_EXTRA_S"}  # in seconds, but nothing waits for them
 WAITING_METHODS = {"wait", "join", "result", "sleep", "get", "acquire", "wait_for"}
 WAITING_PARAMETERS = re.compile(r"timeout|lease|grace|interval|period")
@@ -113,9 +117,10 @@ def test_the_reaper_ends_a_cluster_before_the_wait_for_it_times_out():
     assert timeouts.TERM_GRACE_S + timeouts.KILL_TIMEOUT_S < timeouts.REAPER_EXIT_TIMEOUT_S
 
 
-def test_every_constant_is_in_seconds_and_has_a_reason():
-    source = inspect.getsource(timeouts)
-    for name, value in vars(timeouts).items():
+@pytest.mark.parametrize("module", MODULES)
+def test_every_constant_is_in_seconds_and_has_a_reason(module: ModuleType):
+    source = inspect.getsource(module)
+    for name, value in vars(module).items():
         if name.isupper():
             assert name.endswith("_S")
             assert isinstance(value, float)
@@ -124,8 +129,14 @@ def test_every_constant_is_in_seconds_and_has_a_reason():
 
 def test_every_constant_is_used(root: Path):
     sources = "".join(path.read_text() for path in (root / "dtkit").rglob("*.py"))
-    names = [name for name in vars(timeouts) if name.isupper()]
+    names = [name for module in MODULES for name in vars(module) if name.isupper()]
     assert [name for name in names if f"timeouts.{name}" not in sources] == []
+
+
+def test_other_frameworks_alone_use_their_constants(root: Path):
+    names = [name for name in vars(integration_timeouts) if name.isupper()]
+    others = [path for path in (root / "dtkit").rglob("*.py") if "integrations" not in path.parts]
+    assert [name for path in others for name in names if name in path.read_text()] == []
 
 
 def test_no_other_module_defines_a_time_constant(root: Path):
@@ -133,7 +144,7 @@ def test_no_other_module_defines_a_time_constant(root: Path):
     assert [
         f"{path.relative_to(folder)}:{line}: {constant}"
         for path in sorted(folder.rglob("*.py"))
-        if path.name != "timeouts.py"
+        if path not in [Path(inspect.getfile(module)) for module in MODULES]
         for line, constant in _time_constants(ast.parse(path.read_text()))
     ] == []
 

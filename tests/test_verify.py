@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,34 @@ from torch import nn
 from dtkit.strategies.incomparable_modules import find_incomparable_modules, summarize_modules
 from dtkit.training.verify import compare_states, find_unexplained, judge_rounding
 from tests.support.verification import verify_changed_state
+
+CELLS = """
+import tests.support.verification as support
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance(colors="NoColor")
+shell.run_cell("from tests.support.verification import verify_changed_state\\n"
+    "def verify():\\n    global found\\n    found = verify_changed_state()\\n    found.show()\\n    return found",
+    store_history=True)
+for cell in ("verify()", "found", "verify()\\nfound"):
+    print("---")
+    shell.run_cell(cell, store_history=True)
+"""
+
+
+def test_a_cell_shows_the_result_of_verify_once():
+    done = subprocess.run([sys.executable, "-c", CELLS], capture_output=True, text=True, timeout=60, check=True)
+    _, same_cell, later_cell, with_name = done.stdout.split("---\n")
+    assert same_cell.startswith("PASS: 20 steps on 2 ranks")
+    assert "Verification(" not in same_cell + with_name
+    assert later_cell.strip() == "Out[3]: Verification(PASS, difference=0, tolerance=1e-12)"
+
+
+def test_a_script_prints_a_line_for_a_pass_and_all_of_another_result(capsys: pytest.CaptureFixture[str]):
+    passed, failed = verify_changed_state(), verify_changed_state({"w": 0.5})
+    passed.show()
+    assert capsys.readouterr().out == "verify: PASS, difference=0, tolerance=1e-12\n"
+    failed.show()
+    assert capsys.readouterr().out == f"{failed.text()}\n"
 
 
 def test_equal_parameters_pass():

@@ -1,5 +1,7 @@
 """Every time constant of dtkit, in seconds. `tests/test_timeouts.py` checks the relations of this table.
 
+Those that only other frameworks need are in `integrations/timeouts.py`.
+
 Use them as ``timeouts.NAME``, so that a test that changes one reaches all uses.
 
 ====================== =========================================================================================
@@ -186,25 +188,6 @@ FETCH_INTERRUPT_GRACE_S = 0.1
 CLOSE_CALLBACKS_TIMEOUT_S = 10.0
 """Limit for callbacks to finish their background work when the cluster closes."""
 
-# -- experiment trackers, and searches for hyper-parameters -----------------------------------------------------
-
-TRACKER_INTERVAL_S = 2.0
-"""Period of writing a run's records to an experiment tracker."""
-TRACKER_OPEN_TIMEOUT_S = 15.0
-"""Delay of a training's first step until a tracker is open; a slower one is opened meanwhile."""
-TRACKER_TIME_CREDIT_S = 0.01
-"""Time that a tracker may take at once, beyond its share. More would slow the first seconds of a run."""
-TRACKER_STEP_S = 0.002
-"""Assumed time to write a step, until it is measured."""
-TRACKER_LAST_WRITE_S = 3.0
-"""Time for records that a tracker has not received when the run ends."""
-GIT_TIMEOUT_S = 3.0
-"""Limit for git to name the commit of a report or of a tracked run."""
-SEARCH_POLL_S = 0.02
-"""Polling period for the questions of trials on engines, and for their answers."""
-SEARCH_ANSWER_TIMEOUT_S = 60.0
-"""Limit for the notebook to answer a trial, whose sampler may compute for a while."""
-
 # -- checkpoints ------------------------------------------------------------------------------------------------
 
 WRITE_POLL_S = 0.02
@@ -351,6 +334,10 @@ KEPT_PICTURE_INTERVAL_S = 30.0
 """Shortest interval between two such pictures during a run."""
 REPLACE_TIMEOUT_S = 10.0
 """Limit for the live displays of an ended run to become pictures."""
+GIT_TIMEOUT_S = 3.0
+"""Limit for git to name the commit of a report or of a tracked run."""
+LESSON_TIMEOUT_S = 60.0
+"""Default limit for a lesson to wait for a condition of a run."""
 
 # -- measurements -----------------------------------------------------------------------------------------------
 
@@ -368,29 +355,6 @@ MAX_TRIED_STEP_S = 0.1
 """Longest step, by its estimate, that `plan` measures under each strategy."""
 MAX_MEASURED_STEP_S = 4.0
 """Longest step that `plan` measures."""
-
-# -- Horovod's interface ----------------------------------------------------------------------------------------
-
-XGBOOST_TIMEOUT_S = 60.0
-"""Limit for all ranks to meet at XGBoost's tracker, and for its collectives. A lost rank is noticed earlier."""
-JOBLIB_ABORT_TIMEOUT_S = 60.0
-"""Limit for the end of joblib's tasks, whose engines may have to be replaced."""
-HOROVOD_CYCLE_S = 0.001
-"""Pause between two cycles of a negotiation, and between two looks of a rank that joined."""
-HOROVOD_JOIN_POLL_S = 0.05
-"""Time after which a waiting operation looks for joined ranks, and between two such looks."""
-HOROVOD_LOSS_CHECK_S = 1.0
-"""Time after which a waiting operation looks whether other ranks form a new group, after the loss of one."""
-HOROVOD_STALL_TIMEOUT_S = 60.0
-"""Limit in the strict mode for an operation that other ranks have not submitted."""
-HOROVOD_STOP_TIMEOUT_S = 2.0
-"""Limit for operations that still run at a shutdown."""
-HOROVOD_RESET_TIMEOUT_S = 60.0
-"""Limit for all ranks to form a new group after an error under `elastic.run`, from the arrival of the last one."""
-HOROVOD_MEETING_TIMEOUT_S = 1800.0
-"""Limit for all ranks to arrive. Some may compute for long, or start on a new engine; a failed script ends the wait."""
-LESSON_TIMEOUT_S = 60.0
-"""Default limit for a lesson to wait for a condition of a run."""
 
 # -- the test double --------------------------------------------------------------------------------------------
 

@@ -102,9 +102,9 @@ class Comparison:
     def rows(self) -> list[ComparisonRow]:
         """A row for each run, as of now."""
         positions, states = [_read_position(run) for run in self.runs], [read_state(run) for run in self.runs]
-        causes = [describe_end(run, history) for run, history in zip(self.runs, self.histories, strict=True)]
+        ends = [describe_end(run, history) for run, history in zip(self.runs, self.histories, strict=True)]
         verifications = [getattr(run, "verification", None) for run in self.runs]  # a history has none
-        columns = self.labels, self.histories, self._strategies, positions, states, causes, verifications
+        columns = self.labels, self.histories, self._strategies, positions, states, ends, verifications
         return [make_row(*item) for item in zip(*columns, strict=True)]
 
     def figure(self) -> Figure:

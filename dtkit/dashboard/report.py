@@ -43,7 +43,7 @@ from dtkit.dashboard.report_tables import (
 )
 from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.event_marks import MARKED_EVENTS, describe_event_marks
-from dtkit.dashboard.summary.notices import ALERT_KINDS, collect_notices, list_error_lines
+from dtkit.dashboard.summary.notices import ALERT_KINDS, LEARNING_KINDS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.one_process import describe_measured
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
@@ -110,7 +110,7 @@ def _format_head(run: RunView, cards: Sequence[tuple[str, str, str]], single_pro
     for notice in notices:
         if notice.kind in ALERT_KINDS:
             yield f'<p class="error">{escape(notice.text)}</p>'
-        elif notice.kind == "overfits":
+        elif notice.kind in LEARNING_KINDS:
             yield f'<p class="notice">{escape(notice.text)}</p>'
     yield format_cards(cards)
     verdict = find_shown_verdict(run, _measure_one_process(run, single_process))

@@ -14,6 +14,7 @@ from dtkit._util import formatting
 from dtkit.engine import loss_hints
 from dtkit.engine.keyword_hints import explain_keyword
 from dtkit.engine.loss_hints import iterate_tensors, name_dtype
+from dtkit.engine.optimizer_hints import explain_optimizer
 from dtkit.strategies.loss import get_labels
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def add_general_hint(error: BaseException) -> bool:
         _explain_group,
         _explain_schedule_end,
         explain_keyword,
+        explain_optimizer,
     )
     hint = next((text for explain in explain_kinds if (text := explain(error))), None)
     if hint and hint not in getattr(error, "__notes__", ()):

@@ -68,6 +68,16 @@ def read_time_between(history: History) -> TimeBetween:
         return TimeBetween(sums.steps_s, {kind: of_kind.sum_s for kind, of_kind in sums.kinds.items()})
 
 
+def sum_time_since(history: History, num_steps: int) -> float:
+    """Return the seconds in all steps after the first `num_steps`, undone ones too, and between them."""
+    totals = history.read_totals(num_steps)
+    if not len(totals):
+        return 0.0
+    names = [name for name in map(BETWEEN_PREFIX.__add__, KINDS) if history.count_scalar_records(name)]
+    between_s = sum(float(history.scalar(name, since=int(totals["step"][0]))[1].sum()) for name in names)
+    return float(totals["step_s"].sum()) + between_s
+
+
 class _Sums:
     """Seconds of a history so far. Each look reads what is new alone, since a run may have many steps."""
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
+import weakref
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
+from dtkit._util.notebook import get_shell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from dtkit.rpc.reference import StepTimes
 
@@ -175,6 +177,22 @@ class Verification:
             )
         return f"{self.verdict}, difference={self.compared_difference:.3g}, tolerance={self.tolerance:g}"
 
+    def show(self) -> None:
+        """Print the report: once in a cell, which does not show it again as its value. A script prints a PASS in a
+        line.
+        """
+        global _printed_in  # noqa: PLW0603 - one cell runs at a time
+        is_script = get_shell() is None
+        _printed_in = weakref.ref(self), _get_execution_count()
+        print(f"verify: {self._summarize()}" if is_script and self.verdict == "PASS" else self.text())  # noqa: T201 - asked for as a report
+
+    def _ipython_display_(self) -> None:
+        known, cell = _printed_in
+        if known() is not self or cell != _get_execution_count():
+            from IPython.display import display
+
+            display({"text/plain": repr(self), "text/html": self._repr_html_()}, raw=True)  # type: ignore[no-untyped-call]
+
     def __str__(self) -> str:
         return self.text()
 
@@ -183,3 +201,15 @@ class Verification:
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(repr(self))}</p>"
+
+
+def _get_execution_count() -> int | None:
+    return getattr(get_shell(), "execution_count", None)
+
+
+def _return_none() -> None:
+    return None
+
+
+_printed_in: tuple[Callable[[], Verification | None], int | None] = _return_none, None
+"""The verification that was printed last, and the number of the cell that did so."""

@@ -29,6 +29,10 @@ class BoundaryTimeRecorder:
         self._elapsed_s: float | None = None  # at the end of the last dispatch that this notebook has seen
         self._last_validation_s = 0.0  # which the engines report once more if the run is extended
 
+    def begin_anew(self) -> None:
+        """Forget when the last dispatch ended: the elapsed time was set to that of another notebook."""
+        self._elapsed_s = None
+
     def add_callbacks(self, seconds: float) -> None:
         """Note the time for which callbacks ran since the last steps."""
         self._callbacks_s += seconds

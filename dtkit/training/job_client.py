@@ -7,11 +7,12 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import timeouts
+from dtkit._util import formatting, timeouts
 from dtkit._util.deadline import Deadline
 from dtkit._util.function_checks import check_metrics
 from dtkit.checkpoint import folders
 from dtkit.checkpoint.manager import CheckpointRequest
+from dtkit.dashboard.text.progress import show_progress
 from dtkit.data import broadcast, distribute
 from dtkit.errors import DtkitError, EngineError, RunError
 from dtkit.history.speed import compute_median_step_s
@@ -293,7 +294,8 @@ class JobClient:
         plan = self._progress.plan
         options, deadline = plan.options, Deadline(timeout, "verify")
         steps, notes = min(steps, plan.steps), options.equivalence_notes
-        found = verify.verify(self._engine_group, plan.job_spec, steps, options.strategy, notes, deadline)
+        with show_progress(f"repeating {formatting.format_count(steps, 'step')}, also in one process"):
+            found = verify.verify(self._engine_group, plan.job_spec, steps, options.strategy, notes, deadline)
         own_s = compute_median_step_s(self._progress.history, self._engine_group.world_size)
         if found.step_times is None or own_s is None:
             return found

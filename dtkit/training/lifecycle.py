@@ -21,6 +21,7 @@ from dtkit.checkpoint.checkpoint import Checkpoint
 from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.errors import CheckpointError, DtkitError, EngineError, RunError
 from dtkit.history import engine_outbox, run_log
+from dtkit.history.between_steps import sum_time_since
 from dtkit.training import job_end, persisted_run, recovered_data, recovered_state, recovery
 from dtkit.training.callbacks import check_epochs, finish_callbacks
 from dtkit.training.config import SnapshotInterval
@@ -169,7 +170,7 @@ class RunLifecycle:
         last_evaluation = max((evaluation.step for evaluation in history.evaluations), default=0)
         folder = self._engine_group.folder / run_log.RUNS_FOLDER / self._progress.plan.job
         num_steps, elapsed_s = run_log.read_elapsed(folder)
-        elapsed_s += float(history.read_totals(num_steps)["step_s"].sum())  # of the steps that engines took alone
+        elapsed_s += sum_time_since(history, num_steps)  # since then, and of the steps that engines took alone
         spans, check = run_log.read_last_step(folder, self._engine_group.world_size)
         if check is None or check.step <= step:  # the run did not go back to an earlier state
             self._progress.recorder.restore_spans(spans)

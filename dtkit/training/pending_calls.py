@@ -142,10 +142,13 @@ class PendingCalls:
         finally:
             self._unsent = None
             self._num_messages += 1
-            futures_by_call = self._engine_group.fan_out_together([call.call for call in unsent])
-            for call, futures in zip(unsent, futures_by_call, strict=True):
+            for call, futures in zip(unsent, self._fan_out([call.call for call in unsent]), strict=True):
                 call.futures = futures
                 self._watch(call)
+
+    def _fan_out(self, calls: Sequence[Call[Any]]) -> list[list[Future[Reply[Any]]]]:
+        engine_group = self._engine_group
+        return [engine_group.fan_out(calls[0])] if len(calls) == 1 else engine_group.fan_out_together(calls)
 
     def _watch(self, call: PendingCall[Any]) -> None:
         """Report when all ranks have answered, or one has failed."""

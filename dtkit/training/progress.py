@@ -156,6 +156,7 @@ class RunProgress:
     def restore(self, step: int, elapsed_s: float) -> None:
         """Continue from a step of an earlier run."""
         self.step, self._accumulated_s = step, elapsed_s
+        self.recorder.boundary_times.begin_anew()
         self.history.add(UndoneSteps(step))
 
     def rewind(self, step: int, lr: float | None) -> None:

@@ -359,7 +359,7 @@ class Run(ShownRun):
         return self._job.get_placement(timeout)
 
     def verify(self, steps: int = 20, *, timeout: float | None = None) -> Verification:
-        """Check that this training equals training in one process. Prints the result, and returns it.
+        """Check that this training equals training in one process. Shows the result once, and returns it.
 
         The first `steps` steps are repeated, on all ranks and on one engine alone with the same rows. The run itself
         isn't changed. Without a `timeout` in seconds, each call to the engines has the time limit of a collective.
@@ -367,7 +367,7 @@ class Run(ShownRun):
         verification = self._job.verify(steps, timeout)
         self._verification, self._verified_spec = verification, get_step_settings(self.spec)
         self._notify()
-        print(verification.text())  # noqa: T201 - asked for as a report
+        verification.show()
         return verification
 
     # -- going on, and letting go -----------------------------------------------------------------------------

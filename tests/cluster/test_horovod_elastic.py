@@ -226,7 +226,7 @@ def test_loss_of_an_engine_ends_a_script_that_is_not_elastic(cluster2: dtkit.Clu
 
 # A rank that waits at most three seconds for another one to connect.
 IMPATIENT = """
-from dtkit._util import timeouts
+from dtkit.integrations import timeouts
 timeouts.HOROVOD_RESET_TIMEOUT_S = 3.0
 import dtkit.integrations.horovod.torch as hvd
 hvd.init()

@@ -21,6 +21,7 @@ from dtkit._util.process import ProcessId
 from dtkit.cluster import cluster_file, reaper
 from dtkit.health.status import EngineStatus, get_status_path
 from dtkit.history import engine_outbox
+from dtkit.history.between_steps import read_time_between
 from dtkit.messages import END_EARLY_PREFIX
 from tests.support.locks import is_owned
 from tests.support.reattach import NOTEBOOK, check_run_continues, get_engine_process, notebook
@@ -289,6 +290,24 @@ def test_attached_run_keeps_its_elapsed_time():
             assert cluster.current_run is not None
             assert cluster.current_run.status.elapsed_s == pytest.approx(elapsed_s)
             assert elapsed_s > cluster.current_run.history.totals()["step_s"].sum()
+
+
+VALIDATED = NOTEBOOK.replace("shuffle=", "validation=oracle.data(), validation_every=1, shuffle=")
+
+
+@pytest.mark.slow
+def test_times_of_an_attached_run_never_exceed_its_elapsed_time():
+    with notebook(VALIDATED) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        # sleeps: engines wait for a notebook, next to a validation
+        time.sleep(1)
+        with dtkit.attach() as cluster:
+            run = cluster.current_run
+            assert run is not None
+            assert read_time_between(run.history).whole_s <= run.status.elapsed_s
+            run.step(50)
+            assert read_time_between(run.history).whole_s <= run.status.elapsed_s
 
 
 FAILING = LISTENING.replace("loss=oracle.mean_loss", "loss=fail_on_request").replace(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from dtkit._util import timeouts
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.history.scalars import ScalarRecord
+from dtkit.integrations import timeouts
 from dtkit.integrations.trackers import MLflow, TensorBoard, Trackio, Wandb
 from dtkit.integrations.trackers.feed import TIME_SHARE, TimeBudget
 from dtkit.integrations.trackers.parameters import _flatten, read_git_commit

@@ -56,15 +56,17 @@ class ComparisonRow:
     """Best validation of each metric, the loss included."""
     state: str = KEPT_STATE
     """The word for the run's state, as in its own views."""
+    failure: str = ""
+    """How the run ended badly: "failed", "diverged" or "learned nothing"; empty if it did not."""
     cause: str = ""
-    """Why the run failed or diverged, in one line."""
+    """Why it did so, in one line."""
     verified: str = NOT_VERIFIED
     """The result of the last ``run.verify()``, with the difference to one process."""
 
     @property
     def competes(self) -> bool:
         """Return whether the run may be the best: no error ended it."""
-        return self.state not in BROKEN_STATES and not self.cause
+        return self.state not in BROKEN_STATES and not self.failure
 
 
 def make_row(
@@ -73,11 +75,11 @@ def make_row(
     strategy: str,
     position: tuple[int, float] | None = None,
     state: str = KEPT_STATE,
-    cause: str = "",
+    end: tuple[str, str] = ("", ""),
     verification: Verification | None = None,
 ) -> ComparisonRow:
     """Return the totals of a history. `position` has the steps and seconds of its run, unless the history has them."""
-    totals = history.totals()
+    totals, (failure, cause) = history.totals(), end
     steps, seconds = history.position if position is None else position
     num_ranks = int(totals["ranks"].max(initial=0))
     sent_bytes = float(totals["sent_bytes"].sum()) / max(1, num_ranks)
@@ -93,6 +95,7 @@ def make_row(
         steps_s=split_time(history, seconds).steps_s,
         seconds=seconds,
         state=state,
+        failure=failure,
         cause=cause,
         verified=_describe_verification(verification),
         best={name: best[1] for name in _list_names(history) if (best := find_best_evaluation(history, name))},

@@ -17,6 +17,7 @@ from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_senten
 from dtkit.dashboard.summary.timing import format_nodes
 from dtkit.errors import EngineError, NonFiniteError
 from dtkit.history.divergence import find_divergence
+from dtkit.history.no_learning import find_no_learning
 from dtkit.history.overfitting import find_overfitting
 from dtkit.types import State
 
@@ -33,6 +34,7 @@ NOTICE_GLYPHS = {
     "differs": "✕",
     "diverged": "✕",
     "overfits": "▲",
+    "unlearned": "▲",
     "identical": "✓",
     "ended": "✕",
     "fewer": "○",
@@ -44,6 +46,8 @@ NOTICE_GLYPHS = {
 
 ALERT_KINDS = ("lost", "stuck", "differs", "diverged")
 """Kinds of notices that are alerts."""
+LEARNING_KINDS = ("overfits", "unlearned")
+"""Kinds of notices on a model that does not learn what it should."""
 
 
 def name_event_node(event: Event) -> str:
@@ -70,6 +74,7 @@ def collect_notices(run: RunView, lost_nodes: LostNodes | None = None) -> list[N
         *_make_consistency_notice(run.consistency, ranks),
         *_make_divergence_notice(run),
         *_make_overfitting_notice(run),
+        *_make_no_learning_notice(run),
         *_make_ended_notice(run),
         *([] if lost_nodes else _make_left_out_notice(run)),
         *_make_delay_notices(run),
@@ -163,6 +168,12 @@ def _make_overfitting_notice(run: RunView) -> Iterator[Notice]:
     overfitting = find_overfitting(run.history)
     if overfitting is not None and find_divergence(run.history) is None:
         yield Notice("overfits", overfitting.text)
+
+
+def _make_no_learning_notice(run: RunView) -> Iterator[Notice]:
+    found = find_no_learning(run.history)
+    if found is not None:
+        yield Notice("unlearned", found.text)
 
 
 def _describe_compared(consistency: ReplicaCheckResult, num_ranks: int) -> str:

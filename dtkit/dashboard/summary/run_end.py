@@ -1,13 +1,14 @@
-"""Why a run of a comparison ended early or does not learn: its error, or its divergence."""
+"""Why a run of a comparison ended early or does not learn: its error, or what its loss does."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.notices import list_error_lines
 from dtkit.errors import EngineError
 from dtkit.history.divergence import find_divergence
+from dtkit.history.no_learning import find_no_learning
 
 if TYPE_CHECKING:
     from dtkit.history.history import History
@@ -23,19 +24,30 @@ class _HasException(Protocol):
     def exception(self) -> BaseException | None: ...
 
 
-def describe_end(run: object, history: History) -> str:
-    """Return the error of a run or the divergence of its loss, in one line; an empty text without either.
+class RunEnd(NamedTuple):
+    """A word for how a run ended badly, and the cause in one line; empty texts if it did not."""
+
+    word: str = ""
+    cause: str = ""
+
+
+def describe_end(run: object, history: History) -> RunEnd:
+    """Return the error of a run, or how its loss diverged or never fell.
 
     A history has the error of its run as an event.
     """
     error = run.exception if isinstance(run, _HasException) else None
     if error is not None:
-        return formatting.sanitize_text(_format_error(error), _MAX_CAUSE_CHARS)
+        return RunEnd("failed", formatting.sanitize_text(_format_error(error), _MAX_CAUSE_CHARS))
     turns = [] if isinstance(run, _HasException) else [e for e in history.events if e.kind in _TURNS]
     if turns and turns[-1].kind == "error":
-        return formatting.sanitize_text((turns[-1].text.strip().splitlines() or ["error"])[0], _MAX_CAUSE_CHARS)
+        first = (turns[-1].text.strip().splitlines() or ["error"])[0]
+        return RunEnd("failed", formatting.sanitize_text(first, _MAX_CAUSE_CHARS))
     divergence = find_divergence(history)
-    return "" if divergence is None else divergence.short
+    if divergence is not None:
+        return RunEnd("diverged", divergence.short)
+    found = find_no_learning(history)
+    return RunEnd() if found is None else RunEnd("learned nothing", found.short)
 
 
 def _format_error(error: BaseException) -> str:

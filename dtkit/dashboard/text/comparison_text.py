@@ -118,16 +118,16 @@ def make_table_note(rows: Sequence[ComparisonRow]) -> str:
     if any(row.verified != NOT_VERIFIED for row in rows):
         parts.append("verified: run.verify() and the largest difference to one process")
     if not all(row.competes for row in rows):
-        parts.append("bold: the best of the runs that did not fail or diverge")
+        parts.append("bold: the best of the runs that did not fail, diverge or learn nothing")
     return "; ".join(parts)
 
 
 def describe_ends(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return a line for each run that failed or diverged, with the cause: ``lr 1.0 failed: ValueError: ...``."""
+    """Return a line for each run that ended badly, with the cause: ``lr 1.0 failed: ValueError: ...``."""
     return [
-        f"{row.label} {row.state if row.state in BROKEN_STATES else 'diverged'}: {row.cause}"
+        f"{row.label} {row.state if row.state in BROKEN_STATES else row.failure}: {row.cause}"
         for row in rows
-        if row.cause
+        if row.failure
     ]
 
 

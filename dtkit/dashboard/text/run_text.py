@@ -22,7 +22,14 @@ from dtkit.dashboard.summary.metrics import (
     compute_epoch,
     compute_run_metrics,
 )
-from dtkit.dashboard.summary.notices import NOTICE_GLYPHS, collect_notices, list_error_lines, name_event_node
+from dtkit.dashboard.summary.notices import (
+    ALERT_KINDS,
+    NOTICE_GLYPHS,
+    Notice,
+    collect_notices,
+    list_error_lines,
+    name_event_node,
+)
 from dtkit.dashboard.summary.stall import find_stall, format_line
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict, is_at_rest
 from dtkit.dashboard.summary.timing import WINDOW_STEPS
@@ -162,7 +169,11 @@ def _format_notices_except(run: RunView, metrics: RunMetrics, hidden_kinds: Sequ
     is_past = stall is not None and stall.rank in metrics.lost_nodes
     lines = [] if stall is None or is_past else [formatting.sanitize_text(format_line(stall))]
     notices = [notice for notice in collect_notices(run) if notice.kind not in ("stuck", *hidden_kinds)]
-    return lines + [f"{NOTICE_GLYPHS[notice.kind]} {notice.text}" for notice in notices]
+    return lines + [_format_notice(notice) for notice in notices]
+
+
+def _format_notice(notice: Notice) -> str:
+    return f"{NOTICE_GLYPHS[notice.kind]} {notice.text}"
 
 
 def _format_verdict(verdict: Verdict | None) -> list[str]:
@@ -212,6 +223,10 @@ class TextProgress:
         self.num_printed_events = num_printed_events
         self._last_block: list[str] | None = None
         self._steady_verdict = SteadyVerdict()
+        self._told: set[str] = set()
+        """Kinds of advice that the last block of a log had."""
+        self._advice: dict[str, str] = {}
+        """Lines of the present block that are not urgent, with the kind or the cause of each."""
 
     def start(self) -> None:
         """Write the log so far. A terminal gets the block, too; elsewhere a short run has only that of its end."""
@@ -234,8 +249,14 @@ class TextProgress:
         if self.is_tty:
             self._show_in_terminal(new_lines, block[1:])
             return
-        self._stream.write("".join(f"{line}\n" for line in [*new_lines, *block]))
+        self._stream.write("".join(f"{line}\n" for line in [*new_lines, *self._leave_out_told(block)]))
         self._stream.flush()
+
+    def _leave_out_told(self, block: list[str]) -> list[str]:
+        """Return a block for a log, without advice that the last one had. A run at rest has all of it."""
+        told, self._told = self._told, {self._advice[line] for line in block if line in self._advice}
+        is_final = is_at_rest(self._run.status.state)
+        return [line for line in block if is_final or self._advice.get(line) not in told]
 
     def close(self) -> None:
         """Write what is new, and leave the lines of the last state in a terminal, too."""
@@ -286,7 +307,11 @@ class TextProgress:
         found = find_shown_verdict(self._run)
         verdict = self._steady_verdict.update(found, time.monotonic(), is_final=is_at_rest(status.state))
         lines = _format_notices_except(self._run, metrics, _WELL_KINDS)
-        return lines + _format_verdict(verdict if verdict and _is_worth_a_line(verdict, status) else None)
+        shown = _format_verdict(verdict if verdict and _is_worth_a_line(verdict, status) else None)
+        advice = {_format_notice(notice): notice.kind for notice in collect_notices(self._run)}
+        self._advice = {f"  {line}": kind for line, kind in advice.items() if kind not in ALERT_KINDS}
+        self._advice |= {f"  {line}": verdict.cause for line in shown if verdict is not None}
+        return lines + shown
 
     def _has_news(self) -> bool:
         """Return whether a block would say more than that no step was taken: numbers, an end, an error or a notice."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dtkit._util import timeouts
+from dtkit.integrations import timeouts
 from dtkit.integrations.horovod.communicator import Communicator
 from dtkit.integrations.horovod.context import Context, Placement, get_context, has_context, set_context
 from dtkit.integrations.horovod.exceptions import MeetingError

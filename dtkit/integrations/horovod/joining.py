@@ -11,7 +11,7 @@ import json
 import threading
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import timeouts
+from dtkit.integrations import timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,8 @@ import os
 import queue
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
+from dtkit.integrations import timeouts
 from dtkit.integrations.horovod.collectives import JOIN, check_signatures, mirror
 from dtkit.integrations.horovod.exceptions import HorovodInternalError
 from dtkit.integrations.horovod.worker import Handle, Worker

@@ -23,6 +23,7 @@ from dtkit._util.torch_private import set_group_timeout
 from dtkit.engine.comm.tcp import make_connection_breaker
 from dtkit.engine.comm.torch_cleanup import reset_group_names
 from dtkit.errors import format_ranks
+from dtkit.integrations import timeouts as integration_timeouts
 from dtkit.integrations.horovod.exceptions import MeetingError
 from dtkit.rpc.script_ranks import FOLDER_VARIABLE, SLOT_VARIABLE, ScriptFolder, ScriptRanks
 
@@ -99,7 +100,7 @@ class OwnGroup:
 
     def _meet(self, folder: ScriptFolder, slot: int) -> tuple[Any, int, int]:
         """Wait until all ranks have arrived; return as `_find_store` does."""
-        deadline = time.monotonic() + timeouts.HOROVOD_MEETING_TIMEOUT_S
+        deadline = time.monotonic() + integration_timeouts.HOROVOD_MEETING_TIMEOUT_S
         pause = threading.Event()
         while True:
             ranks = folder.read()
@@ -117,8 +118,8 @@ class OwnGroup:
                 _check_none_ended(folder, ranks)
                 if time.monotonic() > deadline:
                     raise MeetingError(
-                        f"not all of {size} ranks came within {timeouts.HOROVOD_MEETING_TIMEOUT_S:.0f} s; end the "
-                        "script by an interrupt, and start it again"
+                        f"not all of {size} ranks came within {integration_timeouts.HOROVOD_MEETING_TIMEOUT_S:.0f} s; "
+                        "end the script by an interrupt, and start it again"
                     )
                 pause.wait(timeouts.PROCESS_POLL_S)
 

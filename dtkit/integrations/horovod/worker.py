@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
+from dtkit.integrations import timeouts
 from dtkit.integrations.horovod.collectives import JOIN, Collective, mirror
 from dtkit.integrations.horovod.exceptions import HorovodInternalError, MismatchError
 

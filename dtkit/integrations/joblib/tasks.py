@@ -10,9 +10,9 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded_in_thread
 from dtkit.errors import EngineError
+from dtkit.integrations import timeouts
 from dtkit.integrations.joblib.shared_arrays import ArrayShare, load_arrays
 from dtkit.training.item_scheduler import ItemScheduler
 

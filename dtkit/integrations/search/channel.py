@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import timeouts
 from dtkit._util.files import replace_file
 from dtkit._util.formatting import name_type
 from dtkit._util.guard import run_guarded
+from dtkit.integrations import timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

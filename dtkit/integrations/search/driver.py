@@ -17,6 +17,7 @@ from dtkit.dashboard import call_display
 from dtkit.dashboard.text.progress import show_progress
 from dtkit.dashboard.throttle import Throttle
 from dtkit.errors import ItemError
+from dtkit.integrations import timeouts as integration_timeouts
 from dtkit.integrations.search.channel import NotebookEnd, TrialStart
 from dtkit.integrations.search.result import SearchResult, set_last_result
 from dtkit.integrations.search.studies import GridStudy, OptunaStudy
@@ -74,7 +75,7 @@ def search(
         scheduler = ItemScheduler(engine_group, name, function_call, trials, repair)
         with call_display.display_until_done(scheduler), _show_live(result, trials):
             try:
-                scheduler.run(timeout, timeouts.SEARCH_POLL_S)
+                scheduler.run(timeout, integration_timeouts.SEARCH_POLL_S)
             except (KeyboardInterrupt, TimeoutError):
                 print(  # noqa: T201 - the cell shows no result after an interrupt
                     f"ended after {result.describe()}; dtkit.integrations.search.get_last_result() has the trials"

@@ -16,9 +16,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import files, timeouts
+from dtkit._util import files
 from dtkit._util.guard import return_error, run_guarded_in_thread
 from dtkit.errors import SupersededError
+from dtkit.integrations import timeouts
 from dtkit.integrations.trackers.parameters import collect_parameters
 from dtkit.integrations.trackers.records import Position, RecordReader
 from dtkit.integrations.trackers.tracked import TrackedRun, make_id

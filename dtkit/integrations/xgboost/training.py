@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import timeouts
 from dtkit._util.formatting import format_count
 from dtkit.data.partition import Partition
 from dtkit.errors import EngineError, format_ranks
+from dtkit.integrations import timeouts
 from dtkit.integrations.xgboost.checks import TRAIN, check_arguments, check_options
 from dtkit.integrations.xgboost.result import BoostingResult
 from dtkit.integrations.xgboost.stored import read_stored
@@ -216,10 +216,10 @@ def _run_tracker(world_size: int) -> Iterator[dict[str, Any]]:
     from xgboost.core import XGBoostError
     from xgboost.tracker import RabitTracker
 
-    tracker = RabitTracker(world_size, _LOOPBACK, sortby="task", timeout=int(timeouts.XGBOOST_TIMEOUT_S))
+    tracker = RabitTracker(world_size, _LOOPBACK, sortby="task", timeout=int(timeouts.XGBOOST_TRACKER_TIMEOUT_S))
     tracker.start()
     try:
-        yield {**tracker.worker_args(), "dmlc_timeout": int(timeouts.XGBOOST_TIMEOUT_S), "dmlc_retry": 1}
+        yield {**tracker.worker_args(), "dmlc_timeout": int(timeouts.XGBOOST_COLLECTIVE_TIMEOUT_S), "dmlc_retry": 1}
     finally:
         with contextlib.suppress(XGBoostError):  # raised if a rank has failed, which the call has reported
             tracker.free()

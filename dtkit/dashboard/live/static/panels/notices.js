@@ -3,7 +3,7 @@
 import { h, setProse } from "../elements.js";
 import { newWidth } from "../width.js";
 
-const GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", diverged: "✕", overfits: "▲", ended: "✕", identical: "✓", fewer: "○", slowed: "▼", repaired: "+", stopped: "■" }, URGENT = ["lost", "stuck", "differs", "diverged"];
+const GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", diverged: "✕", overfits: "▲", unlearned: "▲", ended: "✕", identical: "✓", fewer: "○", slowed: "▼", repaired: "+", stopped: "■" }, URGENT = ["lost", "stuck", "differs", "diverged"];
 
 /** Alerts are separate: a screen reader reads them at once, and only when their text is new. */
 export function notices(store, _send, redraw) {

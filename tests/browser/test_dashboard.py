@@ -940,10 +940,11 @@ def test_an_evaluation_ahead_of_the_curves_is_drawn_with_them(page: Page):
     view = StaticView(page, run)
     metric = view.root.get_by_test_id("metric-chart")
     assert len(re.findall("[ML]", metric.locator("path.dtk-line").get_attribute("d") or "")) == 2
-    expect(metric.locator(".dtk-labels text")).to_have_text("0.500")
-    expect(metric.locator("h3")).to_contain_text("last 0.500")
+    expect(metric.locator(".dtk-labels text")).to_have_text("0.750")
+    expect(metric.locator("h3")).to_contain_text("last 0.750")  # as the tile
     run.advance(60)
     view.update()
+    assert len(re.findall("[ML]", metric.locator("path.dtk-line").get_attribute("d") or "")) == 3
     expect(metric.locator("h3")).to_contain_text("last 0.750")
 
 

@@ -395,7 +395,9 @@ def test_fault_controls_are_shown_only_when_offered(page: Page):
     assert list_overflowing(page) == []
 
 
-@pytest.mark.parametrize(("name", "asked", "text"), [("kill", "Really kill node 0?", "Kill"), ("stop", "Sure?", "Stop")])
+@pytest.mark.parametrize(
+    ("name", "asked", "text"), [("kill", "Really kill node 0?", "Kill"), ("stop", "Sure?", "Stop")]
+)
 def test_a_question_stays_until_it_is_answered_or_taken_back(page: Page, name: str, asked: str, text: str):
     """It lapsed after five seconds without a word, and the next click asked again."""
     page.clock.install()

@@ -41,7 +41,7 @@ class PageAttention:
 
     @property
     def refresh_s(self) -> float:
-        """Shortest time between two updates that persons chose on pages of the highest level; 0 where one chose none."""
+        """Shortest time between two updates that persons chose on pages of the highest level; 0 without a choice."""
         shown = [page for page, level in self._levels.items() if level is self.level]
         return min((self._refresh_s[page] for page in shown), default=0.0)
 

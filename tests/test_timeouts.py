@@ -50,7 +50,7 @@ ORDERS = {  # row of the table -> names, each of which is less than the next
     "a stack dump": ("STACK_DUMP_POLL_S", "STACK_DUMP_TIMEOUT_S", "WATCHDOG_SILENT_S", "STACK_DUMP_INTERVAL_S"),
     "a group's end": ("SHUTDOWN_NOTICE_POLL_S", "PEER_INTERRUPT_S", "SHUTDOWN_NOTICE_TIMEOUT_S"),
     "output": ("OUTPUT_POLL_S", "OUTPUT_PERIOD_S", "OUTPUT_JOIN_TIMEOUT_S", "OUTPUT_IDLE_TIMEOUT_S"),
-    "a display": ("LIVE_INTERVAL_S", "PICTURE_INTERVAL_S", "LIVE_UNWATCHED_INTERVAL_S", "MAX_REFRESH_S"),
+    "a display": ("LIVE_INTERVAL_S", "PICTURE_INTERVAL_S", "LIVE_UNWATCHED_INTERVAL_S"),
     "a text log": ("LIVE_INTERVAL_S", "LOG_INTERVAL_S"),
     "pictures for a saved notebook": ("KEPT_PICTURE_FIRST_S", "KEPT_PICTURE_INTERVAL_S", "KEPT_PICTURE_BUSY_FIRST_S"),
     "a comparison": ("LIVE_INTERVAL_S", "COMPARISON_INTERVAL_S", "PICTURE_INTERVAL_S"),

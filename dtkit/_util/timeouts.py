@@ -311,8 +311,6 @@ LIVE_INTERVAL_S = 0.25
 """Period of updating a live display: smooth, at less than one percent of a core."""
 LIVE_UNWATCHED_INTERVAL_S = 5.0
 """Period of the charts on a busy machine while nobody touches the page (attention.py). The text follows sooner."""
-MAX_REFRESH_S = 60.0
-"""Longest period of a live display that a page may ask for. Its tools offer shorter ones (toolbar.js)."""
 TIMER_TOLERANCE_S = 0.001
 """How much before its time a timer may end."""
 SIGHT_REPORT_LIFE_S = 75.0

@@ -10,8 +10,6 @@ import enum
 import math
 from typing import Any
 
-from dtkit._util import timeouts
-
 
 class Level(enum.IntEnum):
     """What a person may see of a page."""
@@ -60,4 +58,4 @@ class PageAttention:
 def _read_refresh(seconds: Any) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         return 0.0
-    return float(min(max(0.0, seconds), timeouts.MAX_REFRESH_S))
+    return max(0.0, float(seconds))

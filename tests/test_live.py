@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import os
 import queue
 import re
@@ -374,6 +375,23 @@ def test_tiles_agree_with_the_records():
     assert (tiles["waiting"]["value"], tiles["waiting"]["note"]) == (waiting, "of all nodes' time")
     assert tiles["nodes"] == {"label": "nodes", "value": "4 / 4", "note": "on 1 host", "alert": False}
     assert list(tiles) == ["throughput", "mean loss", "mean step time", "waiting", "nodes"]
+
+
+def test_a_text_has_the_last_values_in_titles_of_charts():
+    source = FakeSource(ranks=2, steps=400)
+    source.advance(300)
+    builder = MessageBuilder(source)
+    builder.build_snapshot()
+    source.advance(1)
+    source.history.add(Evaluation(301, 10, {"accuracy": 0.9}))
+    for rank in range(2):
+        numbers = {"kl": [(300, 5.0, 1.0), (301, 1.0 + rank, 1.0)], "system/CPU (cores)": [(301, 1.0, 1.0)]}
+        source.history.add(ScalarRecord(rank, numbers | {"rare": [(100, 1.0, 1.0)]}))
+    evaluations = [{"step": 301, "values": {"accuracy": 0.9}}]
+    for _ in range(2):
+        assert builder.build_text().content["newest"] == {"evaluations": evaluations, "numbers": {"kl": 1.5}}
+    assert builder.build_change().content["evaluations"] == evaluations
+    assert builder.build_text().content["newest"]["evaluations"] == []
 
 
 def test_the_last_value_of_a_metric_has_a_tile():
@@ -1070,7 +1088,7 @@ def test_an_untouched_page_gets_its_text_each_second_and_its_charts_more_rarely(
     charts = [content for _, content in steps if content["kind"] == "change"]
     assert 20 / timeouts.LIVE_UNWATCHED_INTERVAL_S - 1 <= len(charts) <= 20 / timeouts.LIVE_UNWATCHED_INTERVAL_S
     texts = [content for _, content in steps if content["kind"] == "text"]
-    assert set(texts[0]) == {"kind", "status", "lr", "tiles", "throughput"}
+    assert set(texts[0]) == {"kind", "status", "lr", "tiles", "throughput", "newest"}
     for text, change in ((texts[-1], charts[-1]),):
         assert text["tiles"][0]["label"] == change["tiles"][0]["label"]
         assert text["status"]["step"] > change["status"]["step"] or steps[-1][1] is change
@@ -1150,6 +1168,51 @@ def test_a_page_gets_all_messages_while_somebody_is_at_any_page(unwatched):
     assert dashboard._throttle.interval == (2 * timeouts.LIVE_UNWATCHED_INTERVAL_S)
     dashboard._on_page_message(dashboard, {"hello": "opened"}, [])  # a person has just opened it
     assert dashboard._throttle.interval == each
+
+
+def choose_refresh(dashboard, seconds, page="a", level="watched"):
+    dashboard._on_page_message(dashboard, {"attention": {"page": page, "level": level, "refresh": seconds}}, [])
+
+
+def test_a_person_may_choose_rarer_messages_but_a_new_state_comes_at_once(unwatched, timers):
+    source, dashboard, sent = unwatched
+    timers.run()
+    source.advance(1)  # the first step is awaited
+    timers.run()
+    choose_refresh(dashboard, 5)
+    sent.clear()
+    advance_for(source, timers, 20)
+    charts = [content for content, _ in sent if "status" in content]
+    assert 3 <= len(charts) <= 5
+    assert {content["kind"] for content in charts} == {"change"}  # all of it at once
+    begun = timers.now
+    source.state = State.PAUSED
+    source.event("pause", "paused at step 1")
+    assert min(at for at, _ in timers.waiting) - begun <= timeouts.LIVE_INTERVAL_S / 5 + timeouts.TIMER_TOLERANCE_S
+    timers.run()
+    begun = timers.now
+    source.history.add(Evaluation(source.step, 10, {"loss": 1.0}))  # of a run at rest: no later message brings it
+    source.changed()
+    assert min(at for at, _ in timers.waiting) - begun <= timeouts.LIVE_INTERVAL_S
+    source.state = State.RUNNING
+    timers.run()
+    source.advance(1)
+    begun = timers.now
+    choose_refresh(dashboard, 0)
+    assert min(at for at, _ in timers.waiting) - begun <= 3 * timeouts.LIVE_INTERVAL_S
+
+
+def test_the_shortest_interval_that_persons_chose_counts_on_pages_in_sight(unwatched):
+    _source, dashboard, _sent = unwatched
+    choose_refresh(dashboard, 15)
+    assert dashboard._throttle.interval == dashboard._picture_throttle.interval == 15
+    choose_refresh(dashboard, 5, "b")
+    assert dashboard._throttle.interval == 5
+    choose_refresh(dashboard, 0, "b", level="hidden")
+    assert dashboard._throttle.interval == 15
+    for bad in (-1, math.nan, True, "5", None):
+        choose_refresh(dashboard, bad)
+        assert dashboard._throttle.interval == 3 * timeouts.LIVE_INTERVAL_S
 
 
 def test_a_core_to_spare_sends_all_messages_also_to_an_unwatched_page(unwatched, monkeypatch):

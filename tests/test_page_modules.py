@@ -98,7 +98,7 @@ def test_a_rate_is_plain_while_it_can_be_read_at_a_glance(tmp_path: Path):
     assert texts == ["0", "0.1", "0.0003", "0.00002", "1.46e-6", "12,350", "1.235e5"]
 
 
-_PACED_PAGE = """((cost, until, spare, every = 250, parts = 1) => {
+_PACED_PAGE = """((cost, until, spare, every = 250, parts = 1, refreshMs = 0) => {
   let now = 0, frames = [], timers = [], posted = [];
   const drawn = [], charts = [];
   Object.defineProperty(globalThis, "performance", { value: { now: () => now } });
@@ -114,7 +114,7 @@ _PACED_PAGE = """((cost, until, spare, every = 250, parts = 1) => {
     drawn.push(now);
     if (!isHeadOnly) { charts.push(now); now += cost(); }
   });
-  const pacer = newPacer(redraw, () => spare);
+  const pacer = newPacer(redraw, () => spare, () => refreshMs);
   const run = (calls) => { for (const call of calls.splice(0)) call(); };
   for (let message = 0, part = 0; now < until; now += 10) {
     while (now >= message + 10 * part) {
@@ -166,6 +166,20 @@ def test_parts_of_a_message_are_drawn_together(tmp_path: Path):
     assert page["charts"] == page["drawn"]
 
 
+def test_a_page_draws_at_the_interval_that_a_person_chose(tmp_path: Path):
+    often = f"{_PACED_PAGE}(() => 2, 60_000, true, 250, 1, 5000)"
+    alike = f"{_PACED_PAGE}(() => 2, 60_000, true, 5000, 3, 5000)"
+    page, same = (
+        evaluate_page_code(tmp_path / name, "pacing.js", ["newPacer"], code)
+        for name, code in (("often", often), ("alike", alike))
+    )
+    assert page["drawn"] == page["charts"]  # all is drawn alike
+    assert np.diff(page["drawn"]).min() >= 4500
+    assert len(page["drawn"]) >= 12
+    assert len(same["drawn"]) == 12  # each message once, with all its parts, and none waits for the next one
+    assert page["wait"] == 0
+
+
 _ATTENDED_PAGE = """(() => {
   let now = 1000, timers = [];
   const told = [], listeners = new Map();
@@ -183,7 +197,9 @@ _ATTENDED_PAGE = """(() => {
     observe() {}
     disconnect() {}
   };
-  const view = {}, { end, watch, isHidden } = followAttention(({ level }) => told.push([now - 1000, level]));
+  let chosen = 0;
+  const chose = [], tell = ({ level, refresh }) => { told.push([now - 1000, level]); chose.push(refresh); };
+  const view = {}, { end, watch, update, isHidden } = followAttention(tell, () => chosen);
   watch(view);
   const wait = (ms) => {
     for (const until = now + ms; now < until;) {
@@ -213,14 +229,17 @@ _ATTENDED_PAGE = """(() => {
   const isAway = isHidden();
   look(view, true);
   wait(1000);
+  chosen = 15;
+  update();
+  update();
   end();
   wait(60_000);
-  return [told, listeners.size, isAway];
+  return [told, listeners.size, isAway, chose];
 })()"""
 
 
 def test_a_page_tells_when_a_person_comes_and_has_gone(tmp_path: Path):
-    told, listening, is_away = evaluate_page_code(tmp_path, "attention.js", ["followAttention"], _ATTENDED_PAGE)
+    told, listening, is_away, chosen = evaluate_page_code(tmp_path, "attention.js", ["followAttention"], _ATTENDED_PAGE)
     levels = dict(told)
     assert levels == {
         0: "watched",
@@ -230,8 +249,10 @@ def test_a_page_tells_when_a_person_comes_and_has_gone(tmp_path: Path):
         185_000: "watched",
         188_000: "hidden",
         192_000: "watched",
+        193_000: "watched",
     }
     assert (listening, is_away) == (0, True)
+    assert chosen == [*[0] * 7, 15]  # what a person chooses is told once
 
 
 def test_a_page_that_other_processes_interrupt_keeps_its_pace(tmp_path: Path):

@@ -519,6 +519,7 @@ def test_texts_of_a_custom_panel_are_as_small_as_others_unless_set():
     assert {name: sizes[name] for name in ("x", "y", "usual", "a line", "large")} == {
         "x": 8, "y": 8, "usual": 8, "a line": 8, "large": 14,
     }  # fmt: skip
+    assert ax.xaxis.label.get_color() == ax.yaxis.label.get_color() == style.MUTED_COLOR
 
 
 @pytest.mark.parametrize(("cpu_s", "interval_s"), [(0.02, 2.0), (0.12, 2.4), (0.3, 3.0), (1.0, 5.0)])

@@ -60,6 +60,9 @@ th, td {{ padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertica
 .columns {{ columns: 2 600px; column-gap: 40px; }} .columns :is(tr, .scroll, details) {{ break-inside: avoid; }}
 .columns :is(section, .facts):not(:has(tr:nth-child({first_split_row}))) {{ break-inside: avoid; }}
 .columns h2 {{ break-after: avoid; }} .columns p {{ break-before: avoid; }} /* many facts go on in the next column */
+.columns.balanced {{ columns: auto; display: flex; flex-direction: column; }} .balanced > div {{ display: contents; }}
+@media screen and (min-width: 1300px) {{ .columns.balanced {{ display: grid; grid-template-columns: 1fr 1fr; }}
+  .balanced > div {{ display: block; min-width: 0; }} }} /* columns.js */
 .columns h2 {{ margin-top: 0; padding-top: 28px; }} .columns table {{ width: 100%; }}
 .columns section {{ font-size: 14px; }} .columns :is(th, td) {{ padding-inline: 4px !important; }}
 .columns .facts td:first-child {{ width: 190px; }}
@@ -113,7 +116,10 @@ def format_page(title: str, parts: Iterable[str]) -> str:
 
 
 def format_columns(sections: Iterable[Iterable[str]]) -> str:
-    """Return sections in two columns of about the same height where the page has room, and in one elsewhere."""
+    """Return sections in two columns of about the same height where the page has room, and in one elsewhere.
+
+    Where a page runs scripts, ``static/columns.js`` finds columns with a smaller hole below the shorter one.
+    """
     parts = ("\n".join(section) for section in sections)
     return f'<div class="columns">{"".join(f"<section>{part}</section>" for part in parts if part)}</div>'
 

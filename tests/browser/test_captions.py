@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 from playwright.sync_api import Page, expect
 
 import dtkit
+from dtkit.dashboard.figures import render
+from dtkit.dashboard.live import messages
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.comparison_widget import ComparisonWidget
 from dtkit.dashboard.live.series_feed import SeriesFeed
@@ -16,6 +20,9 @@ from dtkit.history.scalars import CORE_WAIT_NAME, ScalarRecord
 from dtkit.types import Evaluation
 from tests.support.fake_source import FakeSource
 from tests.support.static_view import StaticView, encode_message, load_widget
+
+if TYPE_CHECKING:
+    from dtkit.dashboard.live.messages import Message
 
 pytestmark = pytest.mark.browser
 
@@ -135,3 +142,60 @@ def test_no_caption_is_cut_or_has_a_second_line(page: Page, width: int):
     long = view.root.locator("h3", has_text="accuracy").inner_text()
     assert long.startswith("accuracy validation, last 0.625")
     assert "from 0.625" in long or width > 600
+
+
+def log_confidence(run: FakeSource, value: float, first: int) -> None:
+    """Log a number in the steps from `first` on."""
+    rows = [(step, value, 1.0) for step in range(first, run.step + 1)]
+    for rank in range(2):
+        run.history.add(ScalarRecord(rank, {"confidence": rows}))
+
+
+def receive(page: Page, message: Message | None) -> None:
+    assert message
+    page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(message))
+
+
+def test_titles_follow_the_tiles_before_the_lines_do(page: Page):
+    """A tile of 0.900 was next to a chart with "last 0.500", since charts are sent and drawn less often."""
+    run = FakeSource(ranks=2)
+    run.advance(120)
+    log_confidence(run, 0.25, 1)
+    for step in (50, 100):
+        run.history.add(Evaluation(step, 100, {"accuracy": step / 200}))
+    view, feed = StaticView(page, run), SeriesFeed(run.history, itertools.count().__next__)
+    receive(page, feed.build_message())
+    charts = [view.root.get_by_test_id(name) for name in ("metric-chart", "scalars-chart")]
+    metric, own = [chart.locator("h3") for chart in charts]
+    expect(metric).to_contain_text("last 0.500, from 0.250 to 0.500")
+    expect(own).to_contain_text("last 0.250")
+    drawn = [chart.locator("path.dtk-line").last.get_attribute("d") for chart in charts]
+    run.advance(5)
+    log_confidence(run, 0.75, 121)
+    run.history.add(Evaluation(run.step, 100, {"accuracy": 0.9}))
+    view.send_text()
+    expect(metric).to_contain_text("last 0.900, from 0.250 to 0.900")
+    expect(charts[0].locator(".dtk-labels text")).to_have_text("0.900")
+    expect(own).to_contain_text("last 0.750")
+    assert drawn == [chart.locator("path.dtk-line").last.get_attribute("d") for chart in charts]
+    view.update()
+    receive(page, feed.build_message())
+    expect(metric).to_contain_text("last 0.900, from 0.250 to 0.900")
+    expect(own).to_contain_text("last 0.750")
+
+
+def test_a_panel_of_ones_own_does_not_wait_for_the_charts(page: Page, monkeypatch: pytest.MonkeyPatch):
+    """A picture waited for the next drawing of the charts, up to 2.5 s."""
+    monkeypatch.setattr(messages, "has_spare_core", lambda _run: False)
+    run = FakeSource(ranks=2)
+    run.advance(120)
+    view = StaticView(page, run)
+    view.show_picture("mine", render.render_png(render.create_figure(6, 2.3)))
+    image = view.root.locator("[data-name=mine] img")
+    page.wait_for_function("() => document.querySelector('[data-name=mine] img')?.naturalWidth > 0")
+    page.evaluate("() => new Promise((call) => setTimeout(call, 1000))")  # until its size has been noted
+    before = image.get_attribute("src")
+    view.root.evaluate("(root) => root.setAttribute('data-seq', 'as it was')")  # which charts write
+    view.show_picture("mine", render.render_png(render.create_figure(6, 2.3)))
+    page.wait_for_function("(before) => document.querySelector('[data-name=mine] img').src !== before", arg=before)
+    expect(view.root).to_have_attribute("data-seq", "as it was")

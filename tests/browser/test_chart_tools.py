@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 
 from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.history.scalars import ScalarRecord
-from dtkit.types import Evaluation
+from dtkit.types import Evaluation, State
 from tests.support.fake_source import FakeSource
 from tests.support.lab import Look
 from tests.support.marks import slow
@@ -527,6 +527,37 @@ def test_a_full_screen_shows_the_scale_of_its_chart(page: Page):
     page.evaluate("() => document.exitFullscreen()")
 
 
+def test_a_person_chooses_how_often_all_is_drawn(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(59)
+    view = StaticView(page, run)
+    run.advance(1)  # the first step is awaited
+    view.update()
+    refresh, step = view.root.get_by_test_id("refresh"), view.root.get_by_test_id("progress")
+    refresh.select_option("15 s")
+    assert page.evaluate("() => window.sent.at(-1).attention.refresh") == 15
+    run.advance(1)
+    view.update(is_drawn=False)
+    page.evaluate("() => new Promise((call) => setTimeout(call, 1500))")
+    expect(step).to_have_attribute("aria-valuenow", "60")
+    run.state = State.PAUSED
+    run.event("pause", "paused at step 61")
+    view.update()  # drawn at once
+    expect(step).to_have_attribute("aria-valuenow", "61")
+    run.state = State.RUNNING
+    run.event("resume", "resumed at step 61")
+    run.advance(1)
+    view.update()
+    run.advance(1)
+    view.update(is_drawn=False)
+    refresh.select_option("live")
+    view.update()
+    expect(step).to_have_attribute("aria-valuenow", "63")
+    run.end()
+    view.update()
+    expect(refresh).to_be_hidden()
+
+
 def test_another_view_of_the_run_keeps_what_a_person_chose(page: Page):
     run = FakeSource(ranks=2)
     run.event("start", "training begins")
@@ -537,7 +568,10 @@ def test_another_view_of_the_run_keeps_what_a_person_chose(page: Page):
     first.root.get_by_test_id("legend").get_by_text("node 1", exact=True).click()
     first.root.get_by_test_id("robust").click()
     first.root.get_by_test_id("scale").click()
+    first.root.get_by_test_id("refresh").select_option("5 s")
     again = StaticView(page, run)  # in the same page
+    expect(again.root.get_by_test_id("refresh")).to_have_value("5")
+    assert page.evaluate("() => window.sent.findLast((message) => message.attention).attention.refresh") == 5
     expect(again.root.get_by_test_id("smoothing")).to_have_value("0.8")
     expect(again.root.get_by_test_id("x-axis")).to_have_value("epoch")
     expect(again.root.locator("[data-key='n1']")).to_have_attribute("aria-pressed", "false")

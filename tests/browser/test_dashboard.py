@@ -395,6 +395,33 @@ def test_fault_controls_are_shown_only_when_offered(page: Page):
     assert list_overflowing(page) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "text"), [("kill", "Really kill node 0?", "Kill"), ("stop", "Sure?", "Stop")]
+)
+def test_a_question_stays_until_it_is_answered_or_taken_back(page: Page, name: str, asked: str, text: str):
+    """It lapsed after five seconds without a word, and the next click asked again."""
+    page.clock.install()
+    view = StaticView(page, make_source(4), offers=["slow", "kill", "save"])
+    button = view.root.get_by_test_id(name)
+    take_backs = (
+        lambda: button.press("Escape"),
+        lambda: view.root.locator("h2").click(),
+        lambda: button.press("Tab"),
+    )
+    for take_back in take_backs:
+        button.click()
+        expect(button).to_contain_text(asked)
+        page.clock.run_for(60_000)
+        expect(button).to_contain_text(asked)
+        take_back()
+        page.clock.run_for(100)
+        expect(button).to_contain_text(text)
+    assert view.sent == []
+    button.click()
+    button.press("Enter")
+    assert [message["command"] for message in view.sent] == [name]
+
+
 @pytest.mark.slow
 def test_effect_of_a_command_is_announced(page: Page):
     view = StaticView(page, make_source(2))
@@ -940,10 +967,11 @@ def test_an_evaluation_ahead_of_the_curves_is_drawn_with_them(page: Page):
     view = StaticView(page, run)
     metric = view.root.get_by_test_id("metric-chart")
     assert len(re.findall("[ML]", metric.locator("path.dtk-line").get_attribute("d") or "")) == 2
-    expect(metric.locator(".dtk-labels text")).to_have_text("0.500")
-    expect(metric.locator("h3")).to_contain_text("last 0.500")
+    expect(metric.locator(".dtk-labels text")).to_have_text("0.750")
+    expect(metric.locator("h3")).to_contain_text("last 0.750")  # as the tile
     run.advance(60)
     view.update()
+    assert len(re.findall("[ML]", metric.locator("path.dtk-line").get_attribute("d") or "")) == 3
     expect(metric.locator("h3")).to_contain_text("last 0.750")
 
 

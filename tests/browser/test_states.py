@@ -370,6 +370,7 @@ def test_resume_takes_a_click_before_the_pause_after_a_step(page: Page):
     expect(resume).to_be_enabled()
     expect(resume).to_have_class(re.compile("dtk-primary"))
     expect(view.root.get_by_test_id("step")).to_be_disabled()
+    expect(view.root.locator(".dtk-chip")).to_have_text("▸| stepping")  # and not "running" for a moment
     resume.evaluate("(button) => button.click()")  # at once, as a script does
     assert [message["command"] for message in view.sent] == ["step", "resume"]
     expect(resume).to_have_text("▶Resuming…")

@@ -74,6 +74,12 @@ class StaticView:
         if is_drawn:
             self._wait()
 
+    def send_text(self) -> None:
+        """Send the numbers above the charts and in their titles alone, as between two messages with curves."""
+        self.page.evaluate(
+            "([content, buffers]) => window.receive(content, buffers)", encode_message(self._feed.build_text())
+        )
+
     @property
     def sent(self) -> list[dict[str, Any]]:
         """Commands that the page sent."""

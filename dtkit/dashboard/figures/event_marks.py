@@ -63,7 +63,7 @@ class _Sign:
     @property
     def text(self) -> str:
         """Each glyph once, apart from each other: a pause before an l would be read as a part of it."""
-        return "\u2009".join(self.glyphs[-_MAX_GLYPHS:])
+        return "\u00a0".join(self.glyphs[-_MAX_GLYPHS:])
 
     def touches(self, later: _Sign, per_letter: float) -> bool:
         """Return whether a later sign would be drawn over this one."""

@@ -45,6 +45,7 @@ def _draw_in_small_text(function: PanelFunction, ax: Axes, history: History) -> 
     style.style_axes(ax)
     for label in (ax.xaxis.label, ax.yaxis.label):
         label.set_fontsize(style.SMALL_FONT_SIZE)
+        label.set_color(style.MUTED_COLOR)
     function(ax, history)
     usual = Text().get_fontsize()
     legend = ax.get_legend()

@@ -42,6 +42,12 @@ class EvaluationFeed:
             content["undone_after"] = self._sent[first - 1].step if first else -1
         return content
 
+    def build_newest(self) -> list[dict[str, Any]]:
+        """Return the evaluations that a page lacks, without noting that it has them; none while some were undone."""
+        evaluations = list(self._history.evaluations)
+        first = count_unchanged(self._sent, evaluations)
+        return [] if first < len(self._sent) else _describe(evaluations[first:][-MAX_LOG_LINES:])
+
 
 def choose_evenly(indices: Sequence[int], most: int) -> Sequence[int]:
     """Return at most `most` indices, evenly apart, the last one included."""

@@ -29,6 +29,7 @@ from dtkit._util.guard import run_guarded
 from dtkit.dashboard.live.evaluation_feed import EvaluationFeed
 from dtkit.dashboard.live.head_numbers import describe_head
 from dtkit.dashboard.live.last_effect import LastEffect
+from dtkit.dashboard.live.last_numbers import read_last_numbers
 from dtkit.dashboard.live.log_lines import MAX_MARKS, build_log_line, select_log_events
 from dtkit.dashboard.live.pressing_state import PressingState
 from dtkit.dashboard.summary.curves import (
@@ -188,9 +189,13 @@ class MessageBuilder:
         return Message(content, [np.ascontiguousarray(values, "<f4").tobytes()])
 
     def build_text(self) -> Message:
-        """Return the numbers above the charts alone, which cost little. It applies at any time."""
+        """Return the numbers above the charts, and those in their titles, which cost little. It applies at any time."""
         metrics = self._steady_verdict.match(compute_run_metrics(self._run.history, self._num_ranks, self._lost_nodes))
-        return Message({"kind": "text", **describe_head(self._run, self._run.status, metrics, self._lost_nodes)}, [])
+        run, status = self._run, self._run.status
+        numbers = read_last_numbers(run.history, status.step)
+        newest = {"evaluations": self._evaluation_feed.build_newest(), "numbers": numbers}
+        head = describe_head(run, status, metrics, self._lost_nodes)
+        return Message({"kind": "text", **head, "newest": newest}, [])
 
     def build_detail(self, first_step: int, last_step: int) -> Message:
         """Return the curves of a range of steps, for a page that zooms in."""

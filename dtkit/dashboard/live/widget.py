@@ -106,7 +106,7 @@ class Dashboard(anywidget.AnyWidget):
             self._send_series, timeouts.LIVE_INTERVAL_S, clock=clock, call_later=call_later
         )
         self._heartbeat = Heartbeat(self._send_sign_of_life)
-        self._throttle.interval = self._find_interval()
+        self._set_intervals()
         message = self._message_builder.build_snapshot()
         super().__init__(opening={"content": message.content, "buffers": message.buffers}, place=make_place_name())
         self.on_msg(self._on_page_message)
@@ -123,7 +123,8 @@ class Dashboard(anywidget.AnyWidget):
                 self._send_message(self._message_builder.build_snapshot())
 
     def _request_update(self) -> None:
-        self._throttle.trigger(is_pressing=self._message_builder.is_pressing)
+        has_no_later_one = self._attention.refresh_s > 0 and self._is_at_rest()  # a run at rest changes rarely
+        self._throttle.trigger(is_pressing=self._message_builder.is_pressing or has_no_later_one)
         if self._is_page_ready:  # the run may have been extended
             self._heartbeat.start()
         self._request_pictures()
@@ -207,12 +208,13 @@ class Dashboard(anywidget.AnyWidget):
                 self.send(picture.content, [picture.png])
         self._request_pictures()  # not due yet, or outdated again
 
-    def _request_pictures(self) -> None:
+    def _request_pictures(self, *, is_pressing: bool = False) -> None:
         """Schedule the user's panels that lack rows, for when the first of them is due."""
         if self._panel_renderer.is_outdated:
-            if self._is_at_rest():
+            if is_at_rest := self._is_at_rest():
                 self._panel_renderer.hurry()  # no newer rows follow
-            self._picture_throttle.trigger(delay_s=self._panel_renderer.due_in_s)
+            is_pressing |= is_at_rest
+            self._picture_throttle.trigger(is_pressing=is_pressing, delay_s=self._panel_renderer.due_in_s)
 
     def _send_series(self) -> None:
         """Send numbers of the user's own and of the machines, in a share of the time."""
@@ -246,7 +248,7 @@ class Dashboard(anywidget.AnyWidget):
     def _on_hello(self, *, is_new: bool) -> None:
         if is_new:
             self._attention.begin()
-            self._throttle.interval = self._find_interval()
+            self._set_intervals()
         with self._send_lock:
             self._is_page_ready, self._knows_heartbeat = True, False
             self._send_message(self._message_builder.build_snapshot())
@@ -259,9 +261,10 @@ class Dashboard(anywidget.AnyWidget):
         """Note which pictures a page has out of sight; draw at once what has come into sight."""
         was_outdated = self._panel_renderer.is_outdated
         self._sight.note(report)
-        if self._panel_renderer.is_outdated and not was_outdated:
+        is_back = self._panel_renderer.is_outdated and not was_outdated
+        if is_back:
             self._panel_renderer.hurry()
-        self._request_pictures()
+        self._request_pictures(is_pressing=is_back)
 
     def _select_node(self, rank: Any) -> None:
         """Highlight a node on all pages; None ends the highlight."""
@@ -278,21 +281,30 @@ class Dashboard(anywidget.AnyWidget):
 
     def _note_attention(self, report: Any) -> None:
         """Note what a person may see of a page; send at once what the page of one who comes back lacks."""
-        before = self._attention.level
+        level, interval = self._attention.level, self._throttle.interval
         self._attention.note(report)
-        self._throttle.interval = self._find_interval()
-        if self._attention.level > before:
+        self._set_intervals()
+        if self._attention.level > level:
             self._charts_sent_at = -math.inf
+        if self._attention.level > level or self._throttle.interval < interval:
             self._request_update()
+
+    def _set_intervals(self) -> None:
+        self._throttle.interval = self._find_interval()
+        self._picture_throttle.interval = max(timeouts.LIVE_INTERVAL_S, self._attention.refresh_s)
 
     def _find_interval(self) -> float:
         """Return the shortest time between two messages that nobody waits for, as in ``static/pacing.js``."""
         if self._attention.level is Level.HIDDEN:
-            return _HIDDEN_FACTOR * timeouts.LIVE_UNWATCHED_INTERVAL_S
-        return timeouts.LIVE_INTERVAL_S * (1 if has_spare_core(self._run) else _BUSY_FACTOR)
+            usual_s = _HIDDEN_FACTOR * timeouts.LIVE_UNWATCHED_INTERVAL_S
+        else:
+            usual_s = timeouts.LIVE_INTERVAL_S * (1 if has_spare_core(self._run) else _BUSY_FACTOR)
+        return max(usual_s, self._attention.refresh_s)
 
     def _find_charts_interval(self) -> float:
         """Return the shortest time between two messages with curves; those between them have the text only."""
+        if self._attention.refresh_s:
+            return 0.0  # somebody chose how often all of it comes
         is_saving = self._attention.level is Level.OPEN and not (self._is_at_rest() or has_spare_core(self._run))
         return timeouts.LIVE_UNWATCHED_INTERVAL_S if is_saving else 0.0
 

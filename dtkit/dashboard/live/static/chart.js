@@ -71,6 +71,12 @@ export function chart(store, name, options, redraw) {
     clearTimeout(captionTimer);
     captionTimer = setTimeout(writeCaption, CAPTION_MS);
   };
+  const rewrite = () => { // what is cheap, while the lines wait for their turn
+    if (el.hidden || !view.frame) return;
+    writeCaption();
+    const { children } = layers.labels;
+    if (!view.layout.nodes && children.length === 1) setText(children[0], options.overall(store.head, NaN));
+  };
   const update = () => {
     view.layout = options.layout?.(store) ?? store.head.charts[name];
     const isLate = !store.curves.used && !store.head.runs && !LIVE.includes(store.status.state); // no step will come
@@ -96,7 +102,7 @@ export function chart(store, name, options, redraw) {
     drawTooltip(view, el);
     setAttr(svg, "aria-label", `${options.title}: ${describe(view)}`);
   };
-  return { el, update, point, title: options.title };
+  return { el, update, point, rewrite, title: options.title };
 }
 
 /** Return the grain of the store's buckets, finer ones where the range in sight has them. */

@@ -39,7 +39,7 @@ import { newPacer } from "./pacing.js";
 import { newPictureSight } from "./picture_sight.js";
 import { newSight } from "./sight.js";
 import { toolbar } from "./toolbar.js";
-import { apply, isLost, isTicking, newStore, pressing } from "./store.js";
+import { apply, isLost, isTicking, newStore, pressing, refreshMs } from "./store.js";
 import { followTheme } from "./theme.js";
 
 /**
@@ -75,6 +75,11 @@ function drawHovered({ seq }, panels) {
   }
 }
 
+/** Write the last values in the titles of charts, which the tiles have already. */
+function rewriteTitles(panels) {
+  for (const { rewrite } of panels.flatMap(listParts)) rewrite?.();
+}
+
 /** Return whether a panel needs no drawing. An element without a box of its own is never in sight. */
 function isAway(store, el) {
   return !el.classList.contains("dtk-several") && store.sight.isAway(el);
@@ -91,7 +96,7 @@ function buildView(store, send) {
   body.append(...all.map((panel) => panel.el));
   for (const panel of panels) store.sight.watch(panel.el);
   const fillRows = newRows(body, redraw);
-  const updates = all.map((panel) => [panel, guarded(panel)]), headUpdates = updates.slice(0, TOP_PANELS.length);
+  const updates = all.map((panel) => [panel, guarded(panel)]), headUpdates = updates.filter(([panel], k) => k < TOP_PANELS.length || panel.isCheap);
   const isDrawn = ({ el }) => !el.classList.contains("dtk-off") && !isAway(store, el);
   const draw = (asked) => {
     if (!store.head) return;
@@ -101,7 +106,9 @@ function buildView(store, send) {
     store.lost = isLost(store);
     for (const [panel, update] of isWhole ? updates : headUpdates) if (isDrawn(panel)) update();
     if (!isWhole) drawHovered(store, panels.filter(isDrawn));
+    if (!isWhole) rewriteTitles(panels.filter(isDrawn));
     setAttr(root, "data-state", store.lost ? "lost" : store.status.state);
+    setAttr(root, "data-stepping", Boolean(store.status.stepping) && !store.lost);
     setAttr(root, "data-bad", Boolean(store.error) || ["diverged", "differs"].some((kind) => store.notices.some((notice) => notice.kind === kind)));
     if (!isWhole) return;
     if (fillRows()) redraw();
@@ -120,11 +127,13 @@ function sendTo(model, message) {
   }
 }
 
+const CHEAP = ["text", "picture", "no picture"]; // kinds of messages without curves: they are drawn with the head
 const NEXT_MS = 3500; // a little longer than the longest interval between two messages
 
-/** Return whether a message will soon redraw the clock, on cores that are all busy. */
-function isMessageDue({ head, status, received }) {
-  return !head?.has_spare_core && status?.state === "running" && Date.now() - received < NEXT_MS;
+/** Return whether a message will soon redraw the clock, on cores that are all busy or where a person chose to wait for it. */
+function isMessageDue(store) {
+  const { head, status, received } = store, chosen = refreshMs(store);
+  return (chosen || !head?.has_spare_core) && status?.state === "running" && Date.now() - received < chosen + NEXT_MS;
 }
 
 /** Return a view that follows the theme and its size: {root, redraw, dispose}. */
@@ -136,7 +145,11 @@ function openView(store, model) {
     width = contentRect.width;
   });
   size.observe(root);
-  const tick = () => { if (root.isConnected && isTicking(store) && !isMessageDue(store) && !store.attention.isHidden()) store.pacer.soon(false); };
+  const tick = () => {
+    if (!root.isConnected || !isTicking(store) || store.attention.isHidden()) return;
+    if (store.lost !== isLost(store)) store.pacer.now();
+    else if (!isMessageDue(store)) store.pacer.soon(false);
+  };
   const ticking = setInterval(tick, 1000); // the elapsed time of a long step
   store.attention.watch(root);
   redraw();
@@ -153,7 +166,12 @@ export default () => {
     store.redraw(isHeadOnly);
     if (!isHeadOnly) requestAnimationFrame(store.sight.drawn);
   };
-  store.pacer = newPacer(redrawAll, () => Boolean(store.head?.has_spare_core));
+  store.pacer = newPacer(redrawAll, () => Boolean(store.head?.has_spare_core), () => refreshMs(store));
+  store.setRefresh = (seconds) => {
+    store.view.refresh = seconds;
+    store.attention.update();
+    store.pacer.now();
+  };
   const receive = (model, content, buffers) => {
     const before = pressing(store);
     if (!apply(store, content, buffers) && Date.now() - asked > 1000) {
@@ -161,7 +179,7 @@ export default () => {
       model.send({ hello: "gap" });
     }
     if (content.kind === "alive" && !store.lost) return;
-    if (pressing(store) === before) store.pacer.soon(content.kind !== "text");
+    if (pressing(store) === before) store.pacer.soon(!CHEAP.includes(content.kind));
     else {
       store.sight.drawAll();
       store.redraw(true); // the header first: to draw all the rest takes longer
@@ -182,7 +200,7 @@ export default () => {
       const { content, buffers } = model.get("opening");
       receive(model, content, buffers);
       model.send({ hello: "opened" }); // the kernel then forgets what pages reported before
-      store.attention = followAttention((attention) => store.send({ attention }));
+      store.attention = followAttention((attention) => store.send({ attention }), () => store.view.refresh);
       views.add(mountViews(model.get("place"), () => openView(store, model)));
       return store.attention.end;
     },

@@ -2,6 +2,7 @@
 //
 // Without scripts, and on paper, the page has the charts that svg_chart.py drew.
 
+import { balanceColumns } from "./columns.js";
 import { buildComparison } from "./comparison.js";
 import { h } from "./elements.js";
 import { drawPointed, newFrames } from "./frames.js";
@@ -72,4 +73,5 @@ function drawReport() {
   redraw();
 }
 
+balanceColumns(document.querySelector(".columns"));
 drawReport();

@@ -21,17 +21,18 @@ export function newStore() {
     seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, rates: [], tiles: [], throughput: null, error: null, refused: null, refusedAt: -Infinity,
     notices: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], stopped: [], outliers: [], slow: [], slowed: [] },
     detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, firstSteps: 0, effectAt: -Infinity, spot: null, strip: null, pictures: new Map(), series: new Map(),
-    beats: false, gone: false, lost: false, view: newView(), send: () => {}, redraw: () => {}, sight: { watch: () => {}, isAway: () => false }, pictureSight: { watch: () => {} }, attention: { watch: () => {}, forget: () => {}, isHidden: () => false },
-    log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null, // the step at the pointer
+    beats: false, gone: false, lost: false, view: newView(), send: () => {}, redraw: () => {}, sight: { watch: () => {}, isAway: () => false }, pictureSight: { watch: () => {} }, attention: { watch: () => {}, forget: () => {}, update: () => {}, isHidden: () => false },
+    log: [], marks: [], evaluations: [], newest: { evaluations: [], numbers: {} }, // that titles of charts have before the lines do
+    ranks: new Float32Array(0), asked: new Map(), hover: null, // the step at the pointer
     curves: { width: 1, origin: 0, used: 0, data: new Float32Array(0) },
   };
 }
 
 /** Return the settings of the chart tools: `log` is the scale that a person chose for all charts, `ownLog` those for single
  * ones, and `autoLog` those that charts chose; `shownLog` has the scales of the charts in sight that can have either one.
- * `zoom` has the first and last step in sight, `hidden` the keys of lines. */
+ * `refresh` has the seconds between two updates, or 0 where they come as they can; `zoom` has the first and last step in sight, `hidden` the keys of lines. */
 function newView() {
-  return { x: "step", smooth: 0, log: null, ownLog: new Map(), autoLog: new Map(), shownLog: new Map(), robust: false, zoom: null, hidden: new Set() };
+  return { x: "step", smooth: 0, log: null, ownLog: new Map(), autoLog: new Map(), shownLog: new Map(), robust: false, refresh: 0, zoom: null, hidden: new Set() };
 }
 
 /** Return whether charts have a logarithmic scale that they chose by themselves, and no person has chosen any for all. */
@@ -57,7 +58,7 @@ function keepChoices(store) {
   const { view, head: { id } } = store, kept = (globalThis[VIEWS] ??= new Map()), before = kept.get(id);
   if (!id || before === view || store.keepsChoices) return;
   if (before) {
-    for (const key of ["x", "smooth", "log", "robust"]) view[key] = before[key];
+    for (const key of ["x", "smooth", "log", "robust", "refresh"]) view[key] = before[key];
     [view.ownLog, view.hidden] = [new Map(before.ownLog), new Set(before.hidden)];
   }
   store.keepsChoices = true;
@@ -69,6 +70,11 @@ function keepChoices(store) {
 /** Return whether a run waits for its first start. */
 export function isReady(store) {
   return store.status.state === "paused" && !(store.status.elapsed > 0);
+}
+
+/** Return the milliseconds between two updates that a person chose, while a run makes progress; 0 without a choice. */
+export function refreshMs({ view, status }) {
+  return ["pending", "running"].includes(status?.state) ? 1000 * view.refresh : 0;
 }
 
 /** Return whether the kernel of a run in progress was restarted, or sends nothing any more. */
@@ -101,6 +107,7 @@ export function apply(store, content, buffers) {
   if (content.kind === "text") {
     store.received = Date.now();
     applyHead(store, content);
+    store.newest = content.newest ?? store.newest;
     return true;
   }
   if (content.kind === "refused") {
@@ -124,6 +131,7 @@ export function apply(store, content, buffers) {
   }
   if (content.kind === "series") {
     applySeries(store, content.series, floats(buffers[0]));
+    store.newest = { ...store.newest, numbers: {} };
     return true;
   }
   const whole = content.kind === "snapshot";
@@ -136,6 +144,7 @@ export function apply(store, content, buffers) {
   }
   store.received = Date.now();
   applyHead(store, content);
+  store.newest = { ...store.newest, evaluations: [] };
   for (const key of ["error", "notices"]) store[key] = content[key];
   if (content.verdict !== undefined) store.verdict = content.verdict;
   applyNow(store, content);

@@ -5,7 +5,7 @@ import { zoomTo } from "./chart/pointer.js";
 import { h, setAttr, setText } from "./elements.js";
 import { nodeName } from "./picking.js";
 import { panelsMenu } from "./panels_menu.js";
-import { countLog, isLogAuto, isLogShown } from "./store.js";
+import { countLog, isLogAuto, isLogShown, LIVE } from "./store.js";
 
 const SCALE_HELP = "logarithmic scale of losses, norms and logged numbers; a chart chooses it by itself where its values span three orders";
 const AUTO_HELP = "logarithmic scale, chosen by itself since values span three orders; a click ends that, and your choice stays";
@@ -18,13 +18,13 @@ export function toolbar(store, panels, scaleOf = scaleOfAll(store)) {
   const robust = toggle("trim outliers", "limits of the y axes without the rarest values", "robust", () => view.robust, (isOn) => { view.robust = isOn; store.redraw(); });
   const reset = h("button", { type: "button", class: "dtk-tool", "data-testid": "reset-zoom", title: "show all steps (double click, or 0 in a chart); drag over a chart to zoom" }, "↔ all steps");
   reset.addEventListener("click", () => zoomTo(store, null));
-  const menu = panels ? panelsMenu(store, panels) : null, legend = legendField(store);
+  const menu = panels ? panelsMenu(store, panels) : null, legend = legendField(store), refresh = panels && store.setRefresh ? refreshField(store) : null;
   const el = h("div", { class: "dtk-toolbar", role: "toolbar", "aria-label": "chart tools", "data-testid": "toolbar" },
-    legend.el, h("span", { class: "dtk-toolset" }, reset, axis.el, smooth.el, scale.el, robust.el, ...(menu ? [menu.el] : [])));
+    legend.el, h("span", { class: "dtk-toolset" }, reset, axis.el, smooth.el, scale.el, robust.el, ...[refresh, menu].filter(Boolean).map(({ el: part }) => part)));
   const update = () => {
     el.hidden = !store.curves.used;
     reset.hidden = !store.view.zoom;
-    for (const part of [axis, smooth, scale, robust, legend, menu]) part?.update();
+    for (const part of [axis, smooth, scale, robust, legend, refresh, menu]) part?.update();
   };
   return { el, update };
 }
@@ -42,6 +42,21 @@ function axisField(store) {
     [epoch, time, samples].forEach((known, k) => { select.children[k + 1].disabled = !known; });
     el.hidden = [...select.children].slice(1).every((option) => option.disabled); // there is no choice
     if (select.value !== store.view.x) select.value = store.view.x;
+  };
+  return { el, update };
+}
+
+const REFRESH_S = [0, 5, 15];
+
+/** How often a run in progress is updated: each update takes time of the processors that its training may need. */
+function refreshField(store) {
+  const select = h("select", { "data-testid": "refresh", "aria-label": "refresh", title: "how often all of the dashboard is updated: each update takes time of processors that the training may need. States, alarms and answers come at once" },
+    ...REFRESH_S.map((seconds) => h("option", { value: seconds }, seconds ? `${seconds} s` : "live")));
+  const el = h("label", { class: "dtk-field" }, "refresh", select);
+  select.addEventListener("change", () => store.setRefresh(Number(select.value)));
+  const update = () => {
+    el.hidden = !LIVE.includes(store.status.state);
+    if (Number(select.value) !== store.view.refresh) select.value = store.view.refresh;
   };
   return { el, update };
 }

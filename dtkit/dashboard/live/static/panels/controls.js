@@ -1,6 +1,7 @@
 // Buttons, the learning rate, and fault injection. They send commands; a message reports the effect and its step.
 
 import { h, setAttr, setText } from "../elements.js";
+import { newQuestion } from "../question.js";
 import { isReady, LIVE } from "../store.js";
 
 const BUTTONS = [
@@ -26,13 +27,9 @@ export function controls(store, send, redraw) {
     send({ command, value });
     redraw();
   };
-  let sure = 0; // when Stop was clicked first
-  const isSure = () => Date.now() - sure < SURE_MS;
   const click = (command) => {
-    const asks = command === "stop" && !isSure();
-    sure = asks ? Date.now() : 0;
-    if (asks) redrawUntilSure(redraw);
-    else if (command === "lower") ask("lr", lowerRate(store));
+    if (command === "stop" && !stopping.answer()) return;
+    if (command === "lower") ask("lr", lowerRate(store));
     else ask(command, null);
   };
   const buttons = BUTTONS.map((b) => {
@@ -41,8 +38,9 @@ export function controls(store, send, redraw) {
     el.addEventListener("click", () => click(b.command));
     return { ...b, el, text: label };
   });
+  const stop = buttons.find(({ command }) => command === "stop").el, stopping = newQuestion(stop, redraw);
   const label = (b) => {
-    if (b.command === "stop" && isSure()) return REALLY_STOP;
+    if (b.command === "stop" && stopping.isOpen()) return REALLY_STOP;
     if (b.command === "lower") return `Lower rate to ${rateText(lowerRate(store))}`;
     return b.command === "resume" && isReady(store) ? "Start" : b.label;
   };
@@ -66,6 +64,7 @@ export function controls(store, send, redraw) {
       b.el.classList.toggle("dtk-primary", b.command === primary);
       b.el.disabled = asked || store.lost || !(b.when.includes(status.state) || (b.duringStep && status.stepping));
     }
+    if (stop.disabled) stopping.end();
     rate.update();
     faults.update();
     answer.classList.toggle("dtk-live", !hasEnded(store));
@@ -125,12 +124,10 @@ function faultField(store, ask, redraw) {
   const slow = h("button", { type: "button", "data-testid": "slow" }, "▼ Slow down");
   const kill = h("button", { type: "button", "data-testid": "kill" }, "✕ Kill");
   const el = h("span", { class: "dtk-faults", role: "group", "aria-label": "inject a fault" }, "inject a fault", node, factor, slow, kill);
-  let sure = 0;
+  const killing = newQuestion(kill, redraw);
   slow.addEventListener("click", () => ask("slow", { rank: Number(node.value), factor: Number(factor.value) }));
   kill.addEventListener("click", () => {
-    if (Date.now() - sure < SURE_MS) ask("kill", { rank: Number(node.value) });
-    sure = Date.now() - sure < SURE_MS ? 0 : Date.now();
-    redrawUntilSure(redraw);
+    if (killing.answer()) ask("kill", { rank: Number(node.value) });
   });
   const update = () => {
     const { offers } = store.head, { world: ranks } = store.nodesNow, live = LIVE.includes(store.status.state) && !store.lost;
@@ -142,7 +139,8 @@ function faultField(store, ask, redraw) {
     for (const control of [node, factor, slow, kill]) control.disabled = !live;
     slow.disabled ||= store.asked.has("slow");
     kill.disabled ||= store.asked.has("kill");
-    setText(kill, Date.now() - sure < SURE_MS ? `✕ Really kill node ${node.value}?` : "✕ Kill");
+    if (kill.disabled) killing.end();
+    setText(kill, killing.isOpen() ? `✕ Really kill node ${node.value}?` : "✕ Kill");
   };
   return { el, update };
 }

@@ -8,10 +8,11 @@ const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", completed: 
 
 /** Return the state in words. A run whose loss diverged says so; at its end that is its state, as name_state of summary/activity.py has it. */
 function describeState(store) {
-  const { status: { state, diverged } } = store;
+  const { status: { state, diverged, stepping } } = store;
   if (store.lost) return "✕ kernel gone";
   if (isReady(store)) return "ready";
   if (store.error && state === "paused") return `✕ paused, ${store.error.startsWith("NonFiniteError") ? "not finite" : "error"}`;
+  if (stepping && !diverged) return "▸| stepping"; // it pauses by itself
   if (!diverged || state === "failed") return `${STATE_GLYPH[state] ?? ""} ${state}`;
   return LIVE.includes(state) ? `↗ ${state}, ${diverged}` : "✕ diverged";
 }

@@ -11,12 +11,15 @@ const MOST_METRICS = 6, ONE_LINE = { name: "metric", first: 0, nodes: 0, banded:
 export function metrics(store, _send, redraw) {
   const el = h("div", { class: "dtk-several", "data-testid": "metrics" }), shown = new Map();
   let read = null, points = new Map();
-  const update = () => {
+  const readPoints = () => {
     if (read !== store.evaluations) [read, points] = [store.evaluations, collectMetrics(store.evaluations)];
-    for (const name of points.keys()) {
+    return points;
+  };
+  const update = () => {
+    for (const name of readPoints().keys()) {
       const earlier = shown.get(name), title = metricTitle(store, name);
       if (earlier?.title === title) continue;
-      shown.set(name, metricChart(store, name, title, () => upTo(lastEvaluated(store), points.get(name) ?? []), redraw));
+      shown.set(name, metricChart(store, name, title, { all: () => readPoints().get(name) ?? [], newest: () => collectMetrics(store.newest.evaluations).get(name) ?? [] }, redraw));
       if (earlier) earlier.el.replaceWith(shown.get(name).el);
       else el.append(shown.get(name).el);
       store.sight.watch(shown.get(name).el);
@@ -50,9 +53,11 @@ function upTo(last, points) {
   return (points.at(-1)?.step ?? 0) <= last ? points : points.filter((point) => point.step <= last);
 }
 
-function metricChart(store, name, title, points, redraw) {
+/** Return a chart of points() in sight. Its title and label are those of the tiles, which are ahead of the curves. */
+function metricChart(store, name, title, { all, newest }, redraw) {
+  const points = () => upTo(lastEvaluated(store), all()), known = () => [...all(), ...newest()];
   const note = () => {
-    const values = points().map((point) => point.value);
+    const values = known().map((point) => point.value);
     return `${title === name ? "validation, " : ""}last ${number(values.at(-1))}, from ${number(Math.min(...values))} to ${number(Math.max(...values))}`;
   };
   return chart(store, "metric", {
@@ -64,7 +69,7 @@ function metricChart(store, name, title, points, redraw) {
     layout: () => ONE_LINE,
     grain: () => pointGrain(points()),
     points,
-    overall: (_head, last) => number(last),
+    overall: () => number(known().at(-1)?.value ?? NaN),
     overallName: name,
   }, redraw);
 }

@@ -27,7 +27,7 @@ export function pictures(store, _send, redraw) {
     }
   };
   const parts = () => [...shown].map(([title, part]) => ({ title, key: `own ${title}`, el: part.el }));
-  return { el, update, parts };
+  return { el, update, parts, isCheap: true };
 }
 
 function newPicture(name, redraw) {

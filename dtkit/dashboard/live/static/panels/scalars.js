@@ -29,14 +29,15 @@ export function seriesPanel(store, redraw, { title, testid, pick, height, order 
 
 function seriesChart(store, name, { height, testid }, redraw) {
   const { title: own, unit, system } = store.series.get(name), of = () => store.series.get(name), title = unit ? `${own} (${unit})` : own;
+  const last = () => store.newest.numbers[name] ?? of().last;
   return chart(store, name, {
     title, unit, testid, height,
     fromZero: system, exact: system, joined: true, canLog: system ? false : "positive",
     isFlat: () => system && (of().points < 2 || (name === CORE_WAIT && isShort(of()))), // the first seconds have one sample
-    note: (_head, _layout, view) => note(of(), view.frame?.width < NARROW_PLOT),
+    note: (_head, _layout, view) => note({ ...of(), last: last() }, view.frame?.width < NARROW_PLOT),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => seriesGrain(of()),
-    overall: () => (of().lines > 1 ? "mean" : number(of().last ?? NaN)),
+    overall: () => (of().lines > 1 ? "mean" : number(last() ?? NaN)),
   }, redraw);
 }
 /** Return whether no value of a series is a share that a verdict would name. */

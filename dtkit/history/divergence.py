@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dtkit._util import formatting
-from dtkit.history.growing_array import select_rows
-from dtkit.history.mean_loss import FINAL_LOSS_STEPS, compute_mean_loss
+from dtkit.history.mean_loss import FINAL_LOSS_STEPS, compute_mean_loss, select_known
 from dtkit.history.remembered import remember_last, remember_while
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def find_divergence(history: History) -> Divergence | None:
     early = _read_early_steps(history)
     if early is None:
         return None
-    last = _select_known(history.read_valid_totals(history.num_steps - early.block))
+    last = select_known(history.read_valid_totals(history.num_steps - early.block))
     if not len(last):
         return None
     if not math.isfinite(last["loss"][-1]):
@@ -110,7 +109,7 @@ def find_ruined_step(history: History) -> int | None:
 
     None if it did not grow, or if the last loss is not finite, which data alone may cause.
     """
-    known = _select_known(history.read_valid_totals())  # read only when a step fails
+    known = select_known(history.read_valid_totals())  # read only when a step fails
     if not len(known) or not math.isfinite(known["loss"][-1]):
         return None
     divergence = find_divergence(history)
@@ -123,7 +122,7 @@ def find_ruined_step(history: History) -> int | None:
 
 def find_large_loss(history: History) -> tuple[int, float] | None:
     """Return the first step whose loss is not finite or very large, and its loss; None without one."""
-    known = _select_known(history.read_valid_totals())  # read only when a step fails
+    known = select_known(history.read_valid_totals())  # read only when a step fails
     large = np.flatnonzero(~(np.abs(known["loss"]) < _VERY_LARGE))
     return (int(known["step"][large[0]]), float(known["loss"][large[0]])) if len(large) else None
 
@@ -146,7 +145,7 @@ def _find_growth(history: History, early: _EarlySteps, last: np.ndarray) -> Dive
 @remember_while(lambda history: (min(history.num_steps, _EARLY_STEPS), len(history.returns)))
 def _read_early_steps(history: History) -> _EarlySteps | None:
     """Return what the first steps say; None without a loss. They stay the same, so a long run reads them once."""
-    early = _select_known(history.read_valid_totals(0, _EARLY_STEPS))
+    early = select_known(history.read_valid_totals(0, _EARLY_STEPS))
     if not len(early):
         return None
     block = max(FINAL_LOSS_STEPS, math.ceil(_MIN_BLOCK_SAMPLES / max(1, int(early["samples"][0]))))
@@ -159,7 +158,7 @@ def _measure_start(early: np.ndarray) -> _Level:
 
 
 def _describe_nonfinite(history: History) -> Divergence:
-    totals = _select_known(history.read_valid_totals())  # once in a run, so its length doesn't matter
+    totals = select_known(history.read_valid_totals())  # once in a run, so its length doesn't matter
     finite = np.flatnonzero(np.isfinite(totals["loss"]))
     index = int(finite[-1]) + 1 if len(finite) else 0
     first = totals[index]
@@ -206,11 +205,6 @@ def _describe_growth(best: _Level, present: np.ndarray, lr: float) -> Divergence
 
 def _get_lr(history: History) -> float:
     return float(history.rows(len(history) - 1)["lr"][-1])
-
-
-def _select_known(totals: np.ndarray) -> np.ndarray:
-    """Return the steps that have a loss."""
-    return select_rows(totals, totals["weight"] != 0)
 
 
 class _BestBlock:

@@ -16,9 +16,14 @@ FINAL_LOSS_STEPS = 20
 """Steps over which the final loss is averaged."""
 
 
+def select_known(totals: np.ndarray) -> np.ndarray:
+    """Return the steps that have a loss. Others have no samples, or no stage that computes one."""
+    return select_rows(totals, totals["weight"] != 0)
+
+
 def compute_mean_loss(totals: np.ndarray) -> float:
     """Return the mean loss of some steps by weight; NaN without one. `totals` are those of a history."""
-    known = select_rows(totals, totals["weight"] != 0)  # the others have no samples, or no stage with a loss
+    known = select_known(totals)
     return float((known["loss"] * known["weight"]).sum() / known["weight"].sum()) if len(known) else math.nan
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.history.divergence import START_SAMPLES, find_divergence
-from dtkit.history.mean_loss import compute_mean_loss
+from dtkit.history.mean_loss import compute_mean_loss, select_known
 from dtkit.history.remembered import remember_last, remember_while
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ MAX_FALL = 3.0
 """Fall within the last steps, as a multiple of its noise, up to which the loss is level."""
 _PEAK_STEPS = 5  # whose median is no spike
 _EARLY_STEPS = 64
+_SURELY_LOWER = 0.6  # of the start: with all losses below it, their noise is below a third of the start
 _NUM_EVALUATIONS = 3
 
 
@@ -103,7 +104,7 @@ def _count_early_steps(history: History) -> object:
 @remember_while(_count_early_steps)
 def _read_start(history: History) -> _Start | None:
     """Return the start, once there are enough steps; None without one that has a scale."""
-    early = _select_known(history.totals(0, _EARLY_STEPS))
+    early = select_known(history.read_valid_totals(0, _EARLY_STEPS))
     if len(early) < _EARLY_STEPS or early["step"][0] > 1:  # resumed: the first loss is that of a trained model
         return None
     num_steps = int(np.searchsorted(np.cumsum(early["samples"]), START_SAMPLES)) + 1
@@ -116,10 +117,11 @@ def find_no_learning(history: History) -> NoLearning | None:
     """Return how a training has learned nothing; None if it has, or if that is not certain."""
     if history.num_steps < MIN_STEPS or (start := _read_start(history)) is None:
         return None
-    last = _select_known(history.totals(history.num_steps - NUM_PRESENT))
-    losses, now, half = last["loss"], compute_mean_loss(last), NUM_PRESENT // 2
-    if len(last) < NUM_PRESENT or losses.min() < 0:
+    last = select_known(history.read_valid_totals(history.num_steps - NUM_PRESENT))
+    losses, half = last["loss"], NUM_PRESENT // 2
+    if len(last) < NUM_PRESENT or losses.min() < 0 or losses.max() < _SURELY_LOWER * start.loss:
         return None
+    now = compute_mean_loss(last)
     noise = float(losses.std())
     lowest = start.loss - noise * math.sqrt(1 / start.num_steps + 1 / NUM_PRESENT)
     is_level = losses[:half].mean() - losses[half:].mean() <= MAX_FALL * noise * math.sqrt(2 / half)
@@ -157,11 +159,6 @@ def _read_lr(history: History, peak: _Peak) -> float:
     return float(history.read_valid_rows(row, row + 1)["lr"][0])
 
 
-def _select_known(totals: np.ndarray) -> np.ndarray:
-    """Return the steps that have a loss."""
-    return np.asarray(totals[totals["weight"] != 0])
-
-
 class _Peak:
     """The highest median of some steps in a row. Each look reads the new steps alone, since a run may have many."""
 
@@ -175,7 +172,7 @@ class _Peak:
         if len(history.returns) != self._num_returns:  # the steps of the peak may have been undone
             self.loss, self._num_read, self._num_returns = -math.inf, 0, len(history.returns)
         num_blocks = (history.num_steps - self._num_read) // _PEAK_STEPS
-        totals = history.totals(self._num_read, self._num_read + num_blocks * _PEAK_STEPS)
+        totals = history.read_valid_totals(self._num_read, self._num_read + num_blocks * _PEAK_STEPS)
         blocks = totals.reshape(-1, _PEAK_STEPS)
         if len(blocks):
             medians = np.nan_to_num(np.median(blocks["loss"], axis=1), nan=-math.inf)  # NaN: a block without a loss

@@ -4,9 +4,12 @@
 /** Return {isOpen(), answer(), end()} of a button's question: answer() opens it, and returns true where it was open already. */
 export function newQuestion(button, redraw) {
   let isOpen = false;
+  const takeBack = (event) => { if (!event.composedPath().includes(button)) set(false); };
   const set = (wanted) => {
     if (isOpen === wanted) return;
     isOpen = wanted;
+    if (isOpen) document.addEventListener("pointerdown", takeBack);
+    else document.removeEventListener("pointerdown", takeBack);
     redraw();
   };
   button.addEventListener("keydown", (event) => {
@@ -15,7 +18,6 @@ export function newQuestion(button, redraw) {
     set(false);
   });
   button.addEventListener("focusout", (event) => { if (event.relatedTarget) set(false); });
-  button.ownerDocument.addEventListener("pointerdown", (event) => { if (!event.composedPath().includes(button)) set(false); });
   const answer = () => {
     const wasOpen = isOpen;
     set(!wasOpen);

@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import math
 import os
-import pickle
 import signal
 import threading
 from concurrent.futures import Future
@@ -309,12 +308,12 @@ def test_error_after_the_loss_of_all_engines_tells_what_is_lost_and_the_remedy(c
 class DyingTransport(FakeTransport):
     """Fake engines of which rank 1 ends in each dispatch, before the first step."""
 
-    def _answer(self, worker, message, listen, *, is_interrupted):
-        if pickle.loads(message).op == "advance":
+    def _answer_request(self, worker, request, listen, *, is_interrupted):
+        if request.op == "advance":
             if worker.engine.rank == 0:
                 raise RuntimeError(LOST_PEER_MESSAGE)
             worker.is_lost = True
-        return super()._answer(worker, message, listen, is_interrupted=is_interrupted)
+        return super()._answer_request(worker, request, listen, is_interrupted=is_interrupted)
 
 
 def test_the_fourth_loss_in_a_row_at_one_step_ends_the_run():
@@ -765,10 +764,10 @@ def test_failing_command_ends_the_run_and_is_still_answered(cluster, monkeypatch
 class RefusingTransport(FakeTransport):
     """Fake engines that refuse all dispatches."""
 
-    def _answer(self, worker, message, listen, *, is_interrupted):
-        if pickle.loads(message).op == "advance":
+    def _answer_request(self, worker, request, listen, *, is_interrupted):
+        if request.op == "advance":
             raise RefusedError("another generation")
-        return super()._answer(worker, message, listen, is_interrupted=is_interrupted)
+        return super()._answer_request(worker, request, listen, is_interrupted=is_interrupted)
 
 
 def test_a_dispatch_that_is_refused_three_times_in_a_row_ends_the_run():

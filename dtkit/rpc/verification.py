@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-import weakref
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
@@ -14,7 +13,7 @@ from dtkit._util.attributes import suggest_attributes
 from dtkit._util.notebook import get_shell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from dtkit.rpc.reference import StepTimes
 
@@ -57,6 +56,7 @@ class Verification:
     """Whether rounding explains a difference beyond the tolerance, and why; empty where there is none."""
     num_micro_batches: int = 1
     """Micro-batches that BatchNorm normalizes by themselves, on all ranks as in one process; 1 without BatchNorm."""
+    _printed_in: list[int | None] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
 
     def __bool__(self) -> bool:
         return self.verdict == "PASS"
@@ -178,17 +178,13 @@ class Verification:
         return f"{self.verdict}, difference={self.compared_difference:.3g}, tolerance={self.tolerance:g}"
 
     def show(self) -> None:
-        """Print the report: once in a cell, which does not show it again as its value. A script prints a PASS in a
-        line.
-        """
-        global _printed_in  # noqa: PLW0603 - one cell runs at a time
+        """Print the report. A script prints a PASS in one line; a cell does not show the report again as its value."""
         is_script = get_shell() is None
-        _printed_in = weakref.ref(self), _get_execution_count()
+        self._printed_in.append(_get_execution_count())
         print(f"verify: {self._summarize()}" if is_script and self.verdict == "PASS" else self.text())  # noqa: T201 - asked for as a report
 
     def _ipython_display_(self) -> None:
-        known, cell = _printed_in
-        if known() is not self or cell != _get_execution_count():
+        if _get_execution_count() not in self._printed_in:
             from IPython.display import display
 
             display({"text/plain": repr(self), "text/html": self._repr_html_()}, raw=True)  # type: ignore[no-untyped-call]
@@ -205,11 +201,3 @@ class Verification:
 
 def _get_execution_count() -> int | None:
     return getattr(get_shell(), "execution_count", None)
-
-
-def _return_none() -> None:
-    return None
-
-
-_printed_in: tuple[Callable[[], Verification | None], int | None] = _return_none, None
-"""The verification that was printed last, and the number of the cell that did so."""

@@ -1,8 +1,8 @@
 """Calls to the engines of one cluster, as ordered ranks.
 
 A call to all ranks is N messages. If two threads fanned out at the same time, messages would reach engines in different
-orders, and collectives would deadlock. So only one method, `fan_out`, sends calls, under one lock; ``%%px`` takes the
-same lock.
+orders, and collectives would deadlock. So only `fan_out` and `fan_out_together` send calls, under one lock; ``%%px``
+takes the same lock.
 
 Each rank replies for itself, so that the notebook sees the first failure at once.
 """

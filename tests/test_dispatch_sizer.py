@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from dtkit._util import timeouts
@@ -76,3 +78,18 @@ def test_step_time_of_zero_does_not_divide_by_zero():
     pace = DispatchSizer()
     pace.on_result(1, 0.0)
     assert pace.next_steps == MAX_GROWTH
+
+
+def test_an_evaluation_counts_as_the_steps_that_take_as_long():
+    pace = settled(0.01)
+    assert pace.steps_per_evaluation == math.inf  # unknown
+    pace.on_evaluation(0.05)
+    assert pace.steps_per_evaluation == pytest.approx(5)
+    pace.on_evaluation(0.5)  # one slow evaluation says little
+    assert pace.steps_per_evaluation == pytest.approx(14)
+
+
+def test_no_evaluation_has_a_length_in_steps_before_the_first_step():
+    pace = DispatchSizer()
+    pace.on_evaluation(0.05)
+    assert pace.steps_per_evaluation == math.inf

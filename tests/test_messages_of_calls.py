@@ -147,3 +147,10 @@ def test_a_lost_engine_fails_all_calls_of_its_message():
         engines.release_requests()
         kinds = [[future.result(LIMIT_S).failure.kind for future in of_call] for of_call in futures]
     assert [of_call[1] for of_call in kinds] == ["lost"] * 3
+
+
+def test_what_is_done_around_an_evaluation_counts_for_the_length_of_a_message():
+    """With short epochs, records and output files take longer than the steps. A fake engine's take a step each."""
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
+        run = run_short_epochs(cluster)
+    assert run._driver.steps.sizer.steps_per_evaluation > 1.3  # 1 is the evaluation alone

@@ -238,7 +238,7 @@ class _Jobs(_Subject, JobOperations):
         step: int | None = None,
     ) -> EvaluationSums:
         training, seconds = self._engine.get_job(job, step), self._results.step_s
-        training.between = {between_steps.ALL: seconds, between_steps.VALIDATION: seconds}
+        training.between = {between_steps.ALL: 2 * seconds, between_steps.VALIDATION: seconds}
         return 4, {"loss": (2.0, 4.0)}
 
     def inject_delay(self, *, job: str, factor: float) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from dtkit._util import timeouts
 from dtkit.errors import NonFiniteError
-from dtkit.history.between_steps import VALIDATION
+from dtkit.history.between_steps import ALL, VALIDATION
 from dtkit.history.divergence import find_large_loss, find_ruined_step
 from dtkit.rpc.protocol import JobOperations, make_call
 from dtkit.training.learning_rate import LearningRateChange, LearningRateUpdater
@@ -54,12 +54,12 @@ class DispatchSizer:
         """Steps to put into the next dispatch."""
         self.step_s = 0.0
         """Seconds that a step took last; 0 before the first."""
-        self._evaluation_s: float | None = None
+        self._evaluation_s = math.inf  # unknown
         self._mean_send_s = 0.0
 
     def on_sent(self, seconds: float) -> None:
         """Note the time that the notebook took to send a message."""
-        self._mean_send_s = seconds if not self._mean_send_s else 0.8 * self._mean_send_s + 0.2 * seconds
+        self._mean_send_s = _follow(self._mean_send_s or seconds, seconds)
 
     def on_result(self, steps: int, step_s: float) -> None:
         """Note that `steps` steps took `step_s` seconds each."""
@@ -70,14 +70,13 @@ class DispatchSizer:
         self.next_steps = 1 if self.step_s >= timeouts.SLOW_STEP_S else max(1, min(round(wanted), MAX_GROWTH * steps))
 
     def on_evaluation(self, seconds: float) -> None:
-        """Note how long an evaluation took."""
-        self._evaluation_s = seconds
+        """Note how long an evaluation took, with all else between two dispatches of a message where that is known."""
+        self._evaluation_s = seconds if self._evaluation_s == math.inf else _follow(self._evaluation_s, seconds)
 
     @property
     def steps_per_evaluation(self) -> float:
         """Number of steps that take as long as an evaluation; infinite if either is unknown."""
-        is_known = self._evaluation_s is not None and self.step_s > 0
-        return self._evaluation_s / self.step_s if is_known and self._evaluation_s is not None else math.inf
+        return self._evaluation_s / self.step_s if self.step_s > 0 else math.inf
 
     @property
     def max_in_flight(self) -> int:
@@ -212,7 +211,7 @@ class StepDispatcher:
         first = results[0]
         num_taken, progress.step, progress.lr = first.step - step, first.step, first.lr
         if num_taken:
-            self._on_steps_taken(dispatch.message.num_steps if num_taken == dispatch.steps else num_taken, results)
+            self._on_steps_taken(dispatch, num_taken, results)
         progress.persist_position()
         if dispatch.explain:
             self.explain_reports, self.explain_next_step = [result.step_report for result in results], False
@@ -224,12 +223,13 @@ class StepDispatcher:
         elif progress.step != step + dispatch.steps:
             progress.needs_resync = True
 
-    def _on_steps_taken(self, num_taken: int, results: Sequence[DispatchResult]) -> None:
+    def _on_steps_taken(self, dispatch: StepRequest, num_taken: int, results: Sequence[DispatchResult]) -> None:
         self._progress.retry_count = 0
-        self.sizer.on_result(num_taken, _get_slowest_step_s(results))
-        evaluation_s = max(result.between.get(VALIDATION, 0.0) for result in results)
-        if evaluation_s:
-            self.sizer.on_evaluation(evaluation_s)
+        is_whole = num_taken == dispatch.steps
+        self.sizer.on_result(dispatch.message.num_steps if is_whole else num_taken, _get_slowest_step_s(results))
+        between = [result.between for result in results if VALIDATION in result.between]
+        if between:  # before the first dispatch of a message, an engine may have waited for the notebook
+            self.sizer.on_evaluation(max(part[VALIDATION if dispatch.is_first else ALL] for part in between))
         self.replica_check.on_result(results)
         balancer = self._load_balancer
         if balancer is not None and balancer.on_result([np.asarray(result.rows) for result in results]):
@@ -268,6 +268,11 @@ class StepDispatcher:
     def _on_failure(self, dispatch: StepRequest, step: int, error: EngineError) -> None:
         self._on_cancel(dispatch, step)  # callers that wait for the learning rate are answered when the run ends
         self._fail(error)
+
+
+def _follow(mean: float, value: float) -> float:
+    """Return a mean that follows new values slowly."""
+    return 0.8 * mean + 0.2 * value
 
 
 def _get_slowest_step_s(results: Sequence[DispatchResult]) -> float:

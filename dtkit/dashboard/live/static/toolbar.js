@@ -15,7 +15,7 @@ export function toolbar(store, panels, scaleOf = scaleOfAll(store)) {
   const axis = axisField(store), smooth = smoothField(store);
   const { view } = store;
   const scale = scaleButton(scaleOf, "scale");
-  const robust = toggle("trim outliers", "limits of the y axes without the rarest values", "robust", () => view.robust, (isOn) => { view.robust = isOn; store.redraw(); });
+  const robust = toggle(["trim", h("span", { class: "dtk-word" }, " outliers")], "limits of the y axes without the rarest values", "robust", () => view.robust, (isOn) => { view.robust = isOn; store.redraw(); });
   const reset = h("button", { type: "button", class: "dtk-tool", "data-testid": "reset-zoom", title: "show all steps (double click, or 0 in a chart); drag over a chart to zoom" }, "↔ all steps");
   reset.addEventListener("click", () => zoomTo(store, null));
   const menu = panels ? panelsMenu(store, panels) : null, legend = legendField(store), refresh = panels && store.setRefresh ? refreshField(store) : null;
@@ -52,7 +52,7 @@ const REFRESH_S = [0, 5, 15];
 function refreshField(store) {
   const select = h("select", { "data-testid": "refresh", "aria-label": "refresh", title: "how often all of the dashboard is updated: each update takes time of processors that the training may need. States, alarms and answers come at once" },
     ...REFRESH_S.map((seconds) => h("option", { value: seconds }, seconds ? `${seconds} s` : "live")));
-  const el = h("label", { class: "dtk-field" }, "refresh", select);
+  const el = h("label", { class: "dtk-field" }, h("span", { class: "dtk-word" }, "refresh"), select);
   select.addEventListener("change", () => store.setRefresh(Number(select.value)));
   const update = () => {
     el.hidden = !LIVE.includes(store.status.state);
@@ -80,7 +80,7 @@ function smoothField(store) {
 }
 
 function toggle(label, title, testid, isOn, set) {
-  const el = h("button", { type: "button", class: "dtk-tool", title, "data-testid": testid }, label);
+  const el = h("button", { type: "button", class: "dtk-tool", title, "data-testid": testid }, ...[label].flat());
   el.addEventListener("click", () => set(!isOn()));
   return { el, update: () => setAttr(el, "aria-pressed", isOn()) };
 }

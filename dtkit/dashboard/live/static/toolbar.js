@@ -15,7 +15,7 @@ export function toolbar(store, panels, scaleOf = scaleOfAll(store)) {
   const axis = axisField(store), smooth = smoothField(store);
   const { view } = store;
   const scale = scaleButton(scaleOf, "scale");
-  const robust = toggle(["trim", h("span", { class: "dtk-word" }, " outliers")], "limits of the y axes without the rarest values", "robust", () => view.robust, (isOn) => { view.robust = isOn; store.redraw(); });
+  const robust = toggle(["trim", h("span", { class: "dtk-word" }, "\u00a0outliers")], "limits of the y axes without the rarest values", "robust", () => view.robust, (isOn) => { view.robust = isOn; store.redraw(); });
   const reset = h("button", { type: "button", class: "dtk-tool", "data-testid": "reset-zoom", title: "show all steps (double click, or 0 in a chart); drag over a chart to zoom" }, "↔ all steps");
   reset.addEventListener("click", () => zoomTo(store, null));
   const menu = panels ? panelsMenu(store, panels) : null, legend = legendField(store), refresh = panels && store.setRefresh ? refreshField(store) : null;

@@ -26,7 +26,7 @@ from dtkit.dashboard.live.log_lines import MAX_LOG_LINES, MAX_MARKS
 from dtkit.dashboard.live.messages import MAX_CHANGE_EVENTS, MessageBuilder
 from dtkit.dashboard.run_view import RunView
 from dtkit.dashboard.summary import spare_core, stall
-from dtkit.dashboard.summary.curves import CHARTS, LOSS, MAX_BUCKETS, Curves, downsample
+from dtkit.dashboard.summary.curves import CHARTS, LOSS, LR, MAX_BUCKETS, Curves, downsample
 from dtkit.dashboard.summary.event_marks import MARKED_EVENTS
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.dashboard.text import run_text
@@ -138,6 +138,17 @@ def test_curves_read_in_parts_equal_curves_read_at_once():
     a, b = bit.get_all(), once.get_all()
     assert (a.width, a.origin) == (b.width, b.origin)
     np.testing.assert_allclose(a.values, b.values, rtol=1e-6)
+
+
+def test_rows_of_ranks_that_a_view_does_not_have_draw_nothing():
+    source = FakeSource(ranks=2)
+    source.advance(5)
+    curves = Curves((LR,), 2)
+    rows = source.history.rows()
+    rows = rows[rows["rank"] == 1].copy()
+    rows["rank"] = 2  # of an engine that joined since
+    curves.add_rows(rows, source.history.totals(), 1)
+    assert np.isnan(curves.get_all().values).all()
 
 
 def test_many_ranks_share_a_band():

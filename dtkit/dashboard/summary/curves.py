@@ -249,7 +249,8 @@ class Curves:
                 chart_rows = rows if chart.from_totals is not None else rows[rows["rank"] == rows["rank"].min()]
                 line = chart_rows["rank"].astype("i8") if layout.nodes > 1 else np.zeros(len(chart_rows), "i8")
                 parts.append((layout.first + line, chart_rows["step"], chart.from_rows(chart_rows)))
-        self._add_values(*map(np.concatenate, zip(*parts, strict=True)))
+        if parts:
+            self._add_values(*map(np.concatenate, zip(*parts, strict=True)))
 
     def widen(self, width: int) -> None:
         """Merge buckets until they are at least `width` steps wide, which is a power of two."""

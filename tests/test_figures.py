@@ -18,7 +18,7 @@ from dtkit.health.diagnosis import RankObservation
 from dtkit.health.stall_report import report_stuck
 from dtkit.history.scalars import ScalarRecord
 from dtkit.schedules.schedule import Schedule
-from dtkit.types import Evaluation, Failure, ReplicaCheckResult, State
+from dtkit.types import Evaluation, Event, Failure, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
 from tests.support.plans import make_plan
 from tests.support.stage_reports import make_pipeline_reports, make_sharded_reports
@@ -633,3 +633,15 @@ def test_times_below_a_comparison_do_not_touch():
     boxes = [label.get_window_extent() for label in ax.get_xticklabels() if label.get_text()]
     assert len(boxes) >= 3
     assert all(right.x0 - left.x1 >= 4 for left, right in itertools.pairwise(boxes))
+
+
+def test_the_note_of_a_tile_ends_before_the_next_one():
+    source = FakeSource(ranks=2, steps=400, strips=True)
+    source.advance(400)
+    source.history.add(Evaluation(400, 300, {"loss": 0.201, "accuracy": 0.9}))
+    source.history.add(Event(400, "done", "done", 1.0, None))
+    source.state = State.COMPLETED
+    figure = run_figure.draw_overview(source)
+    tiles = [text.get_text() for ax in figure.axes for text in ax.texts if text.get_gid() == "tile"]
+    assert "samples/s, all steps but the first" in tiles
+    assert not find_overlapping_texts(figure)

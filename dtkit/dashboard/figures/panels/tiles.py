@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 TILES_PER_ROW = 3
 """Number of tiles in a row."""
 _MAX_METRICS = 4
+_FULL_SIZE_CHARS = 29  # of a note, which has to end before the next tile
 
 
 def make_panel(run: RunView) -> Callable[[Axes, History], None]:
@@ -36,7 +37,8 @@ def make_panel(run: RunView) -> Callable[[Axes, History], None]:
             write(ax, x, row + 0.14, tile.label, style.MUTED_COLOR, gid="tile")
             write(ax, x, row + 0.43, tile.value, style.TEXT_COLOR, fontsize=12, fontweight="bold", gid="tile")
             color = style.ALERT_COLOR if tile.alert else style.MUTED_COLOR
-            write(ax, x, row + 0.72, tile.note, color, gid="tile")
+            size = style.SMALL_FONT_SIZE * min(1.0, _FULL_SIZE_CHARS / max(1, len(tile.note)))
+            write(ax, x, row + 0.72, tile.note, color, fontsize=size, gid="tile")
 
     return draw
 

@@ -19,7 +19,7 @@ export function metrics(store, _send, redraw) {
     for (const name of readPoints().keys()) {
       const earlier = shown.get(name), title = metricTitle(store, name);
       if (earlier?.title === title) continue;
-      shown.set(name, metricChart(store, name, title, { all: () => readPoints().get(name) ?? [], newest: () => collectMetrics(store.newest.evaluations).get(name) ?? [] }, redraw));
+      shown.set(name, metricChart(store, name, title, { all: () => readPoints().get(name) ?? [], further: () => collectMetrics(store.newest.evaluations).get(name) ?? [] }, redraw));
       if (earlier) earlier.el.replaceWith(shown.get(name).el);
       else el.append(shown.get(name).el);
       store.sight.watch(shown.get(name).el);
@@ -54,8 +54,8 @@ function upTo(last, points) {
 }
 
 /** Return a chart of points() in sight. Its title and label are those of the tiles, which are ahead of the curves. */
-function metricChart(store, name, title, { all, newest }, redraw) {
-  const points = () => upTo(lastEvaluated(store), all()), known = () => [...all(), ...newest()];
+function metricChart(store, name, title, { all, further }, redraw) {
+  const points = () => upTo(lastEvaluated(store), all()), known = () => [...all(), ...further()], newest = () => known().at(-1)?.value;
   const note = () => {
     const values = known().map((point) => point.value);
     return `${title === name ? "validation, " : ""}last ${number(values.at(-1))}, from ${number(Math.min(...values))} to ${number(Math.max(...values))}`;
@@ -69,7 +69,8 @@ function metricChart(store, name, title, { all, newest }, redraw) {
     layout: () => ONE_LINE,
     grain: () => pointGrain(points()),
     points,
-    overall: () => number(known().at(-1)?.value ?? NaN),
+    newest,
+    overall: (_head, drawn) => number(store.view.zoom ? drawn : newest() ?? drawn),
     overallName: name,
   }, redraw);
 }

@@ -37,7 +37,8 @@ function seriesChart(store, name, { height, testid }, redraw) {
     note: (_head, _layout, view) => note({ ...of(), last: last() }, view.frame?.width < NARROW_PLOT),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => seriesGrain(of()),
-    overall: () => (of().lines > 1 ? "mean" : number(last() ?? NaN)),
+    newest: last,
+    overall: (_head, drawn) => (of().lines > 1 ? "mean" : number(store.view.zoom ? drawn : last() ?? drawn)),
   }, redraw);
 }
 /** Return whether no value of a series is a share that a verdict would name. */

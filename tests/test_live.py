@@ -1416,8 +1416,30 @@ def test_a_run_without_a_spare_core_keeps_its_text_up_to_date(notebook, monkeypa
     assert "Step 7 of 400 at " in data["text/html"]
     assert "<img" not in data["text/html"]
     displays._draw_picture()
-    displays._refresh_text()
-    assert "<img" in handle.updates[-1][0]["text/html"]
+    source.advance(30)
+    data = handle.updates[-1][0]["text/html"]
+    assert "Step 37 of 400 at " in data  # pictures take a share of the time, so the last one may be minutes old
+    assert "The picture shows step 7." in data
+    assert "<img" in data
+
+
+def test_a_pause_draws_a_picture_without_the_wait_for_its_share_of_the_time(notebook, monkeypatch):
+    """A notebook that was saved minutes after a pause had the picture of the one before."""
+    source = FakeSource()
+    source.advance(5)
+    display.show(source)
+    displays = display._displays[source]
+    displays._draw_picture()
+    asked = []
+    monkeypatch.setattr(displays._throttle, "trigger", lambda *, is_pressing=False: asked.append(is_pressing))
+    displays._may_draw = True
+    source.advance(7)
+    source.state = State.PAUSED
+    source.changed()
+    source.changed()
+    displays._draw_picture()
+    source.changed()  # nothing is new
+    assert asked == [False, True, True, False]
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, [1, 1, 2]), (1000, [0, 1, 2])])
@@ -1428,7 +1450,7 @@ def test_a_run_without_a_spare_core_is_drawn_later_or_when_it_pauses(notebook, m
     display.show(source)
     displays, draws = display._displays[source], []
     monkeypatch.setattr(spare_core, "count_cores", lambda: 2)
-    monkeypatch.setattr(displays._throttle, "trigger", lambda: draws.append(source.state))
+    monkeypatch.setattr(displays._throttle, "trigger", lambda **_options: draws.append(source.state))
     displays._start_drawing()  # after seconds
     counts = [len(draws)]
     source.state = State.PAUSED

@@ -10,6 +10,7 @@ All displays of one run share one model.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import sys
 import threading
@@ -88,23 +89,42 @@ def _make_static_or_text_output(run: RunView) -> Output:
     return run_guarded(lambda: make_static_output(run), make_text_output)
 
 
-def _make_meanwhile_output(run: RunView) -> Output:
-    """Return the picture of a run that goes on, below a note with its time."""
+@dataclasses.dataclass(frozen=True)
+class _MeanwhilePicture:
+    """The picture of a run that goes on."""
+
+    sentence: str
+    """The note above it, as of the step that it shows."""
+    step: int
+    text: str
+    image: str
+    """The picture as an HTML tag; the text instead of a picture that could not be drawn."""
+
+
+def _draw_meanwhile_picture(run: RunView) -> _MeanwhilePicture:
     from dtkit.dashboard.figures.render import format_png_tag
 
-    sentence = _describe_picture(run)  # drawing takes seconds on a busy machine, and the run goes on
+    # Drawing takes seconds on a busy machine, and the run goes on.
+    sentence, step = _describe_picture(run), run.status.step
     data, metadata = _make_static_or_text_output(run)
     text = data["text/plain"]
-    if "image/png" not in data:
-        return _make_text_output(sentence, text)
-    width = metadata["image/png"]["width"]
-    image = format_png_tag(data["image/png"], width, "the run as a picture")
-    return {"text/html": f"<div><p><em>{sentence}</em></p>{image}</div>", "text/plain": f"{sentence}\n{text}"}, {}
+    image = _format_preformatted(text)
+    if "image/png" in data:
+        image = format_png_tag(data["image/png"], metadata["image/png"]["width"], "the run as a picture")
+    return _MeanwhilePicture(sentence, step, text, image)
+
+
+def _make_meanwhile_output(sentence: str, text: str, below: str) -> Output:
+    """Return an output with a sentence above a picture or a text in HTML."""
+    return {"text/html": f"<div><p><em>{sentence}</em></p>{below}</div>", "text/plain": f"{sentence}\n{text}"}, {}
 
 
 def _make_text_output(sentence: str, text: str) -> Output:
-    page = f"<div><p><em>{sentence}</em></p><pre>{html.escape(text)}</pre></div>"
-    return {"text/html": page, "text/plain": f"{sentence}\n{text}"}, {}
+    return _make_meanwhile_output(sentence, text, _format_preformatted(text))
+
+
+def _format_preformatted(text: str) -> str:
+    return f"<pre>{html.escape(text)}</pre>"
 
 
 def _describe_picture(run: RunView) -> str:
@@ -131,6 +151,7 @@ class _LiveDisplays:
         self._final_throttle = Throttle(self._draw_final_picture, 0.0)
         self._throttle = Throttle(self._draw_picture, timeouts.KEPT_PICTURE_INTERVAL_S)
         self._text_throttle = Throttle(self._refresh_text, timeouts.KEPT_PICTURE_INTERVAL_S)
+        self._picture: _MeanwhilePicture | None = None
         self._may_draw = self._is_drawing_delayed = False
         self._unsubscribe = run.subscribe(self._on_change)
         start_timer(timeouts.KEPT_PICTURE_FIRST_S, self._start_drawing)
@@ -178,26 +199,39 @@ class _LiveDisplays:
     def _draw_soon(self) -> None:
         if not self._may_draw:
             return
-        is_text = self._is_drawing_delayed and self._run.status.state is State.RUNNING
-        (self._text_throttle if is_text else self._throttle).trigger()
+        status = self._run.status
+        is_running = status.state is State.RUNNING
+        if is_running and (self._is_drawing_delayed or self._picture is not None):
+            self._text_throttle.trigger()
+        if not (is_running and self._is_drawing_delayed):
+            has_changed = self._picture is None or self._picture.step != status.step
+            self._throttle.trigger(is_pressing=not is_running and has_changed)  # a pause lets a picture cost nothing
 
     def _refresh_text(self) -> None:
-        """Show the present numbers until there is a picture. Runs on a view's thread."""
+        """Show the present numbers, above the last picture if there is one. Runs on a view's thread."""
         with self._lock:
-            if self._is_drawing_delayed and not self._run.status.state.has_ended:
-                output = _make_text_output(_describe_picture(self._run), run_text.format_run(self._run))
-                self._update([view for view in self._views if view.shows_pictures_meanwhile], output)
+            if self._run.status.state.has_ended:
+                return
+            sentence, text, picture = _describe_picture(self._run), run_text.format_run(self._run), self._picture
+            if picture is None:
+                output = _make_text_output(sentence, text)
+            else:
+                output = _make_meanwhile_output(
+                    f"{sentence} The picture shows step {picture.step:,}.", text, picture.image
+                )
+            self._update([view for view in self._views if view.shows_pictures_meanwhile], output)
 
     def _draw_picture(self) -> None:
         """Refresh the picture during the run. Runs on a view's thread."""
         if any(view.shows_pictures_meanwhile for view in self._views):
             self._is_drawing_delayed = False  # also after a pause: no text replaces the picture
             started_at = time.thread_time()
-            output = _make_meanwhile_output(self._run)
+            picture = self._picture = _draw_meanwhile_picture(self._run)
             drawing_s = time.thread_time() - started_at
             self._throttle.interval = max(timeouts.KEPT_PICTURE_INTERVAL_S, drawing_s / MAX_DRAWING_SHARE)
             with self._lock:
                 if not self._run.status.state.has_ended:
+                    output = _make_meanwhile_output(picture.sentence, picture.text, picture.image)
                     self._update([view for view in self._views if view.shows_pictures_meanwhile], output)
 
     def _draw_final_picture(self) -> None:

@@ -105,12 +105,12 @@ def _measure_s(history: History, totals: np.ndarray) -> float:
 
 def _sum_by_rank(history: History, start: int, end: int) -> np.ndarray:
     """Return each rank's seconds in the rows `start` to `end`."""
-    sums = np.zeros(0)
+    sums: np.ndarray = np.zeros(0)
     edges = [start, *range(start - start % _BLOCK_ROWS + _BLOCK_ROWS, end, _BLOCK_ROWS), end]
     for first, last in itertools.pairwise(edges):
         rows = history.read_valid_rows(first, last)
         seconds = rows["step_s"]
-        added = np.bincount(rows["rank"], np.where(np.isfinite(seconds), seconds, 0))
+        added: np.ndarray = np.bincount(rows["rank"], np.where(np.isfinite(seconds), seconds, 0))
         shorter, sums = sorted((added, sums), key=len)  # a rank may be new
         sums[: len(shorter)] += shorter
     return sums

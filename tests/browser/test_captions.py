@@ -184,6 +184,44 @@ def test_titles_follow_the_tiles_before_the_lines_do(page: Page):
     expect(own).to_contain_text("last 0.750")
 
 
+def test_a_text_leaves_labels_alone_that_it_has_no_number_for(page: Page):
+    """The learning rate's was "NaN", and that of the gradients' norm a dash, half of the time."""
+    run = FakeSource(ranks=2)
+    for run.lr in (0.1, 0.05):
+        run.advance(60)
+    view = StaticView(page, run)
+    labels = [
+        view.root.get_by_test_id(name).locator(".dtk-labels text")
+        for name in ("learning-rate-chart", "gradient-norm-chart")
+    ]
+    expect(labels[0]).to_have_text("0.05")
+    before = [label.text_content() for label in labels]
+    run.advance(5)
+    view.send_text()
+    expect(view.root.locator(".dtk-ends")).to_contain_text("step 125 of")
+    assert [label.text_content() for label in labels] == before
+
+
+def test_the_label_of_a_zoomed_line_is_the_value_where_it_ends(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(120)
+    for step in (20, 40, 60, 80, 100, 120):
+        run.history.add(Evaluation(step, 100, {"accuracy": step / 200}))
+    view = StaticView(page, run)
+    label = view.root.get_by_test_id("metric-chart").locator(".dtk-labels text")
+    expect(label).to_have_text("0.600")
+    chart = view.root.get_by_test_id("metric-chart").locator("svg.dtk-lines-chart")
+    box = chart.bounding_box()
+    assert box
+    page.mouse.move(box["x"] + 60, box["y"] + 80)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 80, steps=4)
+    page.mouse.up()
+    expect(label).not_to_have_text("0.600")
+    view.send_text()
+    expect(label).not_to_have_text("0.600")
+
+
 def test_a_panel_of_ones_own_does_not_wait_for_the_charts(page: Page, monkeypatch: pytest.MonkeyPatch):
     """A picture waited for the next drawing of the charts, up to 2.5 s."""
     monkeypatch.setattr(messages, "has_spare_core", lambda _run: False)

@@ -275,6 +275,24 @@ def test_replacement_that_is_lost_during_the_repair_is_a_loss_of_its_own():
         assert [(event.kind, event.rank) for event in events] == [("lost", 1), ("lost", 1), ("repair", None)]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (dtkit.ParameterAveraging(every=1), "no step lost; the optimizer's state there is the mean of the others'"),
+        (dtkit.DataParallel(), "no step lost"),
+    ],
+    ids=["averaging", "data parallel"],
+)
+def test_a_repair_says_that_a_rank_which_trained_alone_has_lost_its_momentum(cluster, engines, strategy, expected):
+    """Parameters differed from those of an undisturbed run by 0.18, and the log said "no step lost" alone."""
+    run = train(cluster, start=False, strategy=strategy)
+    run.step()
+    engines.end_engine(1)
+    run.resume()
+    run.wait(10)
+    assert list_losses_and_repairs(run)[-1].text.endswith(expected)
+
+
 def test_repair_goes_on_after_a_host_is_lost_before_it_starts_an_engine(monkeypatch):
     engines = FakeTransport(3)
     replace = engines.replace

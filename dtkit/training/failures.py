@@ -216,8 +216,14 @@ class FailureHandler:
         since_loss_s = measure_since_loss(self._progress.history.events, time.time(), at_least_s=result.duration_s)
         return (
             f"{nodes} {action}: all go on from step {result.step}{source} {since_loss_s:.1f} s after the loss, {steps}"
-            f"{self._describe_batch_statistics(result)}"
+            f"{self._describe_optimizer_state(action, result)}{self._describe_batch_statistics(result)}"
         )
+
+    def _describe_optimizer_state(self, action: str, result: RecoveryResult) -> str:
+        """Return a clause on momentum and moments, where each rank trains alone and so has its own."""
+        has_own = not self._progress.plan.options.strategy.divides_batch
+        is_lost = has_own and action == "replaced" and result.lost_ranks and not result.source
+        return "; the optimizer's state there is the mean of the others'" if is_lost else ""
 
     def _describe_batch_statistics(self, result: RecoveryResult) -> str:
         """Return a clause on running statistics that only the lost ranks had; a snapshot has those of all ranks."""

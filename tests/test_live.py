@@ -32,11 +32,11 @@ from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.dashboard.text import run_text
 from dtkit.dashboard.throttle import VIEW_NICENESS, Throttle, start_timer
 from dtkit.history.history import History
-from dtkit.history.row_table import RowTable
 from dtkit.history.scalars import ScalarRecord
 from dtkit.types import Evaluation, ReplicaCheckResult, State, StepRecord
 from tests.support.fake_source import FakeSource
 from tests.support.node import find_node
+from tests.support.rows_read import count_rows_read
 from tests.support.timers import Timers
 
 STATIC = STATIC_FOLDER
@@ -97,18 +97,7 @@ def test_a_message_of_a_long_run_reads_its_last_rows_alone(monkeypatch):
     builder = MessageBuilder(source)
     builder.build_snapshot()
     builder.build_text()
-    num_read = []
-
-    def count(read):
-        def read_and_count(*args):
-            rows = read(*args)
-            num_read.append(len(rows))
-            return rows
-
-        return read_and_count
-
-    for name in ("read", "read_valid", "read_totals", "read_valid_totals"):
-        monkeypatch.setattr(RowTable, name, count(getattr(RowTable, name)))
+    num_read = count_rows_read(monkeypatch)
     source.advance(10)
     builder.build_text()
     source.advance(10)

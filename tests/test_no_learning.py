@@ -11,10 +11,10 @@ from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.text import run_text
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.history.no_learning import MIN_STEPS, find_no_learning
-from dtkit.history.row_table import RowTable
 from dtkit.history.undone_steps import UndoneSteps
 from dtkit.types import Evaluation, State
 from tests.support.fake_source import FakeSource
+from tests.support.rows_read import count_rows_read
 
 EVERY = 20
 OVERSHOT = [2.32, 2.27, 2.22, 2.02, 1.99, 4.84, 12.55, 19.3, 13.2, 8.5, *np.geomspace(8, 2.5, 20)]
@@ -171,18 +171,7 @@ def test_steps_that_were_undone_have_no_peak():
 def test_a_look_at_a_long_history_reads_its_first_last_and_new_rows(monkeypatch: pytest.MonkeyPatch):
     history = make_history(make_overshot(20_000))
     find_no_learning(history)
-    num_read = []
-
-    def count(read):
-        def read_and_count(*args):
-            rows = read(*args)
-            num_read.append(len(rows))
-            return rows
-
-        return read_and_count
-
-    for name in ("read", "read_valid", "read_totals", "read_valid_totals"):
-        monkeypatch.setattr(RowTable, name, count(getattr(RowTable, name)))
+    num_read = count_rows_read(monkeypatch)
     history.append(make_history(make_overshot(20_010)).rows(20_000))
     num_read.clear()
     find_no_learning(history)

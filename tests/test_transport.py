@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -117,3 +118,31 @@ def test_late_replies_of_given_up_engines_print_nothing():
     for msg_id in ("awaited", "sent", "given up", "unknown"):
         client._queue_handlers["apply_reply"]({"parent_header": {"msg_id": msg_id}})
     assert handled == ["awaited", "sent"]  # ipyparallel notes that a request is outstanding after it was sent
+
+
+def make_refilling(*, is_closing: bool) -> LaunchedTransport:
+    """Return a transport whose client is closed while spare engines start."""
+    transport: Any = make_launched("")
+
+    def start_engines(n: int) -> list[int]:
+        transport._is_closing = is_closing
+        return [8][:n]
+
+    def raise_closed(engines: list[int]) -> None:
+        raise RuntimeError("Client cannot be used after its sockets have been closed")
+
+    transport.config = SimpleNamespace(spares=1)
+    transport.spare_ids, transport._refill_lock = [], threading.Lock()
+    transport._start_engines = start_engines
+    transport._client = SimpleNamespace(direct_view=raise_closed)
+    return transport
+
+
+def test_a_cluster_that_closes_while_spare_engines_start_ends_their_thread_quietly():
+    make_refilling(is_closing=True)._refill_spares()
+
+
+def test_a_client_that_is_closed_without_its_cluster_is_an_error():
+    transport = make_refilling(is_closing=False)
+    with pytest.raises(RuntimeError, match="sockets have been closed"):
+        transport._refill_spares()

@@ -214,15 +214,23 @@ class LaunchedTransport(IpyparallelTransport):
 
     def _refill_spares(self) -> None:
         """Start missing spares. A replacement that needs one meanwhile waits for it."""
-        with self._refill_lock, contextlib.suppress(ClusterError):  # without spares, a replacement takes longer
-            engines = self._start_engines(max(0, self.config.spares - len(self.spare_ids)))
-            if not engines:  # another thread was quicker, or the cluster is closing
-                return
-            self._preload(engines)
-            self.spare_ids += engines
-            self._launcher.remove_ended_engines()
-            self.on_refill()
+        try:
+            with self._refill_lock, contextlib.suppress(ClusterError):  # without spares, a replacement takes longer
+                self._add_spares()
+        # broad: closing the cluster takes client, launcher and folder away from this thread
+        except Exception:
+            if not self._is_closing:
+                raise
         resources.trim_malloc()  # this thread may have had a malloc arena of its own
+
+    def _add_spares(self) -> None:
+        engines = self._start_engines(max(0, self.config.spares - len(self.spare_ids)))
+        if not engines:  # another thread was quicker, or the cluster is closing
+            return
+        self._preload(engines)
+        self.spare_ids += engines
+        self._launcher.remove_ended_engines()
+        self.on_refill()
 
     def _preload(self, engines: Sequence[int]) -> None:
         if engines:

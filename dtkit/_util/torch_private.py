@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     is_profiling: Callable[[], bool]
     get_step_pre_hooks: Callable[[torch.optim.Optimizer], dict[int, Callable[..., Any]]]
     get_step_post_hooks: Callable[[torch.optim.Optimizer], dict[int, Callable[..., Any]]]
+    run_backward: Callable[..., Any]
+    break_graph_around: Callable[..., Any]
     global_step_pre_hooks: dict[int, Callable[..., Any]]
     global_step_post_hooks: dict[int, Callable[..., Any]]
     set_group_timeout: Callable[..., None] | None
@@ -169,6 +171,18 @@ PRIVATE_NAMES = {
     "get_step_post_hooks": PrivateName("torch.optim", "Optimizer._optimizer_step_post_hooks", *_UPDATES, "attribute"),
     "global_step_pre_hooks": PrivateName("torch.optim.optimizer", "_global_optimizer_pre_hooks", *_UPDATES),
     "global_step_post_hooks": PrivateName("torch.optim.optimizer", "_global_optimizer_post_hooks", *_UPDATES),
+    "run_backward": PrivateName(
+        "torch.autograd.graph",
+        "_engine_run_backward",
+        "Backward passes from a given gradient",
+        "the public function loads sympy, for shapes that a plain tensor doesn't have",
+    ),
+    "break_graph_around": PrivateName(
+        "torch.optim.optimizer",
+        "_use_grad_for_differentiable",
+        "Optimizers without torch's compiler",
+        "it loads the compiler",
+    ),
     "LAST_LR": PrivateName(
         "torch.optim.lr_scheduler", "LRScheduler._last_lr", "Schedules of a changed rate", _NO_PUBLIC, "key"
     ),

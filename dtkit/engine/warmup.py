@@ -1,7 +1,7 @@
 """Imports and initializations for the first step, which an engine does while it starts or waits as a spare.
 
 Imports create hundreds of thousands of objects that stay, which garbage collection visits repeatedly. Without
-collection, torch and its dynamo load in two thirds of the time.
+collection, torch loads in two thirds of the time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 
 from dtkit._util.garbage import pause_gc
 from dtkit.engine import memory_limit
+from dtkit.engine.lazy_compiler import defer_compiler
 
 
 def load_torch() -> None:
@@ -27,7 +28,7 @@ def load_torch() -> None:
 
 
 def preload() -> None:
-    """Load the modules for the first step. torch's dynamo alone, for the first optimizer, takes about a second."""
+    """Load the modules for the first step, without torch's compiler."""
     with without_collection():
         import torch
         from torch.nn.parallel import DistributedDataParallel  # noqa: F401
@@ -37,6 +38,7 @@ def preload() -> None:
         import dtkit.engine.job
         import dtkit.strategies.data_parallel  # noqa: F401
 
+        defer_compiler()
         p = torch.nn.Parameter(torch.zeros(1))
         p.grad = torch.zeros(1)
         torch.optim.SGD([p], lr=0.1).step()

@@ -127,8 +127,11 @@ class Strategy(abc.ABC):
     def check_model(self, model: torch.nn.Module) -> None:  # noqa: B027 - most strategies take any model
         """Raise ValueError if this model can't be placed, as far as the notebook knows."""
 
-    def preload(self) -> None:  # noqa: B027 - most need no imports
-        """Import the modules that `setup` needs, so that they don't count as a model's memory."""
+    def preload(self, model: torch.nn.Module | None, group: Group | None) -> None:  # noqa: B027 - most need no imports
+        """Import the modules that `setup` needs, so that they don't count as a model's memory.
+
+        `model` is None if this rank has only the file of the model.
+        """
 
     def reduce_batch(self, batch: Any) -> Any:
         """Return the part of a batch that other ranks of a replica need from the rank that has loaded it."""

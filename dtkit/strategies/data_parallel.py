@@ -25,6 +25,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dtkit._util.arguments import suggest_options
+from dtkit.engine.lazy_compiler import load_compiler
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import compression
 from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
@@ -124,6 +125,18 @@ class DataParallel(Strategy):
     def has_plain_sums(self) -> bool:
         """Whether no option needs DDP, so that small gradients are summed in one flat buffer."""
         return self.compress is None and self.bucket_cap_mb is None and not self.find_unused_parameters
+
+    def uses_flat_buffer(self, model: torch.nn.Module, group: Group, device: torch.device) -> bool:
+        """Return whether the gradients of this model are summed in one flat buffer."""
+        max_bytes = choose_max_flat_bytes(is_one_host=group.can_sum_directly(torch.zeros(1, device=device)))
+        return self.has_plain_sums and fits_flat_buffer(model, max_bytes)
+
+    def preload(self, model: torch.nn.Module | None, group: Group | None) -> None:
+        """Load torch's compiler, if this model needs it: DDP is excluded from compilation by it."""
+        assert model is not None  # each rank has a copy
+        needs_ddp = group is not None and not self.uses_flat_buffer(model, group, torch.device("cpu"))
+        if self.compile or needs_ddp:
+            load_compiler()
 
     def check(self, world_size: int, batch_size: int) -> None:
         """Raise ValueError if no rank has enough samples for `accumulate` micro-batches."""
@@ -227,8 +240,7 @@ class _DataParallelWorker(ReplicatedWorker):
         self._share_router_losses()
         if self._group is None:
             return
-        is_one_host = self._group.can_sum_directly(torch.zeros(1, device=self._context.device))
-        if strategy.has_plain_sums and fits_flat_buffer(self._model, choose_max_flat_bytes(is_one_host=is_one_host)):
+        if strategy.uses_flat_buffer(self._model, self._group, self._context.device):
             self._flat_gradients = FlatGradients(self._parameters)
         elif self._group.world_size > 1 or strategy.compress is not None:
             self._ddp = self._wrap_in_ddp(self._group)

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dtkit.engine.lazy_compiler import load_compiler
 from dtkit.engine.observe.collective_probe import CollectiveProbe
 from dtkit.engine.state.checksum import compute_checksum
 from dtkit.engine.state.dtensor_shards import count_shards, get_local_tensor
@@ -80,6 +81,10 @@ class DTensorStrategy(Strategy):
     def check(self, world_size: int, batch_size: int) -> None:
         """Raise ValueError if no replica has enough samples for `accumulate` micro-batches."""
         self._unsharded_strategy.check(self.build_mesh(world_size).num_replicas, batch_size)
+
+    def preload(self, model: nn.Module | None, group: Group | None) -> None:  # noqa: ARG002 - always the same
+        """Load torch's compiler, from which DTensor and FSDP exclude some of their functions."""
+        load_compiler()
 
     def setup(self, model: nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext) -> Worker:
         """Return a worker with this rank's shards, or with the whole model without a process group.

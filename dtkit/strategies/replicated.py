@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit._util.torch_private import foreach_norm
+from dtkit._util.torch_private import foreach_norm, run_backward
 from dtkit.engine.observe.step_scalars import weigh_scalars
 from dtkit.engine.state.checksum import compute_checksum
 from dtkit.engine.state.shards import MODEL_PREFIX
@@ -40,6 +40,15 @@ if TYPE_CHECKING:
     from dtkit.messages import Fingerprint
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _run_backward_from(loss: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Run `loss.backward(gradient)`, for a plain tensor without the checks that load half of torch's compiler."""
+    if type(loss) is torch.Tensor:
+        keep_graph = create_graph = False
+        run_backward((loss,), (gradient,), keep_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
+    else:
+        loss.backward(gradient)  # type: ignore[no-untyped-call]
 
 
 class LossAccumulator:
@@ -166,7 +175,7 @@ class ReplicatedWorker(Worker):
         scaled = self._scale_loss(loss)
         if self._backward_seed is None or self._backward_seed[0] != (factor, scaled.dtype, scaled.device):
             self._backward_seed = (factor, scaled.dtype, scaled.device), torch.full_like(scaled.detach(), factor)
-        scaled.backward(self._backward_seed[1])  # type: ignore[no-untyped-call]
+        _run_backward_from(scaled, self._backward_seed[1])
 
     def _start_weight_reduce(self, loss_accumulator: LossAccumulator) -> Callable[[], torch.Tensor] | None:
         """Start to sum the weights of all ranks, if losses are pairs. Return a function that waits for the total."""

@@ -3,6 +3,9 @@
 An engine spends almost three seconds of processor time on imports. A fork shares them, and most of their memory. The
 server listens on a socket in the cluster's folder, which only the user can enter. It stays single-threaded, so that a
 fork copies no lock that another thread holds. Engines live on if the server ends.
+
+torch's compiler, which takes a third of all the imports, is left to the trainings that need it. More engines than cores
+would then take turns to load it, so they get it from here.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
 from dtkit._util.process import adopt_orphans
+from dtkit._util.resources import count_cores
 from dtkit.cluster.forkserver.protocol import ForkReply, ForkRequest
+from dtkit.engine.lazy_compiler import load_compiler
 
 if TYPE_CHECKING:
     import socket
@@ -40,6 +45,8 @@ class ForkServer:
             with connection, contextlib.suppress(OSError, ValueError):  # the notebook was interrupted
                 connection.settimeout(timeouts.FORK_REQUEST_TIMEOUT_S)
                 request = ForkRequest(**json.loads(connection.makefile().readline()))
+                if request.engines > count_cores():
+                    load_compiler()
                 pids = self._fork(request.engines)
                 is_engine = pids is None
                 if pids is not None:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
+from dtkit.engine.lazy_compiler import load_compiler
 from dtkit.engine.observe.call_output import CallOutput, activate_output, ignore_logged, redirect_log
 from dtkit.history.between_steps import VALIDATION
 from dtkit.messages import END_EARLY_PREFIX, JobPosition
@@ -66,8 +67,10 @@ class JobOps(JobOperations):
         state = self._state
         # unpickles: sent by the notebook in a call
         program, stored = pickling.loads(definition.program), state.models[definition.model]
-        program.strategy.preload()
         location = state.get_group(), state.get_device()
+        program.strategy.preload(None if isinstance(stored, Payload) else stored, location[0])
+        if program.activation_checkpointing:
+            load_compiler()  # by which torch.utils.checkpoint is excluded from compilation
         state.memory_trackers[job] = PeakMemoryTracker(location[1], None if isinstance(stored, Payload) else stored)
         key = definition.data
         data = state.streams[key] if key in state.streams else state.get_data(key)

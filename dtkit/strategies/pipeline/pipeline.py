@@ -51,6 +51,7 @@ from dtkit.strategies.pipeline.tied_weights import find_tied_parameters
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.planning.cost_model import Benchmark, ModelProfile
     from dtkit.strategies.loss import Loss
@@ -267,7 +268,7 @@ class Pipeline(Strategy):
             costs = layer_costs.count_by_layer(model, ModelInputs(inputs))
         return self._cut_by_cost(names, costs)
 
-    def preload(self) -> None:
+    def preload(self, model: nn.Module | None, group: Group | None) -> None:  # noqa: ARG002 - always the same
         """Load the modules that a first trace loads."""
         from dtkit.strategies.pipeline import trace, worker
 

@@ -80,7 +80,7 @@ def test_a_page_that_zooms_gets_single_steps_and_bad_ranges_nothing():
     assert "detail" not in [content["kind"] for content, _ in sent]
     dashboard._on_page_message(None, {"zoom": [40_001, 40_400]}, [])
     content, (buffer,) = next(message for message in sent if message[0]["kind"] == "detail")
-    assert content["curves"] == {"width": 1, "origin": 40_001, "buckets": 400}
+    assert content["curves"] == {"width": 1, "origin": 40_001, "last": 40_400, "buckets": 400}
     values = np.frombuffer(buffer, "<f4").reshape(400, -1, 3)
     losses = source.history.loss(1)[1]
     np.testing.assert_array_equal(values[:, 1, 1], losses[40_000:40_400].astype("f4"))

@@ -70,6 +70,24 @@ def test_curves_keep_extremes_in_a_fixed_number_of_buckets():
     assert part.middle_steps[0] < part.middle_steps[-1] <= 100_000 + part.width
 
 
+def test_a_message_has_no_check_of_a_later_step_than_its_progress():
+    class SteppingSource(FakeSource):
+        """A run that takes a step and checks its replicas while a message about it is built."""
+
+        @property
+        def consistency(self):
+            self.step += 1
+            return ReplicaCheckResult(self.step, (), None, None)
+
+        @consistency.setter
+        def consistency(self, _result):
+            pass
+
+    content = MessageBuilder(SteppingSource(ranks=2)).build_snapshot().content
+    assert content["status"]["step"] == 1
+    assert [notice["text"] for notice in content["notices"]] == ["parameters identical on 2 nodes, checked at step 1"]
+
+
 def test_a_page_that_zooms_gets_single_steps_and_bad_ranges_nothing():
     source = FakeSource(ranks=2, steps=100_000)
     source.advance(50_000)

@@ -220,7 +220,9 @@ class MessageBuilder:
 
     def _build_current_state(self, kind: str) -> dict[str, Any]:
         """Return the part of every message: the state, notices and metrics."""
-        run, status = self._run, self._run.status
+        run = self._run
+        notices = collect_notices(run, self._lost_nodes)  # before the status: no notice names a step beyond the present
+        status = run.status
         base, self._seq = self._seq, self._seq + 1
         is_first_step = self._pressing_state.note_sent(status, self._num_events_read, self._last_effect.count)
         stall = find_stall(run)
@@ -238,7 +240,7 @@ class MessageBuilder:
             "base": base,
             **describe_head(run, status, self._metrics, self._lost_nodes),
             "error": None if error is None else "\n".join(list_error_lines(error)),
-            "notices": [dataclasses.asdict(notice) for notice in collect_notices(run, self._lost_nodes)],
+            "notices": [dataclasses.asdict(notice) for notice in notices],
             "nodes_now": {
                 "world": run.spec.world_size,
                 "lost": sorted(self._lost_nodes),

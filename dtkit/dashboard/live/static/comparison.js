@@ -97,7 +97,7 @@ function comparedChart(store, name, redraw) {
     joined: true,
     get axis() { return axis(); },
     most: () => of().most ?? Infinity,
-    note: (_head, _layout, view) => withCap(isTime ? "only time in steps counts" : isRate ? "samples/s of all nodes" : isLogged ? "logged, mean over all nodes" : "", of().most, view),
+    note: (_head, _layout, view) => withCap(isTime ? "time in steps only" : isRate ? "samples/s of all nodes" : isLogged ? "logged, mean over all nodes" : "", of().most, view),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => (!isTime && axis() ? placedGrain(store, seriesGrain(of()), isExact) : withSteps(store, seriesGrain(of()), isTime ? "time" : "step")),
     format: number,

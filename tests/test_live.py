@@ -70,6 +70,24 @@ def test_curves_keep_extremes_in_a_fixed_number_of_buckets():
     assert part.middle_steps[0] < part.middle_steps[-1] <= 100_000 + part.width
 
 
+def test_a_message_has_no_check_of_a_later_step_than_its_progress():
+    class SteppingSource(FakeSource):
+        """A run that takes a step and checks its replicas while a message about it is built."""
+
+        @property
+        def consistency(self):
+            self.step += 1
+            return ReplicaCheckResult(self.step, (), None, None)
+
+        @consistency.setter
+        def consistency(self, _result):
+            pass
+
+    content = MessageBuilder(SteppingSource(ranks=2)).build_snapshot().content
+    assert content["status"]["step"] == 1
+    assert [notice["text"] for notice in content["notices"]] == ["parameters identical on 2 nodes, checked at step 1"]
+
+
 def test_a_page_that_zooms_gets_single_steps_and_bad_ranges_nothing():
     source = FakeSource(ranks=2, steps=100_000)
     source.advance(50_000)
@@ -80,7 +98,7 @@ def test_a_page_that_zooms_gets_single_steps_and_bad_ranges_nothing():
     assert "detail" not in [content["kind"] for content, _ in sent]
     dashboard._on_page_message(None, {"zoom": [40_001, 40_400]}, [])
     content, (buffer,) = next(message for message in sent if message[0]["kind"] == "detail")
-    assert content["curves"] == {"width": 1, "origin": 40_001, "buckets": 400}
+    assert content["curves"] == {"width": 1, "origin": 40_001, "last": 40_400, "buckets": 400}
     values = np.frombuffer(buffer, "<f4").reshape(400, -1, 3)
     losses = source.history.loss(1)[1]
     np.testing.assert_array_equal(values[:, 1, 1], losses[40_000:40_400].astype("f4"))

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from dtkit.dashboard.figures import render
+from dtkit.dashboard.text import memory_text
 from dtkit.engine.memory import PeakMemoryTracker
 from dtkit.engine.observe.tensor_values import count_storage_bytes
 from dtkit.planning.cost_model import Benchmark
@@ -74,6 +76,21 @@ def test_the_figure_has_measured_and_planned_bars_and_limits():
     assert max(b.get_x() + b.get_width() for b in bars["planned"]) == pytest.approx(110)
     assert len([line for line in ax.lines if line.get_gid() == "limit"]) == 2
     assert [t.get_text() for t in ax.texts] == ["100 MB (planned 110 MB)", "120 MB (planned 110 MB)"]
+
+
+def test_the_picture_below_a_table_does_not_repeat_the_headline(monkeypatch):
+    shown, found = [], memory(make_usage())
+    monkeypatch.setattr(render, "format_img_tag", lambda figure, _alt: shown.append(figure) or "")
+    headline = memory_text.format_headline(found)
+    assert found._repr_html_().count(headline) == 1
+    assert shown[0].get_suptitle() == ""
+    assert " ".join(found.figure().get_suptitle().split()) == headline  # of a figure of its own
+
+
+def test_the_mark_of_a_limit_is_described_by_its_shape():
+    """In a notebook of any theme it has another color."""
+    ax = memory(make_usage()).figure().axes[0]
+    assert "upright mark: the limit" in ax.get_title("right")
 
 
 def test_distant_limits_are_left_out_of_the_figure():

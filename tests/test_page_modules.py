@@ -79,7 +79,7 @@ def test_a_band_of_merged_buckets_leaves_out_single_slow_steps(tmp_path: Path):
     """The page and the figure of a run draw the same quantiles."""
     rows = np.random.default_rng(1).uniform(0.9, 1.1, (500, 1, 1)).astype("f4")
     rows[37] = 40.0  # a step that the machine held up
-    buckets = CurveBuckets(1, 0, 0, np.repeat(rows, 3, axis=2))
+    buckets = CurveBuckets(1, 0, 0, np.repeat(rows, 3, axis=2), 499)
     expected = buckets.merge_to_quantiles(64).values[:, 0]
     assert len(expected) == 63
     assert expected[4, 2] < 30 < rows[32:40].max()

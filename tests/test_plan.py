@@ -451,7 +451,7 @@ def test_a_plan_says_that_one_process_is_fastest():
     figure = plan.figure()
     figure.canvas.draw()
     titles = [ax.get_title(loc=loc) for ax in figure.axes for loc in ("left", "right")]
-    assert titles == ["Memory per node", "tightest node · black mark: free", "Time per step", ""]  # none overlap
+    assert titles == ["Memory per node", "tightest node · upright mark: free", "Time per step", ""]  # none overlap
     one = plan.one_process
     assert one is not None
     for changes in ({"step_s": 0.051}, {"step_s": math.nan}, {"free": one.needed - 1}):

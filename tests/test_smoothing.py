@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.summary.curves import LOSS, MAX_BUCKETS, downsample
+from tests.support.fake_source import FakeSource
 from tests.support.node import evaluate_page_code
 
 if TYPE_CHECKING:
@@ -18,9 +21,9 @@ _GRAINS = """({
   points: (steps, values, merged) => seriesGrain({
     points: steps.length, lines: 1, merged, values: steps.flatMap((step, k) => [step, values[k]]),
   }),
-  buckets: (means, width, origin = 1) => bucketGrain(
-    { data: means.flatMap((v) => [v, v, v]), used: means.length, width, origin }, 1,
-    { first: 0, nodes: 0, banded: false },
+  buckets: (means, width, origin = 1, last, most) => bucketGrain(
+    { data: means.flatMap((v) => [v, v, v]), used: means.length, width, origin, last }, 1,
+    { first: 0, nodes: 0, banded: false }, most,
   ),
   smooth: (grain, weight) => movingAverage(grain, 0, weight),
 })"""
@@ -108,6 +111,49 @@ def test_a_gap_ages_what_was_before_it_and_no_value_stands_for_it(tmp_path: Path
     after = line[steps >= 5000]
     assert after[0] == 2.0
     assert abs(after[20] - 1.5) < 0.1, "the first value after a gap counts for all of it"
+
+
+@pytest.mark.parametrize("most", [None, 51])
+def test_an_incomplete_last_bucket_counts_by_its_steps(tmp_path: Path, most: int | None):
+    """The last of 801 steps is alone in its bucket: one noisy step must not bend the end of the smoothed line."""
+    values = np.where(np.arange(801) < 800, 1.0, 9.0)
+    means = [*values[:800].reshape(-1, 8).mean(axis=1), values[800]]
+    grain = f"make.buckets({json.dumps(means)}, 8, 1, 801, {json.dumps(most)})"
+    (line,) = smooth(tmp_path, [grain], 0.9)
+    assert line[-1] == pytest.approx(average_steps(values, 0.9)[-1], rel=1e-6)
+    assert line[-2] == pytest.approx(1)
+
+
+def test_messages_and_figures_have_the_steps_of_an_incomplete_bucket():
+    source = FakeSource(ranks=2)
+    source.advance(last := 2 * MAX_BUCKETS + 5)
+    builder = MessageBuilder(source)
+    curves = builder.build_snapshot().content["curves"]
+    assert (curves["width"], curves["last"]) == (4, last)
+    assert builder.build_detail(10, 20).content["curves"]["last"] == 20
+    part = downsample(source.history, LOSS, 2)
+    assert part.middle_steps[-2:].tolist() == [last - 2.5, last]
+    expected = source.history.totals()["loss"][-5:].mean()
+    assert part.merge_to_quantiles(64).values[-1, -1, 1] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("mode", "middle"), [("step", 5.5), ("time", 5.0)])
+def test_a_compared_run_counts_no_steps_after_its_last(tmp_path: Path, mode: str, middle: float):
+    """The second run ends with the first step of a part that the first one has whole, and so does the last point."""
+    values = [np.ones(401), np.where(np.arange(321) < 320, 1.0, 9.0)]
+    parts = [[part[k : k + 10].mean() if k < len(part) else None for k in range(0, 401, 10)] for part in values]
+    middles = np.minimum(np.arange(0, 401, 10) + middle, 401)
+    rows = [[at, first, second, None] for at, first, second in zip(middles, *parts, strict=True)]
+    store = {"head": {"axes": {"time": [[[1, 401], [1, 401]], [[1, 321], [1, 321]]], "last": [401, 321]}}}
+    numbers = f"{json.dumps([number for row in rows for number in row])}.map((v) => v ?? NaN)"
+    series = f"seriesGrain({{ points: {len(rows)}, lines: 3, values: {numbers} }})"
+    module = (
+        'chart/average.js";\nimport { seriesGrain } from "./static/chart/grain.js";\n'
+        'import { withSteps } from "./static/chart/run_axis.js'
+    )
+    grain = f'withSteps({json.dumps(store)}, {series}, "{mode}")'
+    line = evaluate_page_code(tmp_path, module, ["movingAverage"], f"movingAverage({grain}, 1, 0.9)")
+    assert line[32] == pytest.approx(average_steps(values[1], 0.9)[-1], rel=0.05)
 
 
 def test_a_range_in_sight_goes_on_from_the_steps_before_it(tmp_path: Path):

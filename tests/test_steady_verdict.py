@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from dtkit._util import timeouts
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
 from dtkit.dashboard.summary.verdict import Verdict
@@ -22,6 +24,19 @@ def test_two_causes_in_turn_leave_the_line_alone():
     looks = beside(DATA, WAITING), beside(WAITING, DATA)
     shown = [steady.update(looks[k % 2], 2.0 * k) for k in range(20)]
     assert set(shown) == {DATA}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_other_programs_that_come_and_go_leave_the_line_alone(first):
+    """Next to waits for a core, one process is not estimated, so that the looks don't list each other's cause."""
+    cores = Verdict("cores", "nodes waited 20 % of their time for a core, which the browser had", 0.2)
+    batch = Verdict("one process", "one process is faster: use a larger batch", 0.5)
+    steady, looks = SteadyVerdict(), [cores, beside(batch, dataclasses.replace(cores, gain=0.06))]
+    shown = [steady.update(looks[(first + k) % 2], 2.0 * k).cause for k in range(21)]
+    assert set(shown) == {looks[first].cause}
+    lasting = looks[1 - first]
+    shown = [steady.update(lasting, 100.0 + at).cause for at in (0.0, HOLD_S - 0.1, HOLD_S)]
+    assert shown == [looks[first].cause] * 2 + [lasting.cause]
 
 
 def test_a_cause_that_lasts_replaces_the_shown_one():

@@ -5,6 +5,7 @@ Figures are imported when they are drawn, because text must not load matplotlib.
 
 from __future__ import annotations
 
+import html
 from typing import TYPE_CHECKING, TypeVar
 
 from dtkit._util import views
@@ -44,13 +45,15 @@ def _register(
     format_html: Callable[[_Shown], str] | None = None,
     alt: str = "the same as a figure",
 ) -> None:
-    """Register the views of a class. Its HTML is `format_html` above the figure."""
+    """Register the views of a class. Its HTML is `format_html` above the figure, which doesn't repeat its headline."""
 
     def format_page(shown: _Shown) -> str:
         from dtkit.dashboard.figures.render import format_img_tag
 
-        text = "" if format_html is None else format_html(shown)
-        return f"<div>{text}{format_img_tag(draw(shown), alt)}</div>"
+        text, figure = "" if format_html is None else format_html(shown), draw(shown)
+        if html.escape(" ".join(figure.get_suptitle().split())) in text:
+            figure.suptitle("")
+        return f"<div>{text}{format_img_tag(figure, alt)}</div>"
 
     def render_png(shown: _Shown) -> bytes:
         from dtkit.dashboard.figures.render import render_notebook_png

@@ -119,6 +119,28 @@ def test_a_removed_panel_leaves_the_page_and_the_menu(page: Page):
 
 
 @pytest.mark.parametrize("look", [Look("light", 1400, 900)], indirect=True)
+def test_a_custom_panel_keeps_its_size_when_another_chart_comes_or_goes(page: Page):
+    source = FakeSource(ranks=2)
+    source.advance(20)
+    view = StaticView(page, source)
+    view.show_picture("mine", render.render_png(render.create_figure(6, 2.3)))
+    image = view.root.get_by_test_id("custom-panel").locator("img")
+    page.wait_for_function("(image) => image.naturalWidth > 500", arg=image.element_handle())
+    view.root.get_by_test_id("panels-menu").click()
+    loss = view.root.locator("[data-panel='Loss']")
+    sizes = []
+    for change in (loss.check, loss.uncheck, loss.check):
+        change()
+        expect(view.root.get_by_test_id("loss-chart")).to_be_visible(visible=loss.is_checked())
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        box = image.bounding_box()
+        assert box
+        sizes.append((box["width"], box["height"]))
+    assert len(set(sizes)) == 1
+    assert sizes[0][0] < 700  # half of the page
+
+
+@pytest.mark.parametrize("look", [Look("light", 1400, 900)], indirect=True)
 def test_a_page_reports_how_wide_it_shows_panels_which_fill_that(page: Page):
     source = FakeSource(ranks=2)
     source.advance(20)

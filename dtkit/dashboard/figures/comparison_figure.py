@@ -175,7 +175,7 @@ def _format_steps_panel(ax: Axes, run_buckets: Sequence[CurveBuckets]) -> None:
 
 
 def _format_time_panel(ax: Axes, run_buckets: Sequence[CurveBuckets]) -> None:
-    style.set_title(ax, "Loss against time", "only time in steps counts")
+    style.set_title(ax, "Loss against time", "time in steps only")
     ax.set_xlabel("time", fontsize=8, color=style.MUTED_COLOR)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
     ax.xaxis.set_major_formatter(

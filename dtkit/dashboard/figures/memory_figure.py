@@ -40,7 +40,7 @@ def draw_memory(memory: Memory) -> Figure:
     ax.set_yticks(range(len(rows)), [f"node {row.rank}" for row in rows])
     ax.set_ylim(len(rows) - 0.45, -0.55)
     style.style_axes(ax, "x", style.TEXT_COLOR)
-    note = "; hollow: as planned" * any(planned) + "; a black mark: the limit" * shows_limits
+    note = "; hollow: as planned" * any(planned) + "; upright mark: the limit" * shows_limits
     style.set_title(ax, "Held at most by each node", unit + note)
     style.format_bar_axis(ax, 3, fontsize=8)
     style.set_figure_title(figure, format_headline(memory))

@@ -75,7 +75,7 @@ def _draw_memory(ax: Axes, rows: Sequence[PlanRow]) -> None:
         _mark_free_memory(ax, row, end, y, unit_size, longest)
     ax.set_xlim(0, 1.35 * longest or 1)
     style.style_axes(ax, "x", style.TEXT_COLOR)
-    style.set_title(ax, "Memory per node", "tightest node · black mark: free")
+    style.set_title(ax, "Memory per node", "tightest node · upright mark: free")
     style.format_bar_axis(ax, 3, fontsize=8, unit=unit)
 
 

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.summary.curves import CurveBuckets
     from dtkit.dashboard.summary.lost_nodes import LostNodes
     from dtkit.dashboard.summary.step_strip import StepStrip
     from dtkit.types import Event, NodeInfo
@@ -157,8 +158,7 @@ class MessageBuilder:
             "marks": [build_log_line(event) for event in events if event.kind in MARKED_EVENTS][-MAX_MARKS:],
             "evaluations": self._evaluation_feed.build_all(),
         }
-        part = self._curves.take_all()
-        return self._pack_message(content, part.values, part.width, part.origin, part.first)
+        return self._pack_message(content, self._curves.take_all(), is_whole=True)
 
     def build_change(self) -> Message:
         """Return the changes since the last message; after the run went back to a snapshot, everything."""
@@ -175,17 +175,13 @@ class MessageBuilder:
             self._unsent_events = unsent[MAX_CHANGE_EVENTS:]
             content["events"] = [build_log_line(event) for event in unsent[:MAX_CHANGE_EVENTS]]
         content |= self._evaluation_feed.build_changes()
-        part = self._curves.take_changes(self._max_change_buckets)
-        values = part.values[..., 1] if part.is_flat else part.values
-        return self._pack_message(content, values, part.width, part.origin, part.first)
+        return self._pack_message(content, self._curves.take_changes(self._max_change_buckets))
 
     def build_rest(self) -> Message:
         """Return curves that the last change left, without the state, which takes most of a change's time."""
-        part = self._curves.take_changes(self._max_change_buckets)
-        values = part.values[..., 1] if part.is_flat else part.values
         content: dict[str, Any] = {"kind": "rest", "base": self._seq, "seq": self._seq + 1}
         self._seq += 1
-        _describe_curves(content, values, part.width, part.origin, part.first)
+        values = _describe_curves(content, self._curves.take_changes(self._max_change_buckets))
         return Message(content, [np.ascontiguousarray(values, "<f4").tobytes()])
 
     def build_text(self) -> Message:
@@ -200,7 +196,12 @@ class MessageBuilder:
     def build_detail(self, first_step: int, last_step: int) -> Message:
         """Return the curves of a range of steps, for a page that zooms in."""
         part = read_range(self._run.history, CHARTS, self._num_ranks, first_step, last_step)
-        described = {"width": part.width, "origin": part.origin, "buckets": len(part.values)}
+        described = {
+            "width": part.width,
+            "origin": part.origin,
+            "last": part.last_step,
+            "buckets": len(part.values),
+        }
         content = {"kind": "detail", "range": [first_step, last_step], "curves": described}
         return Message(content, [np.ascontiguousarray(part.values, "<f4").tobytes()])
 
@@ -219,7 +220,9 @@ class MessageBuilder:
 
     def _build_current_state(self, kind: str) -> dict[str, Any]:
         """Return the part of every message: the state, notices and metrics."""
-        run, status = self._run, self._run.status
+        run = self._run
+        notices = collect_notices(run, self._lost_nodes)  # before the status: no notice names a step beyond the present
+        status = run.status
         base, self._seq = self._seq, self._seq + 1
         is_first_step = self._pressing_state.note_sent(status, self._num_events_read, self._last_effect.count)
         stall = find_stall(run)
@@ -237,7 +240,7 @@ class MessageBuilder:
             "base": base,
             **describe_head(run, status, self._metrics, self._lost_nodes),
             "error": None if error is None else "\n".join(list_error_lines(error)),
-            "notices": [dataclasses.asdict(notice) for notice in collect_notices(run, self._lost_nodes)],
+            "notices": [dataclasses.asdict(notice) for notice in notices],
             "nodes_now": {
                 "world": run.spec.world_size,
                 "lost": sorted(self._lost_nodes),
@@ -292,10 +295,8 @@ class MessageBuilder:
             "has_spare_core": has_spare_core(self._run),
         }
 
-    def _pack_message(
-        self, content: dict[str, Any], values: np.ndarray, width: int, origin: int, first: int
-    ) -> Message:
-        _describe_curves(content, values, width, origin, first)
+    def _pack_message(self, content: dict[str, Any], part: CurveBuckets, *, is_whole: bool = False) -> Message:
+        values = _describe_curves(content, part, is_whole=is_whole)
         packed_state = self._num_rows, self.selected_rank
         is_new = packed_state != self._packed_state or content["kind"] == "snapshot"
         self._packed_state = packed_state
@@ -369,9 +370,12 @@ class MessageBuilder:
         return np.array([bar.seconds for bar in bars])
 
 
-def _describe_curves(content: dict[str, Any], values: np.ndarray, width: int, origin: int, first: int) -> None:
-    content["curves"] = {"width": width, "origin": origin, "first": first, "flat": values.ndim == 2}
-    content["curves"]["buckets"] = len(values)
+def _describe_curves(content: dict[str, Any], part: CurveBuckets, *, is_whole: bool = False) -> np.ndarray:
+    """Describe the buckets in `content`, and return their values: the means alone, where extremes add nothing."""
+    is_flat = part.is_flat and not is_whole
+    content["curves"] = {"width": part.width, "origin": part.origin, "first": part.first, "last": part.last_step}
+    content["curves"] |= {"flat": is_flat, "buckets": len(part.values)}
+    return part.values[..., 1] if is_flat else part.values
 
 
 def _name_run(run: RunView) -> str | None:

@@ -134,13 +134,15 @@ def make_chart_layouts(charts: Sequence[Chart], num_ranks: int, max_lines: int =
 class CurveBuckets:
     """Buckets `first` to `first + len(values)` of some curves.
 
-    `values` is float32 of shape (buckets, columns, 3): smallest, mean, largest; NaN without values.
+    `values` is float32 of shape (buckets, columns, 3): smallest, mean, largest; NaN without values. The last bucket
+    may have fewer than `width` steps, until `last_step`.
     """
 
     width: int
     origin: int
     first: int
     values: np.ndarray
+    last_step: int
 
     @property
     def is_flat(self) -> bool:
@@ -163,26 +165,36 @@ class CurveBuckets:
             factor *= 2
         if factor == 1:
             return self
-        parts = [self.values[k : k + factor] for k in range(0, len(self.values), factor)]
-        values = np.stack([_find_middle(part, banded_columns) for part in parts])
+        firsts, lasts = self._find_ends()
+        num_steps = lasts - firsts + 1
+        parts = [slice(k, k + factor) for k in range(0, len(self.values), factor)]
+        values = np.stack([_find_middle(self.values[part], num_steps[part], banded_columns) for part in parts])
         return dataclasses.replace(self, width=self.width * factor, first=self.first // factor, values=values)
 
     @property
     def middle_steps(self) -> np.ndarray:
         """The step in the middle of each bucket."""
-        middle = (self.width - 1) / 2
-        return self.origin + middle + self.width * np.arange(self.first, self.first + len(self.values))
+        firsts, lasts = self._find_ends()
+        return np.asarray((firsts + lasts) / 2)
+
+    def _find_ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first and the last step of each bucket."""
+        firsts = self.origin + self.width * np.arange(self.first, self.first + len(self.values))
+        return firsts, np.minimum(firsts + self.width - 1, self.last_step)
 
 
-def _find_middle(part: np.ndarray, banded_columns: int) -> np.ndarray:
+def _find_middle(part: np.ndarray, num_steps: np.ndarray, banded_columns: int) -> np.ndarray:
     """Return lower quantile, mean and upper quantile of each column, of shape (columns, 3), from several buckets."""
     known = np.isfinite(part).any(axis=0)
     values = np.full(part.shape[1:], np.nan, "f4")
     for column in np.flatnonzero(known[:, 1]):
         low, mean, high = part[:, column].T if column < banded_columns else [part[:, column, 1]] * 3
+        has_mean = np.isfinite(mean)
         values[column] = (
-            np.nanquantile(low, MIDDLE_QUANTILES[0]), np.nanmean(mean), np.nanquantile(high, MIDDLE_QUANTILES[1]),
-        )  # fmt: skip
+            np.nanquantile(low, MIDDLE_QUANTILES[0]),
+            np.average(mean[has_mean], weights=num_steps[has_mean]),
+            np.nanquantile(high, MIDDLE_QUANTILES[1]),
+        )
     return values
 
 
@@ -208,6 +220,7 @@ class Curves:
         self._low[:], self._high[:], self._sum[:], self._count[:] = np.inf, -np.inf, 0, 0
         self._width, self._num_buckets = 1, 0
         self._origin: int | None = None
+        self._last_step = 0
         self._num_rows_read = self._num_totals_read = 0
         self._first_changed = 0  # buckets from here on have not been taken
 
@@ -282,12 +295,14 @@ class Curves:
         values[has_values, 0] = self._low[part][has_values]
         values[has_values, 1] = self._sum[part][has_values] / count[has_values]
         values[has_values, 2] = self._high[part][has_values]
-        return CurveBuckets(self._width, self._origin or 0, first, values)
+        origin = self._origin or 0
+        return CurveBuckets(self._width, origin, first, values, min(self._last_step, origin + stop * self._width - 1))
 
     def _extend_to(self, first_step: int, last_step: int) -> None:
         """Widen the buckets until `last_step` has one, and note which buckets change."""
         if self._origin is None:
             self._origin = first_step
+        self._last_step = max(self._last_step, last_step)
         while (last_step - self._origin) // self._width >= self._max_buckets:
             self._merge_neighbors()
         first = max(0, first_step - self._origin) // self._width

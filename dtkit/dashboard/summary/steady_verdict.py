@@ -4,6 +4,7 @@ Two causes may be nearly equal. Their order then changes with every look, and a 
 Another verdict replaces the shown one after it was found in each look for some seconds. Until then the shown cause has
 its present numbers. The line is replaced at once where the bars beside it would contradict it: the shown cause is gone,
 or another one is far larger. Both need more than a small change of the measurements, so the line doesn't flip back.
+Waits for a core come and go with other programs, and no bar shows them: a verdict on these is never replaced at once.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class SteadyVerdict:
 
 def _is_contradicted(shown: Verdict, current: Verdict | None, found: Verdict) -> bool:
     """Return whether the measurements contradict the shown verdict, whose present state is `current` if it has any."""
-    if shown.cause in _IN_TURN and found.cause in _IN_TURN:
+    if (shown.cause in _IN_TURN and found.cause in _IN_TURN) or "cores" in (shown.cause, found.cause):
         return False
     if shown.gain > 0 and current is None:
         return True

@@ -4,7 +4,7 @@ import { chart } from "./chart.js";
 import { MILLISECONDS } from "./chart/axis.js";
 import { bucketGrain, seriesGrain } from "./chart/grain.js";
 import { runDash } from "./chart/lines.js";
-import { axisOfRuns, placedGrain, placedStore, withSteps } from "./chart/run_axis.js";
+import { axisOfRuns, placedGrain, placedStore, withRunEnds, withSteps } from "./chart/run_axis.js";
 import { h, keepKeys, s, setAttr, setText } from "./elements.js";
 import { drawPointed, newFrames } from "./frames.js";
 import { newRows } from "./grid.js";
@@ -60,7 +60,7 @@ function labelRoom(head, { grain, width }) {
 const AGAINST = { step: "steps", epoch: "epochs", time: "time", samples: "samples" };
 
 function mainChart(store, redraw) {
-  const buckets = (st) => bucketGrain(st.curves, st.head.columns, st.head.charts.loss);
+  const buckets = (st) => withRunEnds(st, bucketGrain(st.curves, st.head.columns, st.head.charts.loss));
   const panel = chart(placedStore(store), "loss", {
     ...LINES,
     get title() { return `Loss against ${AGAINST[store.view.x]}`; },
@@ -97,7 +97,7 @@ function comparedChart(store, name, redraw) {
     joined: true,
     get axis() { return axis(); },
     most: () => of().most ?? Infinity,
-    note: (_head, _layout, view) => withCap(isTime ? "only time in steps counts" : isRate ? "samples/s of all nodes" : isLogged ? "logged, mean over all nodes" : "", of().most, view),
+    note: (_head, _layout, view) => withCap(isTime ? "time in steps only" : isRate ? "samples/s of all nodes" : isLogged ? "logged, mean over all nodes" : "", of().most, view),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => (!isTime && axis() ? placedGrain(store, seriesGrain(of()), isExact) : withSteps(store, seriesGrain(of()), isTime ? "time" : "step")),
     format: number,

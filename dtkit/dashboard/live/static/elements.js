@@ -46,9 +46,22 @@ export function drawParts(layer, parts) {
   });
   while (layer.children.length > parts.length) layer.lastChild.remove();
 }
-/** Let keys in a view be its own: JupyterLab looks for this mark at the focused element first, and then at those around. */
+/**
+ * Let keys in a view be its own: JupyterLab looks for this mark at the focused element first, and then at those around.
+ * Shortcuts with Ctrl or Cmd, such as that for saving, stay JupyterLab's.
+ */
 export function keepKeys(view) {
   const mark = (el) => el.setAttribute("data-lm-suppress-shortcuts", "true");
   mark(view);
   view.addEventListener("focusin", ({ target }) => mark(target));
+  view.addEventListener("keydown", (event) => passShortcut(view, event));
+}
+const EDITS_TEXT = /^[acvxyz]$/; // with Ctrl or Cmd, also of a text that is selected outside of fields
+
+/** Send a copy of a shortcut's key to the notebook around the view. What is done with it there isn't done by the browser, too. */
+function passShortcut(view, event) {
+  const { key, ctrlKey, metaKey, defaultPrevented } = event;
+  if (!(ctrlKey || metaKey) || defaultPrevented || key.length !== 1 || EDITS_TEXT.test(key)) return;
+  const isFree = view.parentElement?.dispatchEvent(new KeyboardEvent("keydown", event)) ?? true;
+  if (!isFree) event.preventDefault();
 }

@@ -34,9 +34,13 @@ function groupHalves(panels) {
   return groups;
 }
 
-/** Widen the last of an odd number of panels: it has no neighbor, and what is below keeps its place when one comes. */
+/**
+ * Widen the last of an odd number of panels: it has no neighbor, and what is below keeps its place when one comes. A picture
+ * keeps its size, or its letters would change theirs until it is drawn again.
+ */
 function widenLast(group) {
-  const changed = group.filter((panel, k) => panel.classList.contains(ALONE) !== (k === group.length - 1 && k % 2 === 0));
+  const isAlone = (panel, k) => k === group.length - 1 && k % 2 === 0 && panel.dataset.testid !== "custom-panel";
+  const changed = group.filter((panel, k) => panel.classList.contains(ALONE) !== isAlone(panel, k));
   for (const panel of changed) panel.classList.toggle(ALONE);
   return changed.length > 0;
 }

@@ -12,7 +12,7 @@ export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", sto
 
 /**
  * Return an empty store. `curves.data` is Float32 of shape (buckets, columns, 3): smallest, mean, largest; `head.charts`
- * has the columns of each chart. `bars` is Float32 of shape (bars, phases), in seconds; `ranks` of shape (ranks, 3); `spot.data`
+ * has the columns of each chart. `curves.last` is the last step of the last bucket, which may have fewer than others. `bars` is Float32 of shape (bars, phases), in seconds; `ranks` of shape (ranks, 3); `spot.data`
  * of shape (buckets, charts, ranks); `strip.boxes` is Uint16 of shape (boxes, 5), see messages.py. The owner of
  * the store sets `send` and `redraw`.
  */
@@ -241,6 +241,7 @@ function applyCurves(store, part, values) {
   if (!curves.used) curves.origin = part.origin;
   while (curves.used && curves.width < part.width) join(curves, each);
   curves.width = part.width;
+  curves.last = Math.max(curves.last ?? 0, part.last ?? Infinity);
   const end = part.first + part.buckets;
   if (end * each > curves.data.length) {
     const larger = new Float32Array(Math.max(64, 2 * end) * each).fill(NaN);

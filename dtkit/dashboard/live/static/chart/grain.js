@@ -8,26 +8,30 @@ const MIDDLE = [0.1, NaN, 0.9]; // as in summary/curves.py
 /**
  * Return the grain of `curves`, for the chart with this layout among `columns`. With `most`, buckets are merged until at
  * most that many are left; then 0 and 2 are the quantiles MIDDLE of the merged means, or of the edges of a band of many nodes.
+ * The last bucket may have fewer steps than the others: it counts by these, and stands in their middle.
  */
 export function bucketGrain(curves, columns, layout, most) {
-  const { data, used, width, origin } = curves, lines = layout.nodes + 1;
+  const { data, used, width, origin } = curves, lines = layout.nodes + 1, end = Math.min(curves.last ?? Infinity, origin + used * width - 1);
   const raw = (line, bucket, which) => data[(bucket * columns + layout.first + line) * 3 + which];
   let each = 1;
   while (most && used > most * each) each *= 2;
   const value = each === 1 ? raw : (line, bucket, which) => {
     const found = [], source = layout.banded && line < layout.nodes ? which : 1;
+    let [sum, steps] = [0, 0];
     for (let b = bucket * each; b < Math.min(used, (bucket + 1) * each); b++) {
       const v = raw(line, b, source);
-      if (!Number.isNaN(v)) found.push(v);
+      if (Number.isNaN(v)) continue;
+      const own = Math.min(width, end - origin - b * width + 1);
+      [sum, steps] = [sum + own * v, steps + own];
+      found.push(v);
     }
     if (!found.length) return NaN;
-    return which === 1 ? found.reduce((a, b) => a + b) / found.length : quantile(found, MIDDLE[which]);
+    return which === 1 ? sum / steps : quantile(found, MIDDLE[which]);
   };
-  const wide = width * each, count = Math.ceil(used / each);
+  const wide = width * each, count = Math.ceil(used / each), span = (at) => [origin + at * wide, Math.min(origin + (at + 1) * wide - 1, end)];
   return {
-    used: count, lines, wide, value,
-    step: (at) => origin + at * wide + (wide - 1) / 2,
-    span: (at) => [origin + at * wide, origin + (at + 1) * wide - 1],
+    used: count, lines, wide, value, span,
+    step: (at) => { const [from, to] = span(at); return (from + to) / 2; },
     find: (step) => Math.min(count - 1, Math.max(0, Math.floor((step - origin) / wide))),
   };
 }

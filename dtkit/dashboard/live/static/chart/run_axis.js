@@ -41,13 +41,21 @@ function interpolate([xs, ys], x) {
   return Math.max(0, ys[k - 1] + (x - xs[k - 1]) / (xs[k] - xs[k - 1] || 1) * (ys[k] - ys[k - 1]));
 }
 
-/** Return a grain of equal parts of the axis `mode` that knows which steps each part has, for moving averages. */
+/** Return a grain of equal parts of the axis `mode` that knows which steps each run has in each part, for moving averages. */
 export function withSteps(store, grain, mode, part = narrowestPart(grain)) {
-  const at = (run, k, side) => findStep(store, mode, run, grain.step(k) + side * part / 2);
-  return { ...grain, steps: (run, k) => [at(run, k, -1) + 1, at(run, k, 1)] };
+  const half = mode === "step" ? 0.5 : 0; // the position of a step is its middle there, and its end on the other axes
+  const at = (run, k, side) => findStep(store, mode, run, grain.step(k) + side * part / 2) - half;
+  return withRunEnds(store, { ...grain, steps: (run, k) => [at(run, k, -1) + 1, at(run, k, 1)] });
 }
+/** Return the least distance of two points. The last part may be incomplete, and its point closer to the one before. */
 function narrowestPart({ used, step }) {
-  return Math.min(...Array.from({ length: used - 1 }, (_, k) => step(k + 1) - step(k)), used > 1 ? Infinity : 1);
+  const whole = used > 2 ? used - 2 : used - 1;
+  return Math.min(...Array.from({ length: whole }, (_, k) => step(k + 1) - step(k)), used > 1 ? Infinity : 1);
+}
+/** Return a grain that counts no steps after the last one of a run, which may be within a part. */
+export function withRunEnds({ head: { axes } }, grain) {
+  const steps = grain.steps ?? ((_, at) => grain.span(at));
+  return { ...grain, steps: (run, at) => { const [from, to] = steps(run, at); return [from, Math.min(to, axes.last?.[run] ?? Infinity)]; } };
 }
 
 /**

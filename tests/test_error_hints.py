@@ -47,7 +47,7 @@ class MaskedByName(nn.Linear):
         (
             Masked(64, 10),
             (ROWS,),
-            "Masked.forward needs 'mask', and a batch gives 1 input and the target. Give it a default .* training_step=",
+            "Masked.forward needs 'mask', and a batch gives 1 input and the target. Give it a .* training_step=",
         ),
         (MaskedByName(64, 10), (ROWS,), "needs 'mask', .* default in forward, write it before the \\* in forward"),
         (Masked(64, 10), {"inputs": ROWS}, "needs 'mask', and the data have 'inputs'. .* add it to the data by this"),

@@ -427,6 +427,8 @@ def test_a_lambda_has_the_values_that_it_reads_from_outside():
 
 def test_a_lambda_without_source_is_named_as_one():
     assert describe_value(eval("lambda x: x + 1")) == "a lambda"
+    assert describe_value(eval("lambda p: torch.optim.Adam(p, lr=1e-3)")) == "lambda p: torch.optim.Adam(...)"
+    assert describe_value(eval("lambda p: abs(p) + max(p)")) == "a lambda"
 
 
 def test_a_deep_model_is_cut_where_its_layers_fit():

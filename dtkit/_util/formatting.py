@@ -221,5 +221,8 @@ def parse_bytes(value: int | str) -> int:
 
 def name_type(value: object) -> str:
     """Return the name of a value's type with its article, such as ``a list`` or ``an int``."""
+    if value is None:
+        return "None"
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    is_spelled = name[:2].isupper()  # as SGD is, or LSTM
+    return f"{'an' if name[0] in ('AEFHILMNORSX' if is_spelled else 'aeiouAEIOU') else 'a'} {name}"

@@ -172,7 +172,7 @@ def name_nodes(text: str) -> str:
 
 def name_nodes_at_start(text: str) -> str:
     """Return the first line of an error as views show it: only "rank 1" at its start is dtkit's word."""
-    return re.sub(r"^rank(s?)(?= \d)", r"node\1", text.partition("\n")[0])
+    return re.sub(r"^(Traceback of )?rank(s?)(?= \d)", r"\1node\2", text.partition("\n")[0])
 
 
 def sanitize_text(text: str, max_chars: int = 300) -> str:

@@ -1,6 +1,7 @@
 """dtkit.compare: several runs as a figure over bytes and steps, a table, and text."""
 
 import dataclasses
+import functools
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from matplotlib.text import Text
 from torch import nn
 
 import dtkit
+from dtkit._util import formatting
 from dtkit.dashboard.figures import comparison_figure
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.summary import comparison as comparison_summary
@@ -29,6 +31,7 @@ from dtkit.types import Evaluation, RunSpec, State
 from tests.support.comparison_sources import make_diverging_pair, make_logging_runs, make_source
 from tests.support.fake_source import FakeSource
 from tests.support.report_page import remove_own_scripts
+from tests.support.small import train
 from tests.support.verification import make_verification
 
 
@@ -368,6 +371,48 @@ def test_metrics_and_differing_settings_are_compared():
     assert titles == ["Loss against steps", "Loss against time", "Validation accuracy", "Validation loss"]
     assert "lr_scheduler" in repr(comparison)
     assert comparison.to_pandas().loc["Sharded()", "best accuracy"] == pytest.approx(0.75)
+
+
+def list_bold(rows: list[comparison_summary.ComparisonRow]) -> set[str]:
+    table = comparison_text.make_table(rows)
+    return {table.header[column] for _, column in table.bold_cells}
+
+
+@pytest.mark.parametrize(
+    ("changes", "bold", "line"),
+    [
+        ({}, {"final training loss", "best validation loss", "best validation accuracy"}, None),
+        (
+            {"loss": "mse_loss"},
+            {"best validation accuracy"},
+            "differ in loss function, so there is no best final training loss or validation loss",
+        ),
+        (
+            {"settings": (("validation", "Tensor of 9"),)},
+            {"final training loss"},
+            "differ in validation data, so there is no best validation",
+        ),
+        (
+            {"samples": 7},
+            {"best validation loss", "best validation accuracy"},
+            "differ in training data, so there is no best final training loss",
+        ),
+        (
+            {"steps": 9},
+            {"final training loss", "best validation loss", "best validation accuracy"},
+            "differ in epochs: the best may be the one that trained longest",
+        ),
+    ],
+    ids=["none", "loss", "validation", "rows", "epochs"],
+)
+def test_no_run_is_the_best_by_numbers_of_different_meaning(changes, bold, line):
+    one, other = with_metrics("DataParallel()", [0.5, 0.9]), with_metrics("Sharded()", [0.6, 0.7])
+    other.spec = dataclasses.replace(other.spec, **changes)
+    comparison = dtkit.compare(one, other)
+    first, second = comparison.rows
+    assert list_bold([first, dataclasses.replace(second, loss=first.loss / 2)]) - {"samples/s"} == bold
+    for text in (repr(comparison), comparison._repr_html_()):
+        assert (line or "the runs differ") in text if line else "the runs differ" not in text
 
 
 def test_few_settings_of_many_runs_are_a_narrow_table():
@@ -732,3 +777,17 @@ def test_the_text_of_a_comparison_names_the_best_runs():
     (line,) = [line for line in repr(dtkit.compare(runs)).splitlines() if line.startswith("best: ")]
     assert re.match(r"best: final training loss long \([\d.]+\), validation accuracy short \(0.900\)", line)
     assert "best: " not in repr(dtkit.compare([runs[0]]))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "None"), (torch.optim.SGD([torch.zeros(1)], lr=1), "an SGD"), (nn.LSTM(1, 1), "an LSTM"), (1, "an int")],
+)
+def test_a_value_of_another_type_has_the_right_article(value, text):
+    assert formatting.name_type(value) == text
+
+
+def test_a_partial_loss_is_told_by_its_function_and_options():
+    with dtkit.Cluster.from_transport(FakeTransport(1), device="cpu") as cluster:
+        loss = functools.partial(nn.functional.cross_entropy, label_smoothing=0.1)
+        assert train(cluster, loss=loss, start=False).spec.loss == "partial(cross_entropy, label_smoothing=0.1)"

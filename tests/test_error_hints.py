@@ -31,6 +31,37 @@ def test_forward_of_other_inputs_gets_the_remedy():
     )
 
 
+class Masked(nn.Linear):
+    def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs * mask)
+
+
+class MaskedByName(nn.Linear):
+    def forward(self, inputs: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs * mask)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "expected"),
+    [
+        (
+            Masked(64, 10),
+            (ROWS,),
+            "Masked.forward needs 'mask', and a batch gives 1 input and the target. Give it a .* training_step=",
+        ),
+        (MaskedByName(64, 10), (ROWS,), "needs 'mask', .* default in forward, write it before the \\* in forward"),
+        (Masked(64, 10), {"inputs": ROWS}, "needs 'mask', and the data have 'inputs'. .* add it to the data by this"),
+        (nn.Sequential(Masked(64, 10)), (ROWS,), "module that calls Masked has to give it 'mask', or Masked.forward a"),
+    ],
+    ids=["positional", "keyword", "dict", "inner"],
+)
+def test_required_input_that_the_data_lack_is_named(model: nn.Module, inputs: Any, expected: str):
+    with pytest.raises(TypeError) as caught:
+        model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    add_hints(caught.value, [(5, inputs if isinstance(inputs, dict) else (*inputs, LABELS))], model)
+    assert re.search(expected, format_message(caught.value))
+
+
 def test_a_second_process_group_gets_the_remedy():
     error = ValueError("trying to initialize the default process group twice!")
     assert add_general_hint(error)

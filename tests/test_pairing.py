@@ -19,7 +19,7 @@ from tests.support.small import ROWS, data, train
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-INPUTS, _ = data()
+INPUTS, CLASSES = data()
 
 
 @pytest.fixture
@@ -99,6 +99,99 @@ def test_refused_pairs_name_shapes_and_the_users_line(cluster: dtkit.Cluster):
     assert "by output.squeeze(1), or by target.unsqueeze(1)" in lines[0]
     assert "in square" in lines[1]
     assert "((output - target) ** 2).mean()" in lines[2]
+
+
+def square_transposed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return square(output.T, target)
+
+
+def classify_transposed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.T, target)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "target", "problem"),
+    [
+        (nn.Linear(4, 1), square_transposed, INPUTS[:, :1], r"shape \(1, 8\) with targets of shape \(8, 1\).*as \.T"),
+        (
+            nn.Linear(4, 1),
+            lambda output, target: F.mse_loss(output.T, target),
+            INPUTS[:, :1],
+            r"shape \(1, 8\) with targets of shape \(8, 1\).*as \.T",
+        ),
+        (
+            nn.Linear(4, 1),
+            lambda output, target: F.binary_cross_entropy_with_logits(output.T, target),
+            (INPUTS[:, :1] > 0).float(),
+            r"shape \(1, 8\), and the targets \(8, 1\): one of both looks transposed",
+        ),
+        (nn.Linear(4, 8), classify_transposed, CLASSES, r"outputs of shape \(8, 8\), and fails for 9 rows, .*as \.T"),
+        (nn.Linear(4, 8), square_transposed, torch.cat([INPUTS, INPUTS], 1), r"fails for 9 rows, .*such as \.T"),
+        (nn.Linear(4, 3), classify_transposed, CLASSES, "gets 3 rows of outputs, .* 8 targets.*looks transposed"),
+    ],
+    ids=["own", "mse_loss", "bce", "square classes", "square numbers", "classes"],
+)
+def test_loss_of_a_transposed_output_is_refused(
+    cluster: dtkit.Cluster, model: nn.Module, loss: Any, target: torch.Tensor, problem: str
+):
+    with pytest.raises((ValueError, FirstBatchError), match=problem):
+        train(cluster, model, (INPUTS, target), loss=loss)
+
+
+def contrast_both_ways(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    logits, labels = output @ target.T, torch.arange(len(output))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def contrast_images(model: nn.Module, batch: Any) -> torch.Tensor:
+    logits = model(batch[0]) @ model(batch[0] * 2).T
+    return contrast_both_ways(logits, torch.eye(len(logits)))
+
+
+class ColumnsOfSamples(nn.Linear):
+    """Model whose output has a column for each sample."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs).T
+
+
+class EightRows(nn.Linear):
+    """Model that takes batches of eight rows alone."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs).reshape(8, 8)
+
+
+def distances_of_columns(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    squares = (output**2).sum(1, keepdim=True) + (target**2).sum(1, keepdim=True).T
+    return F.cross_entropy(2 * output @ target.T - squares, torch.arange(len(output)))
+
+
+def pairs_of_columns(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (F.softplus(output[:, :1] - output[:, :1].T) * (target[:, :1] > target[:, :1].T)).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "target"),
+    [
+        (nn.Linear(4, 8), {"loss": contrast_both_ways}, INPUTS.repeat(1, 2)),
+        (nn.Linear(4, 8), {"loss": None, "training_step": contrast_images}, INPUTS),
+        (nn.Linear(4, 8), {"loss": distances_of_columns}, INPUTS.repeat(1, 2)),
+        (nn.Linear(4, 8), {"loss": pairs_of_columns}, INPUTS),
+        (nn.Linear(4, 1), {"loss": pairs_of_columns}, INPUTS),
+        (nn.Linear(4, 8), {"loss": nn.CrossEntropyLoss()}, CLASSES),
+        (ColumnsOfSamples(4, 8), {"loss": classify_transposed}, CLASSES),
+        (EightRows(4, 8), {"loss": nn.CrossEntropyLoss()}, CLASSES),
+        (nn.Linear(4, 1), {"loss": lambda output, target: F.mse_loss(output.T, target.T)}, INPUTS[:, :1]),
+    ],
+)
+def test_transposed_outputs_on_purpose_are_not_refused(
+    cluster: dtkit.Cluster, model: nn.Module, options: dict[str, Any], target: torch.Tensor
+):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".* is not the mean of the losses of its parts")
+        train(cluster, model, (INPUTS, target), start=False, **options).stop()
 
 
 def contrast_distances(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

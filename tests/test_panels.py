@@ -28,6 +28,7 @@ from dtkit.dashboard.summary.step_strip import BOX_KINDS, MAX_BOXES, MAX_NODES, 
 from dtkit.dashboard.summary.timing import compute_step_timing, select_bars
 from dtkit.dashboard.summary.verdict import find_verdict
 from dtkit.dashboard.text import run_text
+from dtkit.history.run_log import TAKEN_OVER
 from dtkit.history.scalars import ScalarRecord
 from dtkit.history.speed import compute_speed
 from dtkit.history.timeline import SPAN_DTYPE, Timeline, convert_simulation
@@ -583,6 +584,22 @@ def test_a_report_has_the_custom_panels_and_their_errors(own_panels, tmp_path):
     assert section.count("data:image/png;base64,") == 1
     assert '<figure class="panel wide"><h3>Rows &lt;so&gt; far</h3><img' in section
     assert "this panel failed: RuntimeError: not &lt;b&gt;today&lt;/b&gt;" in section
+
+
+def test_a_report_after_an_attach_says_that_panels_are_not_there(own_panels, tmp_path):
+    source, path = FakeSource(ranks=2), tmp_path / "run.html"
+    source.advance(20)
+    missing = "they are not in this report: run their cells (@dtkit.panel)"
+
+    def write() -> str:
+        report.write_report(source, path)
+        return path.read_text(encoding="utf-8")
+
+    assert missing not in write()
+    source.history.add(Event(20, "note", f"{TAKEN_OVER} at step 20", 1.0, None))
+    assert missing in write()
+    dtkit.panel("Rows")(lambda ax, history: ax.plot([0, len(history)]))
+    assert missing not in write()
 
 
 def test_a_panel_of_numbers_that_this_run_never_logged_is_no_error(own_panels, tmp_path, monkeypatch):

@@ -195,6 +195,21 @@ def read_cards(source: FakeSource, folder) -> dict[str, tuple[str, str]]:
     return {name: (value, note) for name, value, note in cards}
 
 
+def test_a_report_says_node_where_errors_and_results_say_rank(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    failures = [
+        Failure(1, "host0", "ValueError", "no", "File rank.py", step=40),
+        Failure(0, "host0", "RuntimeError", "lost", "", victim=True),
+    ]
+    source.exception = EngineError(failures)
+    source.verification = make_verification(StepTimes(17, all_ranks_s=0.100, single_process_s=0.125))
+    page = write(source, tmp_path)
+    for text in ("Traceback of node 1:", "node 0 only lost its peer.", "median step 100 ms on 2 nodes", "File rank.py"):
+        assert text in page
+    assert not re.search(r"\branks? \d|\d ranks?\b", page)
+
+
 def test_the_speed_up_over_one_process_comes_from_a_verification(tmp_path):
     source = FakeSource(ranks=2)
     source.advance(40)
@@ -427,6 +442,8 @@ def test_a_lambda_has_the_values_that_it_reads_from_outside():
 
 def test_a_lambda_without_source_is_named_as_one():
     assert describe_value(eval("lambda x: x + 1")) == "a lambda"
+    assert describe_value(eval("lambda p: torch.optim.Adam(p, lr=1e-3)")) == "lambda p: torch.optim.Adam(...)"
+    assert describe_value(eval("lambda p: abs(p) + max(p)")) == "a lambda"
 
 
 def test_a_deep_model_is_cut_where_its_layers_fit():

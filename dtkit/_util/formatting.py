@@ -172,7 +172,7 @@ def name_nodes(text: str) -> str:
 
 def name_nodes_at_start(text: str) -> str:
     """Return the first line of an error as views show it: only "rank 1" at its start is dtkit's word."""
-    return re.sub(r"^rank(s?)(?= \d)", r"node\1", text.partition("\n")[0])
+    return re.sub(r"^(Traceback of )?rank(s?)(?= \d)", r"\1node\2", text.partition("\n")[0])
 
 
 def sanitize_text(text: str, max_chars: int = 300) -> str:
@@ -221,5 +221,8 @@ def parse_bytes(value: int | str) -> int:
 
 def name_type(value: object) -> str:
     """Return the name of a value's type with its article, such as ``a list`` or ``an int``."""
+    if value is None:
+        return "None"
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    is_spelled = name[:2].isupper()  # as SGD is, or LSTM
+    return f"{'an' if name[0] in ('AEFHILMNORSX' if is_spelled else 'aeiouAEIOU') else 'a'} {name}"

@@ -31,6 +31,7 @@ from dtkit.dashboard.summary.spec_differences import (
 from dtkit.dashboard.text.comparison_text import (
     describe_best,
     describe_ends,
+    describe_limits,
     describe_rows,
     make_differences_table,
     make_table,
@@ -104,7 +105,8 @@ class Comparison:
         positions, states = [_read_position(run) for run in self.runs], [read_state(run) for run in self.runs]
         ends = [describe_end(run, history) for run, history in zip(self.runs, self.histories, strict=True)]
         verifications = [getattr(run, "verification", None) for run in self.runs]  # a history has none
-        columns = self.labels, self.histories, self._strategies, positions, states, ends, verifications
+        specs = [run.spec if isinstance(run, Comparable) else None for run in self.runs]
+        columns = self.labels, self.histories, self._strategies, positions, states, ends, verifications, specs
         return [make_row(*item) for item in zip(*columns, strict=True)]
 
     def figure(self) -> Figure:
@@ -118,7 +120,7 @@ class Comparison:
         import pandas as pd
 
         rows = [{**vars(row), **{f"best {name}": value for name, value in row.best.items()}} for row in self.rows]
-        return pd.DataFrame(rows).drop(columns="best").set_index("label")
+        return pd.DataFrame(rows).drop(columns=["best", "basis"]).set_index("label")
 
     def report(self, path: str | Path = "comparison.html") -> WrittenReport:
         """Write the comparison as one self-contained HTML file: table, differences, charts with tooltips.
@@ -136,7 +138,7 @@ class Comparison:
 
     def __repr__(self) -> str:
         rows, differences, width = self.rows, self.differences, shutil.get_terminal_size((0, 0)).columns  # 0: a file
-        lines = [*describe_best(make_table(rows)), *describe_ends(rows)]
+        lines = [*describe_best(make_table(rows)), *describe_limits(rows), *describe_ends(rows)]
         table = "\n".join([make_table(rows).to_text(max_width=width), *lines])
         settings = make_differences_table(self.labels, differences).to_text(max_width=width) if differences else ""
         return f"{table}\n\n{settings}" if settings else table

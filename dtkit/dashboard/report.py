@@ -139,7 +139,7 @@ def _format_error(error: BaseException) -> Iterator[str]:
     lines = "\n".join(html.escape(line) for line in list_error_lines(error) if line != FULL_HINT)
     yield f'<p class="error">{lines}</p>'
     if isinstance(error, UserCodeError):
-        full = "\n".join(line for line in error.full.splitlines() if line != FULL_HINT)
+        full = "\n".join(formatting.name_nodes_at_start(line) for line in error.full.splitlines() if line != FULL_HINT)
         yield f'<details><summary>the whole traceback</summary><pre class="scroll">{html.escape(full)}</pre></details>'
 
 

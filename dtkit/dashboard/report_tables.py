@@ -97,7 +97,9 @@ def format_verification(run: RunView) -> Iterator[str]:
     ]
     yield "<h2>Verification against one process</h2>"
     yield format_facts(Table((), facts))
-    yield "".join(f"<p>{escape(line.strip())}</p>" for line in verification.text().splitlines()[1:])
+    yield "".join(
+        f"<p>{escape(formatting.name_nodes(line.strip()))}</p>" for line in verification.text().splitlines()[1:]
+    )
     ordered = sorted(verification.differences.items(), key=lambda item: -item[1])
     if ordered:
         rows = [

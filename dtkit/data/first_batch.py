@@ -35,6 +35,7 @@ from dtkit.data.notebook_data import NUM_FIRST_ROWS, copy_first_rows
 from dtkit.data.output_check import describe_activated_output
 from dtkit.data.pairing import PairedRowsError, PairingDetector
 from dtkit.data.partition import Partition
+from dtkit.data.square_output import check_square_output
 from dtkit.engine.bad_rows import describe_first_bad
 from dtkit.engine.data.random_state import preserve_generators
 from dtkit.engine.data.sources import ArraySource, as_source, map_tensors
@@ -109,6 +110,7 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
             _check_rows_are_finite(trial, outcome, np.arange(trial.num_rows))
             _try_extreme_rows(trial, _get_whole_arrays(inputs), lambda further: further.run())
         check_gradients_reach_model(outcome, trial.model)
+        check_square_output(trial.loss, trial.model, trial.batch)
         if (error := run_guarded(lambda: trial.run_backward(outcome), trial.explain)) is not None:
             raise error
         # silent: the loss was computed, so what fails is the trial's evaluation mode

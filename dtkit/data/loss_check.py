@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtkit._util.guard import run_guarded
-from dtkit.data.pairing import Pairing
+from dtkit.data.pairing import Pairing, are_transposed
 from dtkit.engine.data.sources import map_tensors
 from dtkit.engine.label_weight import find_label_weight
 from dtkit.strategies import router_loss
@@ -41,13 +41,13 @@ _SIZE_WARNING = re.compile(
 
 
 def check_target_shape(warnings: Iterable[str]) -> None:
-    """Raise PairedRowsError if a loss repeats targets along another number of axes than outputs have.
+    """Raise PairedRowsError if a loss repeats targets that have another number of axes than outputs, or are transposed.
 
     The loss then compares each output with every target. The strings are the warnings that it has caused.
     """
     for match in filter(None, map(_SIZE_WARNING.search, warnings)):
         target, output = (tuple(int(size) for size in text.split(", ") if size) for text in match.groups())
-        if len(target) != len(output):
+        if len(target) != len(output) or are_transposed(output, target):
             raise Pairing(output, target).make_error("the loss")
 
 

@@ -1,6 +1,7 @@
 """Detection of a loss or metric that combines each output with every target, since their shapes differ by an axis.
 
 Outputs of shape (N, 1) and targets of shape (N,) broadcast to (N, N), without an error. torch warns in `mse_loss` only.
+So do outputs that the loss has transposed to (1, N), and targets of shape (N, 1).
 Some losses compare all pairs on purpose. They add the axis themselves, as in ``output[:, None]`` or with ``keepdim``.
 So only an axis that comes from the model's output or from the data counts as a mistake.
 """
@@ -58,7 +59,17 @@ class Pairing:
             return (
                 "output.unsqueeze(1), or by target.squeeze(1). For all pairs on purpose, use target.squeeze(1)[:, None]"
             )
+        if are_transposed(self.output, self.target):
+            return (
+                "leaving the transposition out, such as .T. For all pairs on purpose, use output.squeeze(1)[:, None] - "
+                "target.squeeze(1)"
+            )
         return "output.reshape(target.shape)"
+
+
+def are_transposed(output: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Return whether one of two shapes has a row for each sample, the other a column, and torch repeats both."""
+    return len(output) > 1 and output == (target[1:2] + target[:1] + target[2:]) and 1 in output[:2] != (1, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,13 +142,17 @@ class PairingDetector(DispatchMode):
         for (output, origin), (target, other) in itertools.product(outputs, targets):
             if self._are_pairs(output, target):
                 pairing = Pairing(tuple(output.shape), tuple(target.shape))
-                if not (origin if output.dim() > target.dim() else other).has_added_axis:
+                added = origin.has_added_axis, other.has_added_axis
+                is_meant = any(added) if output.dim() == target.dim() else added[output.dim() < target.dim()]
+                if not is_meant:
                     raise pairing.make_error(self._start)
                 self.meant = pairing
 
     def _are_pairs(self, output: torch.Tensor, target: torch.Tensor) -> bool:
         """Return whether an operation repeats both, along the rows of the other."""
-        shapes = output.shape, target.shape
+        shapes = tuple(output.shape), tuple(target.shape)
+        if are_transposed(*shapes):
+            return self._num_rows in shapes[0][:2]
         if self._num_rows < 2 or any(shape[:1] != (self._num_rows,) for shape in shapes):
             return False
         return len(shapes[0]) != len(shapes[1]) and np.broadcast_shapes(*shapes) not in shapes

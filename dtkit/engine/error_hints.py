@@ -338,14 +338,40 @@ def _explain_forward(message: str, inputs: Any, model: torch.nn.Module) -> str |
     name = type(model).__name__
     if 'is missing the required "forward" function' in message:
         return "The class of this module has to define forward(self, ...), with this spelling, indented in the class"
+    if missing := re.search(r"(\w+)\.forward\(\) missing \d+ required (keyword-only|positional) arg\w+: (.+)", message):
+        return _explain_missing_input(missing, inputs, model)
     if f"{name}.forward() " not in message or "positional argument" not in message or isinstance(inputs, dict):
         return None
-    count = len(inputs) if isinstance(inputs, tuple) else 1
     return (
-        f"The model gets all parts of a batch but the last, which is the target: here "
-        f"{formatting.format_count(count, 'input')}. Give data with as many inputs as {name}.forward takes, or "
-        "training_step=, a function of (model, batch) that calls the model itself"
+        f"The model gets all parts of a batch but the last, which is the target: here {_count_inputs(inputs)}. Give "
+        f"data with as many inputs as {name}.forward takes, or training_step=, a function of (model, batch) that calls "
+        "the model itself"
     )
+
+
+def _explain_missing_input(missing: re.Match[str], inputs: Any, model: torch.nn.Module) -> str | None:
+    """Return the remedy where forward has a required parameter that the data don't fill."""
+    layer, kind, names = missing.groups()
+    if layer != type(model).__name__:
+        if all(type(module).__name__ != layer for module in model.modules()):
+            return None
+        return f"The module that calls {layer} has to give it {names}, or {layer}.forward a default, as in mask=None"
+    if isinstance(inputs, dict):
+        given = f"the data have {', '.join(map(repr, inputs))}"
+        remedy = "add it to the data by this name"
+    else:
+        given = f"a batch gives {_count_inputs(inputs)} and the target"
+        remedy = "put it into the data before the target, as in (x, mask, y)"
+    if kind == "keyword-only" and not isinstance(inputs, dict):
+        remedy = "write it before the * in forward and put it into the data, as in (x, mask, y)"
+    return (
+        f"{layer}.forward needs {names}, and {given}. Give it a default in forward, {remedy}, or write training_step=, "
+        "a function of (model, batch) that calls the model itself"
+    )
+
+
+def _count_inputs(inputs: Any) -> str:
+    return formatting.format_count(len(inputs) if isinstance(inputs, tuple) else 1, "input")
 
 
 def _get_sample_shape(inputs: Any) -> tuple[int, ...] | None:

@@ -18,6 +18,7 @@ def list_hints(message: str, target: Any, model: torch.nn.Module) -> list[str | 
     """Return a remedy, or None, for each kind of error that a loss has with its output or target."""
     return [
         _explain_output_shape(message),
+        _explain_transposed(message, model),
         _explain_class_labels(message),
         _explain_output_columns(message, target),
         _explain_output_dimensions(message),
@@ -45,6 +46,26 @@ def _explain_output_shape(message: str) -> str | None:
     return (
         f"The outputs of a batch have shape ({sizes[2]}, 1), and the targets ({sizes[1]},); they must be equal. "
         "Convert the targets, as in y.reshape(-1, 1), or the outputs, as in output.squeeze(1)"
+    )
+
+
+def _explain_transposed(message: str, model: torch.nn.Module) -> str | None:
+    """Return the remedy where a loss gets an output whose columns are samples."""
+    rows = re.search(r"Expected input batch_size \((\d+)\) to match target batch_size \((\d+)\)", message)
+    sizes = [m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    if rows is not None and sizes and sizes[-1] == int(rows[1]):
+        return (
+            f"The loss takes rows as samples. It gets {rows[1]} rows of outputs, as many as the model's last layer has "
+            f"outputs, for {rows[2]} targets: the output looks transposed. Leave .T or transpose() out"
+        )
+    pair = re.search(
+        r"arget size \(torch\.Size\(\[(\d+), (\d+)\]\)\) .*input size \(torch\.Size\(\[(\d+), (\d+)\]\)\)", message
+    )
+    if pair is None or pair.group(1, 2) != pair.group(4, 3) or pair[1] == pair[2]:
+        return None
+    return (
+        f"The outputs have shape ({pair[3]}, {pair[4]}), and the targets ({pair[1]}, {pair[2]}): one of both looks "
+        "transposed. Leave .T or transpose() out"
     )
 
 

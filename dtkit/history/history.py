@@ -79,7 +79,8 @@ class History:
     iteration and :meth:`rows` have every row that arrived.
     """
 
-    num_inherited_events = 0  # those of the run whose checkpoint this one resumes
+    num_inherited_events = 0
+    """Number of events of the run whose checkpoint this one resumes."""
     run_log: HistoryLog | None = None
     """Log on disk to which the history is also written."""
     read_position: Callable[[], tuple[int, float]] | None = None

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+TAKEN_OVER = "taken over"
+"""Begin of the event that a notebook attached to a run of another one."""
 RUNS_FOLDER = "runs"
 """Name of the folder of runs in a cluster's folder."""
 _ROWS_FILE, _EVENTS_FILE, _RUN_FILE, _LABEL_FILE = "rows.bin", "notes.jsonl", "order.pkl", "run.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
@@ -352,6 +353,6 @@ def _get_loss_name(config: TrainConfig, model_handle: ModelHandle) -> str:
 
 
 def _get_name(function: Any) -> str:
-    """Return a function's name, a lambda's source, else the object's class."""
-    is_function = hasattr(function, "__name__")
+    """Return a function's name, a source of a lambda or partial, else the object's class."""
+    is_function = hasattr(function, "__name__") or isinstance(function, functools.partial)
     return describe_value(function) if is_function else type(function).__name__

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dtkit.training.config import TrainConfig
     from dtkit.types import RunSpec
 
+_PREPARING = frozenset({"RESUME", "PRECALL", "KW_NAMES", "PUSH_NULL", "COPY_FREE_VARS", "MAKE_CELL", "CACHE", "NOP"})
+"""Operations of Python's bytecode that neither load nor call anything."""
 _MAX_CHARS, _MAX_NAME_CHARS, _MAX_NAMES = 160, 40, 5
 _PLAIN = (bool, int, float, str)
 WHERE = ", where "
@@ -108,8 +110,19 @@ def _describe_function(function: types.FunctionType) -> str:
     if function.__name__ != "<lambda>":
         return function.__name__ + where
     body = read_body(function.__code__)
+    body = body or _describe_only_call(function)  # without a source, as in python -c
     text = "a lambda" if body is None else hide_secrets(f"lambda{_format_parameters(function)}: {body}")
     return formatting.sanitize_text(text, _MAX_CHARS - len(where)) + where
+
+
+def _describe_only_call(function: types.FunctionType) -> str | None:
+    """Return ``torch.optim.Adam(...)`` for code that only calls this function; None for any other code."""
+    steps = [step for step in dis.get_instructions(function) if step.opname not in _PREPARING]
+    calls = [step for step in steps if step.opname.startswith("CALL")]
+    if len(calls) != 1 or len(steps) < 2 or steps[-2] is not calls[0] or not steps[0].opname.startswith("LOAD_GLOBAL"):
+        return None
+    further = itertools.takewhile(lambda step: step.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[1:])
+    return f"{'.'.join(str(step.argval) for step in (steps[0], *further))}(...)"
 
 
 def _read_names(function: types.FunctionType) -> Iterator[str]:

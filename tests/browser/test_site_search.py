@@ -41,6 +41,7 @@ SEARCHES = {
     "batch size": "how-to/options",
     "seed reproducible": "how-to/reproducible",
     "two gpus": "how-to/gpus",
+    "device": "how-to/gpus",
     "training hangs": "how-to/hang",
     "accelerate": "how-to/other-trainers",
     "lightning trainer": "how-to/other-trainers",
@@ -56,6 +57,8 @@ SEARCHES = {
     "mps": "how-to/gpus",
     "nccl timeout": "how-to/hang",
 }
+FOUND_FIRST = {"device"}
+"""Searches whose page is the first result, not just one of three."""
 READ = """() => [...document.querySelectorAll("ul.search > li")].slice(0, 3).map((item) => ({
     page: item.querySelector("a").getAttribute("href").split(".html")[0],
     excerpt: item.querySelector("p.context")?.textContent ?? "",
@@ -101,7 +104,7 @@ def test_a_newcomers_searches_find_the_right_page_and_mark_whole_words(page: Pag
         page.wait_for_function("() => document.querySelector('.search-summary')?.innerText", timeout=WAIT_MS)
         page.locator("ul.search > li:not(.kind-object)").first.locator("p.context").wait_for(timeout=WAIT_MS)
         results = page.evaluate(READ)
-        if expected not in [result["page"] for result in results]:
+        if expected not in [result["page"] for result in results[: 1 if query in FOUND_FIRST else 3]]:
             wrong[query] = results
         marks = [mark for result in results for mark in result["marks"]]
         assert marks, (query, results)

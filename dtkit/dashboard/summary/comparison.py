@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from dtkit.history.history import History
     from dtkit.rpc.verification import Verification
+    from dtkit.types import RunSpec
 
 _SAME_BYTES_RATIO = 1.05
 _STEEP_RATIO = 50.0  # from this ratio of losses on, an axis is logarithmic
@@ -29,6 +30,8 @@ KEPT_STATE = "kept"
 NOT_VERIFIED = "no"
 BROKEN_STATES = frozenset({"failed", "diverged", "paused, error", "paused, not finite", "stopped, not finite"})
 """States of runs that an error ended. A stopped run is none of them: `EarlyStopping` ends a good one."""
+LOSS, VALIDATION_DATA, TRAINING_DATA, DURATION = "loss function", "validation data", "training data", "epochs"
+"""What runs should have in common where their numbers are compared."""
 MANY_ORDERS = 1000.0
 """Ratio of values from which a panel of one run becomes logarithmic by itself, as in ``static/chart/grain.js``."""
 
@@ -63,6 +66,9 @@ class ComparisonRow:
     verified: str = NOT_VERIFIED
     """The result of the last ``run.verify()``, with the difference to one process."""
 
+    basis: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What the numbers depend on, by its name, such as :data:`LOSS`; empty for a history."""
+
     @property
     def competes(self) -> bool:
         """Return whether the run may be the best: no error ended it."""
@@ -77,6 +83,7 @@ def make_row(
     state: str = KEPT_STATE,
     end: tuple[str, str] = ("", ""),
     verification: Verification | None = None,
+    spec: RunSpec | None = None,
 ) -> ComparisonRow:
     """Return the totals of a history. `position` has the steps and seconds of its run, unless the history has them."""
     totals, (failure, cause) = history.totals(), end
@@ -98,8 +105,23 @@ def make_row(
         failure=failure,
         cause=cause,
         verified=_describe_verification(verification),
+        basis={} if spec is None else _read_basis(spec),
         best={name: best[1] for name in _list_names(history) if (best := find_best_evaluation(history, name))},
     )
+
+
+def _read_basis(spec: RunSpec) -> dict[str, str]:
+    return {
+        LOSS: f"{spec.loss} {dict(spec.sources).get('loss', '')}",
+        VALIDATION_DATA: dict(spec.settings).get("validation", ""),
+        TRAINING_DATA: f"{spec.samples:,} rows",
+        DURATION: f"{spec.epochs:.2f}",
+    }
+
+
+def differ_in(rows: Sequence[ComparisonRow], name: str) -> bool:
+    """Return whether two runs are known to differ in a part of their `basis`."""
+    return len({row.basis[name] for row in rows if name in row.basis}) > 1
 
 
 def _describe_verification(verification: Verification | None) -> str:

@@ -9,8 +9,13 @@ from dtkit._util import formatting
 from dtkit._util.table import Table
 from dtkit.dashboard.summary.comparison import (
     BROKEN_STATES,
+    DURATION,
     KEPT_STATE,
+    LOSS,
     NOT_VERIFIED,
+    TRAINING_DATA,
+    VALIDATION_DATA,
+    differ_in,
     differ_in_bytes,
     is_better_lower,
 )
@@ -74,7 +79,8 @@ def _find_best_cells(
 ) -> list[tuple[int, int]]:
     """Return the cells (row, column) of the best runs in each column that has a better and a worse.
 
-    Runs that failed or diverged don't compete: a crash in the first steps would be the fastest.
+    Runs that failed or diverged don't compete: a crash in the first steps would be the fastest. Columns whose numbers
+    mean different things in different runs have no best.
     """
     keys: dict[str, list[float]] = {
         "final training loss": [-row.loss for row in rows],
@@ -88,6 +94,8 @@ def _find_best_cells(
     }
     cells = []
     for name, all_values in keys.items():
+        if list_unequal_bases(rows, name):
+            continue
         values = [value if row.competes else math.nan for row, value in zip(rows, all_values, strict=True)]
         known = [value for value in values if math.isfinite(value)]
         best = [
@@ -98,6 +106,30 @@ def _find_best_cells(
     return cells
 
 
+def list_unequal_bases(rows: Sequence[ComparisonRow], column: str) -> list[str]:
+    """Return in what runs differ that makes the numbers of a column incomparable."""
+    needed = {
+        "final training loss": [LOSS, TRAINING_DATA],
+        "best validation loss": [LOSS, VALIDATION_DATA],
+    }.get(column, [VALIDATION_DATA] if column.startswith("best validation ") else [])
+    return [name for name in needed if differ_in(rows, name)]
+
+
+def describe_limits(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return a line on columns without a best, and one on runs that trained for different numbers of epochs."""
+    metrics = dict.fromkeys(f"best validation {name}" for row in rows for name in row.best)
+    columns = [name for name in ["final training loss", *metrics] if list_unequal_bases(rows, name)]
+    bases = dict.fromkeys(basis for name in columns for basis in list_unequal_bases(rows, name))
+    lines = []
+    if columns:
+        lines.append(
+            f"the runs differ in {' and '.join(bases)}, so there is no best {' or '.join(columns).replace('best ', '')}"
+        )
+    if differ_in(rows, DURATION):
+        lines.append("the runs differ in epochs: the best may be the one that trained longest")
+    return lines
+
+
 def _drop_equal_speeds(speeds: list[float]) -> list[float]:
     """Return no speeds where the runs are equally fast: their small differences are those of a busy machine."""
     known = [speed for speed in speeds if math.isfinite(speed)]
@@ -106,7 +138,8 @@ def _drop_equal_speeds(speeds: list[float]) -> list[float]:
 
 def make_table_note(rows: Sequence[ComparisonRow]) -> str:
     """Return what the numbers of the table are, of those columns that it has."""
-    parts = [f"final training loss: mean of the last {FINAL_LOSS_STEPS} steps, or of all if there are fewer"]
+    parts = describe_limits(rows)
+    parts.append(f"final training loss: mean of the last {FINAL_LOSS_STEPS} steps, or of all if there are fewer")
     if any(row.best for row in rows):
         parts.append("best validation: the best of all evaluations of a run, on the rows of validation=")
     if differ_in_bytes(rows):

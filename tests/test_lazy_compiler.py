@@ -11,7 +11,7 @@ import pytest
 _PRELUDE = """
 import sys
 import torch
-from dtkit.engine.lazy_compiler import defer_compiler, load_compiler
+from dtkit._util.lazy_compiler import defer_compiler, load_compiler
 def make(kind, **options):
     p = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     p.grad = torch.tensor([0.5, 3.0], dtype=torch.float64)

@@ -279,7 +279,7 @@ def _get_launcher_class(config: LaunchConfig) -> type[Launcher]:
 
 def _load_torch() -> None:
     """Load the modules that take longest when an engine joins, and at its first step with any strategy."""
-    from dtkit.engine.lazy_compiler import load_compiler
+    from dtkit._util.lazy_compiler import load_compiler
     from dtkit.engine.warmup import preload
 
     load_compiler()

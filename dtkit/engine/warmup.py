@@ -11,8 +11,8 @@ import gc
 import threading
 
 from dtkit._util.garbage import pause_gc
+from dtkit._util.lazy_compiler import defer_compiler
 from dtkit.engine import memory_limit
-from dtkit.engine.lazy_compiler import defer_compiler
 
 
 def load_torch() -> None:
@@ -28,6 +28,12 @@ def load_torch() -> None:
 
 
 def preload() -> None:
+    """Load the modules for the first step, and exclude them from garbage collection."""
+    load_modules()
+    _freeze_loaded_objects()
+
+
+def load_modules() -> None:
     """Load the modules for the first step, without torch's compiler."""
     with without_collection():
         import torch
@@ -43,7 +49,6 @@ def preload() -> None:
         p.grad = torch.zeros(1)
         torch.optim.SGD([p], lr=0.1).step()
         del p
-    _freeze_loaded_objects()
 
 
 def without_collection() -> contextlib.AbstractContextManager[None]:

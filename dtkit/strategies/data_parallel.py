@@ -25,7 +25,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dtkit._util.arguments import suggest_options
-from dtkit.engine.lazy_compiler import load_compiler
+from dtkit._util.lazy_compiler import load_compiler
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import compression
 from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer

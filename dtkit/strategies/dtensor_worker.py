@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dtkit.engine.lazy_compiler import load_compiler
+from dtkit._util.lazy_compiler import load_compiler
 from dtkit.engine.observe.collective_probe import CollectiveProbe
 from dtkit.engine.state.checksum import compute_checksum
 from dtkit.engine.state.dtensor_shards import count_shards, get_local_tensor

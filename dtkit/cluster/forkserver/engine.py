@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -15,7 +16,7 @@ from dtkit._util.process import end_with_parent
 from dtkit.cluster import nanny
 from dtkit.cluster.engine_arguments import make_engine_arguments
 from dtkit.cluster.remote_engine import RemoteEngine
-from dtkit.engine.warmup import preload, without_collection
+from dtkit.engine.warmup import load_modules, without_collection
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +34,7 @@ _MODULES = (
     "tornado.platform.asyncio",
     "zmq.utils.garbage",
 )
-"""What an engine imports until it has served its first call, besides what `preload` imports."""
+"""What an engine imports until it has served its first call, besides what `load_modules` imports."""
 
 ENGINE_NAME = "dtkit-engine"
 """Name of the process, of at most 15 bytes: Linux cuts longer ones."""
@@ -45,7 +46,8 @@ def load() -> None:
         for name in _MODULES:
             importlib.import_module(name)
         _load_kernel_without_debugger()
-    preload()
+    load_modules()
+    gc.freeze()  # without a collection, which takes longer than its few thousand objects are worth
 
 
 def _load_kernel_without_debugger() -> None:

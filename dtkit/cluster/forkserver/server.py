@@ -18,10 +18,10 @@ import signal
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
+from dtkit._util.lazy_compiler import load_compiler
 from dtkit._util.process import adopt_orphans
 from dtkit._util.resources import count_cores
 from dtkit.cluster.forkserver.protocol import ForkReply, ForkRequest
-from dtkit.engine.lazy_compiler import load_compiler
 
 if TYPE_CHECKING:
     import socket

@@ -7,7 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
-from dtkit.engine.lazy_compiler import load_compiler
+from dtkit._util.lazy_compiler import load_compiler
 from dtkit.engine.observe.call_output import CallOutput, activate_output, ignore_logged, redirect_log
 from dtkit.history.between_steps import VALIDATION
 from dtkit.messages import END_EARLY_PREFIX, JobPosition

@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an optimiser": (
         {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)},
         TypeError,
-        "optimizer is a SGD; it must be a function from parameters .*optimizer=lambda params",
+        "optimizer is an SGD; it must be a function from parameters .*optimizer=lambda params",
     ),
     "a metric that can't be called": (
         {"metrics": {"accuracy": 1}},

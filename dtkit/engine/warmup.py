@@ -34,7 +34,7 @@ def preload() -> None:
 
 
 def load_modules() -> None:
-    """Load the modules for the first step, without torch's compiler."""
+    """Load the modules for the first step, without torch's compiler unless it would count towards a memory limit."""
     with without_collection():
         import torch
         from torch.nn.parallel import DistributedDataParallel  # noqa: F401
@@ -44,6 +44,8 @@ def load_modules() -> None:
         import dtkit.engine.job
         import dtkit.strategies.data_parallel  # noqa: F401
 
+        if memory_limit.read_configured_limit() is not None:
+            import torch._dynamo
         defer_compiler()
         p = torch.nn.Parameter(torch.zeros(1))
         p.grad = torch.zeros(1)

@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-_COMPILER = "torch._dynamo"
+COMPILER = "torch._dynamo"
+"""Module of torch's compiler."""
 _EXCLUDED_FORM = "__dynamo_disable"
 """Attribute of a function with its form that isn't compiled, which torch looks for before it makes one."""
 
 
 def defer_compiler() -> None:
     """Keep torch's optimizers from loading the compiler. Idempotent, and a no-op once it is loaded."""
-    if _COMPILER in sys.modules or any(isinstance(finder, _CompilerImport) for finder in sys.meta_path):
+    if COMPILER in sys.modules or any(isinstance(finder, _CompilerImport) for finder in sys.meta_path):
         return
     import torch
 
@@ -45,7 +46,7 @@ def defer_compiler() -> None:
 def load_compiler() -> None:
     """Load the compiler, for code of torch that needs it."""
     with pause_gc():
-        importlib.import_module(_COMPILER)
+        importlib.import_module(COMPILER)
 
 
 class _CompilerImport(importlib.abc.MetaPathFinder):
@@ -57,7 +58,7 @@ class _CompilerImport(importlib.abc.MetaPathFinder):
 
     def find_spec(self, fullname: str, _path: Any, _target: ModuleType | None = None) -> None:
         """See :class:`importlib.abc.MetaPathFinder`."""
-        if fullname == _COMPILER and self._is_deferred:
+        if fullname == COMPILER and self._is_deferred:
             self._is_deferred = False
             for function in self._functions:
                 vars(function).pop(_EXCLUDED_FORM, None)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import threading
 
 from dtkit._util.garbage import pause_gc
-from dtkit._util.lazy_compiler import defer_compiler
+from dtkit._util.lazy_compiler import COMPILER, defer_compiler
 from dtkit.engine import memory_limit
 
 
@@ -45,7 +46,7 @@ def load_modules() -> None:
         import dtkit.strategies.data_parallel  # noqa: F401
 
         if memory_limit.read_configured_limit() is not None:
-            import torch._dynamo
+            importlib.import_module(COMPILER)
         defer_compiler()
         p = torch.nn.Parameter(torch.zeros(1))
         p.grad = torch.zeros(1)

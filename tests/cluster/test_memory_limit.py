@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cluster
 
 LIMIT = 120 * 10**6
+"""Enough for the parameters, gradients and optimizer state (106 MB), which are checked before."""
 ZERO_BUBBLE = Pipeline(2, 8, schedule="ZBVZeroBubble")
 
 
@@ -40,14 +41,16 @@ def list_pids(cluster: dtkit.Cluster) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "strategy", [slow(Pipeline(2, 8)), slow(ZERO_BUBBLE), Sharded()], ids=["1F1B", "ZBV", "Sharded"]
+    ("strategy", "batch_size"),
+    [slow(Pipeline(2, 8), 32), slow(ZERO_BUBBLE, 32), (Sharded(), 4096)],  # activations of 170 MB per rank
+    ids=["1F1B", "ZBV", "Sharded"],
 )
-def test_exceeding_the_memory_limit_raises_and_keeps_the_engines(strategy: Strategy):
-    rows = torch.randn(64, 64), torch.randint(10, (64,))
+def test_exceeding_the_memory_limit_raises_and_keeps_the_engines(strategy: Strategy, batch_size: int):
+    rows = torch.randn(batch_size, 64), torch.randint(10, (batch_size,))
     with dtkit.Cluster(2, threads=1, memory_limit=LIMIT) as cluster:
         before = list_pids(cluster)
         run = cluster.train(
-            wide(), rows, loss=F.cross_entropy, optimizer=adam, batch_size=32, steps=3, strategy=strategy, start=False
+            wide(), rows, loss=F.cross_entropy, optimizer=adam, batch_size=batch_size, steps=3, strategy=strategy, start=False
         )
         with ends_soon(), pytest.raises(dtkit.errors.EngineError, match="allocate memory"):
             run.step()

@@ -6,12 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
+from dtkit._util import notebook, timeouts
 from dtkit.cluster import reaper
+from dtkit.cluster.config import LaunchConfig
+from dtkit.cluster.devices import plan_devices
 from dtkit.cluster.reaper import _has_zombies as has_zombies
 from dtkit.rpc.cluster_folder import JOB_FLAG
 from tests.support.locks import is_owned
@@ -93,6 +97,17 @@ def test_job_in_memory_extends_the_lease(tmp_path: Path):
         for process in reapers:
             process.kill()
             process.wait(10)
+
+
+@pytest.mark.parametrize(("kernel", "seconds"), [(object(), timeouts.JOB_LEASE_S), (None, timeouts.LEASE_S)])
+def test_a_job_extends_the_default_lease_of_a_notebook_alone(
+    monkeypatch: pytest.MonkeyPatch, kernel: Any, seconds: float
+):
+    """A script that was killed left its engines for half an hour, and nobody attaches to them."""
+    monkeypatch.setattr(notebook, "get_shell", lambda: SimpleNamespace(kernel=kernel))
+    plan = plan_devices(2, "cpu", threads=1)
+    assert LaunchConfig("local", plan, timeout=60).job_lease_s == seconds
+    assert LaunchConfig("local", plan, timeout=60, lease=5).job_lease_s == 5
 
 
 def test_ends_the_processes_of_a_folder_that_is_being_removed(tmp_path: Path):

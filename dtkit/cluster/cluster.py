@@ -53,7 +53,7 @@ class Cluster(Engines):
         longer of 60 seconds and 20 median steps.
     lease : seconds that engines live without a notebook, such as during a kernel restart. By default 60, or 30 minutes
         with a job in memory; none after a shutdown of the kernel, unless a run is running, or paused with parameters
-        that are of use.
+        that are of use. After a script that was killed, 60.
     interface : network interface of the collectives; by default loopback, which other hosts can't reach. Engines on
         several hosts need another one. Tensor traffic is not encrypted.
     spares : engines that are started too and wait, so that a lost one can be replaced at once.

@@ -20,13 +20,13 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import files, formatting, timeouts
+from dtkit._util import files, formatting
 from dtkit._util.installation import PACKAGE_FOLDER, VERSION
 from dtkit._util.process import ProcessId
 from dtkit._util.stacklevel import find_caller_stacklevel
+from dtkit.cluster.reaper import read_lease_s
 from dtkit.errors import ClusterError, ClusterWarning
 from dtkit.history import run_log
-from dtkit.rpc.cluster_folder import JOB_FLAG
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,9 +95,7 @@ class ClusterInfo:
 
     def describe_lease(self) -> str:
         """Return when its engines end without a notebook; empty if that is never."""
-        lease_s = self.launch_config.get("lease")
-        if lease_s is None:
-            lease_s = timeouts.JOB_LEASE_S if (self.folder / JOB_FLAG).exists() else timeouts.LEASE_S
+        lease_s = read_lease_s(self.folder)
         return f"{formatting.format_duration(lease_s)} after it" if math.isfinite(lease_s) else ""
 
     @property

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from dtkit._util import timeouts
+from dtkit._util.notebook import in_notebook
 from dtkit.cluster.devices import DevicePlan
 
 
@@ -40,8 +41,9 @@ class LaunchConfig:
 
     @property
     def job_lease_s(self) -> float:
-        """Seconds that engines with a job live without a notebook."""
-        return timeouts.JOB_LEASE_S if self.lease is None else self.lease
+        """Seconds that engines with a job live without a notebook. After a script nobody is there to attach."""
+        default_s = timeouts.JOB_LEASE_S if in_notebook() else timeouts.LEASE_S
+        return default_s if self.lease is None else self.lease
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> LaunchConfig:

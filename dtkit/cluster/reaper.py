@@ -169,6 +169,12 @@ def _read_members(folder: Path) -> Any:
         return {"members": [], "lease_s": 0.0, "job_lease_s": 0.0}
 
 
+def read_lease_s(folder: Path) -> float:
+    """Return the seconds that a cluster's processes live without a notebook, with the job that they may have now."""
+    members = _read_members(folder)
+    return float(members["job_lease_s" if (folder / JOB_FLAG).exists() else "lease_s"])
+
+
 def _is_marked(process: psutil.Process, folder: Path) -> bool:
     """Return whether a process inherited this folder's marker in its environment."""
     with contextlib.suppress(psutil.Error, OSError):
@@ -242,7 +248,7 @@ def main(folder: Path) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     free_since: float | None = None
     while not is_terminated.wait(timeouts.REAPER_POLL_S):
-        lease = _read_members(folder)
+        limit_s = read_lease_s(folder)
         try:
             if _is_owned_elsewhere(folder):
                 free_since = None
@@ -250,8 +256,7 @@ def main(folder: Path) -> None:
         except FileNotFoundError:
             break  # no notebook can take over without these files; the marker finds the processes
         free_since = free_since or time.monotonic()
-        limit = lease["job_lease_s"] if (folder / JOB_FLAG).exists() else lease["lease_s"]
-        if time.monotonic() - free_since >= limit:
+        if time.monotonic() - free_since >= limit_s:
             _end_cluster(folder, grace_s=0)
             return
     _end_cluster(folder, timeouts.TERM_GRACE_S)

@@ -16,6 +16,7 @@ from dtkit.engine.keyword_hints import explain_keyword
 from dtkit.engine.loss_hints import iterate_tensors, name_dtype
 from dtkit.engine.optimizer_hints import explain_optimizer
 from dtkit.strategies.loss import get_labels
+from dtkit.strategies.sharded_outputs import explain_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +60,7 @@ def add_general_hint(error: BaseException) -> bool:
         _explain_module,
         _explain_memory,
         _explain_mean,
+        explain_in_place,
         _explain_group,
         _explain_schedule_end,
         explain_keyword,

@@ -41,6 +41,7 @@ from dtkit.strategies.frozen_writes import is_thorough_step, refuse_frozen_write
 from dtkit.strategies.options import check_choice
 from dtkit.strategies.replicated import AUTOCAST_DTYPES, LossAccumulator
 from dtkit.strategies.sharded_collectives import AllGather, CheckedReduceScatter
+from dtkit.strategies.sharded_outputs import refuse_in_place_operations
 from dtkit.strategies.written_tensors import preserve_buffers
 
 if TYPE_CHECKING:
@@ -306,6 +307,7 @@ def shard_module(
             f"{name} has parameters of {' and '.join(sorted(map(str, dtypes)))}, and FSDP reduces a block's gradients "
             "in one dtype. Use one dtype, or put the parameters into different blocks of an nn.Sequential"
         )
+    refuse_in_place_operations(module)
     sharded = fully_shard(module, **options)
     assert isinstance(sharded, FSDPModule)
     set_divisor = getattr(sharded, "set_gradient_divide_factor", None) or sharded.set_reduce_scatter_divide_factor

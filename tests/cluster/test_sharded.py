@@ -121,3 +121,48 @@ def test_bf16_precision_keeps_float32_parameters(cluster: dtkit.Cluster, strateg
     exact = train(cluster, mlp().float(), part, strategy=strategy, steps=20)
     assert all(p.dtype == torch.float32 for p in run.model.parameters())
     assert 1e-6 < max_difference(run.model.state_dict(), exact.model.state_dict()) < 0.1
+
+
+class ViewBlock(nn.Module):
+    """Block whose output is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).view(len(x), -1)
+
+
+class Residual(nn.Module):
+    """Model that adds to each block's output, in place or not."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.blocks = nn.ModuleList([ViewBlock(), ViewBlock()])
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            y = block(x)
+            if self.in_place:
+                y += x
+            x = y if self.in_place else y + x
+        return self.head(x)
+
+
+def test_in_place_operation_on_a_view_from_a_block_names_the_remedy(cluster2: dtkit.Cluster):
+    """FSDP2 warned of each view, in words of its own, and then failed in the backward pass with sizes of storage."""
+    with ends_soon(), pytest.raises(dtkit.errors.EngineError, match=r"y = y \+ x") as raised:
+        train(cluster2, Residual(in_place=True).double(), strategy=Sharded(), steps=2)
+    assert "y += x" in str(raised.value)
+    check_usable(cluster2)
+
+
+def test_views_from_blocks_train_exactly_and_without_a_warning(
+    cluster2: dtkit.Cluster, capsys: pytest.CaptureFixture[str]
+):
+    run = train(cluster2, Residual(in_place=False).double(), strategy=Sharded(), steps=4)
+    assert "view" not in capsys.readouterr().out
+    assert run.verify(steps=4).max_difference <= BOUND

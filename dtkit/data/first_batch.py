@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,8 +44,10 @@ from dtkit.engine.bad_rows import describe_first_bad
 from dtkit.engine.data.random_state import preserve_generators
 from dtkit.engine.data.sources import ArraySource, as_source
 from dtkit.engine.observe.call_output import ignore_logged, redirect_log
+from dtkit.engine.observe.error_report import format_traceback, list_user_frames
 from dtkit.engine.observe.step_scalars import check_logged_names
 from dtkit.errors import FirstBatchError, format_ranks
+from dtkit.health.frames import classify_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,7 +79,7 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
     No-op where a trial would be long or impossible. Examples are large models and rows, data that engines load, and
     models on other devices or in 16 bits. Another one is a training step that updates the model itself.
     """
-    with _isolate(), redirect_log(check_logged_names):
+    with _isolate("the first batch", "training"), redirect_log(check_logged_names):
         # silent: what can't be copied or read here, the engines report when they get it
         trial = run_guarded(lambda: prepare_trial(inputs), lambda _: None)
         outcome = None if trial is None else _try(trial, trial.run)
@@ -97,11 +100,23 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
 
 
 @contextlib.contextmanager
-def _isolate() -> Iterator[None]:
-    """Keep what a trial prints, warns of and draws from random generators within the context."""
+def _isolate(part: str, purpose: str) -> Iterator[None]:
+    """Keep what a trial prints, warns of and draws from random generators within the context.
+
+    A sys.exit() in the user's code becomes a FirstBatchError: it would end a script without saying why.
+    """
     with preserve_generators(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        try:
+            yield
+        except SystemExit as error:
+            if classify_file(traceback.extract_tb(error.__traceback__)[-1].filename) == "dtkit":  # a SIGTERM's
+                raise
+            message = (
+                f"SystemExit: {error}. Training code can't end its process; raise an error that says what is wrong"
+            )
+            frames, text = list_user_frames(error), format_traceback(error)
+            raise FirstBatchError(message, frames, text, part, purpose) from None
 
 
 def _describe_division(trial: Trial) -> str | None:
@@ -127,14 +142,15 @@ def check_held_out(
     No-op for errors whose remedy is not known, or that a few rows can cause, such as a score that needs two classes,
     and where there is no trial.
     """
-    with _isolate(), redirect_log(ignore_logged):
+    part = f"the first batch of {words.argument}"
+    with _isolate(part, words.purpose), redirect_log(ignore_logged):
         # silent: what can't be copied or read here, the engines report when they get it
         held_out = run_guarded(lambda: _replace_data(inputs, held_out_data), lambda _: None)
         # silent: as above
         trial = None if held_out is None else run_guarded(lambda: prepare_trial(held_out), lambda _: None)
         if held_out is None or trial is None:
             return []
-        trial = dataclasses.replace(trial, part=f"the first batch of {words.argument}", purpose=words.purpose)
+        trial = dataclasses.replace(trial, part=part, purpose=words.purpose)
         # silent: without the first rows of a training, nothing can be compared
         training_batch = run_guarded(lambda: _get_training_batch(inputs), lambda _: None)
         if training_batch is not None:

@@ -50,7 +50,14 @@ def test_exceeding_the_memory_limit_raises_and_keeps_the_engines(strategy: Strat
     with dtkit.Cluster(2, threads=1, memory_limit=LIMIT) as cluster:
         before = list_pids(cluster)
         run = cluster.train(
-            wide(), rows, loss=F.cross_entropy, optimizer=adam, batch_size=batch_size, steps=3, strategy=strategy, start=False
+            wide(),
+            rows,
+            loss=F.cross_entropy,
+            optimizer=adam,
+            batch_size=batch_size,
+            steps=3,
+            strategy=strategy,
+            start=False,
         )
         with ends_soon(), pytest.raises(dtkit.errors.EngineError, match="allocate memory"):
             run.step()

@@ -25,9 +25,7 @@ from dtkit.data.extreme_rows import complete_rows, find_extreme_rows
 from dtkit.data.layout_check import describe_difference
 from dtkit.data.loss_check import check_gradients_reach_model, check_target_shape, describe_parts
 from dtkit.data.metric_check import check_metrics
-from dtkit.data.notebook_data import copy_first_rows
 from dtkit.data.output_check import describe_activated_output
-from dtkit.data.partition import Partition
 from dtkit.data.square_output import check_square_output
 from dtkit.data.trial import (
     FEWEST_ROWS,
@@ -42,7 +40,6 @@ from dtkit.data.trial import (
 )
 from dtkit.engine.bad_rows import describe_first_bad
 from dtkit.engine.data.random_state import preserve_generators
-from dtkit.engine.data.sources import ArraySource, as_source
 from dtkit.engine.observe.call_output import ignore_logged, redirect_log
 from dtkit.engine.observe.error_report import format_traceback, list_user_frames
 from dtkit.engine.observe.step_scalars import check_logged_names
@@ -87,7 +84,7 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
             return []
         if uses_all_rows:
             _check_rows_are_finite(trial, outcome, np.arange(trial.num_rows))
-            _try_extreme_rows(trial, _get_whole_arrays(inputs), lambda further: further.run())
+            _try_extreme_rows(trial, lambda further: further.run())
         check_gradients_reach_model(outcome, trial.model)
         check_square_output(trial.loss, trial.model, trial.batch)
         if (error := run_guarded(lambda: trial.run_backward(outcome), trial.explain)) is not None:
@@ -159,7 +156,7 @@ def check_held_out(
         if output is None:
             return []
         _check_rows_are_finite(trial, output.loss, np.arange(trial.num_rows))
-        _try_extreme_rows(trial, _get_whole_arrays(held_out), lambda further: further.evaluate().loss)
+        _try_extreme_rows(trial, lambda further: further.evaluate().loss)
         if metrics:
             # silent: what can't be copied here, the engines report when they get it
             copied = run_guarded(lambda: copy_as_sent(inputs.engine_group, dict(metrics)), lambda _: None)
@@ -181,8 +178,9 @@ def _blame_difference(trial: Trial, difference: str | None) -> None:
         raise trial.make_error(error, difference)
 
 
-def _try_extreme_rows(trial: Trial, source: ArraySource | None, take: Callable[[Trial], torch.Tensor]) -> None:
+def _try_extreme_rows(trial: Trial, take: Callable[[Trial], torch.Tensor]) -> None:
     """Raise FirstBatchError if a batch with the rows that are refused first fails, though the first rows don't."""
+    source = trial.all_rows
     rows = [] if source is None else find_extreme_rows(source.tensors)
     if source is None or not rows or rows[-1] < trial.num_rows:
         return
@@ -200,16 +198,6 @@ def _check_rows_are_finite(trial: Trial, loss: torch.Tensor | None, numbers: np.
     """Raise ValueError if the loss of a batch is not finite, like some of its numbers."""
     if loss is not None and not bool(torch.isfinite(loss).all()) and (text := describe_first_bad(trial.batch, numbers)):
         raise ValueError(f"{text}, and so is the loss of a batch with this row. Repair such rows, or leave them out")
-
-
-def _get_whole_arrays(inputs: TrialInputs) -> ArraySource | None:
-    """Return a source of arrays that the notebook has in memory; None for all other data. Nothing is copied."""
-    data, columns = inputs.data, inputs.columns
-    if isinstance(data, Partition) or columns.collate_fn is not None or copy_first_rows(data) is None:
-        return None
-    # silent: what can't be converted here, the engines report when they get it
-    source = run_guarded(lambda: as_source(data, columns), lambda _: None)
-    return source if isinstance(source, ArraySource) else None
 
 
 def _try(trial: Trial, take: Callable[[], _T]) -> _T | None:

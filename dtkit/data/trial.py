@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dtkit._util.guard import run_guarded
 from dtkit.data.broadcast import ModelHandle
 from dtkit.data.columns import ColumnSelection, is_sample_list
 from dtkit.data.distribute import DataHandle
@@ -59,6 +60,8 @@ class Trial:
     num_rows: int
     detector: PairingDetector
     shares_router_losses: bool
+    all_rows: ArraySource | None = None
+    """The data's arrays, if the notebook has them in memory."""
     part: str = "the first batch"
     """What the user calls this batch."""
     purpose: str = "training"
@@ -96,7 +99,8 @@ class Trial:
         """Return the error for the user; None if its remedy is not known."""
         if isinstance(error, PairedRowsError):
             return self.explain_pairing(error)
-        add_hints(error, [(self.num_rows, self.batch)], self.model)
+        all_labels = None if self.all_rows is None else self.all_rows.labels
+        add_hints(error, [(self.num_rows, self.batch)], self.model, all_labels)
         frames = traceback.extract_tb(error.__traceback__)
         is_logging = str(error).startswith(("dtkit.log(", "dtkit.log of"))  # it hides its frames
         is_own_check = is_logging or frames[-1].filename == loss_module.__file__
@@ -137,7 +141,8 @@ def prepare_trial(inputs: TrialInputs) -> Trial | None:
         return None
     num_rows = min(num_rows, len(source))
     detector = _make_detector(loss, copied, batch, num_rows)
-    return Trial(copied, loss, batch, num_rows, detector, loaded.strategy.shares_router_losses)
+    all_rows = _get_whole_arrays(inputs)
+    return Trial(copied, loss, batch, num_rows, detector, loaded.strategy.shares_router_losses, all_rows)
 
 
 def _make_detector(loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int) -> PairingDetector:
@@ -183,6 +188,16 @@ def get_first_rows(inputs: TrialInputs) -> Any:
         return None
     samples = copy_as_sent(inputs.engine_group, data[:NUM_FIRST_ROWS] if is_sample_list(data) else data)
     return None if samples is None else as_source(samples, columns)
+
+
+def _get_whole_arrays(inputs: TrialInputs) -> ArraySource | None:
+    """Return a source of arrays that the notebook has in memory; None for all other data. Nothing is copied."""
+    data, columns = inputs.data, inputs.columns
+    if isinstance(data, Partition) or columns.collate_fn is not None or copy_first_rows(data) is None:
+        return None
+    # silent: what can't be converted here, the engines report when they get it
+    source = run_guarded(lambda: as_source(data, columns), lambda _: None)
+    return source if isinstance(source, ArraySource) else None
 
 
 def make_batch(source: Any, num_rows: int) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import dtkit
+from dtkit.errors import FirstBatchError
 from dtkit.strategies.class_weights import ClassWeightedLoss, convert_class_weights
 from dtkit.testing.fake_transport import FakeTransport
 from tests.support.small import train
@@ -65,3 +66,19 @@ def test_other_losses_stay_as_they_are(loss: Any):
 def test_class_weights_are_taken(kind: Any):
     with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
         train(cluster, nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)), loss=kind(WEIGHT.float()), start=False).stop()
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        (torch.ones(4), "the loss has 4 class weights, and the model's output 3 classes; it needs one weight for each"),
+        (WEIGHT, r"class weights in float64, .* output is torch.float32; convert them, as in weight=w.float\(\)"),
+    ],
+    ids=["number", "type"],
+)
+def test_unfit_class_weights_are_refused_before_anything_is_sent(weights: torch.Tensor, expected: str):
+    with (
+        dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster,
+        pytest.raises(FirstBatchError, match=expected),
+    ):
+        train(cluster, loss=nn.CrossEntropyLoss(weights))

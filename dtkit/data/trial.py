@@ -23,6 +23,7 @@ from dtkit.engine.loss_hints import DETACHED_MESSAGE
 from dtkit.engine.observe.error_report import format_message, format_traceback, list_user_frames
 from dtkit.errors import FirstBatchError
 from dtkit.rpc import pickling
+from dtkit.strategies import class_weights
 from dtkit.strategies import loss as loss_module
 from dtkit.strategies.loss import get_labels
 from dtkit.strategies.module_modes import enter_training
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from dtkit.strategies.base import TrainingProgram
     from dtkit.strategies.loss import EvalOutput, Loss
 
+_CHECKING_FILES = (class_weights.__file__, loss_module.__file__)
+"""Files whose errors name the remedy themselves."""
 _MAX_COPIED_BYTES = 64 * 2**20
 """Size up to which a model or a Dataset is copied: in about 50 ms."""
 FEWEST_ROWS = 2  # of large rows, and of a Dataset, whose code may be slow
@@ -103,7 +106,7 @@ class Trial:
         add_hints(error, [(self.num_rows, self.batch)], self.model, all_labels)
         frames = traceback.extract_tb(error.__traceback__)
         is_logging = str(error).startswith(("dtkit.log(", "dtkit.log of"))  # it hides its frames
-        is_own_check = is_logging or frames[-1].filename == loss_module.__file__
+        is_own_check = is_logging or frames[-1].filename in _CHECKING_FILES
         if not is_own_check and not _lacks_attribute(error) and not getattr(error, "__notes__", ()):
             return None
         return self.make_error(error, f"{type(error).__name__}: {format_message(error)}")

@@ -23,7 +23,8 @@ class ClassWeightedLoss(torch.nn.Module):
         """Return (sum, weight)."""
         class_weights = self._loss.weight
         assert class_weights is not None
-        if isinstance(output, torch.Tensor) and class_weights.device != output.device:
+        if isinstance(output, torch.Tensor):
+            _check_weights(class_weights, output)
             class_weights = class_weights.to(output.device)
             self._loss.weight = class_weights
         total = self._loss(output, target)
@@ -33,6 +34,20 @@ class ClassWeightedLoss(torch.nn.Module):
         # A mask instead of a selection keeps shapes independent of values, which dry runs don't have.
         weights = class_weights[torch.where(counts, target, 0)] * counts
         return total, weights.sum(dtype=torch.float64)
+
+
+def _check_weights(weights: torch.Tensor, output: torch.Tensor) -> None:
+    num_classes = output.shape[1] if output.dim() > 1 else output.numel()
+    if len(weights) != num_classes:
+        raise ValueError(
+            f"the loss has {len(weights)} class weights, and the model's output {num_classes} classes; it needs one "
+            "weight for each class. Give as many weights as the last layer has outputs"
+        )
+    if weights.dtype is torch.float64 and output.dtype is not torch.float64:
+        raise TypeError(
+            f"the loss has class weights in float64, as numpy makes them, and the model's output is {output.dtype}; "
+            "convert them, as in weight=w.float()"
+        )
 
 
 def convert_class_weights(loss: Any) -> Any:

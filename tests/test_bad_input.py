@@ -111,7 +111,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no loss": ({"loss": None}, ValueError, "give either loss"),
     "a loss class": ({"loss": nn.CrossEntropyLoss}, TypeError, "is a class; give an instance"),
     "a loss that isn't reduced": ({"loss": nn.CrossEntropyLoss(reduction="none")}, ValueError, "reduction='none'"),
-    "class weights": ({"loss": nn.CrossEntropyLoss(weight=torch.ones(3))}, ValueError, r"pair \(sum, weight\)"),
     "an optimiser, not a function": ({"optimizer": sgd(net().parameters())}, TypeError, "function from parameters"),
     "nothing to train": ({"model": frozen()}, ValueError, "no parameter that requires a gradient"),
     "a model class": ({"model": nn.Identity}, TypeError, "model is the class Identity; give an instance"),

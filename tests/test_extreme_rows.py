@@ -79,13 +79,19 @@ WORDS = torch.arange(4 * len(INPUTS)).reshape(-1, 4) % 10
         (
             net(),
             (INPUTS, torch.arange(64) // 20 % 3 + 1),
-            r"between 1 and 3.*Number the classes from 0, as in y - y.min",
+            r"The targets lie between 1 and 3.*Number the classes from 0, as in y - 1",
         ),
+        (
+            net(),
+            (INPUTS, torch.arange(64).flip(0) // 20 % 3 + 1),
+            r"^the first batch fails,.*The targets lie between 1 and 3.*as in y - 1",
+        ),
+        (net(), (INPUTS, put(put(TARGETS, 50, 3), 60, -100)), r"The targets lie between 0 and 3.*Linear\(\.\.\., 4\)"),
         (Words(), (put(WORDS, 40, 10), TARGETS), r"Inputs of this batch lie between 0 and 10.*have 10 rows"),
         (Words(), {"words": put(WORDS, 40, 10), "labels": TARGETS}, r"Inputs of this batch lie between 0 and 10"),
         (net(), pd.DataFrame(INPUTS.numpy()).assign(y=put(TARGETS, 50, 3).numpy()), r"lie between 0 and 3"),
     ],
-    ids=["negative", "large", "from 1", "embedding", "dict", "table"],
+    ids=["negative", "large", "from 1", "first rows of 1 to 3", "large and ignored", "embedding", "dict", "table"],
 )
 def test_number_out_of_range_in_a_late_row_is_refused(
     cluster: dtkit.Cluster, model: nn.Module, rows: Any, expected: str

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import re
+import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dtkit
+from dtkit.cluster.sigterm import exit_on_sigterm
 from dtkit.errors import FirstBatchError
 from dtkit.testing.fake_transport import FakeTransport
 from tests.support.small import accuracy, data, net, train
@@ -109,6 +112,10 @@ def detach_output(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.detach(), target)
 
 
+def exit_process(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    sys.exit("no data")
+
+
 CONVOLUTION = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 3))
 IMAGES = np.zeros((64, 64), np.float32)
 
@@ -164,6 +171,36 @@ def test_first_rows_are_refused_before_anything_is_sent(
     assert len(str(caught.value).splitlines()) <= 15
     assert "Traceback" in caught.value.full
     assert not transport.has_sent
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        ({"loss": exit_process}, "the first batch fails, before the training starts"),
+        ({"validation": data(), "metrics": {"acc": exit_process}}, "the first batch of validation= fails, before the"),
+    ],
+    ids=["loss", "metric"],
+)
+def test_exit_in_the_first_batch_is_an_error(
+    cluster: dtkit.Cluster, transport: RecordingTransport, options: dict[str, Any], start: str
+):
+    with pytest.raises(FirstBatchError, match=rf"(?s)^{start}.*SystemExit: no data\..*raise an error.*in exit_process"):
+        train(cluster, **options)
+    assert not transport.has_sent
+
+
+def test_sigterm_in_the_first_batch_still_ends_a_script(cluster: dtkit.Cluster):
+    def end(*_: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        exit_on_sigterm()
+        with pytest.raises(SystemExit, match="143"):
+            train(cluster, loss=end)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Overwriting(nn.Linear):

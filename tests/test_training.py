@@ -182,12 +182,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "reduction='sum'; dtkit needs the mean over samples, or a pair .* Use reduction='mean'",
     ),
-    "class weights": (
-        {"loss": nn.CrossEntropyLoss(weight=torch.ones(3))},
-        ValueError,
-        r"CrossEntropyLoss with class weights divides .* Return a pair \(sum, weight\) instead: loss=lambda",
-    ),
-    "class weights of NLL": ({"loss": nn.NLLLoss(weight=torch.ones(3))}, ValueError, "NLLLoss with class weights"),
     "an optimiser": (
         {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)},
         TypeError,

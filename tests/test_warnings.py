@@ -205,3 +205,12 @@ def test_mistakes_are_shown_with_the_callers_frames_alone(name: str):
     files = {file.rpartition("/")[2] for file in re.findall(r'File "([^"]+)"', shown)}
     assert files == {"test_warnings.py"}
     assert len(shown.splitlines()) <= 15
+
+
+@pytest.mark.parametrize(
+    ("strategy", "example"),
+    [(dtkit.Pipeline, "Pipeline(stages=2, micro_batches=8)"), (dtkit.TensorParallel, "TensorParallel(2)")],
+)
+def test_a_strategy_without_its_size_has_an_example(strategy: Callable[[], object], example: str):
+    with pytest.raises(TypeError, match=re.escape(f" is missing, as in dtkit.{example}. help(dtkit.")):
+        strategy()

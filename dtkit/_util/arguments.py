@@ -41,6 +41,13 @@ _ROW_WEIGHTS = (
 )
 _MISSING = {"class_weight": _ROW_WEIGHTS, "sample_weight": _ROW_WEIGHTS}
 """Arguments of other libraries that have no counterpart, with what to do."""
+_CALL_EXAMPLES = {
+    "Pipeline": "Pipeline(stages=2, micro_batches=8)",
+    "SSH": 'SSH(["gpu1", "gpu2"])',
+    "Schedule": 'Schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"])',
+    "TensorParallel": "TensorParallel(2)",
+}
+"""Calls of classes whose first arguments are required."""
 _OPTIMIZER_OPTIONS = ("betas", "learning_rate", "lr", "momentum", "weight_decay")
 _STRATEGY_OPTIONS = ("accumulate", "clip_grad_norm", "compile", "compress", "precision")
 
@@ -229,8 +236,9 @@ def _name_help(call: str, start: str, end: str) -> str:
 
 def _refuse_missing(missing: Sequence[str], required: Sequence[str], call: str) -> None:
     verb = "is" if len(missing) == 1 else "are"
+    example = f", as in dtkit.{_CALL_EXAMPLES[call]}" if call in _CALL_EXAMPLES else ""
     raise TypeError(
-        f"{call}() needs {', '.join(required)}; {_join(missing)} {verb} missing"
+        f"{call}() needs {', '.join(required)}; {_join(missing)} {verb} missing{example}"
         f"{_name_help(call, '. ', ' lists what each may be')}"
     )
 

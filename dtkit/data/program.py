@@ -22,10 +22,11 @@ def pickle_program(
     activation_checkpointing: bool | Sequence[str] = False,
 ) -> bytes:
     """Return the pickled program. It has the shapes of a model that was not sent yet."""
+    from dtkit.strategies.class_weights import convert_class_weights
     from dtkit.strategies.loss import Loss
     from dtkit.strategies.meta_copy import copy_to_meta
 
     shapes = None if isinstance(model, ModelHandle) else copy_to_meta(model)
     return engine_group.uploads.dumps(
-        (shapes, Loss(loss_fn, training_step), optimizer, activation_checkpointing), name="plan"
+        (shapes, Loss(convert_class_weights(loss_fn), training_step), optimizer, activation_checkpointing), name="plan"
     )

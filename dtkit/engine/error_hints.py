@@ -24,8 +24,16 @@ if TYPE_CHECKING:
 _DIMENSION_NAMES = {1: "length", 2: "height, width", 3: "depth, height, width"}
 
 
-def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch.nn.Module) -> None:
-    """Add notes with remedies to an error of a step. `batches` are pairs of a number of samples and a batch."""
+def add_hints(
+    error: Exception,
+    batches: Sequence[tuple[int, Any]],
+    model: torch.nn.Module,
+    all_labels: torch.Tensor | None = None,
+) -> None:
+    """Add notes with remedies to an error of a step. `batches` are pairs of a number of samples and a batch.
+
+    `all_labels` are those of the whole data, if they are known.
+    """
     if add_general_hint(error) or not batches:
         return
     batch, message = batches[0][1], str(error)
@@ -47,7 +55,7 @@ def add_hints(error: Exception, batches: Sequence[tuple[int, Any]], model: torch
         _explain_keyword(message, model),
         _explain_in_place(message),
         _explain_second_backward(message),
-        *loss_hints.list_hints(message, target, model),
+        *loss_hints.list_hints(message, target, model, all_labels),
     )
     for hint in filter(None, hints):
         error.add_note(hint)

@@ -47,7 +47,7 @@ def find_label_weight(
     if not _may_be_ignored(labels, is_known=all_labels is not None):
         return None
     if hasattr(loss.loss_fn, "ignore_index"):
-        return LabelWeight(ignore_index)  # train() refuses class weights and other reductions
+        return LabelWeight(ignore_index)  # train() refuses other reductions, and class weights give a pair
     loss_type = getattr(model, "loss_type", None)
     if loss_type in _SKIPPING_LOSS_TYPES + _PLAIN_LOSS_TYPES:
         return LabelWeight(ignore_index, skips_first=loss_type in _SKIPPING_LOSS_TYPES)

@@ -205,7 +205,8 @@ class JobClient:
 
     def _try_held_out(self, data: Any, metrics: Mapping[str, Callable[..., Any]] | None) -> None:
         """Raise FirstBatchError if model, loss or metrics refuse the first rows of `data`. No engine is asked."""
-        from dtkit.data.first_batch import EVALUATION, TrialInputs, check_held_out
+        from dtkit.data.first_batch import EVALUATION, check_held_out
+        from dtkit.data.trial import TrialInputs
 
         job_spec = self._progress.plan.job_spec
         rows = job_spec.data_handle

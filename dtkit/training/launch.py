@@ -187,10 +187,11 @@ def _list_owned_keys(*pairs: tuple[Any, ModelHandle | DataHandle | None]) -> tup
 def _pickle_program(engine_group: EngineGroup, config: TrainConfig, strategy: Strategy) -> bytes:
     """Return the pickled program that the engines run on each batch."""
     from dtkit.strategies.base import TrainingProgram
+    from dtkit.strategies.class_weights import convert_class_weights
     from dtkit.strategies.loss import Loss
 
     program = TrainingProgram(
-        Loss(config.loss, config.training_step),
+        Loss(convert_class_weights(config.loss), config.training_step),
         config.optimizer_factory,
         strategy,
         config.lr_scheduler,

@@ -25,7 +25,8 @@ def partition_training_data(
     engine_group: EngineGroup, model: Any, data: Any, config: TrainConfig, strategy: Strategy, program: bytes
 ) -> Partition | StreamHandle:
     """Return the data as a partition that fits these options. They are checked before raw data is sent."""
-    from dtkit.data.first_batch import TrialInputs, check_first_batch, check_held_out
+    from dtkit.data.first_batch import check_first_batch, check_held_out
+    from dtkit.data.trial import TrialInputs
 
     columns = ColumnSelection.from_arguments(config.target, config.columns, config.collate_fn)
 

@@ -150,9 +150,6 @@ def check_loss(loss: Any, step: Any) -> None:
     _check_reduction(loss)
 
 
-_WEIGHTED_LOSS_EXAMPLE = "lambda out, y: (F.cross_entropy(out, y, weight=w, reduction='sum'), w[y].sum())"
-
-
 def _check_reduction(loss: Any) -> None:
     """Refuse reductions that are not exact over ranks. Only a mean, or a pair (sum, weight), is exact."""
     reduction = getattr(loss, "reduction", "mean")
@@ -160,11 +157,6 @@ def _check_reduction(loss: Any) -> None:
         raise ValueError(
             f"loss has reduction={reduction!r}; dtkit needs the mean over samples, or a pair (sum, weight). Use "
             "reduction='mean', or write a function that returns (sum, number of samples)"
-        )
-    if getattr(loss, "weight", None) is not None and type(loss).__name__ in ("CrossEntropyLoss", "NLLLoss"):
-        raise ValueError(
-            f"{type(loss).__name__} with class weights divides by the weights of the rows at hand, so the mean over "
-            f"ranks would not be the mean over rows. Return a pair (sum, weight) instead: loss={_WEIGHTED_LOSS_EXAMPLE}"
         )
 
 

@@ -37,7 +37,7 @@ def test_demo_trains_verifies_and_saves_a_picture(tmp_path: Path):
     # Six epochs of 1500 rows in batches of 64 are 144 steps.
     last = printed[printed.index("digits: completed, step 144 of 144") :]
     assert re.search(r"^  loss .*; validation: loss \S+, accuracy \S+; [\d,]+ samples/s", last, re.MULTILINE)
-    assert re.search(r"^starting 2 engines: \d+ s$", done.stderr, re.MULTILINE)
+    assert re.search(r"^starting 2 engines: [\d.]+ s$", done.stderr, re.MULTILINE)
     assert "metrics=" not in printed  # no warning
     accuracy = re.search(r"accuracy on 297 held-out rows: (\S+)\s%", last)
     assert accuracy

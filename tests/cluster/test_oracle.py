@@ -104,6 +104,7 @@ TABLE = [
     make_option_row([2, 4], DataParallel(accumulate=3)),
     make_option_row([2, 4], DataParallel(clip_grad_norm=0.2)),
     make_option_row([2, 4], DataParallel(), loss="pair"),
+    make_option_row([2], DataParallel(), loss="weighted module", name="DataParallel, torch's class weights"),
     make_option_row([3], DataParallel(accumulate=3, clip_grad_norm=0.2), loss="pair"),
     make_option_row([3], DataParallel(bucket_cap_mb=0.0005)),
     make_option_row(
@@ -142,6 +143,7 @@ TABLE = [
     make_option_row([4], TensorParallel(2, replicas=2, accumulate=3, clip_grad_norm=0.2)),
     make_option_row([2], TensorParallel(2), loss="pair"),
     make_option_row([4], TensorParallel(2, replicas=2), loss="pair"),
+    make_option_row([2], Pipeline(2, 4), "deep", loss="weighted module", name="Pipeline, torch's class weights"),
     *(make_option_row([2], TensorParallel(2, plan), "decoder", name=f"plan {of}") for of, plan in PLANS.items()),
     make_option_row(
         [4], TensorParallel(4, PLANS["sequence"]), "decoder", name="plan sequence"

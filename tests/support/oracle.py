@@ -51,7 +51,17 @@ def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, target, weight=output.new_tensor(CLASS_WEIGHTS))
 
 
-LOSSES: dict[str, tuple[Loss, Loss]] = {"mean": (mean_loss, mean_loss), "pair": (weighted_pair, weighted)}
+def make_weighted_module() -> nn.Module:
+    """Return torch's own loss with class weights, which also ignores a class and smooths the labels."""
+    weight = torch.tensor(CLASS_WEIGHTS, dtype=torch.float64)
+    return nn.CrossEntropyLoss(weight, ignore_index=2, label_smoothing=0.1)
+
+
+LOSSES: dict[str, tuple[Loss, Loss]] = {
+    "mean": (mean_loss, mean_loss),
+    "pair": (weighted_pair, weighted),
+    "weighted module": (make_weighted_module(), make_weighted_module()),
+}
 """Loss for a cluster, and the equivalent for the plain loop over whole batches."""
 
 

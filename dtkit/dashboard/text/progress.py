@@ -64,12 +64,12 @@ class Progress:
             wait_s = timeouts.PROGRESS_INTERVAL_S
             if self._line is None:
                 self._line = _make_progress_line()
-            self._line.show(f"{self._text} … {self._format_elapsed()}")
+            self._line.show(f"{self._text} … {formatting.format_clock(self._get_elapsed_s())}")
         if self._line is not None:
-            self._line.finish(f"{self._name}: {self._format_elapsed()}")
+            self._line.finish(f"{self._name}: {formatting.format_elapsed(self._get_elapsed_s())}")
 
-    def _format_elapsed(self) -> str:
-        return formatting.format_clock(time.monotonic() - self._started_at)
+    def _get_elapsed_s(self) -> float:
+        return time.monotonic() - self._started_at
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from tests.support.static_view import StaticView, encode_message
 
 pytestmark = pytest.mark.browser
 
-MACHINES = ("network (MB/s)", "waiting for a core (%)", "memory (MB)", "CPU (cores)")
+MACHINES = ("network cards (MB/s)", "waiting for a core (%)", "memory (MB)", "CPU (cores)")
 
 
 def make_run(machines: tuple[str, ...] = MACHINES) -> FakeSource:

@@ -138,7 +138,7 @@ def make_complete_run(ranks=4):
     source.event("print", "a line of rank 0", 0)
     source.advance(20)
     source.history.add(Evaluation(60, 10, {"loss": 1.0, "accuracy": 0.75}))
-    for name in ("entropy", "system/CPU (cores)", "system/network (MB/s)"):
+    for name in ("entropy", "system/CPU (cores)", "system/network cards (MB/s)"):
         for rank in range(ranks):
             source.history.add(ScalarRecord(rank, {name: [(step, 0.5 + rank, 1.0) for step in range(1, 61, 5)]}))
     return source
@@ -148,7 +148,7 @@ def test_the_picture_has_what_the_live_view_has():
     figure = run_figure.draw_run(make_complete_run())
     names = {text.get_text() for text in figure.findobj(Text)}
     assert {"throughput", "mean loss", "mean step time", "waiting", "nodes", "4 / 4", "accuracy", "0.750"} <= names
-    assert {"entropy", "CPU (cores)", "Network (MB/s)", "Timeline"} <= names
+    assert {"entropy", "CPU (cores)", "Network cards (MB/s)", "Timeline"} <= names
     assert {"engine", "pid", "4003", "host0", "13"} <= names  # the table of nodes
     assert "node 1 replaced in 1.3 s, no step lost" in names
     assert "[0] a line of rank 0" in names

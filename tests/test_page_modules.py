@@ -396,7 +396,7 @@ def test_a_tooltip_is_beside_the_pointer_on_the_side_with_more_room(tmp_path: Pa
     points += ((150, 60, narrow), (150, 200, narrow), (10, 60, narrow))
     calls = ", ".join(f"placeTip({x}, {y}, {size}, {room})" for x, y, room in points)
     found = evaluate_page_code(tmp_path, "chart/tooltip.js", ["placeTip"], f"[{calls}]")
-    assert found[:4] == [[114, 90], [263, 0], [57, 130], [305, 90]]
+    assert found[:4] == [[114, 90], [263, 0], [57, 108], [305, 90]]
     assert found[4:] == [[60, 74], [60, 96], [24, 50]]
 
 

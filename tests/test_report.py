@@ -623,11 +623,11 @@ def test_a_report_has_what_the_live_view_has_of_machines_and_phases(tmp_path):
     source = FakeSource(ranks=2)
     source.slowness = {1: 1.6}
     source.advance(60)
-    for name in ("system/CPU (cores)", "system/network (MB/s)"):
+    for name in ("system/CPU (cores)", "system/network cards (MB/s)"):
         source.history.add(ScalarRecord(0, {name: [(step, 0.5, 1.0) for step in range(1, 61, 5)]}))
     text = Path(report.write_report(source, tmp_path / "report.html")).read_text()
     assert "CPU <small>cores, by node</small>" in text
-    assert "Network <small>MB/s, by node</small>" in text
+    assert "Network cards <small>MB/s, by node</small>" in text
     nodes = text.partition("Nodes</h2>")[2].partition("</table>")[0]
     assert "316 MB of 8 GB" in nodes.replace("\u00a0", " ")
     phases = text.partition("Where a step's time goes</h2>")[2].partition("</table>")[0]

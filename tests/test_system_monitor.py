@@ -1,8 +1,21 @@
 """Samples of an engine's CPU, network and memory."""
 
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import psutil
+
+from dtkit._util.resources import find_loopback_interface
 from dtkit.engine.observe.system_monitor import SystemMonitor
 from dtkit.history.history import History
 from dtkit.history.scalars import ScalarRecord
+
+if TYPE_CHECKING:
+    import pytest
+
+    from dtkit.types import Scalars
 
 
 class Clock:
@@ -24,12 +37,32 @@ def test_rates_need_two_samples():
     clock.now += 2.4
     monitor.sample_if_due()
     scalars = monitor.take(5)
-    assert {"system/CPU (cores)", "system/network (MB/s)", "system/memory (MB)"} <= set(scalars)
+    assert {"system/CPU (cores)", "system/memory (MB)"} <= set(scalars)
     ((step, memory_mb, count),) = scalars["system/memory (MB)"]
     assert (step, count) == (5, 1.0)
     assert 10 < memory_mb < 1e6
     ((_, cores, _),) = scalars["system/CPU (cores)"]
     assert cores >= 0
+
+
+def test_network_cards_are_counted_without_loopback_and_only_between_hosts(monkeypatch: pytest.MonkeyPatch):
+    """Ranks on one host exchange gradients by its memory: the cards' traffic contradicted the size of the gradients."""
+    counted = dict.fromkeys((find_loopback_interface(), "card"), SimpleNamespace(bytes_sent=1e6))
+    monkeypatch.setattr(psutil, "net_io_counters", lambda **_: dict(counted))
+    clock = Clock()
+    monitor = SystemMonitor(clock)
+
+    def sample_twice() -> Scalars:
+        for _ in range(2):
+            monitor.sample_if_due()
+            clock.now += 2.0
+            counted.update({name: SimpleNamespace(bytes_sent=one.bytes_sent + 8e6) for name, one in counted.items()})
+        return monitor.take(1)
+
+    assert "system/network cards (MB/s)" not in sample_twice()
+    monitor.has_other_hosts = True
+    sample_twice()
+    assert sample_twice()["system/network cards (MB/s)"] == [(1, 8.0, 2.0)]
 
 
 def test_a_run_shorter_than_a_period_has_samples():
@@ -39,7 +72,7 @@ def test_a_run_shorter_than_a_period_has_samples():
     for step in range(4):  # dispatches, without the watchdog
         found.append(monitor.take(step))
         clock.now += 0.3
-    assert [len(scalars) for scalars in found] == [1, 3, 3, 3]
+    assert [len(scalars) for scalars in found] == [1, 2, 2, 2]
     assert found[3]["system/memory (MB)"][0][0] == 3
 
 
@@ -51,7 +84,7 @@ def test_several_samples_become_their_mean():
         clock.now += 2.0
     clock.now -= 1.9
     scalars = monitor.take(9)
-    assert [rows[0][2] for rows in scalars.values()] == [4.0, 3.0, 3.0]
+    assert [rows[0][2] for rows in scalars.values()] == [4.0, 3.0]
     assert monitor.take(10) == {}
 
 

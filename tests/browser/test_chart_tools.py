@@ -401,7 +401,7 @@ def show_numbers(page: Page, samples: slice) -> StaticView:
     run.advance(60)
     for rank in range(2):
         rows = [(step, float(step), 1.0) for step in range(1, 60)]
-        numbers = {"kl": rows, "system/CPU (cores)": rows[samples], "system/network (MB/s)": rows[samples]}
+        numbers = {"kl": rows, "system/CPU (cores)": rows[samples], "system/network cards (MB/s)": rows[samples]}
         run.history.add(ScalarRecord(rank, numbers))
     view = StaticView(page, run)
     message = SeriesFeed(run.history).build_message()

@@ -16,7 +16,7 @@ from tests.support.static_view import StaticView, encode_message
 
 pytestmark = pytest.mark.browser
 
-MACHINES = ("network (MB/s)", "waiting for a core (%)", "memory (MB)", "CPU (cores)")
+MACHINES = ("network cards (MB/s)", "waiting for a core (%)", "memory (MB)", "CPU (cores)")
 
 
 def make_run(machines: tuple[str, ...] = MACHINES) -> FakeSource:
@@ -91,7 +91,7 @@ def test_numbers_of_the_machines_have_one_order_and_are_in_the_menu(page: Page):
         titles = view.root.locator("[data-testid=system-chart]").evaluate_all(
             "(all) => all.map((el) => el.dataset.name)"
         )
-        assert [title.split(" (")[0] for title in titles] == ["CPU", "Waiting for a core", "Memory", "Network"]
+        assert [title.split(" (")[0] for title in titles] == ["CPU", "Waiting for a core", "Memory", "Network cards"]
         view.root.get_by_test_id("panels-menu").click()
         for title in titles:
             expect(view.root.locator(f"[data-panel='{title}']")).to_be_visible()

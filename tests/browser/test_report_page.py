@@ -231,7 +231,7 @@ def test_a_wide_page_has_tables_in_two_columns_of_about_one_height(page: Page, t
 def test_machines_of_a_short_run_are_values_in_one_row(page: Page, tmp_path: Path):
     source = FakeSource(ranks=2, strips=True)
     source.advance(12)
-    for name in ("CPU (cores)", "network (MB/s)", "memory (MB)", "waiting for a core (%)"):
+    for name in ("CPU (cores)", "network cards (MB/s)", "memory (MB)", "waiting for a core (%)"):
         source.history.add(ScalarRecord(0, {f"system/{name}": [(1, 2.0, 1.0)]}))
     write_report(source, tmp_path / "run.html")
     page.goto(f"file://{tmp_path}/run.html")

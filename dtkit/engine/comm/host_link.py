@@ -223,10 +223,14 @@ def _read(connection: socket.socket, data: memoryview) -> None:
         data = data[count:]
 
 
+def has_other_hosts(spec: GroupSpec) -> bool:
+    """Return whether ranks of a group are on other hosts, as far as its store and its interface show."""
+    return spec.store is not None or spec.interface != find_loopback_interface()  # a process sees its host's alone
+
+
 def connect(spec: GroupSpec, wait_for_ranks: Callable[[], None]) -> HostLink | None:
     """Connect to all other ranks. A collective; None for ranks of several hosts, and on systems other than Linux."""
-    is_one_host = spec.store is None and spec.interface == find_loopback_interface()  # a process sees its host's alone
-    if not is_one_host or spec.world_size == 1 or sys.platform != "linux":
+    if has_other_hosts(spec) or spec.world_size == 1 or sys.platform != "linux":
         return None
     connections: dict[int, socket.socket] = {}
     path = _get_path(spec, spec.rank)

@@ -1,4 +1,7 @@
-"""One engine's use of the machine: CPU, network, memory, and its GPU if NVIDIA's library is installed.
+"""One engine's use of the machine: CPU, network cards, memory, and its GPU if NVIDIA's library is installed.
+
+Ranks on one host exchange gradients by its memory, and those on several hosts through network cards. So the traffic of
+the cards is counted only where a group has several hosts: elsewhere it says nothing about a training.
 
 The watchdog's thread samples every two seconds; a sample takes less than 0.2 ms of CPU. The next dispatch that ends
 returns the means since the last one, as numbers of a step with the prefix ``system/``. So they reach the history, its
@@ -15,6 +18,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
+from dtkit._util.resources import find_loopback_interface
 from dtkit.engine.observe.core_wait import CoreWait
 from dtkit.history.scalars import CORE_WAIT_NAME, SYSTEM_PREFIX
 
@@ -31,6 +35,8 @@ class SystemMonitor:
         self._clock = clock
         # locks: for one sample, which takes less than a millisecond
         self._lock = threading.Lock()  # the watchdog samples, and the serving thread takes
+        self.has_other_hosts = False
+        """Whether ranks of the process group are on other hosts, so that network cards carry what they exchange."""
         self._sums: dict[str, tuple[float, int]] = {}
         self._core_wait = CoreWait()
         self._sampled_at = float("-inf")
@@ -77,16 +83,25 @@ class SystemMonitor:
         if self._process is None:
             self._process = psutil.Process()
         self._gpu = self._gpu or _open_gpu()
-        times, network = self._process.cpu_times(), psutil.net_io_counters()
-        cpu_s, sent_bytes = times.user + times.system, float(network.bytes_sent) if network else 0.0
+        times = self._process.cpu_times()
+        cpu_s, sent_bytes = times.user + times.system, _count_sent_bytes() if self.has_other_hosts else 0.0
         before, self._cpu_s, self._sent_bytes = (self._cpu_s, self._sent_bytes), cpu_s, sent_bytes
         values = {"memory (MB)": self._process.memory_info().rss / 1e6}
         if seconds < float("inf"):  # rates need an earlier sample
             values["CPU (cores)"] = (cpu_s - before[0]) / seconds
-            values["network (MB/s)"] = max(0.0, sent_bytes - before[1]) / 1e6 / seconds
+            if self.has_other_hosts and before[1]:
+                values["network cards (MB/s)"] = max(0.0, sent_bytes - before[1]) / 1e6 / seconds
         if self._gpu is not None:
             values |= _read_gpu(*self._gpu)
         return values
+
+
+def _count_sent_bytes() -> float:
+    """Return the bytes that the host's network cards have sent, without those of the loopback interface."""
+    import psutil
+
+    loopback = find_loopback_interface()
+    return float(sum(card.bytes_sent for name, card in psutil.net_io_counters(pernic=True).items() if name != loopback))
 
 
 def _open_gpu() -> tuple[Any, Any] | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dtkit._util import timeouts
 from dtkit._util.resources import count_cores
 from dtkit.engine import memory_limit, node_info, warmup
+from dtkit.engine.observe.system_monitor import MONITOR
 from dtkit.engine.ops.admission import check_not_older
 from dtkit.messages import EngineInventory
 from dtkit.rpc.clocks import ClockReading
@@ -59,6 +60,7 @@ class GroupOps(GroupOperations):
         import torch
 
         from dtkit.engine import checks, memory
+        from dtkit.engine.comm.host_link import has_other_hosts
         from dtkit.engine.comm.process_group import Group
 
         state = self._state
@@ -76,6 +78,7 @@ class GroupOps(GroupOperations):
             torch.cuda.set_device(state.device)
         state.spec = spec
         checks.check_folder_writable(state.cluster_folder)
+        MONITOR.has_other_hosts = has_other_hosts(spec)
         state.watchdog.start(spec)
         state.group = Group(spec, memory_limit.lift_data_limit)
         state.watchdog.watch_links(state.group.connections.list_links)

@@ -29,11 +29,11 @@ export function newTooltip(panel) {
   };
   return { show, hide: () => { if (!el.hidden) el.hidden = true; } };
 }
-const ASIDE = 14;
+const ASIDE = 14, TICKS_PX = 22; // below a plot, as BOTTOM in chart.js
 
-/** Return [left, top] of a box next to a point, on the side with more room; above or below it where neither side has enough. */
+/** Return [left, top] of a box next to a point, on the side with more room; above or below it where neither side has enough. Beside it, the box ends above the labels of the x axis. */
 export function placeTip(x, y, [width, height], [wide, high]) {
-  const isRight = x < wide / 2, room = Math.max(x, wide - x) - ASIDE, inside = Math.max(0, Math.min(y - 10, high - height));
+  const isRight = x < wide / 2, room = Math.max(x, wide - x) - ASIDE, inside = Math.max(0, Math.min(y - 10, high - TICKS_PX - height));
   if (width <= room) return [isRight ? x + ASIDE : x - ASIDE - width, inside];
   return [Math.max(0, Math.min(x - width / 2, wide - width)), y < high / 2 ? y + ASIDE : y - ASIDE - height];
 }

@@ -36,6 +36,7 @@ FORBIDDEN = {  # a file or folder of dtkit/, the longest match counts -> what it
     "mesh.py": {"torch", "ipyparallel"},
     "planning/cost_model.py": {"torch", "ipyparallel", "numpy"},
     "cluster/transport.py": set(),
+    "cluster/locked_view.py": set(),
     "cluster/launchers": set(),
     "": {"ipyparallel"},
 }
@@ -71,6 +72,19 @@ def test_importing_dtkit_imports_no_heavy_packages():
     code = f"import sys, dtkit; print(*{heavy} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert out.stdout.split() == []
+
+
+def test_a_cluster_imports_ipyparallel_after_its_fork_server_has_started():
+    """The server loads torch meanwhile, on another core."""
+    code = """
+import sys, dtkit
+from dtkit.cluster.forkserver import client
+def stop(self):
+    sys.exit("ipyparallel" in sys.modules)
+client.ForkServerClient.start = stop
+dtkit.Cluster(1, device="cpu")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_data_parallelism_loads_no_dtensors():

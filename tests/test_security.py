@@ -15,6 +15,7 @@ import stat
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
+import ipyparallel
 import pytest
 from torch import nn
 
@@ -24,7 +25,6 @@ from dtkit.cluster import cluster_file, launched_transport
 from dtkit.cluster.config import LaunchConfig
 from dtkit.cluster.devices import plan_devices
 from dtkit.cluster.forkserver.client import ForkServerClient
-from dtkit.cluster.launchers import launcher as launcher_module
 from dtkit.dashboard import report
 from dtkit.dashboard.text import call_text
 from dtkit.dashboard.written_report import WrittenReport
@@ -477,7 +477,7 @@ def test_the_controller_requires_a_key_on_every_address(
         asked.update(how)
         raise InterruptedError("that is enough")
 
-    monkeypatch.setattr(launcher_module.ipp, "Cluster", start)
+    monkeypatch.setattr(ipyparallel, "Cluster", start)
     monkeypatch.setattr(ForkServerClient, "start", lambda _: None)
     config = LaunchConfig(launcher, plan_devices(1, "cpu", 1), 1.0)
     with pytest.raises(InterruptedError):

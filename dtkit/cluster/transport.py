@@ -1,4 +1,4 @@
-"""The transport over an ipyparallel client. Besides the launchers, only this module imports ipyparallel."""
+"""The transport over an ipyparallel client. Besides the launchers, only this module and its view use ipyparallel."""
 
 from __future__ import annotations
 
@@ -8,16 +8,8 @@ import threading
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
-import ipyparallel as ipp
-
-from dtkit._util import formatting, timeouts
+from dtkit._util import formatting, timeouts, torch_private
 from dtkit._util.deadline import wait_until
-from dtkit._util.torch_private import (
-    get_client_engines,
-    get_client_futures,
-    get_client_handlers,
-    get_main_stream,
-)
 from dtkit.engine.entrypoint import MIMETYPE, Entrypoint
 from dtkit.errors import ClusterError
 from dtkit.messages import Reply
@@ -27,13 +19,19 @@ from dtkit.types import EngineLoss, Failure
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import ipyparallel as ipp
+
     from dtkit.rpc.transport import Hosts
 
+LOSS_ERROR = "EngineError"
+"""Name of ipyparallel's error for a call during which the engine ended."""
 _ATTACHED_REMEDY = "Train with on_failure='shrink', or start engines where the lost ones came from, and attach again"
 
 
 def wrap_client(client: Any) -> IpyparallelTransport:
     """Return a transport over the engines of a client that the user connected."""
+    import ipyparallel as ipp
+
     if not isinstance(client, ipp.Client):
         raise TypeError(
             f"from_client({client!r}): client must be an ipyparallel.Client, as in from_client(ipp.Cluster(n=2)"
@@ -64,12 +62,14 @@ class IpyparallelTransport:
         """See :class:`~dtkit.rpc.transport.Transport`."""
         reply: Future[Reply[Any]] = Future()
         client = self._client
-        engine_id, engines = self.engine_ids[rank], get_client_engines(client)
+        engine_id, engines = self.engine_ids[rank], torch_private.get_client_engines(client)
         engine = engines.get(engine_id)
         if engine is None:
             reply.set_result(self._make_lost_reply(rank))
             return reply
-        result = client.send_apply_request(get_main_stream(client), self._entrypoint, [message], ident=engine.encode())
+        result = client.send_apply_request(
+            torch_private.get_main_stream(client), self._entrypoint, [message], ident=engine.encode()
+        )
         if listen is not None:
             _OutputListener(result.output.metadata, listen, reply).start()
         waiting = [reply]
@@ -91,7 +91,7 @@ class IpyparallelTransport:
             # unpickles: an engine's reply; engines are trusted (docs/guides/security.md)
             return unpickle(result.pop())  # type: ignore[no-any-return]
         name = getattr(result, "ename", type(result).__name__)
-        if name == ipp.error.EngineError.__name__:  # an engine ended during the call
+        if name == LOSS_ERROR:  # an engine ended during the call
             return self._make_lost_reply(rank)
         kind = "interrupted" if name == KeyboardInterrupt.__name__ else "error"  # between two calls
         trace = getattr(result, "traceback", None) or ""
@@ -174,7 +174,9 @@ class IpyparallelTransport:
 
     def make_locked_view(self, lock: threading.RLock) -> ipp.DirectView:
         """Return a view for ``%%px`` that fans out under the cluster's lock."""
-        view = _LockedView(self._client, get_main_stream(self._client), targets=self.engine_ids)
+        from dtkit.cluster.locked_view import LockedView
+
+        view = LockedView(self._client, torch_private.get_main_stream(self._client), targets=self.engine_ids)
         view.lock = lock
         view.block = True  # the cell shows what engines print, and their errors
         return view
@@ -217,28 +219,13 @@ def _resolve(future: Future[Reply[Any]], reply: Reply[Any]) -> None:
 
 def _drop_late_replies(client: ipp.Client) -> None:
     """Drop replies of engines that were given up. For each, ipyparallel prints a line into whatever cell runs."""
-    handlers = get_client_handlers(client)
+    handlers = torch_private.get_client_handlers(client)
     handle = handlers["apply_reply"]
 
     def handle_awaited(message: dict[str, Any]) -> None:
         msg_id = message["parent_header"].get("msg_id")
-        future = get_client_futures(client).get(msg_id)
+        future = torch_private.get_client_futures(client).get(msg_id)
         if msg_id in client.outstanding or (future is not None and not future.done()):
             handle(message)
 
     handlers["apply_reply"] = handle_awaited
-
-
-class _LockedView(ipp.DirectView):  # type: ignore[misc]  # ipyparallel has no types
-    """A DirectView whose fan-outs take the cluster's lock."""
-
-    lock: Any = contextlib.nullcontext()
-
-    def execute(self, *args: Any, **kwargs: Any) -> Any:
-        block = kwargs.pop("block", None)
-        with self.lock:
-            result = super().execute(*args, block=False, **kwargs)
-        if self.block if block is None else block:
-            # waits: a user's %%px has no limit; an interrupt ends it
-            result.get()
-        return result

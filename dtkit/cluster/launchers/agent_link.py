@@ -7,14 +7,14 @@ import pickle
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import ipyparallel as ipp
-
-from dtkit._util import timeouts
-from dtkit._util.torch_private import get_client_engines, get_main_stream
+from dtkit._util import timeouts, torch_private
 from dtkit.cluster.agent.agent_call import AgentCall, IdentifyCall, dump_call
+from dtkit.cluster.transport import LOSS_ERROR
 from dtkit.errors import ClusterError, HostLostError
 
 if TYPE_CHECKING:
+    import ipyparallel as ipp
+
     from dtkit.cluster.agent.protocol import AgentInfo
     from dtkit.cluster.launchers.hosts import AgentJob
 
@@ -46,12 +46,12 @@ class AgentLink:
 
     def _send(self, operation: str, function: Any, arguments: list[bytes]) -> Future[Any]:
         future: Future[Any] = Future()
-        engine = get_client_engines(self._client).get(self.engine_id)
+        engine = torch_private.get_client_engines(self._client).get(self.engine_id)
         if engine is None:
             future.set_exception(self._make_loss())
             return future
         result = self._client.send_apply_request(
-            get_main_stream(self._client), function, arguments, ident=engine.encode()
+            torch_private.get_main_stream(self._client), function, arguments, ident=engine.encode()
         )
         result.add_done_callback(lambda done: self._read(operation, done, future))
         return future
@@ -78,7 +78,7 @@ class AgentLink:
         if done.msg_id in self._client.history:
             self._client.history.remove(done.msg_id)  # it would grow without end
         result = done.result(timeout=0)
-        if getattr(result, "ename", type(result).__name__) == ipp.error.EngineError.__name__:
+        if getattr(result, "ename", type(result).__name__) == LOSS_ERROR:
             future.set_exception(self._make_loss())  # during the call
             return
         if not isinstance(result, list):

@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import timeouts
-from dtkit._util.torch_private import get_client_loop, get_query_stream
+from dtkit._util import timeouts, torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +50,7 @@ class ConnectionWatcher:
 
     def _report(self, engine: int) -> None:
         """Send what an engine's nanny sends when the engine has ended. Idempotent."""
-        stream = get_query_stream(self._client)
-        get_client_loop(self._client).add_callback(
+        stream = torch_private.get_query_stream(self._client)
+        torch_private.get_client_loop(self._client).add_callback(
             self._client.session.send, stream, "unregistration_request", content={"id": engine}
         )

@@ -1,11 +1,13 @@
-"""Controller and engines of one cluster, started by any of ipyparallel's launchers."""
+"""Controller and engines of one cluster, started by any of ipyparallel's launchers.
+
+ipyparallel is imported where it is used: a fork server loads torch meanwhile.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any, Self
 
-import ipyparallel as ipp
 import psutil
 
 from dtkit._util import timeouts
@@ -16,6 +18,8 @@ from dtkit.errors import ClusterError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    import ipyparallel as ipp
 
     from dtkit.cluster.config import LaunchConfig
     from dtkit.cluster.launchers.host_access import HostAccess
@@ -45,6 +49,8 @@ class Launcher:
     @classmethod
     def reattach(cls, config: LaunchConfig, folder: Path) -> Self:
         """Return the launcher of a cluster that another notebook started."""
+        import ipyparallel as ipp
+
         launcher = cls(config, folder)
         launcher._cluster = ipp.Cluster.from_file(profile_dir=str(folder), cluster_id="dtkit", log_level=_LOG_LEVEL)
         launcher._engine_set_ids = list(launcher._cluster.engines)
@@ -54,6 +60,8 @@ class Launcher:
 
     def start_controller(self) -> None:
         """Start the process through which every message goes."""
+        import ipyparallel as ipp
+
         period_s = compute_heartbeat_period(self._config)
         uses_ipv6 = ipv6.is_ipv6(self.controller_ip)
         self._cluster = ipp.Cluster(
@@ -215,10 +223,14 @@ def list_with_children(pids: Sequence[int]) -> list[int]:
 
 def check_launcher(name: str) -> None:
     """Raise ValueError for a launcher that ipyparallel doesn't know."""
+    if name == "local":
+        return
     if name == "ssh":
         raise ValueError("launcher='ssh'; name the hosts, as in launcher=dtkit.SSH(['gpu1:4', 'gpu2:4'])")
+    from ipyparallel.cluster.launcher import find_launcher_class
+
     try:
-        ipp.cluster.launcher.find_launcher_class(name, "engine")
+        find_launcher_class(name, "engine")
     except (KeyError, AttributeError):
         raise ValueError(
             f"launcher={name!r}; it must be 'local', or the name of a launcher that ipyparallel knows, such as "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections import UserDict
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -66,6 +68,31 @@ def test_a_second_process_group_gets_the_remedy():
     error = ValueError("trying to initialize the default process group twice!")
     assert add_general_hint(error)
     assert "leave init_process_group() out" in error.__notes__[0]
+
+
+class Outputs(UserDict[str, torch.Tensor]):
+    """Outputs of a model, whose class looks a key up in Python."""
+
+
+@pytest.mark.parametrize("make", [dict, Outputs])
+def test_a_missing_key_of_a_local_dict_names_the_keys_that_there_are(make):
+    def choose(outputs: Any) -> Any:
+        return outputs["logit"]
+
+    with pytest.raises(KeyError) as caught:
+        choose(make(logits=ROWS, hidden=ROWS))
+    assert add_general_hint(caught.value)
+    assert caught.value.__notes__ == ["outputs has 'logits', 'hidden', and no 'logit'; did you mean 'logits'?"]
+
+
+@pytest.mark.parametrize("look_up", [lambda: os.environ["RANKS"], lambda: KNOWN_ON_ENGINES["loss"], lambda: {}["a"]])
+def test_a_missing_key_of_what_an_engine_may_have_gets_no_hint(look_up):
+    with pytest.raises(KeyError) as caught:
+        look_up()
+    assert not add_general_hint(caught.value)
+
+
+KNOWN_ON_ENGINES: dict[str, int] = {"losses": 1}
 
 
 def fail(model: nn.Module, inputs: Any, target: Any, loss: Callable[..., Any] = nn.functional.cross_entropy) -> str:

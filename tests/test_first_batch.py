@@ -108,6 +108,20 @@ def ask_for_attribute(output: torch.Tensor, target: Any) -> torch.Tensor:
     return F.cross_entropy(output, target.nope)
 
 
+class Named(nn.Linear):
+    """Returns its output by name."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return {"logits": super().forward(inputs)}
+
+
+def choose_unknown(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output["logit"], target)
+
+
 def detach_output(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.detach(), target)
 
@@ -142,6 +156,7 @@ IMAGES = np.zeros((64, 64), np.float32)
             {"loss": ask_for_attribute},
             r"AttributeError: 'Tensor' object has no attribute 'nope'",
         ),
+        (Named(), (INPUTS, TARGETS), {"loss": choose_unknown}, r"KeyError: 'logit'.*did you mean 'logits'\?"),
         (net(), (INPUTS, TARGETS), {"loss": detach_output}, r"The loss has no gradient.*detach\(\)"),
     ],
     ids=[
@@ -159,6 +174,7 @@ IMAGES = np.zeros((64, 64), np.float32)
         "column",
         "own name",
         "attribute",
+        "key",
         "detached",
     ],
 )

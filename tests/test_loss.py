@@ -123,7 +123,7 @@ def test_invalid_losses_raise(name):
 
 @pytest.mark.parametrize(
     ("given", "form"),
-    [({"x": 1, "y": 2}, "a dict"), ((torch.zeros(2, 4),), "1 array"), (torch.zeros(2, 4), "a Tensor")],
+    [({"x": 1, "y": 2}, "a dict with 'x', 'y'"), ((torch.zeros(2, 4),), "1 array"), (torch.zeros(2, 4), "a Tensor")],
 )
 def test_batch_without_a_target_needs_a_training_step(given, form):
     loss_fn = Loss(nn.CrossEntropyLoss(), None)
@@ -131,6 +131,11 @@ def test_batch_without_a_target_needs_a_training_step(given, form):
     for call in (loss_fn, loss_fn.evaluate_batch):
         with pytest.raises(TypeError, match=message):
             call(model(), given)
+
+
+def test_a_dict_without_a_target_is_told_how_to_name_one():
+    with pytest.raises(TypeError, match=r"Name the target, as in target='y', or have the Dataset return a tuple"):
+        Loss(nn.CrossEntropyLoss(), None)(model(), {"y": batch()[1], "x": batch()[0]})
 
 
 def test_ignored_targets_raise_with_the_pair_as_remedy():

@@ -33,9 +33,11 @@ from dtkit.history.scalars import ScalarRecord
 from dtkit.history.speed import compute_speed
 from dtkit.history.timeline import SPAN_DTYPE, Timeline, convert_simulation
 from dtkit.schedules.schedule import Schedule
+from dtkit.testing.in_process import InProcessTransport
 from dtkit.types import Evaluation, Event, State
 from tests.support.fake_source import FakeSource, FaultInjectableSource
 from tests.support.report_page import remove_own_scripts
+from tests.support.small import train
 from tests.support.timers import Timers
 
 # -- lost nodes ------------------------------------------------------------------------------------------
@@ -381,6 +383,17 @@ def test_a_command_reports_the_step_at_which_it_took_effect(command, value, text
     handler, reports, _ = make_handler(source)
     handler.handle(command, value)
     assert reports == [("effect", command, text)]
+
+
+def test_a_step_of_the_button_is_logged_and_those_of_code_are_not():
+    with dtkit.Cluster.from_transport(InProcessTransport(), device="cpu", threads=1) as cluster:
+        run = train(cluster, start=False)
+        run.step(2)
+        handler, reports, reported = make_handler(run)
+        handler.handle("step", None)
+        assert reported.wait(60)
+        assert reports == [("effect", "step", "one step taken: all nodes are at step 3")]
+        assert [(event.step, event.text) for event in run.history.events] == [(3, "one step taken")]
 
 
 @pytest.mark.parametrize(

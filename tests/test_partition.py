@@ -315,6 +315,13 @@ def test_densities_of_all_ranks_add_up_to_one(by: str, seed: int | None) -> None
     assert np.allclose(strip.sum(axis=0), 1)
 
 
+def test_only_the_table_of_classes_is_folded():
+    page = Partition(40, 2, labels=np.arange(40) % 4)._repr_html_()
+    shown, folded = page.split("<details>")
+    assert shown.count("<table") == 1
+    assert folded.split("</details>")[0].count("class 3") == 1
+
+
 def test_a_label_cannot_inject_html() -> None:
     page = Partition(4, 2, labels=["<script>", "b", "<script>", "b"])._repr_html_()
     assert "<script>" not in page

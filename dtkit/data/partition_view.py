@@ -45,13 +45,21 @@ def draw_partition(partition: Partition) -> Figure:
 
 
 def format_html(partition: Partition) -> str:
-    """Return the headline, the note and tables of ranks and of classes as HTML."""
+    """Return the headline, the note and tables of ranks and of classes as HTML.
+
+    The table of classes is folded, since the figure shows the same.
+    """
     ranks = _choose_ranks(partition.world_size)
     rows = [["…"] * 3 if rank is None else _format_row(partition, rank) for rank in ranks]
-    tables = [Table(["node", "rows", "share"], rows), *_make_class_table(partition, ranks)]
-    shown = "".join(f'<div style="overflow-x: auto">{table.to_html()}</div>' for table in tables)
+    shown = _wrap_table(Table(["node", "rows", "share"], rows))
+    for table in _make_class_table(partition, ranks):
+        shown += f"<details><summary>rows of each class</summary>{_wrap_table(table)}</details>"
     note = f"<p>{html.escape(formatting.name_nodes(partition.note))}</p>" if partition.note else ""
     return f"<p>{html.escape(partition.format_headline())}</p>{note}{shown}"
+
+
+def _wrap_table(table: Table) -> str:
+    return f'<div style="overflow-x: auto">{table.to_html()}</div>'
 
 
 def _choose_ranks(world_size: int) -> list[int | None]:

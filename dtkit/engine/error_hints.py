@@ -12,6 +12,7 @@ import torch
 
 from dtkit._util import formatting
 from dtkit.engine import loss_hints
+from dtkit.engine.key_hints import explain_key
 from dtkit.engine.keyword_hints import explain_keyword
 from dtkit.engine.loss_hints import iterate_tensors, name_dtype
 from dtkit.engine.optimizer_hints import explain_optimizer
@@ -71,6 +72,7 @@ def add_general_hint(error: BaseException) -> bool:
         explain_in_place,
         _explain_group,
         _explain_schedule_end,
+        explain_key,
         explain_keyword,
         explain_optimizer,
     )

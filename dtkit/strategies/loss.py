@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM = 1, 2
+_TARGET_NAMES = ("label", "labels", "target", "targets", "y")
 DEFAULT_IGNORE_INDEX = -100  # of torch's losses and of Hugging Face
 
 
@@ -229,9 +230,14 @@ def split_batch(batch: Any) -> tuple[Sequence[Any], Any]:
     """Return (the model's inputs, the target) of a batch."""
     if not isinstance(batch, tuple) or len(batch) < 2:
         form = f"{len(batch)} array" if isinstance(batch, tuple) else name_type(batch)
+        remedy = "(inputs..., target), as in (X, y)"
+        if isinstance(batch, Mapping) and len(batch) > 1:
+            form = f"a dict with {', '.join(map(repr, list(batch)[:6]))}"
+            example = next((name for name in batch if name in _TARGET_NAMES), list(batch)[-1])
+            remedy += f". Name the target, as in target={example!r}, or have the Dataset return a tuple"
         raise TypeError(
-            f"a batch of this data is {form}; with loss= it must be (inputs..., target), as in (X, y). Without a "
-            "target, use training_step=, a function of (model, batch) that returns the loss"
+            f"a batch of this data is {form}; with loss= it must be {remedy}. Without a target, use training_step=, a "
+            "function of (model, batch) that returns the loss"
         )
     return batch[:-1], batch[-1]
 

@@ -263,10 +263,11 @@ class ReplicaCheckAction:
     def __init__(self, progress: RunProgress) -> None:
         self.checker = ReplicaChecker()
         self._progress = progress
+        self._last_pause_step = -1  # before any step
 
     def is_due(self, step: int) -> bool:
         """Return whether the dispatch that ends at this step should return checksums."""
-        return self.checker.is_due(time.monotonic()) or step == self._progress.plan.steps
+        return self.checker.is_due(time.monotonic()) or step in (self._last_pause_step, self._progress.plan.steps)
 
     def steps_until_due(self, step: int) -> int:  # noqa: ARG002 - it is due by time
         """Return `NEVER_DUE`: it never limits a dispatch."""
@@ -275,6 +276,13 @@ class ReplicaCheckAction:
     def perform(self, step: int) -> None:  # noqa: ARG002 - the dispatch asks for it
         """Note that a dispatch requests checksums."""
         self.checker.on_sent(time.monotonic())
+
+    def request_at_pause(self) -> bool:
+        """Let a dispatch without steps return checksums, if the known ones are older. Return whether they are."""
+        check, step = self.checker.result, self._progress.step
+        is_older = check is not None and check.step != step != self._last_pause_step
+        self._last_pause_step = step
+        return is_older
 
     def on_result(self, results: Sequence[DispatchResult]) -> None:
         """Compare the checksums of all ranks, and report those that differ."""

@@ -104,6 +104,8 @@ class StepRequest:
     message: Message
     is_first: bool
     """Whether no other dispatch of its message precedes it."""
+    has_replica_check: bool
+    """Whether it returns checksums."""
 
 
 class StepDispatcher:
@@ -171,16 +173,25 @@ class StepDispatcher:
         if self.lr_updater.has_pending:
             self._send(0, Message(0))
 
+    def check_replicas_before_pause(self) -> bool:
+        """Request checksums of the parameters as they are, if known ones are older. Return whether that was done."""
+        progress = self._progress
+        is_wanted = not progress.lost_ranks and progress.exception is None and self.replica_check.request_at_pause()
+        if is_wanted:
+            self._send(0, Message(0))
+        return is_wanted
+
     def _send(self, steps: int, message: Message) -> None:
         progress = self._progress
         step = progress.next_step
         is_first, is_explained = not message.num_steps, self.explain_next_step and steps > 0
-        dispatch = StepRequest(steps, self.lr_updater.take_pending(), is_explained, message, is_first)
-        message.num_steps += steps
-        message.steps_left -= steps
         has_replica_check = self.replica_check.is_due(step + steps)
         if has_replica_check:
             self.replica_check.perform(step + steps)
+        lr_change = self.lr_updater.take_pending()
+        dispatch = StepRequest(steps, lr_change, is_explained, message, is_first, has_replica_check)
+        message.num_steps += steps
+        message.steps_left -= steps
         call = make_call(
             JobOperations.advance,
             job=progress.plan.job,
@@ -189,7 +200,7 @@ class StepDispatcher:
             lr=None if dispatch.lr_change is None else dispatch.lr_change.value,
             shares=None if self._load_balancer is None else self._load_balancer.shares,
             explain=dispatch.explain,
-            fingerprint=has_replica_check,
+            fingerprint=dispatch.has_replica_check,
             read_until=progress.recorder.get_stored_step(progress.step),
         )
         pending = PendingCall(
@@ -212,6 +223,8 @@ class StepDispatcher:
         num_taken, progress.step, progress.lr = first.step - step, first.step, first.lr
         if num_taken:
             self._on_steps_taken(dispatch, num_taken, results)
+        if dispatch.has_replica_check:
+            self.replica_check.on_result(results)
         progress.persist_position()
         if dispatch.explain:
             self.explain_reports, self.explain_next_step = [result.step_report for result in results], False
@@ -230,7 +243,6 @@ class StepDispatcher:
         between = [result.between for result in results if VALIDATION in result.between]
         if between:  # before the first dispatch of a message, an engine may have waited for the notebook
             self.sizer.on_evaluation(max(part[VALIDATION if dispatch.is_first else ALL] for part in between))
-        self.replica_check.on_result(results)
         balancer = self._load_balancer
         if balancer is not None and balancer.on_result([np.asarray(result.rows) for result in results]):
             shares = ", ".join(f"{100 * share:.0f} %" for share in balancer.shares)

@@ -346,6 +346,8 @@ class Driver:
         elif is_complete and not is_evaluation_due:
             progress.add_event("done", f"done after {step} {'step' if step == 1 else 'steps'}")
             self._end(State.COMPLETED)
+        elif is_stopping and self.steps.check_replicas_before_pause():
+            return
         elif is_resting:
             self._pause()
 

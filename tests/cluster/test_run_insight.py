@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import dtkit
+from dtkit._util import timeouts
 from dtkit.dashboard.summary.notices import collect_notices
 from dtkit.errors import CallbackError
 from tests.support.marks import slow
 from tests.support.nets import get_worker, resume_and_wait
-from tests.support.small import check_usable, data, net, sgd, train
-from tests.support.waiting import ends_soon
+from tests.support.small import LONG, check_usable, data, net, sgd, train
+from tests.support.waiting import ends_soon, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -107,6 +108,24 @@ def test_replica_check_finds_identical_parameters(cluster2):
     run = train(cluster2, steps=20)
     run.wait(60)
     assert run.consistency == dtkit.types.ReplicaCheckResult(step=20, differing_ranks=(), differing_since=None)
+
+
+def test_dispatches_without_checksums_leave_the_interval_between_checks(cluster2, monkeypatch):
+    monkeypatch.setattr(timeouts, "REPLICA_CHECK_INTERVAL_S", 3600.0)
+    run = train(cluster2, steps=LONG)
+    wait_until(lambda: run.status.step > 200)
+    assert run.consistency is not None
+    assert run.consistency.step == 1
+    run.stop()
+
+
+def test_a_pause_checks_the_replicas_where_it_is(cluster2, monkeypatch):
+    monkeypatch.setattr(timeouts, "REPLICA_CHECK_INTERVAL_S", 3600.0)
+    run = train(cluster2, steps=LONG)
+    wait_until(lambda: run.status.step > 200)
+    step = run.pause()
+    assert run.consistency == dtkit.types.ReplicaCheckResult(step, (), None)
+    run.stop()
 
 
 def test_replica_check_finds_a_rank_that_differs(cluster2):

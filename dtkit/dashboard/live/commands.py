@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from dtkit._util import formatting
 from dtkit._util.guard import run_guarded
 from dtkit.history.rate_jump import describe_rate_jump
+from dtkit.types import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,7 @@ COMMANDS = frozenset({"pause", "resume", "step", "stop", "lr"})
 
 
 class FaultInjectable(Protocol):
-    """Methods of runs that take faults and write checkpoints. A run may lack them."""
+    """Methods of runs that take faults and notes, and write checkpoints. A run may lack them."""
 
     def inject_delay(self, rank: int, factor: float) -> int:
         """Make a rank's steps `factor` times as long."""
@@ -37,6 +38,10 @@ class FaultInjectable(Protocol):
 
     def inject_fault(self, name: str, rank: int) -> int:
         """End a rank's process: ``inject_fault("kill", 3)``."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Add a line to the log."""
         ...
 
     def save(self) -> Any:
@@ -74,10 +79,21 @@ class CommandHandler:
         # waits: already done here
         error = future.exception()
         if error is None:
+            if command == "step":
+                self._log_step()
             # waits: already done here
             self._report("effect", command, _describe_effect(command, value, future.result()) + warning)
         else:
             self._report("refused", command, str(error))
+
+    def _log_step(self) -> None:
+        """Log the button's step, unless it failed or was the last one, which the run logs itself.
+
+        Steps of `run.step()` aren't logged, since a loop of them would fill the log.
+        """
+        run = self._run
+        if run.status.state is State.PAUSED and run.exception is None and hasattr(run, "note"):
+            cast("FaultInjectable", run).note("one step taken")
 
     def _run_in_background(self, command: str, value: Any) -> None:
         action = {"slow": self._prepare_delay, "kill": self._prepare_kill, "save": self._prepare_save}[command](value)

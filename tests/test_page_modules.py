@@ -271,8 +271,13 @@ def test_signs_of_events_next_to_each_other_are_one_in_their_order(tmp_path: Pat
         tmp_path, "chart/marks.js", ["mergeSigns", "joinGlyphs"], f"[mergeSigns({marks}), mergeSigns({back}), {text}]"
     )
     assert joined == "‖\u00a0lr\u00a0▶\u00a0↓"
-    assert signs == [{"at": 106, "glyphs": ["‖", "lr", "▶"]}, {"at": 300, "glyphs": ["‖"]}]
+    first, last = (
+        {"at": 106, "glyphs": ["‖", "lr", "▶"], "marks": [0, 1, 2]},
+        {"at": 300, "glyphs": ["‖"], "marks": [3]},
+    )
+    assert signs == [first, last]
     assert sign["glyphs"] == ["‖", "lr", "▶"]
+    assert sign["marks"] == [0, 1, 2]
 
 
 _TWO_RUNS = """((mode, exact) => {

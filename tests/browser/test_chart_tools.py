@@ -95,6 +95,12 @@ def test_smoothing_keeps_the_raw_line_pale(page: Page):
     heights = [[float(point.split(",")[1]) for point in d.lstrip("M").split("L")] for d in (raw or "", smooth)]
     jumps = [sum(abs(a - b) for a, b in itertools.pairwise(ys)) for ys in heights]
     assert jumps[1] < jumps[0] / 3
+    dashed = (
+        view.root.get_by_test_id("throughput-chart")
+        .locator("path.dtk-all.dtk-smooth, path.dtk-dashed.dtk-smooth")
+        .first
+    )
+    expect(dashed).to_have_css("stroke-dasharray", "5px, 4px")  # as without smoothing
     slider.fill("0")
     expect(chart.locator("path.dtk-raw")).to_have_count(0)
 
@@ -480,6 +486,8 @@ def test_a_changed_rate_begins_at_the_step_of_its_event(page: Page):
     chart = view.root.get_by_test_id("learning-rate-chart")
     expect(chart).to_contain_text("0.05 since step 1,666, the same on all nodes")
     expect(chart.locator(".dtk-marks text")).to_have_text("‖ lr ▶")
+    texts = "step 1666: paused at step 1666\nstep 1666: learning rate 0.05\nstep 1666: resume at step 1666"
+    expect(chart.locator(".dtk-marks g:has(text) title")).to_have_text(texts, use_inner_text=False)
 
 
 def make_mixed_view(page: Page) -> StaticView:

@@ -39,7 +39,7 @@ const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
  * overall(head, value). Optional: newest(): the last value where it may be ahead of the lines, overallName, right(head, view): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName, most(store): the largest value that the axis has to show,
  * shown(store), exact: never smooth, joined: lines without gaps but where the grain lost numbers, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line) with labelLines(store, line, most, width): that name at the line's end,
- * axis: instead of that of all charts, inverted: draw the reciprocals of the values, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that are not positive; "positive": none where some are negative.
+ * help(head): a tooltip of the note, axis: instead of that of all charts, inverted: draw the reciprocals of the values, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that are not positive; "positive": none where some are negative.
  */
 export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });
@@ -61,6 +61,7 @@ export function chart(store, name, options, redraw) {
   const writeCaption = () => {
     const flat = el.classList.contains("dtk-flat"), caption = (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view);
     const whole = [view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · ");
+    if (options.help) setAttr(note, "title", options.help(store.head));
     setText(note, flat ? whole : fitCaption(options.title ?? "", whole, view.width - (scale.el.hidden ? TOOLS : TOOLS_AND_SCALE)));
   };
   let captionTimer = null;
@@ -233,7 +234,7 @@ function drawGrid(view, width) {
   drawParts(view.layers.grid, parts);
 }
 
-const MOST_GLYPHS = 5;
+const MOST_GLYPHS = 5, MOST_TEXTS = 12;
 
 /** Draw event marks on the step axis; those next to each other share one text, with each sign once. */
 function drawMarks(view) {
@@ -241,13 +242,14 @@ function drawMarks(view) {
   for (const mark of view.store.marks) {
     if (mark.step < first || mark.step > end) continue;
     const at = x(mark.step), look = `dtk-mark dtk-mark-${mark.kind}`;
-    parts.push(s("g", { class: look }, s("title", {}, `step ${mark.step}: ${mark.text}`),
+    const text = `step ${mark.step}: ${mark.text}`;
+    parts.push(s("g", { class: look }, s("title", {}, text),
       s("line", { x1: at, x2: at, y1: TOP, y2: view.height - BOTTOM })));
-    signs.push({ at, glyph: MARKED[mark.kind] ?? "•", look });
+    signs.push({ at, glyph: MARKED[mark.kind] ?? "•", look, text });
   }
-  for (const { at, glyphs } of mergeSigns(signs)) {
-    const { look } = signs.find(({ glyph }) => glyph === glyphs[0]);
-    parts.push(s("g", { class: look }, s("text", { x: at, y: TOP - 3, "text-anchor": "middle" }, joinGlyphs(glyphs.slice(-MOST_GLYPHS)))));
+  for (const { at, glyphs, marks } of mergeSigns(signs)) {
+    const { look } = signs.find(({ glyph }) => glyph === glyphs[0]), texts = marks.slice(-MOST_TEXTS).map((k) => signs[k].text);
+    parts.push(s("g", { class: look }, s("title", {}, texts.join("\n")), s("text", { x: at, y: TOP - 3, "text-anchor": "middle" }, joinGlyphs(glyphs.slice(-MOST_GLYPHS)))));
   }
   view.layers.marks.replaceChildren(...parts);
 }

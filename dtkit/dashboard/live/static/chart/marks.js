@@ -3,8 +3,8 @@
 const GLYPH_LETTER_PX = 6, GLYPH_SYMBOL_PX = 9, GLYPH_SPACE_PX = 4, SIGN_GAP_PX = 3; // widths in a wide font
 
 /**
- * Return the signs {at, glyphs} of marks {at, glyph}, both with positions in pixels and in the order of events. Signs
- * that would be drawn over each other are one, with each glyph once.
+ * Return the signs {at, glyphs, marks} of marks {at, glyph}, both with positions in pixels and in the order of events.
+ * Signs that would be drawn over each other are one, with each glyph once. Its `marks` are numbers of the given ones.
  */
 export function mergeSigns(marks) {
   const signs = [];
@@ -16,7 +16,7 @@ export function mergeSigns(marks) {
       sign.marks.push(...later.marks);
     }
   }
-  return signs.map((sign) => ({ at: middleOf(sign), glyphs: glyphsOf(sign) }));
+  return signs.map((sign) => ({ at: middleOf(sign), glyphs: glyphsOf(sign), marks: sign.marks.map(([order]) => order).sort((a, b) => a - b) }));
 }
 /** Return glyphs as one text, apart from each other: "‖" before an l would be read as a part of it. */
 export function joinGlyphs(glyphs) {

@@ -16,6 +16,7 @@ export function throughputChart(store, _send, redraw) {
     overall: (head) => head.overall,
     overallName: (head) => head.overall,
     unit: "samples/s",
+    help: (head) => `Lines of nodes: samples per second of their own work. "${head.overall}": the same with the time in which they wait for each other; the nodes together make a multiple of it.`,
   }, redraw);
 }
 

@@ -16,7 +16,7 @@ from torch import nn
 import dtkit
 from dtkit._util import resources
 from dtkit._util.process import ProcessId
-from dtkit.cluster import cluster_file
+from dtkit.cluster import cluster_file, reaper
 from dtkit.cluster.devices import plan_devices, warn_of_too_many_engines
 from dtkit.errors import ClusterWarning
 from dtkit.rpc.captured import LARGE_BYTES, warn_of_large_functions
@@ -57,6 +57,8 @@ def test_clusters_that_compete_are_warned_of(tmp_path: Path):
     advice = r"already has a with 2 engines; close it first with its close\(\), or, .*dtkit.attach\('a'\).close\(\)$"
     with pytest.warns(ClusterWarning, match=advice):
         cluster_file.warn_of_unused([make_info(tmp_path / "a", own)])
+    (tmp_path / "b").mkdir()
+    reaper.write_members(tmp_path / "b", [], lease_s=60, job_lease_s=1800)
     mine = dataclasses.replace(make_info(tmp_path / "b", left), started_at=time.time() - 300)
     advice = r"b still has 2 engines of a notebook in this folder that has ended. They were started 5 min 0 s ago, and "
     with pytest.warns(ClusterWarning, match=advice + r"end 1 min 0 s after it. dtkit.attach\('b'\) takes them over"):

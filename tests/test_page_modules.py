@@ -13,6 +13,7 @@ import pytest
 from dtkit._util import formatting
 from dtkit.dashboard.live.bundle import STATIC_FOLDER
 from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.summary.comparison import spans_orders
 from dtkit.dashboard.summary.curves import CurveBuckets
 from dtkit.history.undone_steps import UndoneSteps
 from dtkit.types import Evaluation
@@ -260,6 +261,20 @@ def test_a_page_that_other_processes_interrupt_keeps_its_pace(tmp_path: Path):
     cost = "() => (getNow() < 1000 || Math.floor(getNow() / 1000) % 3 ? 90 : 9)"
     page = evaluate_page_code(tmp_path, "pacing.js", ["newPacer"], f"{_PACED_PAGE}({cost}, 60_000, false)")
     assert np.diff(page["charts"]).max() <= 1000
+
+
+_GRAIN = "((values) => ({ used: values.length, lines: 1, value: (_line, at) => values[at] }))"
+
+
+@pytest.mark.parametrize(("smallest", "count", "is_logarithmic"), [(1e-4, 1, False), (1e-4, 40, True)])
+def test_single_small_values_make_no_logarithmic_scale(
+    tmp_path: Path, smallest: float, count: int, *, is_logarithmic: bool
+):
+    """A view made after a restart has coarser buckets, without the small value, and had another scale."""
+    values = [2.3, *[0.1] * 300, *[smallest] * count, *[0.1] * 40]
+    found = evaluate_page_code(tmp_path, "chart/grain.js", ["spansOrders"], f"spansOrders({_GRAIN}({values}))")
+    assert found is is_logarithmic
+    assert spans_orders(np.array(values)[:, None].repeat(3, 1)) is is_logarithmic
 
 
 def test_signs_of_events_next_to_each_other_are_one_in_their_order(tmp_path: Path):

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator, 
 from matplotlib.transforms import ScaledTranslation
 
 from dtkit._util import formatting
-from dtkit.dashboard.summary.comparison import MANY_ORDERS, is_steep
+from dtkit.dashboard.summary.comparison import spans_orders
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES, Curves
 from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.dashboard.summary.outliers import find_outliers
@@ -248,7 +248,7 @@ def draw_lines(
 
 def scale_by_span(ax: Axes, buckets: CurveBuckets) -> None:
     """Make an axis logarithmic where the values of its lines span many orders, as the live view does."""
-    if is_steep(buckets.values[..., 1], MANY_ORDERS):
+    if spans_orders(buckets.values[:, -1]):
         ax.set_yscale("log")
         format_log_axis(ax.yaxis, formatting.format_loss)
         draw_end_labels(ax, collect_line_labels(ax))

@@ -34,6 +34,7 @@ LOSS, VALIDATION_DATA, TRAINING_DATA, DURATION = "loss function", "validation da
 """What runs should have in common where their numbers are compared."""
 MANY_ORDERS = 1000.0
 """Ratio of values from which a panel of one run becomes logarithmic by itself, as in ``static/chart/grain.js``."""
+_NUM_BLOCKS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +151,18 @@ def is_steep(losses: np.ndarray, ratio: float = _STEEP_RATIO) -> bool:
     known = losses[np.isfinite(losses)]
     positive = known[known > 0]
     return bool(len(positive) and known.min() >= 0 and positive.max() / positive.min() >= ratio)
+
+
+def spans_orders(curve: np.ndarray) -> bool:
+    """Return whether a linear axis would hide the smaller values of a curve of (smallest, mean, largest).
+
+    Small values are means of some buckets, as in the live view: a single one is often small by chance.
+    """
+    if not len(curve) or np.isnan(curve[:, 1]).all():
+        return False
+    blocks = np.array_split(curve[:, 1], min(len(curve), _NUM_BLOCKS))
+    lows = [float(np.nanmean(block)) for block in blocks if not np.isnan(block).all()]
+    return is_steep(np.array([np.nanmax(curve[:, 2]), *lows]), MANY_ORDERS)
 
 
 def find_loss_cap(lines: Sequence[np.ndarray]) -> float | None:

@@ -155,7 +155,7 @@ function isLogScale({ store, name, options, grain }) {
   const { view } = store, key = scaleKey({ name, options }), chosen = view.autoLog.get(key), picked = view.ownLog.get(key) ?? view.log;
   if (staysLinear({ store, name, options, grain })) return false;
   if (chosen && hasNegative(grain)) view.autoLog.set(key, false); // for good: a range in sight without one changes nothing
-  if (chosen === undefined && picked === null && spansOrders(grain, options.most?.(store))) view.autoLog.set(key, true);
+  if (chosen === undefined && picked === null && spansOrders(grain, options.most?.(store), Boolean(options.lineName))) view.autoLog.set(key, true);
   return picked ?? view.autoLog.get(key) ?? false;
 }
 

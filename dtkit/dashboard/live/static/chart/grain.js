@@ -109,16 +109,26 @@ export function areShares(grain, name) {
   return high >= LEAST_SHARE; // a learning rate is smaller
 }
 
-const ORDERS = 1000;
+const ORDERS = 1000, BLOCKS = 32;
 
-/** Return whether values are so different that a linear axis would hide the smaller ones. None is negative; zeros don't count. */
-export function spansOrders(grain, most = Infinity) {
+/**
+ * Return whether values are so different that a linear axis would hide the smaller ones. None is negative; zeros don't
+ * count. Small values are means of some steps: a single one is often small by chance, and whether it is among the drawn
+ * ones depends on the buckets, which another view of the same run has otherwise. `areRuns`: each line counts, not only the last.
+ */
+export function spansOrders(grain, most = Infinity, areRuns = false) {
   let [low, high] = [Infinity, -Infinity];
   if (hasNegative(grain)) return false;
-  for (let at = 0; at < grain.used; at++) {
-    for (let line = 0; line < grain.lines; line++) {
-      const v = grain.value(line, at, 1);
-      if (v > 0 && v <= most) [low, high] = [Math.min(low, v), Math.max(high, v)];
+  const each = Math.ceil(grain.used / BLOCKS);
+  for (let line = areRuns ? 0 : grain.lines - 1; line < grain.lines; line++) {
+    for (let from = 0; from < grain.used; from += each) {
+      let [sum, count] = [0, 0];
+      for (let at = from; at < Math.min(from + each, grain.used); at++) {
+        const v = grain.value(line, at, 1), largest = grain.value(line, at, 2);
+        if (!(v > 0 && v <= most)) continue;
+        [sum, count, high] = [sum + v, count + 1, Math.max(high, v, largest <= most ? largest : v)];
+      }
+      if (count) low = Math.min(low, sum / count);
     }
   }
   return high >= ORDERS * low;

@@ -492,6 +492,17 @@ def test_a_run_that_diverged_leaves_room_for_the_others():
     assert axes["Validation accuracy"].get_xlabel() == "step"
 
 
+def test_the_html_of_a_comparison_has_room_between_its_parts_and_escapes_metrics():
+    runs = [make_source(name="a"), make_source("B()", name="b")]
+    for run in runs:
+        run.spec = dataclasses.replace(run.spec, settings=(("validation", run.spec.name),))
+        run.history.add(Evaluation(80, 100, {"<i>x": 1.0}))
+    page = dtkit.compare(runs, labels=["first", "second"])._repr_html_()
+    assert re.search(r"</small><div style='margin-top: [^']+'><table.*</table></div><div style='margin-top:", page)
+    assert "no best validation &lt;i&gt;x" in page
+    assert "<i>" not in page
+
+
 def test_losses_that_fall_or_begin_high_have_no_cap():
     assert comparison_summary.find_loss_cap([np.array([1e6, 1.0, 1e-3]), np.array([2.0, 1.0])]) is not None
     assert comparison_summary.find_loss_cap([np.array([500.0, 1.0, 1e-6]), np.array([2.0, 6.0])]) is None

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from dtkit.types import RunSpec, Status
 
 _MAX_LABEL_CHARS, _MAX_NAME_CHARS = 60, 300
+_GAP = "0.8em"  # between tables and picture
 
 
 @runtime_checkable
@@ -165,8 +166,10 @@ class Comparison:
         image = format_card_tag(self.figure(), describe_rows(rows))
         differences = self.differences
         settings = make_differences_table(self.labels, differences).to_html() if differences else ""
+        parts = [f"<div style='margin-top: {_GAP}'>{part}</div>" for part in (settings, image) if part]
+        note = f"<small>{html.escape(make_table_note(rows), quote=False)}</small>"  # it names metrics
         ends = "".join(f"<div>{html.escape(line)}</div>" for line in describe_ends(rows))
-        return f"{make_table(rows).to_html()}{ends}<small>{make_table_note(rows)}</small>{settings}{image}"
+        return f"{make_table(rows).to_html()}{ends}{note}{''.join(parts)}"
 
 
 @suggest_arguments

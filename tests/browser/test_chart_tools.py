@@ -401,6 +401,22 @@ def test_tools_fit_every_width(page: Page, look: Look, tmp_path: Path):
     view.screenshot(Path(os.environ.get("DTKIT_SCREENSHOTS", tmp_path)) / f"tools-{look.theme}-{look.width}.png")
 
 
+def test_an_axis_from_zero_has_a_number_beside_its_largest_value(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(60)
+    for rank in range(2):
+        run.history.add(ScalarRecord(rank, {"system/memory (MB)": [(step, 361.0, 1.0) for step in range(1, 60)]}))
+    view = StaticView(page, run)
+    message = SeriesFeed(run.history).build_message()
+    assert message
+    page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(message))
+    chart = view.root.get_by_test_id("system-chart").first
+    expect(chart.locator(".dtk-grid text[text-anchor='end']").filter(has_text="400")).to_be_visible()
+    above = chart.evaluate("""(el) => el.querySelector("path.dtk-line").getBoundingClientRect().top
+      - Math.min(...[...el.querySelectorAll(".dtk-grid line")].map((line) => line.getBoundingClientRect().top))""")
+    assert above > 4
+
+
 def show_numbers(page: Page, samples: slice) -> StaticView:
     """Return the view of a run with numbers of the user's own, and these of 60 samples of the machines' use."""
     run = FakeSource(ranks=2)

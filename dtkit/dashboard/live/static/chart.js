@@ -169,9 +169,10 @@ function drawChart(view, width) {
   view.whole = wholeRange(view);
   const [first, end] = store.view.zoom ?? view.whole;
   const inSight = points.filter((point) => point.step >= first && point.step <= end).map((point) => point.value);
-  const [low, high] = valueLimits(grain, {
+  const limits = valueLimits(grain, {
     shown: view.shown, from: first, to: end, extra: inSight, averages: (line) => lineAverages(view, line), isLog: view.isLog, robust: store.view.robust, fromZero: options.fromZero, most: options.most?.(store),
   });
+  const [low, high] = options.fromZero && !view.isLog ? withNextTick(limits, tickCount(height)) : limits;
   const right = options.right?.(store.head, view) ?? labelsRoom(store), plot = { width: width - LEFT - right, height: height - TOP - BOTTOM };
   const size = view.isLog ? Math.log10 : (v) => v, { axis } = view, from = axis.of(first), long = axis.of(end) - from || 1;
   view.frame = {
@@ -213,12 +214,21 @@ function wholeRange({ store }) {
   return [first, Math.max(first + 1, Math.min(last, store.status.step || last))];
 }
 
+function tickCount(height) {
+  return Math.max(2, Math.round(height / 42));
+}
+/** Return limits up to the next tick, where the largest value is nearer to that one: it would touch an edge without a number. */
+function withNextTick([low, high], count) {
+  const marks = ticks(low, high, count), [before, last] = marks.slice(-2), next = 2 * last - before;
+  return marks.length > 1 && next - high < high - last ? [low, next] : [low, high];
+}
+
 function drawGrid(view, width) {
   const { x, y, first, end, low, high, width: inner } = view.frame, { axis } = view, parts = [];
   if (!view.grain.used) {
     return drawParts(view.layers.grid, [["text", { x: width / 2, y: view.height / 2, "text-anchor": "middle" }, "no step yet"]]);
   }
-  const count = Math.max(2, Math.round(view.height / 42));
+  const count = tickCount(view.height);
   for (const v of view.isLog ? logTicks(low, high, count) : ticks(low, high, count)) {
     parts.push(["line", { x1: LEFT, x2: LEFT + inner, y1: y(v), y2: y(v) }]);
     parts.push(["text", { x: LEFT - 7, y: y(v) + 4, "text-anchor": "end" }, view.options.mark?.(v) ?? tick(v)]);

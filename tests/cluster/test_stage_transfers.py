@@ -215,7 +215,11 @@ class ReturnsInt(Blocks):
         return {"scores": super().forward(x), "rows": len(x)}
 
 
+def scores_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output["scores"], target)
+
+
 def test_stage_output_that_is_not_a_tensor_is_refused(cluster: dtkit.Cluster):
     with pytest.raises(dtkit.errors.EngineError, match=r"returns int besides tensors.*dtkit\.Sharded"):
-        train(cluster, ReturnsInt, SCHEDULES[0])
+        train(cluster, ReturnsInt, SCHEDULES[0], loss_fn=scores_loss)
     check_usable(cluster)

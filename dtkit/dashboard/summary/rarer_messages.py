@@ -16,7 +16,8 @@ def name_other_remedies(facts: Measurements, is_communication: bool) -> str:  # 
         return ""
     if strategy.startswith("ParameterAveraging("):
         every = re.search(r"every=(\d+)", strategy)
-        return f", or every={4 * int(every[1])}" if every else ""
+        return f"; or send less often, with every={4 * int(every[1])}" if every else ""
     if strategy.startswith("DataParallel("):
-        return ", or ParameterAveraging()" if "compress" in strategy else ', or ParameterAveraging(), compress="bf16"'
-    return ", or DataParallel()" if strategy.startswith("NaiveDataParallel(") else ""
+        compressed = "" if "compress" in strategy else ' or DataParallel(compress="bf16")'
+        return f"; or send less, with ParameterAveraging(){compressed}"
+    return "; or use DataParallel()" if strategy.startswith("NaiveDataParallel(") else ""

@@ -16,6 +16,7 @@ from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.summary.comparison import (
     MANY_ORDERS,
+    MEAN_LOSS,
     differ_in_bytes,
     find_loss_cap,
     find_metric_cap,
@@ -25,8 +26,9 @@ from dtkit.dashboard.summary.comparison import (
     make_row,
     read_scalar,
 )
-from dtkit.dashboard.summary.curves import LOSS, downsample
+from dtkit.dashboard.summary.curves import downsample
 from dtkit.dashboard.summary.run_lines import choose_dash
+from dtkit.dashboard.summary.short_batches import compute_drawn_losses
 from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figu
     panels = [figure.add_subplot(grid[k // 2, k % 2]) for k in range(num_panels - num_panels % 2)]
     if num_panels % 2:  # the last one has a row of its own
         panels.append(figure.add_subplot(grid[-1, :]))
-    parts = [downsample(history, LOSS, history.num_ranks, _NUM_BUCKETS) for history in histories]
+    parts = [downsample(history, MEAN_LOSS, 1, _NUM_BUCKETS) for history in histories]
     _draw_runs(panels[0], [part.middle_steps for part in parts], parts, labels)
     _format_steps_panel(panels[0], parts)
     seconds = [_accumulate(history, part, "step_s") for history, part in zip(histories, parts, strict=True)]
@@ -76,7 +78,7 @@ def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figu
         sent_bytes = [_accumulate(history, part, "sent_bytes") for history, part in zip(histories, parts, strict=True)]
         _draw_runs(panels[2], sent_bytes, parts, labels)
         _format_bytes_panel(panels[2], sent_bytes)
-    cap = find_loss_cap([history.totals()["loss"] for history in histories])
+    cap = find_loss_cap([compute_drawn_losses(history.totals()) for history in histories])
     _scale_loss_axes(panels[: 2 + has_bytes], parts, cap)
     for ax, name in zip(panels[2 + has_bytes :], metrics, strict=False):
         _draw_metric(ax, name, histories, labels)

@@ -35,6 +35,6 @@ def test_displays_become_pictures_and_text(tmp_path: Path):
     assert "completed" in done.cells[1].outputs[-1].data["text/plain"]
     assert "its history" in done.cells[2].outputs[-1].data["text/plain"]
     page, _ = HTMLExporter().from_notebook_node(done)
-    assert len(re.findall(r"<img[^>]*data:image/png;base64,", page)) == 2
+    assert len(re.findall(r"<img[^>]*data:image/png;base64,", page)) == 3  # the run, and two charts of the comparison
     report = (tmp_path / "run.html").read_text(encoding="utf-8")
     assert "<h2>Nodes</h2>" in report

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import psutil
+import pytest
 
+from dtkit._util import timeouts
 from dtkit._util.resources import find_loopback_interface
 from dtkit.engine.observe.system_monitor import SystemMonitor
 from dtkit.history.history import History
 from dtkit.history.scalars import ScalarRecord
 
 if TYPE_CHECKING:
-    import pytest
-
     from dtkit.types import Scalars
 
 
@@ -95,3 +95,19 @@ def test_numbers_of_the_system_are_apart_from_the_users():
     assert history.system_names == ["system/CPU (cores)"]
     steps, cores = history.scalar("system/CPU (cores)", 0)
     assert (steps.tolist(), cores.tolist()) == ([1], [1.0])
+
+
+@pytest.mark.parametrize("since_s", [0.2, 0.01])
+def test_the_last_step_of_a_run_has_a_sample_however_short_it_is_after_the_last_one(since_s: float):
+    clock = Clock()
+    monitor = SystemMonitor(clock)
+    monitor.take(1, 110)
+    clock.now += 0.3
+    before = monitor.take(65, 110)
+    clock.now += since_s
+    assert monitor.take(80, 110) == {}
+    scalars = monitor.take(110, 110)
+    assert set(scalars) == set(before) == {"system/memory (MB)", "system/CPU (cores)"}
+    assert all(rows[0][0] == 110 for rows in scalars.values())
+    if since_s < timeouts.SYSTEM_LAST_SAMPLE_S:
+        assert [rows[0][1] for rows in scalars.values()] == [rows[0][1] for rows in before.values()]

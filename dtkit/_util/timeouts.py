@@ -38,6 +38,8 @@ WATCHDOG_PERIOD_S = 0.5
 """Sampling period of an engine's watchdog. A sample costs the engine a fraction of a millisecond."""
 SYSTEM_FIRST_SAMPLE_S = 0.25
 """Shortest interval between two samples of a machine at the ends of dispatches."""
+SYSTEM_LAST_SAMPLE_S = 0.05
+"""Shortest interval before the sample at the end of a run: CPU time is known in steps of 10 ms."""
 SYSTEM_SAMPLE_S = 2.0
 """Period of the watchdog's samples of CPU, network, memory and GPU."""
 WATCHDOG_MISSED_SAMPLE_S = 1.25

@@ -160,13 +160,14 @@ class Comparison:
         return render_card_png(self.figure())
 
     def _repr_html_(self) -> str:
-        from dtkit.dashboard.figures.render import format_card_tag
+        from dtkit.dashboard.figures.comparison_figure import draw_comparison_charts
+        from dtkit.dashboard.figures.render import format_card_tags
 
         rows = self.rows
-        image = format_card_tag(self.figure(), describe_rows(rows))
+        images = format_card_tags(draw_comparison_charts(self.labels, self.histories), describe_rows(rows))
         differences = self.differences
         settings = make_differences_table(self.labels, differences).to_html() if differences else ""
-        parts = [f"<div style='margin-top: {_GAP}'>{part}</div>" for part in (settings, image) if part]
+        parts = [f"<div style='margin-top: {_GAP}'>{part}</div>" for part in (settings, images) if part]
         note = f"<small>{html.escape(make_table_note(rows), quote=False)}</small>"  # it names metrics
         ends = "".join(f"<div>{html.escape(line)}</div>" for line in describe_ends(rows))
         return f"{make_table(rows).to_html()}{ends}{note}{''.join(parts)}"

@@ -21,6 +21,7 @@ from dtkit.dashboard.summary.comparison import (
     read_scalar,
 )
 from dtkit.dashboard.summary.run_lines import choose_dash
+from dtkit.dashboard.summary.short_batches import SHORT_BATCH_NOTE, compute_drawn_losses, find_short_batches
 from dtkit.dashboard.svg_chart import Series, draw_chart
 from dtkit.dashboard.text.comparison_text import describe_ends, make_differences_table, make_table, make_table_note
 from dtkit.dashboard.written_report import WrittenReport, check_folder
@@ -54,13 +55,19 @@ def _format_parts(comparison: ComparisonView, title: str) -> Iterator[str]:
         yield format_table(make_differences_table(labels, comparison.differences))
     charts = "".join(_iterate_charts(labels, comparison.histories))
     yield "<h2>Charts</h2>"
+    if any(find_short_batches(history.totals()).any() for history in comparison.histories):
+        yield f"<p><small>{SHORT_BATCH_NOTE[0].upper()}{SHORT_BATCH_NOTE[1:]}.</small></p>"
     yield format_comparison_charts(comparison, f'<div class="charts">{charts}</div>')
 
 
 def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iterator[str]:
     runs = list(zip(range(len(labels)), labels, histories, strict=True))
-    cap = find_loss_cap([history.totals()["loss"] for history in histories])
-    losses = [Series(label, *history.loss(), color=k, dash=choose_dash(k)) for k, label, history in runs]
+    totals = [history.totals() for history in histories]
+    cap = find_loss_cap([compute_drawn_losses(part) for part in totals])
+    losses = [
+        Series(label, part["step"], compute_drawn_losses(part), color=k, dash=choose_dash(k))
+        for (k, label, _), part in zip(runs, totals, strict=True)
+    ]
     shown, note = _leave_out(losses, cap)
     yield draw_chart(
         "Loss against steps", f"mean over all nodes{note}", shown, format_y=formatting.format_loss, may_be_log=True
@@ -72,7 +79,10 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
         format_y=formatting.format_loss, x_name="time",
         format_x=lambda x: formatting.format_duration(x) if x else "0", may_be_log=True,
     )  # fmt: skip
-    rates = [Series(label, *read_rates(history), color=k, dash=choose_dash(k)) for k, label, history in runs]
+    rates = [
+        Series(label, *read_rates(part), color=k, dash=choose_dash(k))
+        for (k, label, _), part in zip(runs, totals, strict=True)
+    ]
     yield draw_chart("Throughput", "samples/s of all nodes", rates, format_y=formatting.format_rate, from_zero=True)
     for name in dict.fromkeys(name for history in histories for name in ["loss", *list_metric_names(history)]):
         points = [_make_metric_series(label, history, name, k) for k, label, history in runs]

@@ -67,7 +67,8 @@ th, td {{ padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertica
 .columns section {{ font-size: 14px; }} .columns :is(th, td) {{ padding-inline: 4px !important; }}
 .columns .facts td:first-child {{ width: 190px; }}
 .scroll {{ overflow-x: auto; scrollbar-width: thin; background: {shadows}; }}
-p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; }} time {{ white-space: nowrap; }}
+p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; max-width: none; }}
+time {{ white-space: nowrap; }}
 .state {{ font-size: 13px; font-weight: 700; padding: 1px 12px; border: 1.5px solid; border-radius: 99px;
   color: var(--muted); }} .state.good {{ color: var(--good); }} .state.bad {{ color: var(--bad); }}
 .theme {{ float: right; font-size: 12px; color: var(--muted); border: 1px solid var(--line); border-radius: 7px;

@@ -88,6 +88,7 @@ def build_job(
     if reference is not None:
         return ReferenceJob(job_model, program, loaded, context, seed, reference)
     job = Job(job_model, program, loaded if link is None else ReplicaBatches(loaded, link), context, seed)
+    job.last_step = plan.steps - 1
     if location[0].rank == 0:
         job.notes += _describe_choices(program.loss_fn, type(model).__name__, holds_batches=holds_batches)
         job.notes += loaded.notes if isinstance(loaded, IterableBatches) else []

@@ -97,6 +97,8 @@ class Job:
         """Whether an update began and did not end, so that the parameters are of no step."""
         self.notes = list(self._worker.notes)
         """Lines to show once the training runs."""
+        self.last_step: int | None = None
+        """The last step that was asked for; None if it is unknown."""
         self.step_report: Any = None
         """Report of the last step, if it was explained."""
         self._recent_step_s: list[float] = []
@@ -203,7 +205,7 @@ class Job:
             self._nonfinite,
             blocked_spans=build_blocked_times(groups, num_steps),
             messages=messages if len(messages) else None,
-            scalars=self._scalars.take() | (MONITOR.take(completed[-1].step) if completed else {}),
+            scalars=self._scalars.take() | (MONITOR.take(completed[-1].step, self.last_step) if completed else {}),
             fingerprint=checksums,
             fingerprint_s=fingerprint_s,
             step_report=self.step_report,

@@ -313,3 +313,17 @@ def test_shares_stay_linear_and_other_small_numbers_become_logarithmic(page: Pag
     page.get_by_test_id("scale").click()
     expect(charts.filter(has_text="my_loss")).to_contain_text("log scale")
     expect(accuracy).not_to_contain_text("log scale")
+
+
+@pytest.mark.parametrize(("width", "columns"), [(1330, 2), (960, 2), (600, 1), (360, 1)])
+def test_a_saved_comparison_fills_the_width_with_charts(page: Page, width: int, columns: int):
+    runs = make_paced_pair()
+    page.set_viewport_size({"width": width, "height": 900})
+    page.set_content(f"<body style='margin: 0'>{dtkit.compare(*runs)._repr_html_()}</body>")
+    images = page.locator("img")
+    boxes = [image.bounding_box() for image in images.all()]
+    assert len(boxes) == 4  # loss against steps and time, validation loss and accuracy
+    assert len({box and box["x"] for box in boxes}) == columns
+    assert sum(box["width"] for box in boxes[:columns] if box) > 0.98 * width
+    assert max(box["x"] + box["width"] for box in boxes if box) <= width
+    assert images.first.get_attribute("alt")

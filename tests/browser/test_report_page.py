@@ -285,3 +285,15 @@ def test_the_arithmetic_has_no_blank_line_and_wrapped_lines_are_told_apart(page:
         }"""
     )
     assert second > first
+
+
+@pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
+def test_the_subtitle_of_a_report_has_the_width_of_the_page(page: Page, tmp_path: Path):
+    source = make_source()
+    source.spec = dataclasses.replace(source.spec, strategy="Pipeline(2, 8, schedule='1F1B', replicas=2, " + "a" * 60)
+    write_report(source, tmp_path / "run.html")
+    page.goto(f"file://{tmp_path}/run.html")
+    lines: int = page.locator(".lead").evaluate(
+        "(el) => Math.round(el.getBoundingClientRect().height / parseFloat(getComputedStyle(el).lineHeight))"
+    )
+    assert lines == 2

@@ -66,6 +66,14 @@ def test_last_stage_of_a_pipeline_logs(cluster2: dtkit.Cluster):
     assert run.history.scalar("spread", rank=0)[0].tolist() == []
 
 
+def test_numbers_of_the_machine_reach_the_last_step(cluster2: dtkit.Cluster):
+    run = small.train(cluster2, steps=40)
+    run.wait(60)
+    for rank in (0, 1):
+        for name in ("system/CPU (cores)", "system/memory (MB)"):
+            assert run.history.scalar(name, rank)[0][-1] == 39
+
+
 @pytest.mark.slow
 def test_logged_numbers_survive_a_killed_engine():
     with dtkit.Cluster(2, threads=1) as cluster:

@@ -5,6 +5,7 @@ Runs differ by color, by the dashes of their lines, and by their markers.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.summary.comparison import (
     MANY_ORDERS,
+    MEAN_LOSS,
     differ_in_bytes,
     find_loss_cap,
     find_metric_cap,
@@ -25,12 +27,13 @@ from dtkit.dashboard.summary.comparison import (
     make_row,
     read_scalar,
 )
-from dtkit.dashboard.summary.curves import LOSS, downsample
+from dtkit.dashboard.summary.curves import downsample
 from dtkit.dashboard.summary.run_lines import choose_dash
+from dtkit.dashboard.summary.short_batches import compute_drawn_losses
 from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -43,6 +46,7 @@ _LINE_STYLES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.6, 1.2, 1.6)))
 _MARKERS = "os^DvP*X"
 _LOG_BYTES_RATIO = 20.0  # from this ratio of bytes on, a linear axis would hide the smaller ones
 _WIDTH_IN, _ROW_HEIGHT_IN, _LEGEND_LINE_IN = 5.3, 2.3, 0.19  # as that of a run, which is readable in 600 px
+_CHART_WIDTH_IN, _CHART_HEIGHT_IN = 4.4, 2.3  # of a figure of one chart
 _MAX_SHORT_LABEL = 26  # characters of a label with another one next to it
 _MAX_METRICS = 6
 _MAX_SCALARS = 6
@@ -51,44 +55,82 @@ _ROOM = 0.05  # around the values, as a share of their range
 
 def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figure:
     """Draw loss against steps, time, and bytes where they differ; then metrics and logged numbers, under one legend."""
+    charts = _list_charts(labels, histories)
     legend_columns = 2 if max(map(len, labels)) <= _MAX_SHORT_LABEL else 1
-    legend_rows = -(-len(labels) // legend_columns)
-    has_bytes = differ_in_bytes([make_row("", history, "") for history in histories])
-    metrics = list(dict.fromkeys(name for history in histories for name in list_metrics(history)))[:_MAX_METRICS]
-    scalars = list_shared_scalars(histories)[:_MAX_SCALARS]
-    num_panels = 2 + has_bytes + len(metrics) + len(scalars)
-    rows = -(-num_panels // 2)
+    legend_rows, rows = -(-len(labels) // legend_columns), -(-len(charts) // 2)
     figure = create_figure(_WIDTH_IN, _ROW_HEIGHT_IN * rows + 0.2 + _LEGEND_LINE_IN * legend_rows)
     engine = figure.get_layout_engine()
     assert isinstance(engine, ConstrainedLayoutEngine)
     engine.set(wspace=0.05, hspace=0.06)
     grid = figure.add_gridspec(rows, 2)
-    panels = [figure.add_subplot(grid[k // 2, k % 2]) for k in range(num_panels - num_panels % 2)]
-    if num_panels % 2:  # the last one has a row of its own
+    panels = [figure.add_subplot(grid[k // 2, k % 2]) for k in range(len(charts) - len(charts) % 2)]
+    if len(charts) % 2:  # the last one has a row of its own
         panels.append(figure.add_subplot(grid[-1, :]))
-    parts = [downsample(history, LOSS, history.num_ranks, _NUM_BUCKETS) for history in histories]
-    _draw_runs(panels[0], [part.middle_steps for part in parts], parts, labels)
-    _format_steps_panel(panels[0], parts)
-    seconds = [_accumulate(history, part, "step_s") for history, part in zip(histories, parts, strict=True)]
-    _draw_runs(panels[1], seconds, parts, labels)
-    _format_time_panel(panels[1], parts)
-    if has_bytes:
-        sent_bytes = [_accumulate(history, part, "sent_bytes") for history, part in zip(histories, parts, strict=True)]
-        _draw_runs(panels[2], sent_bytes, parts, labels)
-        _format_bytes_panel(panels[2], sent_bytes)
-    cap = find_loss_cap([history.totals()["loss"] for history in histories])
-    _scale_loss_axes(panels[: 2 + has_bytes], parts, cap)
-    for ax, name in zip(panels[2 + has_bytes :], metrics, strict=False):
-        _draw_metric(ax, name, histories, labels)
-    for ax, name in zip(panels[2 + has_bytes + len(metrics) :], scalars, strict=False):
-        _draw_scalar(ax, name, histories, labels)
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles, names, loc="outside upper left", ncols=legend_columns, frameon=False, fontsize=8,
-        labelcolor=style.TEXT_COLOR, handlelength=4, labelspacing=0.35,
-    )  # fmt: skip
+    for ax, draw in zip(panels, charts, strict=True):
+        draw(ax)
+    _add_legend(figure, panels[0], legend_columns)
     style.fit_texts(figure)
     return figure
+
+
+def draw_comparison_charts(labels: Sequence[str], histories: Sequence[History]) -> list[Figure]:
+    """Draw the charts of :func:`draw_comparison` as figures, so that a page has as many in a row as fit."""
+    legend_columns = 2 if max(map(len, labels)) <= _MAX_SHORT_LABEL else 1
+    legend_rows = -(-len(labels) // legend_columns)
+    figures, panels = [], []
+    for draw in _list_charts(labels, histories):
+        figures.append(create_figure(_CHART_WIDTH_IN, _CHART_HEIGHT_IN + _LEGEND_LINE_IN * legend_rows))
+        panels.append(figures[-1].add_subplot())
+        draw(panels[-1])
+        _add_legend(figures[-1], panels[0], legend_columns)
+        style.fit_texts(figures[-1])
+    return figures
+
+
+def _add_legend(figure: Figure, panel: Axes, columns: int) -> None:
+    """Add the names of the runs above the charts, with the lines of a panel that has all of them."""
+    handles, names = panel.get_legend_handles_labels()
+    figure.legend(
+        handles, names, loc="outside upper left", ncols=columns, frameon=False, fontsize=8,
+        labelcolor=style.TEXT_COLOR, handlelength=4, labelspacing=0.35,
+    )  # fmt: skip
+
+
+def _list_charts(labels: Sequence[str], histories: Sequence[History]) -> list[Callable[[Axes], None]]:
+    """Return a function for each chart, which draws it; the losses first."""
+    metrics = list(dict.fromkeys(name for history in histories for name in list_metrics(history)))[:_MAX_METRICS]
+    scalars = list_shared_scalars(histories)[:_MAX_SCALARS]
+    draw_metric = functools.partial(_draw_metric, histories=histories, labels=labels)
+    draw_scalar = functools.partial(_draw_scalar, histories=histories, labels=labels)
+    return [
+        *_list_loss_charts(labels, histories),
+        *(functools.partial(draw_metric, name=name) for name in metrics),
+        *(functools.partial(draw_scalar, name=name) for name in scalars),
+    ]
+
+
+def _list_loss_charts(labels: Sequence[str], histories: Sequence[History]) -> list[Callable[[Axes], None]]:
+    """Return functions that draw the loss against steps, time, and bytes where runs differ in them, with one scale."""
+    parts = [downsample(history, MEAN_LOSS, 1, _NUM_BUCKETS) for history in histories]
+    cap = find_loss_cap([compute_drawn_losses(history.totals()) for history in histories])
+
+    def draw_loss(ax: Axes, x_values: Sequence[np.ndarray], format_panel: Callable[[Axes], None]) -> None:
+        _draw_runs(ax, x_values, parts, labels)
+        format_panel(ax)
+        _scale_loss_axis(ax, parts, cap)
+
+    def accumulate(column: str) -> list[np.ndarray]:
+        return [_accumulate(history, part, column) for history, part in zip(histories, parts, strict=True)]
+
+    sent_bytes = accumulate("sent_bytes") if differ_in_bytes([make_row("", each, "") for each in histories]) else None
+    steps, seconds = [part.middle_steps for part in parts], accumulate("step_s")
+    charts: list[Callable[[Axes], None]] = [
+        lambda ax: draw_loss(ax, steps, lambda ax: _format_steps_panel(ax, parts)),
+        lambda ax: draw_loss(ax, seconds, lambda ax: _format_time_panel(ax, parts)),
+    ]
+    if sent_bytes is not None:
+        charts.append(lambda ax: draw_loss(ax, sent_bytes, lambda ax: _format_bytes_panel(ax, sent_bytes)))
+    return charts
 
 
 def list_metrics(history: History) -> list[str]:
@@ -201,14 +243,13 @@ def _format_bytes_panel(ax: Axes, sent_bytes: Sequence[np.ndarray]) -> None:
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: formatting.format_bytes(x) if x else "0"))
 
 
-def _scale_loss_axes(panels: Sequence[Axes], run_buckets: Sequence[CurveBuckets], cap: float | None) -> None:
-    """Use the same scale of the loss in all panels, logarithmic where the loss falls far."""
+def _scale_loss_axis(ax: Axes, run_buckets: Sequence[CurveBuckets], cap: float | None) -> None:
+    """Use a logarithmic scale where the loss falls far: the same one in all charts of it."""
     means = np.concatenate([np.empty(0), *(part.values[:, -1, 1] for part in run_buckets)])
     shown = means if cap is None else means[means <= cap]
-    for ax in panels:
-        if is_steep(shown):
-            _use_log_scale(ax)
-        _leave_out(ax, shown, cap)
+    if is_steep(shown):
+        _use_log_scale(ax)
+    _leave_out(ax, shown, cap)
 
 
 def _leave_out(ax: Axes, shown: np.ndarray, cap: float | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+from typing import TYPE_CHECKING
 
 import cloudpickle
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -15,6 +16,9 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
 
 from dtkit.dashboard.figures.neutral import make_neutral, shrink_png
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FIT_WIDTH_IN = 6.0
 """Width of a figure whose texts of 8 points are 9 pixels high in a window of 600 px."""
@@ -29,6 +33,7 @@ _MIN_SCALE = 0.665  # the least width fits a window of 600 px; wider figures scr
 CARD_PADDING = 6
 """CSS pixels around the figure on a card."""
 _CARD_RADIUS = 8
+_CARD_BASIS, _MIN_CARD_WIDTH = 460, 340  # CSS pixels of a card: with others in a row, and where the page is narrower
 _CARD_EDGE_COLOR = "#d4d4d4"
 
 
@@ -110,10 +115,19 @@ def format_img_tag(figure: Figure, alt: str) -> str:
     return format_png_tag(data, get_css_width(figure), alt)
 
 
-def format_card_tag(figure: Figure, alt: str) -> str:
-    """Return the figure on a card as an ``<img>``; `alt` describes it."""
-    data = base64.b64encode(render_card_png(figure)).decode("ascii")
-    return format_png_tag(data, get_css_width(figure), alt)
+def format_card_tags(figures: Sequence[Figure], alt: str) -> str:
+    """Return figures on cards, as many in a row as the page has room for; `alt` describes them together."""
+    tags = []
+    for k, figure in enumerate(figures):
+        data = base64.b64encode(render_card_png(figure)).decode("ascii")
+        widest = get_css_width(figure)
+        style = (
+            f"flex: 1 1 {_CARD_BASIS}px; min-width: {_MIN_CARD_WIDTH}px; max-width: min(100%, {widest}px); height: auto"
+        )
+        described = html.escape("" if k else alt)
+        tags.append(f'<img src="data:image/png;base64,{data}" width="{_CARD_BASIS}" style="{style}" alt="{described}">')
+    row = "display: flex; flex-wrap: wrap; gap: 8px; align-items: flex-start; overflow-x: auto"
+    return f'<div style="{row}">{"".join(tags)}</div>'
 
 
 def format_png_tag(data: str, width: int, alt: str) -> str:

@@ -24,9 +24,17 @@ from dtkit.dashboard.live.comparison_series import (
 )
 from dtkit.dashboard.live.messages import Message
 from dtkit.dashboard.summary.activity import read_state
-from dtkit.dashboard.summary.comparison import find_loss_cap, find_metric_cap, is_steep, list_shared_scalars
-from dtkit.dashboard.summary.curves import LOSS, Chart, Curves
+from dtkit.dashboard.summary.comparison import (
+    MEAN_LOSS,
+    find_loss_cap,
+    find_metric_cap,
+    is_steep,
+    list_shared_scalars,
+)
+from dtkit.dashboard.summary.curves import Curves
+from dtkit.dashboard.summary.short_batches import SHORT_BATCH_NOTE, compute_drawn_losses, find_short_batches
 from dtkit.dashboard.text.comparison_text import describe_ends, make_differences_table, make_table, make_table_note
+from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +44,6 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
 
 NUM_BUCKETS = 256
-_MEAN_LOSS = Chart("loss", None, LOSS.from_totals)
 
 
 class ComparisonView(Protocol):
@@ -82,18 +89,24 @@ class ComparisonMessageBuilder:
 
     def __init__(self, comparison: ComparisonView) -> None:
         self._comparison = comparison
-        self._curves = [Curves((_MEAN_LOSS,), 1, NUM_BUCKETS) for _ in comparison.histories]
+        self._curves = [Curves((MEAN_LOSS,), 1, NUM_BUCKETS) for _ in comparison.histories]
         self._seq = 0
 
     def build_snapshot(self) -> Message:
         """Return everything that a page needs, in the form of a run's snapshot, so that the same store reads it."""
         self._seq += 1
         values, width, origin = self._align_curves()
-        series = self._make_series()
         histories = self._comparison.histories
-        cap = find_loss_cap([history.totals()["loss"] for history in histories])
+        ends = [1e3 * read_step_ends(history) for history in histories]
+        totals = [history.read_valid_totals(0, len(end)) for history, end in zip(histories, ends, strict=True)]
+        ends = [end[: len(part)] for end, part in zip(ends, totals, strict=True)]  # steps may be undone meanwhile
+        losses = [compute_drawn_losses(part) for part in totals]
+        series = self._make_series(totals, losses, ends)
+        cap = find_loss_cap(losses)
+        has_short = any(find_short_batches(part).any() for part in totals)
         caps = {name: cap if name == "time" else find_metric_cap(histories, name) for name in series}
         means = values[..., 1]
+        specs = [getattr(run, "spec", None) for run in self._comparison.runs]
         states = [read_state(run) for run in self._comparison.runs]
         step = max((find_last_step(history) for history in histories), default=0)
         content: dict[str, Any] = {
@@ -108,7 +121,8 @@ class ComparisonMessageBuilder:
                 "names": list(self._comparison.names),
                 "steep": is_steep(means if cap is None else means[means <= cap]),
                 "most": cap,
-                "axes": describe_axes([getattr(run, "spec", None) for run in self._comparison.runs], histories),
+                "help": SHORT_BATCH_NOTE if has_short else "",
+                "axes": describe_axes(specs, histories, [part["step"] for part in totals], ends),
                 **self._build_tables(),
             },
             "curves": {"width": width, "origin": origin, "first": 0, "flat": False, "buckets": len(values)},
@@ -139,12 +153,14 @@ class ComparisonMessageBuilder:
                 values[start : start + len(part.values), k] = part.values[:, 0]
         return values, width, origin
 
-    def _make_series(self) -> dict[str, np.ndarray]:
+    def _make_series(
+        self, totals: Sequence[np.ndarray], losses: Sequence[np.ndarray], ends: Sequence[np.ndarray]
+    ) -> dict[str, np.ndarray]:
         """Return the series by name: loss by time, each validation metric, the throughput, then what runs logged."""
         histories = self._comparison.histories
-        series = {"time": make_time_series(histories)}
+        series = {"time": make_time_series(losses, ends)}
         series |= {name: make_metric_series(histories, name) for name in list_metric_names(histories)}
-        series[RATE] = make_rate_series(histories)
+        series[RATE] = make_rate_series(totals)
         shared = list_shared_scalars(histories)[:MAX_SCALARS]
         series |= {LOGGED_PREFIX + name: make_scalar_series(histories, name) for name in shared}
         return {name: points for name, points in series.items() if len(points)}

@@ -12,7 +12,7 @@ import numpy as np
 
 from dtkit.dashboard.live.evaluation_feed import choose_evenly
 from dtkit.dashboard.summary.comparison import NUM_RATE_BUCKETS, read_scalar
-from dtkit.history.speed import read_step_ends
+from dtkit.dashboard.summary.short_batches import join_short_batches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,27 +36,29 @@ def list_metric_names(histories: Sequence[History]) -> list[str]:
     return sorted(names, key=lambda name: name != "loss")[:MAX_METRICS]
 
 
-def make_time_series(histories: Sequence[History]) -> np.ndarray:
-    """Return the mean loss over all ranks at the milliseconds that its steps have taken, without pauses."""
-    totals = [history.totals() for history in histories]
-    ends = [1e3 * read_step_ends(history) for history in histories]
+def make_time_series(losses: Sequence[np.ndarray], ends: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the mean loss over all ranks at the milliseconds when its steps ended, without pauses."""
     longest = max((float(end[-1]) for end in ends if len(end)), default=0.0)
     width = longest / MAX_POINTS
     if not width > 0:
-        return np.empty((0, len(histories) + 2), "f4")
-    series = np.full((MAX_POINTS, len(histories) + 2), np.nan)
+        return np.empty((0, len(losses) + 2), "f4")
+    series = np.full((MAX_POINTS, len(losses) + 2), np.nan)
     series[:, 0] = width * (np.arange(MAX_POINTS) + 0.5)
-    for k, (part, end) in enumerate(zip(totals, ends, strict=True)):
-        losses = part["loss"]
-        known = np.abs(losses) < np.finfo("f4").max
+    for k, (values, end) in enumerate(zip(losses, ends, strict=True)):
+        known = np.abs(values) < np.finfo("f4").max
         buckets = np.minimum((end[known] / width).astype("i8"), MAX_POINTS - 1)
         counts = np.bincount(buckets, minlength=MAX_POINTS)
-        sums = np.bincount(buckets, losses[known], MAX_POINTS)
+        sums = np.bincount(buckets, values[known], MAX_POINTS)
         series[:, 1 + k] = np.divide(sums, counts, out=np.full(MAX_POINTS, np.nan), where=counts > 0)
     return series.astype("f4")
 
 
-def describe_axes(specs: Sequence[RunSpec | None], histories: Sequence[History]) -> dict[str, Any]:
+def describe_axes(
+    specs: Sequence[RunSpec | None],
+    histories: Sequence[History],
+    steps: Sequence[np.ndarray],
+    ends: Sequence[np.ndarray],
+) -> dict[str, Any]:
     """Return what a page needs to place each run's steps on other axes; None for one that some run lacks.
 
     "epoch" has the steps of an epoch, "samples" those of a step, "time" some steps with the milliseconds until their
@@ -64,7 +66,7 @@ def describe_axes(specs: Sequence[RunSpec | None], histories: Sequence[History])
     """
     known = [spec for spec in specs if spec is not None]
     is_whole = len(known) == len(specs)
-    times = [_read_times(history) for history in histories]
+    times = [_choose_times(*each) for each in zip(steps, ends, strict=True)]
     epochs, samples = [spec.steps_per_epoch for spec in known], [spec.batch_size for spec in known]
     return {
         "epoch": epochs if is_whole and all(epochs) else None,
@@ -74,12 +76,10 @@ def describe_axes(specs: Sequence[RunSpec | None], histories: Sequence[History])
     }
 
 
-def _read_times(history: History) -> tuple[list[int], list[float]]:
-    """Return an even choice of steps, and the milliseconds until each one's end, without pauses."""
-    totals = history.totals()
-    chosen = list(choose_evenly(range(len(totals)), _MAX_TIMES))
-    ends = 1e3 * read_step_ends(history)
-    return [int(step) for step in totals["step"][chosen]], [round(float(end), 3) for end in ends[chosen]]
+def _choose_times(steps: np.ndarray, ends: np.ndarray) -> tuple[list[int], list[float]]:
+    """Return an even choice of steps, and the milliseconds when each one ended, without pauses."""
+    chosen = list(choose_evenly(range(len(steps)), _MAX_TIMES))
+    return [int(step) for step in steps[chosen]], [round(float(end), 3) for end in ends[chosen]]
 
 
 def find_last_step(history: History) -> int:
@@ -93,19 +93,24 @@ def make_scalar_series(histories: Sequence[History], name: str) -> np.ndarray:
     return _average([read_scalar(history, name) for history in histories])
 
 
-def make_rate_series(histories: Sequence[History]) -> np.ndarray:
+def make_rate_series(totals: Sequence[np.ndarray]) -> np.ndarray:
     """Return the samples per second of all ranks, by step, as smooth as those of a single run.
 
     The mean of seconds per sample is the time of all samples over their number; a mean of rates would exceed it.
     """
-    with np.errstate(divide="ignore"):
-        sample_s = [(steps, 1 / rates) for steps, rates in (history.throughput() for history in histories)]
-        series = _average(sample_s, NUM_RATE_BUCKETS)
+    parts = [join_short_batches(part) for part in totals]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sample_s = [(steps, seconds / samples) for steps, samples, seconds in parts]
+        series = _average(sample_s, NUM_RATE_BUCKETS, [samples for _, samples, _ in parts])
         series[:, 1:] = 1 / series[:, 1:]
     return series
 
 
-def _average(curves: Sequence[tuple[np.ndarray, np.ndarray]], max_points: int = MAX_POINTS) -> np.ndarray:
+def _average(
+    curves: Sequence[tuple[np.ndarray, np.ndarray]],
+    max_points: int = MAX_POINTS,
+    weights: Sequence[np.ndarray] | None = None,
+) -> np.ndarray:
     """Return the means of (steps, values) of each run, in at most `max_points` parts of equal width."""
     steps = np.concatenate([part for part, _ in curves])
     if not len(steps):
@@ -118,8 +123,9 @@ def _average(curves: Sequence[tuple[np.ndarray, np.ndarray]], max_points: int = 
     for k, (part, values) in enumerate(curves):
         is_known = np.abs(values) < np.finfo("f4").max
         buckets = (part[is_known] - origin) // width
-        counts = np.bincount(buckets, minlength=count)
-        sums = np.bincount(buckets, values[is_known], count)
+        own = np.ones(len(buckets)) if weights is None else weights[k][is_known]
+        counts = np.bincount(buckets, own, count)
+        sums = np.bincount(buckets, own * values[is_known], count)
         series[:, 1 + k] = np.divide(sums, counts, out=np.full(count, np.nan), where=counts > 0)
     return np.asarray(series[np.isfinite(series[:, 1:-1]).any(axis=1)].astype("f4"))
 

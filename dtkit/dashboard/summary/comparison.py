@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtkit.dashboard.summary.curves import Chart
+from dtkit.dashboard.summary.short_batches import compute_drawn_losses, join_short_batches
 from dtkit.history.mean_loss import read_final_loss
 from dtkit.history.speed import compute_speed, split_time
 
@@ -35,6 +37,8 @@ LOSS, VALIDATION_DATA, TRAINING_DATA, DURATION = "loss function", "validation da
 MANY_ORDERS = 1000.0
 """Ratio of values from which a panel of one run becomes logarithmic by itself, as in ``static/chart/grain.js``."""
 _NUM_BLOCKS = 32
+MEAN_LOSS = Chart("loss", None, lambda totals, _copies: compute_drawn_losses(totals))
+"""The loss over all ranks as a comparison draws it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,17 +198,16 @@ def read_scalar(history: History, name: str) -> tuple[np.ndarray, np.ndarray]:
     return history.scalar(name) if name in history.scalar_names else (np.empty(0, "i8"), np.empty(0))
 
 
-def read_rates(history: History) -> tuple[np.ndarray, np.ndarray]:
+def read_rates(totals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (steps, samples per second of all ranks) in at most `NUM_RATE_BUCKETS` parts of a run."""
-    totals = history.totals()
-    if not len(totals):
+    parts = join_short_batches(totals)
+    length = len(parts[0])
+    if not length:
         return np.empty(0), np.empty(0)
-    width = -(-len(totals) // NUM_RATE_BUCKETS)
-    first = np.arange(0, len(totals), width)
-    steps, samples, seconds = (
-        np.add.reduceat(totals[name].astype("f8"), first) for name in ("step", "samples", "step_s")
-    )
-    count = np.diff(np.append(first, len(totals)))
+    width = -(-length // NUM_RATE_BUCKETS)
+    first = np.arange(0, length, width)
+    steps, samples, seconds = (np.add.reduceat(part.astype("f8"), first) for part in parts)
+    count = np.diff(np.append(first, length))
     with np.errstate(divide="ignore", invalid="ignore"):
         return steps / count, samples / seconds
 

@@ -240,14 +240,19 @@ class Curves:
             self._clear()
             self._num_returns = len(history.returns)
         rows = history.read_valid_rows(self._num_rows_read)
-        totals = history.read_valid_totals(self._num_totals_read)
+        num_before = min(1, self._num_totals_read)
+        totals = history.read_valid_totals(self._num_totals_read - num_before)
         self._num_rows_read += len(rows)
-        self._num_totals_read += len(totals)
-        self.add_rows(rows, totals, history.ranks_per_replica)
+        self._num_totals_read += len(totals) - num_before
+        self.add_rows(rows, totals, history.ranks_per_replica, num_before)
 
-    def add_rows(self, rows: np.ndarray, totals: np.ndarray, ranks_per_replica: int) -> None:
-        """Add rows of single ranks, and those over all ranks, of the same steps."""
-        steps = np.concatenate([rows["step"], totals["step"]])
+    def add_rows(self, rows: np.ndarray, totals: np.ndarray, ranks_per_replica: int, num_before: int = 0) -> None:
+        """Add rows of single ranks, and those over all ranks, of the same steps.
+
+        The first `num_before` totals were added before. A chart may need them for the values of the next ones.
+        """
+        total_steps = totals["step"][num_before:]
+        steps = np.concatenate([rows["step"], total_steps])
         if not len(steps):
             return
         self._extend_to(int(steps.min()), int(steps.max()))
@@ -255,8 +260,8 @@ class Curves:
         parts = []  # columns, steps and values of each line
         for chart, layout in zip(self._charts, self.chart_layouts, strict=True):
             if chart.from_totals is not None:
-                values = chart.from_totals(totals, ranks_per_replica)
-                parts.append((np.full(len(totals), layout.overall_column), totals["step"], values))
+                values = chart.from_totals(totals, ranks_per_replica)[num_before:]
+                parts.append((np.full(len(total_steps), layout.overall_column), total_steps, values))
             if chart.from_rows is not None and len(rows):
                 # Values that are equal on all ranks are read from one of them.
                 chart_rows = rows if chart.from_totals is not None else rows[rows["rank"] == rows["rank"].min()]

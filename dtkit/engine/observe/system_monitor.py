@@ -6,7 +6,8 @@ the cards is counted only where a group has several hosts: elsewhere it says not
 The watchdog's thread samples every two seconds; a sample takes less than 0.2 ms of CPU. The next dispatch that ends
 returns the means since the last one, as numbers of a step with the prefix ``system/``. So they reach the history, its
 log on disk and views like numbers of `dtkit.log`. At the end of a dispatch without a sample one is taken, so that short
-runs have some. With a sample come the seconds that the training thread waited for a core in its dispatches.
+runs have some, and at the last step of a run, so that lines reach its end. With a sample come the seconds that the
+training thread waited for a core in its dispatches.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class SystemMonitor:
         self.has_other_hosts = False
         """Whether ranks of the process group are on other hosts, so that network cards carry what they exchange."""
         self._sums: dict[str, tuple[float, int]] = {}
+        self._last_values: dict[str, float] = {}
         self._core_wait = CoreWait()
         self._sampled_at = float("-inf")
         self._cpu_s = self._sent_bytes = 0.0
@@ -52,13 +54,19 @@ class SystemMonitor:
         """Begin to count how long the calling thread waits for a core."""
         self._core_wait.start()
 
-    def take(self, step: int) -> Scalars:
-        """Return the means of the samples since the last call, as numbers of `step`; the calling thread trains."""
+    def take(self, step: int, last_step: int | None = None) -> Scalars:
+        """Return the means of the samples since the last call, as numbers of `step`; the calling thread trains.
+
+        At a run's `last_step` there is always a sample. One from less than an instant before counts again.
+        """
         self._core_wait.stop()
+        is_last = last_step is not None and step >= last_step
         if not self._sums:
-            self._sample_after(timeouts.SYSTEM_FIRST_SAMPLE_S)
+            self._sample_after(timeouts.SYSTEM_LAST_SAMPLE_S if is_last else timeouts.SYSTEM_FIRST_SAMPLE_S)
         with self._lock:
             sums, self._sums = self._sums, {}
+            if is_last and not sums:
+                sums = {name: (value, 1) for name, value in self._last_values.items()}
         numbers = {SYSTEM_PREFIX + name: [(step, total, float(count))] for name, (total, count) in sums.items()}
         if sums and (counted := self._core_wait.take()) is not None:
             waited_s, seconds = counted
@@ -73,7 +81,8 @@ class SystemMonitor:
             if now - since < seconds:
                 return
             self._sampled_at = now
-            for name, value in self._read(now - since).items():
+            self._last_values = self._read(now - since)
+            for name, value in self._last_values.items():
                 total, count = self._sums.get(name, (0.0, 0))
                 self._sums[name] = total + value, count + 1
 

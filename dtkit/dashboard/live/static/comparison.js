@@ -45,7 +45,7 @@ function wrapName(name, longest) {
   }
   return lines;
 }
-const LINES = { height: HEIGHT, canLog: true, overall: () => "", lineName, labelLines, right: labelRoom };
+const LINES = { height: HEIGHT, canLog: true, overall: () => "", lineName, labelLines, right: labelRoom, help: (head) => head.help };
 const LETTER = 7, LATE = 0.85; // of the width: lines that end before have their names within the chart
 
 /** Return the room for the names of those runs that reach the right end of a chart. */
@@ -93,6 +93,7 @@ function comparedChart(store, name, redraw) {
     fromZero: isRate,
     unit: isRate ? "samples/s" : undefined,
     exact: isExact,
+    help: isExact || isLogged ? undefined : LINES.help,
     shown: () => !isTime || store.view.x !== "time",
     joined: true,
     get axis() { return axis(); },

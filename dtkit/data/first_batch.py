@@ -76,7 +76,7 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
     No-op where a trial would be long or impossible. Examples are large models and rows, data that engines load, and
     models on other devices or in 16 bits. Another one is a training step that updates the model itself.
     """
-    with _isolate("the first batch", "training"), redirect_log(check_logged_names):
+    with isolate("the first batch", "training"), redirect_log(check_logged_names):
         # silent: what can't be copied or read here, the engines report when they get it
         trial = run_guarded(lambda: prepare_trial(inputs), lambda _: None)
         outcome = None if trial is None else _try(trial, trial.run)
@@ -97,7 +97,7 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
 
 
 @contextlib.contextmanager
-def _isolate(part: str, purpose: str) -> Iterator[None]:
+def isolate(part: str, purpose: str) -> Iterator[None]:
     """Keep what a trial prints, warns of and draws from random generators within the context.
 
     A sys.exit() in the user's code becomes a FirstBatchError: it would end a script without saying why.
@@ -140,7 +140,7 @@ def check_held_out(
     and where there is no trial.
     """
     part = f"the first batch of {words.argument}"
-    with _isolate(part, words.purpose), redirect_log(ignore_logged):
+    with isolate(part, words.purpose), redirect_log(ignore_logged):
         # silent: what can't be copied or read here, the engines report when they get it
         held_out = run_guarded(lambda: _replace_data(inputs, held_out_data), lambda _: None)
         # silent: as above

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _CHECKING_FILES = (class_weights.__file__, loss_module.__file__)
 """Files whose errors name the remedy themselves."""
-_MAX_COPIED_BYTES = 64 * 2**20
+MAX_COPIED_BYTES = 64 * 2**20
 """Size up to which a model or a Dataset is copied: in about 50 ms."""
 FEWEST_ROWS = 2  # of large rows, and of a Dataset, whose code may be slow
 MAX_ELEMENTS = 2**20
@@ -156,10 +156,10 @@ def _make_detector(loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int
 def _copy_model(engine_group: EngineGroup, model: Any) -> torch.nn.Module | None:
     """Return a copy of the model as engines get it; None for a large, compiled or 16-bit model, or on a device."""
     if isinstance(model, ModelHandle):
-        copied = model.build_model() if model.nbytes <= _MAX_COPIED_BYTES else None
+        copied = model.build_model() if model.nbytes <= MAX_COPIED_BYTES else None
     else:
         tensors = [*model.parameters(), *model.buffers()]
-        if any(t.device.type != "cpu" for t in tensors) or sum(t.nbytes for t in tensors) > _MAX_COPIED_BYTES:
+        if any(t.device.type != "cpu" for t in tensors) or sum(t.nbytes for t in tensors) > MAX_COPIED_BYTES:
             return None
         copied = copy_as_sent(engine_group, model)
     if copied is None or any(type(m).__name__ == "OptimizedModule" for m in copied.modules()):
@@ -171,7 +171,7 @@ def _copy_model(engine_group: EngineGroup, model: Any) -> torch.nn.Module | None
 def copy_as_sent(engine_group: EngineGroup, value: Any) -> Any:
     """Return a copy that shares nothing with the notebook's value; None if it is large."""
     packed = engine_group.uploads.pack(value, name=type(value).__name__)
-    if packed.nbytes > _MAX_COPIED_BYTES:
+    if packed.nbytes > MAX_COPIED_BYTES:
         return None
     return pickling.unpack_object(packed.header, [bytearray(buffer) for buffer in packed.buffers])
 

@@ -77,8 +77,7 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
     models on other devices or in 16 bits. Another one is a training step that updates the model itself.
     """
     with isolate("the first batch", "training"), redirect_log(check_logged_names):
-        # silent: what can't be copied or read here, the engines report when they get it
-        trial = run_guarded(lambda: prepare_trial(inputs), lambda _: None)
+        trial = _prepare(inputs)
         outcome = None if trial is None else _try(trial, trial.run)
         if trial is None or outcome is None:
             return []
@@ -116,6 +115,18 @@ def isolate(part: str, purpose: str) -> Iterator[None]:
             raise FirstBatchError(message, frames, text, part, purpose) from None
 
 
+def _prepare(inputs: TrialInputs, part: str = "the first batch", purpose: str = "training") -> Trial | None:
+    """Return a trial; None where there is none. Raise FirstBatchError if the user's Dataset fails."""
+    # silent: what can't be copied or read here, the engines report when they get it
+    trial = run_guarded(
+        lambda: prepare_trial(inputs, part, purpose),
+        lambda error: error if isinstance(error, FirstBatchError) else None,
+    )
+    if isinstance(trial, FirstBatchError):
+        raise trial
+    return trial
+
+
 def _describe_division(trial: Trial) -> str | None:
     """Return a warning if ranks with parts of a batch train differently from one process with the whole batch."""
     warning = describe_parts(trial.loss, trial.model, trial.batch, shares_router_losses=trial.shares_router_losses)
@@ -143,11 +154,9 @@ def check_held_out(
     with isolate(part, words.purpose), redirect_log(ignore_logged):
         # silent: what can't be copied or read here, the engines report when they get it
         held_out = run_guarded(lambda: _replace_data(inputs, held_out_data), lambda _: None)
-        # silent: as above
-        trial = None if held_out is None else run_guarded(lambda: prepare_trial(held_out), lambda _: None)
-        if held_out is None or trial is None:
+        trial = None if held_out is None else _prepare(held_out, part, words.purpose)
+        if trial is None:
             return []
-        trial = dataclasses.replace(trial, part=part, purpose=words.purpose)
         # silent: without the first rows of a training, nothing can be compared
         training_batch = run_guarded(lambda: _get_training_batch(inputs), lambda _: None)
         if training_batch is not None:

@@ -17,6 +17,7 @@ from dtkit.data.loss_check import has_trainable
 from dtkit.data.notebook_data import NUM_FIRST_ROWS, copy_first_rows
 from dtkit.data.pairing import PairedRowsError, PairingDetector
 from dtkit.data.partition import Partition
+from dtkit.data.sample_check import load_samples
 from dtkit.engine.data.sources import ArraySource, as_source, map_tensors
 from dtkit.engine.error_hints import add_hints
 from dtkit.engine.loss_hints import DETACHED_MESSAGE
@@ -121,8 +122,8 @@ def _lacks_attribute(error: Exception) -> bool:
     return isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor)
 
 
-def prepare_trial(inputs: TrialInputs) -> Trial | None:
-    """Return a trial; None where there is none."""
+def prepare_trial(inputs: TrialInputs, part: str = "the first batch", purpose: str = "training") -> Trial | None:
+    """Return a trial; None where there is none. Raise FirstBatchError if the user's Dataset fails."""
     # unpickles: the program of this notebook
     loaded: TrainingProgram = pickling.loads(inputs.program)
     loss = loaded.loss_fn
@@ -132,7 +133,8 @@ def prepare_trial(inputs: TrialInputs) -> Trial | None:
     if source is None or not len(source):
         return None
     num_rows = NUM_FIRST_ROWS if isinstance(source, ArraySource) else FEWEST_ROWS
-    batch = make_batch(source, num_rows)
+    has_collate_fn = inputs.columns.collate_fn is not None
+    batch = load_samples(lambda: make_batch(source, num_rows), part, purpose, has_collate_fn=has_collate_fn)
     if count_elements(batch) > MAX_ELEMENTS:
         num_rows = FEWEST_ROWS
         batch = make_batch(source, num_rows)
@@ -145,7 +147,8 @@ def prepare_trial(inputs: TrialInputs) -> Trial | None:
     num_rows = min(num_rows, len(source))
     detector = _make_detector(loss, copied, batch, num_rows)
     all_rows = _get_whole_arrays(inputs)
-    return Trial(copied, loss, batch, num_rows, detector, loaded.strategy.shares_router_losses, all_rows)
+    shares_router_losses = loaded.strategy.shares_router_losses
+    return Trial(copied, loss, batch, num_rows, detector, shares_router_losses, all_rows, part, purpose)
 
 
 def _make_detector(loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int) -> PairingDetector:

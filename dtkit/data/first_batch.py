@@ -38,6 +38,7 @@ from dtkit.data.trial import (
     make_batch,
     prepare_trial,
 )
+from dtkit.data.unused_parameters import describe_unused
 from dtkit.engine.bad_rows import describe_first_bad
 from dtkit.engine.data.random_state import preserve_generators
 from dtkit.engine.observe.call_output import ignore_logged, redirect_log
@@ -70,8 +71,9 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
 
     A training that `uses_all_rows` has a second batch tried: with the rows of arrays that it would refuse first.
 
-    Return warnings: of a softmax or sigmoid before a loss that contains it and, with `divides_batch`, of a loss that
-    is not a mean over samples. Raise ValueError for a sum, and for a loss whose gradients don't reach the model.
+    Return warnings: of a softmax or sigmoid before a loss that contains it, of parameters without the gradient that
+    the strategy needs and, with `divides_batch`, of a loss that is not a mean over samples. Raise ValueError for a sum,
+    and for a loss whose gradients don't reach the model.
 
     No-op where a trial would be long or impossible. Examples are large models and rows, data that engines load, and
     models on other devices or in 16 bits. Another one is a training step that updates the model itself.
@@ -86,13 +88,20 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
             _try_extreme_rows(trial, lambda further: further.run())
         check_gradients_reach_model(outcome, trial.model)
         check_square_output(trial.loss, trial.model, trial.batch)
-        if (error := run_guarded(lambda: trial.run_backward(outcome), trial.explain)) is not None:
-            raise error
+        unused = run_guarded(lambda: trial.run_backward(outcome), trial.explain)
+        if isinstance(unused, FirstBatchError):
+            raise unused
         # silent: the loss was computed, so what fails is the trial's evaluation mode
         activation = run_guarded(
             lambda: describe_activated_output(trial.loss, trial.model, trial.batch), lambda _: None
         )
-        return [text for text in (activation, _describe_division(trial) if divides_batch else None) if text is not None]
+        has_group = inputs.engine_group.world_size > 1
+        texts = (
+            activation,
+            _describe_division(trial) if divides_batch else None,
+            describe_unused(unused, trial.model, trial.strategy) if unused and has_group else None,
+        )
+        return [text for text in texts if text is not None]
 
 
 @contextlib.contextmanager
@@ -117,7 +126,7 @@ def isolate(part: str, purpose: str) -> Iterator[None]:
 
 def _prepare(inputs: TrialInputs, part: str = "the first batch", purpose: str = "training") -> Trial | None:
     """Return a trial; None where there is none. Raise FirstBatchError if the user's Dataset fails."""
-    # silent: what can't be copied or read here, the engines report when they get it
+    # what else can't be copied or read here, the engines report when they get it
     trial = run_guarded(
         lambda: prepare_trial(inputs, part, purpose),
         lambda error: error if isinstance(error, FirstBatchError) else None,
@@ -129,7 +138,9 @@ def _prepare(inputs: TrialInputs, part: str = "the first batch", purpose: str = 
 
 def _describe_division(trial: Trial) -> str | None:
     """Return a warning if ranks with parts of a batch train differently from one process with the whole batch."""
-    warning = describe_parts(trial.loss, trial.model, trial.batch, shares_router_losses=trial.shares_router_losses)
+    warning = describe_parts(
+        trial.loss, trial.model, trial.batch, shares_router_losses=trial.strategy.shares_router_losses
+    )
     if warning is not None and (meant := trial.detector.meant) is not None:
         return f"{warning}. This loss combines {meant.describe()}, each output with every target"
     if warning is not None or find_batch_norms(trial.model):  # which have a warning of their own

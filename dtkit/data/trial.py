@@ -31,7 +31,7 @@ from dtkit.strategies.module_modes import enter_training
 
 if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
-    from dtkit.strategies.base import TrainingProgram
+    from dtkit.strategies.base import Strategy, TrainingProgram
     from dtkit.strategies.loss import EvalOutput, Loss
 
 _CHECKING_FILES = (class_weights.__file__, loss_module.__file__)
@@ -63,7 +63,7 @@ class Trial:
     batch: Any
     num_rows: int
     detector: PairingDetector
-    shares_router_losses: bool
+    strategy: Strategy
     all_rows: ArraySource | None = None
     """The data's arrays, if the notebook has them in memory."""
     part: str = "the first batch"
@@ -84,11 +84,16 @@ class Trial:
             raise RuntimeError(DETACHED_MESSAGE)
         return value
 
-    def run_backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients, which fails where an operation has overwritten what they need."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if parameters and loss.requires_grad:
-            torch.autograd.grad(loss, parameters, allow_unused=True)
+    def run_backward(self, loss: torch.Tensor) -> list[str]:
+        """Compute the gradients, which fails where an operation has overwritten what they need.
+
+        Return the names of the parameters that get none.
+        """
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not parameters or not loss.requires_grad:
+            return []
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        return [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
 
     def evaluate(self) -> EvalOutput:
         """Return the model's output for the batch, for metrics."""
@@ -147,8 +152,7 @@ def prepare_trial(inputs: TrialInputs, part: str = "the first batch", purpose: s
     num_rows = min(num_rows, len(source))
     detector = _make_detector(loss, copied, batch, num_rows)
     all_rows = _get_whole_arrays(inputs)
-    shares_router_losses = loaded.strategy.shares_router_losses
-    return Trial(copied, loss, batch, num_rows, detector, shares_router_losses, all_rows, part, purpose)
+    return Trial(copied, loss, batch, num_rows, detector, loaded.strategy, all_rows, part, purpose)
 
 
 def _make_detector(loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int) -> PairingDetector:

@@ -376,6 +376,8 @@ def test_bad_callback_is_refused(cluster: dtkit.Cluster):
         train(cluster, callbacks=[stopping], validation=data(), loss=None, training_step=take_mean)
     with pytest.raises(ValueError, match="it must be a number of epochs from 1 up"):
         dtkit.EarlyStopping(patience=0)
+    with pytest.raises(ValueError, match=r"The name of a metric is monitor="):
+        dtkit.EarlyStopping("acc")  # type: ignore[arg-type]  # the mistake
 
 
 class Logger:
@@ -472,3 +474,10 @@ def test_bad_stream_is_refused(cluster: dtkit.Cluster, name: str):
     with pytest.raises(kind, match=message):
         train(cluster, rows=rows, **options)
     check_usable(cluster)
+
+
+def test_model_and_data_in_the_wrong_order_are_told(cluster: dtkit.Cluster):
+    with pytest.raises(
+        TypeError, match=r"got a tuple as the model, and the model Sequential as the data; exchange them"
+    ):
+        cluster.train(data(), net(), loss=F.cross_entropy, optimizer=sgd, batch_size=8, steps=1)

@@ -180,7 +180,8 @@ def check_held_out(
         if metrics:
             # silent: what can't be copied here, the engines report when they get it
             copied = run_guarded(lambda: copy_as_sent(inputs.engine_group, dict(metrics)), lambda _: None)
-            check_metrics(copied or {}, output, trial.num_rows, inputs.engine_group.world_size)
+            world_size = inputs.engine_group.world_size
+            check_metrics(copied or {}, output, trial.num_rows, world_size, part=part, purpose=words.purpose)
         return ["loss", *(name for name in output.logged if name != "loss")] if output.logged else []
 
 

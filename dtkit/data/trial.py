@@ -138,8 +138,11 @@ def prepare_trial(inputs: TrialInputs, part: str = "the first batch", purpose: s
     if source is None or not len(source):
         return None
     num_rows = NUM_FIRST_ROWS if isinstance(source, ArraySource) else FEWEST_ROWS
-    has_collate_fn = inputs.columns.collate_fn is not None
-    batch = load_samples(lambda: make_batch(source, num_rows), part, purpose, has_collate_fn=has_collate_fn)
+    if isinstance(source, ArraySource):  # whose errors later checks explain
+        batch = make_batch(source, num_rows)
+    else:
+        has_collate_fn = inputs.columns.collate_fn is not None
+        batch = load_samples(lambda: make_batch(source, num_rows), part, purpose, has_collate_fn=has_collate_fn)
     if count_elements(batch) > MAX_ELEMENTS:
         num_rows = FEWEST_ROWS
         batch = make_batch(source, num_rows)

@@ -33,6 +33,7 @@ from dtkit.training.validation import (
     check_can_shrink,
     check_config,
     check_model,
+    check_not_swapped,
     check_sampler,
 )
 from dtkit.types import RunSpec
@@ -67,6 +68,7 @@ class TrainingHost(Protocol):
 def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, config: TrainConfig) -> Run:
     """See :meth:`dtkit.Cluster.train`."""
     engine_group.check_open()
+    check_not_swapped(model, data)
     model, data, config = adapt_model(model, data, config)
     data, config = _unwrap_data_loader(*read_lightning(model, data, config))
     planner.check_idle(host.current_run, "and trains one model at a time", "end it (run.stop())")

@@ -481,3 +481,13 @@ def test_model_and_data_in_the_wrong_order_are_told(cluster: dtkit.Cluster):
         TypeError, match=r"got a tuple as the model, and the model Sequential as the data; exchange them"
     ):
         cluster.train(data(), net(), loss=F.cross_entropy, optimizer=sgd, batch_size=8, steps=1)
+
+
+def test_blocks_to_compute_again_that_the_model_lacks_are_told(cluster: dtkit.Cluster):
+    with pytest.raises(ValueError, match=r"names 'encoder', and Sequential has no such module; it has 0, 1, 2"):
+        train(cluster, activation_checkpointing=["encoder"])
+
+
+def test_collate_fn_that_takes_no_samples_is_told(cluster: dtkit.Cluster):
+    with pytest.raises(TypeError, match=r"collate_fn=lambda takes no argument, and dtkit calls it with \(samples\)"):
+        train(cluster, None, list(zip(*data(), strict=True)), collate_fn=lambda: None)

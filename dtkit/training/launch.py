@@ -113,6 +113,8 @@ def _unwrap_data_loader(data: Any, config: TrainConfig) -> tuple[Any, TrainConfi
 
 def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> Strategy:
     """Check the arguments that need no data; return the strategy."""
+    from dtkit.strategies.activation_checkpointing import find_blocks
+
     strategy = check_config(config)
     strategy.build_mesh(engine_group.world_size)
     strategy.check(engine_group.world_size, config.samples_per_step)
@@ -121,6 +123,8 @@ def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> St
     if config.metrics and config.validation is None:
         print(_NO_VALIDATION_NOTE)  # noqa: T201 - else nothing shows that the metrics are not computed
     if not isinstance(model, ModelHandle):
+        if config.activation_checkpointing and strategy.pipeline_schedule is None:
+            find_blocks(model, config.activation_checkpointing)  # engines would refuse what it refuses
         strategy.check_model(model)
         if (description := strategy.describe_plan(model)) is not None:
             print(description)  # noqa: T201 - a plan is shown before it is used

@@ -115,7 +115,7 @@ class UserCodeError(DtkitError):
 
 
 class FirstBatchError(UserCodeError):
-    """Model, loss or metrics refuse the first rows, as a trial in the notebook has shown. No step was taken."""
+    """Model, loss, metrics or optimizer failed in a trial with the first rows in the notebook. No step was taken."""
 
     def __init__(
         self,

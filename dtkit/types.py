@@ -322,6 +322,9 @@ class EngineLoss:
     """The cause in words, such as "its process has ended"."""
     host: str = ""
     """The engine's host; empty if it is unknown, or the notebook's own."""
+    exit_code: int | None = None
+    """Exit status of its process, or the negative number of the signal that ended it; None if it is unknown, or if
+    dtkit ended it."""
 
 
 @dataclasses.dataclass(frozen=True)

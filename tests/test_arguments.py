@@ -207,7 +207,7 @@ def test_evaluate_memory_and_plan_check_their_arguments(cluster: dtkit.Cluster):
         (lambda run: run.step(3, n=3), r"Run.step\(\) got n twice, once by its name; give it once"),
         (
             lambda _: dtkit.Pipeline(stages=3),
-            r"Pipeline\(stages=3\) needs the number of micro-batches .*micro_batches=12",
+            r"Pipeline\(stages=3\) trains on 3 engines, or .* the number of micro-batches .*micro_batches=12",
         ),
         (lambda _: dtkit.log("kl", 0.5), r"dtkit.log\('kl', ...\): each number needs its name"),
         (

@@ -376,6 +376,8 @@ def test_bad_callback_is_refused(cluster: dtkit.Cluster):
         train(cluster, callbacks=[stopping], validation=data(), loss=None, training_step=take_mean)
     with pytest.raises(ValueError, match="it must be a number of epochs from 1 up"):
         dtkit.EarlyStopping(patience=0)
+    with pytest.raises(ValueError, match=r"The name of a metric is monitor="):
+        dtkit.EarlyStopping("acc")  # type: ignore[arg-type]  # the mistake
 
 
 class Logger:
@@ -472,3 +474,20 @@ def test_bad_stream_is_refused(cluster: dtkit.Cluster, name: str):
     with pytest.raises(kind, match=message):
         train(cluster, rows=rows, **options)
     check_usable(cluster)
+
+
+def test_model_and_data_in_the_wrong_order_are_told(cluster: dtkit.Cluster):
+    with pytest.raises(
+        TypeError, match=r"got a tuple as the model, and the model Sequential as the data; exchange them"
+    ):
+        cluster.train(data(), net(), loss=F.cross_entropy, optimizer=sgd, batch_size=8, steps=1)
+
+
+def test_blocks_to_compute_again_that_the_model_lacks_are_told(cluster: dtkit.Cluster):
+    with pytest.raises(ValueError, match=r"names 'encoder', and Sequential has no such module; it has 0, 1, 2"):
+        train(cluster, activation_checkpointing=["encoder"])
+
+
+def test_collate_fn_that_takes_no_samples_is_told(cluster: dtkit.Cluster):
+    with pytest.raises(TypeError, match=r"collate_fn=lambda takes no argument, and dtkit calls it with \(samples\)"):
+        train(cluster, None, list(zip(*data(), strict=True)), collate_fn=lambda: None)

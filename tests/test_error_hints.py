@@ -232,7 +232,7 @@ CONVOLUTION = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10))
             ROWS,
             LABELS + 10,
             None,
-            r"between 10 and 10, and the model's last layer has 10 outputs; labels must",
+            r"between 10 and 10, and the model's last layer has 10 outputs; labels must .* sample 0 is the first with",
         ),
         (nn.Linear(64, 10), ROWS, LABELS, use_unknown_name, r"'unknown_loss' is not defined where this ran"),
         (nn.Linear(64, 10), ROWS, LABELS, use_cuda, r"moves model and batches .* leave \.to\('cuda'\) and .* out"),

@@ -469,7 +469,7 @@ def need_two_classes(output: torch.Tensor, target: torch.Tensor) -> float:
         (need_one_value, r"metric 'acc': RuntimeError: .*cannot be converted to Scalar.*in need_one_value"),
         (name_wrong, r"metric 'acc': AttributeError: .*arg_max.*test_first_batch.py, line \d+, in name_wrong"),
         (return_text, r"TypeError: metric 'acc' returned 'x' \(a str\); it must return one number"),
-        (return_nothing, r"metric 'acc' returned None .*; it must return one number"),
+        (return_nothing, r"metric 'acc' returned None; it must return one number"),
         (compare_all, r"shape \(8, 3\), a number for each class, and the targets \(8,\)\. Choose a class first"),
         (return_three, r"metric 'acc' returned \(1\.0, 2\.0, 3\.0\) .*; it must return one number"),
     ],
@@ -478,10 +478,19 @@ def need_two_classes(output: torch.Tensor, target: torch.Tensor) -> float:
 def test_metrics_are_tried_before_anything_is_sent(
     cluster: dtkit.Cluster, transport: RecordingTransport, metric: Any, expected: str
 ):
-    with pytest.raises(FirstBatchError) as caught:
+    with pytest.raises(FirstBatchError, match=r"^the first batch of validation= fails, before the training ") as caught:
         train(cluster, validation=data(), metrics={"acc": metric})
     assert re.search(expected, str(caught.value), re.DOTALL), caught.value
     assert not transport.has_sent
+
+
+def test_error_of_a_metric_of_evaluate_names_the_evaluation(cluster: dtkit.Cluster):
+    run = train(cluster, start=False)
+    with pytest.raises(
+        FirstBatchError, match=r"^the first batch of run\.evaluate\(data\) fails, before the evaluation "
+    ):
+        run.evaluate(data(), metrics={"acc": return_nothing})
+    run.stop()
 
 
 @pytest.mark.parametrize("labels", [TARGETS, torch.full_like(TARGETS, 5)], ids=["some right", "none right"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from dtkit.engine.error_hints import add_general_hint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PARAMETERS = [torch.nn.Parameter(torch.ones(2))]
 
@@ -39,3 +42,27 @@ def test_the_same_words_of_other_code_get_no_hint():
     with pytest.raises(ValueError, match="Invalid alpha") as caught:
         raise ValueError("Invalid alpha value: -1")
     assert not add_general_hint(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "start"),
+    [
+        (lambda: torch.optim.SGD(PARAMETERS, nesterov=True), "Give both, as in torch.optim.SGD"),
+        (lambda: torch.optim.SGD([]), "The function in optimizer= has left out all parameters"),
+        (lambda: torch.optim.SGD([{"params": PARAMETERS}] * 2), "Give each parameter to one group"),
+        (
+            lambda: torch.optim.lr_scheduler.OneCycleLR(torch.optim.SGD(PARAMETERS), max_lr=1),
+            "The run takes one step for each update",
+        ),
+        (
+            lambda: torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(PARAMETERS), [float, float]),
+            "The optimizer has one parameter group",
+        ),
+    ],
+    ids=["nesterov", "empty", "groups", "length", "functions"],
+)
+def test_refused_arguments_without_a_value_get_a_remedy(make: Callable[[], object], start: str):
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        make()
+    assert add_general_hint(caught.value)
+    assert caught.value.__notes__[0].startswith(start)

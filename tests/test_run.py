@@ -337,7 +337,7 @@ class DyingTransport(FakeTransport):
 def test_the_fourth_loss_in_a_row_at_one_step_ends_the_run():
     with dtkit.Cluster.from_transport(DyingTransport(2), device="cpu") as cluster:
         run = train(cluster)
-        with pytest.raises(dtkit.errors.EngineError, match="its process has ended"):
+        with pytest.raises(dtkit.errors.EngineError, match=r"its process has ended\. This happened 4 times.*Correct"):
             run.wait(10)
         events = list_losses_and_repairs(run)
         assert [event.kind for event in events] == [*["lost", "repair"] * 3, "lost"]

@@ -517,7 +517,9 @@ def test_batches_are_built_by_the_users_collate_fn():
 
 
 def test_ragged_samples_raise_with_both_shapes_and_the_remedy():
-    with pytest.raises(ValueError, match=r"different shapes \(\(1,\) and \(3,\)\).* give collate_fn="):
+    with pytest.raises(
+        ValueError, match=r"different shapes \(\(1,\) and \(3,\), in samples 0 and 1 of .* give collate_fn="
+    ):
         as_source(Tokens()).take(np.array([0, 2]))
 
 

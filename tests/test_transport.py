@@ -7,7 +7,7 @@ import sys
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from ipyparallel.error import EngineError
@@ -15,6 +15,9 @@ from ipyparallel.error import EngineError
 from dtkit.cluster.launched_transport import LaunchedTransport
 from dtkit.cluster.transport import IpyparallelTransport
 from dtkit.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 CLIENT: Any = SimpleNamespace(_engines={}, ids=[], _queue_handlers={"apply_reply": print})
 
@@ -26,11 +29,14 @@ def lost_message(transport: IpyparallelTransport) -> str:
     return failure.message
 
 
-def make_launched(ended_jobs: str) -> LaunchedTransport:
+def make_launched(ended_jobs: str, exit_codes: Mapping[int, int] | None = None) -> LaunchedTransport:
+    exit_codes = {} if exit_codes is None else exit_codes
     transport = LaunchedTransport.__new__(LaunchedTransport)
     IpyparallelTransport.__init__(transport, CLIENT, [7])
     transport._processes = {}
-    transport._launcher = SimpleNamespace(describe_ended_jobs=lambda: ended_jobs, describe_host=lambda engine_id: "")
+    transport._launcher = SimpleNamespace(
+        describe_ended_jobs=lambda: ended_jobs, describe_host=lambda engine_id: "", get_exit_code=exit_codes.get
+    )
     return transport
 
 
@@ -54,7 +60,21 @@ def test_an_error_says_whether_a_lost_engines_process_has_ended():
         transport.track_processes({0: process.pid})
         assert "its process runs, but was silent for 8 s. " in lost_message(transport)
         process.kill()
-    assert "its process has ended. " in lost_message(transport)
+    assert "its process has ended. cluster.repair()" in lost_message(transport)
+
+
+def test_error_of_an_engine_that_has_ended_gives_its_exit_status():
+    exit_codes: dict[int, int] = {}
+    transport = make_launched("", exit_codes)
+    with subprocess.Popen([sys.executable, "-c", "input(); raise SystemExit(3)"], stdin=subprocess.PIPE) as process:
+        transport.track_processes({0: process.pid})
+        process.communicate(b"\n")
+    exit_codes[process.pid] = process.returncode
+    assert lost_message(transport) == (
+        "the engine of rank 0 is gone: its process has ended (exit status 3). If your code ended it, correct that "
+        "first: another engine would end in the same way. cluster.repair() starts another one in its place"
+    )
+    assert transport.describe_loss(0).exit_code == 3
 
 
 def test_the_message_of_an_engine_that_was_killed_on_purpose_says_so():

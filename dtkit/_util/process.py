@@ -58,6 +58,10 @@ class ProcessId:
         """Wait for the process to end, and return whether it has. A large one takes a while after its last sign."""
         return wait_until(lambda: not self.is_alive, timeout_s)
 
+    def wait_until_reaped(self, timeout_s: float) -> bool:
+        """Wait for the parent of a process that has ended to take note of that, and return whether it has."""
+        return wait_until(lambda: self.find() is None, timeout_s)
+
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 

@@ -230,7 +230,7 @@ FORK_REQUEST_TIMEOUT_S = 5.0
 PROCESS_POLL_S = 0.02
 """Polling period until processes have ended, engines have registered, or ranks have arrived."""
 ENDING_PROCESS_TIMEOUT_S = 0.5
-"""Time for the process of a lost engine to end, before it is said to run."""
+"""Time for the process of a lost engine to end, before it is said to run; and for its parent to note that."""
 
 # -- several hosts ----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from dtkit._util.deadline import wait_until
 from dtkit._util.process import ProcessId
 from dtkit.cluster import reaper
 from dtkit.cluster.config import LaunchConfig
+from dtkit.cluster.exit_status import describe_exit
 from dtkit.cluster.launchers.agents import AgentLauncher
 from dtkit.cluster.launchers.launcher import Launcher
 from dtkit.cluster.launchers.local import choose_local_launcher
@@ -26,6 +27,7 @@ from dtkit.cluster.lease import Lease
 from dtkit.cluster.transport import IpyparallelTransport
 from dtkit.errors import ClusterError
 from dtkit.rpc.transport import REPAIR_REMEDY
+from dtkit.types import EngineLoss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -150,15 +152,17 @@ class LaunchedTransport(IpyparallelTransport):
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 self._processes.setdefault(self.engine_ids[rank], ProcessId.from_pid(pid))
 
-    def _find_cause(self, rank: int) -> str:
+    def _find_cause(self, rank: int) -> EngineLoss:
         jobs = self._launcher.describe_ended_jobs()
         reason = f" ({jobs})" if jobs else ""
         process = self._processes.get(self.engine_ids[rank])
         if process is None:
-            return f"its process has ended, or was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}"
+            return EngineLoss(f"its process has ended, or was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}")
         if not process.wait_until_ended(timeouts.ENDING_PROCESS_TIMEOUT_S):
-            return f"its process runs, but was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}"
-        return f"its process has ended{reason}"
+            return EngineLoss(f"its process runs, but was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s{reason}")
+        process.wait_until_reaped(timeouts.ENDING_PROCESS_TIMEOUT_S)  # by its parent, which knows the exit code
+        code = self._launcher.get_exit_code(process.pid)
+        return EngineLoss(f"its process has ended{describe_exit(code)}{reason}", exit_code=code)
 
     def end_processes(self, pids: Sequence[int]) -> None:
         """End these engines at once. The controller forgets a stopped engine, which no message can end."""

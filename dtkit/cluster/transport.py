@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import threading
 from concurrent.futures import Future, InvalidStateError
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 LOSS_ERROR = "EngineError"
 """Name of ipyparallel's error for a call during which the engine ended."""
 _ATTACHED_REMEDY = "Train with on_failure='shrink', or start engines where the lost ones came from, and attach again"
+
+_CORRECT_FIRST = "If your code ended it, correct that first: another engine would end in the same way"
 
 
 def wrap_client(client: Any) -> IpyparallelTransport:
@@ -106,8 +109,8 @@ class IpyparallelTransport:
     def describe_loss(self, rank: int) -> EngineLoss:
         """See :class:`~dtkit.rpc.transport.Transport`."""
         is_killed = self.engine_ids[rank] in self._killed_ids
-        cause = "dtkit ended its process, as it was told to" if is_killed else self._find_cause(rank)
-        return EngineLoss(cause, self._describe_host(rank))
+        loss = EngineLoss("dtkit ended its process, as it was told to") if is_killed else self._find_cause(rank)
+        return dataclasses.replace(loss, host=self._describe_host(rank))
 
     def explain_loss(self, rank: int) -> str:
         """See :class:`~dtkit.rpc.transport.Transport`."""
@@ -115,17 +118,18 @@ class IpyparallelTransport:
 
     def _format_loss(self, rank: int, loss: EngineLoss) -> str:
         where = f" on {loss.host}" if loss.host else ""
-        return f"the engine of rank {rank}{where} is gone: {loss.cause}. {self._remedy}"
+        remedy = self._remedy if loss.exit_code is None else f"{_CORRECT_FIRST}. {self._remedy}"
+        return f"the engine of rank {rank}{where} is gone: {loss.cause}. {remedy}"
 
     def _describe_host(self, rank: int) -> str:
         """Return the name of a rank's host, or "" if it is unknown."""
         del rank
         return ""
 
-    def _find_cause(self, rank: int) -> str:
+    def _find_cause(self, rank: int) -> EngineLoss:
         """Return why the engine of a rank may be gone."""
         del rank
-        return "its process has ended, or its controller receives no heartbeats"
+        return EngineLoss("its process has ended, or its controller receives no heartbeats")
 
     def interrupt(self, ranks: Sequence[int], *, wake: bool = False) -> None:
         """Send SIGINT through each engine's nanny."""

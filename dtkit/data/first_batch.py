@@ -38,6 +38,7 @@ from dtkit.data.trial import (
     make_batch,
     prepare_trial,
 )
+from dtkit.data.unused_parameters import describe_unused
 from dtkit.engine.bad_rows import describe_first_bad
 from dtkit.engine.data.random_state import preserve_generators
 from dtkit.engine.observe.call_output import ignore_logged, redirect_log
@@ -70,15 +71,15 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
 
     A training that `uses_all_rows` has a second batch tried: with the rows of arrays that it would refuse first.
 
-    Return warnings: of a softmax or sigmoid before a loss that contains it and, with `divides_batch`, of a loss that
-    is not a mean over samples. Raise ValueError for a sum, and for a loss whose gradients don't reach the model.
+    Return warnings: of a softmax or sigmoid before a loss that contains it, of parameters without the gradient that
+    the strategy needs and, with `divides_batch`, of a loss that is not a mean over samples. Raise ValueError for a sum,
+    and for a loss whose gradients don't reach the model.
 
     No-op where a trial would be long or impossible. Examples are large models and rows, data that engines load, and
     models on other devices or in 16 bits. Another one is a training step that updates the model itself.
     """
-    with _isolate("the first batch", "training"), redirect_log(check_logged_names):
-        # silent: what can't be copied or read here, the engines report when they get it
-        trial = run_guarded(lambda: prepare_trial(inputs), lambda _: None)
+    with isolate("the first batch", "training"), redirect_log(check_logged_names):
+        trial = _prepare(inputs)
         outcome = None if trial is None else _try(trial, trial.run)
         if trial is None or outcome is None:
             return []
@@ -87,17 +88,24 @@ def check_first_batch(inputs: TrialInputs, *, divides_batch: bool, uses_all_rows
             _try_extreme_rows(trial, lambda further: further.run())
         check_gradients_reach_model(outcome, trial.model)
         check_square_output(trial.loss, trial.model, trial.batch)
-        if (error := run_guarded(lambda: trial.run_backward(outcome), trial.explain)) is not None:
-            raise error
+        unused = run_guarded(lambda: trial.run_backward(outcome), trial.explain)
+        if isinstance(unused, FirstBatchError):
+            raise unused
         # silent: the loss was computed, so what fails is the trial's evaluation mode
         activation = run_guarded(
             lambda: describe_activated_output(trial.loss, trial.model, trial.batch), lambda _: None
         )
-        return [text for text in (activation, _describe_division(trial) if divides_batch else None) if text is not None]
+        has_group = inputs.engine_group.world_size > 1
+        texts = (
+            activation,
+            _describe_division(trial) if divides_batch else None,
+            describe_unused(unused, trial.model, trial.strategy) if unused and has_group else None,
+        )
+        return [text for text in texts if text is not None]
 
 
 @contextlib.contextmanager
-def _isolate(part: str, purpose: str) -> Iterator[None]:
+def isolate(part: str, purpose: str) -> Iterator[None]:
     """Keep what a trial prints, warns of and draws from random generators within the context.
 
     A sys.exit() in the user's code becomes a FirstBatchError: it would end a script without saying why.
@@ -116,9 +124,23 @@ def _isolate(part: str, purpose: str) -> Iterator[None]:
             raise FirstBatchError(message, frames, text, part, purpose) from None
 
 
+def _prepare(inputs: TrialInputs, part: str = "the first batch", purpose: str = "training") -> Trial | None:
+    """Return a trial; None where there is none. Raise FirstBatchError if the user's Dataset fails."""
+    # what else can't be copied or read here, the engines report when they get it
+    trial = run_guarded(
+        lambda: prepare_trial(inputs, part, purpose),
+        lambda error: error if isinstance(error, FirstBatchError) else None,
+    )
+    if isinstance(trial, FirstBatchError):
+        raise trial
+    return trial
+
+
 def _describe_division(trial: Trial) -> str | None:
     """Return a warning if ranks with parts of a batch train differently from one process with the whole batch."""
-    warning = describe_parts(trial.loss, trial.model, trial.batch, shares_router_losses=trial.shares_router_losses)
+    warning = describe_parts(
+        trial.loss, trial.model, trial.batch, shares_router_losses=trial.strategy.shares_router_losses
+    )
     if warning is not None and (meant := trial.detector.meant) is not None:
         return f"{warning}. This loss combines {meant.describe()}, each output with every target"
     if warning is not None or find_batch_norms(trial.model):  # which have a warning of their own
@@ -140,14 +162,12 @@ def check_held_out(
     and where there is no trial.
     """
     part = f"the first batch of {words.argument}"
-    with _isolate(part, words.purpose), redirect_log(ignore_logged):
+    with isolate(part, words.purpose), redirect_log(ignore_logged):
         # silent: what can't be copied or read here, the engines report when they get it
         held_out = run_guarded(lambda: _replace_data(inputs, held_out_data), lambda _: None)
-        # silent: as above
-        trial = None if held_out is None else run_guarded(lambda: prepare_trial(held_out), lambda _: None)
-        if held_out is None or trial is None:
+        trial = None if held_out is None else _prepare(held_out, part, words.purpose)
+        if trial is None:
             return []
-        trial = dataclasses.replace(trial, part=part, purpose=words.purpose)
         # silent: without the first rows of a training, nothing can be compared
         training_batch = run_guarded(lambda: _get_training_batch(inputs), lambda _: None)
         if training_batch is not None:
@@ -160,7 +180,8 @@ def check_held_out(
         if metrics:
             # silent: what can't be copied here, the engines report when they get it
             copied = run_guarded(lambda: copy_as_sent(inputs.engine_group, dict(metrics)), lambda _: None)
-            check_metrics(copied or {}, output, trial.num_rows, inputs.engine_group.world_size)
+            world_size = inputs.engine_group.world_size
+            check_metrics(copied or {}, output, trial.num_rows, world_size, part=part, purpose=words.purpose)
         return ["loss", *(name for name in output.logged if name != "loss")] if output.logged else []
 
 

@@ -36,11 +36,16 @@ _CERTAIN_ERRORS = re.compile(
 _TOLERANCE = 1e-5
 
 
-def check_metrics(metrics: Mapping[str, Any], output: EvalOutput, num_rows: int, world_size: int) -> None:
-    """Raise FirstBatchError if a metric refuses the output or returns no number, and ValueError if it returns a sum."""
+def check_metrics(
+    metrics: Mapping[str, Any], output: EvalOutput, num_rows: int, world_size: int, *, part: str, purpose: str
+) -> None:
+    """Raise FirstBatchError if a metric refuses the output or returns no number, and ValueError if it returns a sum.
+
+    `part` is what the user calls this batch, and `purpose` what follows.
+    """
     for name, metric in metrics.items():
         try_metric = functools.partial(_try_metric, name, metric, output, num_rows, world_size)
-        if (error := run_guarded(try_metric, functools.partial(_explain, name, output))) is not None:
+        if (error := run_guarded(try_metric, functools.partial(_explain, name, output, part, purpose))) is not None:
             raise error
         if not is_stateful(metric):
             _refuse_sum(name, metric, output, num_rows)
@@ -114,10 +119,10 @@ class _Repeat:
         return torch.cat([tensor, tensor])
 
 
-def _explain(name: str, output: EvalOutput, error: Exception) -> FirstBatchError | None:
+def _explain(name: str, output: EvalOutput, part: str, purpose: str, error: Exception) -> FirstBatchError | None:
     """Return the error for the user; None if a larger batch may have none."""
     if isinstance(error, PairedRowsError):
-        return FirstBatchError(str(error), list_user_frames(error), format_traceback(error))
+        return FirstBatchError(str(error), list_user_frames(error), format_traceback(error), part, purpose)
     is_certain = isinstance(error, RuntimeError) and _CERTAIN_ERRORS.search(str(error)) is not None
     if not is_certain and not isinstance(error, (TypeError, AttributeError, NameError, IndexError)):
         return None
@@ -126,7 +131,7 @@ def _explain(name: str, output: EvalOutput, error: Exception) -> FirstBatchError
     message = f"{type(error).__name__}: {format_message(error)}"
     if "metric '" not in message and "metric of Keras" not in message:
         message = f"metric {name!r}: {message}"
-    return FirstBatchError(message, list_user_frames(error), format_traceback(error))
+    return FirstBatchError(message, list_user_frames(error), format_traceback(error), part, purpose)
 
 
 def _explain_shapes(message: str, output: EvalOutput) -> str | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit._util.formatting import name_type
+from dtkit._util.function_checks import check_takes
 from dtkit.data import columns as frames
 from dtkit.data.columns import ColumnSelection, is_sample_list
 from dtkit.data.partition import as_labels
@@ -96,6 +97,8 @@ def _inspect_samples(data: Any, columns: ColumnSelection) -> NotebookData:
     """Inspect a Dataset or a list of samples."""
     if columns.collate_fn is not None and not callable(columns.collate_fn):
         raise TypeError(f"collate_fn={columns.collate_fn!r}; it must be a function from a list of samples to a batch")
+    if columns.collate_fn is not None:
+        check_takes("collate_fn", columns.collate_fn, ("samples",))
     is_changed = columns.is_given or columns.collate_fn is not None
     return NotebookData(_WithColumns(data, columns) if is_changed else data, len(data), columns)
 

@@ -17,6 +17,7 @@ from dtkit.data.loss_check import has_trainable
 from dtkit.data.notebook_data import NUM_FIRST_ROWS, copy_first_rows
 from dtkit.data.pairing import PairedRowsError, PairingDetector
 from dtkit.data.partition import Partition
+from dtkit.data.sample_check import load_samples
 from dtkit.engine.data.sources import ArraySource, as_source, map_tensors
 from dtkit.engine.error_hints import add_hints
 from dtkit.engine.loss_hints import DETACHED_MESSAGE
@@ -30,12 +31,12 @@ from dtkit.strategies.module_modes import enter_training
 
 if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
-    from dtkit.strategies.base import TrainingProgram
+    from dtkit.strategies.base import Strategy, TrainingProgram
     from dtkit.strategies.loss import EvalOutput, Loss
 
 _CHECKING_FILES = (class_weights.__file__, loss_module.__file__)
 """Files whose errors name the remedy themselves."""
-_MAX_COPIED_BYTES = 64 * 2**20
+MAX_COPIED_BYTES = 64 * 2**20
 """Size up to which a model or a Dataset is copied: in about 50 ms."""
 FEWEST_ROWS = 2  # of large rows, and of a Dataset, whose code may be slow
 MAX_ELEMENTS = 2**20
@@ -62,7 +63,7 @@ class Trial:
     batch: Any
     num_rows: int
     detector: PairingDetector
-    shares_router_losses: bool
+    strategy: Strategy
     all_rows: ArraySource | None = None
     """The data's arrays, if the notebook has them in memory."""
     part: str = "the first batch"
@@ -83,11 +84,16 @@ class Trial:
             raise RuntimeError(DETACHED_MESSAGE)
         return value
 
-    def run_backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients, which fails where an operation has overwritten what they need."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if parameters and loss.requires_grad:
-            torch.autograd.grad(loss, parameters, allow_unused=True)
+    def run_backward(self, loss: torch.Tensor) -> list[str]:
+        """Compute the gradients, which fails where an operation has overwritten what they need.
+
+        Return the names of the parameters that get none.
+        """
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not parameters or not loss.requires_grad:
+            return []
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        return [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
 
     def evaluate(self) -> EvalOutput:
         """Return the model's output for the batch, for metrics."""
@@ -121,8 +127,8 @@ def _lacks_attribute(error: Exception) -> bool:
     return isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor)
 
 
-def prepare_trial(inputs: TrialInputs) -> Trial | None:
-    """Return a trial; None where there is none."""
+def prepare_trial(inputs: TrialInputs, part: str = "the first batch", purpose: str = "training") -> Trial | None:
+    """Return a trial; None where there is none. Raise FirstBatchError if the user's Dataset fails."""
     # unpickles: the program of this notebook
     loaded: TrainingProgram = pickling.loads(inputs.program)
     loss = loaded.loss_fn
@@ -132,7 +138,11 @@ def prepare_trial(inputs: TrialInputs) -> Trial | None:
     if source is None or not len(source):
         return None
     num_rows = NUM_FIRST_ROWS if isinstance(source, ArraySource) else FEWEST_ROWS
-    batch = make_batch(source, num_rows)
+    if isinstance(source, ArraySource):  # whose errors later checks explain
+        batch = make_batch(source, num_rows)
+    else:
+        has_collate_fn = inputs.columns.collate_fn is not None
+        batch = load_samples(lambda: make_batch(source, num_rows), part, purpose, has_collate_fn=has_collate_fn)
     if count_elements(batch) > MAX_ELEMENTS:
         num_rows = FEWEST_ROWS
         batch = make_batch(source, num_rows)
@@ -145,7 +155,7 @@ def prepare_trial(inputs: TrialInputs) -> Trial | None:
     num_rows = min(num_rows, len(source))
     detector = _make_detector(loss, copied, batch, num_rows)
     all_rows = _get_whole_arrays(inputs)
-    return Trial(copied, loss, batch, num_rows, detector, loaded.strategy.shares_router_losses, all_rows)
+    return Trial(copied, loss, batch, num_rows, detector, loaded.strategy, all_rows, part, purpose)
 
 
 def _make_detector(loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int) -> PairingDetector:
@@ -156,10 +166,10 @@ def _make_detector(loss: Loss, model: torch.nn.Module, batch: Any, num_rows: int
 def _copy_model(engine_group: EngineGroup, model: Any) -> torch.nn.Module | None:
     """Return a copy of the model as engines get it; None for a large, compiled or 16-bit model, or on a device."""
     if isinstance(model, ModelHandle):
-        copied = model.build_model() if model.nbytes <= _MAX_COPIED_BYTES else None
+        copied = model.build_model() if model.nbytes <= MAX_COPIED_BYTES else None
     else:
         tensors = [*model.parameters(), *model.buffers()]
-        if any(t.device.type != "cpu" for t in tensors) or sum(t.nbytes for t in tensors) > _MAX_COPIED_BYTES:
+        if any(t.device.type != "cpu" for t in tensors) or sum(t.nbytes for t in tensors) > MAX_COPIED_BYTES:
             return None
         copied = copy_as_sent(engine_group, model)
     if copied is None or any(type(m).__name__ == "OptimizedModule" for m in copied.modules()):
@@ -171,7 +181,7 @@ def _copy_model(engine_group: EngineGroup, model: Any) -> torch.nn.Module | None
 def copy_as_sent(engine_group: EngineGroup, value: Any) -> Any:
     """Return a copy that shares nothing with the notebook's value; None if it is large."""
     packed = engine_group.uploads.pack(value, name=type(value).__name__)
-    if packed.nbytes > _MAX_COPIED_BYTES:
+    if packed.nbytes > MAX_COPIED_BYTES:
         return None
     return pickling.unpack_object(packed.header, [bytearray(buffer) for buffer in packed.buffers])
 

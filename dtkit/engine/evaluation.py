@@ -85,7 +85,7 @@ def _check_number(name: str, value: Any) -> None:
     elif not isinstance(value, (str, bytes)) and hasattr(value, "__float__"):
         return
     else:
-        got = f"{value!r:.60} ({name_type(value)})"
+        got = "None" if value is None else f"{value!r:.60} ({name_type(value)})"
     raise TypeError(
         f"metric {name!r} returned {got}; it must return one number, the mean over the samples, as in .float().mean() "
         "(or a pair (sum, weight))"

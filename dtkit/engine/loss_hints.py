@@ -10,7 +10,7 @@ import torch
 from dtkit.strategies.loss import DEFAULT_IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 DETACHED_MESSAGE = "does not require grad and does not have a grad_fn"
 """Part of torch's error for a loss that is cut off from the parameters."""
@@ -216,7 +216,8 @@ def _explain_class_range(
 ) -> str | None:
     """Return the remedy where class labels don't fit the number of outputs."""
     targets, where = next(iterate_tensors(target), None), "of this batch "
-    if targets is None or not re.search(r"Target -?\d+ is out of bounds", message):
+    refused = re.search(r"Target (-?\d+) is out of bounds", message)
+    if targets is None or refused is None:
         return None
     if all_labels is not None and all_labels.dtype == targets.dtype and all_labels.numel() <= _MAX_LABELS:
         targets, where = all_labels, ""
@@ -232,10 +233,24 @@ def _explain_class_range(
         remedy = f"Number the classes from 0, as in y - {lowest}"
     elif not sizes:
         remedy = "Number the classes from 0, or give the model as many outputs"
+    first = _describe_first_label(targets, int(refused[1]), sizes, "sample" if where else "row")
     return (
         f"The targets {where}lie between {low} and {high}{outputs}; labels must be 0 to the number of classes - "
-        f"1. {remedy}"
+        f"1{first}. {remedy}"
     )
+
+
+def _describe_first_label(labels: torch.Tensor, refused: int, sizes: Sequence[int], noun: str) -> str:
+    """Return the first row with a label that a loss refuses, as it has refused one; "" if there is none."""
+    num_outputs = sizes[-1] if sizes and not 0 <= refused < sizes[-1] else None
+    is_bad = labels == refused if num_outputs is None else (labels < 0) | (labels >= num_outputs)
+    is_bad &= labels != DEFAULT_IGNORE_INDEX
+    rows = is_bad.reshape(len(labels), -1).any(1).nonzero()
+    if not len(rows):
+        return ""
+    row = int(rows[0])
+    label = int(labels[row][is_bad[row]].reshape(-1)[0])
+    return f", and {noun} {row} is the first with another one, {label}"
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:

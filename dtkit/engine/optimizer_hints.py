@@ -22,12 +22,30 @@ _RULES: dict[str, tuple[str, str, str]] = {
 """What torch calls an argument: its name, what it must be, and a usual value."""
 _NAMES = "|".join(map(re.escape, _RULES))
 _REFUSED = re.compile(rf"Invalid ({_NAMES})(?: value)?: (.+)|Learning rate should be >= 0 but is: (.+)")
+_REMEDIES = {
+    "Nesterov momentum requires": "Give both, as in torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)",
+    "optimizer got an empty parameter list": (
+        "The function in optimizer= has left out all parameters that it gets; choose at least one of them"
+    ),
+    "some parameters appear in more than one parameter group": (
+        "Give each parameter to one group: leave those of the other groups out of the last one"
+    ),
+    "You must define either total_steps": (
+        "The run takes one step for each update: total_steps=epochs * math.ceil(samples / batch_size)"
+    ),
+    "Expected 1 lr_lambdas": "The optimizer has one parameter group: give one function instead of a list",
+}
+"""Remedies by how torch's errors begin that name no value."""
 
 
 def explain_optimizer(error: BaseException) -> str | None:
-    """Return the rule and the remedy for an argument of an optimizer; None for another error."""
-    found = _REFUSED.fullmatch(str(error)) if isinstance(error, ValueError) else None
-    if found is None or not _is_raised_by_optimizer(error):
+    """Return the rule and the remedy for an argument of an optimizer or a schedule; None for another error."""
+    if not isinstance(error, ValueError) or not _is_raised_by_optimizer(error):
+        return None
+    if remedy := next((text for start, text in _REMEDIES.items() if str(error).startswith(start)), None):
+        return remedy
+    found = _REFUSED.fullmatch(str(error))
+    if found is None:
         return None
     name, rule, usual = _RULES[found[1] or "learning rate"]
     return f"{name} is {found[2] or found[3]} and {rule}. Correct it in optimizer=: {usual} is usual"

@@ -31,8 +31,7 @@ def checkpoint_blocks(model: nn.Module, blocks: bool | Sequence[str]) -> nn.Modu
     memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, memo)
     disable_kv_cache(copied)
-    for block in _find_blocks(copied, blocks):
-        refuse_batch_norm(block)
+    for block in find_blocks(copied, blocks):
         block.forward = functools.partial(run_checkpointed, block.forward)
     return copied
 
@@ -45,6 +44,14 @@ def refuse_batch_norm(block: nn.Module) -> None:
                 f"activation_checkpointing computes {name or 'a module'} ({type(module).__name__}) twice, and its "
                 "running statistics would count each batch twice. Name blocks without it, or use GroupNorm"
             )
+
+
+def find_blocks(model: nn.Module, blocks: bool | Sequence[str]) -> list[nn.Module]:  # noqa: FBT001 - as above
+    """Return the modules that `blocks` stands for. Raise ValueError without any, or for one with batch statistics."""
+    found = _find_blocks(model, blocks)
+    for block in found:
+        refuse_batch_norm(block)
+    return found
 
 
 def _find_blocks(model: nn.Module, blocks: bool | Sequence[str]) -> list[nn.Module]:  # noqa: FBT001 - as above

@@ -109,6 +109,12 @@ class Strategy(abc.ABC):
     """Whether the losses of parts of a batch make one gradient, so that a loss must be a mean over samples."""
     shares_router_losses: bool = False
     """Whether ranks compute the routers' losses of a mixture of experts together."""
+
+    @property
+    def unused_parameter_error(self) -> str:
+        """Why a step without a gradient of some parameter fails, and the remedy; empty if it doesn't."""
+        return ""
+
     shards_model: bool = False
     """Whether a rank keeps only a part of the model. `setup` then gets the whole model, to copy that part."""
 

@@ -46,6 +46,13 @@ if TYPE_CHECKING:
     from dtkit.strategies.loss import Loss
 
 
+_UNUSED_PARAMETER_ERROR = (
+    "the model did not use it in this step, and ranks wait for every parameter's gradient. Use "
+    "strategy=dtkit.DataParallel(find_unused_parameters=True), or call requires_grad_(False) on parameters that are "
+    "never used"
+)
+
+
 @suggest_options
 @dataclasses.dataclass(frozen=True, repr=False)
 class DataParallel(Strategy):
@@ -125,6 +132,11 @@ class DataParallel(Strategy):
     def has_plain_sums(self) -> bool:
         """Whether no option needs DDP, so that small gradients are summed in one flat buffer."""
         return self.compress is None and self.bucket_cap_mb is None and not self.find_unused_parameters
+
+    @property
+    def unused_parameter_error(self) -> str:
+        """Return why a parameter needs a gradient in each step, without `find_unused_parameters`."""
+        return "" if self.find_unused_parameters else _UNUSED_PARAMETER_ERROR
 
     def uses_flat_buffer(self, model: torch.nn.Module, group: Group, device: torch.device) -> bool:
         """Return whether the gradients of this model are summed in one flat buffer."""
@@ -340,8 +352,4 @@ class _DataParallelWorker(ReplicatedWorker):
         unused = [p for p in self._parameters if p.grad is None]
         if unused:
             names = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
-            raise ValueError(
-                f"{', '.join(names)} got no gradient: the model did not use it in this step, and ranks wait for every "
-                "parameter's gradient. Use strategy=dtkit.DataParallel(find_unused_parameters=True), or call "
-                "requires_grad_(False) on parameters that are never used"
-            )
+            raise ValueError(f"{', '.join(names)} got no gradient: {_UNUSED_PARAMETER_ERROR}")

@@ -90,6 +90,11 @@ class Sharded(DTensorStrategy):
         super().__post_init__()
         check_choice("precision", self.precision, ("bf16",))
 
+    @property
+    def unused_parameter_error(self) -> str:
+        """Return why a parameter needs a gradient in each step."""
+        return _UNUSED_PARAMETER_ERROR
+
     def build_mesh(self, world_size: int) -> Mesh:
         """Return a mesh in which every rank takes its own samples."""
         self.build_shard_mesh(world_size)

@@ -114,7 +114,10 @@ class EarlyStopping:
         restore_best: bool = False,
     ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise ValueError(f"patience={patience!r}; it must be a number of epochs from 1 up")
+            raise ValueError(
+                f"patience={patience!r}; it must be a number of epochs from 1 up. The name of a metric is monitor=, as "
+                "in EarlyStopping(monitor='loss')"
+            )
         if not (isinstance(min_delta, int | float) and min_delta >= 0):
             raise ValueError(f"min_delta={min_delta!r}; it must be a number from 0 up")
         if mode not in ("min", "max"):

@@ -23,7 +23,7 @@ import numpy as np
 
 from dtkit._util import timeouts
 from dtkit._util.formatting import format_count, name_nodes, name_nodes_at_start
-from dtkit.errors import DtkitError, EngineError, SupersededError, drop_consequential_refusals
+from dtkit.errors import DtkitError, EmptyEnginesError, EngineError, SupersededError, drop_consequential_refusals
 from dtkit.history import engine_outbox
 from dtkit.rpc.transport import REPAIR_REMEDY
 from dtkit.training import recovery
@@ -72,6 +72,7 @@ class FailureHandler:
         self._rewind, self._fail, self._on_change = rewind, fail, on_change
         self._last_loss_step = -1  # the step of the last loss of engines
         self._loss_count = 0  # losses in a row at that step
+        self._losses: list[EngineLoss] = []  # the last ones
         self._queue_text = ""  # the last state of a job in a scheduler's queue
 
     def handle(self, call: PendingCall[Any], replies: Sequence[Reply[Any]], failures: Sequence[Failure]) -> None:
@@ -142,14 +143,22 @@ class FailureHandler:
         elif self._loss_count > _MAX_ENGINE_LOSSES:
             times = f"engines were lost {self._loss_count} times in a row at step {progress.step}"
             progress.add_event("error", f"{times}: replacements would be lost too")
-            self._fail(EngineError(failures))
+            self._fail(EngineError([_name_correction(failure, self._loss_count) for failure in failures]))
         else:
             self.repair()
 
     def _note_losses(self, lost_ranks: Sequence[int], failures: Sequence[Failure] = ()) -> None:
         """Note each lost engine with its host and the reason."""
-        for rank, loss in self._engine_group.membership.explain_losses(lost_ranks, failures).items():
+        losses = self._engine_group.membership.explain_losses(lost_ranks, failures)
+        self._losses = list(losses.values())
+        for rank, loss in losses.items():
             self._progress.add_loss(rank, loss)
+
+    def _add_causes(self, error: EmptyEnginesError) -> EmptyEnginesError:
+        """Return the error with how the engines ended, if that is known: new ones may end in the same way."""
+        causes = dict.fromkeys(loss.cause for loss in self._losses if loss.exit_code is not None)
+        how = f". How an engine ended: {'; '.join(causes)}. If your code did that, correct it first" if causes else ""
+        return EmptyEnginesError(f"{error}{how}")
 
     def repair(self, reason: str = "") -> None:
         """Bring all ranks to one step, with lost ones replaced or dropped. If that is impossible, end the run.
@@ -161,6 +170,9 @@ class FailureHandler:
         self._on_change()
         try:
             result = self.recover(lost_ranks)
+        except EmptyEnginesError as error:
+            self._fail(self._add_causes(error))
+            return
         except (DtkitError, ValueError) as error:
             self._fail(error)
             return
@@ -268,6 +280,15 @@ class FailureHandler:
 def _name_resume(failure: Failure) -> Failure:
     """Return a failure whose remedy is that of a paused run."""
     return dataclasses.replace(failure, message=failure.message.replace(REPAIR_REMEDY, _RESUME_REMEDY))
+
+
+def _name_correction(failure: Failure, loss_count: int) -> Failure:
+    """Return a failure whose remedy isn't another engine alone, after as many losses in a row."""
+    remedy = (
+        f"This happened {loss_count} times in a row at the same step, so another engine would end, too. Correct what "
+        f"ends it, such as a crash or too little memory; then {REPAIR_REMEDY}"
+    )
+    return dataclasses.replace(failure, message=f"{failure.message.partition('. ')[0]}. {remedy}")
 
 
 def measure_since_loss(events: Sequence[Event], now: float, *, at_least_s: float) -> float:

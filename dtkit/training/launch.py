@@ -33,6 +33,7 @@ from dtkit.training.validation import (
     check_can_shrink,
     check_config,
     check_model,
+    check_not_swapped,
     check_sampler,
 )
 from dtkit.types import RunSpec
@@ -67,6 +68,7 @@ class TrainingHost(Protocol):
 def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, config: TrainConfig) -> Run:
     """See :meth:`dtkit.Cluster.train`."""
     engine_group.check_open()
+    check_not_swapped(model, data)
     model, data, config = adapt_model(model, data, config)
     data, config = _unwrap_data_loader(*read_lightning(model, data, config))
     planner.check_idle(host.current_run, "and trains one model at a time", "end it (run.stop())")
@@ -113,6 +115,8 @@ def _unwrap_data_loader(data: Any, config: TrainConfig) -> tuple[Any, TrainConfi
 
 def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> Strategy:
     """Check the arguments that need no data; return the strategy."""
+    from dtkit.strategies.activation_checkpointing import find_blocks
+
     strategy = check_config(config)
     strategy.build_mesh(engine_group.world_size)
     strategy.check(engine_group.world_size, config.samples_per_step)
@@ -121,6 +125,8 @@ def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> St
     if config.metrics and config.validation is None:
         print(_NO_VALIDATION_NOTE)  # noqa: T201 - else nothing shows that the metrics are not computed
     if not isinstance(model, ModelHandle):
+        if config.activation_checkpointing and strategy.pipeline_schedule is None:
+            find_blocks(model, config.activation_checkpointing)  # engines would refuse what it refuses
         strategy.check_model(model)
         if (description := strategy.describe_plan(model)) is not None:
             print(description)  # noqa: T201 - a plan is shown before it is used

@@ -26,6 +26,7 @@ def partition_training_data(
 ) -> Partition | StreamHandle:
     """Return the data as a partition that fits these options. They are checked before raw data is sent."""
     from dtkit.data.first_batch import check_first_batch, check_held_out
+    from dtkit.data.optimizer_check import check_optimizer
     from dtkit.data.trial import TrialInputs
 
     columns = ColumnSelection.from_arguments(config.target, config.columns, config.collate_fn)
@@ -44,6 +45,7 @@ def partition_training_data(
         fit_check.check_fits(engine_group, model, config.optimizer_factory, strategy)
         num_parts = strategy.build_mesh(engine_group.world_size).num_replicas * strategy.num_micro_batches
         divides_batch = strategy.divides_batch and num_parts > 1
+        check_optimizer(inputs)
         uses_all_rows = config.sampler is None
         for problem in check_first_batch(inputs, divides_batch=divides_batch, uses_all_rows=uses_all_rows):
             warnings.warn(problem, stacklevel=find_caller_stacklevel())
@@ -52,6 +54,7 @@ def partition_training_data(
     def check_stream_fits() -> None:
         check_stream(engine_group, config)
         fit_check.check_fits(engine_group, model, config.optimizer_factory, strategy)
+        check_optimizer(inputs)
 
     if isinstance(data, Partition):
         # a partition of another cluster is refused by `check`

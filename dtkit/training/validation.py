@@ -335,6 +335,15 @@ def check_stream(engine_group: EngineGroup, config: TrainConfig) -> None:
     _check_samples_per_rank(config, engine_group.world_size)
 
 
+def check_not_swapped(model: Any, data: Any) -> None:
+    """Raise TypeError if the data was given first, and the model second."""
+    if hasattr(data, "named_parameters") and not hasattr(model, "named_parameters") and not isinstance(model, type):
+        raise TypeError(
+            f"train(model, data) got {name_type(model)} as the model, and the model {type(data).__name__} as the data; "
+            "exchange them, as in cluster.train(model, (X, y), ...)"
+        )
+
+
 def check_model(engine_group: EngineGroup, model: Any, config: TrainConfig) -> None:
     """Check that the model belongs to this cluster, has something to train, and a loss."""
     if isinstance(model, ModelHandle):

@@ -109,7 +109,8 @@ def test_plan_knows_it_and_finds_the_largest_batch(cluster2: dtkit.Cluster):
 def test_what_cannot_be_computed_again_is_refused(
     cluster2: dtkit.Cluster, model: nn.Module, blocks: Any, strategy: Any, message: str
 ):
-    with pytest.raises(dtkit.errors.EngineError, match=message):
+    kind = ValueError if strategy is None else dtkit.errors.EngineError  # told by the notebook, or by the stages
+    with pytest.raises(kind, match=message):
         small.train(cluster2, model, activation_checkpointing=blocks, strategy=strategy)
 
 

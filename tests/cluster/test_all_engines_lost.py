@@ -47,6 +47,18 @@ def start(cluster: dtkit.Cluster, **options: Any) -> dtkit.Run:
     return cluster.train(model, make_rows(), **{**arguments, **options})
 
 
+def exit_on_engines(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if torch.distributed.is_initialized():  # not in the trial in the notebook
+        os._exit(3)
+    return nn.functional.mse_loss(output, target)
+
+
+def test_error_of_engines_that_all_end_in_a_step_says_how_they_ended(cluster: dtkit.Cluster):
+    run = start(cluster, loss=exit_on_engines)
+    with pytest.raises(dtkit.errors.EmptyEnginesError, match=r"How an engine ended: .*exit status 3.*correct it first"):
+        run.wait(60)
+
+
 def end_all_engines(cluster: dtkit.Cluster) -> None:
     for node in cluster.nodes:
         os.kill(node.pid, signal.SIGKILL)

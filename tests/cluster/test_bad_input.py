@@ -57,17 +57,17 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     # name -> (arguments of train, the error, a pattern of its message)
     "an optimizer of other parameters": (
         {"optimizer": lambda _: torch.optim.SGD(net().parameters(), lr=1)},
-        dtkit.errors.EngineError,
+        dtkit.errors.FirstBatchError,
         "not all of them the model's",
     ),
     "an optimizer without parameters": (
         {"optimizer": lambda _: torch.optim.SGD([], lr=1)},
-        dtkit.errors.EngineError,
+        dtkit.errors.FirstBatchError,
         "empty parameter list",
     ),
     "no optimizer at all": (
         {"optimizer": lambda _: None},
-        dtkit.errors.EngineError,
+        dtkit.errors.FirstBatchError,
         "returned NoneType; it must return",
     ),
     "one sample for a BatchNorm1d": (
@@ -236,7 +236,7 @@ def test_optimizer_that_fails_on_one_rank_fails_the_run(cluster2: dtkit.Cluster)
 
 
 def test_misspelled_keyword_of_an_optimizer_is_named_at_once(cluster2: dtkit.Cluster):
-    with pytest.raises(dtkit.errors.EngineError, match=r"SGD has no argument learning_rate=; did you mean lr=\?"):
+    with pytest.raises(dtkit.errors.FirstBatchError, match=r"SGD has no argument learning_rate=; did you mean lr=\?"):
         train(cluster2, optimizer=lambda params: torch.optim.SGD(params, learning_rate=0.1))  # type: ignore[call-arg]  # the mistake
     check_usable(cluster2)
 

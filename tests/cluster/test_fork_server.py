@@ -19,7 +19,7 @@ from dtkit.cluster.launchers.local import ForkingLauncher, choose_local_launcher
 from dtkit.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.cluster
@@ -113,6 +113,22 @@ def test_a_closed_cluster_leaves_no_zombie(*, is_late: bool):
         if is_late:
             engines[1].suspend()
     assert not [process for process in processes if process.is_running()]
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (lambda: os._exit(3), r"ended \(exit status 3\)\. If your code ended it, correct that first"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), r"ended \(killed by signal 11, SIGSEGV, a crash in compiled"),
+    ],
+    ids=["exit", "crash"],
+)
+def test_error_of_an_engine_that_ends_in_a_call_says_how(end: Callable[[], None], told: str):
+    with dtkit.Cluster(1, threads=1) as cluster:
+        with pytest.raises(dtkit.errors.EngineError, match=told):
+            cluster.run(end)
+        assert cluster.repair() == [0]
+        assert cluster.run(lambda: 7) == [7]
 
 
 def test_an_ended_engine_leaves_no_zombie():

@@ -108,5 +108,5 @@ def give_twice(parameters: Any) -> list[torch.optim.Optimizer]:
 
 
 def test_parameter_in_two_optimizers_is_refused(cluster2: dtkit.Cluster):
-    with pytest.raises(dtkit.errors.EngineError, match="a parameter is in two of the optimizers"):
+    with pytest.raises(dtkit.errors.FirstBatchError, match="a parameter is in two of the optimizers"):
         small.train(cluster2, optimizer=give_twice)

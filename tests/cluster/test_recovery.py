@@ -400,7 +400,9 @@ def test_completed_run_is_repaired_saved_and_extended(
 @pytest.mark.slow
 def test_run_fails_after_repeated_losses_at_one_step(cluster: dtkit.Cluster):
     run = start(cluster, loss=crash_on_rank_1, steps=20)
-    with pytest.raises(dtkit.errors.EngineError, match="its process has ended"):
+    with pytest.raises(
+        dtkit.errors.EngineError, match=r"its process has ended \(exit status 3\)\. This happened 4 times"
+    ):
         run.wait(180)
     assert run.status.state is dtkit.types.State.FAILED
     assert list_loss_events(run) == [*["lost", "repair"] * 3, "lost"]

@@ -21,7 +21,7 @@ def main(folder: Path, listener: socket.socket, agent_pid: int | None) -> None:
         end_with_parent(agent_pid)
     engine.load()
     server_pid = os.getpid()
-    ForkServer(listener).serve()
+    ForkServer(listener, folder).serve()
     if agent_pid is None:
         engine.become_engine(folder / "log")
     else:

@@ -21,17 +21,20 @@ from dtkit._util import timeouts
 from dtkit._util.lazy_compiler import load_compiler
 from dtkit._util.process import adopt_orphans
 from dtkit._util.resources import count_cores
+from dtkit.cluster.exit_status import get_code, write_exit_code
 from dtkit.cluster.forkserver.protocol import ForkReply, ForkRequest
 
 if TYPE_CHECKING:
     import socket
+    from pathlib import Path
 
 
 class ForkServer:
     """Listens for requests, forks, and reaps engines that have ended, and what they have left."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener, self._is_terminating = listener, False
+    def __init__(self, listener: socket.socket, folder: Path) -> None:
+        self._listener, self._folder, self._is_terminating = listener, folder, False
+        self._engines: set[int] = set()
         adopt_orphans()  # an engine's nanny ends after it
         signal.signal(signal.SIGCHLD, lambda *_: self._reap())
         signal.signal(signal.SIGTERM, lambda *_: self._terminate())
@@ -62,14 +65,22 @@ class ForkServer:
         for _ in range(count):
             if (pid := os.fork()) == 0:
                 return None
+            self._engines.add(pid)
             pids.append(pid)
         return pids
 
     def _reap(self) -> None:
-        """Reap children that have ended. Another signal may interrupt this, and reap some of them."""
+        """Reap children that have ended. Another signal may interrupt this, and reap some of them.
+
+        An engine's exit code is noted before, so that it is there once the process is gone.
+        """
         try:
-            while os.waitpid(-1, os.WNOHANG) != (0, 0):
-                pass
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if ended.si_pid in self._engines:
+                    write_exit_code(self._folder, ended.si_pid, get_code(ended))
+                    self._engines.discard(ended.si_pid)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(ended.si_pid, os.WNOHANG)
         except ChildProcessError:
             if self._is_terminating:
                 raise SystemExit from None

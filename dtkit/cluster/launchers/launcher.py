@@ -155,6 +155,14 @@ class Launcher:
             roots += [engine.process.pid for engine in self._get_engine_launchers(name).values()]
         return list_with_children(roots)
 
+    def get_exit_code(self, pid: int) -> int | None:
+        """Return the exit code of an engine of this host that has ended, or None if it is unknown."""
+        for name in self._engine_set_ids:
+            for engine in self._get_engine_launchers(name).values():
+                if engine.process.pid == pid:
+                    return getattr(engine.process, "returncode", None)  # another notebook may have started it
+        return None
+
     def describe_ended_jobs(self) -> str:
         """Return the states of ended jobs that ran engines; empty if there are none."""
         return ""

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
+from dtkit.cluster.exit_status import read_exit_code
 from dtkit.cluster.forkserver.client import ForkServerClient
 from dtkit.cluster.launchers.launcher import Launcher, list_with_children
 from dtkit.cluster.reaper import MARKER_VARIABLE
@@ -55,6 +56,10 @@ class ForkingLauncher(LocalLauncher):
         """Return the pids of this host's processes of the cluster, children included."""
         server = self._fork_server.find_server()
         return super().list_pids() + ([] if server is None else list_with_children([server]))
+
+    def get_exit_code(self, pid: int) -> int | None:
+        """Return the exit code that the fork server has noted."""
+        return read_exit_code(self._folder, pid)
 
     def reap(self) -> None:
         """Reap the fork server."""

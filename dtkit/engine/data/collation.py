@@ -34,8 +34,7 @@ def _collate_by_default(samples: list[Any]) -> Any:
         return default_collate(samples)
     except (RuntimeError, TypeError) as error:
         if (shapes := _find_ragged_shapes(samples)) is None:
-            if "PIL." in str(error):
-                error.add_note(_IMAGE_REMEDY)
+            error.add_note(_IMAGE_REMEDY if "PIL." in str(error) else _describe_samples(samples))
             raise
         raise ValueError(
             f"samples have tensors of different shapes ({shapes}), so they can't be stacked. Pad them to one length in "
@@ -44,13 +43,32 @@ def _collate_by_default(samples: list[Any]) -> Any:
         ) from error
 
 
+def _describe_samples(samples: Sequence[Any]) -> str:
+    """Return the types of the first sample, and of the first one that differs in number of parts, with the rule."""
+    first = _name_parts(samples[0])
+    other = next((k for k, sample in enumerate(samples) if len(_as_tuple(sample)) != len(_as_tuple(samples[0]))), None)
+    differing = "" if other is None else f", and sample {other} is {_name_parts(samples[other])}"
+    return (
+        f"Sample 0 of the batch is {first}{differing}. Each must be a pair (inputs, target) of tensors, arrays or "
+        "numbers, or a tuple or dict of as many of them; or give collate_fn=, a function from a list of samples to a "
+        "batch"
+    )
+
+
+def _name_parts(sample: Any) -> str:
+    """Return the type of a sample, with those of its parts."""
+    if isinstance(sample, (tuple, list)):
+        return f"({', '.join(type(part).__name__ for part in sample)})"
+    return "None" if sample is None else f"of type {type(sample).__name__}"
+
+
 def _find_ragged_shapes(samples: Sequence[Any]) -> str | None:
     """Return two shapes of the same entry of two samples that differ; None if all agree."""
     first = _list_shapes(samples[0])
-    for sample in samples[1:]:
+    for k, sample in enumerate(samples[1:], 1):
         for name, shape in _list_shapes(sample).items():
             if name in first and first[name] != shape:
-                return f"{first[name]} and {shape}"
+                return f"{first[name]} and {shape}, in samples 0 and {k} of the batch"
     return None
 
 

@@ -99,6 +99,10 @@ class MappedSource:
         return dict(zip(self._names, tensors, strict=True)) if self._names else tensors
 
 
+DATASET_NOTE = "the Dataset raised this for"
+"""Beginning of the note on an error of the user's Dataset."""
+
+
 class DatasetSource:
     """Map-style torch Dataset; a batch is collated from its samples by torch's default collation."""
 
@@ -126,7 +130,7 @@ class DatasetSource:
         try:
             return load_samples(rows)
         except Exception as error:
-            error.add_note(f"the Dataset raised this for the rows {_format_rows(rows)}")
+            error.add_note(f"{DATASET_NOTE} the rows {_format_rows(rows)}")
             raise
 
     def _load_sample(self, row: int, seed_row: Callable[[int], None]) -> Any:
@@ -134,7 +138,7 @@ class DatasetSource:
         try:
             return self._dataset[row]
         except Exception as error:
-            error.add_note(f"the Dataset raised this for row {row}")
+            error.add_note(f"{DATASET_NOTE} row {row}")
             raise
 
 

@@ -106,7 +106,8 @@ class Pipeline(Strategy):
         self._normalize_schedule()
         if self.micro_batches == 0 and not isinstance(self.micro_batches, bool):  # left out
             raise ValueError(
-                f"Pipeline(stages={self.stages}) needs the number of micro-batches of a step, such as "
+                f"Pipeline(stages={self.stages}) trains on {self.stages} engines, or a multiple of them with "
+                "replicas=. It also needs the number of micro-batches of a step, such as "
                 f"micro_batches={4 * self.stages}. More of them leave less idle time; a custom schedule determines it"
             )
         check_count("micro_batches", self.micro_batches)

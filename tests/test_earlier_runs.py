@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import dtkit
 from dtkit.errors import NonFiniteError
 from dtkit.testing.in_process import InProcessTransport
 from dtkit.types import State
-from tests.support.small import data, train
+from tests.support.small import train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,44 +105,3 @@ def test_the_last_measurement_of_memory_stays_after_the_next_training(cluster: d
     train(cluster, steps=1).wait(60)
     with pytest.raises(dtkit.errors.RunError, match=r"this run was released.*Call run\.memory\(\) before that"):
         other.memory()
-
-
-class RecordingTransport(InProcessTransport):
-    """Transport that keeps the names of all operations in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[str] = []
-
-    def send(self, rank: int, message: bytes, *more: Any) -> Any:
-        requests = pickle.loads(message)
-        self.operations += [each.op for each in (requests if isinstance(requests, tuple) else (requests,))]
-        return super().send(rank, message, *more)
-
-
-def test_weights_of_an_ended_run_are_asked_for_before_the_next_one_is_sent():
-    transport = RecordingTransport()
-    with dtkit.Cluster.from_transport(transport, device="cpu", threads=1) as cluster:
-        first = train(cluster, steps=2)
-        first.wait(60)
-        transport.operations.clear()
-        second = train(cluster, steps=2)
-        second.wait(60)
-        asked = [at for at, operation in enumerate(transport.operations) if operation == "state_dict_parts"]
-        assert asked == [0]
-        torch.testing.assert_close(dict(first.model.state_dict()), dict(second.model.state_dict()), rtol=0, atol=0)
-
-
-def test_weights_that_were_asked_for_are_not_taken_after_further_steps(cluster: dtkit.Cluster):
-    run = train(cluster, steps=2)
-    run.wait(60)
-    with pytest.raises(ValueError, match="batch_size"):
-        train(cluster, batch_size=-1)
-    with pytest.raises(dtkit.errors.FirstBatchError):  # after the weights were asked for
-        train(cluster, rows=(data()[0], data()[1] + 3))
-    run.extend(steps=3)
-    run.resume()
-    extended = {name: tensor.clone() for name, tensor in run.result(60).state_dict().items()}
-    train(cluster, steps=5).wait(60)
-    torch.testing.assert_close(dict(run.model.state_dict()), extended, rtol=0, atol=0)
-    torch.testing.assert_close(extended, dict(train(cluster, steps=5).result(60).state_dict()), rtol=0, atol=0)

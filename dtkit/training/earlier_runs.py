@@ -85,7 +85,7 @@ def _describe_replacement(run: Run) -> str:
         return f"{line}Its parameters are ruined, so that nothing of it can be continued"
     if saved is not None and saved.step == status.step:
         return f"{line}To continue it later: cluster.train(..., resume_from={str(saved.path)!r})"
-    if not run.lifecycle.job.has_weights:
+    if not run.lifecycle.has_weights:
         line += "Its weights and its optimizer's state are gone, since the engines did not send them. "
     else:
         line += "Its weights are in cluster.earlier_runs.replaced.model, and its optimizer's state is gone. "

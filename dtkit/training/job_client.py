@@ -22,7 +22,6 @@ from dtkit.training import state_dict
 from dtkit.training.adapters import to_user_model
 from dtkit.training.boundary_actions import make_save_call
 from dtkit.training.recorder import combine_evaluations
-from dtkit.training.state_dict import RequestedStateDict
 from dtkit.training.validation import check_count
 from dtkit.types import State
 
@@ -53,7 +52,6 @@ class JobClient:
         self._engine_group, self._driver = engine_group, driver
         self._progress = driver.progress
         self._fetched_state: tuple[int, Mapping[str, Any]] | None = None
-        self._requested_state: RequestedStateDict | None = None
         self._model: tuple[int, Any] | None = None
         self._kept_placement: tuple[Any] | None = None
         self._last_memory: tuple[int, Sequence[Any]] | None = None  # its step, and the reports of all ranks
@@ -125,25 +123,10 @@ class JobClient:
                 "no step was made). Ask for run.model as soon as a run has ended"
             )
         step = self._progress.step
-        requested, self._requested_state = self._requested_state, None
-        state = None if requested is None else requested.read(step, timeout or self._engine_group.call_timeout_s)
-        if state is None:
-            state = state_dict.fetch_state_dict(self._engine_group, self._progress.plan.job, timeout=timeout)
+        state = state_dict.fetch_state_dict(self._engine_group, self._progress.plan.job, timeout=timeout)
         if not self.is_running and step == self._progress.step:
             self._fetched_state = step, state
         return state
-
-    def request_weights(self) -> None:
-        """Let the engines send an ended run's weights, which `keep_state_dict` then reads. Doesn't wait.
-
-        A later training needs them before it frees the job, and checks its data and its first batch meanwhile.
-        """
-        step = self._progress.step
-        is_known = self.has_weights or (self._requested_state is not None and self._requested_state.step == step)
-        if self.is_released or is_known or not self._progress.state.has_ended:
-            return
-        with contextlib.suppress(DtkitError):  # it was only ahead of time
-            self._requested_state = RequestedStateDict(self._engine_group, self._progress.plan.job, step)
 
     def keep_state_dict(self, deadline: Deadline) -> None:
         """Fetch the weights and the placement before the job is freed, unless an engine with a part of them is gone."""
@@ -161,10 +144,10 @@ class JobClient:
         if not self._progress.step or self.is_released:
             return
         with contextlib.suppress(DtkitError):
-            step = self._progress.step
-            requested = RequestedStateDict(self._engine_group, self._progress.plan.job, step)
-            state = requested.read(step, timeouts.CLOSE_FETCH_TIMEOUT_S)
-            self._fetched_state = self._fetched_state if state is None else (step, state)
+            state = state_dict.fetch_state_dict_within(
+                self._engine_group, self._progress.plan.job, timeouts.CLOSE_FETCH_TIMEOUT_S
+            )
+            self._fetched_state = self._fetched_state if state is None else (self._progress.step, state)
 
     def free(self, timeout: float | None = None) -> None:
         """Let the engines free the job, and its inputs unless the cluster keeps those of earlier runs."""

@@ -76,8 +76,6 @@ def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, 
     model, resume_point = load_start(config.resume_from, model)
     if config.on_failure == "repair":
         _replace_lost_engines(engine_group, host)
-    if host.current_run is not None:
-        host.current_run.lifecycle.job.request_weights()
     plan = _make_plan(engine_group, model, data, config, strategy, () if resume_point is None else resume_point.lineage)
     if resume_point is not None:
         resume_point.check_steps_left(plan.spec)

@@ -27,7 +27,6 @@ from dtkit.training.callbacks import check_epochs, finish_callbacks
 from dtkit.training.config import SnapshotInterval
 from dtkit.training.resume import ResumePoint
 from dtkit.training.states import RETRAIN_HINT
-from dtkit.training.validation import check_count
 from dtkit.types import State
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class RunLifecycle:
     def __init__(
         self, engine_group: EngineGroup, driver: Driver, job: JobClient, on_change: Callable[[], None]
     ) -> None:
-        self._engine_group, self._driver, self.job, self._on_change = engine_group, driver, job, on_change
+        self._engine_group, self._driver, self._job, self._on_change = engine_group, driver, job, on_change
         self._progress = driver.progress
         if (hosts := engine_group.transport.hosts) is not None:
             driver.actions.checkpoint.manager.host_files = hosts.checkpoint_files
@@ -67,7 +66,7 @@ class RunLifecycle:
         """Build the job on the engines. The run is then paused before its first step, or at the checkpoint's step."""
         progress, plan = self._progress, self._progress.plan
         with contextlib.ExitStack() as on_error:
-            on_error.callback(self.job.free)
+            on_error.callback(self._job.free)
             progress.lr = plan.job_spec.build(self._engine_group, plan.job)
             if resume_point is not None:
                 self._restore(resume_point)
@@ -236,6 +235,11 @@ class RunLifecycle:
         """The last checkpoint that this notebook has written for the user."""
         return self._driver.actions.checkpoint.manager.last_result
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the notebook has the weights of the present step."""
+        return self._job.has_weights
+
     def save_into_own_folder(self) -> None:
         """Write a checkpoint of a paused run into its `checkpoint_dir`, unless it has none or that step's."""
         folder, step = self._progress.plan.options.checkpoint_policy.folder, self._progress.step
@@ -264,21 +268,24 @@ class RunLifecycle:
         checkpoint, progress = Checkpoint(path), self._progress
         checkpoint.check_files()
         ResumePoint(checkpoint).restore_weights(self._engine_group, progress.plan.job, progress.step)
-        self.job.forget_weights()
+        self._job.forget_weights()
         progress.add_event("restore", text)
 
     def extend(self, *, epochs: int | None, steps: int | None, timeout: float | None) -> None:
         """Let an ended run take more steps; it is then paused. `limit` bounds the wait for views to show its end."""
         if (epochs is None) == (steps is None):
             raise ValueError(f"epochs={epochs}, steps={steps}: say how much longer by one of them, as in epochs=1")
-        check_count("epochs", epochs)
-        check_count("steps", steps)
-        num_steps = int(steps or (epochs or 0) * self._progress.plan.spec.steps_per_epoch)
+        for name, value in (("epochs", epochs), ("steps", steps)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name}={value!r}; it must be an integer, as in {name}=1")
+        num_steps = steps if steps is not None else (epochs or 0) * self._progress.plan.spec.steps_per_epoch
+        if num_steps < 1:
+            raise ValueError(f"epochs={epochs}, steps={steps}: train on by at least one step")
         state = self._progress.state
         if state not in (State.COMPLETED, State.STOPPED):
             message = f"this run is {state.value}; extend one that has completed or was stopped"
             raise RunError(f"{message}. {RETRAIN_HINT}" if state is State.FAILED else message)
-        self.job.check_not_released("extend")
+        self._job.check_not_released("extend")
         limit = timeouts.LIFECYCLE_JOIN_TIMEOUT_S if timeout is None else timeout
         if not self._driver.join(limit):
             raise RunError(f"the run has ended, but a view has not shown its end within {limit:g} s; try again")
@@ -340,23 +347,23 @@ class RunLifecycle:
 
     def fetch_callback_model(self, callback: Any) -> Any:
         """See :meth:`dtkit.EngineCallback.build_model`."""
-        return self.job.fetch_callback_model(callback)
+        return self._job.fetch_callback_model(callback)
 
     def release(self, deadline: Deadline, *, check_idle: Callable[[], None] | None = None) -> None:
         """Free the job, after fetching its weights, and delete the run's own checkpoints for recovery. Idempotent.
 
         With `check_idle`, which raises RunError while another run is training, the engines keep data and model.
         """
-        if self.job.is_released:
-            self.job.free_inputs()
+        if self._job.is_released:
+            self._job.free_inputs()
             return
-        self.job.keep_state_dict(deadline)
+        self._job.keep_state_dict(deadline)
         remaining = deadline.get_remaining_s()
-        self.job.is_released = True
+        self._job.is_released = True
         self._on_change()  # views advise nothing that needs the job
-        self._progress.release_hint = f"The engines have freed it for a later training. {self.job.describe_remains()}"
-        self.job.check_idle = check_idle
-        self.job.free(remaining)
+        self._progress.release_hint = f"The engines have freed it for a later training. {self._job.describe_remains()}"
+        self._job.check_idle = check_idle
+        self._job.free(remaining)
         history = self._progress.history
         log = history.run_log
         history.close_run_log()
@@ -387,7 +394,7 @@ class RunLifecycle:
             self._driver.submit("abandon")
         self._driver.actions.checkpoint.manager.close(timeouts.CLOSE_CHECKPOINT_TIMEOUT_S)
         if is_at_boundary:
-            self.job.keep_state_dict_if_quick()
+            self._job.keep_state_dict_if_quick()
         finish_callbacks(self._progress.plan.options.callbacks, timeouts.CLOSE_CALLBACKS_TIMEOUT_S)
         self._progress.history.close_run_log()
-        self.job.is_released = True
+        self._job.is_released = True

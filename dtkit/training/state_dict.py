@@ -29,26 +29,19 @@ def fetch_state_dict(
     return _join_parts(engine_group.call_all(call, ranks=ranks, timeout=timeout))
 
 
-class RequestedStateDict:
-    """The state dict of a job that takes no steps, which its engines send while the notebook does something else."""
-
-    def __init__(self, engine_group: EngineGroup, job: str, step: int) -> None:
-        self.step = step
-        self._engine_group = engine_group
-        self._futures = engine_group.fan_out(make_call(JobOperations.state_dict_parts, job=job))
-
-    def read(self, step: int, timeout: float) -> Mapping[str, Any] | None:
-        """Return the state dict if all ranks send it within `timeout` seconds; else None. Call it once.
-
-        It is also None if the job is at another step by now. After a failure, the group is not formed again.
-        """
-        replies = self._engine_group.gather_replies(self._futures, timeout, grace_s=timeouts.FETCH_INTERRUPT_GRACE_S)
-        payloads = [reply.unwrap() for reply in replies if reply.failure is None]
-        if len(payloads) == len(replies) and step == self.step:
-            return _join_parts(payloads)
-        for payload in payloads:
-            payload.discard()
-        return None
+def fetch_state_dict_within(engine_group: EngineGroup, job: str, timeout: float) -> Mapping[str, Any] | None:
+    """Return the state dict if all ranks send it within `timeout` seconds; else None. Doesn't form the group again."""
+    replies = engine_group.gather_replies(
+        engine_group.fan_out(make_call(JobOperations.state_dict_parts, job=job)),
+        timeout,
+        grace_s=timeouts.FETCH_INTERRUPT_GRACE_S,
+    )
+    payloads = [reply.unwrap() for reply in replies if reply.failure is None]
+    if len(payloads) == len(replies):
+        return _join_parts(payloads)
+    for payload in payloads:
+        payload.discard()
+    return None
 
 
 def _join_parts(payloads: Iterable[Payload]) -> dict[str, Any]:

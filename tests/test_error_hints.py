@@ -448,3 +448,48 @@ def test_other_errors_of_functions_get_no_hint():
     error = ValueError("a value")
     assert not add_general_hint(error)
     assert not hasattr(error, "__notes__")
+
+
+@pytest.mark.parametrize("model", [nn.Linear(64, 10), nn.Sequential(nn.Linear(64, 10))], ids=["layer", "sequential"])
+def test_a_model_that_gets_the_whole_batch_is_told_to_get_its_inputs(model: nn.Module):
+    batch = (ROWS, LABELS)
+    with pytest.raises(TypeError) as caught:
+        F.cross_entropy(model(batch), batch[1])
+    add_hints(caught.value, [(5, batch)], model)
+    assert "a tuple of 2 with the targets last. Give it the inputs" in format_message(caught.value)
+    assert "LSTM" not in format_message(caught.value)
+
+
+def test_a_layer_that_gets_the_outputs_of_a_recurrent_one_is_told_to_choose_the_tensor():
+    model = nn.Sequential(nn.LSTM(64, 8), nn.Linear(8, 10))
+    with pytest.raises(TypeError) as caught:
+        model(ROWS)
+    add_hints(caught.value, [(5, (ROWS, LABELS))], model)
+    assert "as nn.LSTM and nn.GRU do" in format_message(caught.value)
+    assert "whole batch" not in format_message(caught.value)
+
+
+def test_outputs_without_a_dimension_of_classes_get_the_shape_that_the_loss_takes():
+    model = nn.Sequential(nn.Linear(64, 10), nn.Flatten(0))
+    with pytest.raises(ValueError, match="1D input") as caught:
+        F.cross_entropy(model(ROWS), LABELS)
+    add_hints(caught.value, [(5, (ROWS, LABELS))], model)
+    assert "a loss of classes takes (5, number of classes) for 5 targets" in format_message(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "meant"),
+    [(lambda: F.crossentropy(ROWS, LABELS), "cross_entropy"), (lambda: ROWS.argmx(1), "argmax")],  # type: ignore[attr-defined]
+    ids=["function", "method"],
+)
+def test_a_misspelled_name_of_torch_is_corrected(code: Callable[[], Any], meant: str):
+    with pytest.raises(AttributeError) as caught:
+        code()
+    assert add_general_hint(caught.value)
+    assert f"Did you mean {meant!r}?" in format_message(caught.value)
+
+
+def test_a_name_like_no_other_gets_no_correction():
+    with pytest.raises(AttributeError) as caught:
+        ROWS.wombat  # type: ignore[attr-defined]  # noqa: B018
+    assert not add_general_hint(caught.value)

@@ -289,7 +289,7 @@ def test_a_terminal_shows_one_block_with_the_log_above_it(screen):
     progress.close()
     shown = [line for line in read_screen(screen.getvalue()) if line]
     assert shown[0].endswith("[1] hello")
-    assert shown[1] == "ConvNet: running 0 %, step 2 of 400, epoch 1 of 2, 0.2 s elapsed, 12 s left"
+    assert shown[1] == "ConvNet: running, 0 %, step 2 of 400, epoch 1 of 2, 0.2 s elapsed, 12 s left"
     numbers = r"  loss \S+ \(mean of 2 steps\); validation: loss 0.500, accuracy 0.750; \S+ samples/s \(last step\)"
     assert re.fullmatch(numbers, shown[2])
     assert len(shown) == 3
@@ -477,7 +477,7 @@ def test_a_log_has_no_block_before_the_first_step_except_for_its_time():
     progress.update()
     (_, event, head) = stream.getvalue().splitlines()
     assert event.endswith("a slow first step")
-    assert head.startswith("ConvNet: running 0 %, step 0 of 400")
+    assert head.startswith("ConvNet: running, 0 %, step 0 of 400")
     source.advance(1)
     progress.update()
     assert "loss" in stream.getvalue()

@@ -18,6 +18,7 @@ from dtkit.data.notebook_data import NUM_FIRST_ROWS, copy_first_rows
 from dtkit.data.pairing import PairedRowsError, PairingDetector
 from dtkit.data.partition import Partition
 from dtkit.data.sample_check import load_samples
+from dtkit.engine.attribute_hints import is_torchs
 from dtkit.engine.data.sources import ArraySource, as_source, map_tensors
 from dtkit.engine.error_hints import add_hints
 from dtkit.engine.loss_hints import DETACHED_MESSAGE
@@ -113,18 +114,13 @@ class Trial:
         frames = traceback.extract_tb(error.__traceback__)
         is_logging = str(error).startswith(("dtkit.log(", "dtkit.log of"))  # it hides its frames
         is_own_check = is_logging or frames[-1].filename in _CHECKING_FILES
-        if not is_own_check and not _lacks_attribute(error) and not getattr(error, "__notes__", ()):
+        if not is_own_check and not is_torchs(error) and not getattr(error, "__notes__", ()):
             return None
         return self.make_error(error, f"{type(error).__name__}: {format_message(error)}")
 
     def make_error(self, error: Exception, message: str) -> FirstBatchError:
         """Return the error for the user, with the lines where another one was raised."""
         return FirstBatchError(message, list_user_frames(error), format_traceback(error), self.part, self.purpose)
-
-
-def _lacks_attribute(error: Exception) -> bool:
-    """Return whether code asks a tensor for an attribute that none has, on whatever rank."""
-    return isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor)
 
 
 def prepare_trial(inputs: TrialInputs, part: str = "the first batch", purpose: str = "training") -> Trial | None:

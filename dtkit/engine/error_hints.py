@@ -12,8 +12,10 @@ import torch
 
 from dtkit._util import formatting
 from dtkit.engine import loss_hints
+from dtkit.engine.attribute_hints import explain_attribute
 from dtkit.engine.key_hints import explain_key
 from dtkit.engine.keyword_hints import explain_keyword
+from dtkit.engine.layer_input_hints import explain_layer_input, explain_whole_batch
 from dtkit.engine.loss_hints import iterate_tensors, name_dtype
 from dtkit.engine.optimizer_hints import explain_optimizer
 from dtkit.strategies.loss import get_labels
@@ -50,7 +52,7 @@ def add_hints(
         _explain_features(message, inputs),
         _explain_dimensions(message, inputs),
         _explain_embedding(message, inputs, model),
-        _explain_layer_input(message, inputs),
+        explain_whole_batch(error, batch, model) or explain_layer_input(message, inputs),
         _explain_unpacked_keys(message, batch),
         _explain_forward(message, inputs, model),
         _explain_keyword(message, model),
@@ -72,6 +74,7 @@ def add_general_hint(error: BaseException) -> bool:
         explain_in_place,
         _explain_group,
         _explain_schedule_end,
+        explain_attribute,
         explain_key,
         explain_keyword,
         explain_optimizer,
@@ -270,29 +273,6 @@ def _explain_rows_of_embedding(low: int, high: int, sizes: Sequence[int]) -> str
     return (
         f"Inputs of this batch lie between {low:,} and {high:,}, and the model's embeddings have {tables} rows; inputs "
         f"must be 0 to the number of rows - 1. {remedy}"
-    )
-
-
-def _explain_layer_input(message: str, inputs: Any) -> str | None:
-    """Return the remedy where a layer gets something else than a tensor: from the data, or from the layer before it."""
-    value = inputs[0] if isinstance(inputs, tuple) and len(inputs) == 1 else inputs
-    found = re.search(r"^(\w+)\(\): argument '(?:input|indices)' \(position \d\) must be Tensor, not (\w+)", message)
-    if found is None or loss_hints.is_loss(found[1]) or found[2] == "str":
-        return None
-    if isinstance(value, dict) and found[2] == "dict":
-        keys = list(value)
-        return (
-            f"The inputs of a batch are a dict with {', '.join(map(repr, keys[:6]))}, which the model gets as it is. "
-            f"Choose the tensors in its forward, as in inputs[{keys[-1]!r}], or have the Dataset return a tensor"
-        )
-    if isinstance(value, (list, tuple)) and found[2] == type(value).__name__:
-        return (
-            f"The inputs of a batch are a {found[2]} of {len(value)} values, and a layer needs one tensor. Have "
-            "collate_fn return one, as in torch.stack(inputs)"
-        )
-    return (
-        f"{found[1]}() within the model gets a {found[2]}, which the layer before it returns, as nn.LSTM and nn.GRU "
-        "do. Choose the tensor in forward, as in outputs, _ = self.lstm(inputs)"
     )
 
 

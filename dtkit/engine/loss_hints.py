@@ -28,6 +28,7 @@ def list_hints(
         _explain_class_labels(message),
         _explain_output_columns(message, target),
         _explain_output_dimensions(message),
+        _explain_flat_output(message),
         _explain_output_type(message),
         _explain_output_attribute(message),
         _explain_probabilities(message),
@@ -114,6 +115,18 @@ def _explain_class_labels(message: str) -> str | None:
         f"The model has {sizes[4]} outputs for each sample, and the targets are one number for each. For one of "
         f"{sizes[4]} classes use nn.CrossEntropyLoss(). For several at once, give targets of 0 and 1 of shape "
         f"({sizes[1]}, {sizes[4]}), as floats"
+    )
+
+
+def _explain_flat_output(message: str) -> str | None:
+    """Return the remedy where a loss of classes gets outputs with one dimension only."""
+    found = re.search(r"For 1D input, 1D target must have size 1, but got target size: (\d+)", message)
+    if found is None:
+        return None
+    return (
+        f"The outputs of a batch have one dimension, and a loss of classes takes ({found[1]}, number of classes) for "
+        f"{found[1]} targets. Leave out what makes the output flat, such as nn.Flatten(0) or squeeze(). Where each "
+        "sample has one number as its output, use nn.MSELoss() or nn.BCEWithLogitsLoss()"
     )
 
 

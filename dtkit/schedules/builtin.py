@@ -51,11 +51,10 @@ def build_rows(name: str, ranks: int, micro_batches: int) -> list[Row]:
             f"schedule={name!r}; it must be one of {', '.join(map(repr, BUILTIN_SCHEDULES))}, or your own table"
         )
     if micro_batches < ranks and not kind.allows_few_micro_batches:
-        fewer = f", and on {micro_batches} ranks Pipeline({micro_batches}, {4 * micro_batches})"
         raise ValueError(
-            f"stages={ranks} with micro_batches={micro_batches}: each stage is on a rank of its own, and {name} needs "
-            f"at least as many micro-batches as stages. On {ranks} ranks use dtkit.Pipeline({ranks}, {4 * ranks}) or "
-            f"schedule='GPipe'{fewer if micro_batches > 1 else ''}"
+            f"stages={ranks} with micro_batches={micro_batches}: each stage needs a rank of its own, and {name} at "
+            f"least as many micro-batches as stages. On a cluster of {ranks} ranks, use "
+            f"dtkit.Pipeline({ranks}, {4 * ranks}) or schedule='GPipe'; on one of n ranks, dtkit.Pipeline(n, 4 * n)"
         )
     rounds = max(1, micro_batches // ranks)
     if kind.needs_full_rounds and micro_batches % rounds:

@@ -277,7 +277,7 @@ class TextProgress:
         status = self._run.status
         if status.state.has_ended or not status.steps:
             return ""
-        return f" {100 * min(1.0, status.step / status.steps):.0f} %"
+        return f", {100 * min(1.0, status.step / status.steps):.0f} %"
 
     def _format_numbers(self, metrics: RunMetrics) -> str:
         """Return loss, validation and throughput in one line."""

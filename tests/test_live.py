@@ -1432,6 +1432,7 @@ def test_a_run_without_a_spare_core_keeps_its_text_up_to_date(notebook, monkeypa
 
 def test_a_pause_draws_a_picture_without_the_wait_for_its_share_of_the_time(notebook, monkeypatch):
     """A notebook that was saved minutes after a pause had the picture of the one before."""
+    monkeypatch.setattr(display, "start_timer", lambda delay, callback: None)  # it would trigger in between
     source = FakeSource()
     source.advance(5)
     display.show(source)
@@ -1449,8 +1450,19 @@ def test_a_pause_draws_a_picture_without_the_wait_for_its_share_of_the_time(note
     assert asked == [False, True, True, False]
 
 
+def test_pictures_of_a_young_run_keep_up_with_it_and_cost_little_later():
+    age, drawn_at = timeouts.KEPT_PICTURE_BUSY_FIRST_S, []
+    while age < 4000:
+        drawn_at.append(age)
+        age += display.choose_interval_s(1.0, age)
+    assert drawn_at[:4] == [20, 60, 180, 540]  # no picture is of less than the first third
+    assert {b - a for a, b in itertools.pairwise(drawn_at[3:])} == {1.0 / display.MAX_DRAWING_SHARE}
+    assert display.choose_interval_s(0.01, 1000.0) == timeouts.KEPT_PICTURE_INTERVAL_S
+
+
 @pytest.mark.parametrize(("threads", "expected"), [(1, [1, 1, 2]), (1000, [0, 1, 2])])
 def test_a_run_without_a_spare_core_is_drawn_later_or_when_it_pauses(notebook, monkeypatch, threads, expected):
+    monkeypatch.setattr(display, "start_timer", lambda delay, callback: None)
     source = FakeSource(ranks=1)
     host = socket.gethostname()
     source.nodes = [dataclasses.replace(node, host=host, threads=threads) for node in source.nodes]

@@ -54,7 +54,12 @@ ORDERS = {  # row of the table -> names, each of which is less than the next
     "output": ("OUTPUT_POLL_S", "OUTPUT_PERIOD_S", "OUTPUT_JOIN_TIMEOUT_S", "OUTPUT_IDLE_TIMEOUT_S"),
     "a display": ("LIVE_INTERVAL_S", "PICTURE_INTERVAL_S", "LIVE_UNWATCHED_INTERVAL_S"),
     "a text log": ("LIVE_INTERVAL_S", "LOG_INTERVAL_S"),
-    "pictures for a saved notebook": ("KEPT_PICTURE_FIRST_S", "KEPT_PICTURE_INTERVAL_S", "KEPT_PICTURE_BUSY_FIRST_S"),
+    "a saved notebook": (
+        "KEPT_PICTURE_FIRST_S",
+        "KEPT_TEXT_INTERVAL_S",
+        "KEPT_PICTURE_BUSY_FIRST_S",
+        "KEPT_PICTURE_INTERVAL_S",
+    ),
     "a comparison": ("LIVE_INTERVAL_S", "COMPARISON_INTERVAL_S", "PICTURE_INTERVAL_S"),
     "a measurement": ("MAX_ALL_REDUCE_S", "STEPS_BUDGET_S", "MAX_MEASURED_STEP_S"),
 }

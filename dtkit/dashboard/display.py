@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
 
 MAX_DRAWING_SHARE = 0.002
-"""Largest share of a core for the pictures of a run that goes on."""
+"""Largest share of a core for the pictures of a run that goes on. Those of its first minutes take more."""
+MAX_AGE_FACTOR = 3.0
+"""Until a young run's next picture, its time may grow by this factor, so that no picture is of its beginning only."""
 MAX_ENDED_VIEWS = 16
 """Live views of ended runs that stay; older ones are closed, so that their memory is freed."""
 
@@ -135,6 +137,12 @@ def _describe_picture(run: RunView) -> str:
     )
 
 
+def choose_interval_s(drawing_s: float, age_s: float) -> float:
+    """Return the time until the next picture of a run, `age_s` after its first display."""
+    sparing_s = min(drawing_s / MAX_DRAWING_SHARE, (MAX_AGE_FACTOR - 1) * age_s)
+    return max(timeouts.KEPT_PICTURE_INTERVAL_S, sparing_s)
+
+
 class _LiveDisplays:
     """The displays of one run: one model, and any number of pictures."""
 
@@ -143,14 +151,14 @@ class _LiveDisplays:
 
         self.final_event = threading.Event()
         """Set while the picture is that of the run's end."""
-        self._run = run
+        self._run, self._created_at = run, time.monotonic()
         self._views: list[PlacedView] = []
         # locks: while a handle is noted, or a picture made
         self._lock = threading.Lock()  # a display gets the picture at its creation, or with the others
         self._widget: Dashboard = Dashboard(run)
         self._final_throttle = Throttle(self._draw_final_picture, 0.0)
         self._throttle = Throttle(self._draw_picture, timeouts.KEPT_PICTURE_INTERVAL_S)
-        self._text_throttle = Throttle(self._refresh_text, timeouts.KEPT_PICTURE_INTERVAL_S)
+        self._text_throttle = Throttle(self._refresh_text, timeouts.KEPT_TEXT_INTERVAL_S)
         self._picture: _MeanwhilePicture | None = None
         self._may_draw = self._is_drawing_delayed = False
         self._unsubscribe = run.subscribe(self._on_change)
@@ -228,7 +236,7 @@ class _LiveDisplays:
             started_at = time.thread_time()
             picture = self._picture = _draw_meanwhile_picture(self._run)
             drawing_s = time.thread_time() - started_at
-            self._throttle.interval = max(timeouts.KEPT_PICTURE_INTERVAL_S, drawing_s / MAX_DRAWING_SHARE)
+            self._throttle.interval = choose_interval_s(drawing_s, time.monotonic() - self._created_at)
             with self._lock:
                 if not self._run.status.state.has_ended:
                     output = _make_meanwhile_output(picture.sentence, picture.text, picture.image)

@@ -29,6 +29,14 @@ KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 STEP = 600
 """Enough steps for curves with a form, while the loss still falls."""
 
+SHOWS_ONE_ACCURACY = """(dashboard) => {
+    const titles = [...dashboard.querySelectorAll("h3")].map((title) => title.textContent);
+    const tiles = [...dashboard.querySelectorAll(".dtk-tile")].filter((tile) => tile.textContent.includes("accuracy"));
+    const value = tiles.length ? tiles[0].querySelector(".dtk-value").textContent : "";
+    return value && titles.some((title) => title.startsWith("accuracy") && title.endsWith(value));
+}"""
+"""Whether the tile and the chart have the same value: charts are drawn less often."""
+
 TRAIN = """
 import torch
 from sklearn.datasets import load_digits
@@ -58,6 +66,7 @@ run = cluster.train(
     batch_size=256,
     epochs=400,
     validation=(X[:300], y[:300]),
+    validation_every=10,
     metrics={"accuracy": lambda output, target: (output.argmax(1) == target).float().mean()},
 )
 run
@@ -110,6 +119,7 @@ def main() -> None:
             lab.set_theme(theme)
             # sleeps: two updates of the dashboard in its new colors
             page.wait_for_timeout(1500)
+            page.wait_for_function(SHOWS_ONE_ACCURACY, arg=dashboard.element_handle(), timeout=60_000)
             write_small_png(take_upper_panels(page), IMAGES / name)
         lab.close()
         browser.close()

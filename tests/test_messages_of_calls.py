@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from torch import nn
 
 import dtkit
 from dtkit._util import timeouts
@@ -30,15 +33,17 @@ LIMIT_S = 60.0
 
 
 class CountingTransport(InProcessTransport):
-    """Keeps the operations of each message."""
+    """Keeps the operations of each message, and the size of the largest one in bytes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[tuple[str, ...]] = []
+        self.largest = 0
 
     def send(
         self, rank: int, message: bytes, listen: Callable[[int, list[Any]], None] | None = None
     ) -> Future[Reply[Any]]:
+        self.largest = max(self.largest, len(message))
         content = pickle.loads(message)
         self.messages.append(tuple(each.op for each in (content if isinstance(content, tuple) else (content,))))
         return super().send(rank, message, listen)
@@ -154,3 +159,18 @@ def test_what_is_done_around_an_evaluation_counts_for_the_length_of_a_message():
     with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
         run = run_short_epochs(cluster)
     assert run._driver.steps.sizer.steps_per_evaluation > 1.3  # 1 is the evaluation alone
+
+
+def test_arrays_that_a_loss_takes_along_are_sent_in_shared_memory(cluster: dtkit.Cluster, transport: CountingTransport):
+    weights = torch.ones(2**19)  # 2 MiB
+
+    def weighted_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target) * weights[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what the function takes along
+        trained = train(cluster, loss=weighted_loss).result(LIMIT_S)
+    assert transport.largest < weights.nbytes / 2
+    assert not cluster._engine_group.uploads._payloads  # the file is gone
+    expected = train(cluster).result(LIMIT_S)
+    torch.testing.assert_close(dict(trained.state_dict()), dict(expected.state_dict()), rtol=0, atol=0)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dtkit.rpc.payload import Payload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +72,8 @@ class JobDefinition:
     """Key of the model on the engines."""
     data: str
     """Key of the data on the engines."""
-    program: bytes
-    """Loss, optimizer and strategy, pickled."""
+    program: bytes | Payload
+    """Loss, optimizer and strategy, pickled; a payload of these bytes where they are many."""
     plan: JobPlan
     loading: LoadingOptions
     in_float64: bool = False

@@ -5,8 +5,11 @@ The plan outlives the job, so that recovery, `verify` and a notebook that attach
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dtkit.checkpoint.manager import CheckpointPolicy
 from dtkit.rpc.job_plan import JobDefinition, LoadingOptions
@@ -14,7 +17,7 @@ from dtkit.rpc.protocol import JobOperations, make_call
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dtkit.data.broadcast import ModelHandle
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.base import Strategy
     from dtkit.types import RunSpec
+
+_MAX_PROGRAM_BYTES = 2**20
+"""Size up to which functions are a part of each engine's message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,30 +149,43 @@ class JobSpec:
 
         An `uninitialized` job gets its state later, and can't be read before that.
         """
-        call = make_call(
-            JobOperations.build_job,
-            job=job,
-            definition=self._make_definition(),
-            reference=reference,
-            uninitialized=uninitialized,
-        )
-        return engine_group.call_all(call, ranks=ranks, timeout=timeout)[0]
+        with self._send_definition(engine_group) as definition:
+            call = make_call(
+                JobOperations.build_job,
+                job=job,
+                definition=definition,
+                reference=reference,
+                uninitialized=uninitialized,
+            )
+            return engine_group.call_all(call, ranks=ranks, timeout=timeout)[0]
 
     def rebuild(self, engine_group: EngineGroup, job: str, payloads: Sequence[Payload]) -> tuple[int, float]:
         """Build the job again with the state in these payloads. Returns (step, learning rate)."""
-        definition = self._make_definition()
-        call = make_call(JobOperations.rebuild_job, job=job, definition=definition, payloads=payloads)
-        return engine_group.call_all(call)[0]
+        with self._send_definition(engine_group) as definition:
+            call = make_call(JobOperations.rebuild_job, job=job, definition=definition, payloads=payloads)
+            return engine_group.call_all(call)[0]
 
-    def _make_definition(self) -> JobDefinition:
-        return JobDefinition(
-            self.model_handle.key,
-            self.data_handle.key,
-            self.program,
-            self.plan,
-            self.loading or LoadingOptions(),
-            self.in_float64,
-        )
+    @contextlib.contextmanager
+    def _send_definition(self, engine_group: EngineGroup) -> Iterator[JobDefinition]:
+        """Yield what the engines build the job from, until they have.
+
+        Functions that take along large arrays are put into shared memory, once for all engines of a host.
+        """
+        uploads, payload = engine_group.uploads, None
+        if len(self.program) > _MAX_PROGRAM_BYTES:
+            payload = uploads.upload(uploads.pack(np.frombuffer(self.program, np.uint8), name="train"))
+        try:
+            yield JobDefinition(
+                self.model_handle.key,
+                self.data_handle.key,
+                self.program if payload is None else payload,
+                self.plan,
+                self.loading or LoadingOptions(),
+                self.in_float64,
+            )
+        finally:
+            if payload is not None:
+                uploads.discard(payload)
 
 
 @dataclasses.dataclass(frozen=True)

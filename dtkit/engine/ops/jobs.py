@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 STEP_TIMEOUT_FACTOR = 20.0  # limit of a collective, relative to the median step
 
 
+def _load_program(definition: JobDefinition) -> bytes | memoryview:
+    program = definition.program
+    return memoryview(program.load()) if isinstance(program, Payload) else program
+
+
 class JobOps(JobOperations):
     """See :class:`~dtkit.rpc.protocol.JobOperations`."""
 
@@ -66,7 +71,7 @@ class JobOps(JobOperations):
 
         state = self._state
         # unpickles: sent by the notebook in a call
-        program, stored = pickling.loads(definition.program), state.models[definition.model]
+        program, stored = pickling.loads(_load_program(definition)), state.models[definition.model]
         location = state.get_group(), state.get_device()
         program.strategy.preload(None if isinstance(stored, Payload) else stored, location[0])
         if program.activation_checkpointing:

@@ -440,6 +440,18 @@ def test_a_comparison_is_written_as_one_page(tmp_path):
     assert "Settings that differ" in page  # the labels are no strategies
 
 
+def test_settings_that_all_runs_share_are_listed(tmp_path):
+    runs = [with_metrics("DataParallel()", [0.5, 0.9]), with_metrics("Sharded()", [0.6, 0.7])]
+    comparison = dtkit.compare(runs, labels=["a", "b"])
+    shared = dict(comparison.common)
+    assert shared["batch_size"] == str(runs[0].spec.batch_size)
+    assert "strategy" not in shared
+    comparison.report(tmp_path / "runs.html")
+    page = (tmp_path / "runs.html").read_text(encoding="utf-8")
+    assert re.search(r"Settings that all runs share</h2><details>.*batch_size</t[hd]>", page, re.DOTALL)
+    assert dtkit.compare([runs[0], runs[1].history]).common == []  # of which nobody knows the settings
+
+
 def test_a_comparison_without_steps_is_written(tmp_path):
     dtkit.compare([FakeSource()]).report(tmp_path / "runs.html")
     assert "Comparison of 1 run" in (tmp_path / "runs.html").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.text import Text
 
 import dtkit
-from dtkit._util import formatting, timeouts
+from dtkit._util import formatting, resources, timeouts
 from dtkit.dashboard import report
 from dtkit.dashboard.figures import custom_panels, run_figure, style
 from dtkit.dashboard.live import comparison_messages, comparison_widget, panel_renderer, widget
@@ -886,6 +886,7 @@ def test_a_report_is_one_self_contained_file(tmp_path):
     rates = [compute_speed(run.history).samples_per_s for run in (source, alone)]
     assert f"{rates[0] / rates[1]:.2f}" in cells
     assert cells[cells.index("51") + 1] == "0.01"
+    assert re.search(rf"<t[hd][^>]*>its processor</t[hd]><td[^>]*>.*{resources.count_cores()} core", page)
     assert "learning rate 0.01 &lt;img" in page
     with pytest.raises(ValueError, match="one process"):
         report.write_report(source, path, single_process=source.history)

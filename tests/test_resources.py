@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -195,3 +196,9 @@ def test_reading_host_resources_does_not_import_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_processor_is_named_by_the_kernel_or_by_python(tmp_path: Path) -> None:
+    text = "processor\t: 0\nmodel name\t: Example CPU 3 GHz\nflags\t: a b\n\nmodel name\t: Example CPU 3 GHz\n"
+    assert resources.name_processor(tree(tmp_path / "named", {"proc/cpuinfo": text})) == "Example CPU 3 GHz"
+    assert resources.name_processor(tmp_path / "without") == platform.processor()

@@ -16,6 +16,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import sys
 from pathlib import Path
@@ -56,6 +57,12 @@ def count_cores(root: Path = _ROOT) -> int:
     """Return the number of cores that this process may use, by its affinity and its cgroup quota; at least 1."""
     quotas = (_read_cpu_quota(group) for group in _list_cgroups(root, "cpu"))
     return max(1, min([_count_affinity(), *(int(quota) for quota in quotas if quota is not None)]))
+
+
+def name_processor(root: Path = _ROOT) -> str:
+    """Return the processor's name as the kernel gives it; empty if it is unknown."""
+    names = re.findall(r"^model name\s*:\s*(.+)$", _read_text(root / "proc/cpuinfo"), re.MULTILINE)
+    return names[0].strip() if names else platform.processor()
 
 
 def read_memory(root: Path = _ROOT) -> HostMemory:

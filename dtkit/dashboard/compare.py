@@ -24,6 +24,7 @@ from dtkit.dashboard.summary.activity import read_state
 from dtkit.dashboard.summary.comparison import make_row
 from dtkit.dashboard.summary.run_end import describe_end
 from dtkit.dashboard.summary.spec_differences import (
+    list_common,
     list_differences,
     list_event_differences,
     list_rate_differences,
@@ -99,6 +100,11 @@ class Comparison:
         rows = list_differences(specs) + list_rate_differences(specs, self.histories)
         rows += list_event_differences(self.histories)
         return [row for row in rows if row[1:] != self.labels]  # labels show this setting
+
+    @property
+    def common(self) -> list[tuple[str, str]]:
+        """What all runs share: (setting, its text). It is empty where a history is compared, which has no settings."""
+        return list_common([run.spec if isinstance(run, Comparable) else None for run in self.runs])
 
     @property
     def rows(self) -> list[ComparisonRow]:

@@ -1,4 +1,4 @@
-"""A comparison as one HTML file: the table, the settings that differ, and charts that can be zoomed."""
+"""A comparison as one HTML file: the table, the settings, and charts that can be zoomed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit._util.table import Table
 from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.report_live import format_comparison_charts
-from dtkit.dashboard.report_page import escape, format_page, format_table
+from dtkit.dashboard.report_page import escape, fold_facts, format_page, format_table
 from dtkit.dashboard.summary.comparison import (
     find_loss_cap,
     find_metric_cap,
@@ -53,6 +54,9 @@ def _format_parts(comparison: ComparisonView, title: str) -> Iterator[str]:
     if comparison.differences:
         yield "<h2>Settings that differ</h2>"
         yield format_table(make_differences_table(labels, comparison.differences))
+    if comparison.common:
+        yield "<h2>Settings that all runs share</h2>"
+        yield fold_facts(formatting.format_count(len(comparison.common), "setting"), Table((), comparison.common))
     charts = "".join(_iterate_charts(labels, comparison.histories))
     yield "<h2>Charts</h2>"
     if any(find_short_batches(history.totals()).any() for history in comparison.histories):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from dtkit._util import formatting, timeouts
+from dtkit._util import formatting, resources, timeouts
 from dtkit._util.table import Table
 from dtkit.dashboard.report_cards import iterate_cards
 from dtkit.dashboard.report_charts import draw_charts, list_metric_names
@@ -285,7 +285,13 @@ def _format_origin(run: RunView) -> Iterator[str]:
     """List when and where the run began, and the versions of the code."""
     events = run.history.events
     facts = [("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(events[0].time)))] if events else []
-    facts += [("notebook on", platform.node()), ("folder", str(Path.cwd()))]
+    cores = formatting.format_count(resources.count_cores(), "core")
+    facts += [
+        ("notebook on", platform.node()),
+        ("its processor", ", ".join(filter(None, (resources.name_processor(), cores)))),
+        ("its memory", formatting.format_bytes(resources.read_memory().total)),
+        ("folder", str(Path.cwd())),
+    ]
     if commit := _describe_commit():
         facts.append(("git commit", commit))
     facts += [("Python", platform.python_version()), ("system", platform.platform())]

@@ -151,6 +151,11 @@ def format_facts(table: Table, *, is_code: bool = False) -> str:
     return f'<div class="facts{" code" if is_code else ""}">{table.to_html()}</div>'
 
 
+def fold_facts(summary: str, table: Table) -> str:
+    """Return a table of names and values that a reader unfolds."""
+    return f"<details><summary>{escape(summary)}</summary>{format_facts(table)}</details>"
+
+
 def format_long_table(name: str, table: Table, notes: Sequence[str] = ()) -> str:
     """Return a table under a heading, folded where it is long."""
     if len(table.rows) <= MAX_OPEN_ROWS:

@@ -79,6 +79,11 @@ class ComparisonView(Protocol):
         """The settings in which the runs differ: (setting, its text in each run)."""
         ...
 
+    @property
+    def common(self) -> list[tuple[str, str]]:
+        """The settings that all runs share: (setting, its text)."""
+        ...
+
     def make_mime_bundle(self) -> dict[str, str]:
         """Return the output for a saved notebook."""
         ...

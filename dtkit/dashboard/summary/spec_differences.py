@@ -1,4 +1,4 @@
-"""Settings in which runs differ."""
+"""Settings in which runs differ, and those that they share."""
 
 from __future__ import annotations
 
@@ -40,6 +40,15 @@ def list_differences(specs: Sequence[RunSpec | None]) -> list[tuple[str, ...]]:
         if len({texts[k - 1] for k in known}) > 1:
             shown.append((row[0], *texts))
     return shown
+
+
+def list_common(specs: Sequence[RunSpec | None]) -> list[tuple[str, str]]:
+    """Return (setting, its text) of the settings that are the same in all runs. A history without a run has none."""
+    if not specs or any(spec is None for spec in specs):
+        return []
+    differing = {row[0] for row in list_differences(specs)}
+    settings = [_collect(spec) for spec in specs if spec is not None]
+    return [(name, text) for name, text in settings[0].items() if name not in differing]
 
 
 def _get_setting(values: Mapping[str, str] | None, name: str) -> str:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util.installation import VERSION
 
 if TYPE_CHECKING:
-    from dtkit import errors, types
+    from dtkit import errors, lessons, types
     from dtkit.checkpoint.checkpoint import Checkpoint, list_checkpoints
     from dtkit.cluster.attach import attach
     from dtkit.cluster.cluster import Cluster
@@ -81,7 +81,7 @@ _HOMES = {  # public name -> its module
     "log": "engine.observe.call_output",
     "panel": "dashboard.figures.custom_panels",
 }
-_MODULES = ("errors", "types")  # all errors, and the types of results
+_MODULES = ("errors", "lessons", "types")  # all errors, the lessons of the notebooks, and the types of results
 
 __all__ = [  # noqa: PLE0604, RUF022, RUF100 - the names resolve by __getattr__
     "Batch",
@@ -108,6 +108,7 @@ __all__ = [  # noqa: PLE0604, RUF022, RUF100 - the names resolve by __getattr__
     "attach",
     "compare",
     "errors",
+    "lessons",
     "list_checkpoints",
     "log",
     "panel",

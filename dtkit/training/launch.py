@@ -304,9 +304,10 @@ def _warn_about_batch_norm(engine_group: EngineGroup, model_handle: ModelHandle,
     else:
         statistics = "each rank has those of its own part only"
     if model_handle.batch_norm_names:
+        needs_gpus = ". sync_batch_norm=True shares them, on GPUs only" if hasattr(strategy, "sync_batch_norm") else ""
         warnings.warn(
             f"{model_handle.batch_norm_names[0]} normalizes with the statistics of a batch, and {statistics}: training "
-            "differs a little from one process. GroupNorm and LayerNorm don't depend on the batch",
+            f"differs from that in one process{needs_gpus}. GroupNorm and LayerNorm don't depend on the batch",
             stacklevel=find_caller_stacklevel(),
         )
 

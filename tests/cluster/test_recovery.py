@@ -208,7 +208,8 @@ def test_an_engine_that_ends_after_its_run_is_reported_until_it_is_replaced():
         wait_until(lambda: run.ended_engines, 30)
         (reason,) = run.ended_engines.values()
         assert list(run.ended_engines) == [1]
-        assert "has ended. cluster.repair() starts another one" in reason
+        assert "has ended (killed by signal 9, SIGKILL, " in reason
+        assert "cluster.repair() starts another one" in reason
         assert run.status.state is dtkit.types.State.COMPLETED
         assert run.exception is None
         assert cluster.repair() == [1]

@@ -237,7 +237,7 @@ def test_setting_the_learning_rate_scales_the_schedule(cluster2):
 
 
 def test_invalid_lr_scheduler_is_refused(cluster2):
-    with pytest.raises(dtkit.errors.EngineError, match=r"scheduler\(optimizer\) returned int"):
+    with pytest.raises(dtkit.errors.FirstBatchError, match=r"scheduler\(optimizer\) returned int"):
         train(cluster2, lr_scheduler=lambda _: 3)
     with pytest.raises(TypeError, match="it must be a function from an optimizer to a torch scheduler"):
         train(cluster2, lr_scheduler=3)

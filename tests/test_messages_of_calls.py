@@ -174,3 +174,24 @@ def test_arrays_that_a_loss_takes_along_are_sent_in_shared_memory(cluster: dtkit
     assert not cluster._engine_group.uploads._payloads  # the file is gone
     expected = train(cluster).result(LIMIT_S)
     torch.testing.assert_close(dict(trained.state_dict()), dict(expected.state_dict()), rtol=0, atol=0)
+
+
+def test_numbers_that_a_callback_logs_belong_to_the_last_step_of_its_epoch(
+    cluster: dtkit.Cluster, capsys: pytest.CaptureFixture[str]
+):
+    run = train(cluster, epochs=2, callbacks=[lambda run: dtkit.log(seen=run.status.step, half=torch.tensor(0.5))])
+    run.wait(LIMIT_S)
+    steps, values = run.history.scalar("seen")
+    assert steps.tolist() == [STEPS_PER_EPOCH - 1, 2 * STEPS_PER_EPOCH - 1]
+    assert values.tolist() == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
+    assert run.history.scalar("half")[1].tolist() == [0.5, 0.5]
+    assert "seen=" not in capsys.readouterr().out
+    dtkit.log(seen=1.0)  # outside of a training
+    assert capsys.readouterr().out == "seen=1\n"
+
+
+def test_a_callback_may_not_log_a_column_that_dtkit_fills(cluster: dtkit.Cluster):
+    run = train(cluster, epochs=1, callbacks=[lambda _: dtkit.log(loss=1.0)])
+    with pytest.raises(dtkit.errors.CallbackError, match="has a column 'loss' already"):
+        run.wait(LIMIT_S)
+    run.stop()

@@ -18,6 +18,7 @@ from dtkit._util.completion import hide_from_completion
 from dtkit._util.guard import return_error, run_guarded, run_guarded_in_thread
 from dtkit.errors import CallbackError, DtkitError
 from dtkit.history.mean_loss import compute_mean_loss
+from dtkit.training.callback_log import add_logged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -292,12 +293,18 @@ def finish_callbacks(callbacks: Sequence[Any], timeout: float) -> None:
 
 
 def call_callbacks(callbacks: Sequence[Any], run: StoppableRun) -> None:
-    """Call the callbacks with a run that is at the end of an epoch. Raise CallbackError for one that fails."""
+    """Call the callbacks with a run that is at the end of an epoch. Raise CallbackError for one that fails.
+
+    What they pass to `dtkit.log` belongs to the epoch's last step.
+    """
     for callback in callbacks:
         if callable(callback):
             step = run.status.step
             epoch = f"after epoch {step // run.spec.steps_per_epoch:,}, step {step:,}"
-            call_callback(callback, functools.partial(callback, run), epoch, "run.resume() goes on with the next step")
+            with add_logged(run.history, step - 1):
+                call_callback(
+                    callback, functools.partial(callback, run), epoch, "run.resume() goes on with the next step"
+                )
 
 
 def call_callback(callback: Any, call: Callable[[], None], place: str, sequel: str) -> None:

@@ -172,6 +172,7 @@ def _keep_last_state(line: str) -> str:
 
 
 _add_logged: Callable[[dict[str, Any]], None] | None = None
+_of_thread = threading.local()  # its `add` goes before `_add_logged`
 
 
 @contextlib.contextmanager
@@ -195,6 +196,16 @@ def redirect_log(add: Callable[[dict[str, Any]], None]) -> Iterator[None]:
         _add_logged = previous
 
 
+@contextlib.contextmanager
+def redirect_thread_log(add: Callable[[dict[str, float]], None]) -> Iterator[None]:
+    """Let :func:`log` pass its numbers to `add` within the context, in this thread only."""
+    _of_thread.add = lambda values: add(_to_floats(values))
+    try:
+        yield
+    finally:
+        del _of_thread.add
+
+
 def ignore_logged(_values: dict[str, Any]) -> None:
     """Do nothing with logged numbers: they belong to no step."""
 
@@ -204,8 +215,9 @@ def log(*args: Any, **values: Any) -> None:
     """Report numbers of this rank, from a training or from a function in ``cluster.run``.
 
     Numbers from a loss or training step become columns of the run's history. Each is a mean over the samples of all
-    ranks, or of pairs (sum, weight). From a function the notebook shows them live, as a row of the rank. In the
-    notebook itself, where users may try a loop first, they are printed:
+    ranks, or of pairs (sum, weight). Those from a callback after an epoch belong to its last step. From a function the
+    notebook shows them live, as a row of the rank. Elsewhere in the notebook, where users may try a loop first, they
+    are printed:
 
     >>> dtkit.log(kl=0.25, grad_scale=2.0)
     kl=0.25 grad_scale=2
@@ -217,14 +229,15 @@ def log(*args: Any, **values: Any) -> None:
         raise TypeError(f"dtkit.log({args[0]!r}, ...): each number needs its name, as in dtkit.log(kl=0.5)")
     for name, value in values.items():
         _check_logged(name, value)
-    if _add_logged is None and LOG_DESCRIPTOR_VARIABLE in os.environ:
+    add = getattr(_of_thread, "add", _add_logged)
+    if add is None and LOG_DESCRIPTOR_VARIABLE in os.environ:
         line = json.dumps(_to_floats(values)) + "\n"
         os.write(int(os.environ[LOG_DESCRIPTOR_VARIABLE]), line.encode())
         return
-    if _add_logged is None:  # in the notebook, where users may try a loop first
+    if add is None:  # in the notebook, where users may try a loop first
         print(" ".join(f"{k}={v:.6g}" for k, v in _to_floats(values).items()), file=sys.stdout)  # noqa: T201
         return
-    _add_logged(values)
+    add(values)
 
 
 def _check_logged(name: str, value: Any) -> None:

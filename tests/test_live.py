@@ -26,6 +26,7 @@ from dtkit.dashboard.live.log_lines import MAX_LOG_LINES, MAX_MARKS
 from dtkit.dashboard.live.messages import MAX_CHANGE_EVENTS, MessageBuilder
 from dtkit.dashboard.run_view import RunView
 from dtkit.dashboard.summary import spare_core, stall
+from dtkit.dashboard.summary.best_values import find_best_value
 from dtkit.dashboard.summary.curves import CHARTS, LOSS, LR, MAX_BUCKETS, Curves, downsample
 from dtkit.dashboard.summary.event_marks import MARKED_EVENTS
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
@@ -412,14 +413,31 @@ def test_a_text_has_the_last_values_in_titles_of_charts():
     assert builder.build_text().content["newest"]["evaluations"] == []
 
 
-def test_the_last_value_of_a_metric_has_a_tile():
+def test_the_last_and_the_best_value_of_a_metric_have_a_tile():
     source = FakeSource()
     source.advance(60)
-    for step, accuracy in ((30, 0.5), (60, 0.75)):
+    shown = []
+    for step, accuracy in ((20, 0.5), (40, 0.75), (60, 0.625)):
         source.history.add(Evaluation(step, 100, {"loss": 1.0, "accuracy": accuracy}))
-    tiles = {tile["label"]: tile for tile in MessageBuilder(source).build_snapshot().content["tiles"]}
-    assert (tiles["accuracy"]["value"], tiles["accuracy"]["note"]) == ("0.750", "validation, step 60")
-    assert "loss" not in tiles  # next to that of the training
+        tiles = {tile["label"]: tile for tile in MessageBuilder(source).build_snapshot().content["tiles"]}
+        assert "loss" not in tiles  # next to that of the training
+        shown.append((tiles["accuracy"]["value"], tiles["accuracy"]["note"]))
+    assert shown == [
+        ("0.500", "validation, the best"), ("0.750", "validation, the best"), ("0.625", "validation, best 0.750"),
+    ]  # fmt: skip
+
+
+def test_the_best_value_follows_evaluations_that_are_replaced_or_undone():
+    history = FakeSource().history
+    assert math.isnan(find_best_value(history, "error"))
+    for step, error in ((10, 0.5), (20, math.nan), (30, 0.25)):
+        history.add(Evaluation(step, 100, {"error": error}))
+        find_best_value(history, "error")
+    assert find_best_value(history, "error") == 0.25  # less is better, by its name
+    history.add(Evaluation(30, 100, {"error": 0.125}))
+    assert find_best_value(history, "error") == 0.125
+    history.evaluations = history.evaluations[:2]
+    assert find_best_value(history, "error") == 0.5
 
 
 def test_the_loss_tile_is_a_mean_by_samples_over_the_steps_it_names():

@@ -10,6 +10,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.activity import find_activity
+from dtkit.dashboard.summary.best_values import find_best_value
 from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.ended_engines import find_ended_engines
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
@@ -177,7 +178,8 @@ def _build_metric_tiles(run: RunView) -> Iterator[Tile]:
     for name in names[:_MAX_METRIC_TILES]:
         assert last is not None
         label, value = formatting.sanitize_text(name, 24), formatting.format_loss(last.values[name])
-        yield Tile(label, value, f"validation, step {last.step:,}")
+        best = formatting.format_loss(find_best_value(run.history, name))
+        yield Tile(label, value, "validation, the best" if best == value else f"validation, best {best}")
 
 
 def _describe_rate(metrics: RunMetrics) -> str:

@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 import dtkit
 from dtkit._util import resources
 from dtkit._util.process import ProcessId
 from dtkit.cluster import cluster_file, reaper
+from dtkit.cluster import start as starting
 from dtkit.cluster.devices import plan_devices, warn_of_too_many_engines
 from dtkit.errors import ClusterWarning
 from dtkit.rpc.captured import LARGE_BYTES, warn_of_large_functions
 from dtkit.testing.fake_transport import FakeTransport
+from dtkit.testing.in_process import InProcessTransport
 from tests.support import small
 
 if TYPE_CHECKING:
@@ -63,6 +66,42 @@ def test_clusters_that_compete_are_warned_of(tmp_path: Path):
     advice = r"b still has 2 engines of a notebook in this folder that has ended. They were started 5 min 0 s ago, and "
     with pytest.warns(ClusterWarning, match=advice + r"end 1 min 0 s after it. dtkit.attach\('b'\) takes them over"):
         cluster_file.warn_of_unused([mine])
+
+
+class NotStartedError(Exception):
+    """Stands for the start of engines, before which all warnings come."""
+
+
+def refuse_start(*_arguments: object, **_options: object) -> None:
+    raise NotStartedError
+
+
+def test_a_start_warns_of_clusters_that_compete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    running = [make_info(tmp_path / "a", ProcessId.from_pid())]
+    monkeypatch.setattr(cluster_file, "find_running", lambda _folder: running)
+    monkeypatch.setattr(starting, "start_engines", refuse_start)
+    with pytest.warns(ClusterWarning, match="already has a with 2 engines"), pytest.raises(NotStartedError):
+        dtkit.Cluster(1)
+
+
+def test_a_start_warns_once_of_more_engines_than_cores(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cluster_file, "find_running", lambda _folder: [])
+    monkeypatch.setattr(starting, "start_engines", refuse_start)
+    with pytest.warns(ClusterWarning) as caught, pytest.raises(NotStartedError):
+        dtkit.Cluster(resources.count_cores() + 1, device="cpu")
+    assert len([warning for warning in caught if "they train correctly" in str(warning.message)]) == 1
+
+
+def test_a_training_and_a_task_warn_once_of_what_their_functions_take_along():
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target) * (LARGE[0] + 1)
+
+    with dtkit.Cluster.from_transport(InProcessTransport(), device="cpu", threads=1) as cluster:
+        with pytest.warns(UserWarning, match=r"^train takes along LARGE \(52.4 MB\)") as caught:
+            small.train(cluster, loss=loss, steps=1).wait(60)
+        assert len([warning for warning in caught if "takes along" in str(warning.message)]) == 1
+        with pytest.warns(UserWarning, match=r"takes along LARGE \(52.4 MB\)"):
+            assert cluster.run(use_large) == [LARGE.nbytes]
 
 
 @pytest.mark.parametrize("change", [{"directory": "/other"}, {"environment": "/other/venv"}], ids=str)

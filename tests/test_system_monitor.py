@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+import torch
 
 from dtkit._util import timeouts
 from dtkit._util.resources import find_loopback_interface
@@ -111,3 +113,40 @@ def test_the_last_step_of_a_run_has_a_sample_however_short_it_is_after_the_last_
     assert all(rows[0][0] == 110 for rows in scalars.values())
     if since_s < timeouts.SYSTEM_LAST_SAMPLE_S:
         assert [rows[0][1] for rows in scalars.values()] == [rows[0][1] for rows in before.values()]
+
+
+class NVMLError(Exception):
+    """The library's error, such as for a GPU that it doesn't know."""
+
+
+def make_library(uuid: str) -> SimpleNamespace:
+    """Return the part of NVIDIA's library that is called, with one GPU. The tests have none."""
+
+    def find(asked: str) -> str:
+        if asked != uuid:
+            raise NVMLError
+        return "handle"
+
+    return SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=find,
+        nvmlDeviceGetUtilizationRates=lambda handle: {"handle": SimpleNamespace(gpu=87)}[handle],
+        nvmlDeviceGetMemoryInfo=lambda handle: {"handle": SimpleNamespace(used=5_000_000_000)}[handle],
+    )
+
+
+@pytest.mark.parametrize(
+    ("uuid", "expected"), [("GPU-a1", {"system/GPU (%)": 87.0, "system/GPU memory (MB)": 5000.0}), ("GPU-b2", {})]
+)
+def test_a_gpu_that_the_library_knows_is_sampled(
+    monkeypatch: pytest.MonkeyPatch, uuid: str, expected: dict[str, float]
+):
+    monkeypatch.setitem(sys.modules, "pynvml", make_library(uuid))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid="a1"))
+    monitor = SystemMonitor(Clock())
+    monitor.sample_if_due()
+    sampled = {name: points[0][1] for name, points in monitor.take(3).items() if "GPU" in name}
+    assert sampled == expected

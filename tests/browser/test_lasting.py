@@ -65,6 +65,19 @@ def test_notebook_saved_during_a_run_shows_a_picture_after_a_restart(lab: Lab):
     check_no_lost_widget(lab)
 
 
+def test_a_view_after_a_reload_says_that_the_saved_picture_is_older(lab: Lab):
+    """A front end finds no output of before the reload, so the kernel can't replace the picture there."""
+    view = start(lab)
+    note = lab.page.get_by_test_id("restored")
+    expect(note).to_have_count(0)
+    lab.save()
+    # waits: two seconds may lie between the clocks of kernel and browser
+    lab.page.wait_for_function("(then) => Date.now() > then", arg=lab.page.evaluate("Date.now()") + 3000)
+    lab.reload()
+    expect(view).to_be_visible(timeout=WAIT_MS)
+    expect(note).to_contain_text("show the run in a new cell", timeout=WAIT_MS)
+
+
 @both_apps
 def test_view_stays_alive_after_the_end_and_a_picture_is_saved(lab: Lab):
     view = start(lab)

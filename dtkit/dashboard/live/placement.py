@@ -19,6 +19,7 @@ import dataclasses
 import html
 import os
 import sys
+import time
 import uuid
 from typing import Any, Protocol
 
@@ -64,7 +65,8 @@ def place_view(widget: Placeable, output: Output) -> PlacedView:
     if needs_widget_views():
         return PlacedView(display(widget, display_id=True), shows_pictures_meanwhile=False)  # type: ignore[no-untyped-call]
     name, rule = html.escape(widget.place), f"<style>{_DARK_RULE}</style>"
-    place = f'<div class="dtkit-live" data-dtkit-live="{name}">{rule}</div>'
+    shown_at = round(time.time())
+    place = f'<div class="dtkit-live" data-dtkit-live="{name}" data-dtkit-shown="{shown_at}">{rule}</div>'
     display({"text/html": place, "text/plain": ""}, raw=True)  # type: ignore[no-untyped-call]
     data, metadata = output
     handle = display(data, metadata=metadata, raw=True, display_id=True)  # type: ignore[no-untyped-call]

@@ -316,10 +316,15 @@ function tooltipRows(view, at) {
 }
 function lineRow(view, line, at) {
   const { store, layout, grain, options } = view, overall = line === layout.nodes, mark = `dtk-${lineHue(layout, line)}`;
-  const text = format(view, grain.value(line, at, 1));
+  const text = options.spanned ? formatSpan(view, line, at) : format(view, grain.value(line, at, 1));
   if (layout.banded && !overall) return { label: "lowest to highest", value: `${format(view, grain.value(0, at, 0))} to ${format(view, grain.value(0, at, 2))}`, mark };
   const label = overall ? overallName(options, store.head) ?? (layout.nodes ? "mean" : options.title) : options.lineName?.(store, line) ?? nodeName(store, line);
   return { label, value: withAverage(view, line, at, text), mark };
+}
+/** Return the lowest and the highest value of a point, or its only one. */
+function formatSpan(view, line, at) {
+  const edges = [0, 2].map((part) => format(view, view.grain.value(line, at, part)));
+  return edges[0] === edges[1] ? edges[0] : edges.join(" to ");
 }
 function overallName({ overallName: name }, head) {
   return typeof name === "function" ? name(head) : name;

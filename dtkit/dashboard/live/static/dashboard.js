@@ -39,7 +39,7 @@ import { newPacer } from "./pacing.js";
 import { newPictureSight } from "./picture_sight.js";
 import { newSight } from "./sight.js";
 import { toolbar } from "./toolbar.js";
-import { apply, isLost, isTicking, newStore, pressing, refreshMs } from "./store.js";
+import { apply, isLost, isTicking, LIVE, newStore, pressing, refreshMs } from "./store.js";
 import { followTheme } from "./theme.js";
 
 /**
@@ -137,8 +137,12 @@ function isMessageDue(store) {
 }
 
 /** Return a view that follows the theme and its size: {root, redraw, dispose}. */
-function openView(store, model) {
+// A front end finds no output of before the reload, and so keeps the picture below it in the notebook.
+const RESTORED = "This page was loaded again. A saved notebook keeps this cell's picture from before that: show the run in a new cell for a newer one.";
+
+function openView(store, model, isRestored) {
   const { root, redraw } = buildView(store, (message) => sendTo(model, message)), stopTheme = followTheme(root);
+  if (isRestored && LIVE.includes(store.status?.state)) root.append(h("p", { class: "dtk-note dtk-restored", "data-testid": "restored" }, RESTORED));
   let width = 0;
   const size = new ResizeObserver(([{ contentRect }]) => { // also after the page had taken it out
     if (contentRect.width && contentRect.width !== width) redraw();
@@ -201,7 +205,7 @@ export default () => {
       receive(model, content, buffers);
       model.send({ hello: "opened" }); // the kernel then forgets what pages reported before
       store.attention = followAttention((attention) => store.send({ attention }), () => store.view.refresh);
-      views.add(mountViews(model.get("place"), () => openView(store, model)));
+      views.add(mountViews(model.get("place"), (isRestored) => openView(store, model, isRestored)));
       return store.attention.end;
     },
     render({ model, el }) {

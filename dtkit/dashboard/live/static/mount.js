@@ -7,9 +7,11 @@ const PLACE = "dtkit-live", MOUNTED = "dtkit-mounted", GONE_MS = 300_000;
 // the whole view again whenever an element in it is new: 6 to 15 ms.
 const OUTPUT = ".jp-OutputArea-child, .output_area", SHOWN = "dtkit-shown";
 
+const MAX_CLOCK_DIFFERENCE_MS = 2000; // of kernel and browser
+
 /**
- * Keep a view in each place with this name. `build()` returns {root, redraw, dispose}. Return a function that redraws all
- * views that are in the page.
+ * Keep a view in each place with this name. `build(isRestored)` returns {root, redraw, dispose}; a restored place is older
+ * than the page. Return a function that redraws all views that are in the page.
  */
 export function mountViews(name, build) {
   const views = new Map(); // by place
@@ -17,7 +19,7 @@ export function mountViews(name, build) {
     for (const place of views.keys()) mark(place, true);
     for (const place of document.getElementsByClassName(PLACE)) {
       if (place.dataset.dtkitLive !== name || views.has(place)) continue;
-      const view = build();
+      const view = build(1000 * Number(place.dataset.dtkitShown) + MAX_CLOCK_DIFFERENCE_MS < performance.timeOrigin);
       views.set(place, { ...view, seen: Date.now() });
       place.replaceChildren(view.root);
       place.classList.add(MOUNTED);

@@ -56,13 +56,14 @@ export function controls(store, send, redraw) {
     const primary = primaryCommand(store), active = el.getRootNode().activeElement, hadFocus = active && el.contains(active);
     for (const b of buttons) {
       const asked = store.asked.has(b.command === "lower" ? "lr" : b.command);
-      setText(b.text, asked && !store.lost ? b.asking : label(b));
+      setText(b.text, asked && !store.lost && !store.gone ? b.asking : label(b));
+      setAttr(b.el, "title", store.gone ? "the kernel that had the run was restarted" : "");
       const isOffered = !b.offered || store.head.offers.includes(b.command);
       b.el.hidden = !isOffered || (hasEnded(store) && !b.when.includes(status.state)); // an ended run takes few commands
       if (b.command === "lower") b.el.hidden = primary !== "lower";
       if (b.command === "pause" && primary === "lower") b.el.hidden = true; // its place is needed
       b.el.classList.toggle("dtk-primary", b.command === primary);
-      b.el.disabled = asked || store.lost || !(b.when.includes(status.state) || (b.duringStep && status.stepping));
+      b.el.disabled = asked || store.lost || store.gone || !(b.when.includes(status.state) || (b.duringStep && status.stepping));
     }
     if (stop.disabled) stopping.end();
     rate.update();

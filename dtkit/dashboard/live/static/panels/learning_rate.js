@@ -12,7 +12,8 @@ export function learningRateChart(store, _send, redraw) {
     fromZero: true,
     exact: true,
     note: (_head, layout) => describeRate(store, layout.first),
-    overall: (_head, last) => shortRate(last),
+    overall: (_head, last) => shortRate(lastRate(store, last)),
+    spanned: true, // a mean of two rates is none that was ever set
     format: shortRate,
     shown: (st) => !st.curves.used || known(st, st.head.charts.lr.first), // before the first step its place is kept
     isFlat: (st) => !isRateChanging(rateRange(st, st.head.charts.lr.first)),
@@ -20,6 +21,13 @@ export function learningRateChart(store, _send, redraw) {
 }
 
 const ROUNDING = 1e-5; // curves are float32
+
+/** Return the last rate where the last bucket has two of them, so that their mean stands for neither. */
+function lastRate({ curves: { data, used }, head: { columns, charts }, lr }, last) {
+  const at = ((used - 1) * columns + charts.lr.first) * 3, edges = [data[at], data[at + 2]];
+  if (lr === null || data[at + 1] !== last || edges[0] === edges[1]) return last;
+  return edges.find((edge) => Math.abs(edge - lr) <= ROUNDING * Math.abs(lr)) ?? last;
+}
 
 function describeRate(store, column) {
   const [low, high] = rateRange(store, column), { lr } = store;

@@ -605,3 +605,18 @@ def test_another_view_of_the_run_keeps_what_a_person_chose(page: Page):
     other.event("start", "training begins")
     other.advance(60)
     expect(StaticView(page, other).root.get_by_test_id("smoothing")).to_have_value("0")
+
+
+def test_a_rate_chart_shows_no_mean_of_two_rates(page: Page):
+    """The last bucket has two steps, one of each rate: their mean was never set."""
+    run = FakeSource(ranks=2)
+    run.advance(1023)
+    run.lr = 0.05
+    run.advance(1)
+    chart = StaticView(page, run).root.get_by_test_id("learning-rate-chart")
+    expect(chart.locator("svg text", has_text=re.compile(r"^0\.05$")).last).to_be_visible()
+    expect(chart).not_to_contain_text("0.075")
+    plot = chart.locator(".dtk-line[data-rank=all]").bounding_box()
+    assert plot is not None
+    page.mouse.move(plot["x"] + plot["width"], plot["y"] + plot["height"] / 2)
+    expect(chart.get_by_test_id("tooltip")).to_contain_text("0.05 to 0.1")

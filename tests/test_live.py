@@ -1376,7 +1376,9 @@ def test_an_ended_run_has_a_picture_and_stays_live(notebook):
     (first_place, _), (_, first), (second_place, _), (_, second) = notebook
     assert first_place == second_place  # one model, two views: in step by construction
     rule = r"<style>\[data-jp-theme-light=false\][^<]+</style>"  # the picture is dark in a dark theme
-    assert re.fullmatch(rf'<div class="dtkit-live" data-dtkit-live="\w+" data-dtkit-shown="\d+">{rule}</div>', first_place["text/html"])
+    assert re.fullmatch(
+        rf'<div class="dtkit-live" data-dtkit-live="\w+" data-dtkit-shown="\d+">{rule}</div>', first_place["text/html"]
+    )
     source.state = State.PAUSED
     source.changed()
     assert first.updates == []

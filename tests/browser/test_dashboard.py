@@ -557,6 +557,19 @@ def test_view_reports_a_kernel_that_is_gone_and_recovers(page: Page):
     expect(view.root.get_by_test_id("error")).to_be_hidden()
 
 
+def test_an_ended_run_can_not_be_saved_by_a_kernel_that_was_restarted(page: Page):
+    run = make_source(2)
+    run.end()
+    view = StaticView(page, run, offers=["save"])
+    save = view.root.get_by_test_id("save")
+    save.click()
+    expect(save).to_contain_text("Saving")
+    page.evaluate("window.cutOff()")
+    expect(save).to_be_disabled()
+    expect(save).not_to_contain_text("Saving")
+    expect(save).to_have_attribute("title", "the kernel that had the run was restarted")
+
+
 @pytest.mark.parametrize("ranks", [2, 8, 12, 40])
 def test_up_to_eight_nodes_are_all_in_sight_and_more_say_to_scroll(page: Page, ranks: int):
     page.set_viewport_size({"width": 1280, "height": 900})

@@ -9,6 +9,7 @@ import pytest
 from playwright.sync_api import expect
 
 import dtkit
+from dtkit._util import resources
 from dtkit.dashboard.report import write_report
 from dtkit.history.scalars import ScalarRecord
 from dtkit.rpc.reference import StepTimes
@@ -79,9 +80,12 @@ _ENDS = """() => {
 
 
 @pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
-def test_the_tables_of_a_report_keep_their_order_in_a_narrow_page_and_on_paper(page: Page, tmp_path: Path):
+def test_the_tables_of_a_report_keep_their_order_in_a_narrow_page_and_on_paper(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(resources, "name_processor", lambda: "a processor")  # a long name may leave no hole
     source = make_source()
-    source.spec = dataclasses.replace(source.spec, settings=tuple((f"setting {k}", "a value") for k in range(12)))
+    source.spec = dataclasses.replace(source.spec, settings=tuple((f"setting {k}", "a value") for k in range(15)))
     write_report(source, tmp_path / "run.html")
     page.set_viewport_size({"width": 700, "height": 800})
     page.goto(f"file://{tmp_path / 'run.html'}")

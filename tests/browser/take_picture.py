@@ -29,13 +29,16 @@ KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 STEP = 600
 """Enough steps for curves with a form, while the loss still falls."""
 
-SHOWS_ONE_ACCURACY = """(dashboard) => {
+SHOWS_SAME_NUMBERS = """(dashboard) => {
+    const number = (text) => Number(text?.replaceAll(",", ""));
     const titles = [...dashboard.querySelectorAll("h3")].map((title) => title.textContent);
-    const tiles = [...dashboard.querySelectorAll(".dtk-tile")].filter((tile) => tile.textContent.includes("accuracy"));
-    const value = tiles.length ? tiles[0].querySelector(".dtk-value").textContent : "";
-    return value && titles.some((title) => title.startsWith("accuracy") && title.endsWith(value));
+    const title = (name) => titles.find((text) => text.startsWith(name));
+    const tile = (name) => [...dashboard.querySelectorAll(".dtk-tile")].find((el) => el.textContent.includes(name));
+    const value = (name) => tile(name)?.querySelector(".dtk-value").textContent;
+    const rate = number(value("throughput")), each = number(/2 \\S ([\\d,]+)/.exec(title("Throughput"))?.[1]);
+    return title("accuracy")?.includes(`last ${value("accuracy")}`) && Math.abs(2 * each - rate) <= 0.002 * rate;
 }"""
-"""Whether the tile and the chart have the same value: charts are drawn less often."""
+"""Whether tiles and titles have the same accuracy and throughput: charts are drawn less often."""
 
 TRAIN = """
 import torch
@@ -119,7 +122,7 @@ def main() -> None:
             lab.set_theme(theme)
             # sleeps: two updates of the dashboard in its new colors
             page.wait_for_timeout(1500)
-            page.wait_for_function(SHOWS_ONE_ACCURACY, arg=dashboard.element_handle(), timeout=60_000)
+            page.wait_for_function(SHOWS_SAME_NUMBERS, arg=dashboard.element_handle(), timeout=60_000)
             write_small_png(take_upper_panels(page), IMAGES / name)
         lab.close()
         browser.close()

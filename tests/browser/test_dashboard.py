@@ -941,6 +941,7 @@ def test_a_notice_with_another_number_is_not_measured_again(page: Page):
     run.advance(60)
     run.consistency = ReplicaCheckResult(60, (), None)
     view = StaticView(page, run)
+    expect(view.root.get_by_test_id("notices")).to_contain_text("checked at step 60")
     page.evaluate("""() => {
       const height = Object.getOwnPropertyDescriptor(HTMLElement.prototype, "offsetHeight");
       const get = function () { window.measured = 1 + (window.measured ?? 0); return height.get.call(this); };

@@ -272,11 +272,11 @@ def test_sparse_embedding_cannot_be_sharded():
         (lambda: dtkit.ParameterAveraging(every=0), "every=0; it must be at least 1"),
         (
             lambda: dtkit.Pipeline(4, 1),
-            r"stages=4 with micro_batches=1: .* use dtkit.Pipeline\(4, 16\) or .*'GPipe'$",
+            r"stages=4 with micro_batches=1: .* use dtkit.Pipeline\(4, 16\) or .*'GPipe'; on one of n ranks, dtkit",
         ),
         (
             lambda: dtkit.Pipeline(5, 2),
-            r"stages=5 .*: each stage is on a rank .* On 5 ranks use dtkit.Pipeline\(5, 20\) .* Pipeline\(2, 8\)$",
+            r"stages=5 .*: each stage .* of 5 ranks, use dtkit.Pipeline\(5, 20\) .*Pipeline\(n, 4 \* n\)$",
         ),
         (lambda: dtkit.Pipeline(2, 4, schedule="2F2B"), "schedule='2F2B'; it must be one of 'GPipe', '1F1B'"),
         (lambda: dtkit.Pipeline(0, 4), "stages=0; it must be at least 1"),

@@ -460,7 +460,7 @@ def test_a_model_that_gets_the_whole_batch_is_told_to_get_its_inputs(model: nn.M
     assert "LSTM" not in format_message(caught.value)
 
 
-def test_a_layer_that_gets_the_outputs_of_a_recurrent_one_is_told_to_choose_the_tensor():
+def test_a_layer_after_a_recurrent_one_is_told_to_get_its_tensor():
     model = nn.Sequential(nn.LSTM(64, 8), nn.Linear(8, 10))
     with pytest.raises(TypeError) as caught:
         model(ROWS)

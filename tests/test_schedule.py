@@ -153,7 +153,7 @@ def test_from_name_refuses_names_and_numbers_that_do_not_fit():
         Schedule.from_name("2F2B", 2, 4)
     with pytest.raises(ValueError, match=r"Interleaved1F1B takes them in 2 equal rounds\. Use micro_batches=4 or 6"):
         Schedule.from_name("Interleaved1F1B", 2, 5)
-    with pytest.raises(ValueError, match=r"1F1B needs at least as many.*On 4 ranks use .* or schedule='GPipe'"):
+    with pytest.raises(ValueError, match=r"1F1B at least as many.*of 4 ranks, use .* or schedule='GPipe'"):
         Schedule.from_name("1F1B", 4, 2)
     assert Schedule.from_name("GPipe", 4, 2).micro_batches == 2
 

@@ -12,6 +12,7 @@ import pytest
 
 from dtkit._util import formatting
 from dtkit.dashboard.live.bundle import STATIC_FOLDER
+from dtkit.dashboard.live.evaluation_feed import MAX_SNAPSHOT_EVALUATIONS
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.comparison import spans_orders
 from dtkit.dashboard.summary.curves import CurveBuckets
@@ -22,6 +23,8 @@ from tests.support.node import evaluate_page_code
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from dtkit.dashboard.live.messages import Message
 
 
 def test_numbers_of_any_size_are_short(tmp_path: Path):
@@ -364,6 +367,42 @@ def test_the_label_of_points_stands_as_their_last_one_does(tmp_path: Path):
     assert found == [["validation", "node 0", "mean"], ["node 0", "mean", "validation"]]
 
 
+def list_shown_evaluations(folder: Path, messages: list[Message]) -> list[list[tuple[int, float]]]:
+    """Return the (step, loss) of the evaluations that a page has after each message."""
+    sent = [[m.content, [base64.b64encode(buffer).decode() for buffer in m.buffers]] for m in messages]
+    code = f"""(() => {{
+      const store = newStore();
+      return {json.dumps(sent)}.map(([content, buffers]) => {{
+        apply(store, content, buffers.map((text) => new DataView(new Uint8Array(Buffer.from(text, "base64")).buffer)));
+        return store.evaluations.map((e) => [e.step, e.values.loss]);
+      }});
+    }})()"""
+    shown: list[list[tuple[int, float]]] = evaluate_page_code(folder, "store.js", ["newStore", "apply"], code)
+    return shown
+
+
+def test_many_evaluations_are_thinned_over_the_whole_run(tmp_path: Path):
+    source = FakeSource(ranks=1, steps=100_000)
+    source.advance(50)
+    builder, messages = MessageBuilder(source), []
+    for count in (3000, 200, 200):  # the first ones are in a snapshot
+        start = len(source.history.evaluations)
+        for step in range(start + 1, start + count + 1):
+            source.history.add(Evaluation(step, 1, {"loss": 1 / step}))
+        messages.append(builder.build_change() if messages else builder.build_snapshot())
+    for _ in range(20):
+        start = len(source.history.evaluations)
+        for step in range(start + 1, start + 101):
+            source.history.add(Evaluation(step, 1, {"loss": 1 / step}))
+        messages.append(builder.build_change())
+    opened, *_, last = ([step for step, _ in shown] for shown in list_shown_evaluations(tmp_path, messages))
+    assert (len(opened), opened[0], opened[-1]) == (MAX_SNAPSHOT_EVALUATIONS, 1, 3000)
+    assert set(np.diff(opened)) == {6, 7}
+    assert (last[0], last[-1]) == (1, 5400)
+    assert len(last) < 2001
+    assert max(np.diff(last)) < 54  # so that even the oldest part has a point in each hundredth of the run
+
+
 @pytest.mark.parametrize(("num_rows", "kind"), [(5, "change"), (50, "snapshot")], ids=["evaluations", "rows"])
 def test_the_page_forgets_evaluations_of_undone_steps(tmp_path: Path, num_rows: int, kind: str):
     """Where rows are undone, too, the page gets everything again."""
@@ -385,15 +424,7 @@ def test_the_page_forgets_evaluations_of_undone_steps(tmp_path: Path, num_rows: 
     source.history.add(Evaluation(20, 10, {"loss": 3.0}))
     messages.append(builder.build_change())
     assert [e["step"] for e in builder.build_snapshot().content["evaluations"]] == [10, 20]
-    sent = [[m.content, [base64.b64encode(buffer).decode() for buffer in m.buffers]] for m in messages]
-    code = f"""(() => {{
-      const store = newStore();
-      return {json.dumps(sent)}.map(([content, buffers]) => {{
-        apply(store, content, buffers.map((text) => new DataView(new Uint8Array(Buffer.from(text, "base64")).buffer)));
-        return store.evaluations.map((e) => [e.step, e.values.loss]);
-      }});
-    }})()"""
-    assert evaluate_page_code(tmp_path, "store.js", ["newStore", "apply"], code) == [
+    assert list_shown_evaluations(tmp_path, messages) == [
         [],
         [[10, 1], [20, 1], [30, 1], [40, 1]],
         [[10, 1], [20, 1]],

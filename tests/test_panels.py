@@ -916,6 +916,8 @@ def test_a_wide_panel_has_a_row_of_its_own():
     figure.canvas.draw()
     width = {ax.get_title(loc="left"): ax.get_position().width for ax in figure.axes}
     assert width["Whole"] > 1.8 * width["Loss"]
+    (picture,) = panel_renderer.CustomPanelRenderer(source.history).draw_due_panels()
+    assert picture.content["wide"] is True  # for the page
     with pytest.raises(TypeError, match="wide='yes'"):
         dtkit.panel("Whole", wide="yes")
 

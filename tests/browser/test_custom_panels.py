@@ -145,7 +145,8 @@ def test_a_page_reports_how_wide_it_shows_panels_which_fill_that(page: Page):
     source = FakeSource(ranks=2)
     source.advance(20)
     view = StaticView(page, source)
-    view.show_picture("alone", panel_frame.draw_png(lambda ax, _history: ax.plot([1, 2]), source.history, 1300))
+    drawn = panel_frame.draw_png(lambda ax, _history: ax.plot([1, 2]), source.history, 1300)
+    view.show_picture("alone", drawn)
     panel = view.root.get_by_test_id("custom-panel")
 
     def wait_for_width(low: int, high: int) -> None:
@@ -161,7 +162,8 @@ def test_a_page_reports_how_wide_it_shows_panels_which_fill_that(page: Page):
         assert image
         assert image["width"] == pytest.approx(box["width"], abs=1)
 
-    panel.evaluate("(panel) => panel.classList.add('dtk-wide')")
+    wait_for_width(500, 700)
+    view.show_picture("alone", drawn, is_wide=True)
     wait_for_width(1250, 1400)
     page.set_viewport_size({"width": 600, "height": 900})
     wait_for_width(500, 600)

@@ -83,11 +83,9 @@ def test_large_gradients_of_a_small_computation_are_communication(cluster2):
         batch_size=16,
         strategy=dtkit.DataParallel(bucket_cap_mb=25),
     )  # by DDP, which sends them
-    verdict = run.verdict
-    lines = [verdict.text, *verdict.arithmetic, *(other.text for other in verdict.others)]
-    assert verdict.cause in ("communication", "one process", "cores"), lines  # one process is faster, or a busy machine
-    assert any("batch_size=" in line for line in lines), lines  # which helps in each of these cases
-    assert verdict.cause != "communication" or verdict.text.startswith("communication is "), lines
+    found = {verdict.cause: verdict for verdict in (run.verdict, *run.verdict.others)}
+    assert "communication" in found, found  # that one process is faster may go first, and a busy machine
+    assert re.match(r"communication is \d+ % of a step: .*batch_size=", found["communication"].text), found
     run.stop()
 
 

@@ -102,9 +102,11 @@ class StaticView:
         self._feed.note_effect(text)
         self.update()
 
-    def show_picture(self, name: str, png: bytes, error: str | None = None, note: str | None = None) -> None:
+    def show_picture(
+        self, name: str, png: bytes, error: str | None = None, note: str | None = None, *, is_wide: bool = False
+    ) -> None:
         """Send the picture of a custom panel, or what takes its place."""
-        content = PanelPicture(name, png, error, note=note).content
+        content = PanelPicture(name, png, error, is_wide, note).content
         self.page.evaluate(
             "([content, buffers]) => window.receive(content, buffers)", [content, [base64.b64encode(png).decode()]]
         )

@@ -7,7 +7,7 @@ undone: a table knows the ranges of its rows that still count.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -26,16 +26,25 @@ class UndoneSteps:
     """Number of rows that had arrived: these and no later ones were undone. A history fills it in."""
 
 
+class _ClosedRanges(NamedTuple):
+    """Ranges of valid rows, before the last range, which is open."""
+
+    ranges: tuple[tuple[int, int], ...] = ()
+    num_rows: int = 0
+    """Number of rows before the open range, with those that were undone."""
+    num_valid: int = 0
+
+
 class UndoableArray(GrowingArray):
     """A growing table with a column ``step``. Rows may be undone: they stay, but :meth:`read_valid` skips them."""
 
-    _closed: tuple[tuple[int, int], ...] = ()  # ranges of valid rows; replaced as a whole, since other threads read it
-    _num_closed = 0  # rows before the last range, which is open
+    _closed = _ClosedRanges()  # replaced as a whole, since other threads read it
 
     @property
     def num_valid(self) -> int:
         """Number of rows that were not undone."""
-        return sum(stop - start for start, stop in self._list_valid())
+        closed = self._closed
+        return closed.num_valid + len(self) - closed.num_rows
 
     def undo_from(self, step: int) -> bool:
         """Undo the rows of the steps from `step` on. Return whether there were any."""
@@ -46,7 +55,7 @@ class UndoableArray(GrowingArray):
             closed += [(start + a, start + b) for a, b in edges.reshape(-1, 2).tolist()]
         if sum(stop - start for start, stop in closed) == self.num_valid:
             return False
-        self._closed, self._num_closed = tuple(closed), len(self)
+        self._close(closed)
         return True
 
     def extend(self, other: UndoableArray) -> None:
@@ -54,11 +63,15 @@ class UndoableArray(GrowingArray):
         before, base = list(self._list_valid()), len(self)
         self.append(other.read(0, len(other)))
         if other.num_valid < len(other):
-            self._closed = (*before, *((base + start, base + stop) for start, stop in other._list_valid()))
-            self._num_closed = len(self)
+            self._close([*before, *((base + start, base + stop) for start, stop in other._list_valid())])
+
+    def _close(self, ranges: list[tuple[int, int]]) -> None:
+        self._closed = _ClosedRanges(tuple(ranges), len(self), sum(stop - start for start, stop in ranges))
 
     def read_valid(self, start: int, stop: int) -> np.ndarray:
         """Return rows `start` to `stop` (clipped) of those that were not undone."""
+        if not self._closed.num_rows:  # as in most runs
+            return self.read(start, stop)
         parts, begin = [], 0
         for first, last in self._list_valid():
             end = begin + last - first
@@ -70,9 +83,10 @@ class UndoableArray(GrowingArray):
         return np.concatenate(parts) if parts else self.read(0, 0)
 
     def _list_valid(self) -> Iterator[tuple[int, int]]:
-        yield from self._closed
-        if len(self) > self._num_closed:
-            yield self._num_closed, len(self)
+        closed = self._closed
+        yield from closed.ranges
+        if len(self) > closed.num_rows:
+            yield closed.num_rows, len(self)
 
 
 def split_returns(rows: np.ndarray) -> list[np.ndarray]:

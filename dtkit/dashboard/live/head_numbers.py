@@ -43,7 +43,7 @@ def describe_head(run: RunView, status: Status, metrics: RunMetrics, lost_nodes:
         },
         "lr": replace_nonfinite(run.lr),
         **_describe_reference_rates(run),
-        "tiles": [dataclasses.asdict(tile) for tile in build_tiles(run, metrics)],
+        "tiles": [vars(tile) for tile in build_tiles(run, metrics)],
         "throughput": replace_nonfinite(metrics.throughput),
     }
 

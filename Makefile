@@ -79,7 +79,8 @@ soak: venv  ## train for 30 minutes with a fault every 20 s, and look for leaks
 bench: venv  ## measure speed, memory and start-up next to their references
 	$(BIN)/python -m tests.bench
 
-docs: venv  ## build the documentation in docs/_build/html (EXECUTE=1: run its notebooks, too)
+docs: export EXECUTE ?= 1
+docs: venv  ## run the notebooks, and build the documentation in docs/_build/html (EXECUTE=0: don't run them)
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@echo 'Serve it, since its search shows no excerpts of files: $(BIN)/python -m http.server -d docs/_build/html'
 

@@ -1,6 +1,7 @@
 """Sphinx configuration: `make docs` builds docs/_build/html from these pages, the notebooks and the docstrings.
 
-With EXECUTE=1 in the environment, the notebooks are executed, and their outputs are cached by jupyter-cache.
+With EXECUTE=1 in the environment, as `make docs` has it, the notebooks are executed. jupyter-cache keeps their outputs
+until their code changes.
 NOTEBOOKS=folder takes notebooks from another folder, such as executed copies.
 """
 
@@ -86,7 +87,7 @@ _STRATEGY_METHODS = {name for name in vars(Strategy) if not name.startswith("_")
 _NO_OUTPUTS = (
     '<div class="admonition note"><p class="admonition-title">Without outputs</p><p>This page was built without '
     "running the notebook. <code>make lab</code> opens it in JupyterLab, where its results and dashboards are live. "
-    "<code>make docs EXECUTE=1</code> builds this page with the outputs.</p></div>"
+    "<code>make docs</code> builds this page with the outputs.</p></div>"
 )
 _PICTURE = re.compile(r"^!\[(?P<alt>[^\]]+)\]\((?:\.\./)+notebooks/images/(?P<name>[\w-]+)\.png\)$", re.MULTILINE)
 """A line of a page that is a picture, as GitHub shows it."""

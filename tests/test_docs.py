@@ -6,10 +6,12 @@ import doctest
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import nbformat
 import pytest
 
 import dtkit
@@ -148,14 +150,39 @@ def test_pages_have_the_words_of_other_libraries_as_keywords(root: Path, page: s
     assert set(words) <= set(read_keywords(root / f"docs/{page}.md"))
 
 
-@pytest.mark.slow
+def build_site(root: Path, folder: Path, **environment: str) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", root / "docs", folder]
+    variables = {**os.environ, "PYTHONPATH": str(root), **environment}
+    done = subprocess.run(command, check=False, env=variables, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(600)
+def test_the_site_has_the_outputs_of_its_notebooks(root: Path, tmp_path: Path):
+    """With code that takes no time; `make docs` runs that of the notebooks."""
+    pytest.importorskip("myst_nb")
+    makefile = (root / "Makefile").read_text(encoding="utf-8")
+    assert "docs: export EXECUTE ?= 1" in makefile
+    copy = tmp_path / "copy"  # a build writes into docs/
+    for name in ("dtkit", "docs", "notebooks"):
+        shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("_build", "__pycache__"))
+    for path in [*root.glob("*.md"), root / "LICENSE"]:
+        shutil.copy(path, copy)
+    for path in (copy / "notebooks").glob("*.ipynb"):
+        notebook = nbformat.read(path, as_version=4)
+        for number, cell in enumerate(cell for cell in notebook.cells if cell.cell_type == "code"):
+            cell.source = f"print({number} + 4000)"
+        nbformat.write(notebook, path)
+    build_site(copy, tmp_path / "site", EXECUTE="1")
+    for page in (tmp_path / "site" / "tutorials").glob("0*.html"):
+        assert ">4001\n<" in page.read_text(encoding="utf-8"), page.name
+    assert len(list((tmp_path / "site" / "tutorials").glob("0*.html"))) == 7
+
+
 @pytest.mark.timeout(600)
 def test_the_site_builds_without_a_warning(root: Path, tmp_path: Path):
     pytest.importorskip("myst_nb")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", root / "docs", tmp_path]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
+    build_site(root, tmp_path, EXECUTE="0")
     page = (tmp_path / "reference" / "cluster.html").read_text(encoding="utf-8")
     assert 'id="dtkit.Cluster.train"' in page
     assert "<strong>batch_size</strong>" in page  # the lists of arguments are lists

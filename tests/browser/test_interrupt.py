@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(480)]
 
-WAITS = [slow("await run"), slow("run.wait()")]
+WAITS = ["await run", slow("run.wait()")]
 
 
 @pytest.mark.parametrize("wait", WAITS)

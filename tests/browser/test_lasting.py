@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
+from matplotlib.image import imread
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import Locator, expect
 
@@ -98,6 +100,10 @@ def test_view_stays_alive_after_the_end_and_a_picture_is_saved(lab: Lab):
     lab.reload()
     expect(get_pictures(lab)).to_be_visible(timeout=WAIT_MS)
     check_no_lost_widget(lab)
+    lab.set_theme("JupyterLab Dark")
+    pixels = imread(io.BytesIO(get_pictures(lab).screenshot()))[..., :3]
+    assert pixels.mean() < 0.35, "a white slab in a dark notebook"
+    assert pixels.max() > 0.6, "the letters are dark, too"
 
 
 def test_front_end_without_the_widget_shows_the_refreshed_picture(lab: Lab):

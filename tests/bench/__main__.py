@@ -19,6 +19,7 @@ from tests.bench import (
     keras,
     link,
     losses,
+    notebooks,
     overhead,
     plan,
     recovery,
@@ -71,6 +72,7 @@ PARTS: dict[str, Callable[[], bool]] = {
     "recovery-sizes": recovery.recovery_by_size,
     "detection": recovery.detection,
     "losses": losses.losses,
+    "notebooks": notebooks.notebooks,
 }
 
 

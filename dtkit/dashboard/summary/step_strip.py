@@ -70,10 +70,16 @@ class StepStrip:
     note: str
 
 
-def read_step_strip(run: RunView, preferred_ranks: Iterable[int] = ()) -> StepStrip | None:
-    """Return the last step of a run's timeline, or None. Its note says if newer steps have none, as after an attach."""
+def read_step_strip(
+    run: RunView, preferred_ranks: Iterable[int] = (), steps: tuple[int, int] | None = None
+) -> StepStrip | None:
+    """Return the timeline of a run's last step, or of a range of `steps`; None without any.
+
+    Its note says if newer steps have none, as after an attach, or if no step of the range has one.
+    """
     is_running = run.status.state is State.RUNNING  # rows arrive before their timeline
-    return make_step_strip(run.timeline, preferred_ranks, None if is_running else find_last_step(run.history))
+    last_step = None if is_running else find_last_step(run.history)
+    return make_step_strip(run.timeline, preferred_ranks, last_step, steps=steps)
 
 
 def find_last_step(history: History) -> int | None:
@@ -82,12 +88,19 @@ def find_last_step(history: History) -> int | None:
 
 
 def make_step_strip(
-    timeline: Timeline | None, preferred_ranks: Iterable[int] = (), last_step: int | None = None
+    timeline: Timeline | None,
+    preferred_ranks: Iterable[int] = (),
+    last_step: int | None = None,
+    *,
+    steps: tuple[int, int] | None = None,
 ) -> StepStrip | None:
-    """Return the last step of a timeline, or None. The run has reached `last_step`, if known."""
+    """Return the last step of a timeline, or the one nearest to a range of `steps`; None without any.
+
+    The run has reached `last_step`, if known.
+    """
     if timeline is None or not len(timeline.spans):
         return None
-    step = int(timeline.spans["step"].max())
+    step = int(timeline.spans["step"].max()) if steps is None else _find_nearest(timeline, *steps)
     spans = comm_time.split_collective_waits(timeline.select_spans(step))
     spans = spans[spans["end"] > spans["begin"]]
     if not len(spans):
@@ -100,8 +113,25 @@ def make_step_strip(
     while len(boxes) > MAX_BOXES:  # drop the shortest boxes
         boxes = boxes[boxes["end"] - boxes["begin"] > np.median(boxes["end"] - boxes["begin"])]
     plan = _make_planned_boxes(timeline, step, start, ranks) if is_pipelined else np.empty(0, _BOX_DTYPE)
-    note = _describe_step(timeline, step, last_step, is_pipelined=is_pipelined)
+    words = _describe_step(step, last_step) if steps is None else _describe_nearest(step, *steps)
+    note = words + (_describe_bubble(timeline, step) if is_pipelined else "")
     return StepStrip(step, max(end - start, 1e-9), ranks, boxes, plan, is_pipelined, note)
+
+
+def _find_nearest(timeline: Timeline, first_step: int, last_step: int) -> int:
+    """Return the step with spans that is nearest to a range; in it, the one whose duration is nearest to the median."""
+    steps = np.array(timeline.steps)
+    distances = np.maximum(first_step - steps, 0) + np.maximum(steps - last_step, 0)
+    if distances.min() > 0:
+        return int(steps[distances.argmin()])
+    inside = steps[distances == 0]
+    durations = np.array([_measure_duration_s(timeline, step) for step in inside])
+    return int(inside[np.abs(durations - np.median(durations)).argmin()])
+
+
+def _measure_duration_s(timeline: Timeline, step: int) -> float:
+    spans = timeline.select_spans(step)
+    return float(spans["end"].max() - spans["begin"].min())
 
 
 def _select_ranks(ranks: np.ndarray, preferred_ranks: Iterable[int]) -> tuple[int, ...]:
@@ -138,16 +168,28 @@ def _make_planned_boxes(timeline: Timeline, step: int, start: float, ranks: tupl
     return _make_boxes(spans[np.isin(spans["rank"], ranks)], start)
 
 
-def _describe_step(timeline: Timeline, step: int, last_step: int | None, *, is_pipelined: bool) -> str:
+def _describe_step(step: int, last_step: int | None) -> str:
     words = f"step {step:,}"
     if last_step is not None and last_step > step:
-        later = f"{last_step:,} has" if last_step == step + 1 else f"{step + 1:,} to {last_step:,} have"
-        words += f" ({later} no timeline)"
-    if not is_pipelined:
-        return words
+        words += f" ({_describe_range(step + 1, last_step)} no timeline)"
+    return words
+
+
+def _describe_nearest(step: int, first_step: int, last_step: int) -> str:
+    words = f"step {step:,}"
+    if not first_step <= step <= last_step:
+        words += f" ({_describe_range(first_step, last_step)} no timeline)"
+    return words
+
+
+def _describe_range(first_step: int, last_step: int) -> str:
+    return f"{last_step:,} has" if first_step == last_step else f"{first_step:,} to {last_step:,} have"
+
+
+def _describe_bubble(timeline: Timeline, step: int) -> str:
     measured = formatting.format_percent(timeline.measure_bubble(step))
     ideal = formatting.format_percent(timeline.get_ideal_bubble())
-    return f"{words} · bubble {measured} measured, {ideal} by {timeline.ideal_bubble_source}"
+    return f" · bubble {measured} measured, {ideal} by {timeline.ideal_bubble_source}"
 
 
 def pack_boxes(step_strip: StepStrip, boxes: np.ndarray) -> np.ndarray:

@@ -27,6 +27,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES, find_rows_without_loss
+from dtkit.dashboard.summary.step_range import read_thinned_rows
 from dtkit.history.growing_array import select_rows
 from dtkit.history.remembered import remember_last
 
@@ -43,6 +44,9 @@ WINDOW_STEPS = 50
 
 MAX_WHOLE_ROWS = 400_000
 """Rows of the longest run over all of which means are taken after its end."""
+
+MAX_RANGE_ROWS = 20_000
+"""About the largest number of rows that means over a range of steps are taken of, so that a look stays cheap."""
 
 MIN_SLOWDOWN = 1.15
 """Smallest ratio of a straggler's computing time to that of the fast ranks."""
@@ -191,6 +195,18 @@ _read_last_steps = remember_last(_read_steps)
 def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     """Return the timing of the last steps, the same ones for all views."""
     steps, rows = read_window(history, num_ranks)
+    is_whole = is_over(history) and len(steps) > 1 and len(steps) == history.num_steps - 1
+    return _compute_timing(steps, rows, num_ranks, is_whole=is_whole)
+
+
+def compute_range_timing(history: History, num_ranks: int, first_step: int, last_step: int) -> StepTiming:
+    """Return the timing of the steps that a page has in sight; of many of them, of some at equal distances."""
+    rows = read_thinned_rows(history, first_step, last_step, MAX_RANGE_ROWS)
+    rows = select_rows(rows, (rows["rank"] < num_ranks) & (rows["rank"] >= 0))
+    return _compute_timing(np.unique(rows["step"]), rows, num_ranks)
+
+
+def _compute_timing(steps: np.ndarray, rows: np.ndarray, num_ranks: int, *, is_whole: bool = False) -> StepTiming:
     if not len(rows):
         return StepTiming(0, np.full((num_ranks, len(PHASES)), np.nan), np.full(num_ranks, np.nan), None)
     row_seconds, rank = _read_seconds(rows), rows["rank"].astype("i8")
@@ -200,7 +216,6 @@ def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     compute_times[step_index, rank] = row_seconds[_COMPUTE_PLACES].sum(axis=0)
     compute_s, is_same_work = _compute_fast_quartile(compute_times), _is_same_work(rows, num_ranks)
     straggler = _find_straggler(seconds, compute_times, compute_s) if is_same_work else None
-    is_whole = is_over(history) and len(steps) > 1 and len(steps) == history.num_steps - 1
     first, last = int(rows["step"].min()), int(rows["step"].max())
     return StepTiming(len(steps), seconds, compute_s, straggler, is_same_work, first, last, is_whole)
 

@@ -347,7 +347,7 @@ class MessageBuilder:
             return boxes
 
         def report(error: Exception) -> np.ndarray:
-            content["strip"] = {"error": "\n".join(list_error_lines(error)), "boxes": 0}
+            content["strip"] = {"error": "\n".join(list_error_lines(error))}
             return np.empty(0)
 
         return run_guarded(pack, report)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -104,12 +105,16 @@ class StepTiming:
     """The last of these steps."""
     is_whole: bool = False
     """Whether these are all steps of a run that has ended, except for the first one, which warms up."""
+    since: str = ""
+    """What these steps of a run that has ended came after, if that is not its start: ``since node 1 was replaced``."""
 
     @property
     def steps_text(self) -> str:
-        """The steps, such as ``last 50 steps`` or ``all steps but the first``."""
+        """The steps, such as ``last 50 steps``, ``all steps but the first``, or ``80 steps since the repair``."""
         if self.is_whole:
             return "all steps but the first"
+        if self.since:
+            return f"{formatting.format_count(self.num_steps, 'step')} {self.since}"
         return "last step" if self.num_steps == 1 else f"last {formatting.format_count(self.num_steps, 'step')}"
 
     @property
@@ -196,7 +201,22 @@ def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     """Return the timing of the last steps, the same ones for all views."""
     steps, rows = read_window(history, num_ranks)
     is_whole = is_over(history) and len(steps) > 1 and len(steps) == history.num_steps - 1
-    return _compute_timing(steps, rows, num_ranks, is_whole=is_whole)
+    timing = _compute_timing(steps, rows, num_ranks, is_whole=is_whole)
+    return dataclasses.replace(timing, since=_describe_begin(history, len(steps)))
+
+
+def _describe_begin(history: History, num_steps: int) -> str:
+    """Return since when the last steps of a run that has ended are, if they are all those since a repair."""
+    num_since = count_steps_since_repair(history, num_steps + 1) if is_over(history) else None
+    if num_since is None or num_since > num_steps + 1:
+        return ""
+    repair = next(event for event in reversed(history.events) if event.kind == "repair")
+    found = re.match(r"(nodes?) ([\d, ]+) (replaced|left out)", repair.text)
+    return (
+        f"since {found[1]} {found[2]} {'was' if found[1] == 'node' else 'were'} {found[3]}"
+        if found
+        else "since the repair"
+    )
 
 
 def compute_range_timing(history: History, num_ranks: int, first_step: int, last_step: int) -> StepTiming:

@@ -153,7 +153,7 @@ def test_the_picture_has_what_the_live_view_has():
     assert {"throughput", "mean loss", "mean step time", "waiting", "nodes", "4 / 4", "accuracy", "0.750"} <= names
     assert {"entropy", "CPU (cores)", "Network cards (MB/s)", "Timeline"} <= names
     assert {"engine", "pid", "4003", "host0", "13"} <= names  # the table of nodes
-    assert REPAIRED in names
+    assert any(text.startswith(REPAIRED[:30]) for text in names)
     assert "[0] a line of rank 0" in names
     assert not [name for name in names if "evaluation" in name]
 
@@ -176,7 +176,7 @@ def test_the_kept_picture_of_a_failed_run_has_its_log():
     source = make_complete_run()
     source.state, source.exception = State.FAILED, ValueError("a bad batch")
     texts = {text.get_text() for text in run_figure.draw_overview(source).findobj(Text)}
-    assert REPAIRED in texts
+    assert any(text.startswith(REPAIRED[:30]) for text in texts)
     assert "pid" in texts
 
 
@@ -185,7 +185,7 @@ def test_prints_give_way_to_events_in_the_log_of_the_picture():
     for k in range(100):
         source.event("print", f"line {k}", 0)
     texts = [text.get_text() for text in run_figure.draw_run(source).findobj(Text)]
-    assert REPAIRED in texts
+    assert any(text.startswith(REPAIRED[:30]) for text in texts)
     assert "[0] line 99" in texts
     assert "[0] line 5" not in texts
     assert "14 of 103 events" in texts

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from dtkit.types import Event, Status
 
 RECOVERING_GLYPH = "↻"
-_REPLACED = re.compile(
-    r"nodes? [\d, ]+ replaced: all go on from step \d+(?: \(.*?\))? ([^(]+) after the loss, (.+)"
-)
+_REPLACED = re.compile(r"nodes? [\d, ]+ replaced: all go on from step \d+(?: \(.*?\))? ([^(]+) after the loss, (.+)")
 _NEWER_KINDS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "save", "lost"})
 """Kinds of events that replace the text on a repair."""
 _MAX_EVENTS = 300

@@ -1401,6 +1401,11 @@ class Handle:
         assert raw
         self.updates.append((data, metadata))
 
+    @property
+    def final_outputs(self):
+        """Outputs of the run's end: a picture, or its error, without the sentence on a run that goes on."""
+        return [(data, metadata) for data, metadata in self.updates if "text/html" not in data]
+
 
 @pytest.fixture
 def notebook(monkeypatch):
@@ -1437,7 +1442,8 @@ def test_an_ended_run_has_a_picture_and_stays_live(notebook):
     source.end()
     assert display.wait_until_replaced(source, timeout=60)
     for handle in (first, second):
-        [(data, metadata)] = handle.updates
+        [(data, metadata)] = handle.final_outputs
+        assert handle.updates[-1] == (data, metadata)
         assert set(data) == {"image/png", "text/plain"}
         assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
         assert "completed" in data["text/plain"]
@@ -1459,8 +1465,8 @@ def test_no_cell_holds_a_widget_view(notebook):
     source.end()
     assert display.wait_until_replaced(source, timeout=60)
     (_, handle) = notebook[1]
+    assert len(handle.final_outputs) == 1
     bundles = [bundle for bundle, _ in notebook] + [data for data, _ in handle.updates]
-    assert len(bundles) == 4
     assert set().union(*bundles) == {"text/html", "image/png", "text/plain"}
 
 
@@ -1584,7 +1590,27 @@ def test_an_extended_run_is_drawn_again_at_its_next_end(notebook):
     assert not display.wait_until_replaced(source, timeout=0)
     source.end()
     assert display.wait_until_replaced(source, timeout=60)
-    assert len(notebook[1][1].updates) == 2
+    assert len(notebook[1][1].final_outputs) == 2
+
+
+@pytest.mark.parametrize("has_picture", [True, False])
+def test_the_text_of_an_end_does_not_wait_for_its_picture(notebook, monkeypatch, has_picture):
+    """A notebook that was saved meanwhile had the text of a running run."""
+    source = FakeSource()
+    source.advance(5)
+    display.show(source)
+    (_, handle), known = notebook[1], []
+    if has_picture:
+        display._displays[source]._draw_picture()
+    draw = display.make_static_output
+    monkeypatch.setattr(display, "make_static_output", lambda run: (known.append(handle.updates[-1][0]), draw(run))[1])
+    source.end()
+    assert display.wait_until_replaced(source, timeout=60)
+    (meanwhile,) = known
+    assert "completed" in meanwhile["text/plain"]
+    assert "running" not in meanwhile["text/plain"]
+    assert ("<img" in meanwhile["text/html"]) == has_picture
+    assert handle.updates[-1] == handle.final_outputs[-1]
 
 
 def test_views_of_the_oldest_ended_runs_are_closed(notebook, monkeypatch):
@@ -1630,7 +1656,7 @@ def test_a_failing_picture_is_replaced_by_text_with_the_error(notebook, monkeypa
     monkeypatch.setattr(display, "make_static_output", lambda _: 1 / 0)
     source.end(State.FAILED)
     assert display.wait_until_replaced(source, timeout=60)
-    [(data, _)] = notebook[1][1].updates
+    [(data, _)] = notebook[1][1].final_outputs
     assert "failed" in data["text/plain"]
     assert "ZeroDivisionError" in data["text/plain"]
 

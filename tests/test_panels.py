@@ -278,6 +278,7 @@ def test_a_range_of_steps_shows_a_typical_one_or_the_nearest():
     history, timeline = make_outlier()
     within = make_step_strip(timeline, history=history, state=State.RUNNING, steps=(31, 60))
     assert within.note == "step 59, a typical one of steps 31 to 60"
+    assert make_step_strip(timeline, history=history, state=State.RUNNING, steps=(60, 60)).note == "step 60"
     before = make_step_strip(timeline, history=history, state=State.RUNNING, steps=(11, 30))
     assert before.note == "step 59 (11 to 30 have no timeline)"
 

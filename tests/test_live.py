@@ -98,7 +98,7 @@ def test_a_page_that_zooms_gets_single_steps_and_bad_ranges_nothing():
         dashboard._on_page_message(None, {"zoom": steps}, [])
     assert "detail" not in [content["kind"] for content, _ in sent]
     dashboard._on_page_message(None, {"zoom": [40_001, 40_400]}, [])
-    content, (buffer,) = next(message for message in sent if message[0]["kind"] == "detail")
+    content, (buffer, *_) = next(message for message in sent if message[0]["kind"] == "detail")
     assert content["curves"] == {"width": 1, "origin": 40_001, "last": 40_400, "buckets": 400}
     values = np.frombuffer(buffer, "<f4").reshape(400, -1, 3)
     losses = source.history.loss(1)[1]
@@ -107,6 +107,58 @@ def test_a_page_that_zooms_gets_single_steps_and_bad_ranges_nothing():
     details = [content for content, _ in sent if content["kind"] == "detail"]
     assert details[-1]["curves"]["buckets"] == 0
     dashboard.close()
+
+
+def test_a_page_that_zooms_gets_the_time_of_these_steps():
+    source = FakeSource(ranks=2, steps=100_000)
+    source.advance(400)
+    source.slowness = {1: 3.0}
+    source.advance(100)
+    source.slowness = {}
+    source.advance(500)
+    builder = MessageBuilder(source)
+    snapshot = builder.build_snapshot()
+    assert snapshot.content["time"]["steps"] == "steps 951 to 1,000"
+    detail = builder.build_detail(401, 500)
+    rows = source.history.rows()
+    rows = rows[(rows["step"] >= 401) & (rows["step"] <= 500)]
+    bars = np.frombuffer(detail.buffers[1], "<f4").reshape(2, len(PHASES))
+    for rank in range(2):
+        mine = rows[rows["rank"] == rank]
+        assert bars[rank, PHASES.index("backward")] == pytest.approx(mine["backward_s"].mean())
+        assert bars[rank].sum() == pytest.approx(mine["step_s"].mean())
+    assert detail.content["time"]["steps"] == "steps 401 to 500"
+    assert detail.content["time"]["straggler"].startswith("node 1 keeps the others waiting")
+    assert builder.build_change().content["nodes_now"]["slow"] == []  # a page's range changes nothing else
+    assert "time" not in builder.build_detail(2_000, 3_000).content  # no step of these was taken
+
+
+def test_the_time_of_very_many_steps_is_that_of_some_of_them(monkeypatch):
+    source = FakeSource(ranks=2, steps=200_000)
+    source.advance(30_000)
+    source.slowness = dict.fromkeys(range(2), 2.0)
+    source.advance(30_000)
+    builder = MessageBuilder(source)
+    builder.build_snapshot()
+    num_read = count_rows_read(monkeypatch)
+    detail = builder.build_detail(0, 60_000)
+    assert max(num_read) <= 20_000  # never the whole history at once
+    assert detail.content["time"]["steps"] == "steps 1 to 60,000"
+    assert detail.content["curves"]["buckets"] == 0  # a page has these already
+    forward_s = np.frombuffer(detail.buffers[1], "<f4").reshape(2, len(PHASES))[:, PHASES.index("forward")]
+    assert forward_s == pytest.approx(source.history.column("forward_s").mean(), rel=0.01)
+
+
+def test_a_page_that_zooms_gets_a_timeline_and_whether_it_is_of_these_steps():
+    source = FakeSource(ranks=2, strips=True)
+    source.advance(300)
+    builder = MessageBuilder(source)
+    detail = builder.build_detail(250, 310)
+    assert detail.content["strip"]["step"] == 300
+    assert "no timeline" not in detail.content["strip"]["note"]
+    assert len(detail.buffers[2]) == 10 * detail.content["strip"]["boxes"] > 0
+    assert builder.build_detail(100, 200).content["strip"]["note"] == "step 300 (100 to 200 have no timeline)"
+    assert "strip" not in MessageBuilder(FakeSource(ranks=2)).build_detail(1, 2).content
 
 
 def test_a_message_of_a_long_run_reads_its_last_rows_alone(monkeypatch):
@@ -1349,6 +1401,11 @@ class Handle:
         assert raw
         self.updates.append((data, metadata))
 
+    @property
+    def final_outputs(self):
+        """Outputs of the run's end: a picture, or its error, without the sentence on a run that goes on."""
+        return [(data, metadata) for data, metadata in self.updates if "text/html" not in data]
+
 
 @pytest.fixture
 def notebook(monkeypatch):
@@ -1386,7 +1443,8 @@ def test_an_ended_run_has_a_picture_and_stays_live(notebook):
     source.end()
     assert display.wait_until_replaced(source, timeout=60)
     for handle in (first, second):
-        [(data, metadata)] = handle.updates
+        [(data, metadata)] = handle.final_outputs
+        assert handle.updates[-1] == (data, metadata)
         assert set(data) == {"image/png", "text/plain"}
         assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
         assert "completed" in data["text/plain"]
@@ -1408,8 +1466,8 @@ def test_no_cell_holds_a_widget_view(notebook):
     source.end()
     assert display.wait_until_replaced(source, timeout=60)
     (_, handle) = notebook[1]
+    assert len(handle.final_outputs) == 1
     bundles = [bundle for bundle, _ in notebook] + [data for data, _ in handle.updates]
-    assert len(bundles) == 4
     assert set().union(*bundles) == {"text/html", "image/png", "text/plain"}
 
 
@@ -1533,7 +1591,27 @@ def test_an_extended_run_is_drawn_again_at_its_next_end(notebook):
     assert not display.wait_until_replaced(source, timeout=0)
     source.end()
     assert display.wait_until_replaced(source, timeout=60)
-    assert len(notebook[1][1].updates) == 2
+    assert len(notebook[1][1].final_outputs) == 2
+
+
+@pytest.mark.parametrize("has_picture", [True, False])
+def test_the_text_of_an_end_does_not_wait_for_its_picture(notebook, monkeypatch, has_picture):
+    """A notebook that was saved meanwhile had the text of a running run."""
+    source = FakeSource()
+    source.advance(5)
+    display.show(source)
+    (_, handle), known = notebook[1], []
+    if has_picture:
+        display._displays[source]._draw_picture()
+    draw = display.make_static_output
+    monkeypatch.setattr(display, "make_static_output", lambda run: (known.append(handle.updates[-1][0]), draw(run))[1])
+    source.end()
+    assert display.wait_until_replaced(source, timeout=60)
+    (meanwhile,) = known
+    assert "completed" in meanwhile["text/plain"]
+    assert "running" not in meanwhile["text/plain"]
+    assert ("<img" in meanwhile["text/html"]) == has_picture
+    assert handle.updates[-1] == handle.final_outputs[-1]
 
 
 def test_views_of_the_oldest_ended_runs_are_closed(notebook, monkeypatch):
@@ -1579,7 +1657,7 @@ def test_a_failing_picture_is_replaced_by_text_with_the_error(notebook, monkeypa
     monkeypatch.setattr(display, "make_static_output", lambda _: 1 / 0)
     source.end(State.FAILED)
     assert display.wait_until_replaced(source, timeout=60)
-    [(data, _)] = notebook[1][1].updates
+    [(data, _)] = notebook[1][1].final_outputs
     assert "failed" in data["text/plain"]
     assert "ZeroDivisionError" in data["text/plain"]
 

@@ -247,6 +247,42 @@ def test_a_collective_is_split_at_the_arrival_of_the_last_node():
     assert [kind for kind, _ in named(step_strip, 1)] == ["data", "forward", "backward", "communication", "update"]
 
 
+def make_outlier(factor=2.5):
+    """Return a history of 60 steps of about 100 ms, and spans of the last two, the second `factor` times as long."""
+    source = FakeSource(ranks=2, strips=True)
+    source.advance(59)
+    usual = source.timeline.spans
+    source.advance(1)
+    longer = source.timeline.spans
+    for name in ("begin", "end"):
+        longer[name] *= factor
+    return source.history, Timeline(np.concatenate([usual, longer]))
+
+
+def test_an_ended_run_shows_a_typical_step_of_those_recorded():
+    history, timeline = make_outlier()
+    step_strip = make_step_strip(timeline, history=history, state=State.COMPLETED)
+    assert (step_strip.step, step_strip.note) == (59, "step 59, a typical one of the last 50")
+    alone = Timeline(timeline.select_spans(60))
+    note = make_step_strip(alone, history=history, state=State.COMPLETED).note
+    assert note == "step 60, 2.5 times as long as the median of the last 50"
+
+
+@pytest.mark.parametrize(("factor", "step"), [(1.2, 60), (2.5, 59)])
+def test_a_running_view_shows_the_newest_step_unless_it_took_far_longer(factor, step):
+    history, timeline = make_outlier(factor)
+    assert make_step_strip(timeline, history=history, state=State.RUNNING).step == step
+
+
+def test_a_range_of_steps_shows_a_typical_one_or_the_nearest():
+    history, timeline = make_outlier()
+    within = make_step_strip(timeline, history=history, state=State.RUNNING, steps=(31, 60))
+    assert within.note == "step 59, a typical one of steps 31 to 60"
+    assert make_step_strip(timeline, history=history, state=State.RUNNING, steps=(60, 60)).note == "step 60"
+    before = make_step_strip(timeline, history=history, state=State.RUNNING, steps=(11, 30))
+    assert before.note == "step 59 (11 to 30 have no timeline)"
+
+
 def test_boxes_of_a_pipeline_have_micro_batches():
     source = FakeSource(ranks=4, stages=4, strips=True)
     source.advance(2)

@@ -425,3 +425,22 @@ def test_cluster_of_another_environment_is_refused(tmp_path: Path, monkeypatch: 
 def test_recovery_chooses_ranks_that_have_the_whole_state(standings: dict[int, Any], parts: list[Any], expected: Any):
     found = {rank: JobPosition(step, whole) for rank, (step, whole) in standings.items()}
     assert recovery.choose_sources(found, dict(enumerate(parts))) == expected
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (["start"], "pause"),  # charts mark where a run paused, before the mark of its resumption
+        (["start", "pause", "resume", "evaluation"], "pause"),
+        (["start", "pause"], "note"),
+        (["start", "pause", "save"], "note"),
+        (["start", "done"], "note"),
+        (["start", "error"], "note"),
+        (["start", "lost"], "repair"),
+        (["start", "lost", "repair"], "pause"),
+        ([], "note"),
+    ],
+)
+def test_a_takeover_is_logged_as_what_the_log_lacks(kinds: list[str], expected: str):
+    events = [Event(step, kind, kind, float(step), None) for step, kind in enumerate(kinds)]
+    assert run_log.find_takeover_kind(events) == expected

@@ -29,7 +29,7 @@ def test_two_causes_in_turn_leave_the_line_alone():
 @pytest.mark.parametrize("first", [0, 1])
 def test_other_programs_that_come_and_go_leave_the_line_alone(first):
     """Next to waits for a core, one process is not estimated, so that the looks don't list each other's cause."""
-    cores = Verdict("cores", "nodes waited 20 % of their time for a core, which the browser had", 0.2)
+    cores = Verdict("cores", "nodes had no core for 20 % of their time: the browser used it", 0.2)
     batch = Verdict("one process", "one process is faster: use a larger batch", 0.5)
     steady, looks = SteadyVerdict(), [cores, beside(batch, dataclasses.replace(cores, gain=0.06))]
     shown = [steady.update(looks[(first + k) % 2], 2.0 * k).cause for k in range(21)]

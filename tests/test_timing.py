@@ -284,9 +284,13 @@ def test_numbers_of_a_failed_run_are_those_of_all_its_steps():
     failed = compute_run_metrics(source.history, 2)
     assert failed.timing.steps_text == "all steps but the first"
     assert failed.throughput == compute_speed(source.history).samples_per_s
-    source.event("repair", "node 1 replaced, no step lost", 1)
+    source.event("repair", "node 1 replaced: all go on from step 300 1.7 s after the loss, no step lost", 1)
     source.advance(60)
     assert compute_run_metrics(source.history, 2).timing.steps_text == "last 50 steps"
+    source.event("done", "done after 360 steps")
+    over = compute_run_metrics(source.history, 2)
+    assert over.timing.steps_text == "59 steps since node 1 was replaced"
+    assert next(build_tiles(source, over)).note == "samples/s, since node 1 was replaced"
 
 
 def test_the_chance_of_many_steps_agrees_with_the_exact_sum(monkeypatch):

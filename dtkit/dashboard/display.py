@@ -218,16 +218,17 @@ class _LiveDisplays:
     def _refresh_text(self) -> None:
         """Show the present numbers, above the last picture if there is one. Runs on a view's thread."""
         with self._lock:
-            if self._run.status.state.has_ended:
-                return
-            sentence, text, picture = _describe_picture(self._run), run_text.format_run(self._run), self._picture
-            if picture is None:
-                output = _make_text_output(sentence, text)
-            else:
-                output = _make_meanwhile_output(
-                    f"{sentence} The picture shows step {picture.step:,}.", text, picture.image
-                )
-            self._update([view for view in self._views if view.shows_pictures_meanwhile], output)
+            if not self._run.status.state.has_ended:
+                self._update_text()
+
+    def _update_text(self) -> None:
+        """Replace the text, and keep the last picture if there is one. The caller holds the lock."""
+        sentence, text, picture = _describe_picture(self._run), run_text.format_run(self._run), self._picture
+        if picture is None:
+            output = _make_text_output(sentence, text)
+        else:
+            output = _make_meanwhile_output(f"{sentence} The picture shows step {picture.step:,}.", text, picture.image)
+        self._update([view for view in self._views if view.shows_pictures_meanwhile], output)
 
     def _draw_picture(self) -> None:
         """Refresh the picture during the run. Runs on a view's thread."""
@@ -243,9 +244,11 @@ class _LiveDisplays:
                     self._update([view for view in self._views if view.shows_pictures_meanwhile], output)
 
     def _draw_final_picture(self) -> None:
-        """Draw the picture of the end. Runs on a view's thread."""
+        """Show the text of the end, and then draw its picture, which takes long. Runs on a view's thread."""
         if self.final_event.is_set() or not self._run.status.state.has_ended:
             return
+        with self._lock:
+            self._update_text()  # the notebook may be saved before the picture is there
         output = _make_static_or_text_output(self._run)
         with self._lock:
             self._update(self._views, output)

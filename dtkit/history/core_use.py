@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _NUM_KEPT = 50
 _MIN_CORES = 0.05  # that a process needs to be named
-_MIN_SHARE = 0.2  # of what the largest one uses, too
+_MIN_SHARE = 0.25  # of what all of them use, too
 _MAX_NAMED = 2
 _MIN_COVERED = 0.6  # share of the cores that the named processes have, if nobody else is mentioned
 
@@ -46,11 +46,15 @@ def read_core_use(history: History, first_step: int, hosts: set[str]) -> dict[st
 
 
 def name_largest(cores: Mapping[str, float], needed: float) -> str | None:
-    """Return the processes that use most, in words; None if all of them use fewer cores than were `needed`."""
-    total, largest = sum(cores.values()), max(cores.values(), default=0.0)
+    """Return the processes that use most, in words; None if all of them use fewer cores than were `needed`.
+
+    Their order is that of the alphabet, so that a line about them stays while two of them are about equal.
+    """
+    total = sum(cores.values())
     if total < needed:
         return None
-    named = [name for name, used in cores.items() if used >= max(_MIN_CORES, _MIN_SHARE * largest)][:_MAX_NAMED]
+    named = [name for name, used in cores.items() if used >= max(_MIN_CORES, _MIN_SHARE * total)]
+    named = sorted(sorted(named, key=lambda name: -cores[name])[:_MAX_NAMED])
     if not named:
         return None
     is_most = sum(cores[name] for name in named) >= _MIN_COVERED * total

@@ -32,11 +32,12 @@ from dtkit.history.timeline import SPAN_DTYPE
 from dtkit.types import Event, ReplicaCheckResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 TAKEN_OVER = "taken over"
 """Begin of the event that a notebook attached to a run of another one."""
+_STATE_KINDS = ("start", "resume", "pause", "stop", "done", "error")
 RUNS_FOLDER = "runs"
 """Name of the folder of runs in a cluster's folder."""
 _ROWS_FILE, _EVENTS_FILE, _RUN_FILE, _LABEL_FILE = "rows.bin", "notes.jsonl", "order.pkl", "run.json"
@@ -154,6 +155,17 @@ def read_labels(cluster_folder: Path) -> list[RunLabel]:
             label = RunLabel(str(fields["name"]), int(fields["steps"]), tuple(fields["modules"]))
             labels.append((path.stat().st_mtime, label))
     return [label for _, label in sorted(labels, key=lambda pair: pair[0])]
+
+
+def find_takeover_kind(events: Sequence[Event]) -> str:
+    """Return the kind of the event that another notebook takes over a run with these events: what they lack.
+
+    The other notebook may have died before it could log a repair. Engines that took steps until then are paused.
+    """
+    if next((event.kind for event in reversed(events) if event.kind in ("lost", "repair")), "repair") == "lost":
+        return "repair"
+    last_state = next((event.kind for event in reversed(events) if event.kind in _STATE_KINDS), None)
+    return "pause" if last_state in ("start", "resume") else "note"
 
 
 def read_history(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit._util import timeouts
-from dtkit._util.formatting import format_count, name_nodes, name_nodes_at_start
+from dtkit._util.formatting import format_count, format_elapsed, name_nodes, name_nodes_at_start
 from dtkit.errors import DtkitError, EmptyEnginesError, EngineError, SupersededError, drop_consequential_refusals
 from dtkit.history import engine_outbox
 from dtkit.rpc.transport import REPAIR_REMEDY
@@ -226,8 +226,9 @@ class FailureHandler:
         nodes = f"node{'s' * (len(result.lost_ranks) > 1)} {names}"
         source = f" ({result.source})" if result.source else ""
         since_loss_s = measure_since_loss(self._progress.history.events, time.time(), at_least_s=result.duration_s)
+        duration = format_elapsed(since_loss_s)
         return (
-            f"{nodes} {action}: all go on from step {result.step}{source} {since_loss_s:.1f} s after the loss, {steps}"
+            f"{nodes} {action}: all go on from step {result.step}{source} {duration} after the loss, {steps}"
             f"{self._describe_optimizer_state(action, result)}{self._describe_batch_statistics(result)}"
         )
 
@@ -292,7 +293,7 @@ def _name_correction(failure: Failure, loss_count: int) -> Failure:
 
 
 def measure_since_loss(events: Sequence[Event], now: float, *, at_least_s: float) -> float:
-    """Return the seconds from the first loss since the last repair, the number that the dashboard's banner shows too.
+    """Return the seconds from the first loss since the last repair, which the dashboard's banner shows too.
 
     A repair whose loss has no event took `at_least_s`.
     """

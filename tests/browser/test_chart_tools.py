@@ -479,15 +479,44 @@ def test_zoom_fetches_finer_data_for_its_range(page: Page):
     assert whole <= count_points(view) <= 512
 
 
-def test_zoom_of_a_short_run_asks_for_nothing(page: Page):
+def test_zoom_rules_the_bars_and_the_timeline_until_its_reset(page: Page):
+    run = FakeSource(ranks=2, strips=True)
+    for steps, slowness in ((60, {}), (180, {1: 3.0}), (60, {})):
+        run.slowness = slowness
+        run.advance(steps)
+    view = StaticView(page, run)
+    chart = view.root.get_by_test_id("loss-chart").locator("svg.dtk-lines-chart")
+    bars, strip = (view.root.get_by_test_id(name) for name in ("time-panel", "timeline-panel"))
+    expect(bars.locator(".dtk-note")).to_have_text("ms, mean of steps 251 to 300")
+    chart.focus()
+    chart.press("+")
+    expect(view.root.get_by_test_id("reset-zoom")).to_be_visible()
+    first, last = view.sent[-1]["zoom"]
+    view.answer_zoom()
+    expect(bars.locator(".dtk-note")).to_have_text(f"ms, mean of steps {first} to {last}")
+    expect(bars.get_by_test_id("straggler")).to_contain_text("node 1 keeps the others waiting")
+    expect(strip.locator(".dtk-note")).to_contain_text(f"step 300 ({first} to {last} have no timeline)")
+    run.advance(10)
+    view.update()
+    expect(bars.locator(".dtk-note")).to_have_text(f"ms, mean of steps {first} to {last}")
+    view.screenshot(Path(os.environ.get("DTKIT_SCREENSHOTS", "/tmp")) / "zoomed.png")
+    chart.press("0")
+    expect(bars.locator(".dtk-note")).to_have_text("ms, mean of steps 261 to 310")
+    expect(bars.get_by_test_id("straggler")).to_be_hidden()
+    expect(strip.locator(".dtk-note")).to_have_text("step 310, what each node did when")
+
+
+def test_zoom_is_asked_for_again_after_a_snapshot(page: Page):
     run = FakeSource(ranks=2)
     run.advance(100)
     view = StaticView(page, run)
     chart = view.root.get_by_test_id("loss-chart").locator("svg.dtk-lines-chart")
     chart.focus()
     chart.press("+")
-    expect(view.root.get_by_test_id("reset-zoom")).to_be_visible()
-    assert view.sent == []
+    view.answer_zoom()
+    (asked,) = view.sent
+    view.send_snapshot()
+    assert view.sent == [asked, asked]
 
 
 def test_a_changed_rate_begins_at_the_step_of_its_event(page: Page):

@@ -50,7 +50,7 @@ def test_recovery_is_shown_with_seconds_and_nothing_stale(page: Page):
     run.advance(5)
     view.update()
     expect(chip).to_have_text("▶ running")
-    expect(view.root.get_by_test_id("alert")).to_have_text("+ node 1 replaced in 9 s, no step lost")
+    expect(view.root.get_by_test_id("alert")).to_have_text("+ node 1 replaced in 8.7 s, no step lost")
     assert view.root.get_by_test_id("loss-chart").bounding_box() == place  # the repair is where the loss was
     run.event("lr", "learning rate 0.01")
     view.update()

@@ -119,7 +119,7 @@ def test_processes_that_take_the_cores_are_the_cause(cluster2: dtkit.Cluster):
     verdict = run.verdict
     assert verdict.cause == "cores", (verdict.text, verdict.arithmetic)
     # Other tests may have other programs beside these.
-    assert re.search(r"of their time for a core, which .*another Python program.* had", verdict.text), verdict.text
+    assert re.search(r"of their time: .*another Python program.* used it;", verdict.text), verdict.text
     assert any(re.search(r" used meanwhile: .*another Python program ", line) for line in verdict.arithmetic)
     text = verification.text()
     assert re.search(r"not comparable, because other programs used .* meanwhile: .*another Python program", text), text

@@ -80,6 +80,12 @@ class StaticView:
             "([content, buffers]) => window.receive(content, buffers)", encode_message(self._feed.build_text())
         )
 
+    def send_snapshot(self) -> None:
+        """Send everything again, as after the run went back to an earlier step."""
+        self.page.evaluate(
+            "([content, buffers]) => window.receive(content, buffers)", encode_message(self._feed.build_snapshot())
+        )
+
     @property
     def sent(self) -> list[dict[str, Any]]:
         """Commands that the page sent."""

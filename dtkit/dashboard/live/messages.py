@@ -32,13 +32,13 @@ from dtkit.dashboard.live.last_effect import LastEffect
 from dtkit.dashboard.live.last_numbers import read_last_numbers
 from dtkit.dashboard.live.log_lines import MAX_MARKS, build_log_line, select_log_events
 from dtkit.dashboard.live.pressing_state import PressingState
+from dtkit.dashboard.live.step_parts import describe_bars, describe_range, describe_strip
 from dtkit.dashboard.summary.curves import (
     CHARTS,
     MAX_NODE_LINES,
     Curves,
     count_replicas,
     format_overall_label,
-    read_range,
 )
 from dtkit.dashboard.summary.ended_engines import describe_ended_engines, find_ended_engines
 from dtkit.dashboard.summary.event_marks import MARKED_EVENTS
@@ -50,8 +50,9 @@ from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict, is_at_rest
-from dtkit.dashboard.summary.step_strip import BOX_KINDS, pack_boxes, read_step_strip
-from dtkit.dashboard.summary.timing import PHASES, select_bars
+from dtkit.dashboard.summary.step_range import clip_range
+from dtkit.dashboard.summary.step_strip import BOX_KINDS, read_step_strip
+from dtkit.dashboard.summary.timing import PHASES, compute_range_timing
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.curves import CurveBuckets
     from dtkit.dashboard.summary.lost_nodes import LostNodes
-    from dtkit.dashboard.summary.step_strip import StepStrip
     from dtkit.types import Event, NodeInfo
 
 MAX_CHANGE_BYTES = 4200
@@ -94,6 +94,7 @@ class MessageBuilder:
             None,
         )  # of how many rows the last message was, and who was selected
         self._lost_nodes: LostNodes = {}
+        self._outliers: list[int] = []
         self._sent_nodes: list[NodeInfo] = []
         self._sent_world_size = self._num_ranks
         self._strip_sent_at, self._strip_step, self._has_strip = -math.inf, -1, False
@@ -194,16 +195,16 @@ class MessageBuilder:
         return Message({"kind": "text", **head, "newest": newest}, [])
 
     def build_detail(self, first_step: int, last_step: int) -> Message:
-        """Return the curves of a range of steps, for a page that zooms in."""
-        part = read_range(self._run.history, CHARTS, self._num_ranks, first_step, last_step)
-        described = {
-            "width": part.width,
-            "origin": part.origin,
-            "last": part.last_step,
-            "buckets": len(part.values),
-        }
-        content = {"kind": "detail", "range": [first_step, last_step], "curves": described}
-        return Message(content, [np.ascontiguousarray(part.values, "<f4").tobytes()])
+        """Return what a page shows of a range of steps: finer curves, the time of a step, and a timeline."""
+        steps = clip_range(self._run.history, first_step, last_step)
+        curves, values = describe_range(self._run.history, self._num_ranks, self._curves.width, *steps)
+        timing = compute_range_timing(self._run.history, self._num_ranks, *steps)
+        content: dict[str, Any] = {"kind": "detail", "range": [first_step, last_step], "curves": curves}
+        bars = np.empty(0)
+        if timing.is_measured:
+            content["time"], bars = describe_bars(timing, self.selected_rank)
+        buffers = [np.ascontiguousarray(array, "<f4").tobytes() for array in (values, bars)]
+        return Message(content, [*buffers, self._pack_strip(content, steps).astype("<u2").tobytes()])
 
     # -- parts of a message ---------------------------------------------------------------------------
 
@@ -334,11 +335,16 @@ class MessageBuilder:
         if not is_due and content["kind"] != "snapshot":
             return np.empty(0)
         self._strip_sent_at, self._strip_step = now, step
+        return self._pack_strip(content)
 
+    def _pack_strip(self, content: dict[str, Any], steps: tuple[int, int] | None = None) -> np.ndarray:
         def pack() -> np.ndarray:
-            step_strip = read_step_strip(self._run, [*self._list_selected(), *self._outliers])
+            step_strip = read_step_strip(self._run, [*self._list_selected(), *self._outliers], steps)
             self._has_strip = step_strip is not None
-            return np.empty(0) if step_strip is None else self._pack_strip(content, step_strip)
+            if step_strip is None:
+                return np.empty(0)
+            content["strip"], boxes = describe_strip(step_strip)
+            return boxes
 
         def report(error: Exception) -> np.ndarray:
             content["strip"] = {"error": "\n".join(list_error_lines(error))}
@@ -346,28 +352,10 @@ class MessageBuilder:
 
         return run_guarded(pack, report)
 
-    def _pack_strip(self, content: dict[str, Any], step_strip: StepStrip) -> np.ndarray:
-        content["strip"] = {
-            "error": None,
-            "step": step_strip.step,
-            "seconds": step_strip.duration_s,
-            "ranks": step_strip.ranks,
-            "boxes": len(step_strip.boxes),
-            "piped": step_strip.is_pipelined,
-            "note": step_strip.note,
-        }
-        return np.concatenate([pack_boxes(step_strip, step_strip.boxes), pack_boxes(step_strip, step_strip.plan)])
-
     def _pack_phase_bars(self, content: dict[str, Any]) -> np.ndarray:
         """Describe the time of a step in `content`; return the bars' seconds, of shape (bars, phases)."""
-        timing = self._metrics.timing
-        bars = select_bars(timing, self.selected_rank) if timing.is_measured else []
-        content["time"] = {
-            "steps": timing.range_text,  # a page draws the bars later than the tiles
-            "bars": [{"rank": bar.rank, "label": bar.label, "slow": bar.is_straggler} for bar in bars],
-            "straggler": None if timing.straggler is None else timing.straggler.text,
-        }
-        return np.array([bar.seconds for bar in bars])
+        content["time"], seconds = describe_bars(self._metrics.timing, self.selected_rank)
+        return seconds
 
 
 def _describe_curves(content: dict[str, Any], part: CurveBuckets, *, is_whole: bool = False) -> np.ndarray:

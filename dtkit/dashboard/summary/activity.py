@@ -6,6 +6,7 @@ Meanwhile the last steps are no guide to the present, so views show neither a th
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from dtkit.types import Event, Status
 
 RECOVERING_GLYPH = "↻"
+_REPLACED = re.compile(r"nodes? [\d, ]+ replaced: all go on from step \d+(?: \(.*?\))? ([^(]+) after the loss, (.+)")
 _NEWER_KINDS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "save", "lost"})
 """Kinds of events that replace the text on a repair."""
 _MAX_EVENTS = 300
@@ -90,7 +92,10 @@ def find_activity(run: RunView, lost_nodes: LostNodes | None = None) -> Activity
 
 
 def describe_last_repair(events: Sequence[Event]) -> str | None:
-    """Return how the last loss of nodes ended: ``node 1 replaced in 9 s, no step lost``. None if something is newer."""
+    """Return how the last loss of nodes ended: ``node 1 replaced in 9.1 s, no step lost``. None if something is newer.
+
+    The time is that of the log.
+    """
     recent = list(events[-_MAX_EVENTS:])
     repair = None
     while recent and repair is None:
@@ -103,9 +108,8 @@ def describe_last_repair(events: Sequence[Event]) -> str | None:
         event = recent.pop()
         if event.kind == "lost" and event.rank is not None:
             losses.append(event)
-    if repair is None or not losses or "replaced" not in repair.text:
+    found = None if repair is None else _REPLACED.match(repair.text)
+    if found is None or not losses:
         return None
-    steps = repair.text.rpartition(", ")[2]  # "no step lost"
-    seconds = max(1.0, repair.time - min(event.time for event in losses))
     nodes = format_nodes(sorted({event.rank for event in losses if event.rank is not None}))
-    return f"{nodes} replaced in {formatting.format_clock(seconds)}, {steps}"
+    return f"{nodes} replaced in {found[1]}, {found[2]}"

@@ -1,4 +1,6 @@
-"""Nodes that wait for a core: the share of their time that the kernel measured, and what the run would take without it.
+"""Nodes without a core: the share of their time that the kernel measured, and what the run would take otherwise.
+
+Texts don't call this waiting: in all views, nodes wait for each other.
 
 If a run's own engines have more threads than their host has cores, they take the cores from each other.
 """
@@ -22,10 +24,13 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
     from dtkit.types import NodeInfo
 
-_SOURCE = "the kernel measures the waits of the training thread (/proc/thread-self/schedstat); sleeping adds nothing"
+_SOURCE = (
+    "the kernel measures when the training thread is ready, but has no core (/proc/thread-self/schedstat); "
+    "sleeping adds nothing"
+)
 _ESTIMATE = (
-    "an estimate: the kernel doesn't tell in which phase a thread waited, so at most half of the computing counts, or "
-    "its even share of the waits"
+    "an estimate: the kernel doesn't tell in which phase a thread had no core, so at most half of the computing "
+    "counts, or its even share of that time"
 )
 _MAX_COMPUTE_SHARE = 0.5  # of the computing time, that waits of the whole step may take from it
 _MAX_EVEN_SHARE = 0.9  # a thread that took steps had a core at times; the rest is more than rounding hides
@@ -56,13 +61,13 @@ def find_core_shortage(
     if not len(starved):
         return None
     names, mean = format_nodes([int(rank) for rank in facts.ranks[starved]]), float(shares[starved].mean())
-    waited = f"{names} waited {formatting.format_percent(mean)} of {_their(starved)} time for a core"
-    shortage = _find_own_shortage(facts, shares, nodes, starved, waited)
+    finding = f"{names} had no core for {formatting.format_percent(mean)} of {_their(starved)} time"
+    shortage = _find_own_shortage(facts, shares, nodes, starved, finding)
     if shortage is not None:
         return shortage
     hosts = {node.host for node in nodes if node.rank in facts.ranks[starved]}
     cores = read_core_use(history, facts.timing.first_step, hosts)
-    return _find_other_processes(facts, shares, starved, waited, cores)
+    return _find_other_processes(facts, shares, starved, finding, cores)
 
 
 def _their(starved: np.ndarray) -> str:
@@ -95,7 +100,7 @@ def _compute_waits(facts: Measurements, shares: np.ndarray) -> np.ndarray:
 
 
 def _find_other_processes(
-    facts: Measurements, shares: np.ndarray, starved: np.ndarray, waited: str, cores: Mapping[str, float]
+    facts: Measurements, shares: np.ndarray, starved: np.ndarray, finding: str, cores: Mapping[str, float]
 ) -> CoreShortage | None:
     """Return the gain if no other process had the cores: the slowest rank would compute without waiting.
 
@@ -119,22 +124,22 @@ def _find_other_processes(
     if named is not None:
         lines = (*lines[:-2], f"cores that other processes used meanwhile: {describe_cores(cores)}", *lines[-2:])
     others = named or "other processes"
-    text = f"{waited}, which {others} had: about {ratio:.1f} times as fast on an idle machine"
+    text = f"{finding}: {others} used it; about {ratio:.1f} times as fast on an idle machine"
     return CoreShortage(text, gain, gain, lines, _is_slow_by_waits(facts, alone_s))
 
 
 def _describe_node(facts: Measurements, k: int, share: float, waits_s: float) -> str:
     """Return how long a node waits for a core, and what it computes without that."""
     step_s, compute_s = float(facts.phases[k].sum()), float(facts.compute_s[k])
-    start = f"node {facts.ranks[k]} waits {formatting.format_percent(share)} of a step"
+    start = f"node {facts.ranks[k]} has no core for {formatting.format_percent(share)} of a step"
     if waits_s < (1 - _ROUNDING) * share * step_s:
-        part = f"{formatting.format_percent(waits_s / compute_s)} of its computing counts as waiting"
+        part = f"{formatting.format_percent(waits_s / compute_s)} of its computing counts as that"
         start = f"{start} of {_ms(step_s)}, partly outside of computing, so {part}"
     return f"{start}, and computes {describe_difference(compute_s, waits_s)[0]} without that"
 
 
 def _find_own_shortage(
-    facts: Measurements, shares: np.ndarray, nodes: Sequence[NodeInfo], starved: np.ndarray, waited: str
+    facts: Measurements, shares: np.ndarray, nodes: Sequence[NodeInfo], starved: np.ndarray, finding: str
 ) -> CoreShortage | None:
     """Return the shortage on the first starved node's host whose engines have more threads than it has cores."""
     by_rank = {node.rank: node for node in nodes if node.device == "cpu" and node.cores}
@@ -142,12 +147,12 @@ def _find_own_shortage(
         node = by_rank.get(int(rank))
         group = [] if node is None else [other for other in by_rank.values() if other.host == node.host]
         if node is not None and sum(other.threads for other in group) > node.cores:
-            return _describe_own_shortage(facts, shares, group, node.cores, waited)
+            return _describe_own_shortage(facts, shares, group, node.cores, finding)
     return None
 
 
 def _describe_own_shortage(
-    facts: Measurements, shares: np.ndarray, group: Sequence[NodeInfo], cores: int, waited: str
+    facts: Measurements, shares: np.ndarray, group: Sequence[NodeInfo], cores: int, finding: str
 ) -> CoreShortage:
     alone_s = facts.compute_s - _compute_waits(facts, shares)
     threads, has = sum(node.threads for node in group), formatting.format_count(cores, "core")
@@ -163,14 +168,14 @@ def _describe_own_shortage(
     show = PrintedTimes(float(alone_s[here].sum()) / cores, communication_s)
     together_s, share_s = show.round(float(alone_s[here].sum())), show.round(float(alone_s[here].sum()) / cores)
     without = (
-        f"without waiting they compute {show(together_s)} together in a step: {cores} engines take {show(share_s)}, "
+        f"with a core each they compute {show(together_s)} together in a step: {cores} engines take {show(share_s)}, "
         f"and {show(share_s)} + {show(communication_s)} = {show(share_s + show.round(communication_s))} with "
         f"communication, instead of {show(facts.step_s)}"
     )
     counted = f"host {group[0].host}: {engines} with {threads} threads in all, {has}"
     lines = (counted, without, _SOURCE) if fewer else (counted, _SOURCE)
     share = float(shares[here].mean())
-    return CoreShortage(f"{waited}, since {own}: use {remedy}", share, gain, lines, _is_slow_by_waits(facts, alone_s))
+    return CoreShortage(f"{finding}, since {own}: use {remedy}", share, gain, lines, _is_slow_by_waits(facts, alone_s))
 
 
 def _is_slow_by_waits(facts: Measurements, alone_s: np.ndarray) -> bool:

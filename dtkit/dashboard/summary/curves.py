@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtkit.dashboard.summary.step_range import read_range_totals, read_row_blocks
 from dtkit.history.growing_array import select_rows
 
 if TYPE_CHECKING:
@@ -257,16 +258,18 @@ class Curves:
             return
         self._extend_to(int(steps.min()), int(steps.max()))
         rows = select_rows(rows, rows["rank"] < self._num_ranks)
+        is_of_first = rows["rank"] == rows["rank"].min(initial=self._num_ranks)
         parts = []  # columns, steps and values of each line
         for chart, layout in zip(self._charts, self.chart_layouts, strict=True):
             if chart.from_totals is not None:
                 values = chart.from_totals(totals, ranks_per_replica)[num_before:]
                 parts.append((np.full(len(total_steps), layout.overall_column), total_steps, values))
             if chart.from_rows is not None and len(rows):
-                # Values that are equal on all ranks are read from one of them.
-                chart_rows = rows if chart.from_totals is not None else rows[rows["rank"] == rows["rank"].min()]
-                line = chart_rows["rank"].astype("i8") if layout.nodes > 1 else np.zeros(len(chart_rows), "i8")
-                parts.append((layout.first + line, chart_rows["step"], chart.from_rows(chart_rows)))
+                values, steps = chart.from_rows(rows), rows["step"]
+                if chart.from_totals is None:  # values that are equal on all ranks are read from one of them
+                    values, steps = values[is_of_first], steps[is_of_first]
+                line = rows["rank"].astype("i8") if layout.nodes > 1 else np.zeros(len(steps), "i8")
+                parts.append((layout.first + line, steps, values))
         if parts:
             self._add_values(*map(np.concatenate, zip(*parts, strict=True)))
 
@@ -356,9 +359,8 @@ def read_range(
     history: History, charts: Sequence[Chart], num_ranks: int, first_step: int, last_step: int
 ) -> CurveBuckets:
     """Return the curves between two steps, as fine as fits: what a page draws when it zooms in."""
-    rows, totals = history.read_valid_rows(), history.read_valid_totals()
-    rows = rows[(rows["step"] >= first_step) & (rows["step"] <= last_step)]
-    totals = totals[(totals["step"] >= first_step) & (totals["step"] <= last_step)]
-    curves = Curves(charts, num_ranks)
-    curves.add_rows(rows, totals, history.ranks_per_replica)
+    curves, totals = Curves(charts, num_ranks), read_range_totals(history, first_step, last_step)
+    curves.add_rows(history.read_valid_rows(0, 0), totals, history.ranks_per_replica)
+    for rows in read_row_blocks(history, first_step, last_step):
+        curves.add_rows(rows, totals[:0], history.ranks_per_replica)
     return curves.get_all()

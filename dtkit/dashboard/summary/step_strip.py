@@ -1,4 +1,4 @@
-"""The phases of the last step as strips, for the live timeline and the figure.
+"""The phases of one of the last steps as strips, for the live timeline and the figure.
 
 The time of a node in a collective is split at the arrival of the last node (:mod:`dtkit.history.comm_time`). Before,
 the node waited; after, data moved. Messages between stages are already split into waiting, and sending or receiving.
@@ -8,16 +8,19 @@ Time between phases is left empty. Of many nodes, the preferred ones are shown, 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dtkit._util import formatting
+from dtkit.dashboard.summary.step_range import read_range_totals
+from dtkit.dashboard.summary.timing import WINDOW_STEPS
 from dtkit.history import comm_time
 from dtkit.types import State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from dtkit.dashboard.run_view import RunView
     from dtkit.history.history import History
@@ -47,6 +50,10 @@ MAX_NODES = 16
 MAX_BOXES = 1500
 """Largest number of boxes, which are 15 kB in a message."""
 
+MAX_TYPICAL_FACTOR = 1.5
+"""Largest ratio of a step's duration to the median for which it is a typical one."""
+
+_MIN_STEPS = 5  # that a median needs
 _KIND_BY_PHASE = {comm_time.SYNC_PHASE: "communication", comm_time.WAIT_PHASE: "waiting"}
 _BOX_DTYPE = np.dtype(
     [("rank", "i4"), ("kind", "u1"), ("stage", "i4"), ("micro_batch", "i4"), ("begin", "f8"), ("end", "f8")]
@@ -70,10 +77,14 @@ class StepStrip:
     note: str
 
 
-def read_step_strip(run: RunView, preferred_ranks: Iterable[int] = ()) -> StepStrip | None:
-    """Return the last step of a run's timeline, or None. Its note says if newer steps have none, as after an attach."""
-    is_running = run.status.state is State.RUNNING  # rows arrive before their timeline
-    return make_step_strip(run.timeline, preferred_ranks, None if is_running else find_last_step(run.history))
+def read_step_strip(
+    run: RunView, preferred_ranks: Iterable[int] = (), steps: tuple[int, int] | None = None
+) -> StepStrip | None:
+    """Return the timeline of a run's last step, or of a range of `steps`; None without any.
+
+    Its note says if newer steps have none, as after an attach, or if no step of the range has one.
+    """
+    return make_step_strip(run.timeline, preferred_ranks, run.history, state=run.status.state, steps=steps)
 
 
 def find_last_step(history: History) -> int | None:
@@ -82,12 +93,21 @@ def find_last_step(history: History) -> int | None:
 
 
 def make_step_strip(
-    timeline: Timeline | None, preferred_ranks: Iterable[int] = (), last_step: int | None = None
+    timeline: Timeline | None,
+    preferred_ranks: Iterable[int] = (),
+    history: History | None = None,
+    *,
+    state: State | None = None,
+    steps: tuple[int, int] | None = None,
 ) -> StepStrip | None:
-    """Return the last step of a timeline, or None. The run has reached `last_step`, if known."""
+    """Return a typical one of the last steps of a timeline, or of a range of `steps`; None without any.
+
+    The durations of steps are known from the `history`; without it, this is the last step. It is also that while the
+    run's `state` isn't an end, unless the last step took far longer than others.
+    """
     if timeline is None or not len(timeline.spans):
         return None
-    step = int(timeline.spans["step"].max())
+    step, words = _choose_last(timeline, history, state) if steps is None else _choose_in(timeline, history, *steps)
     spans = comm_time.split_collective_waits(timeline.select_spans(step))
     spans = spans[spans["end"] > spans["begin"]]
     if not len(spans):
@@ -100,8 +120,56 @@ def make_step_strip(
     while len(boxes) > MAX_BOXES:  # drop the shortest boxes
         boxes = boxes[boxes["end"] - boxes["begin"] > np.median(boxes["end"] - boxes["begin"])]
     plan = _make_planned_boxes(timeline, step, start, ranks) if is_pipelined else np.empty(0, _BOX_DTYPE)
-    note = _describe_step(timeline, step, last_step, is_pipelined=is_pipelined)
+    note = words + (_describe_bubble(timeline, step) if is_pipelined else "")
     return StepStrip(step, max(end - start, 1e-9), ranks, boxes, plan, is_pipelined, note)
+
+
+def _choose_last(timeline: Timeline, history: History | None, state: State | None) -> tuple[int, str]:
+    """Return one of the last steps with spans, and what it is in words."""
+    steps, is_live = timeline.steps, state is not None and not state.has_ended
+    newest = steps[-1]
+    if history is None:
+        return newest, f"step {newest:,}"
+    last_step = None if state is State.RUNNING else find_last_step(history)  # rows arrive before their timeline
+    if last_step is not None and last_step > newest:
+        return newest, f"step {newest:,} ({_describe_range(newest + 1, last_step)} no timeline)"
+    totals = history.read_valid_totals(history.num_steps - WINDOW_STEPS)
+    if len(totals) < _MIN_STEPS:
+        return newest, f"step {newest:,}"
+    median_s = float(np.median(totals["step_s"]))
+    if is_live and _measure_duration_s(timeline, newest) <= MAX_TYPICAL_FACTOR * median_s:
+        return newest, f"step {newest:,}"
+    return _choose_typical(timeline, steps, median_s, f"the last {len(totals)}")
+
+
+def _choose_in(timeline: Timeline, history: History | None, first_step: int, last_step: int) -> tuple[int, str]:
+    """Return a typical step of a range, or else the nearest one with spans, and what it is in words."""
+    steps = np.array(timeline.steps)
+    inside = steps[(steps >= first_step) & (steps <= last_step)]
+    if len(inside) and first_step == last_step:
+        return first_step, f"step {first_step:,}"
+    if len(inside):
+        seconds = [] if history is None else read_range_totals(history, first_step, last_step)["step_s"].tolist()
+        median_s = float(np.median(seconds or [_measure_duration_s(timeline, step) for step in inside]))
+        return _choose_typical(timeline, inside.tolist(), median_s, f"steps {first_step:,} to {last_step:,}")
+    distances = np.maximum(first_step - steps, 0) + np.maximum(steps - last_step, 0)
+    nearest = int(steps[distances.argmin()])
+    return nearest, f"step {nearest:,} ({_describe_range(first_step, last_step)} no timeline)"
+
+
+def _choose_typical(timeline: Timeline, steps: Sequence[int], median_s: float, which: str) -> tuple[int, str]:
+    """Return the step whose duration is nearest to the median, and how it is related to that."""
+    durations = {step: _measure_duration_s(timeline, step) for step in steps}
+    step = min(steps, key=lambda step: abs(durations[step] - median_s))
+    ratio = durations[step] / median_s if median_s > 0 else math.inf
+    if 1 / MAX_TYPICAL_FACTOR <= ratio <= MAX_TYPICAL_FACTOR:
+        return step, f"step {step:,}, a typical one of {which}"
+    return step, f"step {step:,}, {ratio:.1f} times as long as the median of {which}"
+
+
+def _measure_duration_s(timeline: Timeline, step: int) -> float:
+    spans = timeline.select_spans(step)
+    return float(spans["end"].max() - spans["begin"].min())
 
 
 def _select_ranks(ranks: np.ndarray, preferred_ranks: Iterable[int]) -> tuple[int, ...]:
@@ -138,16 +206,14 @@ def _make_planned_boxes(timeline: Timeline, step: int, start: float, ranks: tupl
     return _make_boxes(spans[np.isin(spans["rank"], ranks)], start)
 
 
-def _describe_step(timeline: Timeline, step: int, last_step: int | None, *, is_pipelined: bool) -> str:
-    words = f"step {step:,}"
-    if last_step is not None and last_step > step:
-        later = f"{last_step:,} has" if last_step == step + 1 else f"{step + 1:,} to {last_step:,} have"
-        words += f" ({later} no timeline)"
-    if not is_pipelined:
-        return words
+def _describe_range(first_step: int, last_step: int) -> str:
+    return f"{last_step:,} has" if first_step == last_step else f"{first_step:,} to {last_step:,} have"
+
+
+def _describe_bubble(timeline: Timeline, step: int) -> str:
     measured = formatting.format_percent(timeline.measure_bubble(step))
     ideal = formatting.format_percent(timeline.get_ideal_bubble())
-    return f"{words} · bubble {measured} measured, {ideal} by {timeline.ideal_bubble_source}"
+    return f" · bubble {measured} measured, {ideal} by {timeline.ideal_bubble_source}"
 
 
 def pack_boxes(step_strip: StepStrip, boxes: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES, find_rows_without_loss
+from dtkit.dashboard.summary.step_range import read_thinned_rows
 from dtkit.history.growing_array import select_rows
 from dtkit.history.remembered import remember_last
 
@@ -43,6 +45,9 @@ WINDOW_STEPS = 50
 
 MAX_WHOLE_ROWS = 400_000
 """Rows of the longest run over all of which means are taken after its end."""
+
+MAX_RANGE_ROWS = 20_000
+"""About the largest number of rows that means over a range of steps are taken of, so that a look stays cheap."""
 
 MIN_SLOWDOWN = 1.15
 """Smallest ratio of a straggler's computing time to that of the fast ranks."""
@@ -100,12 +105,16 @@ class StepTiming:
     """The last of these steps."""
     is_whole: bool = False
     """Whether these are all steps of a run that has ended, except for the first one, which warms up."""
+    since: str = ""
+    """What these steps of a run that has ended came after, if that is not its start: ``since node 1 was replaced``."""
 
     @property
     def steps_text(self) -> str:
-        """The steps, such as ``last 50 steps`` or ``all steps but the first``."""
+        """The steps, such as ``last 50 steps``, ``all steps but the first``, or ``80 steps since the repair``."""
         if self.is_whole:
             return "all steps but the first"
+        if self.since:
+            return f"{formatting.format_count(self.num_steps, 'step')} {self.since}"
         return "last step" if self.num_steps == 1 else f"last {formatting.format_count(self.num_steps, 'step')}"
 
     @property
@@ -191,6 +200,33 @@ _read_last_steps = remember_last(_read_steps)
 def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     """Return the timing of the last steps, the same ones for all views."""
     steps, rows = read_window(history, num_ranks)
+    is_whole = is_over(history) and len(steps) > 1 and len(steps) == history.num_steps - 1
+    timing = _compute_timing(steps, rows, num_ranks, is_whole=is_whole)
+    return dataclasses.replace(timing, since=_describe_begin(history, len(steps)))
+
+
+def _describe_begin(history: History, num_steps: int) -> str:
+    """Return since when the last steps of a run that has ended are, if they are all those since a repair."""
+    num_since = count_steps_since_repair(history, num_steps + 1) if is_over(history) else None
+    if num_since is None or num_since > num_steps + 1:
+        return ""
+    repair = next(event for event in reversed(history.events) if event.kind == "repair")
+    found = re.match(r"(nodes?) ([\d, ]+) (replaced|left out)", repair.text)
+    return (
+        f"since {found[1]} {found[2]} {'was' if found[1] == 'node' else 'were'} {found[3]}"
+        if found
+        else "since the repair"
+    )
+
+
+def compute_range_timing(history: History, num_ranks: int, first_step: int, last_step: int) -> StepTiming:
+    """Return the timing of the steps that a page has in sight; of many of them, of some at equal distances."""
+    rows = read_thinned_rows(history, first_step, last_step, MAX_RANGE_ROWS)
+    rows = select_rows(rows, (rows["rank"] < num_ranks) & (rows["rank"] >= 0))
+    return _compute_timing(np.unique(rows["step"]), rows, num_ranks)
+
+
+def _compute_timing(steps: np.ndarray, rows: np.ndarray, num_ranks: int, *, is_whole: bool = False) -> StepTiming:
     if not len(rows):
         return StepTiming(0, np.full((num_ranks, len(PHASES)), np.nan), np.full(num_ranks, np.nan), None)
     row_seconds, rank = _read_seconds(rows), rows["rank"].astype("i8")
@@ -200,7 +236,6 @@ def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     compute_times[step_index, rank] = row_seconds[_COMPUTE_PLACES].sum(axis=0)
     compute_s, is_same_work = _compute_fast_quartile(compute_times), _is_same_work(rows, num_ranks)
     straggler = _find_straggler(seconds, compute_times, compute_s) if is_same_work else None
-    is_whole = is_over(history) and len(steps) > 1 and len(steps) == history.num_steps - 1
     first, last = int(rows["step"].min()), int(rows["step"].max())
     return StepTiming(len(steps), seconds, compute_s, straggler, is_same_work, first, last, is_whole)
 

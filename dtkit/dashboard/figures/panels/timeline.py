@@ -1,4 +1,4 @@
-"""The phases of the last step: a strip for each node, and the planned schedule hollow behind it."""
+"""The phases of one of the last steps: a strip for each node, and the planned schedule hollow behind it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.panels.step_time import PHASE_STYLES, list_legend_names
-from dtkit.dashboard.summary.step_strip import BOX_KINDS, NUMBERED_KINDS, find_last_step, make_step_strip
+from dtkit.dashboard.summary.step_strip import BOX_KINDS, NUMBERED_KINDS, make_step_strip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -36,7 +36,7 @@ def make_panel(timeline: Timeline | None) -> Callable[[Axes, History], None]:
     """Return the panel of a timeline, which a history doesn't have."""
 
     def draw(ax: Axes, history: History) -> None:
-        step_strip = make_step_strip(timeline, last_step=find_last_step(history))
+        step_strip = make_step_strip(timeline, history=history)
         style.style_axes(ax)
         style.set_title(ax, "Timeline", "" if step_strip is None else step_strip.note)
         if step_strip is None:

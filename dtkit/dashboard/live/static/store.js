@@ -13,18 +13,22 @@ export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", sto
 /**
  * Return an empty store. `curves.data` is Float32 of shape (buckets, columns, 3): smallest, mean, largest; `head.charts`
  * has the columns of each chart. `curves.last` is the last step of the last bucket, which may have fewer than others. `bars` is Float32 of shape (bars, phases), in seconds; `ranks` of shape (ranks, 3); `spot.data`
- * of shape (buckets, charts, ranks); `strip.boxes` is Uint16 of shape (boxes, 5), see messages.py. The owner of
- * the store sets `send` and `redraw`.
+ * of shape (buckets, charts, ranks); `strip.boxes` is Uint16 of shape (boxes, 5), see messages.py. `time`, `bars` and
+ * `strip` are those of the zoomed steps once the kernel has sent them, and else `latest`. The owner of the store sets
+ * `send` and `redraw`.
  */
 export function newStore() {
   return {
     seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, rates: [], tiles: [], throughput: null, error: null, refused: null, refusedAt: -Infinity,
-    notices: [], verdict: null, time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], stopped: [], outliers: [], slow: [], slowed: [] },
-    detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, firstSteps: 0, effectAt: -Infinity, spot: null, strip: null, pictures: new Map(), series: new Map(),
+    notices: [], verdict: null, latest: { time: null, bars: new Float32Array(0), strip: null }, nodesNow: { world: 0, lost: [], stuck: [], stopped: [], outliers: [], slow: [], slowed: [] },
+    detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, firstSteps: 0, effectAt: -Infinity, spot: null, pictures: new Map(), series: new Map(),
     beats: false, gone: false, lost: false, view: newView(), send: () => {}, redraw: () => {}, sight: { watch: () => {}, isAway: () => false }, pictureSight: { watch: () => {} }, attention: { watch: () => {}, forget: () => {}, update: () => {}, isHidden: () => false },
     log: [], marks: [], evaluations: [], newest: { evaluations: [], numbers: {} }, // that titles of charts have before the lines do
     ranks: new Float32Array(0), asked: new Map(), hover: null, // the step at the pointer
     curves: { width: 1, origin: 0, used: 0, data: new Float32Array(0) },
+    get time() { return rangeInSight(this)?.time ?? this.latest.time; },
+    get bars() { return rangeInSight(this)?.time ? this.detail.bars : this.latest.bars; },
+    get strip() { return rangeInSight(this)?.strip ?? this.latest.strip; },
   };
 }
 
@@ -126,7 +130,8 @@ export function apply(store, content, buffers) {
     return true;
   }
   if (content.kind === "detail") {
-    store.detail = { ...content.curves, range: content.range, used: content.curves.buckets, data: floats(buffers[0]) };
+    const { range, curves, time = null, strip = null } = content, bars = floats(buffers[1]);
+    store.detail = { ...curves, range, used: curves.buckets, data: floats(buffers[0]), time, bars, strip: strip && readStrip(strip, buffers[2]) };
     return true;
   }
   if (content.kind === "series") {
@@ -154,6 +159,7 @@ export function apply(store, content, buffers) {
     for (const key of ["marks", "evaluations"]) store[key] = content[key];
     store.log = content.events;
     store.detail = null; // a run may have gone back to a snapshot
+    askForRange(store);
     store.curves = { width: content.curves.width, origin: content.curves.origin, used: 0, data: new Float32Array(0) };
   } else {
     const { events = [], evaluations = [] } = content; // panels draw a list again only where it is another one
@@ -167,11 +173,30 @@ export function apply(store, content, buffers) {
   applyCurves(store, content.curves, floats(buffers[0]));
   const ranks = floats(buffers[1]);
   if (ranks.length) store.ranks = ranks;
-  if (content.time) [store.time, store.bars] = [content.time, floats(buffers[2])];
+  if (content.time) store.latest = { ...store.latest, time: content.time, bars: floats(buffers[2]) };
   if (content.spot) applySpot(store, content.spot, floats(buffers[3]));
   if (content.series) applySeries(store, content.series, floats(buffers[2])); // of a comparison
-  if (content.strip) store.strip = { ...content.strip, boxes: new Uint16Array(raw(buffers[4]).buffer), measured: content.strip.boxes };
+  if (content.strip) store.latest = { ...store.latest, strip: readStrip(content.strip, buffers[4]) };
   return true;
+}
+
+function readStrip(strip, buffer) {
+  return { ...strip, boxes: new Uint16Array(raw(buffer).buffer), measured: strip.boxes };
+}
+
+/** Return the whole steps of the range in sight. */
+function wholeSteps([first, last]) {
+  return [Math.floor(first), Math.ceil(last)];
+}
+
+/** Ask the kernel for what it knows of the range in sight, if a kernel is there and this is new. */
+export function askForRange(store) {
+  if (store.view.zoom && !store.lost && !store.head.runs && !rangeInSight(store)) store.send({ zoom: wholeSteps(store.view.zoom) });
+}
+
+/** Return what the kernel sent for exactly the range in sight; null where it sent nothing. */
+function rangeInSight({ view: { zoom }, detail }) {
+  return zoom && detail && String(detail.range) === String(wholeSteps(zoom)) ? detail : null;
 }
 
 /**

@@ -1,7 +1,7 @@
 // Pointing at a step, and zooming into a range of steps, by pointer and keyboard; all charts follow.
 
 import { s, setAttr } from "../elements.js";
-import { detailInSight } from "../store.js";
+import { askForRange } from "../store.js";
 
 const DRAGGED_PX = 5;
 
@@ -11,15 +11,11 @@ export function listenToChart(view, redraw) {
   listenToKeys(view, redraw);
 }
 
-/** Show the steps of a range in all charts, and ask the kernel for finer data; null shows all of them. */
+/** Show the steps of a range in all charts, and ask the kernel for what it knows of them; null shows all of them. */
 export function zoomTo(store, range) {
   store.view.zoom = range && Math.abs(range[1] - range[0]) >= 1 ? [Math.min(...range), Math.max(...range)] : null;
-  if (store.view.zoom && needsDetail(store)) store.send({ zoom: [Math.floor(store.view.zoom[0]), Math.ceil(store.view.zoom[1])] });
+  askForRange(store);
   store.redraw();
-}
-
-function needsDetail(store) {
-  return store.curves.width > 1 && !store.lost && !store.head.runs && !detailInSight(store);
 }
 
 function listenToPointer(view, redraw) {

@@ -12,7 +12,7 @@ export function summary(store) {
     [state, spoken] = [now, Date.now()];
     const numbers = store.tiles.slice(0, 2).map((tile) => `${tile.label} ${tile.value}`).join(", ");
     const alerts = store.tiles.filter((tile) => tile.alert).map((tile) => tile.note);
-    const more = [...alerts, ...store.notices.map((notice) => notice.text), store.time?.straggler].filter(Boolean).map((text) => `; ${text}`).join("");
+    const more = [...alerts, ...store.notices.map((notice) => notice.text), store.latest.time?.straggler].filter(Boolean).map((text) => `; ${text}`).join("");
     setText(el, `${store.head.name} ${st.state}, step ${st.step} of ${st.steps}, ${numbers}${more}`);
   };
   return { el, update };

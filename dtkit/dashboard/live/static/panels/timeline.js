@@ -1,4 +1,4 @@
-// The phases of the last step, a strip for each node; the figure has panels/timeline.py.
+// The phases of one of the last steps, a strip for each node; the figure has panels/timeline.py.
 //
 // All boxes of a kind are one path, which keeps pipelines of many micro-batches fast. Hollow boxes behind show the planned
 // schedule. The panel's note describes the box under the pointer.

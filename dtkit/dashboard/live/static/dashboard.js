@@ -41,6 +41,7 @@ import { newSight } from "./sight.js";
 import { toolbar } from "./toolbar.js";
 import { apply, isLost, isTicking, LIVE, newStore, pressing, refreshMs } from "./store.js";
 import { followTheme } from "./theme.js";
+import { restoreChoices, saveChoices } from "./view_choices.js";
 
 /**
  * What is above the charts, and the panels below their tools. The order of charts is that in which runs mostly get their
@@ -101,6 +102,7 @@ function buildView(store, send) {
   const draw = (asked) => {
     if (!store.head) return;
     const isWhole = asked.has("all");
+    saveChoices(store);
     if (!isWhole && asked.has("pointed")) drawPointed(panels.filter(isDrawn));
     if (!isWhole && !asked.has("head")) return;
     store.lost = isLost(store);
@@ -182,6 +184,7 @@ export default () => {
       asked = Date.now();
       model.send({ hello: "gap" });
     }
+    restoreChoices(store);
     if (content.kind === "alive" && !store.lost) return;
     if (pressing(store) === before) store.pacer.soon(!CHEAP.includes(content.kind));
     else {

@@ -12,11 +12,14 @@ import pytest
 
 from dtkit._util import formatting
 from dtkit.dashboard.live.bundle import STATIC_FOLDER
+from dtkit.dashboard.live.log_lines import build_log_line
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.comparison import spans_orders
 from dtkit.dashboard.summary.curves import CurveBuckets
+from dtkit.dashboard.summary.event_marks import EVENT_GLYPHS, describe_event_marks
+from dtkit.health.stall_report import STOPPED_WORDS
 from dtkit.history.undone_steps import UndoneSteps
-from dtkit.types import Evaluation
+from dtkit.types import Evaluation, Event
 from tests.support.fake_source import FakeSource
 from tests.support.node import evaluate_page_code
 
@@ -281,11 +284,9 @@ def test_signs_of_events_next_to_each_other_are_one_in_their_order(tmp_path: Pat
     """A sign that grows must not be drawn over the one before it."""
     marks = '[{at: 100, glyph: "‖"}, {at: 112, glyph: "lr"}, {at: 112, glyph: "▶"}, {at: 300, glyph: "‖"}]'
     back = '[{at: 100, glyph: "‖"}, {at: 101, glyph: "lr"}, {at: 100, glyph: "▶"}]'
-    text = 'joinGlyphs(["‖", "lr", "▶", "↓"])'
-    signs, (sign,), joined = evaluate_page_code(
-        tmp_path, "chart/marks.js", ["mergeSigns", "joinGlyphs"], f"[mergeSigns({marks}), mergeSigns({back}), {text}]"
+    signs, (sign,) = evaluate_page_code(
+        tmp_path, "chart/marks.js", ["mergeSigns"], f"[mergeSigns({marks}), mergeSigns({back})]"
     )
-    assert joined == "‖\u00a0lr\u00a0▶\u00a0↓"
     first, last = (
         {"at": 106, "glyphs": ["‖", "lr", "▶"], "marks": [0, 1, 2]},
         {"at": 300, "glyphs": ["‖"], "marks": [3]},
@@ -293,6 +294,29 @@ def test_signs_of_events_next_to_each_other_are_one_in_their_order(tmp_path: Pat
     assert signs == [first, last]
     assert sign["glyphs"] == ["‖", "lr", "▶"]
     assert sign["marks"] == [0, 1, 2]
+
+
+def test_failures_are_among_the_signs_that_a_place_has_room_for(tmp_path: Path):
+    kinds = ["lost", "pause", "lr", "resume", "repair", "save", "stop"]
+    marks = json.dumps([{"at": 100 + k, "glyph": EVENT_GLYPHS[kind], "kind": kind} for k, kind in enumerate(kinds)])
+    (sign,), (at_edge,) = evaluate_page_code(
+        tmp_path, "chart/marks.js", ["mergeSigns"], f"[mergeSigns({marks}), mergeSigns({marks}, 50, 110)]"
+    )
+    assert (sign["at"], sign["glyphs"]) == (103, ["†", "▶", "+", "↓", "■"])
+    assert 80 < at_edge["at"] < 100  # all of its text is left of 110
+
+
+def test_the_key_to_the_marks_is_that_of_pictures_and_reports(tmp_path: Path):
+    events = [Event(k, kind, "", 0.0, None) for k, kind in enumerate(EVENT_GLYPHS)]
+    events += [Event(99, "lost", "", 0.0, rank) for rank in (3, 1)]
+    events += [
+        Event(99, "stuck", f"node 2 {STOPPED_WORDS}", 0.0, 2),
+        *(Event(99, "error", "", 0.0, k) for k in range(5)),
+    ]
+    lines = json.dumps([build_log_line(event) for event in events])
+    key = evaluate_page_code(tmp_path, "chart/marks.js", ["describeMarks"], f"describeMarks({lines})")
+    assert key == describe_event_marks(events)
+    assert "⊘ node 2 stopped" in key
 
 
 _TWO_RUNS = """((mode, exact) => {

@@ -149,7 +149,7 @@ def test_stuck_node_is_shown_in_every_panel_and_announced(page: Page):
     expect(view.root.get_by_test_id("nodes-table").locator(row).get_by_role("button")).to_have_text("⊘ 2")
     for chart in ("loss-chart", "throughput-chart"):
         panel = view.root.get_by_test_id(chart)
-        assert panel.locator(".dtk-mark-stuck text").text_content() == "⊘"
+        assert panel.locator(".dtk-sign .dtk-mark-stuck").text_content() == "⊘"
         assert "⊘ node 2" in panel.locator(".dtk-labels text").all_text_contents()
     expect(view.root.get_by_test_id("summary")).to_contain_text("⊘ node 2 stuck: forward")  # without delay
     assert list_overflowing(page) == []

@@ -450,6 +450,9 @@ def test_logged_numbers_have_a_gap_where_the_node_lost_its_rows(page: Page):
         expect(chart.locator("path.dtk-line[data-rank='all']")).to_have_attribute("d", re.compile("^M[^M]+$"))
 
 
+_FILL = "(el) => getComputedStyle(el).fill"
+
+
 @pytest.mark.parametrize("steps", [100, 3000])
 def test_marks_at_one_step_show_all_their_signs(page: Page, steps: int):
     run = FakeSource(ranks=3, steps=steps)
@@ -460,7 +463,11 @@ def test_marks_at_one_step_show_all_their_signs(page: Page, steps: int):
     run.event("save", "saved")
     run.advance(steps // 4)
     chart = StaticView(page, run).root.get_by_test_id("loss-chart")
-    expect(chart.locator(".dtk-mark text")).to_have_text(["†\u00a0+", "↓"])
+    expect(chart.locator(".dtk-sign text")).to_have_text(["†\u00a0+", "↓"])
+    lost, repaired = (chart.locator(f".dtk-sign .dtk-mark-{kind}") for kind in ("lost", "repair"))
+    assert lost.evaluate(_FILL) != repaired.evaluate(_FILL)  # each has its color, although they are one text
+    key = chart.page.get_by_test_id("marks-key")
+    expect(key).to_have_text("marks:  † node 1 lost   + repaired   ↓ saved", use_inner_text=False)
 
 
 def test_a_timeline_older_than_the_run_says_so(page: Page):

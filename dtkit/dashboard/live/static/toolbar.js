@@ -1,6 +1,7 @@
 // The tools of all charts, in one line: the axis, smoothing, scale, limits, zoom, panels, and a legend that hides lines.
 
 import { AXES } from "./chart/axis.js";
+import { describeMarks } from "./chart/marks.js";
 import { zoomTo } from "./chart/pointer.js";
 import { h, setAttr, setText } from "./elements.js";
 import { nodeName } from "./picking.js";
@@ -19,11 +20,13 @@ export function toolbar(store, panels, scaleOf = scaleOfAll(store)) {
   const reset = h("button", { type: "button", class: "dtk-tool", "data-testid": "reset-zoom", title: "show all steps (double click, or 0 in a chart); drag over a chart to zoom" }, "↔ all steps");
   reset.addEventListener("click", () => zoomTo(store, null));
   const menu = panels ? panelsMenu(store, panels) : null, legend = legendField(store), refresh = panels && store.setRefresh ? refreshField(store) : null;
+  const key = h("span", { class: "dtk-marks-key", "data-testid": "marks-key" }); // a report has its own
   const el = h("div", { class: "dtk-toolbar", role: "toolbar", "aria-label": "chart tools", "data-testid": "toolbar" },
-    legend.el, h("span", { class: "dtk-toolset" }, reset, axis.el, smooth.el, scale.el, robust.el, ...[refresh, menu].filter(Boolean).map(({ el: part }) => part)));
+    legend.el, key, h("span", { class: "dtk-toolset" }, reset, axis.el, smooth.el, scale.el, robust.el, ...[refresh, menu].filter(Boolean).map(({ el: part }) => part)));
   const update = () => {
     el.hidden = !store.curves.used;
     reset.hidden = !store.view.zoom;
+    if (panels) setText(key, store.marks.length ? `marks:  ${describeMarks(store.marks)}` : "");
     for (const part of [axis, smooth, scale, robust, legend, refresh, menu]) part?.update();
   };
   return { el, update };

@@ -191,11 +191,11 @@ function drawChart(view, width) {
   (options.lineName ? drawRunLabels : drawLabels)(view, ends, { from: LEFT, left: width - right + 8, top: TOP, bottom: height - BOTTOM });
   drawCursor(view);
 }
-const LABEL_ROOM = 72, VALIDATION_ROOM = 92, LABEL_LETTER = 6.9;
+const LABEL_ROOM = 92, LABEL_LETTER = 6.9; // for "◇ validation" and "mean 0.114"
 
 /** Return the room right of all charts of a run, so that equal steps are below each other. */
-function labelsRoom({ head: { overall = "" }, evaluations }) {
-  return Math.max(evaluations.length ? VALIDATION_ROOM : LABEL_ROOM, 16 + LABEL_LETTER * overall.length);
+function labelsRoom({ head: { overall = "" } }) {
+  return Math.max(LABEL_ROOM, 16 + LABEL_LETTER * overall.length);
 }
 
 const DOT_ROOM = 5; // around the plot, for whole dots and line ends

@@ -280,6 +280,27 @@ def test_single_small_values_make_no_logarithmic_scale(
     assert spans_orders(np.array(values)[:, None].repeat(3, 1)) is is_logarithmic
 
 
+@pytest.mark.parametrize(("end", "is_logarithmic"), [(0.003, True), (0.05, False)])
+def test_a_loss_that_would_touch_the_axis_has_a_logarithmic_scale(tmp_path: Path, end: float, *, is_logarithmic: bool):
+    values = (2.3 * np.exp(-np.arange(0, 20, 0.05)) + end).tolist()
+    found = evaluate_page_code(tmp_path, "chart/grain.js", ["spansOrders"], f"spansOrders({_GRAIN}({values}))")
+    assert found is is_logarithmic
+    assert spans_orders(np.array(values)[:, None].repeat(3, 1)) is is_logarithmic
+
+
+def test_single_small_values_take_no_logarithmic_axis_down(tmp_path: Path):
+    options = "{ shown: () => true, from: 0, to: 999, extra: [], isLog: true }"
+    value = "(_line, at, which) => (which ? means : lows)[at]"
+    grain = f"((means, lows) => ({{ used: means.length, lines: 1, span: (at) => [at, at], value: {value} }}))"
+    means = [float(v) for v in np.geomspace(2, 0.01, 320)]
+    lows = [1e-6 if k % 50 == 20 else 0.3 * mean for k, mean in enumerate(means)]
+    down = [*means, 1e-5]  # a new value is always in sight
+    limits = f"[[{means}, {lows}], [{down}, {down}]].map(([v, w]) => valueLimits({grain}(v, w), {options}))"
+    ended, falling = evaluate_page_code(tmp_path, "chart/grain.js", ["valueLimits"], limits)
+    assert 0.001 < ended[0] < 0.005
+    assert 5e-6 < falling[0] < 1e-5
+
+
 def test_signs_of_events_next_to_each_other_are_one_in_their_order(tmp_path: Path):
     """A sign that grows must not be drawn over the one before it."""
     marks = '[{at: 100, glyph: "‖"}, {at: 112, glyph: "lr"}, {at: 112, glyph: "▶"}, {at: 300, glyph: "‖"}]'

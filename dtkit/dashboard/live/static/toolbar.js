@@ -8,8 +8,8 @@ import { nodeName } from "./picking.js";
 import { panelsMenu } from "./panels_menu.js";
 import { countLog, isLogAuto, isLogShown, LIVE } from "./store.js";
 
-const SCALE_HELP = "logarithmic scale of losses, norms and logged numbers; a chart chooses it by itself where its values span three orders";
-const AUTO_HELP = "logarithmic scale, chosen by itself since values span three orders; a click ends that, and your choice stays";
+const SCALE_HELP = "logarithmic scale of losses, norms and logged numbers; a chart chooses it by itself where its smallest values would touch 0 on a linear one";
+const AUTO_HELP = "logarithmic scale, chosen by itself since the smallest values would touch 0 on a linear scale; a click ends that, and your choice stays";
 
 /** Return the toolbar; `panels` are those of the menu, and `scaleOf` is {is, can, isAuto, set} of the scale of one chart, or of all with count(). */
 export function toolbar(store, panels, scaleOf = scaleOfAll(store)) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import socket
@@ -16,12 +17,14 @@ import dtkit
 from dtkit.dashboard.figures import render
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.comparison_widget import ComparisonWidget
+from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.live.widget import Dashboard
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.types import Evaluation, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
 from tests.support.lab import Look
 from tests.support.marks import slow
-from tests.support.static_view import StaticView, encode_message, list_overflowing, load_widget
+from tests.support.static_view import StaticView, add_widget, encode_message, list_overflowing, load_widget
 
 pytestmark = pytest.mark.browser
 
@@ -591,6 +594,29 @@ def test_view_reports_a_restarted_kernel_at_once(page: Page):
     receive(page, {"kind": "alive"})  # only the connection was lost for a while
     page.clock.run_for(1_500)
     expect(view.root).to_have_attribute("data-state", "running")
+
+
+def test_a_view_without_its_kernel_leads_to_the_one_that_shows_the_run(page: Page):
+    run = make_source(2)
+    run.event("start", "training begins")
+    old = StaticView(page, run).root.element_handle()
+    page.evaluate("() => { document.getElementById('view').id = 'old'; window.cutOff(); }")
+    page.wait_for_function("(old) => old.dataset.state === 'lost'", arg=old)
+    error = page.locator("#old").get_by_test_id("error")
+    expect(error).to_contain_text("dtkit.attach()")
+    page.evaluate("""() => { const space = document.createElement("div"), place = document.createElement("div");
+      [space.style.height, place.id] = ["3000px", "view"];
+      document.body.append(space, place); }""")
+    add_widget(page, str(Dashboard._esm), MessageBuilder(run, itertools.count().__next__).build_snapshot())
+    expect(error).to_contain_text("Another cell of this notebook shows the run live")
+    expect(error).not_to_contain_text("dtkit.attach()")
+    new = page.locator("#view").get_by_test_id("dtkit-dashboard")
+    expect(new).not_to_be_in_viewport()
+    error.get_by_role("button", name="show it").click()
+    expect(new).to_be_in_viewport()
+    page.evaluate("() => window.cutOff()")  # the next kernel is gone, too
+    expect(error).to_contain_text("dtkit.attach()")
+    expect(error.get_by_role("button")).to_have_count(0)
 
 
 def test_the_counter_the_tiles_and_the_charts_show_the_same_step(page: Page):

@@ -340,10 +340,13 @@ def test_few_nodes_are_selected_by_name_or_row(page: Page):
     lines = view.root.get_by_test_id("loss-chart")
     expect(lines.locator("path.dtk-picked")).to_have_attribute("data-rank", "2")
     expect(lines.locator("path.dtk-faded")).to_have_count(3)
+    veils = view.root.get_by_test_id("timeline-panel").locator(".dtk-veil")  # over the strips of the others
+    expect(veils).to_have_count(3)
     view.root.get_by_test_id("time-panel").locator(".dtk-row[data-rank='2']").press(
         "Enter"
     )  # a second press clears the selection
     expect(lines.locator("path.dtk-picked")).to_have_count(0)
+    expect(veils).to_have_count(0)
 
 
 # -- the timeline -------------------------------------------------------------------------------------------------
@@ -671,8 +674,11 @@ def test_stop_asks_once_and_a_bad_learning_rate_is_refused(page: Page):
     stop, rate = view.root.get_by_test_id("stop"), view.root.get_by_test_id("lr")
     stop.click()
     expect(stop).to_contain_text("Sure?")
+    expect(view.root.get_by_test_id("effect")).to_have_text("Stop ends the run; run.extend() can continue it later.")
+    expect(stop).to_have_attribute("title", re.compile("run.extend"))
     assert view.sent == []
     stop.click()
+    expect(view.root.get_by_test_id("effect")).to_have_text("")
     assert [message["command"] for message in view.sent] == ["stop"]
     rate.fill("-1")
     expect(view.root.get_by_test_id("lr-unsent")).to_have_text("Enter sends it")
@@ -713,7 +719,7 @@ def test_a_refused_learning_rate_is_marked_and_has_no_check_mark(page: Page):
     text = "✕ -3 is not a learning rate: it must be 0 or more, such as 0.01. It stays 0.01."
     expect(answer).to_have_text(text)
     expect(rate).to_have_attribute("aria-invalid", "true")
-    expect(view.root.get_by_test_id("lr-unsent")).to_have_text("✕ not sent")
+    expect(view.root.get_by_test_id("lr-unsent")).to_be_hidden()  # one refusal says it all
     view.root.get_by_test_id("scale").focus()  # and the box shows the rate in use
     expect(rate).to_have_value("0.01")
     expect(rate).to_have_attribute("aria-invalid", "false")

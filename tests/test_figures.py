@@ -90,7 +90,7 @@ def test_signs_of_near_events_are_one_and_none_overlaps():
 def test_signs_of_events_are_above_all_lines_and_points(lowest: float):
     source = FakeSource(ranks=2)
     source.advance(60)
-    values = [(step, lowest if step == 1 else 1.0, 1.0) for step in range(1, 61)]
+    values = [(step, lowest if step <= 8 else 1.0, 1.0) for step in range(1, 61)]
     source.history.add(ScalarRecord(0, {"share": values}))
     for step in range(5, 61, 5):
         source.history.add(Evaluation(step, 10, {"loss": 1.0, "accuracy": 1 - 1 / step**2}))

@@ -13,11 +13,14 @@ import pytest
 from dtkit._util import formatting
 from dtkit.dashboard.live.bundle import STATIC_FOLDER
 from dtkit.dashboard.live.evaluation_feed import MAX_SNAPSHOT_EVALUATIONS
+from dtkit.dashboard.live.log_lines import build_log_line
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.comparison import spans_orders
 from dtkit.dashboard.summary.curves import CurveBuckets
+from dtkit.dashboard.summary.event_marks import EVENT_GLYPHS, describe_event_marks
+from dtkit.health.stall_report import STOPPED_WORDS
 from dtkit.history.undone_steps import UndoneSteps
-from dtkit.types import Evaluation
+from dtkit.types import Evaluation, Event
 from tests.support.fake_source import FakeSource
 from tests.support.node import evaluate_page_code
 
@@ -280,15 +283,34 @@ def test_single_small_values_make_no_logarithmic_scale(
     assert spans_orders(np.array(values)[:, None].repeat(3, 1)) is is_logarithmic
 
 
+@pytest.mark.parametrize(("end", "is_logarithmic"), [(0.003, True), (0.05, False)])
+def test_a_loss_that_would_touch_the_axis_has_a_logarithmic_scale(tmp_path: Path, end: float, *, is_logarithmic: bool):
+    values = (2.3 * np.exp(-np.arange(0, 20, 0.05)) + end).tolist()
+    found = evaluate_page_code(tmp_path, "chart/grain.js", ["spansOrders"], f"spansOrders({_GRAIN}({values}))")
+    assert found is is_logarithmic
+    assert spans_orders(np.array(values)[:, None].repeat(3, 1)) is is_logarithmic
+
+
+def test_single_small_values_take_no_logarithmic_axis_down(tmp_path: Path):
+    options = "{ shown: () => true, from: 0, to: 999, extra: [], isLog: true }"
+    value = "(_line, at, which) => (which ? means : lows)[at]"
+    grain = f"((means, lows) => ({{ used: means.length, lines: 1, span: (at) => [at, at], value: {value} }}))"
+    means = [float(v) for v in np.geomspace(2, 0.01, 320)]
+    lows = [1e-6 if k % 50 == 20 else 0.3 * mean for k, mean in enumerate(means)]
+    down = [*means, 1e-5]  # a new value is always in sight
+    limits = f"[[{means}, {lows}], [{down}, {down}]].map(([v, w]) => valueLimits({grain}(v, w), {options}))"
+    ended, falling = evaluate_page_code(tmp_path, "chart/grain.js", ["valueLimits"], limits)
+    assert 0.001 < ended[0] < 0.005
+    assert 5e-6 < falling[0] < 1e-5
+
+
 def test_signs_of_events_next_to_each_other_are_one_in_their_order(tmp_path: Path):
     """A sign that grows must not be drawn over the one before it."""
     marks = '[{at: 100, glyph: "‖"}, {at: 112, glyph: "lr"}, {at: 112, glyph: "▶"}, {at: 300, glyph: "‖"}]'
     back = '[{at: 100, glyph: "‖"}, {at: 101, glyph: "lr"}, {at: 100, glyph: "▶"}]'
-    text = 'joinGlyphs(["‖", "lr", "▶", "↓"])'
-    signs, (sign,), joined = evaluate_page_code(
-        tmp_path, "chart/marks.js", ["mergeSigns", "joinGlyphs"], f"[mergeSigns({marks}), mergeSigns({back}), {text}]"
+    signs, (sign,) = evaluate_page_code(
+        tmp_path, "chart/marks.js", ["mergeSigns"], f"[mergeSigns({marks}), mergeSigns({back})]"
     )
-    assert joined == "‖\u00a0lr\u00a0▶\u00a0↓"
     first, last = (
         {"at": 106, "glyphs": ["‖", "lr", "▶"], "marks": [0, 1, 2]},
         {"at": 300, "glyphs": ["‖"], "marks": [3]},
@@ -296,6 +318,29 @@ def test_signs_of_events_next_to_each_other_are_one_in_their_order(tmp_path: Pat
     assert signs == [first, last]
     assert sign["glyphs"] == ["‖", "lr", "▶"]
     assert sign["marks"] == [0, 1, 2]
+
+
+def test_failures_are_among_the_signs_that_a_place_has_room_for(tmp_path: Path):
+    kinds = ["lost", "pause", "lr", "resume", "repair", "save", "stop"]
+    marks = json.dumps([{"at": 100 + k, "glyph": EVENT_GLYPHS[kind], "kind": kind} for k, kind in enumerate(kinds)])
+    (sign,), (at_edge,) = evaluate_page_code(
+        tmp_path, "chart/marks.js", ["mergeSigns"], f"[mergeSigns({marks}), mergeSigns({marks}, 50, 110)]"
+    )
+    assert (sign["at"], sign["glyphs"]) == (103, ["†", "▶", "+", "↓", "■"])
+    assert 80 < at_edge["at"] < 100  # all of its text is left of 110
+
+
+def test_the_key_to_the_marks_is_that_of_pictures_and_reports(tmp_path: Path):
+    events = [Event(k, kind, "", 0.0, None) for k, kind in enumerate(EVENT_GLYPHS)]
+    events += [Event(99, "lost", "", 0.0, rank) for rank in (3, 1)]
+    events += [
+        Event(99, "stuck", f"node 2 {STOPPED_WORDS}", 0.0, 2),
+        *(Event(99, "error", "", 0.0, k) for k in range(5)),
+    ]
+    lines = json.dumps([build_log_line(event) for event in events])
+    key = evaluate_page_code(tmp_path, "chart/marks.js", ["describeMarks"], f"describeMarks({lines})")
+    assert key == describe_event_marks(events)
+    assert "⊘ node 2 stopped" in key
 
 
 _TWO_RUNS = """((mode, exact) => {

@@ -92,7 +92,7 @@ def test_one_label_for_lines_that_are_equal_has_the_word_of_the_legend(page: Pag
     run = FakeSource(ranks=3)
     run.advance(60, loss=1.0)
     view = StaticView(page, run)
-    assert view.root.get_by_test_id(LOSS).locator(".dtk-labels text").all_text_contents() == ["mean"]
+    assert view.root.get_by_test_id(LOSS).locator(".dtk-labels text").all_text_contents() == ["mean 1.00"]
     assert view.root.get_by_test_id("legend").locator("button").all_text_contents()[-1] == "mean"
 
 
@@ -190,11 +190,12 @@ def test_labels_of_many_nodes_stay_next_to_their_lines(page: Page, width: int):
     view = StaticView(page, run)
     chart = view.root.get_by_test_id(LOSS)
     labels = chart.locator(".dtk-labels text")
-    assert sorted(labels.all_text_contents()) == ["8 nodes", "mean"]
+    assert [re.sub(r"(?<=mean) [\d.]+", "", text) for text in sorted(labels.all_text_contents())] == ["8 nodes", "mean"]
     run.slowness = {1: 2.0}
     run.advance(60)
     view.update()
-    assert sorted(labels.all_text_contents()) == ["7 others", "mean", "▲ node 1"]
+    names = ["7 others", "mean", "▲ node 1"]
+    assert [re.sub(r"(?<=mean) [\d.]+", "", text) for text in sorted(labels.all_text_contents())] == names
     run.advance(60, loss=[0.5 * rank + 0.5 for rank in range(8)] * 60)  # now all have room
     view.update()
     assert sum("node" in text for text in labels.all_text_contents()) == 8

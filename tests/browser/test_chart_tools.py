@@ -636,6 +636,38 @@ def test_another_view_of_the_run_keeps_what_a_person_chose(page: Page):
     expect(StaticView(page, other).root.get_by_test_id("smoothing")).to_have_value("0")
 
 
+def test_a_reload_of_the_page_keeps_what_a_person_chose_for_the_last_runs(page: Page):
+    address = "http://127.0.0.1:9/page"  # a page with an origin has a storage
+    page.route("**/page", lambda route: route.fulfill(body="<!doctype html>", content_type="text/html"))
+    page.goto(address)
+    page.evaluate(
+        "() => localStorage.setItem('dtkit-views', JSON.stringify([...Array(30).keys()].map((k) => [`${k}`, '{}'])))"
+    )
+    run = FakeSource(ranks=2)
+    run.event("start", "training begins")
+    run.advance(60)
+    view = StaticView(page, run)
+    view.root.get_by_test_id("smoothing").fill("0.8")
+    view.root.get_by_test_id("x-axis").select_option("epoch")
+    view.root.get_by_test_id("legend").get_by_text("node 1", exact=True).click()
+    view.root.get_by_test_id("robust").click()
+    view.root.get_by_test_id("refresh").select_option("5 s")
+    loss = view.root.get_by_test_id(LOSS)
+    loss.hover()
+    loss.get_by_test_id("chart-scale").click()
+    page.evaluate(_PAINTED)
+    page.goto(address)
+    again = StaticView(page, run)
+    expect(again.root.get_by_test_id("smoothing")).to_have_value("0.8")
+    expect(again.root.get_by_test_id("x-axis")).to_have_value("epoch")
+    expect(again.root.locator("[data-key='n1']")).to_have_attribute("aria-pressed", "false")
+    expect(again.root.get_by_test_id("robust")).to_have_attribute("aria-pressed", "true")
+    expect(again.root.get_by_test_id("refresh")).to_have_value("5")
+    expect(again.root.get_by_test_id(LOSS).get_by_test_id("chart-scale")).to_have_attribute("aria-pressed", "true")
+    assert page.evaluate("() => window.sent.findLast((message) => message.attention).attention.refresh") == 5
+    assert page.evaluate("() => JSON.parse(localStorage.getItem('dtkit-views')).length") == 20
+
+
 def test_a_rate_chart_shows_no_mean_of_two_rates(page: Page):
     """The last bucket has two steps, one of each rate: their mean was never set."""
     run = FakeSource(ranks=2)

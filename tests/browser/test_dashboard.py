@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import socket
@@ -16,12 +17,14 @@ import dtkit
 from dtkit.dashboard.figures import render
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.comparison_widget import ComparisonWidget
+from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.live.widget import Dashboard
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.types import Evaluation, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
 from tests.support.lab import Look
 from tests.support.marks import slow
-from tests.support.static_view import StaticView, encode_message, list_overflowing, load_widget
+from tests.support.static_view import StaticView, add_widget, encode_message, list_overflowing, load_widget
 
 pytestmark = pytest.mark.browser
 
@@ -93,7 +96,8 @@ def test_pipeline_stages_show_no_loss_and_no_straggler(page: Page):
     view = StaticView(page, run)
     losses = view.root.get_by_test_id("loss-chart")
     assert losses.locator("path.dtk-line:not([d=''])").count() == 2
-    assert losses.locator(".dtk-labels text").all_text_contents() in (["node 1", "mean"], ["mean", "node 1"])
+    labels = losses.locator(".dtk-labels text").all_text_contents()
+    assert sorted(label.split(" 0.")[0] for label in labels) == ["mean", "node 1"]
     assert "all" in view.root.get_by_test_id("throughput-chart").locator(".dtk-labels text").all_text_contents()
     expect(view.root.get_by_test_id("throughput-chart").locator(".dtk-note")).to_have_text("samples/s without waiting")
     rows = view.root.get_by_test_id("nodes-table").locator("tbody tr")
@@ -149,7 +153,7 @@ def test_stuck_node_is_shown_in_every_panel_and_announced(page: Page):
     expect(view.root.get_by_test_id("nodes-table").locator(row).get_by_role("button")).to_have_text("⊘ 2")
     for chart in ("loss-chart", "throughput-chart"):
         panel = view.root.get_by_test_id(chart)
-        assert panel.locator(".dtk-mark-stuck text").text_content() == "⊘"
+        assert panel.locator(".dtk-sign .dtk-mark-stuck").text_content() == "⊘"
         assert "⊘ node 2" in panel.locator(".dtk-labels text").all_text_contents()
     expect(view.root.get_by_test_id("summary")).to_contain_text("⊘ node 2 stuck: forward")  # without delay
     assert list_overflowing(page) == []
@@ -336,10 +340,13 @@ def test_few_nodes_are_selected_by_name_or_row(page: Page):
     lines = view.root.get_by_test_id("loss-chart")
     expect(lines.locator("path.dtk-picked")).to_have_attribute("data-rank", "2")
     expect(lines.locator("path.dtk-faded")).to_have_count(3)
+    veils = view.root.get_by_test_id("timeline-panel").locator(".dtk-veil")  # over the strips of the others
+    expect(veils).to_have_count(3)
     view.root.get_by_test_id("time-panel").locator(".dtk-row[data-rank='2']").press(
         "Enter"
     )  # a second press clears the selection
     expect(lines.locator("path.dtk-picked")).to_have_count(0)
+    expect(veils).to_have_count(0)
 
 
 # -- the timeline -------------------------------------------------------------------------------------------------
@@ -592,6 +599,29 @@ def test_view_reports_a_restarted_kernel_at_once(page: Page):
     expect(view.root).to_have_attribute("data-state", "running")
 
 
+def test_a_view_without_its_kernel_leads_to_the_one_that_shows_the_run(page: Page):
+    run = make_source(2)
+    run.event("start", "training begins")
+    old = StaticView(page, run).root.element_handle()
+    page.evaluate("() => { document.getElementById('view').id = 'old'; window.cutOff(); }")
+    page.wait_for_function("(old) => old.dataset.state === 'lost'", arg=old)
+    error = page.locator("#old").get_by_test_id("error")
+    expect(error).to_contain_text("dtkit.attach()")
+    page.evaluate("""() => { const space = document.createElement("div"), place = document.createElement("div");
+      [space.style.height, place.id] = ["3000px", "view"];
+      document.body.append(space, place); }""")
+    add_widget(page, str(Dashboard._esm), MessageBuilder(run, itertools.count().__next__).build_snapshot())
+    expect(error).to_contain_text("Another cell of this notebook shows the run live")
+    expect(error).not_to_contain_text("dtkit.attach()")
+    new = page.locator("#view").get_by_test_id("dtkit-dashboard")
+    expect(new).not_to_be_in_viewport()
+    error.get_by_role("button", name="show it").click()
+    expect(new).to_be_in_viewport()
+    page.evaluate("() => window.cutOff()")  # the next kernel is gone, too
+    expect(error).to_contain_text("dtkit.attach()")
+    expect(error.get_by_role("button")).to_have_count(0)
+
+
 def test_the_counter_the_tiles_and_the_charts_show_the_same_step(page: Page):
     page.clock.install()
     run = make_source(2)
@@ -644,8 +674,11 @@ def test_stop_asks_once_and_a_bad_learning_rate_is_refused(page: Page):
     stop, rate = view.root.get_by_test_id("stop"), view.root.get_by_test_id("lr")
     stop.click()
     expect(stop).to_contain_text("Sure?")
+    expect(view.root.get_by_test_id("effect")).to_have_text("Stop ends the run; run.extend() can continue it later.")
+    expect(stop).to_have_attribute("title", re.compile("run.extend"))
     assert view.sent == []
     stop.click()
+    expect(view.root.get_by_test_id("effect")).to_have_text("")
     assert [message["command"] for message in view.sent] == ["stop"]
     rate.fill("-1")
     expect(view.root.get_by_test_id("lr-unsent")).to_have_text("Enter sends it")
@@ -686,7 +719,7 @@ def test_a_refused_learning_rate_is_marked_and_has_no_check_mark(page: Page):
     text = "✕ -3 is not a learning rate: it must be 0 or more, such as 0.01. It stays 0.01."
     expect(answer).to_have_text(text)
     expect(rate).to_have_attribute("aria-invalid", "true")
-    expect(view.root.get_by_test_id("lr-unsent")).to_have_text("✕ not sent")
+    expect(view.root.get_by_test_id("lr-unsent")).to_be_hidden()  # one refusal says it all
     view.root.get_by_test_id("scale").focus()  # and the box shows the rate in use
     expect(rate).to_have_value("0.01")
     expect(rate).to_have_attribute("aria-invalid", "false")

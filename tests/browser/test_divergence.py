@@ -30,7 +30,7 @@ def test_a_diverging_run_says_so_in_its_head(page: Page, width: int):
     expect(chip).to_contain_text("times since its best at step 120")
     view.root.get_by_test_id("log").scroll_into_view_if_needed()
     expect(view.root.get_by_test_id("log").locator(".dtk-event-diverged")).to_be_visible()
-    expect(view.root.get_by_test_id("loss-chart").locator(".dtk-mark-diverged text")).to_have_text("↗")
+    expect(view.root.get_by_test_id("loss-chart").locator(".dtk-sign .dtk-mark-diverged")).to_have_text("↗")
     expect(scale).to_have_attribute("aria-pressed", "mixed")
     ticks = view.root.get_by_test_id("loss-chart").locator(".dtk-grid text").all_text_contents()
     assert {"1", "10k"} <= set(ticks) or {"0.1", "100"} <= set(ticks), ticks

@@ -137,6 +137,11 @@ def load_widget(page: Page, module: str, first_message: Message, theme: str) -> 
     dark = theme == "dark"
     css = (STATIC_FOLDER / "dashboard.css").read_text(encoding="utf-8")
     page.set_content(_PAGE.format(light=str(not dark).lower(), background="#111" if dark else "#fff", css=css))
+    add_widget(page, module, first_message)
+
+
+def add_widget(page: Page, module: str, first_message: Message) -> None:
+    """Load a widget's module, once more, into the element `view` of a page."""
     page.evaluate(_START, [module, *encode_message(first_message)])
 
 

@@ -16,7 +16,6 @@ from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.summary.comparison import (
-    MANY_ORDERS,
     MEAN_LOSS,
     differ_in_bytes,
     find_loss_cap,
@@ -26,6 +25,7 @@ from dtkit.dashboard.summary.comparison import (
     list_shared_scalars,
     make_row,
     read_scalar,
+    spans_orders_of,
 )
 from dtkit.dashboard.summary.curves import downsample
 from dtkit.dashboard.summary.run_lines import choose_dash
@@ -181,7 +181,7 @@ def _draw_scalar(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
     style.format_step_axis(ax)
     style.set_title(ax, formatting.sanitize_text(name, 40), "logged, mean over all nodes")
     drawn = [read_scalar(history, name) for history in histories]
-    if is_steep(np.concatenate([values for _, values in drawn]), MANY_ORDERS):  # as in the live view
+    if spans_orders_of([values for _, values in drawn]):  # as in the live view
         _use_log_scale(ax)
     for k, ((steps, values), label) in enumerate(zip(drawn, labels, strict=True)):
         every = max(1, len(steps) // 8)

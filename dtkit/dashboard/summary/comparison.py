@@ -34,9 +34,14 @@ BROKEN_STATES = frozenset({"failed", "diverged", "paused, error", "paused, not f
 """States of runs that an error ended. A stopped run is none of them: `EarlyStopping` ends a good one."""
 LOSS, VALIDATION_DATA, TRAINING_DATA, DURATION = "loss function", "validation data", "training data", "epochs"
 """What runs should have in common where their numbers are compared."""
-MANY_ORDERS = 1000.0
-"""Ratio of values from which a panel of one run becomes logarithmic by itself, as in ``static/chart/grain.js``."""
-_NUM_BLOCKS = 32
+_MANY_ORDERS = 200.0
+"""Ratio of values from which a panel of one run becomes logarithmic by itself, as in ``static/chart/grain.js``.
+
+From there on, the smallest values are less than a pixel above 0 on a linear axis.
+"""
+_FAR_ABOVE_OTHERS = 1000.0
+"""Ratio from which a run's first loss says nothing about where losses begin."""
+_NUM_BLOCKS = 16
 MEAN_LOSS = Chart("loss", None, lambda totals, _copies: compute_drawn_losses(totals))
 """The loss over all ranks as a comparison draws it."""
 
@@ -164,9 +169,21 @@ def spans_orders(curve: np.ndarray) -> bool:
     """
     if not len(curve) or np.isnan(curve[:, 1]).all():
         return False
-    blocks = np.array_split(curve[:, 1], min(len(curve), _NUM_BLOCKS))
-    lows = [float(np.nanmean(block)) for block in blocks if not np.isnan(block).all()]
-    return is_steep(np.array([np.nanmax(curve[:, 2]), *lows]), MANY_ORDERS)
+    return spans_orders_of([curve[:, 1]])
+
+
+def spans_orders_of(lines: Sequence[np.ndarray]) -> bool:
+    """Return whether a linear axis would hide the smaller values of some lines; NaN where one has no value."""
+    ends: list[float] = []
+    for line in lines:
+        if (line < 0).any():
+            return False
+        positive = np.where(line > 0, line, np.nan)
+        edges = np.arange(1, _NUM_BLOCKS) * len(line) // _NUM_BLOCKS
+        blocks = np.split(positive, edges)
+        ends += [float(np.nanmean(block)) for block in blocks if not np.isnan(block).all()]
+        ends.append(float(np.nanmax(line, initial=0.0)))
+    return is_steep(np.array(ends), _MANY_ORDERS)
 
 
 def find_loss_cap(lines: Sequence[np.ndarray]) -> float | None:
@@ -179,7 +196,7 @@ def find_loss_cap(lines: Sequence[np.ndarray]) -> float | None:
     starts = [float(line[0]) for line in finite if len(line) and line[0] > 0]
     if not starts:
         return None
-    start = max(each for each in starts if each <= MANY_ORDERS * min(starts))  # a run may begin with a huge loss
+    start = max(each for each in starts if each <= _FAR_ABOVE_OTHERS * min(starts))  # a run may begin with a huge loss
     largest = max(float(line.max()) for line in finite if len(line))
     return _ROOM_ABOVE_START * start if largest > _FAR_ABOVE_START * start else None
 

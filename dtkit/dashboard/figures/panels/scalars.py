@@ -10,7 +10,7 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.event_marks import mark_events
-from dtkit.dashboard.summary.comparison import MANY_ORDERS, is_steep
+from dtkit.dashboard.summary.comparison import spans_orders_of
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
 from dtkit.dashboard.summary.series_names import is_system_name, split_unit
 
@@ -60,7 +60,7 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     style.show_all_steps(ax, history)
     if is_system_name(name):
         ax.set_ylim(0, _ROOM * float(ax.dataLim.ymax) or 1.0)  # a line along the upper end would be cut
-    elif is_steep(values, MANY_ORDERS):  # as in the live view
+    elif spans_orders_of([values]):  # as in the live view
         ax.set_yscale("log")
         style.format_log_axis(ax.yaxis, formatting.format_loss)
     style.draw_end_labels(ax, style.collect_line_labels(ax))

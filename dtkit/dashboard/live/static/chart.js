@@ -17,7 +17,7 @@ import { fitCaption } from "./chart/caption.js";
 import { newCursor } from "./chart/cursor.js";
 import { areShares, bucketGrain, hasNegative, inverted, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
 import { drawLabels, drawLine, drawPoints, drawSpots, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
-import { joinGlyphs, mergeSigns } from "./chart/marks.js";
+import { GLYPH_SPACE, mergeSigns } from "./chart/marks.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
 import { drawRunLabels } from "./chart/run_labels.js";
 import { newTooltip, within } from "./chart/tooltip.js";
@@ -191,11 +191,11 @@ function drawChart(view, width) {
   (options.lineName ? drawRunLabels : drawLabels)(view, ends, { from: LEFT, left: width - right + 8, top: TOP, bottom: height - BOTTOM });
   drawCursor(view);
 }
-const LABEL_ROOM = 72, VALIDATION_ROOM = 92, LABEL_LETTER = 6.9;
+const LABEL_ROOM = 92, LABEL_LETTER = 6.9; // for "◇ validation" and "mean 0.114"
 
 /** Return the room right of all charts of a run, so that equal steps are below each other. */
-function labelsRoom({ head: { overall = "" }, evaluations }) {
-  return Math.max(evaluations.length ? VALIDATION_ROOM : LABEL_ROOM, 16 + LABEL_LETTER * overall.length);
+function labelsRoom({ head: { overall = "" } }) {
+  return Math.max(LABEL_ROOM, 16 + LABEL_LETTER * overall.length);
 }
 
 const DOT_ROOM = 5; // around the plot, for whole dots and line ends
@@ -244,9 +244,9 @@ function drawGrid(view, width) {
   drawParts(view.layers.grid, parts);
 }
 
-const MOST_GLYPHS = 5, MOST_TEXTS = 12;
+const MOST_TEXTS = 12;
 
-/** Draw event marks on the step axis; those next to each other share one text, with each sign once. */
+/** Draw event marks on the step axis; those next to each other share one text, in which each sign has its color. */
 function drawMarks(view) {
   const { x, first, end } = view.frame, parts = [], signs = [];
   for (const mark of view.store.marks) {
@@ -255,11 +255,12 @@ function drawMarks(view) {
     const text = `step ${mark.step}: ${mark.text}`;
     parts.push(s("g", { class: look }, s("title", {}, text),
       s("line", { x1: at, x2: at, y1: TOP, y2: view.height - BOTTOM })));
-    signs.push({ at, glyph: MARKED[mark.kind] ?? "•", look, text });
+    signs.push({ at, glyph: MARKED[mark.kind] ?? "•", kind: mark.kind, look, text });
   }
-  for (const { at, glyphs, marks } of mergeSigns(signs)) {
-    const { look } = signs.find(({ glyph }) => glyph === glyphs[0]), texts = marks.slice(-MOST_TEXTS).map((k) => signs[k].text);
-    parts.push(s("g", { class: look }, s("title", {}, texts.join("\n")), s("text", { x: at, y: TOP - 3, "text-anchor": "middle" }, joinGlyphs(glyphs.slice(-MOST_GLYPHS)))));
+  for (const { at, glyphs, marks } of mergeSigns(signs, LEFT, LEFT + view.frame.width)) {
+    const texts = marks.slice(-MOST_TEXTS).map((k) => signs[k].text);
+    const spans = glyphs.map((glyph, k) => s("tspan", { class: signs.find((sign) => sign.glyph === glyph).look }, k ? GLYPH_SPACE + glyph : glyph));
+    parts.push(s("g", { class: "dtk-sign" }, s("title", {}, texts.join("\n")), s("text", { x: at, y: TOP - 3, "text-anchor": "middle" }, ...spans)));
   }
   view.layers.marks.replaceChildren(...parts);
 }

@@ -12,6 +12,7 @@ import { followAttention } from "./attention.js";
 import { h, keepKeys, setAttr, setText } from "./elements.js";
 import { afterPainting, drawPointed, listParts, newFrames } from "./frames.js";
 import { newRows } from "./grid.js";
+import { joinPage } from "./live_views.js";
 import { mountViews } from "./mount.js";
 import { banner } from "./panels/banner.js";
 import { controls } from "./panels/controls.js";
@@ -41,6 +42,7 @@ import { newSight } from "./sight.js";
 import { toolbar } from "./toolbar.js";
 import { apply, isLost, isTicking, LIVE, newStore, pressing, refreshMs } from "./store.js";
 import { followTheme } from "./theme.js";
+import { restoreChoices, saveChoices } from "./view_choices.js";
 
 /**
  * What is above the charts, and the panels below their tools. The order of charts is that in which runs mostly get their
@@ -101,9 +103,11 @@ function buildView(store, send) {
   const draw = (asked) => {
     if (!store.head) return;
     const isWhole = asked.has("all");
+    saveChoices(store);
     if (!isWhole && asked.has("pointed")) drawPointed(panels.filter(isDrawn));
     if (!isWhole && !asked.has("head")) return;
     store.lost = isLost(store);
+    store.page.tell();
     for (const [panel, update] of isWhole ? updates : headUpdates) if (isDrawn(panel)) update();
     if (!isWhole) drawHovered(store, panels.filter(isDrawn));
     if (!isWhole) rewriteTitles(panels.filter(isDrawn));
@@ -156,8 +160,9 @@ function openView(store, model, isRestored) {
   };
   const ticking = setInterval(tick, 1000); // the elapsed time of a long step
   store.attention.watch(root);
+  store.page.add(root);
   redraw();
-  return { root, redraw, dispose: () => { stopTheme(); size.disconnect(); clearInterval(ticking); store.attention.forget(root); } };
+  return { root, redraw, dispose: () => { stopTheme(); size.disconnect(); clearInterval(ticking); store.attention.forget(root); store.page.remove(root); } };
 }
 
 export default () => {
@@ -166,6 +171,7 @@ export default () => {
   store.redraw = (isHeadOnly) => { for (const redraw of views) redraw(isHeadOnly); };
   store.sight = newSight(store.redraw);
   store.pictureSight = newPictureSight(store);
+  store.page = joinPage(store);
   const redrawAll = (isHeadOnly) => {
     store.redraw(isHeadOnly);
     if (!isHeadOnly) requestAnimationFrame(store.sight.drawn);
@@ -182,6 +188,7 @@ export default () => {
       asked = Date.now();
       model.send({ hello: "gap" });
     }
+    restoreChoices(store);
     if (content.kind === "alive" && !store.lost) return;
     if (pressing(store) === before) store.pacer.soon(!CHEAP.includes(content.kind));
     else {
@@ -206,7 +213,7 @@ export default () => {
       model.send({ hello: "opened" }); // the kernel then forgets what pages reported before
       store.attention = followAttention((attention) => store.send({ attention }), () => store.view.refresh);
       views.add(mountViews(model.get("place"), (isRestored) => openView(store, model, isRestored)));
-      return store.attention.end;
+      return () => { store.attention.end(); store.page.end(); };
     },
     render({ model, el }) {
       const { root, redraw, dispose } = openView(store, model);

@@ -55,22 +55,6 @@ export function isLogShown({ log, shownLog }) {
   return scales.size > 1 ? "mixed" : [...scales][0] ?? log ?? false;
 }
 
-const KEPT_VIEWS = 32, VIEWS = Symbol.for("dtkit views");
-
-/** Continue with what a person chose in an earlier view of the same run in this page; later views continue with this one. */
-function keepChoices(store) {
-  const { view, head: { id } } = store, kept = (globalThis[VIEWS] ??= new Map()), before = kept.get(id);
-  if (!id || before === view || store.keepsChoices) return;
-  if (before) {
-    for (const key of ["x", "smooth", "log", "robust", "refresh"]) view[key] = before[key];
-    [view.ownLog, view.hidden] = [new Map(before.ownLog), new Set(before.hidden)];
-  }
-  store.keepsChoices = true;
-  kept.delete(id); // to be the newest
-  kept.set(id, view);
-  if (kept.size > KEPT_VIEWS) kept.delete(kept.keys().next().value);
-}
-
 /** Return whether a run waits for its first start. */
 export function isReady(store) {
   return store.status.state === "paused" && !(store.status.elapsed > 0);
@@ -154,7 +138,6 @@ export function apply(store, content, buffers) {
   if (content.verdict !== undefined) store.verdict = content.verdict;
   applyNow(store, content);
   store.head = content.head ?? store.head; // it changes when nodes are left out
-  keepChoices(store);
   if (whole) {
     for (const key of ["marks", "evaluations"]) store[key] = content[key];
     store.log = content.events;

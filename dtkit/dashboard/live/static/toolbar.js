@@ -1,14 +1,15 @@
 // The tools of all charts, in one line: the axis, smoothing, scale, limits, zoom, panels, and a legend that hides lines.
 
 import { AXES } from "./chart/axis.js";
+import { describeMarks } from "./chart/marks.js";
 import { zoomTo } from "./chart/pointer.js";
 import { h, setAttr, setText } from "./elements.js";
 import { nodeName } from "./picking.js";
 import { panelsMenu } from "./panels_menu.js";
 import { countLog, isLogAuto, isLogShown, LIVE } from "./store.js";
 
-const SCALE_HELP = "logarithmic scale of losses, norms and logged numbers; a chart chooses it by itself where its values span three orders";
-const AUTO_HELP = "logarithmic scale, chosen by itself since values span three orders; a click ends that, and your choice stays";
+const SCALE_HELP = "logarithmic scale of losses, norms and logged numbers; a chart chooses it by itself where its smallest values would touch 0 on a linear one";
+const AUTO_HELP = "logarithmic scale, chosen by itself since the smallest values would touch 0 on a linear scale; a click ends that, and your choice stays";
 
 /** Return the toolbar; `panels` are those of the menu, and `scaleOf` is {is, can, isAuto, set} of the scale of one chart, or of all with count(). */
 export function toolbar(store, panels, scaleOf = scaleOfAll(store)) {
@@ -19,11 +20,13 @@ export function toolbar(store, panels, scaleOf = scaleOfAll(store)) {
   const reset = h("button", { type: "button", class: "dtk-tool", "data-testid": "reset-zoom", title: "show all steps (double click, or 0 in a chart); drag over a chart to zoom" }, "↔ all steps");
   reset.addEventListener("click", () => zoomTo(store, null));
   const menu = panels ? panelsMenu(store, panels) : null, legend = legendField(store), refresh = panels && store.setRefresh ? refreshField(store) : null;
+  const key = h("span", { class: "dtk-marks-key", "data-testid": "marks-key" }); // a report has its own
   const el = h("div", { class: "dtk-toolbar", role: "toolbar", "aria-label": "chart tools", "data-testid": "toolbar" },
-    legend.el, h("span", { class: "dtk-toolset" }, reset, axis.el, smooth.el, scale.el, robust.el, ...[refresh, menu].filter(Boolean).map(({ el: part }) => part)));
+    legend.el, key, h("span", { class: "dtk-toolset" }, reset, axis.el, smooth.el, scale.el, robust.el, ...[refresh, menu].filter(Boolean).map(({ el: part }) => part)));
   const update = () => {
     el.hidden = !store.curves.used;
     reset.hidden = !store.view.zoom;
+    if (panels) setText(key, store.marks.length ? `marks:  ${describeMarks(store.marks)}` : "");
     for (const part of [axis, smooth, scale, robust, legend, refresh, menu]) part?.update();
   };
   return { el, update };

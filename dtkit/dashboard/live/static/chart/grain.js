@@ -109,7 +109,22 @@ export function areShares(grain, name) {
   return high >= LEAST_SHARE; // a learning rate is smaller
 }
 
-const ORDERS = 1000, BLOCKS = 32;
+// From this ratio on, the smallest values are less than a pixel above 0 on a linear axis: most charts are below 200 pixels.
+const ORDERS = 200, BLOCKS = 16; // as in summary/comparison.py
+
+/** Return the means of of(value, at) over the known values in each of BLOCKS parts of a line's points. */
+function blockMeans(grain, line, isKnown, of = (v) => v) {
+  const blocks = Math.min(grain.used, BLOCKS), means = [];
+  for (let block = 0; block < blocks; block++) {
+    let [sum, count] = [0, 0];
+    for (let at = Math.floor(block * grain.used / blocks); at < Math.floor((block + 1) * grain.used / blocks); at++) {
+      const v = grain.value(line, at, 1);
+      if (isKnown(v, at)) [sum, count] = [sum + of(v, at), count + 1];
+    }
+    if (count) means.push(sum / count);
+  }
+  return means;
+}
 
 /**
  * Return whether values are so different that a linear axis would hide the smaller ones. None is negative; zeros don't
@@ -119,19 +134,34 @@ const ORDERS = 1000, BLOCKS = 32;
 export function spansOrders(grain, most = Infinity, areRuns = false) {
   let [low, high] = [Infinity, -Infinity];
   if (hasNegative(grain)) return false;
-  const each = Math.ceil(grain.used / BLOCKS);
   for (let line = areRuns ? 0 : grain.lines - 1; line < grain.lines; line++) {
-    for (let from = 0; from < grain.used; from += each) {
-      let [sum, count] = [0, 0];
-      for (let at = from; at < Math.min(from + each, grain.used); at++) {
-        const v = grain.value(line, at, 1), largest = grain.value(line, at, 2);
-        if (!(v > 0 && v <= most)) continue;
-        [sum, count, high] = [sum + v, count + 1, Math.max(high, v, largest <= most ? largest : v)];
-      }
-      if (count) low = Math.min(low, sum / count);
+    low = Math.min(low, ...blockMeans(grain, line, (v) => v > 0 && v <= most));
+    for (let at = 0; at < grain.used; at++) {
+      const v = grain.value(line, at, 1);
+      if (v <= most) high = Math.max(high, v);
     }
   }
-  return high >= ORDERS * low;
+  return high > 0 && high >= ORDERS * low;
+}
+
+const LOG_ROOM = 4; // times below the lowest part of a line
+
+/**
+ * Return down to where a logarithmic axis has to show the points in sight: a little below the lowest part of a line, and to
+ * its last value. Single small values would take an axis down by orders, and leave its upper third to the line.
+ */
+function logFloor(grain, shown, from, to, smoothed) {
+  let floor = Infinity;
+  for (let line = 0; line < grain.lines; line++) {
+    if (!shown(line)) continue;
+    const drawn = (v, at) => smoothed[line]?.[at] ?? v, isInSight = (at) => grain.span(at)[1] >= from && grain.span(at)[0] <= to;
+    const means = blockMeans(grain, line, (v, at) => drawn(v, at) > 0 && isInSight(at), (v, at) => Math.log(drawn(v, at)));
+    floor = Math.min(floor, ...means.map((mean) => Math.exp(mean) / LOG_ROOM));
+    let last = grain.used - 1;
+    while (last >= 0 && !(isInSight(last) && grain.value(line, last, 1) > 0)) last--;
+    if (last >= 0) floor = Math.min(floor, drawn(grain.value(line, last, 1), last));
+  }
+  return floor;
 }
 
 const RARE = 0.02, RARE_ROOM = 0.25;
@@ -158,6 +188,8 @@ export function valueLimits(grain, { shown, from, to, extra, averages = () => nu
     }
   }
   if (low > high && most < Infinity) return valueLimits(grain, { shown, from, to, extra, averages, isLog, robust, fromZero });
+  const floor = isLog ? logFloor(grain, shown, from, to, smoothed) : Infinity;
+  if (floor < Infinity) low = Math.max(low, floor);
   for (const v of extra) [low, high] = [Math.min(low, v), Math.max(high, v)];
   if (low > high) [low, high] = isLog ? [0.1, 1] : [0, 1];
   if (robust && means.length > 4) [low, high] = commonLimits(means, low, high);

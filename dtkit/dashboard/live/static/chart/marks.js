@@ -1,29 +1,62 @@
-// The signs of events above a chart.
+// The signs of events above a chart, and their key.
+
+import { MARKED } from "../store.js";
+
+const URGENT_MARKS = ["error", "lost", "stuck", "diverged"], MOST_GLYPHS = 5;
+const MARK_WORDS = {
+  pause: "paused", resume: "resumed", lr: "new learning rate", error: "error", stop: "stopped", lost: "lost", repair: "repaired", save: "saved", stuck: "stuck", diverged: "diverged",
+}; // as in summary/event_marks.py, which has the same key
+
+/** Return a legend of the marks {kind, text, rank} that are there, with their nodes; an empty text without marks. */
+export function describeMarks(marks) {
+  const ranks = new Map();
+  for (const { kind, text, rank } of marks) {
+    const word = kind === "stuck" && text.includes("is stopped (SIGSTOP)") ? "stopped" : MARK_WORDS[kind], key = `${MARKED[kind]} ${word}`;
+    ranks.set(key, (ranks.get(key) ?? new Set()).add(rank));
+  }
+  return [...ranks].map(([key, found]) => {
+    const nodes = [...found].filter((rank) => rank !== null).sort((a, b) => a - b), [glyph, word] = key.split(/ (.*)/);
+    return [glyph, ...(nodes.length ? [formatRanks(nodes)] : []), word].join(" ");
+  }).join("   ");
+}
+
+function formatRanks(ranks) {
+  if (ranks.length === 1) return `node ${ranks[0]}`;
+  const [first, last] = ranks.length <= 4 ? [ranks.slice(0, -1), ranks.at(-1)] : [ranks.slice(0, 3), `${ranks.length - 3} more`];
+  return `nodes ${first.join(", ")} and ${last}`;
+}
 
 const GLYPH_LETTER_PX = 6, GLYPH_SYMBOL_PX = 9, GLYPH_SPACE_PX = 4, SIGN_GAP_PX = 3; // widths in a wide font
 
 /**
- * Return the signs {at, glyphs, marks} of marks {at, glyph}, both with positions in pixels and in the order of events.
- * Signs that would be drawn over each other are one, with each glyph once. Its `marks` are numbers of the given ones.
+ * Return the signs {at, glyphs, marks} of marks {at, glyph, kind}, both with positions in pixels and in the order of events.
+ * Signs that would be drawn over each other are one, with each glyph once; of many, those of failures and the last ones.
+ * Its `marks` are numbers of the given ones. A sign is over the middle of its lines, or as near to it as `from` and `to` allow.
  */
-export function mergeSigns(marks) {
+export function mergeSigns(marks, from = -Infinity, to = Infinity) {
   const signs = [];
-  for (const [order, { at, glyph }] of [...marks.entries()].sort(([, a], [, b]) => a.at - b.at)) {
-    signs.push({ at, until: at, marks: [[order, glyph]] });
+  for (const [order, { at, glyph, kind }] of [...marks.entries()].sort(([, a], [, b]) => a.at - b.at)) {
+    signs.push({ at, until: at, marks: [[order, glyph, URGENT_MARKS.includes(kind)]] });
     while (signs.length > 1 && isOver(signs.at(-2), signs.at(-1))) {
       const later = signs.pop(), sign = signs.at(-1);
       sign.until = later.until;
       sign.marks.push(...later.marks);
     }
   }
-  return signs.map((sign) => ({ at: middleOf(sign), glyphs: glyphsOf(sign), marks: sign.marks.map(([order]) => order).sort((a, b) => a - b) }));
+  return signs.map((sign) => ({ at: keepWithin(middleOf(sign), widthOfSign(sign) / 2, from, to), glyphs: glyphsOf(sign), marks: sign.marks.map(([order]) => order).sort((a, b) => a - b) }));
 }
-/** Return glyphs as one text, apart from each other: "‖" before an l would be read as a part of it. */
-export function joinGlyphs(glyphs) {
-  return glyphs.join("\u00a0");
+function keepWithin(at, half, from, to) {
+  return Math.max(from + half, Math.min(to - half, at));
 }
+/** Between glyphs of one sign: "‖" before an l would be read as a part of it. */
+export const GLYPH_SPACE = "\u00a0";
+
+/** Return the glyphs of a sign in the order of events. */
 function glyphsOf({ marks }) {
-  return [...new Set([...marks].sort(([a], [b]) => a - b).map(([, glyph]) => glyph))];
+  const ordered = [...marks].sort(([a], [b]) => a - b), all = [...new Set(ordered.map(([, glyph]) => glyph))];
+  const urgent = new Set(ordered.filter(([, , isUrgent]) => isUrgent).map(([, glyph]) => glyph));
+  const kept = [...urgent, ...all.filter((glyph) => !urgent.has(glyph)).reverse()].slice(0, MOST_GLYPHS);
+  return all.filter((glyph) => kept.includes(glyph));
 }
 function middleOf({ at, until }) {
   return (at + until) / 2;
@@ -32,6 +65,6 @@ function isOver(left, right) {
   return middleOf(right) - middleOf(left) < SIGN_GAP_PX + (widthOfSign(left) + widthOfSign(right)) / 2;
 }
 function widthOfSign(sign) {
-  const widths = [...joinGlyphs(glyphsOf(sign))].map((each) => (each === "\u00a0" ? GLYPH_SPACE_PX : /[a-z]/.test(each) ? GLYPH_LETTER_PX : GLYPH_SYMBOL_PX));
+  const widths = [...glyphsOf(sign).join(GLYPH_SPACE)].map((each) => (each === GLYPH_SPACE ? GLYPH_SPACE_PX : /[a-z]/.test(each) ? GLYPH_LETTER_PX : GLYPH_SYMBOL_PX));
   return widths.reduce((sum, width) => sum + width, 0);
 }

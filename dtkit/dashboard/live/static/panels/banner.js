@@ -5,12 +5,18 @@ import { h, setProse } from "../elements.js";
 const GONE = "The kernel doesn't answer: this is the last that was heard of the run. After a restart of the kernel, " +
   "dtkit.attach() takes the engines over, and its current_run shows the run again.";
 
+const SHOWN_ELSEWHERE = "The kernel that had this run is gone. Another cell of this notebook shows the run live.";
+
 export function banner(store) {
-  const el = h("div", { class: "dtk-banner", role: "alert", "data-testid": "error", hidden: "" });
+  const words = h("span"), jump = h("button", { type: "button", class: "dtk-tool", "data-testid": "show-live" }, "show it");
+  const el = h("div", { class: "dtk-banner", role: "alert", "data-testid": "error", hidden: "" }, words);
+  jump.addEventListener("click", () => store.page.find()?.scrollIntoView({ block: "start" }));
   const update = () => {
-    const text = store.lost ? GONE : store.error;
+    const isElsewhere = store.lost && store.page?.find() != null, text = isElsewhere ? SHOWN_ELSEWHERE : store.lost ? GONE : store.error;
     el.hidden = !text;
-    setProse(el, text ?? "");
+    el.classList.toggle("dtk-good", isElsewhere);
+    setProse(words, text ?? "");
+    if (isElsewhere !== (jump.parentNode === el)) el.replaceChildren(words, ...(isElsewhere ? [" ", jump] : []));
   };
   return { el, update };
 }

@@ -13,6 +13,7 @@ const BUTTONS = [
   { command: "save", glyph: "↓", label: "Save", asking: "Saving…", when: [...LIVE, "completed", "stopped"], offered: true },
 ];
 const REALLY_STOP = "Sure?"; // short, so that the button keeps its width
+const STOP_HELP = "Stop ends the run; run.extend() can continue it later.";
 const LOWER = 10; // how many times lower the rate is that a diverged run is offered
 const SURE_MS = 5000;
 const SURE_FACTOR = 100; // of a rate, from which the box asks, since it may be mistyped; as in rate_jump.py
@@ -57,7 +58,7 @@ export function controls(store, send, redraw) {
     for (const b of buttons) {
       const asked = store.asked.has(b.command === "lower" ? "lr" : b.command);
       setText(b.text, asked && !store.lost && !store.gone ? b.asking : label(b));
-      setAttr(b.el, "title", store.gone ? "the kernel that had the run was restarted" : "");
+      setAttr(b.el, "title", store.gone ? "the kernel that had the run was restarted" : b.command === "stop" ? STOP_HELP : "");
       const isOffered = !b.offered || store.head.offers.includes(b.command);
       b.el.hidden = !isOffered || (hasEnded(store) && !b.when.includes(status.state)); // an ended run takes few commands
       if (b.command === "lower") b.el.hidden = primary !== "lower";
@@ -73,7 +74,9 @@ export function controls(store, send, redraw) {
     // One answer at a time: a check mark next to a refusal would read as if the refused command had worked.
     const isRefused = store.refused && store.refusedAt >= store.effectAt;
     const isNew = store.effect.text && !isRefused && Date.now() - store.effectAt < EFFECT_MS;
-    setText(effect, isNew && status.state !== "failed" ? `✓ ${store.effect.text}` : "");
+    const isAsking = stopping.isOpen() && !isRefused;
+    setText(effect, isAsking ? STOP_HELP : isNew && status.state !== "failed" ? `✓ ${store.effect.text}` : "");
+    effect.classList.toggle("dtk-asking", isAsking);
     setText(refusal, isRefused ? `✕ ${store.refused.text}` : "");
     el.hidden = hasEnded(store) && !effect.textContent && !refusal.textContent && buttons.every((b) => b.el.hidden); // its gap, too
     if (hadFocus && (active.disabled || !active.getClientRects().length)) passFocusOn(el, buttons);
@@ -233,9 +236,8 @@ function rateField(store, ask, redraw) {
     input.disabled = !LIVE.includes(store.status.state) || store.lost || store.lr === null;
     if (!edited && !store.asked.has("lr") && input.value !== current()) input.value = current();
     const isBad = input.getAttribute("aria-invalid") === "true";
-    unsent.hidden = !edited && !isSame();
-    setAttr(unsent, "class", `dtk-note${isBad ? " dtk-refusal" : ""}`);
-    setText(unsent, isBad ? "✕ not sent" : isSame() ? same.text : isSure() ? `${describeJump(store, sure.value)}? Enter again` : "Enter sends it");
+    unsent.hidden = isBad || (!edited && !isSame()); // the refusal says it
+    setText(unsent, isSame() ? same.text : isSure() ? `${describeJump(store, sure.value)}? Enter again` : "Enter sends it");
   };
   return { el, update };
 }

@@ -16,7 +16,7 @@ const PASSES = ["forward", "backward", "backward input", "backward weight"];
 
 export function timeline(store, _send, redraw) {
   const note = h("span", { class: "dtk-note" }), prefix = newPrefix();
-  const layers = Object.fromEntries(["axis", "plan", "boxes", "numbers", "names"].map((name) => [name, s("g", { class: `dtk-strip-${name}` })]));
+  const layers = Object.fromEntries(["axis", "plan", "boxes", "numbers", "veils", "names"].map((name) => [name, s("g", { class: `dtk-strip-${name}` })]));
   layers.axis.setAttribute("class", "dtk-grid");
   const svg = s("svg", { class: "dtk-chart", role: "img" }, textures(prefix), ...Object.values(layers));
   const legend = h("ul", { class: "dtk-legend", "aria-label": "kinds of work" });
@@ -44,7 +44,7 @@ export function timeline(store, _send, redraw) {
     if (el.hidden) return;
     if (strip.error) throw new Error(strip.error);
     const width = Math.max(180, readWidth());
-    drawStripNames(view);
+    drawStripNames(view, width);
     legend.hidden = hasLegendAbove(el);
     if (view.width === width && view.boxes === strip.boxes) return;
     [view.width, view.boxes] = [width, strip.boxes];
@@ -128,9 +128,9 @@ function drawStripAxis(view, frame) {
   drawParts(view.layers.axis, parts);
 }
 
-/** Draw the names of the strips; a click on one highlights its node. */
-function drawStripNames(view) {
-  const { store, layers: { names } } = view, { ranks } = store.strip, rowTall = tallOf(store.strip);
+/** Draw the names of the strips, and pale strips where another node is highlighted; a click on a name highlights its node. */
+function drawStripNames(view, width) {
+  const { store, layers: { names, veils } } = view, { ranks } = store.strip, rowTall = tallOf(store.strip);
   while (names.children.length > ranks.length) names.lastChild.remove();
   while (names.children.length < ranks.length) {
     const place = names.children.length, text = s("text", { x: 58 });
@@ -142,6 +142,9 @@ function drawStripNames(view) {
     setAttr(names.children[place], "y", place * rowTall + rowTall / 2 + 4);
     setAttr(names.children[place], "class", `dtk-name${pickedClass(store, rank)}`);
   });
+  const { left } = frameOf(view, width), isFaded = (rank) => store.selected !== null && store.selected !== rank;
+  const faded = ranks.flatMap((rank, place) => (isFaded(rank) ? [place * rowTall] : []));
+  drawParts(veils, faded.map((y) => ["rect", { class: "dtk-veil", x: left, y, width: width - left, height: rowTall }]));
 }
 
 /** Return whether the bars, which have the legend of both panels, are shown above the timeline. */

@@ -24,8 +24,10 @@ def test_html_is_escaped_without_control_characters():
 
 
 def test_names_break_where_a_reader_would():
-    page = Table(("strategy",), [("ParameterAveraging(every=8)",)], {"strategy"}).to_html()
+    names = [("ParameterAveraging(every=8)",), ("DiLoCo, every 8",)]
+    page = Table(("strategy",), names, {"strategy"}).to_html()
     assert ">Parameter<wbr>Averaging(<wbr>every=8)<" in page
+    assert ">DiLoCo, every 8<" in page
 
 
 def test_a_narrow_table_has_one_column_of_text():

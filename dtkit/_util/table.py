@@ -105,7 +105,7 @@ class Table:
 
 def _add_breaks(text: str) -> str:
     """Let a name break after a bracket and between its words, as in ``ParameterAveraging(every=8)``."""
-    return re.sub(r"\(|(?<=[a-z])(?=[A-Z])", lambda match: f"{match[0]}<wbr>", text)
+    return re.sub(r"\(|(?<=[a-z]{3})(?=[A-Z][a-z]{2})", lambda match: f"{match[0]}<wbr>", text)
 
 
 def _add_hyphens(text: str) -> str:

@@ -37,7 +37,7 @@ CLAIM = re.compile(
     r"^(theory holds ✓|theory fails ✗|limit kept ✓|limit exceeded ✗)  (.+): measured .+; .+$", re.MULTILINE
 )
 """First line of a claim as text: see `dtkit.lessons`."""
-MOST_LINES = 15
+MOST_LINES = 14
 """Of a cell."""
 
 

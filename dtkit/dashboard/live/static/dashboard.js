@@ -140,10 +140,10 @@ function isMessageDue(store) {
   return (chosen || !head?.has_spare_core) && status?.state === "running" && Date.now() - received < chosen + NEXT_MS;
 }
 
-/** Return a view that follows the theme and its size: {root, redraw, dispose}. */
 // A front end finds no output of before the reload, and so keeps the picture below it in the notebook.
 const RESTORED = "This page was loaded again. A saved notebook keeps this cell's picture from before that: show the run in a new cell for a newer one.";
 
+/** Return a view that follows the theme and its size: {root, redraw, dispose}. */
 function openView(store, model, isRestored) {
   const { root, redraw } = buildView(store, (message) => sendTo(model, message)), stopTheme = followTheme(root);
   if (isRestored && LIVE.includes(store.status?.state)) root.append(h("p", { class: "dtk-note dtk-restored", "data-testid": "restored" }, RESTORED));
@@ -171,7 +171,6 @@ export default () => {
   store.redraw = (isHeadOnly) => { for (const redraw of views) redraw(isHeadOnly); };
   store.sight = newSight(store.redraw);
   store.pictureSight = newPictureSight(store);
-  store.page = joinPage(store);
   const redrawAll = (isHeadOnly) => {
     store.redraw(isHeadOnly);
     if (!isHeadOnly) requestAnimationFrame(store.sight.drawn);
@@ -203,6 +202,7 @@ export default () => {
   return {
     initialize({ model }) {
       store.send = (message) => sendTo(model, message);
+      store.page = joinPage(store);
       model.on("msg:custom", (content, buffers) => receive(model, content, buffers));
       model.on("comm_live_update", () => { // JupyterLab cuts all models off when a person restarts the kernel
         store.gone = true;

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import dtkit
+from dtkit.testing.fake_transport import FakeTransport
 from tests.support.hosts import network as networks
 from tests.support.hosts import slurm as slurms
 from tests.support.hosts import ssh
@@ -29,6 +31,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def root() -> Path:
     """Root of the repository."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def cluster() -> Iterator[dtkit.Cluster]:
+    """A cluster over two doubles of engines; that of tests/cluster has real ones."""
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as made:
+        yield made
 
 
 @pytest.fixture

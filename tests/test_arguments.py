@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,12 +24,8 @@ from dtkit.history.workload import Efficiency
 from dtkit.planning.memory_report import Memory
 from dtkit.planning.plan import Plan
 from dtkit.rpc.verification import Verification
-from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.task import Task
 from tests.support.small import accuracy, data, net, train
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 RESULTS = (
     Comparison,
@@ -112,12 +108,6 @@ def test_every_function_refuses_a_misspelled_name(name: str):
     function = eval(name, {"dtkit": dtkit})
     with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) has no argument zzz=; "):
         function(zzz=1)
-
-
-@pytest.fixture
-def cluster() -> Iterator[dtkit.Cluster]:
-    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as made:
-        yield made
 
 
 def take_output(output: torch.Tensor) -> torch.Tensor:

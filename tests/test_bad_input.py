@@ -15,18 +15,10 @@ from torch.nn import functional as F
 import dtkit
 from dtkit._util import resources
 from dtkit.strategies.sharded import check_shardable
-from dtkit.testing.fake_transport import FakeTransport
 from tests.support.small import check_usable, data, net, sgd, train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-@pytest.fixture
-def cluster() -> Iterator[dtkit.Cluster]:
-    """A cluster over two doubles of engines."""
-    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as made:
-        yield made
 
 
 GATE = threading.Lock()

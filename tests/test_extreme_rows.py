@@ -12,23 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-import dtkit
 from dtkit.data import extreme_rows
 from dtkit.data.extreme_rows import complete_rows, find_extreme_rows
 from dtkit.errors import FirstBatchError
-from dtkit.testing.fake_transport import FakeTransport
 from tests.support.small import data, net, train
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import dtkit
 
 INPUTS, TARGETS = data()
-
-
-@pytest.fixture
-def cluster() -> Iterator[dtkit.Cluster]:
-    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as made:
-        yield made
 
 
 def put(array: torch.Tensor, row: int, value: float) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,21 +13,11 @@ from torch.nn import functional as F
 import dtkit
 from dtkit.data.loss_check import check_gradients_reach_model, describe_parts
 from dtkit.strategies.loss import Loss
-from dtkit.testing.fake_transport import FakeTransport
 from tests.support.small import data, net, train
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BATCH = tuple(tensor[:8] for tensor in data())
 CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.2])
 OWN_MODEL = net()
-
-
-@pytest.fixture
-def cluster() -> Iterator[dtkit.Cluster]:
-    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as made:
-        yield made
 
 
 def weigh_classes(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

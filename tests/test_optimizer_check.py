@@ -9,23 +9,17 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 
-import dtkit
 from dtkit.errors import FirstBatchError
-from dtkit.testing.fake_transport import FakeTransport
 from tests.support.small import net, sgd, train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+
+    import dtkit
 
 OTHER = net()
 SETTINGS = {"lr": 0.1}
 MADE: list[object] = []
-
-
-@pytest.fixture
-def cluster() -> Iterator[dtkit.Cluster]:
-    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as made:
-        yield made
 
 
 def make_twice(params: Any) -> Any:

@@ -11,21 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import dtkit
 from dtkit.errors import FirstBatchError
-from dtkit.testing.fake_transport import FakeTransport
 from tests.support.small import ROWS, data, train
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import dtkit
 
 INPUTS, CLASSES = data()
-
-
-@pytest.fixture
-def cluster() -> Iterator[dtkit.Cluster]:
-    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as made:
-        yield made
 
 
 def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

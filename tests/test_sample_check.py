@@ -8,21 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-import dtkit
 from dtkit.errors import FirstBatchError
-from dtkit.testing.fake_transport import FakeTransport
 from tests.support.small import data, train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+
+    import dtkit
 
 INPUTS, TARGETS = data()
-
-
-@pytest.fixture
-def cluster() -> Iterator[dtkit.Cluster]:
-    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as made:
-        yield made
 
 
 class Samples(torch.utils.data.Dataset):

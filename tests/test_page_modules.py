@@ -15,9 +15,9 @@ from dtkit.dashboard.live.bundle import STATIC_FOLDER
 from dtkit.dashboard.live.evaluation_feed import MAX_SNAPSHOT_EVALUATIONS
 from dtkit.dashboard.live.log_lines import build_log_line
 from dtkit.dashboard.live.messages import MessageBuilder
-from dtkit.dashboard.summary.comparison import spans_orders
 from dtkit.dashboard.summary.curves import CurveBuckets
 from dtkit.dashboard.summary.event_marks import EVENT_GLYPHS, describe_event_marks
+from dtkit.dashboard.summary.value_scale import find_log_floor, spans_orders
 from dtkit.health.stall_report import STOPPED_WORDS
 from dtkit.history.undone_steps import UndoneSteps
 from dtkit.types import Evaluation, Event
@@ -301,6 +301,7 @@ def test_single_small_values_take_no_logarithmic_axis_down(tmp_path: Path):
     limits = f"[[{means}, {lows}], [{down}, {down}]].map(([v, w]) => valueLimits({grain}(v, w), {options}))"
     ended, falling = evaluate_page_code(tmp_path, "chart/grain.js", ["valueLimits"], limits)
     assert 0.001 < ended[0] < 0.005
+    assert find_log_floor([np.array(means)]) == pytest.approx(1.1 * ended[0])  # the page leaves room below it
     assert 5e-6 < falling[0] < 1e-5
 
 

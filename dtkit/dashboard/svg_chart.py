@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import formatting
-from dtkit.dashboard.summary.comparison import is_steep
 from dtkit.dashboard.summary.ticks import choose_log_ticks, choose_ticks
+from dtkit.dashboard.summary.value_scale import is_steep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

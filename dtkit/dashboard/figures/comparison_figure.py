@@ -21,15 +21,14 @@ from dtkit.dashboard.summary.comparison import (
     find_loss_cap,
     find_metric_cap,
     is_better_lower,
-    is_steep,
     list_shared_scalars,
     make_row,
     read_scalar,
-    spans_orders_of,
 )
 from dtkit.dashboard.summary.curves import downsample
 from dtkit.dashboard.summary.run_lines import choose_dash
 from dtkit.dashboard.summary.short_batches import compute_drawn_losses
+from dtkit.dashboard.summary.value_scale import is_steep, spans_orders_of
 from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:

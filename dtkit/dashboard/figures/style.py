@@ -15,14 +15,14 @@ from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator, 
 from matplotlib.transforms import ScaledTranslation
 
 from dtkit._util import formatting
-from dtkit.dashboard.summary.comparison import spans_orders
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES, Curves
 from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.ticks import choose_log_ticks
+from dtkit.dashboard.summary.value_scale import find_log_floor, spans_orders
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -251,6 +251,14 @@ def scale_by_span(ax: Axes, buckets: CurveBuckets) -> None:
     if spans_orders(buckets.values[:, -1]):
         ax.set_yscale("log")
         format_log_axis(ax.yaxis, formatting.format_loss)
+        draw_end_labels(ax, collect_line_labels(ax))
+
+
+def leave_out_single_small_values(ax: Axes, lines: Iterable[np.ndarray]) -> None:
+    """End a logarithmic axis a little below the lowest part of its lines, all of which were drawn."""
+    floor = find_log_floor(lines) if ax.get_yscale() == "log" else None
+    if floor is not None and floor > ax.get_ylim()[0]:
+        ax.set_ylim(bottom=floor)
         draw_end_labels(ax, collect_line_labels(ax))
 
 

@@ -28,11 +28,11 @@ from dtkit.dashboard.summary.comparison import (
     MEAN_LOSS,
     find_loss_cap,
     find_metric_cap,
-    is_steep,
     list_shared_scalars,
 )
 from dtkit.dashboard.summary.curves import Curves
 from dtkit.dashboard.summary.short_batches import SHORT_BATCH_NOTE, compute_drawn_losses, find_short_batches
+from dtkit.dashboard.summary.value_scale import is_steep
 from dtkit.dashboard.text.comparison_text import describe_ends, make_differences_table, make_table, make_table_note
 from dtkit.history.speed import read_step_ends
 

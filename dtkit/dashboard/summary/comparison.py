@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dtkit.types import RunSpec
 
 _SAME_BYTES_RATIO = 1.05
-_STEEP_RATIO = 50.0  # from this ratio of losses on, an axis is logarithmic
 _FAR_ABOVE_START = 10.0  # a loss so many times the first one has diverged
 _ROOM_ABOVE_START = 3.0
 NUM_RATE_BUCKETS = 64
@@ -34,14 +33,8 @@ BROKEN_STATES = frozenset({"failed", "diverged", "paused, error", "paused, not f
 """States of runs that an error ended. A stopped run is none of them: `EarlyStopping` ends a good one."""
 LOSS, VALIDATION_DATA, TRAINING_DATA, DURATION = "loss function", "validation data", "training data", "epochs"
 """What runs should have in common where their numbers are compared."""
-_MANY_ORDERS = 200.0
-"""Ratio of values from which a panel of one run becomes logarithmic by itself, as in ``static/chart/grain.js``.
-
-From there on, the smallest values are less than a pixel above 0 on a linear axis.
-"""
 _FAR_ABOVE_OTHERS = 1000.0
 """Ratio from which a run's first loss says nothing about where losses begin."""
-_NUM_BLOCKS = 16
 MEAN_LOSS = Chart("loss", None, lambda totals, _copies: compute_drawn_losses(totals))
 """The loss over all ranks as a comparison draws it."""
 
@@ -150,40 +143,6 @@ def differ_in_bytes(rows: Sequence[ComparisonRow]) -> bool:
     """Return whether the runs sent different numbers of bytes in a step, by more than a twentieth."""
     known = [row.bytes_per_step for row in rows if math.isfinite(row.bytes_per_step)]
     return bool(known) and max(known) > _SAME_BYTES_RATIO * min(known)
-
-
-def is_steep(losses: np.ndarray, ratio: float = _STEEP_RATIO) -> bool:
-    """Return whether losses are so different that a linear axis would hide the smaller ones.
-
-    None of them is negative. Zeros don't count: they have no place on a logarithmic axis.
-    """
-    known = losses[np.isfinite(losses)]
-    positive = known[known > 0]
-    return bool(len(positive) and known.min() >= 0 and positive.max() / positive.min() >= ratio)
-
-
-def spans_orders(curve: np.ndarray) -> bool:
-    """Return whether a linear axis would hide the smaller values of a curve of (smallest, mean, largest).
-
-    Small values are means of some buckets, as in the live view: a single one is often small by chance.
-    """
-    if not len(curve) or np.isnan(curve[:, 1]).all():
-        return False
-    return spans_orders_of([curve[:, 1]])
-
-
-def spans_orders_of(lines: Sequence[np.ndarray]) -> bool:
-    """Return whether a linear axis would hide the smaller values of some lines; NaN where one has no value."""
-    ends: list[float] = []
-    for line in lines:
-        if (line < 0).any():
-            return False
-        positive = np.where(line > 0, line, np.nan)
-        edges = np.arange(1, _NUM_BLOCKS) * len(line) // _NUM_BLOCKS
-        blocks = np.split(positive, edges)
-        ends += [float(np.nanmean(block)) for block in blocks if not np.isnan(block).all()]
-        ends.append(float(np.nanmax(line, initial=0.0)))
-    return is_steep(np.array(ends), _MANY_ORDERS)
 
 
 def find_loss_cap(lines: Sequence[np.ndarray]) -> float | None:

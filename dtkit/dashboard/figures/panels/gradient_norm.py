@@ -25,6 +25,7 @@ def draw(ax: Axes, history: History) -> None:
     style.draw_lines(ax, part, layout, formatting.format_loss(style.get_last_value(part)))
     style.draw_band(ax, part.middle_steps, part.values[:, -1], style.TEXT_COLOR, 0.14)
     style.scale_by_span(ax, part)
+    style.leave_out_single_small_values(ax, part.values[..., 1].T)
     style.set_title(ax, "Gradient norm", "over all nodes, before clipping")
     mark_events(ax, history.events)
 

@@ -26,14 +26,15 @@ def draw(ax: Axes, history: History) -> None:
     style.draw_lines(ax, buckets, layout, "mean")
     style.scale_by_span(ax, buckets)
     style.draw_outliers(ax, history, LOSS, MAX_BUCKETS)
-    has_validation = _draw_validation(ax, history)
-    notes = [style.describe_lines(layout), "◇ validation" if has_validation else ""]
+    validation = _draw_validation(ax, history)
+    style.leave_out_single_small_values(ax, [*buckets.values[..., 1].T, validation])
+    notes = [style.describe_lines(layout), "◇ validation" if len(validation) else ""]
     style.set_title(ax, "Loss", ", ".join(filter(None, notes)))
     mark_events(ax, history.events)
 
 
-def _draw_validation(ax: Axes, history: History) -> bool:
-    """Draw validation losses as points. Many points get a line, and some of them a marker. Return whether any exist."""
+def _draw_validation(ax: Axes, history: History) -> np.ndarray:
+    """Draw validation losses as points, and return them. Many points get a line, and some of them a marker."""
     points = [
         (evaluation.step, evaluation.values["loss"])
         for evaluation in history.evaluations
@@ -41,7 +42,7 @@ def _draw_validation(ax: Axes, history: History) -> bool:
     ]
     points = [(step, loss) for step, loss in points if np.isfinite(loss)]
     if not points:
-        return False
+        return np.empty(0)
     has_line = len(points) > _MAX_VALIDATION_MARKERS
     marker_step = -(-len(points) // _MAX_VALIDATION_MARKERS)
     ax.plot(
@@ -50,4 +51,4 @@ def _draw_validation(ax: Axes, history: History) -> bool:
         markevery=((len(points) - 1) % marker_step, marker_step), gid="validation", label="_", clip_on=False,
     )  # fmt: skip
     style.draw_end_labels(ax, style.collect_line_labels(ax))  # the points may have changed the limits
-    return True
+    return np.array([loss for _, loss in points])

@@ -10,9 +10,9 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.event_marks import mark_events
-from dtkit.dashboard.summary.comparison import spans_orders_of
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
 from dtkit.dashboard.summary.series_names import is_system_name, split_unit
+from dtkit.dashboard.summary.value_scale import spans_orders_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +63,7 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     elif spans_orders_of([values]):  # as in the live view
         ax.set_yscale("log")
         style.format_log_axis(ax.yaxis, formatting.format_loss)
+        style.leave_out_single_small_values(ax, [values])
     style.draw_end_labels(ax, style.collect_line_labels(ax))
     known = values[np.isfinite(values)]
     last, low, high = (formatting.format_loss(float(value)) for value in (known[-1], known.min(), known.max()))

@@ -110,7 +110,7 @@ export function areShares(grain, name) {
 }
 
 // From this ratio on, the smallest values are less than a pixel above 0 on a linear axis: most charts are below 200 pixels.
-const ORDERS = 200, BLOCKS = 16; // as in summary/comparison.py
+const ORDERS = 200, BLOCKS = 16; // as in summary/value_scale.py
 
 /** Return the means of of(value, at) over the known values in each of BLOCKS parts of a line's points. */
 function blockMeans(grain, line, isKnown, of = (v) => v) {

@@ -599,6 +599,14 @@ def test_custom_panels_are_drawn_at_a_bounded_rate(own_panels, cpu_s, interval_s
         assert len(drawn) == count
         due_at += 0.1 + interval_s
     assert not renderer.is_outdated
+    source.advance(1)
+    now[0] = due_at
+    drawing = renderer.draw_due_panels()
+    next(drawing)
+    renderer.reset()  # a page was opened, which may have missed this picture
+    assert list(drawing) == []
+    assert renderer.is_outdated
+    assert renderer.due_in_s == 0
 
 
 def test_custom_panels_and_their_errors_are_sent_to_pages(own_panels, monkeypatch):
@@ -1007,5 +1015,9 @@ def test_custom_panels_out_of_sight_are_not_drawn_until_a_page_shows_them(own_pa
     assert len(drawn) == 4
     report("a", "Mine")
     assert advance(5) == 4
-    assert advance(timeouts.SIGHT_REPORT_LIFE_S) == 5  # pages that report no more may be closed
+    view._on_page_message(None, {"hello": "opened"}, [])  # it has no panel to report until a picture comes
+    assert advance(5) == 5
+    report("a", "Mine")
+    assert advance(5) == 5
+    assert advance(timeouts.SIGHT_REPORT_LIFE_S) == 6  # pages that report no more may be closed
     view.close()

@@ -74,9 +74,11 @@ class CustomPanelRenderer:
         self._next_draw_times: dict[str, float] = {}
         self._drawn_states: dict[str, tuple[PanelFunction, int, int]] = {}  # (function, number of rows, width)
         self._shown_titles: set[str] = set()
+        self._num_resets = 0
 
     def reset(self) -> None:
         """Draw all panels again, for a page that was opened now."""
+        self._num_resets += 1
         self._next_draw_times.clear()
         self._drawn_states.clear()
 
@@ -123,10 +125,12 @@ class CustomPanelRenderer:
             started_at, function = self._clock(), panels[name]
             if started_at < self._next_draw_times.get(name, 0.0):
                 continue
-            state = self._get_state(name, function)
+            state, num_resets = self._get_state(name, function), self._num_resets
             is_first, cpu_s = name not in self._drawn_states, self._cpu_clock()
             self._shown_titles.add(_make_title(name))
             yield self._draw_panel(name, function, state[-1])
+            if num_resets != self._num_resets:  # a page that was opened meanwhile may have missed this picture
+                continue
             self._drawn_states[name] = state
             cost_s = 0.0 if is_first else self._cpu_clock() - cpu_s  # the first one also imports libraries and fonts
             self._next_draw_times[name] = started_at + _choose_interval(cost_s)

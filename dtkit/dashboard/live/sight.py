@@ -37,6 +37,10 @@ class PageSight:
 
             self._note_widths(report.get("widths"))
 
+    def forget(self) -> None:
+        """Forget what pages reported, as a page was opened: it reports nothing until it has a picture."""
+        self._reports.clear()
+
     def _note_widths(self, widths: Any) -> None:
         for title, width in widths.items() if isinstance(widths, dict) and len(widths) <= _MAX_WIDTHS else ():
             if isinstance(width, int) and 0 < width <= _MAX_WIDTH and not isinstance(width, bool):

@@ -249,6 +249,7 @@ class Dashboard(anywidget.AnyWidget):
         if is_new:
             self._attention.begin()
             self._set_intervals()
+            self._sight.forget()
         with self._send_lock:
             self._is_page_ready, self._knows_heartbeat = True, False
             self._send_message(self._message_builder.build_snapshot())

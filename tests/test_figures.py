@@ -81,7 +81,9 @@ def test_signs_of_near_events_are_one_and_none_overlaps():
     for name in ("Loss", "Throughput"):
         signs = [text for text in panel(figure, name).texts if text.get_gid() == "sign"]
         assert len(signs) >= 2
-        assert signs[0].get_text().startswith("‖\u00a0lr\u00a0▶")  # apart enough to be told from each other
+        assert [text.get_text() for text in signs[:3]] == ["‖", "lr", "▶"]
+        urgent = {text.get_text() for text in signs if text.get_color() != style.MUTED_COLOR}
+        assert urgent == {"†"}
         boxes = sorted((text.get_window_extent() for text in signs), key=lambda box: box.x0)
         assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
@@ -303,7 +305,7 @@ def test_one_node_has_no_mean_line():
     assert lines(loss) == lines(throughput) == ["node 0"]
 
 
-def test_lines_of_nodes_are_pale_below_a_solid_mean_as_in_the_live_view():
+def test_lines_of_nodes_are_above_a_wide_pale_mean_as_in_the_live_view():
     source = FakeSource(ranks=2)
     source.advance(30)
     for rank in range(2):
@@ -311,7 +313,8 @@ def test_lines_of_nodes_are_pale_below_a_solid_mean_as_in_the_live_view():
     panels = {ax.get_title(loc="left"): ax.get_lines()[:3] for ax in run_figure.draw_run(source).axes}
     for name in ("Loss", "entropy"):
         *nodes, mean = panels[name]
-        assert [line.get_alpha() for line in nodes] == [0.6, 0.6]
+        assert all(line.get_zorder() > mean.get_zorder() for line in nodes)
+        assert mean.get_alpha() == 0.5
         assert mean.get_linestyle() == "-"
         assert mean.get_linewidth() > nodes[0].get_linewidth()
     assert panels["Throughput"][2].get_linestyle() != "-"  # with waiting, which is not a mean of the lines above it

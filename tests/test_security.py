@@ -26,6 +26,7 @@ from dtkit.cluster.config import LaunchConfig
 from dtkit.cluster.devices import plan_devices
 from dtkit.cluster.forkserver.client import ForkServerClient
 from dtkit.dashboard import report
+from dtkit.dashboard.summary.verdict import Verdict
 from dtkit.dashboard.text import call_text
 from dtkit.dashboard.written_report import WrittenReport
 from dtkit.data.partition import Partition
@@ -313,6 +314,7 @@ PAGES: dict[str, Any] = {  # a class that shows itself as HTML -> one that is fu
     "ShardedExplanation": lambda *_: _cut(),
     "Stacks": lambda *_: _stacks(),
     "StepExplanation": lambda *_: step_reports.make_explanation(step_reports.RANKS[:1], (HOSTILE,), model=HOSTILE),
+    "VerdictExplanation": lambda *_: Verdict("cores", HOSTILE, 0.5, (HOSTILE,)).explain(),
     "Verification": lambda *_: dataclasses.replace(verify_changed_state(modules=(HOSTILE,)), verdict=HOSTILE),
     "WrittenReport": lambda folder, _: WrittenReport(HOSTILE, f"{folder}/{HOSTILE}.html", [(HOSTILE,) * 3]),
 }

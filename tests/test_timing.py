@@ -290,7 +290,7 @@ def test_numbers_of_a_failed_run_are_those_of_all_its_steps():
     source.event("done", "done after 360 steps")
     over = compute_run_metrics(source.history, 2)
     assert over.timing.steps_text == "59 steps since node 1 was replaced"
-    assert next(build_tiles(source, over)).note == "samples/s, since node 1 was replaced"
+    assert next(build_tiles(source, over)).note == "samples/s, since the repair"
 
 
 def test_the_chance_of_many_steps_agrees_with_the_exact_sum(monkeypatch):

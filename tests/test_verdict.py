@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -344,6 +345,9 @@ def test_a_cell_shows_the_arithmetic_that_explain_returns(capsys):
     assert capsys.readouterr().out == ""
     assert repr(explanation) == str(explanation) == "\n  ".join([verdict.text, *verdict.arithmetic])
     assert "60 ms + 4 * 60 ms = 300 ms" in explanation
+    page = explanation._repr_html_()
+    assert page.startswith(f"<p>{html.escape(verdict.text)}</p>")
+    assert page.count("<li>") == len(verdict.arithmetic)
 
 
 def test_text_and_picture_have_the_verdict():

@@ -36,15 +36,12 @@ def mark_events(ax: Axes, events: Sequence[Event]) -> None:
     for event in marked:
         color = COLORS[5] if event.kind in _URGENT_EVENTS else MUTED_COLOR
         ax.axvline(event.step, 0, _LINE_TOP, color=color, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
-        signs.append(_Sign(event.step, event.step, color, (EVENT_GLYPHS[event.kind],)))
+        signs.append(_Sign(event.step, event.step, {EVENT_GLYPHS[event.kind]: color}))
         while len(signs) > 1 and signs[-2].touches(signs[-1], per_letter):
             later = signs.pop()
             signs[-1] = signs[-1].join(later)
     for sign in signs:
-        ax.annotate(
-            sign.text, (sign.middle, 1.0), xycoords=("data", "axes fraction"), va="top", ha="center", fontsize=8,
-            color=sign.color, annotation_clip=True, gid="sign",
-        )  # fmt: skip
+        sign.draw(ax)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,27 +50,36 @@ class _Sign:
 
     first: int
     last: int
-    color: str
-    glyphs: tuple[str, ...]
+    colors: dict[str, str]
+    """By glyph, in the order of the events."""
 
     @property
     def middle(self) -> float:
         return (self.first + self.last) / 2
 
     @property
-    def text(self) -> str:
-        """Each glyph once, apart from each other: a pause before an l would be read as a part of it."""
-        return "\u00a0".join(self.glyphs[-_MAX_GLYPHS:])
+    def glyphs(self) -> list[str]:
+        return list(self.colors)[-_MAX_GLYPHS:]
+
+    def draw(self, ax: Axes) -> None:
+        """Draw the glyphs, apart from each other: a pause before an l would be read as a part of it."""
+        offset_pt = -_LETTER_PT * len("".join(self.glyphs)) / 2
+        for glyph in self.glyphs:
+            half_pt = _LETTER_PT * len(glyph) / 2
+            ax.annotate(
+                glyph, (self.middle, 1.0), (offset_pt + half_pt, 0), ("data", "axes fraction"), "offset points",
+                va="top", ha="center", fontsize=8, color=self.colors[glyph], annotation_clip=True, gid="sign",
+            )  # fmt: skip
+            offset_pt += 2 * half_pt
 
     def touches(self, later: _Sign, per_letter: float) -> bool:
         """Return whether a later sign would be drawn over this one."""
-        letters = len("".join(self.glyphs[-_MAX_GLYPHS:] + later.glyphs[-_MAX_GLYPHS:]))
+        letters = len("".join(self.glyphs + later.glyphs))
         return later.middle - self.middle < per_letter * (letters / 2 + 0.5)
 
     def join(self, later: _Sign) -> _Sign:
-        """Return one sign for this and a later one. It is urgent if either is."""
-        color = later.color if self.color == MUTED_COLOR else self.color
-        return _Sign(self.first, later.last, color, tuple(dict.fromkeys((*self.glyphs, *later.glyphs))))
+        """Return one sign for this and a later one."""
+        return _Sign(self.first, later.last, {**self.colors, **later.colors})
 
 
 def _make_room_for_signs(ax: Axes) -> None:

@@ -7,6 +7,7 @@ enough. One process that would be faster than all nodes comes first, unless a sl
 from __future__ import annotations
 
 import dataclasses
+import html
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,6 +53,11 @@ class VerdictExplanation(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+    def _repr_html_(self) -> str:
+        """A list, since front ends break plain lines anywhere, and not between words."""
+        text, *arithmetic = (html.escape(line.strip()) for line in self.splitlines())
+        return f"<p>{text}</p><ul>{''.join(f'<li>{line}</li>' for line in arithmetic)}</ul>"
 
 
 @suggest_attributes("verdict")

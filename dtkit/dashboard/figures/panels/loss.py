@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dtkit.history.history import History
 
-_MAX_VALIDATION_MARKERS = 20  # more markers would hide the lines
+_MAX_VALIDATION_MARKERS = 12  # more markers would hide the lines
 
 
 def draw(ax: Axes, history: History) -> None:

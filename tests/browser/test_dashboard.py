@@ -758,13 +758,14 @@ def test_a_refused_learning_rate_is_named_as_it_was_typed(page: Page, typed: str
 def test_a_far_higher_learning_rate_asks_once(page: Page):
     view = StaticView(page, make_source(2))
     rate, unsent = view.root.get_by_test_id("lr"), view.root.get_by_test_id("lr-unsent")
+    asked = view.root.locator(".dtk-answer .dtk-refusal")
     rate.fill("1000")
     rate.press("Enter")
-    expect(unsent).to_have_text("100,000 times as much? Enter again")
+    expect(asked).to_have_text("▲ 100,000 times as much? Enter again")
     rate.fill("2000")  # another number asks again
     expect(unsent).to_have_text("Enter sends it")
     rate.press("Enter")
-    expect(unsent).to_have_text("200,000 times as much? Enter again")
+    expect(asked).to_have_text("▲ 200,000 times as much? Enter again")
     assert view.sent == []
     assert list_overflowing(page) == []
     rate.press("Enter")
@@ -778,11 +779,11 @@ def test_a_far_lower_learning_rate_asks_once_and_the_way_back_does_not(page: Pag
     run = make_source(2)
     run.advance(5)
     view = StaticView(page, run)
-    rate, unsent = view.root.get_by_test_id("lr"), view.root.get_by_test_id("lr-unsent")
+    rate, asked = view.root.get_by_test_id("lr"), view.root.locator(".dtk-answer .dtk-refusal")
     for typed, question in (("0.00002", "1/500 of that"), ("1e-40", "below a millionth of that")):
         rate.fill(typed)
         rate.press("Enter")
-        expect(unsent).to_have_text(f"{question}? Enter again")
+        expect(asked).to_have_text(f"▲ {question}? Enter again")
     assert view.sent == []
     assert list_overflowing(page) == []
     rate.press("Enter")
@@ -792,7 +793,7 @@ def test_a_far_lower_learning_rate_asks_once_and_the_way_back_does_not(page: Pag
     view.report_effect("learning rate 1e-40")
     rate.fill("1e9")
     rate.press("Enter")
-    expect(unsent).to_have_text("over a million times as much? Enter again")
+    expect(asked).to_have_text("▲ over a million times as much? Enter again")
     for near in ("0.05", "0.0001", "0"):  # the way back, one hundredth of it, and a rest
         rate.fill(near)
         rate.press("Enter")
@@ -809,7 +810,7 @@ def test_a_far_higher_learning_rate_than_before_a_pause_of_learning_asks_too(pag
     expect(rate).to_have_value("0")
     rate.fill("1000")
     rate.press("Enter")
-    expect(view.root.get_by_test_id("lr-unsent")).to_contain_text("times as much? Enter again")
+    expect(view.root.locator(".dtk-answer .dtk-refusal")).to_contain_text("times as much? Enter again")
     assert view.sent == []
 
 
@@ -817,12 +818,12 @@ def test_a_far_higher_learning_rate_than_before_a_pause_of_learning_asks_too(pag
 def test_the_field_of_the_learning_rate_stays_where_it_is_when_it_asks(page: Page, width: int):
     page.set_viewport_size({"width": width, "height": 900})
     view = StaticView(page, make_source(2))
-    rate = view.root.get_by_test_id("lr")
-    place = rate.bounding_box()
+    rate, tiles = view.root.get_by_test_id("lr"), view.root.get_by_test_id("tiles")
+    places = rate.bounding_box(), tiles.bounding_box()
     rate.fill("1000")
     rate.press("Enter")
-    expect(view.root.get_by_test_id("lr-unsent")).to_contain_text("Enter again")
-    assert rate.bounding_box() == place
+    expect(view.root.locator(".dtk-answer .dtk-refusal")).to_contain_text("Enter again")
+    assert (rate.bounding_box(), tiles.bounding_box()) == places
 
 
 def test_a_wrong_learning_rate_during_a_change_says_what_goes_on(page: Page):

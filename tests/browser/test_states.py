@@ -11,12 +11,14 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 import dtkit
+from dtkit._util import timeouts
 from dtkit.dashboard.figures import panel_frame
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.comparison_widget import ComparisonWidget
 from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.dashboard.summary.curves import MAX_BUCKETS
 from dtkit.dashboard.summary.ended_engines import describe_ended_engines
+from dtkit.dashboard.summary.verdict import Verdict
 from dtkit.errors import EngineError, NonFiniteError
 from dtkit.history.scalars import ScalarRecord
 from dtkit.types import Evaluation, Event, Failure, ReplicaCheckResult, State
@@ -251,6 +253,26 @@ def test_log_is_filtered_and_evaluations_have_a_table(page: Page):
     table = view.root.get_by_test_id("evaluations")
     assert table.locator("th").all_text_contents() == ["step", "loss", "accuracy", "50"]
     assert table.locator("td").all_text_contents() == ["0.700", "0.500"]
+
+
+def test_a_shorter_verdict_moves_nothing_below_it(page: Page, monkeypatch: pytest.MonkeyPatch):
+    texts = iter(["short", "a line that is much too long for one line " * 3, "short"])
+    find = "dtkit.dashboard.live.messages.find_shown_verdict"
+    monkeypatch.setattr(find, lambda _run: Verdict("diverged", next(texts), 0.0))  # which shows at once
+    monkeypatch.setattr(timeouts, "VERDICT_INTERVAL_S", 0.0)
+    page.set_viewport_size({"width": 800, "height": 900})
+    run = FakeSource(ranks=2)
+    run.advance(50)
+    view = StaticView(page, run)
+    tops = []
+    for _ in range(3):
+        expect(view.root.get_by_test_id("verdict")).to_contain_text("short" if len(tops) != 1 else "much too long")
+        box = view.root.get_by_test_id("loss-chart").bounding_box()
+        assert box
+        tops.append(box["y"])
+        if len(tops) < 3:
+            view.update()
+    assert tops[0] < tops[1] == tops[2]
 
 
 def test_verdict_has_its_arithmetic_on_demand(page: Page):

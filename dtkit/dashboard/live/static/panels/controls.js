@@ -74,10 +74,11 @@ export function controls(store, send, redraw) {
     // One answer at a time: a check mark next to a refusal would read as if the refused command had worked.
     const isRefused = store.refused && store.refusedAt >= store.effectAt;
     const isNew = store.effect.text && !isRefused && Date.now() - store.effectAt < EFFECT_MS;
-    const isAsking = stopping.isOpen() && !isRefused;
-    setText(effect, isAsking ? STOP_HELP : isNew && status.state !== "failed" ? `✓ ${store.effect.text}` : "");
+    const isAsking = stopping.isOpen() && !isRefused, question = rate.question();
+    setText(effect, question ? "" : isAsking ? STOP_HELP : isNew && status.state !== "failed" ? `✓ ${store.effect.text}` : "");
     effect.classList.toggle("dtk-asking", isAsking);
-    setText(refusal, isRefused ? `✕ ${store.refused.text}` : "");
+    refusal.classList.toggle("dtk-sure", Boolean(question));
+    setText(refusal, question ? `▲ ${question}` : isRefused ? `✕ ${store.refused.text}` : "");
     el.hidden = hasEnded(store) && !effect.textContent && !refusal.textContent && buttons.every((b) => b.el.hidden); // its gap, too
     if (hadFocus && (active.disabled || !active.getClientRects().length)) passFocusOn(el, buttons);
   };
@@ -236,8 +237,8 @@ function rateField(store, ask, redraw) {
     input.disabled = !LIVE.includes(store.status.state) || store.lost || store.lr === null;
     if (!edited && !store.asked.has("lr") && input.value !== current()) input.value = current();
     const isBad = input.getAttribute("aria-invalid") === "true";
-    unsent.hidden = isBad || (!edited && !isSame()); // the refusal says it
-    setText(unsent, isSame() ? same.text : isSure() ? `${describeJump(store, sure.value)}? Enter again` : "Enter sends it");
+    unsent.hidden = isBad || isSure() || (!edited && !isSame()); // the answer's line says it
+    setText(unsent, isSame() ? same.text : "Enter sends it");
   };
-  return { el, update };
+  return { el, update, question: () => (isSure() ? `${describeJump(store, sure.value)}? Enter again` : "") };
 }

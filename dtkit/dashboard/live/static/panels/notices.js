@@ -1,6 +1,7 @@
 // Notices on lost and stuck nodes, agreement, and delays; summary/notices.py has their text.
 
 import { h, setProse } from "../elements.js";
+import { keepHeight } from "../keep_height.js";
 import { newWidth } from "../width.js";
 
 const GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", diverged: "✕", overfits: "▲", unlearned: "▲", ended: "✕", identical: "✓", fewer: "○", slowed: "▼", repaired: "+", stopped: "■" }, URGENT = ["lost", "stuck", "differs", "diverged"];
@@ -39,30 +40,4 @@ export function notices(store, _send, redraw) {
     el.hidden = quiet.hidden && !text;
   };
   return { el, update };
-}
-
-const HELD_MS = 10_000;
-
-/**
- * Let an element keep its height for a while after its content has become lower, so that messages that come and go don't
- * move what is below. hold(isNews) does so, and returns whether the element still keeps a height. It forgets the former
- * height where `isNews`, and in another width. isHeld() returns whether hold() would change nothing for the same content.
- */
-function keepHeight(el) {
-  let tall = 0, until = 0, wide = 0, isNatural = true;
-  const hold = (isNews) => {
-    el.style.minHeight = "";
-    if (isNews || el.offsetWidth !== wide) tall = 0;
-    wide = el.offsetWidth;
-    const now = el.offsetHeight;
-    isNatural = now >= tall || Date.now() > until;
-    if (isNatural) [tall, until] = [now, Date.now() + HELD_MS];
-    el.style.minHeight = tall ? `${tall}px` : "";
-    return tall > 0;
-  };
-  const isHeld = () => {
-    if (isNatural) until = Date.now() + HELD_MS;
-    return Date.now() <= until;
-  };
-  return { hold, isHeld };
 }

@@ -39,6 +39,12 @@ def test_numbers_of_any_size_are_short(tmp_path: Path):
     assert numbers == ["5e19", "1e11", "1.3e9", "2,500,000", "30,000", "0.250", "2e-5"]
 
 
+def test_ticks_of_a_time_axis_change_their_unit_once(tmp_path: Path):
+    seconds = [0, 0.5, 30, 60, 75, 90, 120, 180, 7200]
+    found = evaluate_page_code(tmp_path, "chart/axis.js", ["shortTime"], f"{seconds}.map(shortTime)")
+    assert found == ["0", "0.5 s", "30 s", "1 min", "75 s", "1.5 min", "2 min", "3 min", "2 h"]
+
+
 def test_page_and_python_write_a_number_alike(tmp_path: Path):
     """The tile is written by Python, and the chart below it by the page."""
     written = {

@@ -176,7 +176,7 @@ function tableRow({ texts, bold }, cells, row, name, names) {
   return h("tr", row < 0 ? {} : { "data-row": row }, ...cells.map((text, column) => {
     const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = name(row, column);
     const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
-    if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}: `, ...text.split(NAME_BREAKS).flatMap((part) => [part, h("wbr")]))); if (names[run] !== text) setAttr(cell, "title", names[run]); }
+    if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}:\u00a0`, ...text.split(NAME_BREAKS).flatMap((part) => [part, h("wbr")]))); if (names[run] !== text) setAttr(cell, "title", names[run]); }
     else cell.append(...(isText ? text.split(CODE_BREAKS) : [text]).flatMap((part) => [part, h("wbr")]));
     return cell;
   }));

@@ -59,8 +59,8 @@ function timeMarks(low, high, count) {
   for (let k = Math.ceil(low / every); k * every <= high; k++) found.push(k * every);
   return found;
 }
-function shortTime(seconds) {
+export function shortTime(seconds) {
   if (seconds === 0) return "0";
-  if (seconds < 120) return `${+seconds.toPrecision(3)} s`;
+  if (seconds < 60 || (seconds < 120 && seconds % 30)) return `${+seconds.toPrecision(3)} s`;
   return seconds < 7200 ? `${+(seconds / 60).toPrecision(3)} min` : `${+(seconds / 3600).toPrecision(3)} h`;
 }

@@ -132,8 +132,9 @@ def _format_preformatted(text: str) -> str:
 def _describe_picture(run: RunView) -> str:
     status = run.status
     return (
-        f"Step {status.step:,} of {status.steps:,} at {time.strftime('%H:%M:%S')}, refreshed now and then. "
-        "The live view needs this notebook's kernel, and a front end that loads Jupyter widgets (anywidget)."
+        f"Step {status.step:,} of {status.steps:,} at {time.strftime('%H:%M:%S')}, refreshed now and then until the "
+        "page is loaded again. The live view needs this notebook's kernel, and a front end that loads Jupyter widgets "
+        "(anywidget)."
     )
 
 

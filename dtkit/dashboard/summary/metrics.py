@@ -187,9 +187,7 @@ def _describe_rate(metrics: RunMetrics) -> str:
     if metrics.overall_throughput is not None:
         return f"samples/s, {formatting.format_rate(metrics.overall_throughput)} overall"
     if timing.is_whole or timing.since:
-        return (
-            f"samples/s, {'since the repair' if timing.since else timing.steps_text}"
-        )
+        return f"samples/s, {'since the repair' if timing.since else timing.steps_text}"
     steps = timing.num_steps
     return f"samples/s, {formatting.format_count(steps, 'step')}" if steps else "samples/s, all nodes"
 

@@ -289,7 +289,7 @@ def test_numbers_of_a_failed_run_are_those_of_all_its_steps():
     assert compute_run_metrics(source.history, 2).timing.steps_text == "last 50 steps"
     source.event("done", "done after 360 steps")
     over = compute_run_metrics(source.history, 2)
-    assert over.timing.steps_text == "59 steps since node 1 was replaced"
+    assert over.timing.steps_text == "59 steps since the repair"
     assert next(build_tiles(source, over)).note == "samples/s, since the repair"
 
 

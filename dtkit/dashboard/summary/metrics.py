@@ -186,8 +186,8 @@ def _describe_rate(metrics: RunMetrics) -> str:
     timing = metrics.timing
     if metrics.overall_throughput is not None:
         return f"samples/s, {formatting.format_rate(metrics.overall_throughput)} overall"
-    if timing.is_whole or timing.since:
-        return f"samples/s, {'since the repair' if timing.since else timing.steps_text}"
+    if timing.is_whole or timing.is_since_repair:
+        return f"samples/s, {'since the repair' if timing.is_since_repair else timing.steps_text}"
     steps = timing.num_steps
     return f"samples/s, {formatting.format_count(steps, 'step')}" if steps else "samples/s, all nodes"
 

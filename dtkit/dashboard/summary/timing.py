@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -105,16 +104,16 @@ class StepTiming:
     """The last of these steps."""
     is_whole: bool = False
     """Whether these are all steps of a run that has ended, except for the first one, which warms up."""
-    since: str = ""
-    """What these steps of a run that has ended came after, if that is not its start: ``since node 1 was replaced``."""
+    is_since_repair: bool = False
+    """Whether these are all steps of a run that has ended since nodes were last replaced or left out, but for one."""
 
     @property
     def steps_text(self) -> str:
         """The steps, such as ``last 50 steps``, ``all steps but the first``, or ``80 steps since the repair``."""
         if self.is_whole:
             return "all steps but the first"
-        if self.since:
-            return f"{formatting.format_count(self.num_steps, 'step')} {self.since}"
+        if self.is_since_repair:
+            return f"{formatting.format_count(self.num_steps, 'step')} since the repair"
         return "last step" if self.num_steps == 1 else f"last {formatting.format_count(self.num_steps, 'step')}"
 
     @property
@@ -202,21 +201,13 @@ def compute_step_timing(history: History, num_ranks: int) -> StepTiming:
     steps, rows = read_window(history, num_ranks)
     is_whole = is_over(history) and len(steps) > 1 and len(steps) == history.num_steps - 1
     timing = _compute_timing(steps, rows, num_ranks, is_whole=is_whole)
-    return dataclasses.replace(timing, since=_describe_begin(history, len(steps)))
+    return dataclasses.replace(timing, is_since_repair=_is_since_repair(history, len(steps)))
 
 
-def _describe_begin(history: History, num_steps: int) -> str:
-    """Return since when the last steps of a run that has ended are, if they are all those since a repair."""
+def _is_since_repair(history: History, num_steps: int) -> bool:
+    """Return whether the last steps of a run that has ended are all those since a repair."""
     num_since = count_steps_since_repair(history, num_steps + 1) if is_over(history) else None
-    if num_since is None or num_since > num_steps + 1:
-        return ""
-    repair = next(event for event in reversed(history.events) if event.kind == "repair")
-    found = re.match(r"(nodes?) ([\d, ]+) (replaced|left out)", repair.text)
-    return (
-        f"since {found[1]} {found[2]} {'was' if found[1] == 'node' else 'were'} {found[3]}"
-        if found
-        else "since the repair"
-    )
+    return num_since is not None and num_since <= num_steps + 1
 
 
 def compute_range_timing(history: History, num_ranks: int, first_step: int, last_step: int) -> StepTiming:

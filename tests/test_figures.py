@@ -305,7 +305,7 @@ def test_one_node_has_no_mean_line():
     assert lines(loss) == lines(throughput) == ["node 0"]
 
 
-def test_lines_of_nodes_are_above_a_wide_pale_mean_as_in_the_live_view():
+def test_lines_of_nodes_are_pale_below_a_solid_mean_as_in_the_live_view():
     source = FakeSource(ranks=2)
     source.advance(30)
     for rank in range(2):
@@ -313,8 +313,7 @@ def test_lines_of_nodes_are_above_a_wide_pale_mean_as_in_the_live_view():
     panels = {ax.get_title(loc="left"): ax.get_lines()[:3] for ax in run_figure.draw_run(source).axes}
     for name in ("Loss", "entropy"):
         *nodes, mean = panels[name]
-        assert all(line.get_zorder() > mean.get_zorder() for line in nodes)
-        assert mean.get_alpha() == 0.5
+        assert [line.get_alpha() for line in nodes] == [0.7, 0.7]
         assert mean.get_linestyle() == "-"
         assert mean.get_linewidth() > nodes[0].get_linewidth()
     assert panels["Throughput"][2].get_linestyle() != "-"  # with waiting, which is not a mean of the lines above it

@@ -21,6 +21,7 @@ _URGENT_EVENTS = ("error", "lost", "stuck", "diverged")
 _MAX_MARKED_EVENTS = 20
 _MAX_GLYPHS = 6
 _LETTER_PT = 7.0  # width of a letter of a sign, with the gap beside it
+_GLYPH_PT, _NARROW_LETTER_PT = 6.0, 3.0
 _LINE_TOP = 0.86
 _SIGN_SHARE = 0.2  # of the height of axes, which are low; a sign with its distance to the data
 _AXES_SHARE = 0.8  # of the width of a column, which also has numbers and names
@@ -63,9 +64,9 @@ class _Sign:
 
     def draw(self, ax: Axes) -> None:
         """Draw the glyphs, apart from each other: a pause before an l would be read as a part of it."""
-        offset_pt = -_LETTER_PT * len("".join(self.glyphs)) / 2
+        offset_pt = -sum(map(_measure_glyph_pt, self.glyphs)) / 2
         for glyph in self.glyphs:
-            half_pt = _LETTER_PT * len(glyph) / 2
+            half_pt = _measure_glyph_pt(glyph) / 2
             ax.annotate(
                 glyph, (self.middle, 1.0), (offset_pt + half_pt, 0), ("data", "axes fraction"), "offset points",
                 va="top", ha="center", fontsize=8, color=self.colors[glyph], annotation_clip=True, gid="sign",
@@ -80,6 +81,11 @@ class _Sign:
     def join(self, later: _Sign) -> _Sign:
         """Return one sign for this and a later one."""
         return _Sign(self.first, later.last, {**self.colors, **later.colors})
+
+
+def _measure_glyph_pt(glyph: str) -> float:
+    """Return the width of a glyph with the gap beside it; only ``lr`` has two letters, which are narrow."""
+    return _GLYPH_PT + _NARROW_LETTER_PT * (len(glyph) - 1)
 
 
 def _make_room_for_signs(ax: Axes) -> None:

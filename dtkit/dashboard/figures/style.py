@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A00", "#6F58B5")
 """A color for each node: Okabe and Ito's palette with a yellow dark enough for white, and violet."""
-PART_LINE: dict[str, Any] = {"linewidth": 0.9}  # of a node
+PART_LINE: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.7}  # of a node, below the mean, which is read first
 MEAN_LINE: dict[str, Any] = {"linewidth": 1.8}
-WIDE_MEAN_LINE: dict[str, Any] = {"linewidth": 3.0, "alpha": 0.5, "zorder": 1.9}
-"""Below the nodes' lines, which a line above them would cover; as in the live view."""
 TEXT_COLOR, MUTED_COLOR, GRID_COLOR, ALERT_COLOR = "#1a1a1a", "#5f5f5f", "#e4e4e4", "#b84a00"
 _OUTLIER_COLORS = (5, 6, 3, 2)  # indices of colors that stand out from the band's blue
 _OUTLIER_DASHES = ("-", (0, (6, 1.6)), (0, (1.6, 1.6)), (0, (6, 1.6, 1.6, 1.6)))
@@ -220,7 +218,7 @@ def show_placeholder(ax: Axes, text: str = "no step yet") -> None:
 def draw_lines(
     ax: Axes, buckets: CurveBuckets, layout: ChartLayout, overall_name: str, *, name_is_noted: bool = False
 ) -> None:
-    """Draw lines of nodes above their pale mean, or one band for many nodes; a line that is no mean is dashed.
+    """Draw pale lines of nodes below their mean, or one band for many nodes; a line that is no mean is dashed.
 
     Each line ends with its name, and the line over all too unless the panel's note has it: a long name at the end would
     take the width from the lines.
@@ -242,9 +240,7 @@ def draw_lines(
             label = f"node {k}" if layout.nodes > 1 else "_"
             _draw_line(ax, buckets.middle_steps, buckets.values[:, k], f"node {k}", label, color=COLORS[k], **own)
     if layout.nodes != 1 or layout.banded:
-        look: dict[str, Any] = {"linewidth": 1.5, "linestyle": (0, (3, 1.6))}
-        if layout.has_mean or not layout.nodes:
-            look = WIDE_MEAN_LINE if layout.nodes > 1 and not layout.banded else MEAN_LINE
+        look = MEAN_LINE if layout.has_mean or not layout.nodes else {"linewidth": 1.5, "linestyle": (0, (3, 1.6))}
         end = "_" if name_is_noted else overall_name
         _draw_line(ax, buckets.middle_steps, buckets.values[:, -1], overall_name, end, color=TEXT_COLOR, **look)
     draw_end_labels(ax, collect_line_labels(ax))

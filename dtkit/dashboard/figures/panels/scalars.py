@@ -42,8 +42,7 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     style.style_axes(ax)
     style.format_step_axis(ax)
     ranks = history.ranks
-    has_node_lines = 1 < len(ranks) <= MAX_NODE_LINES
-    if has_node_lines:
+    if 1 < len(ranks) <= MAX_NODE_LINES:
         for rank in ranks:
             color = style.COLORS[rank % len(style.COLORS)]
             ax.plot(
@@ -56,7 +55,7 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     steps, values = history.scalar(name)
     ax.plot(
         *_thin_out(steps, values), color=style.TEXT_COLOR, label="mean" if len(ranks) > 1 else "_",
-        gid=f"scalar {name}", **(style.WIDE_MEAN_LINE if has_node_lines else style.MEAN_LINE),
+        gid=f"scalar {name}", **style.MEAN_LINE,
     )  # fmt: skip
     style.show_all_steps(ax, history)
     if is_system_name(name):

@@ -162,7 +162,8 @@ function isLogScale({ store, name, options, grain }) {
 function drawChart(view, width) {
   const { store, svg, options, layout, height, grain } = view;
   view.axis = options.axis ?? xAxis(store);
-  view.shown = (line) => !store.view.hidden.has(lineKey(layout, line));
+  const isSingle = !layout.nodes && !layout.banded && !options.lineName; // no node's line, which the legend could hide
+  view.shown = (line) => isSingle || !store.view.hidden.has(lineKey(layout, line));
   for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) setAttr(svg, key, value);
   const points = store.view.hidden.has("valid") ? [] : (options.points?.(store) ?? []).filter((point) => !view.isLog || point.value > 0);
   view.points = points;
@@ -250,8 +251,9 @@ const MOST_TEXTS = 12;
 function drawMarks(view) {
   const { x, first, end } = view.frame, parts = [], signs = [];
   for (const mark of view.store.marks) {
-    if (mark.step < first || mark.step > end) continue;
-    const at = x(mark.step), look = `dtk-mark dtk-mark-${mark.kind}`;
+    const step = end < view.whole[1] ? mark.step : Math.min(mark.step, end); // the last step may have no values
+    if (step < first || step > end) continue;
+    const at = x(step), look = `dtk-mark dtk-mark-${mark.kind}`;
     const text = `step ${mark.step}: ${mark.text}`;
     parts.push(s("g", { class: look }, s("title", {}, text),
       s("line", { x1: at, x2: at, y1: TOP, y2: view.height - BOTTOM })));

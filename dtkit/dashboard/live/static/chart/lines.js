@@ -69,11 +69,10 @@ export function drawLine(view, line, ends) {
   const hue = lineHue(layout, line), own = overall || crowd || options.lineName ? undefined : line;
   const hasMean = !options.lineName && !options.overallName && (layout.nodes > 1 || layout.banded), isPart = hasMean && !overall && !crowd; // of the mean, which a reader looks for first
   const dash = options.lineName ? ` dtk-dash${runDash(line)}` : isPart ? " dtk-part" : overall && !hasMean && layout.nodes ? " dtk-dashed" : ""; // runs differ without colors too
-  const isUnder = overall && hasMean && !layout.banded, under = isUnder ? " dtk-under" : "";
-  const path = pathOf(view, `line${line}`, layers.lines, "", overall ? "all" : crowd ? "band" : line, isUnder);
-  setAttr(path, "class", `dtk-line dtk-${hue}${dash}${under}${drawn.known === 1 ? " dtk-dot" : ""}${means ? " dtk-raw" : ""}${pickedClass(store, own)}`);
+  const path = pathOf(view, `line${line}`, layers.lines, "", overall ? "all" : crowd ? "band" : line);
+  setAttr(path, "class", `dtk-line dtk-${hue}${dash}${drawn.known === 1 ? " dtk-dot" : ""}${means ? " dtk-raw" : ""}${pickedClass(store, own)}`);
   setAttr(path, "d", crowd ? "" : drawn.mean);
-  drawAverage(view, line, drawn.smooth, `dtk-${hue}${dash}${under}${pickedClass(store, own)}`, isUnder);
+  drawAverage(view, line, drawn.smooth, `dtk-${hue}${dash}${pickedClass(store, own)}`);
   const shade = pathOf(view, `band${line}`, layers.bands, `dtk-band dtk-${hue}`);
   setAttr(shade, "d", drawn.shade);
   setAttr(shade, "style", `--share: ${crowd ? 1 : (means ? 0.5 : 1) / (layout.nodes + 1)}`); // overlapping bands would hide the lines
@@ -88,14 +87,14 @@ function endInSight({ end, beyond }, height, edge) {
   return { x: edge, y: height + (beyond[1] - height) * (edge - end) / (beyond[0] - end) };
 }
 
-function drawAverage(view, line, d, look, isUnder) {
+function drawAverage(view, line, d, look) {
   const key = `smooth${line}`;
   if (!d) {
     view.paths.get(key)?.remove();
     view.paths.delete(key);
     return;
   }
-  const path = pathOf(view, key, view.layers.lines, "", undefined, isUnder);
+  const path = pathOf(view, key, view.layers.lines, "");
   setAttr(path, "class", `dtk-line dtk-smooth ${look}`);
   setAttr(path, "d", d);
 }
@@ -128,12 +127,11 @@ export function spotValue({ store: { spot }, name, options }, k, bucket) {
   return options.inverted ? 1 / v : v;
 }
 
-/** Return the path of a key, a new one above the others of its layer, or below them. */
-function pathOf(view, key, layer, cls, rank, isUnder = false) {
+function pathOf(view, key, layer, cls, rank) {
   if (!view.paths.has(key)) {
     const path = s("path", rank === undefined ? { class: cls } : { class: cls, "data-rank": rank });
     view.paths.set(key, path);
-    layer[isUnder ? "prepend" : "append"](path);
+    layer.append(path);
   }
   return view.paths.get(key);
 }

@@ -88,6 +88,15 @@ def test_signs_of_near_events_are_one_and_none_overlaps():
         assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
+def test_the_sign_of_an_event_after_the_last_values_is_at_their_end():
+    source = FakeSource(ranks=2)
+    source.advance(20)
+    source.history.add(Event(23, "error", "the loss is inf", 1_700_000_100.0))
+    ax = panel(run_figure.draw_run(source), "Loss")
+    (sign,) = [text for text in ax.texts if text.get_gid() == "sign"]
+    assert sign.xy[0] == ax.get_xlim()[1]
+
+
 @pytest.mark.parametrize("lowest", [0.5, 1e-6])  # a linear scale, and a logarithmic one
 def test_signs_of_events_are_above_all_lines_and_points(lowest: float):
     source = FakeSource(ranks=2)

@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 
 from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.history.scalars import ScalarRecord
-from dtkit.types import Evaluation, State
+from dtkit.types import Evaluation, Event, State
 from tests.support.fake_source import FakeSource
 from tests.support.lab import Look
 from tests.support.marks import slow
@@ -681,3 +681,21 @@ def test_a_rate_chart_shows_no_mean_of_two_rates(page: Page):
     assert plot is not None
     page.mouse.move(plot["x"] + plot["width"], plot["y"] + plot["height"] / 2)
     expect(chart.get_by_test_id("tooltip")).to_contain_text("0.05 to 0.1")
+
+
+def test_charts_with_one_line_for_all_nodes_stay_where_one_node_is_shown_alone(page: Page):
+    view = make_view(page)
+    view.root.get_by_test_id("legend").get_by_role("button", name="node 1").click(modifiers=["Shift"])
+    expect(view.root.get_by_test_id(LOSS).locator("path.dtk-line[data-rank=all]")).to_have_attribute("d", "")
+    norm = view.root.get_by_test_id("gradient-norm-chart")
+    norm.scroll_into_view_if_needed()
+    expect(norm.locator("path.dtk-line")).to_have_attribute("d", re.compile("^M.{100}"))
+
+
+def test_the_mark_of_an_event_after_the_last_values_is_at_their_end(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(20)
+    run.history.add(Event(23, "error", "the loss is inf", 1_700_000_100.0))
+    view = StaticView(page, run)
+    expect(view.root.get_by_test_id("marks-key")).to_contain_text("✕ error")
+    expect(view.root.get_by_test_id(LOSS).locator(".dtk-sign .dtk-mark-error")).to_have_text("✕")

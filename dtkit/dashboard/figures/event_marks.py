@@ -36,8 +36,9 @@ def mark_events(ax: Axes, events: Sequence[Event]) -> None:
         _make_room_for_signs(ax)
     for event in marked:
         color = COLORS[5] if event.kind in _URGENT_EVENTS else MUTED_COLOR
-        ax.axvline(event.step, 0, _LINE_TOP, color=color, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
-        signs.append(_Sign(event.step, event.step, {EVENT_GLYPHS[event.kind]: color}))
+        at = min(event.step, ax.get_xlim()[1])  # the last step may have no values
+        ax.axvline(at, 0, _LINE_TOP, color=color, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
+        signs.append(_Sign(at, at, {EVENT_GLYPHS[event.kind]: color}))
         while len(signs) > 1 and signs[-2].touches(signs[-1], per_letter):
             later = signs.pop()
             signs[-1] = signs[-1].join(later)
@@ -49,8 +50,8 @@ def mark_events(ax: Axes, events: Sequence[Event]) -> None:
 class _Sign:
     """Glyphs of one event or of several near ones, over the middle of their steps."""
 
-    first: int
-    last: int
+    first: float
+    last: float
     colors: dict[str, str]
     """By glyph, in the order of the events."""
 

@@ -24,7 +24,7 @@ WINDOW = {"width": 1440, "height": 2200}
 MARGIN = 12
 """CSS pixels below the last panel of the picture."""
 SCALE = 2
-COLORS = 128
+COLORS = 96
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 STEPS = 600, 1000
 """Enough steps for curves with a form, and between the pictures for speed without the work that another theme makes."""

@@ -611,17 +611,22 @@ def test_a_person_chooses_how_often_all_is_drawn(page: Page):
     expect(refresh).to_be_hidden()
 
 
+def choose_settings(view: StaticView) -> None:
+    """Choose other settings than those that a view begins with."""
+    view.root.get_by_test_id("smoothing").fill("0.8")
+    view.root.get_by_test_id("x-axis").select_option("epoch")
+    view.root.get_by_test_id("legend").get_by_text("node 1", exact=True).click()
+    view.root.get_by_test_id("robust").click()
+    view.root.get_by_test_id("refresh").select_option("5 s")
+
+
 def test_another_view_of_the_run_keeps_what_a_person_chose(page: Page):
     run = FakeSource(ranks=2)
     run.event("start", "training begins")
     run.advance(60)
     first = StaticView(page, run)
-    first.root.get_by_test_id("smoothing").fill("0.8")
-    first.root.get_by_test_id("x-axis").select_option("epoch")
-    first.root.get_by_test_id("legend").get_by_text("node 1", exact=True).click()
-    first.root.get_by_test_id("robust").click()
+    choose_settings(first)
     first.root.get_by_test_id("scale").click()
-    first.root.get_by_test_id("refresh").select_option("5 s")
     again = StaticView(page, run)  # in the same page
     expect(again.root.get_by_test_id("refresh")).to_have_value("5")
     assert page.evaluate("() => window.sent.findLast((message) => message.attention).attention.refresh") == 5
@@ -647,11 +652,7 @@ def test_a_reload_of_the_page_keeps_what_a_person_chose_for_the_last_runs(page: 
     run.event("start", "training begins")
     run.advance(60)
     view = StaticView(page, run)
-    view.root.get_by_test_id("smoothing").fill("0.8")
-    view.root.get_by_test_id("x-axis").select_option("epoch")
-    view.root.get_by_test_id("legend").get_by_text("node 1", exact=True).click()
-    view.root.get_by_test_id("robust").click()
-    view.root.get_by_test_id("refresh").select_option("5 s")
+    choose_settings(view)
     loss = view.root.get_by_test_id(LOSS)
     loss.hover()
     loss.get_by_test_id("chart-scale").click()

@@ -80,7 +80,7 @@ class StepStrip:
 def read_step_strip(
     run: RunView, preferred_ranks: Iterable[int] = (), steps: tuple[int, int] | None = None
 ) -> StepStrip | None:
-    """Return the timeline of a run's last step, or of a range of `steps`; None without any.
+    """Return the timeline of one of a run's last steps, or of a range of `steps`; None without any.
 
     Its note says if newer steps have none, as after an attach, or if no step of the range has one.
     """

@@ -54,7 +54,7 @@ lint: venv  ## format, lint and strict types
 check: lint  ## lint, then the unit tests
 	$(PYTEST) -m '$(UNIT_TESTS) and not slow'
 
-test: check chromium  ## check, then tests on real clusters, in notebooks and in a real browser (15 minutes)
+test: check chromium  ## check, then tests on real clusters, in notebooks and in a real browser (40 minutes to an hour on two cores)
 	$(PYTEST) -m '($(ENGINE_TESTS)) and not slow'
 
 test-all: lint chromium  ## every test, also those that `make test` leaves out (an hour)

@@ -307,6 +307,8 @@ class Event:
     time: float
     """Seconds since the epoch, as `time.time` returns them."""
     rank: int | None = None
+    notice: str | None = None
+    """A shorter text for the head of a view, where an event is worth a place there."""
 
     def __repr__(self) -> str:
         node = "" if self.rank is None else f", node {self.rank}"

@@ -11,7 +11,7 @@ from dtkit.dashboard.summary.notices import collect_notices
 from dtkit.types import Event, State
 from tests.support.fake_source import FakeSource
 
-REPAIRED = "node 1 replaced: all go on from step 20 (node 0) 7.9 s after the loss, no step lost"
+REPAIRED = "node 1 replaced in 7.9 s, no step lost"
 
 
 def make_lost_source():
@@ -53,10 +53,15 @@ def test_stuck_node_is_named_with_phase_and_seconds():
 
 
 def test_repair_is_shown_until_something_newer():
-    lost, repair = Event(20, "lost", "node 1 lost", 100.0, 1), Event(20, "repair", REPAIRED, 109.0, None)
-    events = [Event(3, "lost", "node 2 lost", 50.0, 2), Event(3, "repair", REPAIRED, 52.0, None), lost, repair]
+    lost, repair = Event(20, "lost", "node 1 lost", 100.0, 1), Event(20, "repair", "long", 109.0, None, REPAIRED)
+    events = [
+        Event(3, "lost", "node 2 lost", 50.0, 2),
+        Event(3, "repair", "earlier", 52.0, None, "earlier"),
+        lost,
+        repair,
+    ]
     prints = [Event(30, "print", "hello", 120.0, 0)] * 5
-    assert describe_last_repair([*events, *prints]) == "node 1 replaced in 7.9 s, no step lost"
+    assert describe_last_repair([*events, *prints]) == REPAIRED
     assert describe_last_repair([*events, Event(31, "lr", "learning rate 0.1", 130.0, None)]) is None
     assert describe_last_repair([lost]) is None
     assert describe_last_repair([]) is None
@@ -64,8 +69,8 @@ def test_repair_is_shown_until_something_newer():
 
 def test_repair_is_a_notice_of_a_run_that_goes_on():
     source = make_lost_source()
-    source.history.add(Event(20, "repair", REPAIRED, time.time() + 4.8, None))
+    source.history.add(Event(20, "repair", "long", time.time() + 4.8, None, REPAIRED))
     notices = [notice.text for notice in collect_notices(source) if notice.kind == "repaired"]
-    assert notices == ["node 1 replaced in 7.9 s, no step lost"]
+    assert notices == [REPAIRED]
     source.end()
     assert not [notice for notice in collect_notices(source) if notice.kind == "repaired"]

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import math
 import os
+import re
 import signal
 import threading
 from concurrent.futures import Future
@@ -207,7 +208,9 @@ def test_lost_engine_is_replaced_and_the_run_continues(cluster, engines):
     assert run.status.state is State.COMPLETED
     assert [event.kind for event in run.history.events if event.kind in ("lost", "repair")] == ["lost", "repair"]
     assert "rank" not in " ".join(event.text for event in run.history.events)  # the log is a picture: it says node
-    assert "node 1 replaced: all go on from step" in run.history.events[-2].text
+    repair = run.history.events[-2]
+    assert "node 1 replaced: all go on from step" in repair.text
+    assert re.fullmatch(r"node 1 replaced in .+ s, no step lost", repair.notice)
     assert list(run.history.totals()["step"]) == list(range(40))
 
 

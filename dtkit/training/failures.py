@@ -181,7 +181,7 @@ class FailureHandler:
         if result.lost_ranks:
             if gap := describe_missing_rows(progress.history, result.lost_ranks, result.step):
                 progress.add_event("note", gap)
-            progress.add_event("repair", self._describe_repair(old_world_size, old_step, result))
+            self._note_repair(old_world_size, old_step, result)
         else:
             progress.add_event("note", _describe_rewind(old_step, result, name_nodes(reason)))
 
@@ -216,9 +216,10 @@ class FailureHandler:
         progress = self._progress
         old_step = progress.step
         progress.rewind(result.step, result.lr)
-        progress.add_event("repair", self._describe_repair(old_world_size, old_step, result))
+        self._note_repair(old_world_size, old_step, result)
 
-    def _describe_repair(self, old_world_size: int, old_step: int, result: RecoveryResult) -> str:
+    def _note_repair(self, old_world_size: int, old_step: int, result: RecoveryResult) -> None:
+        """Note which ranks were replaced or left out, since when, and what was lost with them."""
         action = "replaced" if self._engine_group.world_size == old_world_size else "left out"
         names = ", ".join(map(str, result.lost_ranks))
         num_lost = max(result.lost_steps, old_step - result.step)
@@ -227,9 +228,11 @@ class FailureHandler:
         source = f" ({result.source})" if result.source else ""
         since_loss_s = measure_since_loss(self._progress.history.events, time.time(), at_least_s=result.duration_s)
         duration = format_elapsed(since_loss_s)
-        return (
-            f"{nodes} {action}: all go on from step {result.step}{source} {duration} after the loss, {steps}"
-            f"{self._describe_optimizer_state(action, result)}{self._describe_batch_statistics(result)}"
+        lost = f"{steps}{self._describe_optimizer_state(action, result)}{self._describe_batch_statistics(result)}"
+        self._progress.add_event(
+            "repair",
+            f"{nodes} {action}: all go on from step {result.step}{source} {duration} after the loss, {lost}",
+            notice=f"{nodes} replaced in {duration}, {lost}" if action == "replaced" else None,
         )
 
     def _describe_optimizer_state(self, action: str, result: RecoveryResult) -> str:

@@ -170,9 +170,9 @@ class RunProgress:
         """Pause because of an error that the caller must look at."""
         self.stop_request, self.exception = self.stop_request or "pause", error
 
-    def add_event(self, kind: str, text: str, rank: int | None = None) -> None:
+    def add_event(self, kind: str, text: str, rank: int | None = None, *, notice: str | None = None) -> None:
         """Add an event at the present step."""
-        self.recorder.add_event(self.step, kind, text, rank)
+        self.recorder.add_event(self.step, kind, text, rank, notice=notice)
 
     def add_loss(self, rank: int, loss: EngineLoss) -> None:
         """Add an event for a lost engine, once until `forget_losses`."""

@@ -65,9 +65,9 @@ class Recorder:
         run_log = self._history.run_log
         return step if run_log is None or run_log.write_error is None else 0
 
-    def add_event(self, step: int, kind: str, text: str, rank: int | None = None) -> None:
+    def add_event(self, step: int, kind: str, text: str, rank: int | None = None, *, notice: str | None = None) -> None:
         """Add an event."""
-        self._history.add(Event(step, kind, text, time.time(), rank))
+        self._history.add(Event(step, kind, text, time.time(), rank, notice))
 
     def record_steps(
         self,

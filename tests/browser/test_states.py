@@ -48,7 +48,7 @@ def test_recovery_is_shown_with_seconds_and_nothing_stale(page: Page):
     expect(tile).to_have_text("throughput—no steps are taken")
     place = view.root.get_by_test_id("loss-chart").bounding_box()
     text = "node 1 replaced: all go on from step 50 8.7 s after the loss, no step lost"
-    run.history.add(Event(50, "repair", text, time.time() + 5, None))
+    run.history.add(Event(50, "repair", text, time.time() + 5, None, "node 1 replaced in 8.7 s, no step lost"))
     run.advance(5)
     view.update()
     expect(chip).to_have_text("▶ running")

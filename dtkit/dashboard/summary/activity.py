@@ -6,7 +6,6 @@ Meanwhile the last steps are no guide to the present, so views show neither a th
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from dtkit.types import Event, Status
 
 RECOVERING_GLYPH = "↻"
-_REPLACED = re.compile(r"nodes? [\d, ]+ replaced: all go on from step \d+(?: \(.*?\))? ([^(]+) after the loss, (.+)")
 _NEWER_KINDS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "save", "lost"})
 """Kinds of events that replace the text on a repair."""
 _MAX_EVENTS = 300
@@ -92,24 +90,10 @@ def find_activity(run: RunView, lost_nodes: LostNodes | None = None) -> Activity
 
 
 def describe_last_repair(events: Sequence[Event]) -> str | None:
-    """Return how the last loss of nodes ended: ``node 1 replaced in 9.1 s, no step lost``. None if something is newer.
-
-    The time is that of the log.
-    """
-    recent = list(events[-_MAX_EVENTS:])
-    repair = None
-    while recent and repair is None:
-        event = recent.pop()
+    """Return how the last loss of nodes ended, such as ``node 1 replaced in 9.1 s``; None if something is newer."""
+    for event in reversed(events[-_MAX_EVENTS:]):
         if event.kind in _NEWER_KINDS:
             return None
-        repair = event if event.kind == "repair" else None
-    losses: list[Event] = []
-    while recent and recent[-1].kind != "repair":
-        event = recent.pop()
-        if event.kind == "lost" and event.rank is not None:
-            losses.append(event)
-    found = None if repair is None else _REPLACED.match(repair.text)
-    if found is None or not losses:
-        return None
-    nodes = format_nodes(sorted({event.rank for event in losses if event.rank is not None}))
-    return f"{nodes} replaced in {found[1]}, {found[2]}"
+        if event.kind == "repair":
+            return event.notice
+    return None

@@ -98,10 +98,10 @@ def format_log_axis(axis: Axis, format_value: Callable[[float], str]) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: formatting.shorten_tick(format_value(value))))
 
 
-def set_title(ax: Axes, name: str, note: str = "") -> None:
-    """Set a panel's name on the left and a note on the right."""
-    ax.set_title(name, loc="left", fontsize=10, fontweight="bold", color=TEXT_COLOR, gid="name")
-    ax.set_title(note, loc="right", gid="note", **_SMALL_TEXT)
+def set_title(ax: Axes, name: str, note: str = "", pad: float | None = None) -> None:
+    """Set a panel's name on the left and a note on the right, `pad` points above the axes."""
+    ax.set_title(name, loc="left", fontsize=10, fontweight="bold", color=TEXT_COLOR, gid="name", pad=pad)
+    ax.set_title(note, loc="right", gid="note", pad=pad, **_SMALL_TEXT)
 
 
 def fit_texts(figure: Figure) -> None:

@@ -226,6 +226,14 @@ def test_a_run_that_failed_before_its_first_step_keeps_its_words():
     assert picture.width > 600
 
 
+def test_a_learning_rate_is_drawn_in_steps():
+    source = FakeSource(ranks=2)
+    for source.lr in (0.1, 2.0, 0.05):
+        source.advance(20)
+    chart = dict(list_charts(source))["Learning rate"].axes[0]
+    assert {line.get_drawstyle() for line in chart.get_lines() if "event" not in line.get_gid()} == {"steps-mid"}
+
+
 def test_marks_of_events_take_no_room_from_a_logarithmic_axis():
     source = FakeSource(ranks=2)
     source.advance(40)

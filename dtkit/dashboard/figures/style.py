@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.summary.curves import Chart, ChartLayout, CurveBuckets
     from dtkit.history.history import History
 
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A00", "#6F58B5")
+COLORS = ("#0072B2", "#C27F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A00", "#6F58B5")
 """A color for each node: Okabe and Ito's palette with a yellow dark enough for white, and violet."""
 PART_LINE: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.7}  # of a node, below the mean, which is read first
 MEAN_LINE: dict[str, Any] = {"linewidth": 1.8}

@@ -184,7 +184,8 @@ def list_notice_lines(run: RunView) -> list[tuple[str, str]]:
     """Return (kind, text) of each line below the title of a run, the most urgent first."""
     lines = []
     if run.exception is not None:
-        lines += [("error", line) for line in list_error_lines(run.exception)]
+        error_lines = list_error_lines(run.exception, has_ended=run.status.state.has_ended)
+        lines += [("error", line) for line in error_lines]
     lines += [(notice.kind, f"{NOTICE_GLYPHS[notice.kind]} {notice.text}") for notice in collect_notices(run)]
     verdict = find_shown_verdict(run)
     if verdict is not None:

@@ -1404,7 +1404,7 @@ class Handle:
     @property
     def final_outputs(self):
         """Outputs of the run's end: a picture, or its error, without the sentence on a run that goes on."""
-        return [(data, metadata) for data, metadata in self.updates if "text/html" not in data]
+        return [(data, metadata) for data, metadata in self.updates if "image/png" in data or "text/html" not in data]
 
 
 @pytest.fixture

@@ -100,8 +100,8 @@ def _draw_pixels(figure: Figure) -> Image.Image:
     canvas, dpi = FigureCanvasAgg(figure), figure.dpi
     figure.dpi = _get_dpi(figure)
     try:
-        canvas.draw()
-        return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+        canvas.draw()  # type: ignore[no-untyped-call]
+        return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")  # type: ignore[no-untyped-call]
     finally:
         figure.dpi = dpi
 

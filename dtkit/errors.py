@@ -215,12 +215,15 @@ def _format_failures(failures: Sequence[Failure]) -> str:
     groups: dict[tuple[object, ...], list[Failure]] = {}
     for cause in causes:
         groups.setdefault((cause.step, cause.type, cause.message), []).append(cause)
-    lines = []
+    lines, remedies = [], []
     for (step, error_type, message), group in groups.items():
         position = f", step {step}" if step is not None else ""
         hosts = ", ".join(dict.fromkeys(f.host for f in group))
         raised = group[0].kind not in ("nonfinite", "lost")
         problem = f"{error_type}: {message}" if raised else message
+        if group[0].kind == "nonfinite":  # a remedy in each further line
+            problem, *found = group[0].message.split("\n")
+            remedies += [line for line in found if line not in remedies]
         lines.append(f"{format_ranks([f.rank for f in group])} on {hosts}{position}: {problem}")
     position_lines = _format_user_frames(causes[0].user_frames)
     if victims:
@@ -232,7 +235,7 @@ def _format_failures(failures: Sequence[Failure]) -> str:
         position_lines.append(f"{format_ranks(interrupted)} {verb} then interrupted.")
     if causes[0].traceback:
         position_lines.append(FULL_HINT)
-    return _fit_lines("\n".join(lines), position_lines)
+    return _fit_lines("\n".join([*lines, *remedies]), position_lines)
 
 
 FULL_HINT = "(The error's .full has the whole traceback.)"

@@ -96,7 +96,7 @@ def test_all_strategies_learn_and_skewed_shards_hurt_only_averaging(done: Execut
 def test_the_straggler_is_named_and_balancing_reduces_waiting(done: ExecutedNotebook):
     (equal,), (balanced,) = done.outputs("equal = train_costly("), done.outputs("balanced = train_costly(")
     for output in (equal, balanced):
-        assert set(output.data) == {"image/png", "text/plain"}  # the dashboard has become a picture
+        assert set(output.data) == {"text/html", "image/png", "text/plain"}  # the dashboard has become a picture
         assert "completed" in output.data["text/plain"]
         assert "node 1 slowed 2x on purpose" in output.data["text/plain"]
     assert "node 1 keeps the others waiting" in equal.data["text/plain"]

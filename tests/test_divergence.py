@@ -9,10 +9,13 @@ import pytest
 
 from dtkit.dashboard import report
 from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.summary.notices import collect_notices
+from dtkit.dashboard.summary.run_end import describe_end
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.history.divergence import find_divergence, find_large_loss, find_ruined_step
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.training.divergence_watch import DivergenceWatch
+from dtkit.types import State
 from tests.support.fake_source import FakeSource
 
 
@@ -40,8 +43,7 @@ def test_a_loss_far_above_its_start_is_the_first_notice_and_the_verdict(tmp_path
     assert verdict is not None
     assert verdict.cause == "diverged"
     assert verdict.text == (
-        "the loss grew 300,000 times since its best at step 1: lower the learning rate (0.1 now), or set the "
-        "strategy's clip_grad_norm="
+        "the loss left at step 2: lower the learning rate (0.1 now), or set the strategy's clip_grad_norm="
     )
     assert verdict.arithmetic[-1].startswith("600,000 / 2.00 = 300,000")
     notices = MessageBuilder(source).build_snapshot().content["notices"]
@@ -167,6 +169,45 @@ def test_a_divergence_is_logged_once_and_again_after_a_recovery():
     ]
     assert 20 < found[0][0] < 50
     assert found[1][0] > 90
+
+
+def make_run_with_a_high_rate() -> FakeSource:
+    """Return a run that diverged with a learning rate of 2, which was lowered again."""
+    source = FakeSource(ranks=2)
+    source.advance(60, loss=np.repeat(np.geomspace(2.0, 0.015, 60), 2))
+    source.lr = 2.0
+    source.event("lr", "learning rate 2")
+    source.advance(3, loss=0.016)
+    source.advance(20, loss=3.0)
+    source.event("diverged", "the loss grew 200 times")
+    source.lr = 0.05
+    source.event("lr", "learning rate 0.05")
+    source.advance(30, loss=2.5)
+    return source
+
+
+def test_the_advice_names_the_rate_with_which_the_loss_left():
+    source = make_run_with_a_high_rate()
+    text = (
+        "the loss left at step 64, with the learning rate at 2 (set at step 60); it is 0.05 now: train on, or go back "
+        "to a checkpoint"
+    )
+    assert find_shown_verdict(source).text == text
+    source.advance(5, loss=2.4)
+    assert find_shown_verdict(source).text == text  # the loss goes on, the place where it left stays
+
+
+def test_a_run_that_was_stopped_on_its_way_back_says_that_it_had_diverged():
+    source = make_run_with_a_high_rate()
+    source.advance(60, loss=0.4)
+    assert not [notice for notice in collect_notices(source) if notice.kind == "diverged"]
+    source.state = State.STOPPED
+    (notice,) = [notice for notice in collect_notices(source) if notice.kind == "diverged"]
+    assert notice.text.startswith("its loss had diverged at step 83; best 0.0")
+    assert describe_end(source, source.history) == ("diverged", notice.text)
+    source.advance(60, loss=0.015)  # back at its best
+    assert not [notice for notice in collect_notices(source) if notice.kind == "diverged"]
+    assert describe_end(source, source.history).word == ""
 
 
 def test_a_view_shows_a_divergence_in_its_head():

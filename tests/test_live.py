@@ -1404,7 +1404,7 @@ class Handle:
     @property
     def final_outputs(self):
         """Outputs of the run's end: a picture, or its error, without the sentence on a run that goes on."""
-        return [(data, metadata) for data, metadata in self.updates if "text/html" not in data]
+        return [(data, metadata) for data, metadata in self.updates if "image/png" in data or "text/html" not in data]
 
 
 @pytest.fixture
@@ -1445,7 +1445,7 @@ def test_an_ended_run_has_a_picture_and_stays_live(notebook):
     for handle in (first, second):
         [(data, metadata)] = handle.final_outputs
         assert handle.updates[-1] == (data, metadata)
-        assert set(data) == {"image/png", "text/plain"}
+        assert set(data) == {"text/html", "image/png", "text/plain"}
         assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
         assert "completed" in data["text/plain"]
         assert metadata["image/png"]["width"] > 500
@@ -1486,7 +1486,7 @@ def test_a_run_that_goes_on_has_a_picture_with_its_time(notebook):
     source.end()
     assert display.wait_until_replaced(source, timeout=60)
     displays._draw_picture()  # too late
-    assert set(handle.updates[-1][0]) == {"image/png", "text/plain"}
+    assert set(handle.updates[-1][0]) == {"text/html", "image/png", "text/plain"}
 
 
 def test_a_run_without_a_spare_core_keeps_its_text_up_to_date(notebook, monkeypatch):
@@ -1638,7 +1638,7 @@ def test_vs_code_gets_a_widget_view_until_the_end(notebook, monkeypatch):
     assert handle.updates == []
     source.end()
     assert display.wait_until_replaced(source, timeout=60)
-    assert [set(data) for data, _ in handle.updates] == [{"image/png", "text/plain"}]
+    assert [set(data) for data, _ in handle.updates] == [{"text/html", "image/png", "text/plain"}]
 
 
 def test_a_run_that_had_ended_is_shown_with_its_picture(notebook):
@@ -1647,7 +1647,7 @@ def test_a_run_that_had_ended_is_shown_with_its_picture(notebook):
     source.end()
     display.show(source)
     (data, _) = notebook[1]
-    assert set(data) == {"image/png", "text/plain"}
+    assert set(data) == {"text/html", "image/png", "text/plain"}
     assert display.wait_until_replaced(source, timeout=0)
 
 

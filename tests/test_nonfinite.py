@@ -44,10 +44,10 @@ def test_rows_that_are_not_finite_are_named_and_have_their_own_remedy():
     ]
     (failure,) = build_nonfinite_failures(5, advances, NODES)
     assert failure.rank == 1
-    assert "not finite: in the targets, 1 of 4 rows. All ranks paused" in failure.message
-    assert "Repair or scale these rows, or leave them out, and train again" in failure.message
+    assert "not finite: in the targets, 1 of 4 rows\nAll ranks paused" in failure.message
+    assert "- repair or scale these rows, or leave them out, and train again" in failure.message
     (failure,) = build_nonfinite_failures(5, advances, NODES, ruined_step=3)
-    assert "in the targets, 1 of 4 rows. The loss grew since step 3" in failure.message
+    assert "in the targets, 1 of 4 rows\nThe loss grew since step 3" in failure.message
 
 
 @pytest.mark.parametrize(
@@ -57,23 +57,28 @@ def test_rows_that_are_not_finite_are_named_and_have_their_own_remedy():
             5,
             2e38,
             (3, math.inf),
-            r"reach 2e\+38, so they are ruined .* loss was inf at step 3\. Train .* before step 3",
+            r"reach 2e\+38, so they are ruined .* loss was inf at step 3\.\n- train .* before step 3",
         ),
         (
             5,
             math.inf,
             None,
-            r"parameters are not finite, so they are ruined .* again\. Train again with a lower learning",
+            r"parameters are not finite, so they are ruined already\.\n- train again with a lower learning",
         ),
         (
             5,
             1e14,
             (0, 3e36),
-            r"loss was 3e\+36 at step 0, before any update: the data of that step, or the model, hold",
+            r"loss was 3e\+36 at step 0, before any update\.\n- repair the data of that step, or the model",
         ),
         (0, 1e14, None, "reach 1e[+]14 before the first update: with them, no learning rate helps"),
-        (0, 1e5, None, "before the first update, so the learning rate has no part in it. Repair the data, the loss or"),
-        (5, 1e5, (3, math.inf), "parameters are as after the step before. Lower the learning rate"),
+        (
+            0,
+            1e5,
+            None,
+            "before the first update, so the learning rate has no part in it.\n- repair the data, the loss or",
+        ),
+        (5, 1e5, (3, math.inf), "parameters are as after the step before.\n- lower the learning rate"),
     ],
 )
 def test_parameters_that_are_too_large_are_called_ruined(step, largest, large_loss, message):
@@ -123,15 +128,15 @@ def test_nonfinite_gradients_are_attributed_to_the_last_affected_stage(last: int
 @pytest.mark.parametrize(
     ("step", "end"),
     [
-        (120, "learning rate, or resume_from= a checkpoint from before step 120; run.stop() ends this run"),
-        (0, "learning rate; run.stop() ends this run"),
+        (120, "learning rate, or resume_from= a checkpoint from before step 120"),
+        (0, "learning rate"),
     ],
 )
 def test_a_loss_that_exploded_before_has_another_remedy(step: int, end: str):
     advances = [make_result(math.inf)]
     (failure,) = build_nonfinite_failures(5, advances, NODES, ruined_step=step)
-    assert f"since step {step}, so the parameters are ruined already: run.resume() would fail again" in failure.message
-    assert failure.message.endswith(end)
+    assert f"since step {step}, so the parameters are ruined already." in failure.message
+    assert failure.message.endswith(f"{end}\n- run.resume() would fail again; run.stop() ends this run")
     assert "run.set(" not in failure.message
 
 
@@ -146,6 +151,26 @@ def test_the_error_knows_its_remedy(step: int, bad_rows: str, ruined: int | None
 
 def test_a_view_shows_the_whole_remedy_and_names_the_error_once():
     advances = [make_result(math.nan)] * 4
-    (line,) = list_error_lines(NonFiniteError(build_nonfinite_failures(5, advances, NODES)))
-    assert line.startswith("NonFiniteError: nodes 0, 1, 2 and 3 on host0, host1, host2, host3, step 5: the gradients")
-    assert line.endswith("run.resume() takes the same step again, run.stop() ends the run")
+    error = NonFiniteError(build_nonfinite_failures(5, advances, NODES))
+    first, *remedies = list_error_lines(error)
+    assert first == (
+        "NonFiniteError: nodes 0, 1, 2 and 3 on host0, host1, host2, host3, step 5: the gradients over all nodes are "
+        "not finite, with this node's loss nan"
+    )
+    assert remedies == [
+        "- lower the learning rate, or repair the data or the loss",
+        "- run.set(lr=...) sets a rate, run.resume() takes the same step again, run.stop() ends the run",
+    ]
+    assert list_error_lines(error, has_ended=True) == [first, remedies[0]]  # nothing else helps an ended run
+    assert str(error).count("- lower the learning rate") == 1
+
+
+def test_ranks_with_losses_of_their_own_have_one_list_of_remedies():
+    error = NonFiniteError(build_nonfinite_failures(5, [make_result(math.nan), make_result(math.inf)], NODES))
+    assert [line[:8] for line in str(error).splitlines()] == [
+        "rank 0 o",
+        "rank 1 o",
+        "All rank",
+        "- lower ",
+        "- run.se",
+    ]

@@ -59,7 +59,7 @@ def test_single_steps_take_half_the_batch_from_each_shard(done: ExecutedNotebook
 
 def test_the_dashboard_is_stored_as_a_picture(done: ExecutedNotebook):
     (output,) = done.outputs("run.resume()")
-    assert set(output.data) == {"image/png", "text/plain"}
+    assert set(output.data) == {"text/html", "image/png", "text/plain"}
     assert output.data["image/png"].startswith("iVBOR")  # a PNG, in base64
     assert "completed" in output.data["text/plain"]
     assert re.search(r"step ([\d,]+) of \1, ", output.data["text/plain"])

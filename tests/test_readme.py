@@ -168,7 +168,7 @@ def test_the_readme_example_runs_as_described(done: NotebookNode):
     (kept,) = [cell for cell in done.cells if "run = cluster.train(\n    replicas" in cell.source]
     *_, place, picture = kept.outputs
     assert "dtkit-live" in place.data["text/html"]
-    assert set(picture.data) == {"image/png", "text/plain"}
+    assert set(picture.data) == {"text/html", "image/png", "text/plain"}
     assert "completed" in picture.data["text/plain"]
     assert "PASS" in get_cell_output(done, "run.verify()")
 

@@ -72,23 +72,26 @@ def wait_until_replaced(run: RunView, timeout: float = timeouts.REPLACE_TIMEOUT_
 
 
 def make_static_output(run: RunView) -> Output:
-    """Return the output for a saved notebook: (data, metadata) of a MIME bundle with a PNG and text."""
-    from dtkit.dashboard.figures.render import get_css_width, render_card_png
-    from dtkit.dashboard.figures.run_figure import draw_overview
+    """Return the output for a saved notebook: (data, metadata) of a MIME bundle with HTML, a PNG and text."""
+    from dtkit.dashboard.kept_picture import draw_kept_picture
 
-    figure = draw_overview(run)
-    png = base64.b64encode(render_card_png(figure)).decode("ascii")
-    metadata = {"image/png": {"width": get_css_width(figure)}}  # or as wide as a narrower cell
-    return {"image/png": png, "text/plain": run_text.format_run(run)}, metadata
+    picture = draw_kept_picture(run)
+    png = base64.b64encode(picture.png).decode("ascii")
+    data = {"text/html": picture.page, "image/png": png, "text/plain": run_text.format_run(run)}
+    return data, {"image/png": {"width": picture.width}}  # or as wide as a narrower cell
 
 
 def _make_static_or_text_output(run: RunView) -> Output:
     """Return the static output, or text with the error that prevents the picture."""
 
     def make_text_output(error: Exception) -> Output:
-        return {"text/plain": f"{run_text.format_run(run)}\nno picture: {type(error).__name__}: {error}"}, {}
+        return {"text/plain": _describe_missing_picture(run, error)}, {}
 
     return run_guarded(lambda: make_static_output(run), make_text_output)
+
+
+def _describe_missing_picture(run: RunView, error: Exception) -> str:
+    return f"{run_text.format_run(run)}\nno picture: {type(error).__name__}: {error}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,21 +102,20 @@ class _MeanwhilePicture:
     """The note above it, as of the step that it shows."""
     step: int
     text: str
-    image: str
-    """The picture as an HTML tag; the text instead of a picture that could not be drawn."""
+    page: str
+    """The picture in HTML; the text instead of a picture that could not be drawn."""
 
 
 def _draw_meanwhile_picture(run: RunView) -> _MeanwhilePicture:
-    from dtkit.dashboard.figures.render import format_png_tag
+    def draw() -> str:
+        from dtkit.dashboard.kept_picture import draw_kept_picture
+
+        return draw_kept_picture(run, with_png=False).page
 
     # Drawing takes seconds on a busy machine, and the run goes on.
-    sentence, step = _describe_picture(run), run.status.step
-    data, metadata = _make_static_or_text_output(run)
-    text = data["text/plain"]
-    image = _format_preformatted(text)
-    if "image/png" in data:
-        image = format_png_tag(data["image/png"], metadata["image/png"]["width"], "the run as a picture")
-    return _MeanwhilePicture(sentence, step, text, image)
+    sentence, step, text = _describe_picture(run), run.status.step, run_text.format_run(run)
+    page = run_guarded(draw, lambda error: _format_preformatted(_describe_missing_picture(run, error)))
+    return _MeanwhilePicture(sentence, step, text, page)
 
 
 def _make_meanwhile_output(sentence: str, text: str, below: str) -> Output:
@@ -228,7 +230,7 @@ class _LiveDisplays:
         if picture is None:
             output = _make_text_output(sentence, text)
         else:
-            output = _make_meanwhile_output(f"{sentence} The picture shows step {picture.step:,}.", text, picture.image)
+            output = _make_meanwhile_output(f"{sentence} The picture shows step {picture.step:,}.", text, picture.page)
         self._update([view for view in self._views if view.shows_pictures_meanwhile], output)
 
     def _draw_picture(self) -> None:
@@ -241,7 +243,7 @@ class _LiveDisplays:
             self._throttle.interval = choose_interval_s(drawing_s, time.monotonic() - self._created_at)
             with self._lock:
                 if not self._run.status.state.has_ended:
-                    output = _make_meanwhile_output(picture.sentence, picture.text, picture.image)
+                    output = _make_meanwhile_output(picture.sentence, picture.text, picture.page)
                     self._update([view for view in self._views if view.shows_pictures_meanwhile], output)
 
     def _draw_final_picture(self) -> None:

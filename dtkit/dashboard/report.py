@@ -106,7 +106,7 @@ def _format_head(run: RunView, cards: Sequence[tuple[str, str, str]], single_pro
         f"{escape(position)}. Written <time>{time.strftime('%Y-%m-%d %H:%M')}</time>.</p>"
     )
     if run.exception is not None:
-        yield from _format_error(run.exception)
+        yield from _format_error(run.exception, has_ended=run.status.state.has_ended)
     for notice in notices:
         if notice.kind in ALERT_KINDS:
             yield f'<p class="error">{escape(notice.text)}</p>'
@@ -134,9 +134,9 @@ def _measure_one_process(run: RunView, single_process: History | None) -> OnePro
     return describe_measured(one_process_s, all_nodes.step_s, run.spec.world_size, "means of the measured runs", source)
 
 
-def _format_error(error: BaseException) -> Iterator[str]:
+def _format_error(error: BaseException, *, has_ended: bool) -> Iterator[str]:
     """Show an error with the user's lines, and fold its whole traceback."""
-    lines = "\n".join(html.escape(line) for line in list_error_lines(error) if line != FULL_HINT)
+    lines = "\n".join(html.escape(line) for line in list_error_lines(error, has_ended=has_ended) if line != FULL_HINT)
     yield f'<p class="error">{lines}</p>'
     if isinstance(error, UserCodeError):
         full = "\n".join(formatting.name_nodes_at_start(line) for line in error.full.splitlines() if line != FULL_HINT)

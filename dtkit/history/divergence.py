@@ -37,7 +37,17 @@ MIN_JUMP = 1000
 _VERY_LARGE = 1e15  # no loss of a training with usual numbers is as large
 _BACK_AT_START = 0.8  # share of the start's loss; a network whose units all died is a little below it
 _MIN_BLOCK_SAMPLES = 64  # of the best and of the present; with fewer samples, a few easy ones are a block of their own
+_BACK_RATIO = 2  # to its best loss, below which a run is back
 _EARLY_STEPS = 256  # among which a loss that can be negative is so
+
+
+class Departure(NamedTuple):
+    """Where a loss left its best, and the learning rate in force there."""
+
+    step: int
+    lr: float
+    rate_step: int | None
+    """The step at which that rate was set by hand; None if it was not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +64,21 @@ class Divergence:
     is_finite: bool = True
     has_finite_gradients: bool = False
     """Whether the loss is NaN by itself: the gradients of its steps are finite, and it did not grow before."""
+    departure: Departure | None = None
+    """Where the loss left its best; None if it is not finite."""
+
+    @property
+    def advice(self) -> str:
+        """Where the loss left and what would help, without the numbers that change with each step."""
+        departure = self.departure
+        if departure is None:
+            return f"the {self.short}: {self.remedy}"
+        left = f"the loss left at step {departure.step:,}"
+        if departure.lr == self.lr:
+            return f"{left}: {self.remedy}"
+        since = "" if departure.rate_step is None else f" (set at step {departure.rate_step:,})"
+        then, now = map(formatting.format_learning_rate, (departure.lr, self.lr))
+        return f"{left}, with the learning rate at {then}{since}; it is {now} now: train on, or go back to a checkpoint"
 
     @property
     def remedy(self) -> str:
@@ -139,7 +164,44 @@ def _find_growth(history: History, early: _EarlySteps, last: np.ndarray) -> Dive
     loss = float(np.median(present["loss"]))
     is_far = loss > MIN_RATIO * start.loss > 0
     is_lost = loss > MIN_GROWTH * best.loss > 0 and loss > _BACK_AT_START * start.loss and len(present) >= block // 2
-    return _describe_growth(best, present, _get_lr(history)) if is_far or is_lost else None
+    if not (is_far or is_lost):
+        return None
+    departure = _find_departure(history, best, loss)
+    return dataclasses.replace(_describe_growth(best, present, _get_lr(history)), departure=departure)
+
+
+def _find_departure(history: History, best: _Level, loss: float) -> Departure:
+    """Return where the loss left its best. It stays the same while that is the best, however the loss goes on."""
+    key = (len(history.returns), best.step)
+    with _lock:
+        known = _departures.get(history)
+    if known is not None and known[0] == key:
+        return known[1]
+    since = select_known(history.read_valid_totals())
+    since = since[since["step"] > best.step]
+    low = np.flatnonzero(since["loss"] ** 2 <= best.loss * loss)  # nearer to the best, by ratio
+    step = int(since["step"][min(int(low[-1]) + 1, len(since) - 1) if len(low) else 0])
+    rows = history.read_valid_rows()
+    lr = float(rows["lr"][rows["step"] == step][-1])
+    events = [event for event in history.events if event.kind == "lr" and event.step <= step]
+    is_set = bool(events) and events[-1].text.endswith(f" {formatting.format_learning_rate(lr)}")
+    departure = Departure(step, lr, events[-1].step if is_set else None)
+    with _lock:
+        _departures[history] = (key, departure)
+    return departure
+
+
+def describe_past_divergence(history: History) -> str | None:
+    """Return that the loss of a run had diverged, if it is on its way back; None if it is back, or never left."""
+    turns = [event for event in history.events if event.kind in ("diverged", "restore")]
+    if not turns or turns[-1].kind != "diverged" or find_divergence(history) is not None:
+        return None
+    early = _read_early_steps(history)
+    now = compute_mean_loss(select_known(history.read_valid_totals(history.num_steps - FINAL_LOSS_STEPS)))
+    best = None if early is None else min(early.start.loss, _get_best_block(history, early.block).loss)
+    if best is None or not 0 < _BACK_RATIO * best < now:
+        return None
+    return f"its loss had diverged at step {turns[-1].step:,}; best {formatting.format_loss(best)}"
 
 
 @remember_while(lambda history: (min(history.num_steps, _EARLY_STEPS), len(history.returns)))
@@ -244,3 +306,4 @@ def _get_best_block(history: History, block: int) -> _Level:
 # locks: while a view or the run reads new steps
 _lock = threading.Lock()
 _best_blocks: weakref.WeakKeyDictionary[History, _BestBlock] = weakref.WeakKeyDictionary()
+_departures: weakref.WeakKeyDictionary[History, tuple[tuple[int, int], Departure]] = weakref.WeakKeyDictionary()

@@ -18,35 +18,25 @@ if TYPE_CHECKING:
 
     from dtkit.messages import DispatchResult, NonFiniteReport
 
-_RUINED_REMEDY = (
-    "The loss grew since step {step:,}, so the parameters are ruined already: run.resume() would fail again. Train "
-    "again with a lower learning rate{or_checkpoint}; run.stop() ends this run"
-)
-_RUINED = "The parameters {size}, so they are ruined already: run.resume() would fail again."
-_RUINED_AT_START = (
-    " The loss was {loss} at step {step:,}, before any update: the data of that step, or the model, hold numbers that "
-    "are too large. Repair these, and train again; run.stop() ends this run"
-)
-_RUINED_LATER = (
-    "{when} Train again with a lower learning rate{or_checkpoint}. If the data of that step hold numbers that are too "
-    "large, repair or scale them; run.stop() ends this run"
-)
-_LARGE_MODEL = (
-    "The model's parameters {size} before the first update: with them, no learning rate helps. Train a "
-    "model with smaller parameters; run.stop() ends this run"
-)
+# The first line says what the parameters are worth, each further one what helps. Those of a paused run alone begin with
+# "- run.", and views leave them out once it has ended (dtkit.dashboard.summary.notices).
+_PAUSED = "All ranks paused before that update: parameters are as after the step before."
+_GO_ON = "- run.set(lr=...) sets a rate, run.resume() takes the same step again, run.stop() ends the run"
+_GO_ON_WITH_DATA = "- run.resume() takes the same step again, run.stop() ends the run"
+_END = "- run.stop() ends this run"
+_END_RUINED = "- run.resume() would fail again; run.stop() ends this run"
+_TRAIN_AGAIN = "- train again with a lower learning rate{or_checkpoint}"
 _MAX_PARAMETER = 1e10  # no model trains with larger ones
-_REMEDY = (
-    "All ranks paused before that update: parameters are as after the step before. Lower the learning rate "
-    "(run.set(lr=...)) or repair the data or the loss; run.resume() takes the same step again, run.stop() ends the run"
-)
+_REMEDY = (_PAUSED, "- lower the learning rate, or repair the data or the loss", _GO_ON)
 _REMEDY_AT_START = (
-    "All ranks paused before the first update, so the learning rate has no part in it. Repair the data, the loss or "
-    "the model's parameters, and train again; run.stop() ends this run"
+    "All ranks paused before the first update, so the learning rate has no part in it.",
+    "- repair the data, the loss or the model's parameters, and train again",
+    _END,
 )
 _DATA_REMEDY = (
-    "All ranks paused before that update: parameters are as after the step before. Repair or scale these rows, or "
-    "leave them out, and train again; run.resume() takes the same step again, run.stop() ends the run"
+    _PAUSED,
+    "- repair or scale these rows, or leave them out, and train again",
+    _GO_ON_WITH_DATA,
 )
 
 
@@ -63,10 +53,10 @@ def build_nonfinite_failures(
     `ruined_step` is the last step before the loss exploded; None if it was fine until now. `large_loss` is the first
     step with a loss that is not finite or very large, and this loss.
     """
-    remedy = _describe_remedy(step, advances, ruined_step, large_loss)
+    remedy = "\n".join(_list_remedies(step, advances, ruined_step, large_loss))
     hosts = {node.rank: node.host for node in nodes}
     return [
-        Failure(rank, hosts.get(rank, "?"), "NonFinite", f"{message}. {remedy}", "", step=step, kind="nonfinite")
+        Failure(rank, hosts.get(rank, "?"), "NonFinite", f"{message}\n{remedy}", "", step=step, kind="nonfinite")
         for rank, message in _find_causes(advances).items()
     ]
 
@@ -89,34 +79,49 @@ def _find_largest_parameter(advances: Sequence[DispatchResult]) -> float:
     return max((advance.nonfinite.largest_parameter for advance in advances), default=0.0)
 
 
-def _describe_remedy(
+def _list_remedies(
     step: int, advances: Sequence[DispatchResult], ruined_step: int | None, large_loss: tuple[int, float] | None
-) -> str:
+) -> Sequence[str]:
     if ruined_step is not None:
-        return _describe_ruin(ruined_step)
+        return (
+            f"The loss grew since step {ruined_step:,}, so the parameters are ruined already.",
+            _TRAIN_AGAIN.format(or_checkpoint=_name_checkpoint(ruined_step)),
+            _END_RUINED,
+        )
     if (largest := _find_largest_parameter(advances)) > _MAX_PARAMETER:
-        return _describe_large_parameters(step, largest, large_loss)
+        return _list_remedies_of_large_parameters(step, largest, large_loss)
     if _has_bad_rows(advances):
         return _DATA_REMEDY
     return _REMEDY if step else _REMEDY_AT_START
 
 
-def _describe_large_parameters(step: int, largest: float, large_loss: tuple[int, float] | None) -> str:
+def _list_remedies_of_large_parameters(
+    step: int, largest: float, large_loss: tuple[int, float] | None
+) -> Sequence[str]:
     """Return what a user can do with parameters that are too large, and since when they are, as far as it is known."""
     size = f"reach {largest:.2g}" if math.isfinite(largest) else "are not finite"
     if not step:
-        return _LARGE_MODEL.format(size=size)
-    start = _RUINED.format(size=size)
+        start = f"The model's parameters {size} before the first update: with them, no learning rate helps."
+        return start, "- train a model with smaller parameters", _END
+    start = f"The parameters {size}, so they are ruined already."
     if large_loss is not None and not large_loss[0]:
-        return start + _RUINED_AT_START.format(step=0, loss=f"{large_loss[1]:.3g}")
+        return (
+            f"{start} The loss was {large_loss[1]:.3g} at step 0, before any update.",
+            "- repair the data of that step, or the model, which hold numbers that are too large, and train again",
+            _END_RUINED,
+        )
     when = "" if large_loss is None else f" The loss was {large_loss[1]:.3g} at step {large_loss[0]:,}."
-    or_checkpoint = "" if large_loss is None else f", or resume_from= a checkpoint from before step {large_loss[0]:,}"
-    return start + _RUINED_LATER.format(when=when, or_checkpoint=or_checkpoint)
+    or_checkpoint = "" if large_loss is None else _name_checkpoint(large_loss[0])
+    return (
+        start + when,
+        _TRAIN_AGAIN.format(or_checkpoint=or_checkpoint),
+        "- if the data of that step hold numbers that are too large, repair or scale them",
+        _END_RUINED,
+    )
 
 
-def _describe_ruin(step: int) -> str:
-    or_checkpoint = f", or resume_from= a checkpoint from before step {step:,}" if step else ""  # none is before step 0
-    return _RUINED_REMEDY.format(step=step, or_checkpoint=or_checkpoint)
+def _name_checkpoint(step: int) -> str:
+    return f", or resume_from= a checkpoint from before step {step:,}" if step else ""  # none is before step 0
 
 
 def _find_causes(advances: Sequence[DispatchResult]) -> dict[int, str]:

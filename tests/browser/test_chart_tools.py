@@ -700,3 +700,14 @@ def test_the_mark_of_an_event_after_the_last_values_is_at_their_end(page: Page):
     view = StaticView(page, run)
     expect(view.root.get_by_test_id("marks-key")).to_contain_text("✕ error")
     expect(view.root.get_by_test_id(LOSS).locator(".dtk-sign .dtk-mark-error")).to_have_text("✕")
+
+
+def test_the_learning_rate_is_drawn_in_steps(page: Page):
+    source = FakeSource(ranks=2)
+    for source.lr in (0.1, 2.0, 0.05):
+        source.advance(20)
+    path = StaticView(page, source).root.get_by_test_id("learning-rate-chart").locator("path.dtk-line[data-rank=all]")
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+,([\d.]+)", path.get_attribute("d"))]
+    rises = [float(y) for y in re.findall(r"H[\d.]+V([\d.]+)L", path.get_attribute("d"))]
+    assert len(set(heights)) == 3
+    assert rises == heights[1:]  # each line to a point begins at its height

@@ -43,7 +43,7 @@ def run_cells(lab: Lab) -> None:
 
 
 def get_pictures(lab: Lab) -> Locator:
-    return lab.page.locator(".jp-OutputArea-output img[src^='data:image/png']")
+    return lab.page.locator(".jp-OutputArea-output img[alt='the charts of the run']")
 
 
 def check_no_lost_widget(lab: Lab) -> None:

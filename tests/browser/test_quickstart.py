@@ -114,7 +114,7 @@ def test_quickstart_run_can_be_watched_paused_resumed_and_stopped(lab: Lab, tmp_
     lab.wait_text(cell, "image/png", timeout=TRAINING_S)
     lab.wait_idle()
     _place, picture = [output for output in lab.outputs(cell) if "data" in output]
-    assert set(picture["data"]) == {"image/png", "text/plain"}
+    assert set(picture["data"]) == {"text/html", "image/png", "text/plain"}
     assert "stopped" in "".join(picture["data"]["text/plain"])
     lab.select(cell)
     lab.screenshot(shots / f"kept-{look.width}.png")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit.dashboard.figures.style import COLORS, MUTED_COLOR, collect_line_labels, draw_end_labels
+from dtkit.dashboard.figures.style import COLORS, MUTED_COLOR, set_title
 from dtkit.dashboard.summary.event_marks import EVENT_GLYPHS, MARKED_EVENTS
 
 if TYPE_CHECKING:
@@ -22,22 +22,22 @@ _MAX_MARKED_EVENTS = 20
 _MAX_GLYPHS = 6
 _LETTER_PT = 7.0  # width of a letter of a sign, with the gap beside it
 _GLYPH_PT, _NARROW_LETTER_PT = 6.0, 3.0
-_LINE_TOP = 0.86
-_SIGN_SHARE = 0.2  # of the height of axes, which are low; a sign with its distance to the data
+_SIGN_PAD_PT, _TITLE_PAD_PT = 2.0, 15.0  # of signs, and of the title above them, above the axes
 _AXES_SHARE = 0.8  # of the width of a column, which also has numbers and names
 
 
 def mark_events(ax: Axes, events: Sequence[Event]) -> None:
-    """Draw a thin line at the step of each marked event, and signs above the data. Signs that would touch are one."""
+    """Draw a thin line at the step of each marked event, and signs above the axes. Signs that would touch are one."""
     signs: list[_Sign] = []
     per_letter = _LETTER_PT * float(np.ptp(ax.get_xlim())) / _get_width_pt(ax)
     marked = [event for event in events if event.kind in MARKED_EVENTS][-_MAX_MARKED_EVENTS:]
     if marked:
-        _make_room_for_signs(ax)
+        name, note = ax.get_title(loc="left"), ax.get_title(loc="right")
+        set_title(ax, name, note, _TITLE_PAD_PT)  # the axes keep the range of their data
     for event in marked:
         color = COLORS[5] if event.kind in _URGENT_EVENTS else MUTED_COLOR
         at = min(event.step, ax.get_xlim()[1])  # the last step may have no values
-        ax.axvline(at, 0, _LINE_TOP, color=color, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
+        ax.axvline(at, color=color, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
         signs.append(_Sign(at, at, {EVENT_GLYPHS[event.kind]: color}))
         while len(signs) > 1 and signs[-2].touches(signs[-1], per_letter):
             later = signs.pop()
@@ -69,8 +69,9 @@ class _Sign:
         for glyph in self.glyphs:
             half_pt = _measure_glyph_pt(glyph) / 2
             ax.annotate(
-                glyph, (self.middle, 1.0), (offset_pt + half_pt, 0), ("data", "axes fraction"), "offset points",
-                va="top", ha="center", fontsize=8, color=self.colors[glyph], annotation_clip=True, gid="sign",
+                glyph, (self.middle, 1.0), (offset_pt + half_pt, _SIGN_PAD_PT), ("data", "axes fraction"),
+                "offset points", va="bottom", ha="center", fontsize=8, color=self.colors[glyph],
+                annotation_clip=True, gid="sign",
             )  # fmt: skip
             offset_pt += 2 * half_pt
 
@@ -87,16 +88,6 @@ class _Sign:
 def _measure_glyph_pt(glyph: str) -> float:
     """Return the width of a glyph with the gap beside it; only ``lr`` has two letters, which are narrow."""
     return _GLYPH_PT + _NARROW_LETTER_PT * (len(glyph) - 1)
-
-
-def _make_room_for_signs(ax: Axes) -> None:
-    """Raise the upper end of the axes until the data end below the signs."""
-    scale = ax.yaxis.get_transform()  # of a logarithmic axis, the logarithm
-    low, high, top = scale.transform(np.array([*ax.get_ylim(), ax.dataLim.y1]))
-    needed = low + (top - low) / (1 - _SIGN_SHARE)
-    if np.isfinite(needed) and needed > high:  # without data it is infinite
-        ax.set_ylim(top=float(scale.inverted().transform(np.array([needed]))[0]))
-        draw_end_labels(ax, collect_line_labels(ax))
 
 
 def _get_width_pt(ax: Axes) -> float:

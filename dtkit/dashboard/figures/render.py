@@ -11,6 +11,7 @@ import io
 from typing import TYPE_CHECKING
 
 import cloudpickle
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
@@ -73,21 +74,42 @@ def render_notebook_png(figure: Figure) -> bytes:
 
 
 def render_card_png(figure: Figure) -> bytes:
-    """Return the figure in its own colors on a white card, as a small PNG. The card is :func:`get_css_width` wide.
+    """Return the figure as the small PNG of its card, see :func:`draw_card`."""
+    return encode_small_png(draw_card(figure))
+
+
+def draw_card(figure: Figure) -> Image.Image:
+    """Return the figure in its own colors on a white card, which is :func:`get_css_width` wide.
 
     Saved notebooks keep cards: a text that has to be readable on white and on black can only be gray.
     """
-    with Image.open(io.BytesIO(render_png(figure))) as image:
-        scale = image.width / (get_css_width(figure) - 2 * CARD_PADDING)
-        padding = round(CARD_PADDING * scale)
-        card = Image.new("RGBA", (image.width + 2 * padding, image.height + 2 * padding))
-        edges = (0, 0, card.width - 1, card.height - 1)
-        ImageDraw.Draw(card).rounded_rectangle(
-            edges, _CARD_RADIUS * scale, fill="white", outline=_CARD_EDGE_COLOR, width=round(scale)
-        )
-        card.paste(image.convert("RGB"), (padding, padding))
+    image = _draw_pixels(figure)
+    scale = image.width / (get_css_width(figure) - 2 * CARD_PADDING)
+    padding = round(CARD_PADDING * scale)
+    card = Image.new("RGBA", (image.width + 2 * padding, image.height + 2 * padding))
+    edges = (0, 0, card.width - 1, card.height - 1)
+    ImageDraw.Draw(card).rounded_rectangle(
+        edges, _CARD_RADIUS * scale, fill="white", outline=_CARD_EDGE_COLOR, width=round(scale)
+    )
+    card.paste(image, (padding, padding))
+    return card
+
+
+def _draw_pixels(figure: Figure) -> Image.Image:
+    """Return the figure as an image. Matplotlib would draw it twice for a file, the first time for its layout."""
+    canvas, dpi = FigureCanvasAgg(figure), figure.dpi
+    figure.dpi = _get_dpi(figure)
+    try:
+        canvas.draw()  # type: ignore[no-untyped-call]
+        return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")  # type: ignore[no-untyped-call]
+    finally:
+        figure.dpi = dpi
+
+
+def encode_small_png(image: Image.Image) -> bytes:
+    """Return an image as a PNG with a palette."""
     file = io.BytesIO()
-    card.save(file, format="png")
+    image.save(file, format="png", compress_level=1)  # it is compressed once more
     return shrink_png(file.getvalue())
 
 
@@ -117,10 +139,14 @@ def format_img_tag(figure: Figure, alt: str) -> str:
 
 def format_card_tags(figures: Sequence[Figure], alt: str) -> str:
     """Return figures on cards, as many in a row as the page has room for; `alt` describes them together."""
+    return format_cards([(render_card_png(figure), get_css_width(figure)) for figure in figures], alt)
+
+
+def format_cards(cards: Sequence[tuple[bytes, int]], alt: str) -> str:
+    """Return cards, each a PNG and its largest width in CSS pixels, as many in a row as the page has room for."""
     tags = []
-    for k, figure in enumerate(figures):
-        data = base64.b64encode(render_card_png(figure)).decode("ascii")
-        widest = get_css_width(figure)
+    for k, (png, widest) in enumerate(cards):
+        data = base64.b64encode(png).decode("ascii")
         style = (
             f"flex: 1 1 {_CARD_BASIS}px; min-width: {_MIN_CARD_WIDTH}px; max-width: min(100%, {widest}px); height: auto"
         )

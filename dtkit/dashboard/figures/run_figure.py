@@ -52,7 +52,6 @@ _WIDTH_IN, _ROW_HEIGHT_IN, _LOW_ROW_HEIGHT_IN = 5.5, 2.0, 1.45
 _TITLE_LINE_HEIGHT_IN = 0.2
 _TILE_HEIGHT_IN, _TABLE_LINE_IN, _TABLE_FRAME_IN = 0.76, 0.175, 0.35
 _TITLE_CHARS, _TITLE_LINE_CHARS = 62, 78
-_REST = "run.figure() and run.report() have the machines, the timeline, nodes and the log, too"
 
 
 def draw_run(run: RunView, panels: Sequence[Panel] | None = None) -> Figure:
@@ -62,25 +61,15 @@ def draw_run(run: RunView, panels: Sequence[Panel] | None = None) -> Figure:
     """
     if panels is not None:
         return _draw_rows(run, _arrange_rows(panels, {}), {}, {})
-    custom, wide_panels = _wrap_custom_panels(), _make_wide_panels(run)
+    custom, wide_panels = wrap_custom_panels(), _make_wide_panels(run)
     last = _make_last_panels(run) if len(run.history) or run.exception is not None else {}
     rows = _arrange_rows([*select_panels(run.history), *custom], wide_panels, _list_wide(custom))
-    return _draw_rows(run, rows, _make_first_panels(run), wide_panels | last, last)
+    return _draw_rows(run, rows, _make_first_panels(run), wide_panels, last)
 
 
-def draw_overview(run: RunView) -> Figure:
-    """Draw the picture that a saved notebook keeps: notices, and the panels about learning and speed.
-
-    It takes less than half the time and the height of :func:`draw_run`. Its last line says where the rest is.
-    """
-    custom, wide_panels = _wrap_custom_panels(), _make_wide_panels(run)
-    squares: dict[Panel, float] = {panel: height for panel, height in wide_panels.items() if panel is waffle.draw}
-    last = _make_last_panels(run) if run.exception is not None else {}
-    chosen = [*_select_main_panels(run.history), step_time.draw, *custom]
-    rows = _arrange_rows(chosen, squares, _list_wide(custom))
-    figure = _draw_rows(run, rows, _make_first_panels(run), squares | last, last, _REST)
-    figure.set_layout_engine("none")  # it is laid out, and drawing would do that again
-    return figure
+def draw_text(run: RunView) -> Figure:
+    """Draw what a run has in words: title, notices, headline numbers and log."""
+    return _draw_rows(run, [], _make_first_panels(run), {}, _make_log_panel(run))
 
 
 def _draw_rows(
@@ -89,21 +78,17 @@ def _draw_rows(
     first: Mapping[Panel, float],
     given_heights: Mapping[Panel, float],
     last: Mapping[Panel, float] | None = None,
-    footer: str = "",
 ) -> Figure:
     """Draw rows of panels below the title. Panels that have heights are given with them, in inches."""
     has_steps = bool(len(run.history))
     rows = rows if has_steps or run.exception is None else []  # of a run that failed before its first step
     rows = [*([panel] for panel in first if has_steps), *rows, *([panel] for panel in last or {})]
-    given_heights = {**given_heights, **first}
+    given_heights = {**given_heights, **first, **(last or {})}
     heights = [given_heights.get(row[0]) or _get_row_height(row, run.spec.world_size) for row in rows]
-    title, title_lines = _wrap_title(_list_title_parts(run)), _collect_title_lines(run)
+    title, title_lines = _wrap_title(list_title_parts(run)), _wrap_title_lines(run)
     title_height = _TITLE_LINE_HEIGHT_IN * (len(title) + len(title_lines)) + 0.14
-    footer_height = _TITLE_LINE_HEIGHT_IN if footer and rows else 0.0
-    figure = create_figure(_WIDTH_IN, sum(heights) + title_height + footer_height)
+    figure = create_figure(_WIDTH_IN, sum(heights) + title_height)
     _draw_title(figure, title, title_lines, title_height)
-    if footer_height:
-        _draw_footer(figure, footer, title_height, footer_height)
     if not rows:  # nothing was measured
         return figure
     grid = figure.add_gridspec(len(rows), 2, height_ratios=heights)
@@ -120,11 +105,8 @@ def select_panels(history: History) -> list[Panel]:
     """Return the panels that a history has data for."""
     small: list[Panel] = [gradient_norm.draw] if gradient_norm.has_gradient_norm(history) else []
     small += [learning_rate.draw] if learning_rate.has_lr_changes(history) else []  # else the title has it
-    return [*_select_main_panels(history), *small, *system.make_panels(history), step_time.draw]
-
-
-def _select_main_panels(history: History) -> list[Panel]:
-    return [loss.draw, throughput.draw, *metrics.make_panels(history), *scalars.make_panels(history)]
+    main = [loss.draw, throughput.draw, *metrics.make_panels(history), *scalars.make_panels(history)]
+    return [*main, *small, *system.make_panels(history), step_time.draw]
 
 
 def _make_first_panels(run: RunView) -> dict[Panel, float]:
@@ -138,9 +120,12 @@ def _make_last_panels(run: RunView) -> dict[Panel, float]:
     panels: dict[Panel, float] = {}
     if run.nodes:
         panels[nodes.make_panel(run)] = _TABLE_FRAME_IN + _TABLE_LINE_IN * nodes.count_lines(run)
-    if num_lines := log.count_lines(run):
-        panels[log.make_panel(run)] = _TABLE_FRAME_IN + _TABLE_LINE_IN * num_lines
-    return panels
+    return panels | _make_log_panel(run)
+
+
+def _make_log_panel(run: RunView) -> dict[Panel, float]:
+    num_lines = log.count_lines(run)
+    return {log.make_panel(run): _TABLE_FRAME_IN + _TABLE_LINE_IN * num_lines} if num_lines else {}
 
 
 def _make_wide_panels(run: RunView) -> dict[Panel, float]:
@@ -158,7 +143,7 @@ def _make_wide_panels(run: RunView) -> dict[Panel, float]:
     return panels
 
 
-def _wrap_custom_panels() -> dict[Panel, bool]:
+def wrap_custom_panels() -> dict[Panel, bool]:
     """Return the user's panels, each with its title and its error handling, and whether it takes the full width."""
     return {
         panel_frame.wrap_panel(name, draw): custom_panels.is_wide(name)
@@ -195,21 +180,30 @@ def _get_row_height(row: list[Panel], num_ranks: int) -> float:
     return _ROW_HEIGHT_IN if loss.draw in row or throughput.draw in row else _LOW_ROW_HEIGHT_IN
 
 
-def _collect_title_lines(run: RunView) -> list[tuple[str, str]]:
-    """Return (kind, text) of each line below the title: the notices, and a legend of event marks."""
+def list_notice_lines(run: RunView) -> list[tuple[str, str]]:
+    """Return (kind, text) of each line below the title of a run, the most urgent first."""
     lines = []
     if run.exception is not None:
-        lines += [("error", part) for line in list_error_lines(run.exception) for part in _wrap_line(line)]
-    for notice in collect_notices(run):
-        text = f"{NOTICE_GLYPHS[notice.kind]} {notice.text}"
-        lines += [(notice.kind, part) for part in _wrap_line(text)]
+        error_lines = list_error_lines(run.exception, has_ended=run.status.state.has_ended)
+        lines += [("error", line) for line in error_lines]
+    lines += [(notice.kind, f"{NOTICE_GLYPHS[notice.kind]} {notice.text}") for notice in collect_notices(run)]
     verdict = find_shown_verdict(run)
     if verdict is not None:
-        lines += [("verdict", part) for part in _wrap_line(f"{VERDICT_GLYPH} {verdict.text}")]
+        lines.append(("verdict", f"{VERDICT_GLYPH} {verdict.text}"))
     if run.lr is not None and len(run.history) and not learning_rate.has_lr_changes(run.history):
         lines.append(("lr", f"learning rate {_describe_learning_rate(run.lr, run.history[-1].lr)}"))
-    legend = describe_event_marks(run.history.events)
-    return [*lines, *(("marks", part) for part in _wrap_marks(legend))]
+    return lines
+
+
+def is_alert(kind: str) -> bool:
+    """Return whether a line of :func:`list_notice_lines` is an alert."""
+    return kind in (*ALERT_KINDS, "error")
+
+
+def _wrap_title_lines(run: RunView) -> list[tuple[str, str]]:
+    """Return (kind, text) of each line below the title: the notices, and a legend of event marks."""
+    lines = [(kind, part) for kind, line in list_notice_lines(run) for part in _wrap_line(line)]
+    return [*lines, *(("marks", part) for part in _wrap_marks(describe_event_marks(run.history.events)))]
 
 
 def _wrap_marks(legend: str) -> list[str]:
@@ -247,20 +241,11 @@ def _draw_title(figure: Figure, title: list[str], lines: Sequence[tuple[str, str
         "\n".join(title), y=1 - 0.09 / height, fontsize=10.5, fontweight="bold", color=TEXT_COLOR, **text_style
     )
     for k, (kind, line) in enumerate(lines, len(title)):
-        is_alert = kind in (*ALERT_KINDS, "error")
         figure.text(
             y=1 - (0.11 + _TITLE_LINE_HEIGHT_IN * k) / height, s=line, fontsize=8.5, gid=f"notice-{kind}",
-            fontweight="bold" if is_alert else "normal", color=ALERT_COLOR if is_alert else MUTED_COLOR, **text_style,
+            fontweight="bold" if is_alert(kind) else "normal", color=ALERT_COLOR if is_alert(kind) else MUTED_COLOR,
+            **text_style,
         )  # fmt: skip
-
-
-def _draw_footer(figure: Figure, text: str, title_height: float, footer_height: float) -> None:
-    """Draw a line below the panels, which get the room between it and the title."""
-    height = figure.get_figheight()
-    engine = figure.get_layout_engine()
-    assert isinstance(engine, ConstrainedLayoutEngine)
-    engine.set(rect=(0, footer_height / height, 1, 1 - (title_height + footer_height) / height))
-    figure.text(0.012, 0.05 / height, text, fontsize=8, color=MUTED_COLOR, va="bottom", gid="footer")
 
 
 def _wrap_title(parts: Sequence[str]) -> list[str]:
@@ -269,7 +254,7 @@ def _wrap_title(parts: Sequence[str]) -> list[str]:
     return [line.removesuffix(" ·") for line in textwrap.wrap(whole, _TITLE_CHARS)]
 
 
-def _list_title_parts(run: RunView) -> tuple[str, ...]:
+def list_title_parts(run: RunView) -> tuple[str, ...]:
     """Return model, strategy, nodes, state and steps of a run."""
     spec, status, num_initial_nodes = run.spec, run.status, count_initial_nodes(run)
     left_out = f" (was {num_initial_nodes:,})" if num_initial_nodes > spec.world_size else ""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.summary.curves import Chart, ChartLayout, CurveBuckets
     from dtkit.history.history import History
 
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A00", "#6F58B5")
+COLORS = ("#0072B2", "#C27F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A00", "#6F58B5")
 """A color for each node: Okabe and Ito's palette with a yellow dark enough for white, and violet."""
 PART_LINE: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.7}  # of a node, below the mean, which is read first
 MEAN_LINE: dict[str, Any] = {"linewidth": 1.8}
@@ -98,10 +98,10 @@ def format_log_axis(axis: Axis, format_value: Callable[[float], str]) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: formatting.shorten_tick(format_value(value))))
 
 
-def set_title(ax: Axes, name: str, note: str = "") -> None:
-    """Set a panel's name on the left and a note on the right."""
-    ax.set_title(name, loc="left", fontsize=10, fontweight="bold", color=TEXT_COLOR, gid="name")
-    ax.set_title(note, loc="right", gid="note", **_SMALL_TEXT)
+def set_title(ax: Axes, name: str, note: str = "", pad: float | None = None) -> None:
+    """Set a panel's name on the left and a note on the right, `pad` points above the axes."""
+    ax.set_title(name, loc="left", fontsize=10, fontweight="bold", color=TEXT_COLOR, gid="name", pad=pad)
+    ax.set_title(note, loc="right", gid="note", pad=pad, **_SMALL_TEXT)
 
 
 def fit_texts(figure: Figure) -> None:

@@ -240,7 +240,7 @@ class MessageBuilder:
             "seq": self._seq,
             "base": base,
             **describe_head(run, status, self._metrics, self._lost_nodes),
-            "error": None if error is None else "\n".join(list_error_lines(error)),
+            "error": None if error is None else "\n".join(list_error_lines(error, has_ended=status.state.has_ended)),
             "notices": [dataclasses.asdict(notice) for notice in notices],
             "nodes_now": {
                 "world": run.spec.world_size,

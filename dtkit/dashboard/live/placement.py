@@ -23,9 +23,12 @@ import time
 import uuid
 from typing import Any, Protocol
 
+DARK_FILTER = "invert(0.93) hue-rotate(180deg) brightness(1.1)"
+"""Makes a white card dark. It keeps the hue of a color of which no part is cut off at 0 or at 1, as those of the first
+nodes' colors are not."""
 _DARK_RULE = (
     "[data-jp-theme-light=false] .jp-OutputArea-child:has(.dtkit-live) + .jp-OutputArea-child img"
-    "{filter: invert(0.92) hue-rotate(180deg) brightness(1.25)}"
+    f"{{filter: {DARK_FILTER}}}"
 )
 
 Output = tuple[dict[str, str], dict[str, Any]]

@@ -16,7 +16,7 @@ from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_
 from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_sentence
 from dtkit.dashboard.summary.timing import format_nodes
 from dtkit.errors import EngineError, NonFiniteError
-from dtkit.history.divergence import find_divergence
+from dtkit.history.divergence import describe_past_divergence, find_divergence
 from dtkit.history.no_learning import find_no_learning
 from dtkit.history.overfitting import find_overfitting
 from dtkit.types import State
@@ -87,12 +87,18 @@ _MAX_ERROR_LINES, _MAX_ERROR_CHARS = 12, 1500  # of an error, which has its reme
 _MAX_INDENT = 8
 
 
-def list_error_lines(error: BaseException) -> list[str]:
-    """Return the first lines of an error. The notebook raises all of it from `wait`."""
+def list_error_lines(error: BaseException, *, has_ended: bool = False) -> list[str]:
+    """Return the first lines of an error. The notebook raises all of it from `wait`.
+
+    Of a step that was not finite, they are what happened and the remedies that hold, without those of a paused run once
+    it `has_ended`.
+    """
     is_own_text = isinstance(error, NonFiniteError) or (isinstance(error, EngineError) and error.cause.kind == "lost")
     name_nodes = formatting.name_nodes if is_own_text else formatting.name_nodes_at_start
     first, *rest = str(error).strip().splitlines() or [""]
     lines = [f"{type(error).__name__}: {name_nodes(first)}".rstrip(": ")]
+    if isinstance(error, NonFiniteError):
+        rest = [line for line in rest if line.startswith("- ") and not (has_ended and line.startswith("- run."))]
     lines += [name_nodes(line) for line in rest]
     text = "\n".join(_sanitize_line(line) for line in lines[:_MAX_ERROR_LINES])[:_MAX_ERROR_CHARS]
     return text.splitlines()
@@ -159,9 +165,13 @@ def _make_consistency_notice(consistency: ReplicaCheckResult | None, num_ranks: 
 
 
 def _make_divergence_notice(run: RunView) -> Iterator[Notice]:
+    """Return how the loss diverged. Once a run has ended, also that it had, unless its loss came back to its best."""
     divergence = find_divergence(run.history)
+    past = describe_past_divergence(run.history) if run.status.state.has_ended else None
     if divergence is not None:
         yield Notice("diverged", f"the training diverged: {divergence.text}")
+    elif past is not None:
+        yield Notice("diverged", past)
 
 
 def _make_overfitting_notice(run: RunView) -> Iterator[Notice]:

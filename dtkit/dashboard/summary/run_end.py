@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from dtkit._util import formatting
 from dtkit.dashboard.summary.notices import list_error_lines
 from dtkit.errors import EngineError
-from dtkit.history.divergence import find_divergence
+from dtkit.history.divergence import describe_past_divergence, find_divergence
 from dtkit.history.no_learning import find_no_learning
 
 if TYPE_CHECKING:
     from dtkit.history.history import History
+    from dtkit.types import Status
 
 _MAX_CAUSE_CHARS = 600  # views wrap it
 _TURNS = frozenset({"start", "resume", "stop", "done", "error"})
@@ -22,6 +23,12 @@ _TURNS = frozenset({"start", "resume", "stop", "done", "error"})
 class _HasException(Protocol):
     @property
     def exception(self) -> BaseException | None: ...
+
+
+@runtime_checkable
+class _HasStatus(Protocol):
+    @property
+    def status(self) -> Status: ...
 
 
 class RunEnd(NamedTuple):
@@ -46,8 +53,15 @@ def describe_end(run: object, history: History) -> RunEnd:
     divergence = find_divergence(history)
     if divergence is not None:
         return RunEnd("diverged", divergence.short)
+    past = describe_past_divergence(history)
+    if past is not None and not _is_running(run):
+        return RunEnd("diverged", past)
     found = find_no_learning(history)
     return RunEnd() if found is None else RunEnd("learned nothing", found.short)
+
+
+def _is_running(run: object) -> bool:
+    return isinstance(run, _HasStatus) and not run.status.state.has_ended
 
 
 def _format_error(error: BaseException) -> str:

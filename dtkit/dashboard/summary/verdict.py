@@ -98,7 +98,7 @@ def find_verdict(
     """
     divergence = find_divergence(history)
     if divergence is not None:  # how fast a training is matters only while it converges
-        return Verdict("diverged", f"the {divergence.short}: {divergence.remedy}", 0.0, divergence.arithmetic)
+        return Verdict("diverged", divergence.advice, 0.0, divergence.arithmetic)
     if history.num_steps <= MIN_STEPS:
         return _refuse_few_steps(history.num_steps, "so far")
     repaired = count_steps_since_repair(history)

@@ -67,7 +67,7 @@ def format_run(run: RunView) -> str:
         *_format_node_lines(run, metrics),
     ]
     if run.exception is not None:
-        lines += list_error_lines(run.exception)
+        lines += list_error_lines(run.exception, has_ended=run.status.state.has_ended)
     return "\n".join(lines)
 
 

@@ -23,6 +23,8 @@ def draw(ax: Axes, history: History) -> None:
     (layout,) = make_chart_layouts([LR], ranks)
     part = downsample(history, LR, ranks)
     style.draw_lines(ax, part, layout, formatting.format_learning_rate(style.get_last_value(part)))
+    for line in ax.get_lines():
+        line.set_drawstyle("steps-mid")  # it is set from one step to the next
     ax.set_ylim(bottom=0)
     style.draw_end_labels(ax, style.collect_line_labels(ax))
     style.set_title(ax, "Learning rate", f"{_describe_last(history)}the same on all nodes")

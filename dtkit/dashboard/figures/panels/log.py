@@ -24,23 +24,21 @@ if TYPE_CHECKING:
 _MAX_EVENTS, _MAX_LINES_OF_EVENT = 14, 3
 _TEXT_CHARS = 62
 _STEP_AT, _TEXT_AT = 0.235, 0.255  # of the width; steps end at theirs
-_URGENT_KINDS = ("error", "lost", "stuck", "diverged")
+URGENT_KINDS = ("error", "lost", "stuck", "diverged")
+"""Kinds of events that are alerts."""
 
 
 def make_panel(run: RunView) -> Callable[[Axes, History], None]:
     """Return the panel of a run's events."""
     events = run.history.events
-    shown, num_shown = _wrap_events(events), len(_select_events(events))
-    num_all = sum(event.kind != "evaluation" for event in events)
-    note = f"{num_shown} of {num_all:,} events" if num_all > num_shown else ""
+    shown, note = _wrap_events(events), describe_shown(events)
 
     def draw(ax: Axes, _history: History) -> None:
         prepare_axes(ax, sum(len(lines) for _, lines in shown), "Log", note)
         y = 1.7
         for event, lines in shown:
-            color = style.ALERT_COLOR if event.kind in _URGENT_KINDS else style.TEXT_COLOR
-            clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-            write(ax, LEFT, y, clock, style.MUTED_COLOR)
+            color = style.ALERT_COLOR if event.kind in URGENT_KINDS else style.TEXT_COLOR
+            write(ax, LEFT, y, format_clock(event), style.MUTED_COLOR)
             write(ax, _STEP_AT, y, f"{event.step:,}", style.MUTED_COLOR, ha="right")
             for line in lines:
                 write(ax, _TEXT_AT, y, line, color, gid="event")
@@ -54,7 +52,7 @@ def count_lines(run: RunView) -> int:
     return sum(len(lines) for _, lines in _wrap_events(run.history.events))
 
 
-def _select_events(events: Sequence[Event]) -> list[Event]:
+def select_events(events: Sequence[Event]) -> list[Event]:
     """Return the last events, of which prints give way to those that say what happened to the run."""
     events = [event for event in events if event.kind != "evaluation"]
     if len(events) > _MAX_EVENTS:
@@ -63,12 +61,27 @@ def _select_events(events: Sequence[Event]) -> list[Event]:
     return events
 
 
+def describe_shown(events: Sequence[Event]) -> str:
+    """Return a note on the events that are not shown; an empty text if all are."""
+    num_shown, num_all = len(select_events(events)), sum(event.kind != "evaluation" for event in events)
+    return f"{num_shown} of {num_all:,} events" if num_all > num_shown else ""
+
+
+def format_clock(event: Event) -> str:
+    """Return the time of an event as in a log."""
+    return time.strftime("%H:%M:%S", time.localtime(event.time))
+
+
+def format_event(event: Event) -> str:
+    """Return an event in one line."""
+    return name_event_node(event) + formatting.sanitize_text(event.text, 400)
+
+
 def _wrap_events(events: Sequence[Event]) -> list[tuple[Event, list[str]]]:
     shown = []
-    for event in _select_events(events):
-        text = name_event_node(event) + formatting.sanitize_text(event.text, 400)
+    for event in select_events(events):
         lines = textwrap.wrap(
-            text, _TEXT_CHARS, max_lines=_MAX_LINES_OF_EVENT, placeholder=" …", break_on_hyphens=False
+            format_event(event), _TEXT_CHARS, max_lines=_MAX_LINES_OF_EVENT, placeholder=" …", break_on_hyphens=False
         )
         shown.append((event, lines or [""]))
     return shown

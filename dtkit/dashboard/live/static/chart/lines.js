@@ -54,6 +54,7 @@ export function drawLine(view, line, ends) {
     if (Number.isNaN(v)) { if (!options.joined || grain.isLost(line, at)) breakLine(drawn); continue; }
     const left = x(grain.step(at)).toFixed(1), pen = drawn.part++ ? "L" : "M";
     drawn.known++;
+    if (options.stepped && pen === "L") drawn.mean += `H${x((grain.step(at - 1) + grain.step(at)) / 2).toFixed(1)}V${y(v).toFixed(1)}`;
     drawn.mean += `${pen}${left},${y(v).toFixed(1)}`;
     if (means) drawn.smooth += `${pen}${left},${y(means[at]).toFixed(1)}`;
     if (band) {

@@ -6,15 +6,16 @@ import { isReady, LIVE } from "../store.js";
 
 const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", completed: "✓", stopped: "■", failed: "✕" };
 
-/** Return the state in words. A run whose loss diverged says so; at its end that is its state, as name_state of summary/activity.py has it. */
+/** Return the state in words. A run whose loss diverged says so, and the notice has the numbers; at its end that is its state, as name_state of summary/activity.py has it. */
 function describeState(store) {
   const { status: { state, diverged, stepping } } = store;
   if (store.lost) return "✕ kernel gone";
   if (isReady(store)) return "ready";
-  if (store.error && state === "paused") return `✕ paused, ${store.error.startsWith("NonFiniteError") ? "not finite" : "error"}`;
+  if (store.error?.startsWith("NonFiniteError") && !["pending", "running"].includes(state)) return `✕ ${state}, not finite`;
+  if (store.error && state === "paused") return "✕ paused, error";
   if (stepping && !diverged) return "▸| stepping"; // it pauses by itself
   if (!diverged || state === "failed") return `${STATE_GLYPH[state] ?? ""} ${state}`;
-  return LIVE.includes(state) ? `↗ ${state}, ${diverged}` : "✕ diverged";
+  return LIVE.includes(state) ? `↗ ${state}, diverged` : "✕ diverged";
 }
 
 export function header(store) {

@@ -11,6 +11,7 @@ export function learningRateChart(store, _send, redraw) {
     height: 130,
     fromZero: true,
     exact: true,
+    stepped: true, // it is set from one step to the next
     note: (_head, layout) => describeRate(store, layout.first),
     overall: (_head, last) => shortRate(lastRate(store, last)),
     spanned: true, // a mean of two rates is none that was ever set

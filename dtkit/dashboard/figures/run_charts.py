@@ -1,0 +1,73 @@
+"""The charts of a run that a saved notebook keeps: a figure each, so that a page has as many in a row as fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtkit.dashboard.figures.panels import (
+    gradient_norm,
+    learning_rate,
+    loss,
+    memory,
+    metrics,
+    scalars,
+    step_time,
+    throughput,
+    waffle,
+)
+from dtkit.dashboard.figures.render import create_figure
+from dtkit.dashboard.figures.run_figure import wrap_custom_panels
+from dtkit.dashboard.figures.style import fit_texts
+from dtkit.dashboard.summary.curves import MAX_NODE_LINES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from matplotlib.figure import Figure
+
+    from dtkit.dashboard.figures.run_figure import Panel
+    from dtkit.dashboard.run_view import RunView
+
+# Texts of 8 points are 10 pixels high in a window of 600 px, and 13 in a wide one, which has two charts in a row.
+_WIDTH_IN, _HEIGHT_IN, _LOW_HEIGHT_IN = 5.2, 2.4, 1.75
+_BAR_HEIGHT_IN, _NUM_BARS_OF_MANY = 0.27, 3
+
+
+def draw_run_charts(run: RunView) -> list[Figure]:
+    """Draw what a saved notebook keeps of a run, the loss first. A run without steps has no charts."""
+    return [_draw_chart(run, panel, height) for panel, height in _list_panels(run)] if len(run.history) else []
+
+
+def _draw_chart(run: RunView, panel: Panel, height: float) -> Figure:
+    figure = create_figure(_WIDTH_IN, height)
+    panel(figure.add_subplot(), run.history)
+    fit_texts(figure)
+    figure.set_layout_engine("none")  # it is laid out, and drawing would do that again
+    return figure
+
+
+def _list_panels(run: RunView) -> list[tuple[Panel, float]]:
+    """Return the panels with their heights in inches, in pairs: two of one height are in a row of a wide page."""
+    panels = [(loss.draw, _HEIGHT_IN), (throughput.draw, _HEIGHT_IN), *_list_low_panels(run)]
+    panels.append((step_time.draw, 1.25 + _BAR_HEIGHT_IN * _count_bars(run)))
+    panels += [(panel, _HEIGHT_IN) for panel in wrap_custom_panels()]
+    if len(panels) % 2 and run.nodes:
+        panels.append((memory.make_panel(run.nodes), 0.7 + _BAR_HEIGHT_IN * _count_bars(run)))
+    return panels
+
+
+def _list_low_panels(run: RunView) -> Iterator[tuple[Panel, float]]:
+    history = run.history
+    if run.spec.world_size > MAX_NODE_LINES:
+        yield waffle.draw, 0.55 + 0.27 * waffle.count_rows(run.spec.world_size)
+    if learning_rate.has_lr_changes(history):  # else the notices have it
+        yield learning_rate.draw, _LOW_HEIGHT_IN
+    if gradient_norm.has_gradient_norm(history):
+        yield gradient_norm.draw, _LOW_HEIGHT_IN
+    for panel in [*metrics.make_panels(history), *scalars.make_panels(history)]:
+        yield panel, _LOW_HEIGHT_IN
+
+
+def _count_bars(run: RunView) -> int:
+    ranks = run.spec.world_size
+    return ranks if ranks <= MAX_NODE_LINES else _NUM_BARS_OF_MANY

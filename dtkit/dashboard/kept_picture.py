@@ -1,0 +1,144 @@
+"""The picture of a run that a saved notebook keeps: words in HTML, and charts on cards, as many in a row as fit.
+
+The words have the color of the page, and the cards are dark in a dark theme (:mod:`dtkit.dashboard.live.placement`).
+Front ends without HTML get all of it as one PNG, from the same charts.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING, NamedTuple
+
+from PIL import Image
+
+from dtkit._util import formatting
+from dtkit.dashboard.figures.panels import log, tiles
+from dtkit.dashboard.figures.render import draw_card, encode_small_png, format_cards, get_css_width
+from dtkit.dashboard.figures.run_charts import draw_run_charts
+from dtkit.dashboard.figures.run_figure import draw_text, is_alert, list_notice_lines, list_title_parts
+from dtkit.dashboard.summary.event_marks import describe_event_marks
+from dtkit.types import State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from dtkit.dashboard.run_view import RunView
+
+_REST = "run.figure() and run.report() have the machines, the timeline and the nodes, too"
+# Colors with a contrast of at least 4.5 on white, and of 4 on the dark of JupyterLab.
+ACCENT_COLOR, GOOD_COLOR, BAD_COLOR = "#0e79c2", "#0a8562", "#c75a11"
+"""Colors of words, on white and on black."""
+_MUTED, _GROUND = "opacity: 0.72", "rgba(128, 128, 128, 0.14)"
+_COLUMN_WIDTH, _GAP = 616, 8  # pixels of the PNG
+
+
+class KeptPicture(NamedTuple):
+    """A run in HTML, and as a PNG with its width in CSS pixels; the HTML may be all that is wanted."""
+
+    page: str
+    png: bytes
+    width: int
+
+
+def draw_kept_picture(run: RunView, *, with_png: bool = True) -> KeptPicture:
+    """Draw what a saved notebook keeps of a run."""
+    figures = draw_run_charts(run)
+    cards = [draw_card(figure) for figure in figures]
+    pngs = [(encode_small_png(card), get_css_width(figure)) for card, figure in zip(cards, figures, strict=True)]
+    page = "".join(
+        [*_iterate_head(run), format_cards(pngs, "the charts of the run") if pngs else "", *_iterate_end(run)]
+    )
+    page = f'<div style="line-height: 1.45">{page}</div>'
+    if not with_png:
+        return KeptPicture(page, b"", 0)
+    joined = _join_cards([draw_card(draw_text(run)), *cards])
+    return KeptPicture(page, encode_small_png(joined), joined.width)
+
+
+def _join_cards(cards: Sequence[Image.Image]) -> Image.Image:
+    """Return all cards in two columns, each in the one that is shorter so far."""
+    heights, places = [0, 0], []
+    for card in cards:
+        size = (_COLUMN_WIDTH, round(card.height * _COLUMN_WIDTH / card.width))
+        column = heights.index(min(heights))
+        places.append((card.resize(size, Image.Resampling.LANCZOS), (column * (_COLUMN_WIDTH + _GAP), heights[column])))
+        heights[column] += size[1] + _GAP
+    num_columns = min(2, len(cards))
+    joined = Image.new("RGBA", (num_columns * (_COLUMN_WIDTH + _GAP) - _GAP, max(heights) - _GAP))
+    for card, place in places:
+        joined.paste(card, place)
+    return joined
+
+
+def _iterate_head(run: RunView) -> Iterator[str]:
+    """Return title, state, progress, notices and headline numbers, in the order of the live view."""
+    name, strategy, nodes, state, steps = list_title_parts(run)
+    color = _get_state_color(run)
+    chip = f"margin-left: auto; padding: 0 12px; border: 1.5px solid; border-radius: 99px; color: {color}"
+    yield (
+        '<div style="display: flex; flex-wrap: wrap; align-items: baseline; gap: 2px 10px">'
+        f'<strong style="font-size: 1.3em">{_escape(name)}</strong>'
+        f'<span style="{_MUTED}">{_escape(f"{strategy} · {nodes}")}</span>'
+        f'<strong style="{chip}">{_escape(state)}</strong></div>'
+    )
+    share = min(1.0, run.status.step / run.status.steps) if run.status.steps else 0.0
+    bar = f"width: {share:.1%}; height: 8px; border-radius: 4px; background: {color}"
+    yield f'<div style="margin: 6px 0 2px; border-radius: 4px; background: {_GROUND}"><div style="{bar}"></div></div>'
+    yield f'<div style="{_MUTED}">{_escape(steps)}</div>'
+    for kind, line in list_notice_lines(run):
+        yield f'<div style="white-space: pre-wrap; {_get_notice_style(kind)}">{_escape(line)}</div>'
+    if len(run.history):
+        yield from _iterate_tiles(run)
+    if marks := describe_event_marks(run.history.events):
+        words = "".join(f'<span style="white-space: nowrap">{_escape(mark)}</span>' for mark in marks.split("   "))
+        row = "display: flex; flex-wrap: wrap; gap: 0 14px; margin: 6px 0"
+        yield f'<div style="{row}; {_MUTED}"><span>marks:</span>{words}</div>'
+
+
+def _iterate_tiles(run: RunView) -> Iterator[str]:
+    yield '<div style="display: flex; flex-wrap: wrap; gap: 8px; margin: 10px 0">'
+    box = f"flex: 1 1 100px; padding: 7px 10px; border-radius: 8px; background: {_GROUND}"
+    for tile in tiles.list_tiles(run):
+        note = f"color: {BAD_COLOR}" if tile.alert else _MUTED
+        yield (
+            f'<div style="{box}"><div style="{_MUTED}">{_escape(tile.label)}</div>'
+            f'<strong style="font-size: 1.45em">{_escape(tile.value)}</strong>'
+            f'<div style="{note}">{_escape(tile.note)}</div></div>'
+        )
+    yield "</div>"
+
+
+def _iterate_end(run: RunView) -> Iterator[str]:
+    """Return the log, and where the rest is."""
+    events = run.history.events
+    if shown := log.select_events(events):
+        yield f'<div style="margin-top: 10px"><strong>Log</strong> <span style="{_MUTED}">'
+        yield f"{_escape(log.describe_shown(events))}</span></div>"
+    for event in shown:
+        color = f"; color: {BAD_COLOR}" if event.kind in log.URGENT_KINDS else ""
+        times = f"{log.format_clock(event)} &ensp; {event.step:,}"
+        yield (
+            f'<div style="display: flex; gap: 12px"><span style="flex: none; min-width: 9em; {_MUTED}">{times}</span>'
+            f'<span style="min-width: 0; overflow-wrap: anywhere{color}">{_escape(log.format_event(event))}</span>'
+            "</div>"
+        )
+    if len(run.history):
+        yield f'<div style="margin-top: 10px; {_MUTED}"><small>{_escape(_REST)}</small></div>'
+
+
+def _get_state_color(run: RunView) -> str:
+    if run.exception is not None or run.status.state is State.FAILED or "diverged" in list_title_parts(run)[3]:
+        return BAD_COLOR
+    if run.status.state is State.COMPLETED:
+        return GOOD_COLOR
+    return ACCENT_COLOR if run.status.state is State.RUNNING else "inherit"
+
+
+def _get_notice_style(kind: str) -> str:
+    if is_alert(kind):
+        return f"color: {BAD_COLOR}; font-weight: bold"
+    return f"color: {GOOD_COLOR}" if kind in ("identical", "repaired") else _MUTED if kind == "lr" else ""
+
+
+def _escape(text: str) -> str:
+    return html.escape(formatting.sanitize_text(text, 2000) if "\n" not in text else text)

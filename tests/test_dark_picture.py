@@ -1,0 +1,68 @@
+"""Colors of a kept picture in a dark theme, next to those of the live view."""
+
+from __future__ import annotations
+
+import colorsys
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+from dtkit.dashboard.figures import style
+from dtkit.dashboard.live.bundle import STATIC_FOLDER
+from dtkit.dashboard.live.placement import DARK_FILTER
+
+LUMA = np.array([0.213, 0.715, 0.072])
+"""Weights of red, green and blue in the CSS filter `hue-rotate`."""
+
+
+def apply_dark_filter(color: str) -> np.ndarray:
+    """Return a color as a browser shows it below the filter of a dark theme."""
+    inverted, rotated, brightness = re.findall(r"(?:invert|hue-rotate|brightness)\(([\d.]+)", DARK_FILTER)
+    assert rotated == "180"
+    share = float(inverted)
+    color = share + (1 - 2 * share) * np.array(to_rgb(color))
+    return np.clip(np.clip(2 * color @ LUMA - color, 0, 1) * float(brightness), 0, 1)
+
+
+def read_live_colors(theme: str) -> list[str]:
+    """Return the colors of nodes in the live view."""
+    css = (STATIC_FOLDER / "dashboard.css").read_text(encoding="utf-8")
+    start = css.index('.dtkit[data-theme="dark"]') if theme == "dark" else 0
+    return re.findall(r"--n\d: (#\w{6})", css[start:])[: len(style.COLORS)]
+
+
+def get_hue(color: object) -> float:
+    """Return the hue of a color in degrees."""
+    return 360 * colorsys.rgb_to_hsv(*to_rgb(color))[0]
+
+
+def compute_contrast(color: object, ground: object) -> float:
+    first, second = sorted((compute_luminance(color), compute_luminance(ground)), reverse=True)
+    return (first + 0.05) / (second + 0.05)
+
+
+def compute_luminance(color: object) -> float:
+    parts = np.array(to_rgb(color))
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+@pytest.mark.parametrize(("node", "degrees"), [(0, 5), (1, 5), (2, 10), (3, 10)])
+def test_nodes_have_the_hue_of_the_live_view_in_both_themes(node: int, degrees: float):
+    assert get_hue(style.COLORS[node]) == pytest.approx(get_hue(read_live_colors("light")[node]), abs=degrees)
+    assert get_hue(apply_dark_filter(style.COLORS[node])) == pytest.approx(
+        get_hue(read_live_colors("dark")[node]), abs=degrees
+    )
+
+
+@pytest.mark.parametrize("color", [*style.COLORS[:4], style.TEXT_COLOR, style.MUTED_COLOR, style.ALERT_COLOR])
+def test_colors_of_a_picture_are_readable_on_a_dark_card(color: str):
+    assert compute_contrast(apply_dark_filter(color), apply_dark_filter("#ffffff")) >= 4.5
+
+
+def test_the_documentation_has_the_same_filter():
+    css = (Path(__file__).parents[1] / "docs" / "_static" / "dtkit.css").read_text(encoding="utf-8")
+    assert f"filter: {DARK_FILTER};" in css

@@ -37,7 +37,7 @@ const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
 
 /**
  * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
- * overall(head, value). Optional: newest(): the last value where it may be ahead of the lines, overallName, right(head, view): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName, most(store): the largest value that the axis has to show,
+ * overall(head, value). Optional: lead(view): what the caption says first, newest(): the last value where it may be ahead of the lines, overallName, right(head, view): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName, most(store): the largest value that the axis has to show,
  * shown(store), exact: never smooth, joined: lines without gaps but where the grain lost numbers, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line) with labelLines(store, line, most, width): that name at the line's end,
  * help(head): a tooltip of the note, axis: instead of that of all charts, inverted: draw the reciprocals of the values, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that are not positive; "positive": none where some are negative.
  */
@@ -60,7 +60,7 @@ export function chart(store, name, options, redraw) {
   listenToChart(view, redraw);
   const writeCaption = () => {
     const flat = el.classList.contains("dtk-flat"), caption = (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view);
-    const whole = [view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · ");
+    const whole = [options.lead?.(view), view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · ");
     if (options.help) setAttr(note, "title", options.help(store.head));
     setText(note, flat ? whole : fitCaption(options.title ?? "", whole, view.width - (scale.el.hidden ? TOOLS : TOOLS_AND_SCALE)));
   };

@@ -167,6 +167,7 @@ function drawChart(view, width) {
   for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) setAttr(svg, key, value);
   const points = store.view.hidden.has("valid") ? [] : (options.points?.(store) ?? []).filter((point) => !view.isLog || point.value > 0);
   view.points = points;
+  view.isPointed = !isSingle && hasPointedLines(view);
   view.whole = wholeRange(view);
   const [first, end] = store.view.zoom ?? view.whole;
   const inSight = points.filter((point) => point.step >= first && point.step <= end).map((point) => point.value);
@@ -192,6 +193,14 @@ function drawChart(view, width) {
   (options.lineName ? drawRunLabels : drawLabels)(view, ends, { from: LEFT, left: width - right + 8, top: TOP, bottom: height - BOTTOM });
   drawCursor(view);
 }
+/** Return whether a chart has the lines that a person points at in the legend. */
+function hasPointedLines({ store: { pointed, view, spot }, name, layout, points }) {
+  if (pointed === null || view.hidden.has(pointed)) return false;
+  if (pointed === "valid") return points.length > 0;
+  if (pointed === "spots") return layout.banded && Boolean(spot?.charts.includes(name));
+  return Array.from({ length: layout.nodes + 1 }, (_, line) => lineKey(layout, line)).includes(pointed);
+}
+
 const LABEL_ROOM = 92, LABEL_LETTER = 6.9; // for "◇ validation" and "mean 0.114"
 
 /** Return the room right of all charts of a run, so that equal steps are below each other. */

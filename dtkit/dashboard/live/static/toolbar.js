@@ -150,7 +150,10 @@ function legendField(store) {
   return { el, update };
 }
 function legendButton(store, key) {
-  const button = h("button", { type: "button", class: "dtk-line-button", "data-key": key, title: "show or hide in all charts; with Shift, this one alone" }, h("i", { "aria-hidden": "true" }), h("span"));
+  const button = h("button", { type: "button", class: "dtk-line-button", "data-key": key, title: "point at it to see its lines in all charts; a click hides or shows them, with Shift all others" }, h("i", { "aria-hidden": "true" }), h("span"));
+  const point = (key) => { if (store.pointed !== key) { store.pointed = key; store.redraw(); } };
+  for (const [sign, pointed] of Object.entries({ pointerenter: key, pointerleave: null, blur: null })) button.addEventListener(sign, () => point(pointed));
+  button.addEventListener("focus", () => { if (button.matches(":focus-visible")) point(key); });
   button.addEventListener("click", (event) => {
     const { hidden } = store.view;
     if (event.shiftKey) {

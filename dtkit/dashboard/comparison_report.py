@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def write_comparison_report(comparison: ComparisonView, path: str | Path) -> WrittenReport:
     """Write the report to `path`, whose folder exists."""
     check_folder(path)
-    title = f"Comparison of {formatting.format_count(len(comparison.labels), 'run')}"
+    title = f"Comparison of {formatting.format_count(len(comparison.short_names), 'run')}"
     Path(path).write_text(format_page(title, _format_parts(comparison, title)), encoding="utf-8")
     return WrittenReport(title, path)
 

@@ -62,6 +62,7 @@ export function chart(store, name, options, redraw) {
     const flat = el.classList.contains("dtk-flat"), caption = (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view);
     const whole = [options.lead?.(view), view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · ");
     if (options.help) setAttr(note, "title", options.help(store.head));
+    else setAttr(note, "title", whole); // of which a narrow chart shows a part
     setText(note, flat ? whole : fitCaption(options.title ?? "", whole, view.width - (scale.el.hidden ? TOOLS : TOOLS_AND_SCALE)));
   };
   let captionTimer = null;

@@ -15,7 +15,6 @@ from torch import nn
 
 import dtkit
 from dtkit._util import formatting
-from dtkit.dashboard.figures import comparison_figure
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.summary import comparison as comparison_summary
 from dtkit.dashboard.summary.function_text import read_function, read_optimizer
@@ -114,9 +113,10 @@ def test_to_pandas_has_a_row_for_each_run():
 def test_lines_differ_by_more_than_color():
     comparison = dtkit.compare([make_source(f"S{k}()") for k in range(8)])
     for ax in comparison.figure().axes:
-        looks = {(line.get_marker(), line._unscaled_dash_pattern[1], line.get_color()) for line in ax.get_lines()}
-        assert len(looks) == 8
-        assert len({marker for marker, _, _ in looks}) == 8
+        lines = ax.get_lines()
+        assert len({(line._unscaled_dash_pattern[1], line.get_color()) for line in lines}) == 8
+        assert len({line._unscaled_dash_pattern[1] for line in lines[:4]}) == 4
+        assert {line.get_marker() for line in lines} == {""}  # as in the live view
 
 
 def test_losses_are_drawn_against_steps_and_bytes():
@@ -149,7 +149,7 @@ def test_a_steeply_falling_loss_gets_a_logarithmic_axis():
 def test_a_long_comparison_is_drawn_from_few_points():
     runs = [make_source(steps=5000), make_source("B()", steps=5000, sent=200_000)]
     steps, _, sent = dtkit.compare(runs).figure().axes
-    assert len(steps.get_lines()[0].get_xdata()) <= 64
+    assert len(steps.get_lines()[0].get_xdata()) <= 256
     assert sent.get_lines()[0].get_xdata()[-1] == 5000 * 400_000
 
 
@@ -254,8 +254,34 @@ def test_compare_loads_no_matplotlib():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_markers_and_dashes_differ_for_every_color():
-    assert len(comparison_figure._MARKERS) >= 8
+def test_equal_names_are_numbered_once_where_the_view_numbers_the_runs():
+    runs = [make_source(), make_source()]
+    runs[1].state, runs[1].exception = State.FAILED, ValueError("no such rows")
+    head = ComparisonMessageBuilder(dtkit.compare(runs)).build_snapshot().content["head"]
+    assert head["runs"] == ["ConvNet", "ConvNet"]
+    assert [row[0] for row in head["table"]["rows"]] == ["ConvNet", "ConvNet"]
+    assert head["ends"][0].startswith("2: ConvNet failed: ")
+    assert dtkit.compare(runs).labels == ("ConvNet (1)", "ConvNet (2)")  # where nothing else numbers them
+
+
+def test_the_peak_of_a_run_that_came_back_is_shown_beside_one_that_did_not():
+    came_back, lost = np.array([2.3, 0.02, 50.0, 2.3, 0.5]), np.array([2.3, 6e22, np.inf])
+    assert comparison_summary.find_loss_cap([came_back]) is None
+    assert comparison_summary.find_loss_cap([came_back, lost]) == 50.0
+    assert comparison_summary.find_loss_cap([np.array([2.3, 1e9, 0.5]), lost]) == pytest.approx(6.9)
+
+
+def test_the_notes_of_a_table_are_those_that_apply():
+    first, second = dtkit.compare(make_source(name="a"), make_source(name="b")).rows
+    notes = comparison_text.list_table_notes(
+        [first, dataclasses.replace(second, loss=first.loss, samples_per_s=first.samples_per_s)]
+    )
+    assert not any(note.startswith(("bold", "sent", "verified", "best validation")) for note in notes)
+    assert "final training loss: mean of the last 20 steps" in notes
+    assert (
+        comparison_text.list_table_notes([first, dataclasses.replace(second, loss=first.loss / 2)])[-1]
+        == "bold: the best"
+    )
 
 
 def with_metrics(strategy: str, accuracies, **options):
@@ -270,11 +296,11 @@ def test_the_table_names_training_and_validation_and_explains_only_its_columns()
     page = dtkit.compare(equal_bytes)._repr_html_()
     assert re.findall(r"<th[^>]*>([^<]*loss)</th>", page) == ["final training loss", "best validation loss"]
     (note,) = re.findall("<small>(.*?)</small>", page)
-    assert "best validation: the best of all evaluations" in note
+    assert "best validation: the best of a run's evaluations" in note
     assert "bytes" not in note
     without = dtkit.compare([make_source("A()"), make_source("B()", every=8)])._repr_html_()
     (note,) = re.findall("<small>(.*?)</small>", without)
-    assert "bytes: sent by one node" in note
+    assert "bytes that one node sent" in note
     assert "validation" not in note
 
 
@@ -510,7 +536,9 @@ def test_the_html_of_a_comparison_has_room_between_its_parts_and_escapes_metrics
         run.spec = dataclasses.replace(run.spec, settings=(("validation", run.spec.name),))
         run.history.add(Evaluation(80, 100, {"<i>x": 1.0}))
     page = dtkit.compare(runs, labels=["first", "second"])._repr_html_()
-    assert re.search(r"</small><div style='margin-top: [^']+'><table.*</table></div><div style='margin-top:", page)
+    assert re.search(
+        r"</small></div><div style='margin-top: [^']+'><table.*</table></div><div style='margin-top:", page
+    )
     assert "no best validation &lt;i&gt;x" in page
     assert "<i>" not in page
 

@@ -69,7 +69,7 @@ def test_every_view_of_a_comparison_names_the_cause_of_a_failure(tmp_path):
     line, escaped = "crash failed: ValueError: boom <in> loss, step 4", "ValueError: boom &lt;in&gt; loss, step 4"
     assert line in repr(comparison).splitlines()
     assert escaped in comparison._repr_html_()
-    assert ComparisonMessageBuilder(comparison).build_snapshot().content["head"]["ends"] == [line]
+    assert ComparisonMessageBuilder(comparison).build_snapshot().content["head"]["ends"] == [f"2: {line}"]
     comparison.report(tmp_path / "runs.html")
     assert escaped in (tmp_path / "runs.html").read_text(encoding="utf-8")
     assert [row.cause for row in comparison.rows] == ["", "ValueError: boom <in> loss, step 4"]

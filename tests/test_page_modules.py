@@ -89,20 +89,34 @@ def test_no_axis_has_a_single_number(tmp_path: Path):
 
 
 def test_a_band_of_merged_buckets_leaves_out_single_slow_steps(tmp_path: Path):
-    """The page and the figure of a run draw the same quantiles."""
     rows = np.random.default_rng(1).uniform(0.9, 1.1, (500, 1, 1)).astype("f4")
     rows[37] = 40.0  # a step that the machine held up
-    buckets = CurveBuckets(1, 0, 0, np.repeat(rows, 3, axis=2), 499)
-    expected = buckets.merge_to_quantiles(64).values[:, 0]
-    assert len(expected) == 63
-    assert expected[4, 2] < 30 < rows[32:40].max()
-    assert (expected[5:, 0] > rows[40:].min()).any()
+    merged = merge_in_figure_and_page(tmp_path, rows)
+    assert len(merged) == 63
+    assert merged[4, 2] < 30 < rows[32:40].max()
+    assert (merged[5:, 0] > rows[40:].min()).any()
+
+
+def test_a_single_last_step_is_a_part_of_the_merged_bucket_before_it(tmp_path: Path):
+    """A step after a pause has another time than a mean of many."""
+    rows = np.ones((505, 1, 1), "f4")
+    rows[504] = 9.0
+    merged = merge_in_figure_and_page(tmp_path, rows)
+    assert len(merged) == 63
+    assert merged[-1, 1] == pytest.approx((8 + 9) / 9)
+
+
+def merge_in_figure_and_page(tmp_path: Path, rows: np.ndarray) -> np.ndarray:
+    """Return lower quantile, mean and upper quantile of merged buckets, which page and figure share."""
+    buckets = CurveBuckets(1, 0, 0, np.repeat(rows, 3, axis=2), len(rows) - 1)
+    merged = buckets.merge_to_quantiles(64).values[:, 0]
     data = np.repeat(rows, 3).tolist()
-    curves = f"{{data: {data}, used: 500, width: 1, origin: 0}}"
+    curves = f"{{data: {data}, used: {len(rows)}, width: 1, origin: 0}}"
     grain = f"bucketGrain({curves}, 1, {{first: 0, nodes: 0, banded: false}}, 64)"
     values = "((g) => Array.from({length: g.used}, (_, at) => [0, 1, 2].map((which) => g.value(0, at, which))))"
     found = evaluate_page_code(tmp_path, "chart/grain.js", ["bucketGrain"], f"{values}({grain})")
-    np.testing.assert_allclose(np.array(found), expected, rtol=1e-5)
+    np.testing.assert_allclose(np.array(found), merged, rtol=1e-5)
+    return merged
 
 
 def test_a_rate_is_plain_while_it_can_be_read_at_a_glance(tmp_path: Path):

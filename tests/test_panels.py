@@ -18,6 +18,7 @@ from dtkit.dashboard.figures import custom_panels, run_figure, style
 from dtkit.dashboard.live import comparison_messages, comparison_widget, panel_renderer, widget
 from dtkit.dashboard.live.commands import CommandHandler
 from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.summary.comparison import NUM_LOSS_BUCKETS
 from dtkit.dashboard.summary.curves import LOSS, downsample
 from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
 from dtkit.dashboard.summary.metrics import build_tiles, compute_run_metrics
@@ -820,7 +821,7 @@ def test_runs_are_compared_on_one_axis():
     values = np.frombuffer(message.buffers[0], "<f4").reshape(part["buckets"], head["columns"], 3)
     assert head["runs"] == ["long", "<b>short</b>"]
     assert message.content["status"] == {"state": "running", "step": 3000}
-    once = downsample(long.history, LOSS, 4, comparison_messages.NUM_BUCKETS)
+    once = downsample(long.history, LOSS, 4, NUM_LOSS_BUCKETS)
     assert part["width"] == once.width
     np.testing.assert_allclose(values[:, 0], once.values[:, -1], rtol=1e-5)
     filled = np.isfinite(values[:, 1, 1])

@@ -213,8 +213,7 @@ def test_a_report_says_node_where_errors_and_results_say_rank(tmp_path):
 def test_the_speed_up_over_one_process_comes_from_a_verification(tmp_path):
     source = FakeSource(ranks=2)
     source.advance(40)
-    cards = read_cards(source, tmp_path)
-    assert cards["speed-up"] == ("—", "over one process: run.verify() measures it")
+    assert "speed-up" not in read_cards(source, tmp_path)  # no card for what nobody measured
     source.verification = make_verification(StepTimes(17, all_ranks_s=0.100, single_process_s=0.125))
     cards = read_cards(source, tmp_path)
     note = "over one process: 125 ms / 100 ms a step, medians of 17 steps of run.verify()"
@@ -633,6 +632,9 @@ def test_a_report_has_what_the_live_view_has_of_machines_and_phases(tmp_path):
     phases = text.partition("Where a step's time goes</h2>")[2].partition("</table>")[0]
     assert "▲ node 1" in phases
     assert re.search(r">5\d %<", phases)  # backward, of the slow node
+    bars = re.findall(r'<div class="phase (\w+)" style="flex: 0 1 ([\d.]+)%" title="[^"]+">', phases)
+    assert {name for name, _ in bars} >= {"data", "forward", "backward", "waiting", "communication", "update"}
+    assert sum(float(width) for _, width in bars) == pytest.approx(200, abs=1)  # of two nodes
 
 
 def test_a_model_of_one_layer_has_no_empty_table(tmp_path):

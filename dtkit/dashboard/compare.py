@@ -34,9 +34,9 @@ from dtkit.dashboard.text.comparison_text import (
     describe_ends,
     describe_limits,
     describe_rows,
+    list_table_notes,
     make_differences_table,
     make_table,
-    make_table_note,
 )
 from dtkit.history.history import History
 
@@ -87,8 +87,10 @@ class Comparison:
     def __init__(
         self, names: Sequence[str], histories: Sequence[History], strategies: Sequence[str], runs: Sequence[object]
     ) -> None:
-        self.names, self.labels = tuple(names), tuple(_number_equal_ones(_shorten_labels(names)))
-        """Whole names of the runs, and short ones that tell them apart."""
+        self.names, self.short_names = tuple(names), tuple(_shorten_labels(names))
+        """Whole names of the runs, and short ones, for views that number the runs anyway."""
+        self.labels = tuple(_number_equal_ones(self.short_names))
+        """Short names that tell the runs apart."""
         self.histories, self._strategies = tuple(histories), tuple(strategies)
         self.runs = tuple(runs)
         """The runs, or the histories that were given."""
@@ -174,8 +176,9 @@ class Comparison:
         differences = self.differences
         settings = make_differences_table(self.labels, differences).to_html() if differences else ""
         parts = [f"<div style='margin-top: {_GAP}'>{part}</div>" for part in (settings, images) if part]
-        note = f"<small>{html.escape(make_table_note(rows), quote=False)}</small>"  # it names metrics
-        ends = "".join(f"<div>{html.escape(line)}</div>" for line in describe_ends(rows))
+        note = "<br>".join(html.escape(line, quote=False) for line in list_table_notes(rows))  # they name metrics
+        ends = "".join(f"<div style='margin-top: {_GAP}'>{html.escape(line)}</div>" for line in describe_ends(rows))
+        note = f"<div style='margin-top: {_GAP}'><small>{note}</small></div>"
         return f"{make_table(rows).to_html()}{ends}{note}{''.join(parts)}"
 
 

@@ -97,7 +97,7 @@ def _describe_throughput(history: History) -> str:
 
 
 def _iterate_speed_up_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
-    """Return the speed-up over one process and its share of the ideal, or how to measure them."""
+    """Return the speed-up over one process and its share of the ideal, or why a measurement gives none."""
     if single_process is not None:
         many, one = compute_speed(run.history).samples_per_s, compute_speed(single_process).samples_per_s
         ratio = many / one
@@ -109,9 +109,6 @@ def _iterate_speed_up_cards(run: RunView, single_process: History | None) -> Ite
         ratio = times.speed_up
         one_s, many_s = map(formatting.format_duration, (times.single_process_s, times.all_ranks_s))
         source = f"{one_s} / {many_s} a step, medians of {times.num_steps} steps of run.verify()"
-    elif run.spec.world_size > 1:
-        yield "speed-up", formatting.UNKNOWN, "over one process: run.verify() measures it"
-        return
     else:
         return
     nodes = formatting.format_count(run.spec.world_size, "node")

@@ -77,9 +77,7 @@ def test_caption_of_a_comparison_ends_before_the_tools(page: Page):
     message.content["head"]["most"] = 7.37
     load_widget(page, str(ComparisonWidget._esm), message, "light")
     note = page.get_by_test_id("comparison-chart").locator("h3 .dtk-note")
-    expect(note).to_have_text(
-        "log scale \u00b7 above 7.37 left out" if message.content["head"]["steep"] else "above 7.37 left out"
-    )
+    expect(note).to_have_text("above 7.37 left out")
     assert page.evaluate(_CUT) == []
 
 
@@ -142,6 +140,21 @@ def test_no_caption_is_cut_or_has_a_second_line(page: Page, width: int):
     long = view.root.locator("h3", has_text="accuracy").inner_text()
     assert long.startswith("accuracy validation, last 0.625")
     assert "from 0.625" in long or width > 600
+
+
+def test_a_caption_that_has_no_room_in_a_sidebar_is_cut_and_whole_as_a_tooltip(page: Page):
+    page.set_viewport_size({"width": 320, "height": 2500})
+    run = FakeSource(ranks=2)
+    run.advance(100)
+    run.lr = 0.01
+    run.advance(100)
+    view = StaticView(page, run)
+    for name in ("loss-chart", "throughput-chart", "gradient-norm-chart", "learning-rate-chart"):
+        head = view.root.get_by_test_id(name).locator("h3")
+        assert head.evaluate("(el) => [el.clientHeight > 25, el.scrollWidth > el.clientWidth]") == [False, False], name
+    note = view.root.get_by_test_id("learning-rate-chart").locator("h3 .dtk-note")
+    expect(note).to_have_text(re.compile("…$"))
+    expect(note).to_have_attribute("title", "0.01 since step 101, the same on all nodes")
 
 
 def log_confidence(run: FakeSource, value: float, first: int) -> None:

@@ -166,6 +166,27 @@ def test_legend_hides_lines_by_mouse_and_keyboard(page: Page):
     assert "node 0" in view.root.get_by_test_id(LOSS).locator(".dtk-labels text").all_text_contents()
 
 
+def test_a_node_at_the_pointer_in_the_legend_stands_out_in_its_charts(page: Page):
+    view = make_view(page)
+    node = view.root.get_by_test_id("legend").locator("[data-key='n1']")
+    classes = "(paths) => paths.map((path) => [path.dataset.rank, path.classList.contains('dtk-unpointed')])"
+    lines, norms = (
+        view.root.get_by_test_id(name).locator(".dtk-lines path.dtk-line[data-rank]")
+        for name in (LOSS, "gradient-norm-chart")
+    )
+    node.hover()
+    expect(view.root.get_by_test_id(LOSS).locator("path.dtk-line.dtk-pointed")).to_have_attribute("data-rank", "1")
+    assert all(is_pale == (rank != "1") for rank, is_pale in lines.evaluate_all(classes))
+    assert not any(is_pale for _, is_pale in norms.evaluate_all(classes))  # one line for all nodes
+    view.root.get_by_test_id(LOSS).hover()
+    expect(view.root.locator(".dtk-unpointed")).to_have_count(0)
+    page.keyboard.press("Tab")
+    node.focus()
+    expect(view.root.get_by_test_id(LOSS).locator("path.dtk-line.dtk-pointed")).to_have_attribute("data-rank", "1")
+    node.evaluate("(el) => el.blur()")
+    expect(view.root.locator(".dtk-unpointed")).to_have_count(0)
+
+
 def test_tooltip_names_every_line_with_its_value_and_unit(page: Page):
     view = make_view(page)
     for chart, row in ((LOSS, "mean"), ("throughput-chart", "node 1")):
@@ -503,6 +524,7 @@ def test_zoom_rules_the_bars_and_the_timeline_until_its_reset(page: Page):
     chart.press("0")
     expect(bars.locator(".dtk-note")).to_have_text("ms, mean of steps 261 to 310")
     expect(bars.get_by_test_id("straggler")).to_be_hidden()
+    strip.scroll_into_view_if_needed()  # a panel out of sight is drawn later
     expect(strip.locator(".dtk-note")).to_have_text("step 310, what each node did when")
 
 

@@ -59,6 +59,47 @@ def test_dragging_over_a_chart_selects_no_text(page: Page):
     assert page.evaluate("() => [...window.begun, String(getSelection())]") == [""]
 
 
+def test_the_range_that_is_dragged_stands_out_until_it_is_in_sight(page: Page):
+    view = show_samples(page)
+    svg = view.root.get_by_test_id("loss-chart").locator("svg.dtk-chart")
+    box = svg.bounding_box()
+    assert box
+    page.mouse.move(box["x"] + 100, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 200, box["y"] + 60, steps=4)
+    dragged = svg.locator(".dtk-dragged rect")
+    expect(dragged).to_have_attribute("width", "100")
+    # All that makes it pale, of the element and those around it.
+    share = dragged.evaluate("""(el) => { let share = Number(getComputedStyle(el).fillOpacity);
+      for (let at = el; at; at = at.parentElement) share *= Number(getComputedStyle(at).opacity);
+      return share; }""")
+    assert share >= 0.2
+    page.mouse.up()
+    expect(dragged).to_be_hidden()
+
+
+def test_titles_of_zoomed_charts_have_no_values_of_the_end(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(200)
+    run.lr = 0.01
+    run.event("lr", "learning rate 0.01")
+    run.advance(100)
+    view = StaticView(page, run)
+    rate = view.root.get_by_test_id("learning-rate-chart").locator("h3 .dtk-note")
+    speed = view.root.get_by_test_id("throughput-chart").locator("h3 .dtk-note")
+    expect(rate).to_contain_text("0.01 since step 201")
+    expect(speed).to_contain_text("with waiting 2")
+    drag(page, view.root.get_by_test_id("loss-chart").locator("svg.dtk-chart"), (0.1, 0.5))
+    page.mouse.move(0, 0)  # a title with the pointer in its chart is that of a step
+    expect(rate).to_have_text("the same on all nodes")
+    expect(speed).not_to_contain_text("with waiting")
+    told = view.root.get_by_test_id("range")
+    expect(told).to_have_text(re.compile(r"^only steps \d+ to \d+; new ones are not shown$"))
+    view.root.get_by_test_id("reset-zoom").click()
+    expect(told).to_have_text("")
+    expect(rate).to_contain_text("0.01 since step 201")
+
+
 def test_zoomed_lines_end_at_the_plot_and_their_name_is_beside_it(page: Page):
     view = show_samples(page)
     svg = view.root.get_by_test_id("system-chart").first.locator("svg.dtk-chart")

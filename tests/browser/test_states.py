@@ -52,11 +52,13 @@ def test_recovery_is_shown_with_seconds_and_nothing_stale(page: Page):
     run.advance(5)
     view.update()
     expect(chip).to_have_text("▶ running")
-    expect(view.root.get_by_test_id("alert")).to_have_text("+ node 1 replaced in 8.7 s, no step lost")
-    assert view.root.get_by_test_id("loss-chart").bounding_box() == place  # the repair is where the loss was
+    expect(view.root.get_by_test_id("alert")).to_be_hidden()
+    expect(view.root.get_by_test_id("notices")).to_have_text("+ node 1 replaced in 8.7 s, no step lost")
+    assert view.root.get_by_test_id("loss-chart").bounding_box() == place
     run.event("lr", "learning rate 0.01")
     view.update()
-    expect(view.root.locator(".dtk-notice-panel")).to_be_hidden()  # and leaves no empty band
+    expect(view.root.get_by_test_id("notices")).to_have_text("")
+    assert view.root.get_by_test_id("loss-chart").bounding_box() == place
 
 
 def test_stuck_node_is_in_the_head(page: Page):
@@ -64,8 +66,8 @@ def test_stuck_node_is_in_the_head(page: Page):
     view = StaticView(page, run)
     run.stick(1)
     view.update()
-    expect(view.root.get_by_test_id("verdict")).to_have_text("→ no verdict at the moment")
-    expect(view.root.get_by_test_id("verdict")).to_have_css("list-style-type", "none")  # there is nothing to unfold
+    expect(view.root.get_by_test_id("alert")).to_contain_text("node 1 is stuck")
+    expect(view.root.get_by_test_id("verdict")).to_be_hidden()  # the alert has its place
     expect(view.root.locator(".dtk-chip")).to_have_text(re.compile(r"^⊘ stuck: node 1 in forward, 1\d s$"))
     expect(view.root.locator(".dtk-ends")).not_to_contain_text("left")
 
@@ -281,7 +283,7 @@ def test_verdict_has_its_arithmetic_on_demand(page: Page):
     run.advance(50)
     view = StaticView(page, run)
     line = view.root.get_by_test_id("verdict")
-    expect(line).to_contain_text("→ without the straggler (node 1) 1.5 times as fast")
+    expect(line).to_contain_text("without the straggler (node 1) 1.5 times as fast")
     arithmetic = view.root.locator(".dtk-arithmetic")
     expect(arithmetic).to_be_hidden()
     line.press("Enter")

@@ -6,7 +6,7 @@ Runs differ by color, by the dashes of their lines, and by their markers.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -17,6 +17,7 @@ from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.summary.comparison import (
     MEAN_LOSS,
+    NUM_LOSS_BUCKETS,
     differ_in_bytes,
     find_loss_cap,
     find_metric_cap,
@@ -40,9 +41,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.summary.curves import CurveBuckets
     from dtkit.history.history import History
 
-_NUM_BUCKETS = 64  # more would make noisy lines that hide each other
 _LINE_STYLES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.6, 1.2, 1.6)))
-_MARKERS = "os^DvP*X"
 _LOG_BYTES_RATIO = 20.0  # from this ratio of bytes on, a linear axis would hide the smaller ones
 _WIDTH_IN, _ROW_HEIGHT_IN, _LEGEND_LINE_IN = 5.3, 2.3, 0.19  # as that of a run, which is readable in 600 px
 _CHART_WIDTH_IN, _CHART_HEIGHT_IN = 4.4, 2.3  # of a figure of one chart
@@ -91,7 +90,7 @@ def _add_legend(figure: Figure, panel: Axes, columns: int) -> None:
     handles, names = panel.get_legend_handles_labels()
     figure.legend(
         handles, names, loc="outside upper left", ncols=columns, frameon=False, fontsize=8,
-        labelcolor=style.TEXT_COLOR, handlelength=4, labelspacing=0.35,
+        labelcolor=style.TEXT_COLOR, handlelength=3, labelspacing=0.35,
     )  # fmt: skip
 
 
@@ -110,7 +109,7 @@ def _list_charts(labels: Sequence[str], histories: Sequence[History]) -> list[Ca
 
 def _list_loss_charts(labels: Sequence[str], histories: Sequence[History]) -> list[Callable[[Axes], None]]:
     """Return functions that draw the loss against steps, time, and bytes where runs differ in them, with one scale."""
-    parts = [downsample(history, MEAN_LOSS, 1, _NUM_BUCKETS) for history in histories]
+    parts = [downsample(history, MEAN_LOSS, 1, NUM_LOSS_BUCKETS) for history in histories]
     cap = find_loss_cap([compute_drawn_losses(history.totals()) for history in histories])
 
     def draw_loss(ax: Axes, x_values: Sequence[np.ndarray], format_panel: Callable[[Axes], None]) -> None:
@@ -158,14 +157,7 @@ def _draw_metric(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
         if points:
             steps, values = np.array(points, float).T
             drawn.append(values)
-            look: dict[str, Any] = {
-                "marker": _MARKERS[k % len(_MARKERS)],
-                "linestyle": _LINE_STYLES[choose_dash(k)],
-            }
-            ax.plot(
-                steps, values, color=style.COLORS[k % len(style.COLORS)], linewidth=1.5, gid=label, markersize=5,
-                markerfacecolor="white", markevery=max(1, len(points) // 12), **look,
-            )  # fmt: skip
+            _draw_line(ax, steps, values, k, label)
     shown, cap = np.concatenate(drawn), find_metric_cap(histories, name)
     if cap is not None:
         shown = shown[shown <= cap]
@@ -183,29 +175,25 @@ def _draw_scalar(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
     if spans_orders_of([values for _, values in drawn]):  # as in the live view
         _use_log_scale(ax)
     for k, ((steps, values), label) in enumerate(zip(drawn, labels, strict=True)):
-        every = max(1, len(steps) // 8)
-        ax.plot(
-            steps, values, color=style.COLORS[k % len(style.COLORS)], linewidth=1.5, gid=label, markersize=5,
-            linestyle=_LINE_STYLES[choose_dash(k)], marker=_MARKERS[k % len(_MARKERS)],
-            markerfacecolor="white", markevery=(k * every // max(1, len(labels)), every),
-        )  # fmt: skip
+        _draw_line(ax, steps, values, k, label)
 
 
 def _draw_runs(
     ax: Axes, x_values: Sequence[np.ndarray], run_buckets: Sequence[CurveBuckets], labels: Sequence[str]
 ) -> None:
-    """Draw a line with some markers for each run, over a band of the values in its buckets."""
+    """Draw the mean loss of each run. Bands would hide the lines of other runs."""
     style.style_axes(ax)
     for k, (x, part, label) in enumerate(zip(x_values, run_buckets, labels, strict=True)):
-        line, color = part.values[:, -1], style.COLORS[k % len(style.COLORS)]
-        style.draw_band(ax, x, line, color, 0.12)
-        every = max(1, len(line) // 8)
-        ax.plot(
-            x, line[:, 1], color=color, linewidth=1.7, label=label, gid=label, markersize=5.5,
-            linestyle=_LINE_STYLES[choose_dash(k)],
-            marker=_MARKERS[k % len(_MARKERS)], markerfacecolor="white", markeredgewidth=1.3,
-            markevery=(k * every // max(1, len(labels)), every),
-        )  # fmt: skip
+        _draw_line(ax, x, part.values[:, -1, 1], k, label)
+
+
+def _draw_line(ax: Axes, x: np.ndarray, values: np.ndarray, run: int, label: str) -> None:
+    """Draw the line of a run in its color and dashes, as the live view does, or its only value as a dot."""
+    is_dot = np.isfinite(values).sum() == 1
+    ax.plot(
+        x, values, color=style.COLORS[run % len(style.COLORS)], linewidth=1.5, label=label, gid=label,
+        linestyle=_LINE_STYLES[choose_dash(run)], marker="o" if is_dot else "", markersize=5,
+    )  # fmt: skip
 
 
 def _format_steps_panel(ax: Axes, run_buckets: Sequence[CurveBuckets]) -> None:

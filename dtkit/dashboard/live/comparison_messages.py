@@ -5,6 +5,7 @@ All runs have buckets of the same width, so that a point of the axis means the s
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from dtkit.dashboard.live.messages import Message
 from dtkit.dashboard.summary.activity import read_state
 from dtkit.dashboard.summary.comparison import (
     MEAN_LOSS,
+    NUM_LOSS_BUCKETS,
     find_loss_cap,
     find_metric_cap,
     list_shared_scalars,
@@ -33,7 +35,7 @@ from dtkit.dashboard.summary.comparison import (
 from dtkit.dashboard.summary.curves import Curves
 from dtkit.dashboard.summary.short_batches import SHORT_BATCH_NOTE, compute_drawn_losses, find_short_batches
 from dtkit.dashboard.summary.value_scale import is_steep
-from dtkit.dashboard.text.comparison_text import describe_ends, make_differences_table, make_table, make_table_note
+from dtkit.dashboard.text.comparison_text import describe_ends, list_table_notes, make_differences_table, make_table
 from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from dtkit._util.table import Table
     from dtkit.dashboard.summary.comparison import ComparisonRow
     from dtkit.history.history import History
-
-NUM_BUCKETS = 256
 
 
 class ComparisonView(Protocol):
@@ -65,8 +65,8 @@ class ComparisonView(Protocol):
         ...
 
     @property
-    def labels(self) -> Sequence[str]:
-        """Short names of the runs."""
+    def short_names(self) -> Sequence[str]:
+        """Short names of the runs, of which some may be equal."""
         ...
 
     @property
@@ -94,7 +94,7 @@ class ComparisonMessageBuilder:
 
     def __init__(self, comparison: ComparisonView) -> None:
         self._comparison = comparison
-        self._curves = [Curves((MEAN_LOSS,), 1, NUM_BUCKETS) for _ in comparison.histories]
+        self._curves = [Curves((MEAN_LOSS,), 1, NUM_LOSS_BUCKETS) for _ in comparison.histories]
         self._seq = 0
 
     def build_snapshot(self) -> Message:
@@ -122,7 +122,7 @@ class ComparisonMessageBuilder:
                 "columns": len(states) + 1,
                 "charts": {"loss": {"name": "loss", "first": 0, "nodes": len(states), "banded": False}},
                 "ranks": len(states),
-                "runs": list(self._comparison.labels),
+                "runs": list(self._comparison.short_names),
                 "names": list(self._comparison.names),
                 "steep": is_steep(means if cap is None else means[means <= cap]),
                 "most": cap,
@@ -172,12 +172,15 @@ class ComparisonMessageBuilder:
 
     def _build_tables(self) -> dict[str, Any]:
         """Return the tables of the kept picture."""
-        rows, differences = self._comparison.rows, self._comparison.differences
+        names, differences = self._comparison.short_names, self._comparison.differences
+        rows = [dataclasses.replace(row, label=name) for row, name in zip(self._comparison.rows, names, strict=True)]
+        numbered = [dataclasses.replace(row, label=f"{k}: {row.label}") for k, row in enumerate(rows, 1)]  # as there
         table = _describe_table(make_table(rows))
-        settings = (
-            _describe_table(make_differences_table(self._comparison.labels, differences)) if differences else None
-        )
-        return {"table": table, "note": make_table_note(rows), "ends": describe_ends(rows), "settings": settings}
+        settings = _describe_table(make_differences_table(names, differences)) if differences else None
+        return {
+            "table": table, "note": "\n".join(list_table_notes(rows)), "ends": describe_ends(numbered),
+            "settings": settings,
+        }  # fmt: skip
 
 
 def _describe_table(table: Table) -> dict[str, Any]:

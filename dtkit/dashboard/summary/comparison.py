@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _SAME_BYTES_RATIO = 1.05
 _FAR_ABOVE_START = 10.0  # a loss so many times the first one has diverged
 _ROOM_ABOVE_START = 3.0
+NUM_LOSS_BUCKETS = 256
+"""Parts in which the loss is drawn, live and in the saved picture."""
 NUM_RATE_BUCKETS = 64
 """Parts in which throughput is drawn: single steps of a few milliseconds show the scheduler's noise."""
 KEPT_STATE = "kept"
@@ -34,7 +36,7 @@ BROKEN_STATES = frozenset({"failed", "diverged", "paused, error", "paused, not f
 LOSS, VALIDATION_DATA, TRAINING_DATA, DURATION = "loss function", "validation data", "training data", "epochs"
 """What runs should have in common where their numbers are compared."""
 _FAR_ABOVE_OTHERS = 1000.0
-"""Ratio from which a run's first loss says nothing about where losses begin."""
+"""Ratio to the other losses from which a run's first loss, or its peak, is beyond an axis."""
 MEAN_LOSS = Chart("loss", None, lambda totals, _copies: compute_drawn_losses(totals))
 """The loss over all ranks as a comparison draws it."""
 
@@ -149,7 +151,8 @@ def find_loss_cap(lines: Sequence[np.ndarray]) -> float | None:
     """Return the largest loss that axes of these runs should show; None if they should show all.
 
     Each line has the losses of a run in their order. Without a cap, a run that diverges makes a flat line of each run
-    that learns. Losses begin high: what is far above the beginnings is beyond an axis.
+    that learns. Losses begin high: what is far above the beginnings is beyond an axis. The peak of a run that came back
+    from it is shown.
     """
     finite = [line[np.isfinite(line)] for line in lines]
     starts = [float(line[0]) for line in finite if len(line) and line[0] > 0]
@@ -157,7 +160,12 @@ def find_loss_cap(lines: Sequence[np.ndarray]) -> float | None:
         return None
     start = max(each for each in starts if each <= _FAR_ABOVE_OTHERS * min(starts))  # a run may begin with a huge loss
     largest = max(float(line.max()) for line in finite if len(line))
-    return _ROOM_ABOVE_START * start if largest > _FAR_ABOVE_START * start else None
+    if largest <= _FAR_ABOVE_START * start:
+        return None
+    recovered = [line for line in lines if len(line) and line[-1] <= _FAR_ABOVE_START * start]  # NaN is not
+    peaks = [float(line.max(initial=0, where=np.isfinite(line))) for line in recovered]
+    cap = max([_ROOM_ABOVE_START * start, *(peak for peak in peaks if peak <= _FAR_ABOVE_OTHERS * start)])
+    return cap if cap < largest else None
 
 
 _LOWER_WORDS = ("loss", "error", "perplexity", "mse", "mae", "rmse", "distance", "divergence", "kl")

@@ -15,6 +15,7 @@ changed buckets (:meth:`Curves.take_changes`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -160,6 +161,7 @@ class CurveBuckets:
         """Return wider buckets, at most `max_buckets`, with ``MIDDLE_QUANTILES`` of the means instead of extremes.
 
         The first `banded_columns` are bands over many nodes: their quantiles are those of the lower and upper edge.
+        Less than half a bucket of last steps joins the bucket before it: a single step of some milliseconds is no mean.
         """
         factor = 1
         while len(self.values) > max_buckets * factor:
@@ -168,7 +170,10 @@ class CurveBuckets:
             return self
         firsts, lasts = self._find_ends()
         num_steps = lasts - firsts + 1
-        parts = [slice(k, k + factor) for k in range(0, len(self.values), factor)]
+        starts = list(range(0, len(self.values), factor))
+        if 2 * num_steps[starts[-1] :].sum() < factor * self.width:
+            starts.pop()
+        parts = [slice(*ends) for ends in itertools.pairwise([*starts, len(self.values)])]
         values = np.stack([_find_middle(self.values[part], num_steps[part], banded_columns) for part in parts])
         return dataclasses.replace(self, width=self.width * factor, first=self.first // factor, values=values)
 

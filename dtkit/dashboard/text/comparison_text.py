@@ -136,23 +136,26 @@ def _drop_equal_speeds(speeds: list[float]) -> list[float]:
     return speeds if known and max(known) >= _FASTER_RATIO * min(known) else [math.nan] * len(speeds)
 
 
-def make_table_note(rows: Sequence[ComparisonRow]) -> str:
-    """Return what the numbers of the table are, of those columns that it has."""
-    parts = describe_limits(rows)
-    parts.append(f"final training loss: mean of the last {FINAL_LOSS_STEPS} steps, or of all if there are fewer")
+def list_table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return lines on what the numbers of the table are, of those columns that it has."""
+    table = make_table(rows)
+    short = "; all of them where a run has fewer" if any(row.steps < FINAL_LOSS_STEPS for row in rows) else ""
+    lines = [*describe_limits(rows), f"final training loss: mean of the last {FINAL_LOSS_STEPS} steps{short}"]
     if any(row.best for row in rows):
-        parts.append("best validation: the best of all evaluations of a run, on the rows of validation=")
-    if differ_in_bytes(rows):
-        parts.append("bytes: sent by one node")
-    parts += [
-        "samples/s: of all nodes, over the time in all steps but the first",
-        "duration: also of the first step and between steps, without pauses",
-    ]
-    if any(row.verified != NOT_VERIFIED for row in rows):
-        parts.append("verified: run.verify() and the largest difference to one process")
-    if not all(row.competes for row in rows):
-        parts.append("bold: the best of the runs that did not fail, diverge or learn nothing")
-    return "; ".join(parts)
+        lines.append("best validation: the best of a run's evaluations, on the rows of validation=")
+    if "per step" in table.header:
+        lines.append("sent per node, per step: bytes that one node sent")
+    lines.append("samples/s: of all nodes, in all steps but the first")
+    if "in steps" in table.header:
+        lines.append("in steps: all but the first. duration: all steps and the time between them, without pauses")
+    else:
+        lines.append("duration: all steps and the time between them, without pauses")
+    if VERIFIED in table.header:
+        lines.append("verified: run.verify() and the largest difference to one process")
+    if table.bold_cells:
+        is_open = all(row.competes for row in rows)
+        lines.append(f"bold: the best{'' if is_open else ' of the runs that did not fail, diverge or learn nothing'}")
+    return lines
 
 
 def describe_ends(rows: Sequence[ComparisonRow]) -> list[str]:

@@ -36,10 +36,19 @@ const CAPTION_MS = 120; // captions of all charts follow a pointer that rests: e
 const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
 
 /**
- * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
- * overall(head, value). Optional: newest(): the last value where it may be ahead of the lines, overallName, right(head, view): room for labels, unit, format(value), fromZero, merged (buckets at most, with a band between quantiles), height, points(store), pointName, most(store): the largest value that the axis has to show,
- * shown(store), exact: never smooth, stepped: values hold until the next one, joined: lines without gaps but where the grain lost numbers, isFlat(store): a line instead of a chart, grain(store) with its layout(store), lineName(store, line) with labelLines(store, line, most, width): that name at the line's end,
- * help(head): a tooltip of the note, axis: instead of that of all charts, inverted: draw the reciprocals of the values, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that are not positive; "positive": none where some are negative.
+ * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout) and
+ * overall(head, value). Optional ones, by what they are about:
+ * - caption: lead(view): what it says first, help(head): its tooltip
+ * - values: unit, format(value), exact: never smooth, merged (buckets at most, with a band between quantiles),
+ *   inverted: draw the reciprocals of the values, newest(): the last value where it may be ahead of the lines
+ * - lines: shown(store), stepped: values hold until the next one, joined: lines without gaps but where the grain lost
+ *   numbers, isFlat(store): a line instead of a chart, grain(store) with its layout(store)
+ * - names: overallName, right(head, view): room for labels, lineName(store, line) with labelLines(store, line, most,
+ *   width): that name at the line's end
+ * - points: points(store), pointName
+ * - axes: height, axis: instead of that of all charts, fromZero, most(store): the largest value that the axis has to
+ *   show, canLog: a logarithmic scale, where one is chosen or the values span many orders, which leaves out values that
+ *   are not positive; "positive": none where some are negative
  */
 export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });
@@ -60,8 +69,9 @@ export function chart(store, name, options, redraw) {
   listenToChart(view, redraw);
   const writeCaption = () => {
     const flat = el.classList.contains("dtk-flat"), caption = (flat ? null : readout(view)) ?? options.note(store.head, view.layout, view);
-    const whole = [view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · ");
+    const whole = [options.lead?.(view), view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · ");
     if (options.help) setAttr(note, "title", options.help(store.head));
+    else setAttr(note, "title", whole); // of which a narrow chart shows a part
     setText(note, flat ? whole : fitCaption(options.title ?? "", whole, view.width - (scale.el.hidden ? TOOLS : TOOLS_AND_SCALE)));
   };
   let captionTimer = null;
@@ -167,6 +177,7 @@ function drawChart(view, width) {
   for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) setAttr(svg, key, value);
   const points = store.view.hidden.has("valid") ? [] : (options.points?.(store) ?? []).filter((point) => !view.isLog || point.value > 0);
   view.points = points;
+  view.isPointed = !isSingle && hasPointedLines(view);
   view.whole = wholeRange(view);
   const [first, end] = store.view.zoom ?? view.whole;
   const inSight = points.filter((point) => point.step >= first && point.step <= end).map((point) => point.value);
@@ -192,6 +203,14 @@ function drawChart(view, width) {
   (options.lineName ? drawRunLabels : drawLabels)(view, ends, { from: LEFT, left: width - right + 8, top: TOP, bottom: height - BOTTOM });
   drawCursor(view);
 }
+/** Return whether a chart has the lines that a person points at in the legend. */
+function hasPointedLines({ store: { pointed, view, spot }, name, layout, points }) {
+  if (pointed === null || view.hidden.has(pointed)) return false;
+  if (pointed === "valid") return points.length > 0;
+  if (pointed === "spots") return layout.banded && Boolean(spot?.charts.includes(name));
+  return Array.from({ length: layout.nodes + 1 }, (_, line) => lineKey(layout, line)).includes(pointed);
+}
+
 const LABEL_ROOM = 92, LABEL_LETTER = 6.9; // for "◇ validation" and "mean 0.114"
 
 /** Return the room right of all charts of a run, so that equal steps are below each other. */

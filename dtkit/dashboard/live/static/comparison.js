@@ -14,7 +14,8 @@ import { toolbar } from "./toolbar.js";
 const MOST_LINES = 3, HEIGHT = 240;
 
 function lineName({ head: { names } }, line) {
-  return names[line];
+  const isAlone = names.every((name, other) => other === line || name !== names[line]);
+  return isAlone ? names[line] : `${line + 1}: ${names[line]}`;
 }
 /** Return a run's name from the last word on with which all names begin, and from the first that differs. */
 function distinctNames(runs, line) {
@@ -59,8 +60,13 @@ function labelRoom(head, { grain, width }) {
 
 const AGAINST = { step: "steps", epoch: "epochs", time: "time", samples: "samples" };
 
+/** Return a grain of means alone: bands of several runs would hide their lines, and other charts of the loss have none. */
+function meansOf(grain) {
+  return { ...grain, wide: 1, value: (line, at) => grain.value(line, at, 1) };
+}
+
 function mainChart(store, redraw) {
-  const buckets = (st) => withRunEnds(st, bucketGrain(st.curves, st.head.columns, st.head.charts.loss));
+  const buckets = (st) => withRunEnds(st, meansOf(bucketGrain(st.curves, st.head.columns, st.head.charts.loss)));
   const panel = chart(placedStore(store), "loss", {
     ...LINES,
     get title() { return `Loss against ${AGAINST[store.view.x]}`; },
@@ -68,17 +74,17 @@ function mainChart(store, redraw) {
     get joined() { return axisOfRuns(store) !== undefined; },
     testid: "comparison-chart",
     most: (st) => st.head.most ?? Infinity,
-    note: (head, _layout, view) => withCap("mean over all nodes", head.most, view),
+    lead: () => describeCap(store.head.most),
+    note: () => "mean over all nodes",
     grain: () => (axisOfRuns(store) ? placedGrain(store, buckets(store), false) : buckets(store)),
   }, redraw);
   const heading = panel.el.querySelector(".dtk-title");
   return { ...panel, update: () => { setText(heading, `Loss against ${AGAINST[store.view.x]}`); panel.update(); } };
 }
 
-const NARROW_PX = 420; // of a chart
-/** Add to a caption above which value a chart leaves values out; a narrow one says only that. */
-function withCap(text, most, { width }) {
-  return most == null ? text : [width < NARROW_PX ? "" : text, `above ${number(most)} left out`].filter(Boolean).join("; ");
+/** Return above which value a chart leaves values out; an empty text where it shows all. */
+function describeCap(most) {
+  return most == null ? "" : `above ${number(most)} left out`;
 }
 
 /** Return the chart of a series: the loss against time, a validation metric, or a number that runs logged. */
@@ -98,7 +104,8 @@ function comparedChart(store, name, redraw) {
     joined: true,
     get axis() { return axis(); },
     most: () => of().most ?? Infinity,
-    note: (_head, _layout, view) => withCap(isTime ? "time in steps only" : isRate ? "samples/s of all nodes" : isLogged ? "logged, mean over all nodes" : "", of().most, view),
+    lead: () => describeCap(of().most),
+    note: () => (isTime ? "time in steps only" : isRate ? "samples/s of all nodes" : isLogged ? "logged, mean over all nodes" : ""),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => (!isTime && axis() ? placedGrain(store, seriesGrain(of()), isExact) : withSteps(store, seriesGrain(of()), isTime ? "time" : "step")),
     format: number,
@@ -130,7 +137,7 @@ function comparedCharts(store, redraw) {
 
 /** Return a table with number and line of each run, as in the charts. Only a legend may be turned. */
 function tableOf(read, { testid, label, isLegend }) {
-  const scroll = h("div", { class: "dtk-scroll dtk-high", tabindex: "0", role: "region", "aria-label": label }), note = h("p", { class: "dtk-note" });
+  const scroll = h("div", { class: "dtk-scroll dtk-high", tabindex: "0", role: "region", "aria-label": label }), note = h("p", { class: "dtk-note dtk-table-note" });
   const causes = h("ul", { class: "dtk-notices", "data-testid": "causes", "aria-label": "runs that failed or diverged" });
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": testid }, scroll, causes, note);
   let shown = "";

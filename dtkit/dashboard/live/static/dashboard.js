@@ -31,7 +31,6 @@ import { scalars } from "./panels/scalars.js";
 import { stepTime } from "./panels/step_time.js";
 import { summary } from "./panels/summary.js";
 import { system } from "./panels/system.js";
-import { verdict } from "./panels/verdict.js";
 import { throughputChart } from "./panels/throughput.js";
 import { tiles } from "./panels/tiles.js";
 import { timeline } from "./panels/timeline.js";
@@ -48,7 +47,7 @@ import { restoreChoices, saveChoices } from "./view_choices.js";
  * What is above the charts, and the panels below their tools. The order of charts is that in which runs mostly get their
  * numbers, so that a late one moves few others: the rate changes last.
  */
-const TOP_PANELS = [header, progress, banner, notices, controls, tiles, verdict];
+const TOP_PANELS = [header, progress, banner, controls, tiles, notices];
 const PANELS = [
   waffle, lossChart, throughputChart, gradientNormChart, scalars, pictures, metrics, learningRateChart, stepTime, timeline, system, memory, nodesTable,
   log,

@@ -12,6 +12,10 @@ export function pickedClass(store, rank) {
   if (store.selected === null || rank === undefined) return "";
   return store.selected === rank ? " dtk-picked" : " dtk-faded";
 }
+/** Return "", or " dtk-pointed" or " dtk-unpointed" in a chart that has the lines which a person points at in the legend. */
+export function pointedClass({ store, isPointed }, key) {
+  return isPointed ? store.pointed === key ? " dtk-pointed" : " dtk-unpointed" : "";
+}
 /** Return the state of a node: lost, stuck (or stopped), left out, slow (keeps the others waiting), slowed on purpose, or none. */
 export function condition(store, rank) {
   const { world, lost, stuck, slow, slowed } = store.nodesNow;

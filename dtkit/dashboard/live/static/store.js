@@ -21,7 +21,8 @@ export function newStore() {
   return {
     seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, rates: [], tiles: [], throughput: null, error: null, refused: null, refusedAt: -Infinity,
     notices: [], verdict: null, latest: { time: null, bars: new Float32Array(0), strip: null }, nodesNow: { world: 0, lost: [], stuck: [], stopped: [], outliers: [], slow: [], slowed: [] },
-    detail: null, selected: null, picking: false, effect: { count: 0, text: "" }, firstSteps: 0, effectAt: -Infinity, spot: null, pictures: new Map(), series: new Map(),
+    detail: null, selected: null, pointed: null, // the key of the lines at the pointer in the legend
+     picking: false, effect: { count: 0, text: "" }, firstSteps: 0, effectAt: -Infinity, spot: null, pictures: new Map(), series: new Map(),
     beats: false, gone: false, lost: false, view: newView(), send: () => {}, redraw: () => {}, sight: { watch: () => {}, isAway: () => false }, pictureSight: { watch: () => {} }, attention: { watch: () => {}, forget: () => {}, update: () => {}, isHidden: () => false },
     log: [], marks: [], evaluations: [], newest: { evaluations: [], numbers: {} }, // that titles of charts have before the lines do
     ranks: new Float32Array(0), asked: new Map(), hover: null, // the step at the pointer

@@ -20,16 +20,29 @@ export function toolbar(store, panels, scaleOf = scaleOfAll(store)) {
   const reset = h("button", { type: "button", class: "dtk-tool", "data-testid": "reset-zoom", title: "show all steps (double click, or 0 in a chart); drag over a chart to zoom" }, "↔ all steps");
   reset.addEventListener("click", () => zoomTo(store, null));
   const menu = panels ? panelsMenu(store, panels) : null, legend = legendField(store), refresh = panels && store.setRefresh ? refreshField(store) : null;
-  const key = h("span", { class: "dtk-marks-key", "data-testid": "marks-key" }); // a report has its own
+  const key = h("span", { class: "dtk-marks-key", "data-testid": "marks-key" }), range = h("span", { class: "dtk-range", role: "status", "data-testid": "range" });
+  const line = h("div", { class: "dtk-toolline" }, key, range, reset); // a line of its own: they come and go, and move nothing
   const el = h("div", { class: "dtk-toolbar", role: "toolbar", "aria-label": "chart tools", "data-testid": "toolbar" },
-    legend.el, key, h("span", { class: "dtk-toolset" }, reset, axis.el, smooth.el, scale.el, robust.el, ...[refresh, menu].filter(Boolean).map(({ el: part }) => part)));
+    legend.el, h("span", { class: "dtk-toolset" }, axis.el, smooth.el, scale.el, robust.el, ...[refresh, menu].filter(Boolean).map(({ el: part }) => part)), line);
   const update = () => {
-    el.hidden = !store.curves.used;
+    el.hidden = !store.curves.used && !LIVE.includes(store.status.state);
     reset.hidden = !store.view.zoom;
-    if (panels) setText(key, store.marks.length ? `marks:  ${describeMarks(store.marks)}` : "");
+    setText(key, panels && store.marks.length ? `marks:  ${describeMarks(store.marks)}` : store.view.zoom ? "" : ZOOM_HELP); // a report has its own key
+    setAttr(key, "title", store.marks.length ? key.textContent : "");
+    setText(range, describeRange(store));
     for (const part of [axis, smooth, scale, robust, legend, refresh, menu]) part?.update();
   };
   return { el, update };
+}
+
+const ZOOM_HELP = "drag over a chart to zoom in";
+
+/** Say what charts that are zoomed in leave out; an empty text where they show all. */
+function describeRange({ view: { zoom, x }, head, status }) {
+  if (!zoom) return "";
+  if (head.runs && x !== "step") return "only a part is shown";
+  const [first, last] = zoom.map((step) => Math.round(step).toLocaleString("en-US"));
+  return `only steps ${first} to ${last}${LIVE.includes(status.state) ? "; new ones are not shown" : ""}`;
 }
 
 function axisField(store) {
@@ -137,7 +150,10 @@ function legendField(store) {
   return { el, update };
 }
 function legendButton(store, key) {
-  const button = h("button", { type: "button", class: "dtk-line-button", "data-key": key, title: "show or hide in all charts; with Shift, this one alone" }, h("i", { "aria-hidden": "true" }), h("span"));
+  const button = h("button", { type: "button", class: "dtk-line-button", "data-key": key, title: "point at it to see its lines in all charts; a click hides or shows them, with Shift all others" }, h("i", { "aria-hidden": "true" }), h("span"));
+  const point = (key) => { if (store.pointed !== key) { store.pointed = key; store.redraw(); } };
+  for (const [sign, pointed] of Object.entries({ pointerenter: key, pointerleave: null, blur: null })) button.addEventListener(sign, () => point(pointed));
+  button.addEventListener("focus", () => { if (button.matches(":focus-visible")) point(key); });
   button.addEventListener("click", (event) => {
     const { hidden } = store.view;
     if (event.shiftKey) {

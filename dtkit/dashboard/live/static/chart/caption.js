@@ -1,12 +1,16 @@
 // The note next to a chart's title, in as many of its parts as there is room for.
 
 const TITLE_PX = 8.2, NOTE_PX = 6.4, GAP_PX = 10; // of a character, in a wide font
-const PART = /(?: · |, )/g;
+const PART = /(?: · |, )/g, FEWEST = 8; // characters of a part that is cut
 
-/** Return a note without its last parts, which " · " or ", " separates, as far as one line of `width` pixels has no room for them. */
+/**
+ * Return a note without its last parts, which " · " or ", " separates, as far as one line of `width` pixels has no room for them.
+ * A first part that is too long is cut.
+ */
 export function fitCaption(title, note, width) {
   const most = Math.floor((width - GAP_PX - TITLE_PX * title.length) / NOTE_PX);
   if (note.length <= most) return note;
   const ends = [...note.matchAll(PART)].map(({ index }) => index).filter((end) => end <= most);
-  return note.slice(0, ends.at(-1) ?? note.search(/ · |, |$/));
+  if (ends.length) return note.slice(0, ends.at(-1));
+  return most < FEWEST ? "" : `${note.slice(0, most - 1).trimEnd()}…`;
 }

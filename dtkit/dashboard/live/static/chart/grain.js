@@ -8,17 +8,20 @@ const MIDDLE = [0.1, NaN, 0.9]; // as in summary/curves.py
 /**
  * Return the grain of `curves`, for the chart with this layout among `columns`. With `most`, buckets are merged until at
  * most that many are left; then 0 and 2 are the quantiles MIDDLE of the merged means, or of the edges of a band of many nodes.
- * The last bucket may have fewer steps than the others: it counts by these, and stands in their middle.
+ * The last bucket may have fewer steps than the others: it counts by these, and stands in their middle. Merged ones are the
+ * means of many steps, so few last steps are a part of the bucket before them.
  */
 export function bucketGrain(curves, columns, layout, most) {
   const { data, used, width, origin } = curves, lines = layout.nodes + 1, end = Math.min(curves.last ?? Infinity, origin + used * width - 1);
   const raw = (line, bucket, which) => data[(bucket * columns + layout.first + line) * 3 + which];
   let each = 1;
   while (most && used > most * each) each *= 2;
+  const wide = width * each, count = countMerged(used, each, end - origin + 1, width);
+  const endOf = (at) => (at === count - 1 ? used : (at + 1) * each);
   const value = each === 1 ? raw : (line, bucket, which) => {
     const found = [], source = layout.banded && line < layout.nodes ? which : 1;
     let [sum, steps] = [0, 0];
-    for (let b = bucket * each; b < Math.min(used, (bucket + 1) * each); b++) {
+    for (let b = bucket * each; b < endOf(bucket); b++) {
       const v = raw(line, b, source);
       if (Number.isNaN(v)) continue;
       const own = Math.min(width, end - origin - b * width + 1);
@@ -28,12 +31,18 @@ export function bucketGrain(curves, columns, layout, most) {
     if (!found.length) return NaN;
     return which === 1 ? sum / steps : quantile(found, MIDDLE[which]);
   };
-  const wide = width * each, count = Math.ceil(used / each), span = (at) => [origin + at * wide, Math.min(origin + (at + 1) * wide - 1, end)];
+  const span = (at) => [origin + at * wide, Math.min(origin + endOf(at) * width - 1, end)];
   return {
     used: count, lines, wide, value, span,
     step: (at) => { const [from, to] = span(at); return (from + to) / 2; },
     find: (step) => Math.min(count - 1, Math.max(0, Math.floor((step - origin) / wide))),
   };
+}
+
+/** Return the number of merged buckets, of which the last has at least half as many steps as the others. */
+function countMerged(used, each, steps, width) {
+  const count = Math.ceil(used / each), left = steps - (count - 1) * each * width;
+  return each > 1 && count > 1 && 2 * left < each * width ? count - 1 : count;
 }
 
 function quantile(values, share) {

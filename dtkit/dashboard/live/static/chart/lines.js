@@ -2,7 +2,7 @@
 
 import { drawParts, s, setAttr } from "../elements.js";
 import { number } from "../numbers.js";
-import { nodeName, pick, pickedClass } from "../picking.js";
+import { nodeName, pick, pickedClass, pointedClass } from "../picking.js";
 import { movingAverage } from "./average.js";
 
 export const LABEL_GAP = 12;
@@ -70,11 +70,13 @@ export function drawLine(view, line, ends) {
   const hue = lineHue(layout, line), own = overall || crowd || options.lineName ? undefined : line;
   const hasMean = !options.lineName && !options.overallName && (layout.nodes > 1 || layout.banded), isPart = hasMean && !overall && !crowd; // of the mean, which a reader looks for first
   const dash = options.lineName ? ` dtk-dash${runDash(line)}` : isPart ? " dtk-part" : overall && !hasMean && layout.nodes ? " dtk-dashed" : ""; // runs differ without colors too
+  const picked = `${pickedClass(store, own)}${pointedClass(view, lineKey(layout, line))}`;
   const path = pathOf(view, `line${line}`, layers.lines, "", overall ? "all" : crowd ? "band" : line);
-  setAttr(path, "class", `dtk-line dtk-${hue}${dash}${drawn.known === 1 ? " dtk-dot" : ""}${means ? " dtk-raw" : ""}${pickedClass(store, own)}`);
+  setAttr(path, "class", `dtk-line dtk-${hue}${dash}${drawn.known === 1 ? " dtk-dot" : ""}${means ? " dtk-raw" : ""}${picked}`);
   setAttr(path, "d", crowd ? "" : drawn.mean);
-  drawAverage(view, line, drawn.smooth, `dtk-${hue}${dash}${pickedClass(store, own)}`);
-  const shade = pathOf(view, `band${line}`, layers.bands, `dtk-band dtk-${hue}`);
+  drawAverage(view, line, drawn.smooth, `dtk-${hue}${dash}${picked}`);
+  const shade = pathOf(view, `band${line}`, layers.bands, "");
+  setAttr(shade, "class", `dtk-band dtk-${hue}${pointedClass(view, lineKey(layout, line))}`);
   setAttr(shade, "d", drawn.shade);
   setAttr(shade, "style", `--share: ${crowd ? 1 : (means ? 0.5 : 1) / (layout.nodes + 1)}`); // overlapping bands would hide the lines
   if (!drawn.seen || crowd) return;
@@ -118,7 +120,7 @@ export function drawSpots(view, ends) {
     }
     setAttr(path, "d", d);
     setAttr(path, "data-rank", rank);
-    setAttr(path, "class", `dtk-line dtk-spot dtk-${hue}${store.selected === rank ? " dtk-picked" : ""}`);
+    setAttr(path, "class", `dtk-line dtk-spot dtk-${hue}${store.selected === rank ? " dtk-picked" : ""}${pointedClass(view, "spots")}`);
     if (d) ends.push({ y: y(last), label: nodeName(store, rank), hue, rank });
   }
 }
@@ -146,6 +148,7 @@ export function drawPoints(view, points, ends) {
   const chain = points.length > DENSE ? [s("path", { class: "dtk-chain", d: joined })] : [];
   view.layers.points.replaceChildren(...chain, ...apart(points, x).map((p) =>
     s("path", { d: `M${x(p.step).toFixed(1)},${y(p.value).toFixed(1)}m${-r},0l${r},${-r}l${r},${r}l${-r},${r}z` }, s("title", {}, `step ${p.step}: ${number(p.value)}`))));
+  setAttr(view.layers.points, "class", `dtk-points${pointedClass(view, "valid")}`);
   const seen = points.filter(({ step }) => step >= first && step <= end);
   if (seen.length && view.options.pointName) ends.push({ y: y(seen.at(-1).value), label: view.options.pointName, hue: "all", isPoint: true });
 }

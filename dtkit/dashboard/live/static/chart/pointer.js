@@ -79,8 +79,9 @@ function listenToKeys(view, redraw) {
 
 /** Draw the range that is being dragged. */
 export function drawDragged(view, top, bottom) {
-  view.band ??= view.layers.dragged.appendChild(s("rect", { class: "dtk-dragged" }));
+  view.band ??= view.layers.dragged.appendChild(s("rect"));
   const { dragged, band } = view;
   const [a, b] = dragged ? [Math.min(...dragged), Math.max(...dragged)] : [0, 0];
+  band.style.display = dragged ? "" : "none"; // or its edge would be seen
   for (const [name, value] of Object.entries({ x: a, width: b - a, y: top, height: bottom - top })) setAttr(band, name, value);
 }

@@ -49,8 +49,9 @@ export function controls(store, send, redraw) {
   const refusal = h("span", { class: "dtk-refusal", role: "alert" });
   const effect = h("span", { class: "dtk-effect dtk-note", role: "status", "data-testid": "effect" });
   const answer = h("div", { class: "dtk-answer" }, effect, " ", refusal); // its place is kept while answers may come
+  const line = h("div", { class: "dtk-answered" }, rate.el, answer); // no line is kept for the answer alone
   const el = h("div", { class: "dtk-controls", role: "group", "aria-label": "controls" },
-    ...buttons.map((b) => b.el), rate.el, faults.el, answer);
+    ...buttons.map((b) => b.el), line, faults.el);
   const update = () => {
     const { status } = store;
     forgetAnswered(store);
@@ -79,6 +80,7 @@ export function controls(store, send, redraw) {
     effect.classList.toggle("dtk-asking", isAsking);
     refusal.classList.toggle("dtk-sure", Boolean(question));
     setText(refusal, question ? `▲ ${question}` : isRefused ? `✕ ${store.refused.text}` : "");
+    line.hidden = rate.el.hidden && !effect.textContent && !refusal.textContent;
     el.hidden = hasEnded(store) && !effect.textContent && !refusal.textContent && buttons.every((b) => b.el.hidden); // its gap, too
     if (hadFocus && (active.disabled || !active.getClientRects().length)) passFocusOn(el, buttons);
   };

@@ -32,6 +32,7 @@ function lastRate({ curves: { data, used }, head: { columns, charts }, lr }, las
 
 function describeRate(store, column) {
   const [low, high] = rateRange(store, column), { lr } = store;
+  if (store.view.zoom && isRateChanging([low, high])) return "the same on all nodes"; // the last rate may be out of sight
   if (isRateChanging([low, high])) return describeLast(store, column);
   if (!Number.isFinite(low)) return lr === null ? "no step yet" : `${shortRate(lr)} from the first step on`;
   if (lr !== null && Number.isFinite(low) && Math.abs(lr - low) > ROUNDING * Math.abs(low)) return `${shortRate(lr)} from the next step on, ${shortRate(low)} until now`;

@@ -57,8 +57,10 @@ function upTo(last, points) {
 function metricChart(store, name, title, { all, further }, redraw) {
   const points = () => upTo(lastEvaluated(store), all()), known = () => [...all(), ...further()], newest = () => known().at(-1)?.value;
   const note = () => {
-    const values = known().map((point) => point.value);
-    return `${title === name ? "validation, " : ""}last ${number(values.at(-1))}, from ${number(Math.min(...values))} to ${number(Math.max(...values))}`;
+    const { zoom } = store.view, [first, end] = zoom ?? [-Infinity, Infinity], prefix = title === name ? "validation, " : "";
+    const values = known().filter(({ step }) => step >= first && step <= end).map((point) => point.value);
+    if (!values.length) return `${prefix}none in sight`;
+    return `${prefix}${zoom ? "" : `last ${number(values.at(-1))}, `}from ${number(Math.min(...values))} to ${number(Math.max(...values))}`;
   };
   return chart(store, "metric", {
     title,

@@ -34,7 +34,7 @@ function seriesChart(store, name, { height, testid }, redraw) {
     title, unit, testid, height,
     fromZero: system, exact: system, joined: true, canLog: system ? false : "positive",
     isFlat: () => system && (of().points < 2 || (name === CORE_WAIT && isShort(of()))), // the first seconds have one sample
-    note: (_head, _layout, view) => note({ ...of(), last: last() }, view.frame?.width < NARROW_PLOT),
+    note: (_head, _layout, view) => note({ ...of(), last: last() }, view.frame?.width < NARROW_PLOT, store.view.zoom !== null),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => seriesGrain(of()),
     newest: last,
@@ -47,8 +47,9 @@ function isShort({ points, lines, values }) {
   return true;
 }
 /** Say what the last value over all nodes is, in short where the panel is narrow. A point is a mean of several steps. */
-function note({ points, lines, last: exact }, isNarrow) {
+function note({ points, lines, last: exact }, isNarrow, isZoomed) {
   if (!points) return ""; // all were undone
+  if (isZoomed) return lines < 2 ? "" : "mean of the nodes"; // the last value may be out of sight
   const last = number(exact ?? NaN);
   if (lines < 2) return `last ${last}`;
   return isNarrow ? `last ${last}` : `last ${last}, mean of the nodes`;

@@ -25,7 +25,7 @@ function describeRates({ replicas, overall }, layout, { store, frame, grain }) {
   const isNarrow = frame?.width < NARROW, hasRoom = !(frame?.width < (layout.nodes < 2 ? NARROW : WIDE));
   const band = grain.wide > 1 && !layout.banded && hasRoom ? ", band 10 to 90 %" : "";
   if (layout.nodes < 2 && !layout.banded) return `samples/s${band}`;
-  const rate = replicas > 1 ? store.throughput / replicas : NaN;
+  const rate = replicas > 1 && !store.view.zoom ? store.throughput / replicas : NaN;
   if (rate >= LONG_RATE && frame?.width < NARROWEST) return `${replicas}\u00a0×\u00a0${number(rate)} samples/s`;
   const unit = rate > 0 && isNarrow ? "samples/s" : "samples/s without waiting";
   return `${unit}${band}${rate > 0 ? ` · ${overall} ${replicas}\u00a0×\u00a0${number(rate)}` : ""}`;

@@ -14,13 +14,13 @@ export function tiles(store) {
   const update = () => {
     while (el.children.length < store.tiles.length) {
       el.append(h("div", { role: "listitem", class: "dtk-tile" }, h("div", { class: "dtk-note" }), h("div", { class: "dtk-value" }),
-        h("div", { class: "dtk-note" }, h("span"), h("span"))));
+        h("div", { class: "dtk-note" }, h("span"), h("span"), h("span", { class: "dtk-since" }))));
     }
     el.style.setProperty("--columns", store.tiles.length);
     store.tiles.forEach((tile, k) => {
-      const [label, value, note] = el.children[k].children, [, steps = "", text] = /^(\d+ steps, |validation, )?(.*)$/.exec(tile.note);
+      const [label, value, note] = el.children[k].children, [, steps = "", text, since = ""] = /^(\d+ steps, |validation, )?(.*?)(,? since the repair)?$/.exec(tile.note);
       setAttr(note.children[0], "class", steps === "validation, " ? "dtk-evaluated" : "dtk-window");
-      setText(label, tile.label); setText(value, tile.value); setText(note.children[0], steps); setText(note.children[1], text);
+      setText(label, tile.label); setText(value, tile.value); setText(note.children[0], steps); setText(note.children[1], text); setText(note.children[2], since);
       setAttr(el.children[k], "title", HELP[tile.label] ?? "");
       setAttr(note, "class", `dtk-note${tile.alert ? " dtk-alert" : ""}`);
     });

@@ -530,7 +530,7 @@ def test_no_line_below_the_title_ends_within_a_command():
     for length in range(1, 40):  # the command comes at every place of a line
         remedy = f"{'x' * length} `kill -CONT 12345` on host0 lets it go on"
         source.stall_report = dataclasses.replace(source.stall_report, remedy=remedy)
-        (line,) = [line for kind, line in run_figure._collect_title_lines(source) if "kill" in line]
+        (line,) = [line for kind, line in run_figure._wrap_title_lines(source) if "kill" in line]
         assert "`kill -CONT 12345`" in line
 
 

@@ -5,9 +5,9 @@ Its output has two parts. The first is an empty place. The widget's module puts 
 has the model (``static/mount.js``). The second is a picture with text, refreshed through its display handle. The module
 hides the picture while the view exists. Without the kernel or without anywidget, the picture remains.
 
-The picture is a white card. The place has a rule that makes the card dark in a dark theme. A mounted view replaces the
-rule, since one with ``:has`` makes a browser compute the view's styles again and again. A front end that removes
-styles shows the white card.
+The charts of the picture are white cards. The place has a rule that makes cards dark in a dark theme. A mounted view
+replaces the rule, since one with ``:has`` makes a browser compute the view's styles again and again. A front end that
+removes styles shows white cards.
 
 VS Code and Colab load a widget's module only for a widget view. There the view is the output, and the final picture
 replaces it.

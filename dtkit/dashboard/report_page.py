@@ -6,7 +6,7 @@ import html
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
-from dtkit.dashboard import report_bars, svg_chart
+from dtkit.dashboard import svg_chart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -109,7 +109,7 @@ figure {{ margin: 0; min-width: 0; }} details {{ margin: 8px 0; }} summary {{ cu
 def format_page(title: str, parts: Iterable[str]) -> str:
     """Return the whole file."""
     return _TEMPLATE.format(
-        title=escape(title), body="\n".join(parts), chart_css=f"{svg_chart.make_css()}\n{report_bars.CSS}",
+        title=escape(title), body="\n".join(parts), chart_css=svg_chart.make_css(),
         shadows=_SHADOWS, first_split_row=MAX_OPEN_ROWS + 1,
         light=f"{_LIGHT}; {svg_chart.make_color_variables('light')}",
         dark=f"{_DARK}; {svg_chart.make_color_variables('dark')}",

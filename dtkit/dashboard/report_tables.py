@@ -10,7 +10,6 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit._util.table import Table
-from dtkit.dashboard.report_bars import format_bars
 from dtkit.dashboard.report_page import escape, format_facts, format_long_table, format_table
 from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.dashboard.summary.one_process import read_step_times
@@ -64,7 +63,7 @@ def format_nodes(run: RunView) -> Iterator[str]:
 
 
 def format_step_time(run: RunView) -> Iterator[str]:
-    """Draw and list the phases of a step on each node, or on the fastest, the median and the slowest of many."""
+    """List the phases of a step on each node, or on the fastest, the median and the slowest of many."""
     timing = compute_step_timing(run.history, run.spec.world_size)
     bars = select_bars(timing) if timing.is_measured else []
     if not bars:
@@ -80,7 +79,6 @@ def format_step_time(run: RunView) -> Iterator[str]:
         for bar, each in zip(bars, seconds, strict=True)
     ]
     yield "<h2>Where a step's time goes</h2>"
-    yield format_bars(bars, shown)
     yield format_table(Table(("node", *(PHASES[k] for k in shown), "step"), rows, {"node"}))
     straggler = "" if timing.straggler is None else f" ▲ {escape(timing.straggler.text)}."
     yield f"<p>Shares of a step, as means of {'' if timing.is_whole else 'the '}{timing.steps_text}.{straggler}</p>"

@@ -15,7 +15,7 @@ from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.history.divergence import find_divergence, find_large_loss, find_ruined_step
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.training.divergence_watch import DivergenceWatch
-from dtkit.types import State
+from dtkit.types import Event, State
 from tests.support.fake_source import FakeSource
 
 
@@ -176,7 +176,7 @@ def make_run_with_a_high_rate() -> FakeSource:
     source = FakeSource(ranks=2)
     source.advance(60, loss=np.repeat(np.geomspace(2.0, 0.015, 60), 2))
     source.lr = 2.0
-    source.event("lr", "learning rate 2")
+    source.history.add(Event(61, "lr", "learning rate 2", 0.0))  # the first step with it
     source.advance(3, loss=0.016)
     source.advance(20, loss=3.0)
     source.event("diverged", "the loss grew 200 times")
@@ -189,7 +189,7 @@ def make_run_with_a_high_rate() -> FakeSource:
 def test_the_advice_names_the_rate_with_which_the_loss_left():
     source = make_run_with_a_high_rate()
     text = (
-        "the loss left at step 64, with the learning rate at 2 (set at step 60); it is 0.05 now: train on, or go back "
+        "the loss left at step 64, with the learning rate at 2 (set at step 61); it is 0.05 now: train on, or go back "
         "to a checkpoint"
     )
     assert find_shown_verdict(source).text == text

@@ -183,9 +183,9 @@ def _find_departure(history: History, best: _Level, loss: float) -> Departure:
     step = int(since["step"][min(int(low[-1]) + 1, len(since) - 1) if len(low) else 0])
     rows = history.read_valid_rows()
     lr = float(rows["lr"][rows["step"] == step][-1])
-    events = [event for event in history.events if event.kind == "lr" and event.step <= step]
-    is_set = bool(events) and events[-1].text.endswith(f" {formatting.format_learning_rate(lr)}")
-    departure = Departure(step, lr, events[-1].step if is_set else None)
+    set_at = max((event.step for event in history.events if event.kind == "lr" and event.step <= step), default=None)
+    is_in_force = lr in rows["lr"][rows["step"] == set_at]  # a schedule may have changed it since
+    departure = Departure(step, lr, set_at if is_in_force else None)
     with _lock:
         _departures[history] = (key, departure)
     return departure

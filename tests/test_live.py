@@ -1504,9 +1504,30 @@ def test_a_run_without_a_spare_core_keeps_its_text_up_to_date(notebook, monkeypa
     displays._draw_picture()
     source.advance(30)
     data = handle.updates[-1][0]["text/html"]
-    assert "Step 37 of 400 at " in data  # pictures take a share of the time, so the last one may be minutes old
-    assert "The picture shows step 7." in data
+    assert "Step 37 of 400 at " in data  # charts take a share of the time, so the last ones may be minutes old
+    assert "The charts show the first 7 steps." in data
     assert "<img" in data
+
+
+def test_a_notebook_saved_amid_a_run_has_the_present_words_around_older_charts(notebook, monkeypatch):
+    """After a pause, a resume and a lost node, the picture still said "paused" beside a text that said "running"."""
+    monkeypatch.setattr(display, "start_timer", lambda delay, callback: None)
+    source = FakeSource()
+    source.advance(5)
+    source.state = State.PAUSED
+    display.show(source)
+    (_, handle), displays = notebook[1], display._displays[source]
+    displays._draw_picture()
+    assert ">paused</strong>" in handle.updates[-1][0]["text/html"]
+    source.state = State.RUNNING
+    source.advance(7)
+    source.event("lost", "node 1 was lost", 1)
+    displays._refresh_text()
+    page = handle.updates[-1][0]["text/html"]
+    assert ">running</strong>" in page
+    assert "12 of 400 steps" in page
+    assert "node 1 was lost" in page
+    assert "The charts show the first 5 steps." in page
 
 
 def test_a_pause_draws_a_picture_without_the_wait_for_its_share_of_the_time(notebook, monkeypatch):

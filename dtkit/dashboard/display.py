@@ -85,46 +85,46 @@ def _make_static_or_text_output(run: RunView) -> Output:
     """Return the static output, or text with the error that prevents the picture."""
 
     def make_text_output(error: Exception) -> Output:
-        return {"text/plain": _describe_missing_picture(run, error)}, {}
+        return {"text/plain": f"{run_text.format_run(run)}\n{_describe_missing(error)}"}, {}
 
     return run_guarded(lambda: make_static_output(run), make_text_output)
 
 
-def _describe_missing_picture(run: RunView, error: Exception) -> str:
-    return f"{run_text.format_run(run)}\nno picture: {type(error).__name__}: {error}"
+def _describe_missing(error: Exception) -> str:
+    return f"no picture: {type(error).__name__}: {error}"
 
 
 @dataclasses.dataclass(frozen=True)
-class _MeanwhilePicture:
-    """The picture of a run that goes on."""
+class _DrawnCharts:
+    """The charts of a run that goes on."""
 
-    sentence: str
-    """The note above it, as of the step that it shows."""
     step: int
-    text: str
-    page: str
-    """The picture in HTML; the text instead of a picture that could not be drawn."""
+    cards: str
+    """The charts in HTML; a text instead of charts that could not be drawn."""
 
 
-def _draw_meanwhile_picture(run: RunView) -> _MeanwhilePicture:
+def _draw_charts(run: RunView) -> _DrawnCharts:
     def draw() -> str:
-        from dtkit.dashboard.kept_picture import draw_kept_picture
+        from dtkit.dashboard.kept_picture import draw_cards
 
-        return draw_kept_picture(run, with_png=False).page
+        return draw_cards(run)
 
-    # Drawing takes seconds on a busy machine, and the run goes on.
-    sentence, step, text = _describe_picture(run), run.status.step, run_text.format_run(run)
-    page = run_guarded(draw, lambda error: _format_preformatted(_describe_missing_picture(run, error)))
-    return _MeanwhilePicture(sentence, step, text, page)
+    step = run.status.step  # drawing takes seconds on a busy machine, and the run goes on
+    return _DrawnCharts(step, run_guarded(draw, lambda error: _format_preformatted(_describe_missing(error))))
 
 
-def _make_meanwhile_output(sentence: str, text: str, below: str) -> Output:
-    """Return an output with a sentence above a picture or a text in HTML."""
+def _make_meanwhile_output(run: RunView, charts: _DrawnCharts | None) -> Output:
+    """Return the present words of a run that goes on, with its last charts, or as text before there are any."""
+    sentence, text = _describe_picture(run), run_text.format_run(run)
+    if charts is None:
+        below = _format_preformatted(text)
+    else:
+        from dtkit.dashboard.kept_picture import format_page
+
+        if charts.step != run.status.step:
+            sentence += f" The charts show the first {charts.step:,} steps."
+        below = run_guarded(lambda: format_page(run, charts.cards), lambda _error: _format_preformatted(text))
     return {"text/html": f"<div><p><em>{sentence}</em></p>{below}</div>", "text/plain": f"{sentence}\n{text}"}, {}
-
-
-def _make_text_output(sentence: str, text: str) -> Output:
-    return _make_meanwhile_output(sentence, text, _format_preformatted(text))
 
 
 def _format_preformatted(text: str) -> str:
@@ -162,7 +162,7 @@ class _LiveDisplays:
         self._final_throttle = Throttle(self._draw_final_picture, 0.0)
         self._throttle = Throttle(self._draw_picture, timeouts.KEPT_PICTURE_INTERVAL_S)
         self._text_throttle = Throttle(self._refresh_text, timeouts.KEPT_TEXT_INTERVAL_S)
-        self._picture: _MeanwhilePicture | None = None
+        self._charts: _DrawnCharts | None = None
         self._may_draw = self._is_drawing_delayed = False
         self._unsubscribe = run.subscribe(self._on_change)
         start_timer(timeouts.KEPT_PICTURE_FIRST_S, self._start_drawing)
@@ -179,8 +179,8 @@ class _LiveDisplays:
             self._widget.enable_fault_injection()
         with self._lock:
             has_ended = self._run.status.state.has_ended
-            text = _make_text_output(_describe_picture(self._run), run_text.format_run(self._run))
-            self._views.append(place_view(self._widget, _make_static_or_text_output(self._run) if has_ended else text))
+            output = _make_static_or_text_output(self._run) if has_ended else _make_meanwhile_output(self._run, None)
+            self._views.append(place_view(self._widget, output))
             if has_ended:
                 self.final_event.set()
         self._on_change()  # the run may have ended before this display was noted
@@ -212,39 +212,32 @@ class _LiveDisplays:
             return
         status = self._run.status
         is_running = status.state is State.RUNNING
-        if is_running and (self._is_drawing_delayed or self._picture is not None):
+        if is_running and (self._is_drawing_delayed or self._charts is not None):
             self._text_throttle.trigger()
         if not (is_running and self._is_drawing_delayed):
-            has_changed = self._picture is None or self._picture.step != status.step
+            has_changed = self._charts is None or self._charts.step != status.step
             self._throttle.trigger(is_pressing=not is_running and has_changed)  # a pause lets a picture cost nothing
 
     def _refresh_text(self) -> None:
-        """Show the present numbers, above the last picture if there is one. Runs on a view's thread."""
+        """Show the present numbers, with the last charts if there are some. Runs on a view's thread."""
         with self._lock:
             if not self._run.status.state.has_ended:
                 self._update_text()
 
     def _update_text(self) -> None:
-        """Replace the text, and keep the last picture if there is one. The caller holds the lock."""
-        sentence, text, picture = _describe_picture(self._run), run_text.format_run(self._run), self._picture
-        if picture is None:
-            output = _make_text_output(sentence, text)
-        else:
-            output = _make_meanwhile_output(f"{sentence} The picture shows step {picture.step:,}.", text, picture.page)
-        self._update([view for view in self._views if view.shows_pictures_meanwhile], output)
+        """Replace the words, and keep the last charts if there are some. The caller holds the lock."""
+        views = [view for view in self._views if view.shows_pictures_meanwhile]
+        self._update(views, _make_meanwhile_output(self._run, self._charts))
 
     def _draw_picture(self) -> None:
-        """Refresh the picture during the run. Runs on a view's thread."""
+        """Refresh charts and words during the run. Runs on a view's thread."""
         if any(view.shows_pictures_meanwhile for view in self._views):
             self._is_drawing_delayed = False  # also after a pause: no text replaces the picture
             started_at = time.thread_time()
-            picture = self._picture = _draw_meanwhile_picture(self._run)
+            self._charts = _draw_charts(self._run)
             drawing_s = time.thread_time() - started_at
             self._throttle.interval = choose_interval_s(drawing_s, time.monotonic() - self._created_at)
-            with self._lock:
-                if not self._run.status.state.has_ended:
-                    output = _make_meanwhile_output(picture.sentence, picture.text, picture.page)
-                    self._update([view for view in self._views if view.shows_pictures_meanwhile], output)
+            self._refresh_text()
 
     def _draw_final_picture(self) -> None:
         """Show the text of the end, and then draw its picture, which takes long. Runs on a view's thread."""

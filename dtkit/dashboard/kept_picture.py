@@ -33,26 +33,38 @@ _COLUMN_WIDTH, _GAP = 616, 8  # pixels of the PNG
 
 
 class KeptPicture(NamedTuple):
-    """A run in HTML, and as a PNG with its width in CSS pixels; the HTML may be all that is wanted."""
+    """A run in HTML, and as a PNG with its width in CSS pixels."""
 
     page: str
     png: bytes
     width: int
 
 
-def draw_kept_picture(run: RunView, *, with_png: bool = True) -> KeptPicture:
-    """Draw what a saved notebook keeps of a run."""
-    figures = draw_run_charts(run)
-    cards = [draw_card(figure) for figure in figures]
-    pngs = [(encode_small_png(card), get_css_width(figure)) for card, figure in zip(cards, figures, strict=True)]
-    page = "".join(
-        [*_iterate_head(run), format_cards(pngs, "the charts of the run") if pngs else "", *_iterate_end(run)]
-    )
-    page = f'<div style="line-height: 1.45">{page}</div>'
-    if not with_png:
-        return KeptPicture(page, b"", 0)
-    joined = _join_cards([draw_card(draw_text(run)), *cards])
-    return KeptPicture(page, encode_small_png(joined), joined.width)
+def draw_kept_picture(run: RunView) -> KeptPicture:
+    """Draw what a saved notebook keeps of a run that has ended."""
+    charts = _draw_charts(run)
+    joined = _join_cards([draw_card(draw_text(run)), *(chart for chart, _ in charts)])
+    return KeptPicture(format_page(run, _format_charts(charts)), encode_small_png(joined), joined.width)
+
+
+def draw_cards(run: RunView) -> str:
+    """Draw the charts of a run as cards in HTML, for `format_page`; this takes seconds on a busy machine."""
+    return _format_charts(_draw_charts(run))
+
+
+def format_page(run: RunView, cards: str) -> str:
+    """Return a run in HTML: the present words, which take some milliseconds, around cards with its charts."""
+    return f'<div style="line-height: 1.45">{"".join([*_iterate_head(run), cards, *_iterate_end(run)])}</div>'
+
+
+def _draw_charts(run: RunView) -> list[tuple[Image.Image, int]]:
+    """Return the charts of a run, each with its width in CSS pixels."""
+    return [(draw_card(figure), get_css_width(figure)) for figure in draw_run_charts(run)]
+
+
+def _format_charts(charts: Sequence[tuple[Image.Image, int]]) -> str:
+    pngs = [(encode_small_png(card), width) for card, width in charts]
+    return format_cards(pngs, "the charts of the run") if pngs else ""
 
 
 def _join_cards(cards: Sequence[Image.Image]) -> Image.Image:

@@ -231,7 +231,18 @@ def test_a_learning_rate_is_drawn_in_steps():
     for source.lr in (0.1, 2.0, 0.05):
         source.advance(20)
     chart = dict(list_charts(source))["Learning rate"].axes[0]
-    assert {line.get_drawstyle() for line in chart.get_lines() if "event" not in line.get_gid()} == {"steps-mid"}
+    (line,) = [line for line in chart.get_lines() if "event" not in line.get_gid()]
+    assert line.get_drawstyle() == "steps-mid"
+
+
+def test_a_learning_rate_has_no_value_between_two_that_were_set():
+    source = FakeSource(ranks=2)
+    source.advance(603)
+    source.lr = 0.005
+    source.advance(402)
+    chart = dict(list_charts(source))["Learning rate"].axes[0]
+    (line,) = [line for line in chart.get_lines() if "event" not in line.get_gid()]
+    assert np.unique(line.get_ydata()).tolist() == pytest.approx([0.005, 0.1])
 
 
 def test_marks_of_events_take_no_room_from_a_logarithmic_axis():

@@ -94,7 +94,8 @@ def _iterate_head(run: RunView) -> Iterator[str]:
         f'<strong style="{chip}">{_escape(state)}</strong></div>'
     )
     share = min(1.0, run.status.step / run.status.steps) if run.status.steps else 0.0
-    bar = f"width: {share:.1%}; height: 8px; border-radius: 4px; background: {color}"
+    filled = "currentColor" if color == "inherit" else color
+    bar = f"width: {share:.1%}; height: 8px; border-radius: 4px; background: {filled}"
     yield f'<div style="margin: 6px 0 2px; border-radius: 4px; background: {_GROUND}"><div style="{bar}"></div></div>'
     yield f'<div style="{_MUTED}">{_escape(steps)}</div>'
     for kind, line in list_notice_lines(run):

@@ -733,3 +733,12 @@ def test_the_learning_rate_is_drawn_in_steps(page: Page):
     rises = [float(y) for y in re.findall(r"H[\d.]+V([\d.]+)L", path.get_attribute("d"))]
     assert len(set(heights)) == 3
     assert rises == heights[1:]  # each line to a point begins at its height
+
+
+def test_the_learning_rate_has_no_value_between_two_that_were_set(page: Page):
+    source = FakeSource(ranks=2, steps=4_000)
+    source.advance(1203)
+    source.lr = 0.005
+    source.advance(802)
+    path = StaticView(page, source).root.get_by_test_id("learning-rate-chart").locator("path.dtk-line[data-rank=all]")
+    assert len(set(re.findall(r"[ML][\d.]+,([\d.]+)", path.get_attribute("d")))) == 2

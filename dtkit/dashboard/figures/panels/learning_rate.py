@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +16,7 @@ from dtkit.dashboard.summary.curves import LR, downsample, make_chart_layouts
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from dtkit.dashboard.summary.curves import CurveBuckets
     from dtkit.history.history import History
 
 
@@ -21,7 +24,7 @@ def draw(ax: Axes, history: History) -> None:
     """Draw the panel."""
     ranks = history.num_ranks
     (layout,) = make_chart_layouts([LR], ranks)
-    part = downsample(history, LR, ranks)
+    part = _hold_rates(downsample(history, LR, ranks))
     style.draw_lines(ax, part, layout, formatting.format_learning_rate(style.get_last_value(part)))
     for line in ax.get_lines():
         line.set_drawstyle("steps-mid")  # it is set from one step to the next
@@ -29,6 +32,16 @@ def draw(ax: Axes, history: History) -> None:
     style.draw_end_labels(ax, style.collect_line_labels(ax))
     style.set_title(ax, "Learning rate", f"{_describe_last(history)}the same on all nodes")
     mark_events(ax, history.events)
+
+
+def _hold_rates(part: CurveBuckets) -> CurveBuckets:
+    """Give a bucket amid which the rate changed the one that it changed to, instead of a mean that never was."""
+    values = part.values.copy()
+    for (_, before, _), bucket in itertools.pairwise(values[:, 0]):
+        low, _, high = bucket
+        if low < high and np.isfinite(before):
+            bucket[1] = high if abs(high - before) > abs(low - before) else low
+    return dataclasses.replace(part, values=values)
 
 
 def _describe_last(history: History) -> str:

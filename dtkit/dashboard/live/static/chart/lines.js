@@ -40,6 +40,13 @@ function breakLine(drawn) {
   [drawn.up, drawn.down, drawn.part] = ["", "", 0];
 }
 
+/** Return the value of a bucket: of one amid which the value changed, that to which it changed, and not a mean that never was. */
+function nextHeldValue(grain, line, at, before) {
+  const [low, mean, high] = [0, 1, 2].map((which) => grain.value(line, at, which));
+  if (low === high || !Number.isFinite(mean + before)) return mean;
+  return Math.abs(high - before) > Math.abs(low - before) ? high : low;
+}
+
 /** Draw a line's mean as a path, its extremes as a band behind it, and its moving average over it where one is asked for. */
 export function drawLine(view, line, ends) {
   const { store, layers, options, layout, grain } = view, { x, y, first, end, low } = view.frame;
@@ -48,9 +55,10 @@ export function drawLine(view, line, ends) {
   const hidden = !view.shown(line) || single;
   const band = !hidden && (alone ? grain.wide > 1 : !overall && (layout.banded || grain.wide > 1));
   const means = hidden ? null : lineAverages(view, line);
-  const drawn = { mean: "", up: "", down: "", shade: "", smooth: "", part: 0, last: NaN, end: NaN, known: 0, seen: 0, beyond: null };
+  const drawn = { mean: "", up: "", down: "", shade: "", smooth: "", part: 0, held: NaN, last: NaN, end: NaN, known: 0, seen: 0, beyond: null };
   for (let at = 0; at < grain.used && !hidden; at++) {
-    const v = grain.value(line, at, 1);
+    const v = options.stepped ? nextHeldValue(grain, line, at, drawn.held) : grain.value(line, at, 1);
+    drawn.held = v;
     if (Number.isNaN(v)) { if (!options.joined || grain.isLost(line, at)) breakLine(drawn); continue; }
     const left = x(grain.step(at)).toFixed(1), pen = drawn.part++ ? "L" : "M";
     drawn.known++;

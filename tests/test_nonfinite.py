@@ -33,8 +33,8 @@ def build_failure_messages(*ranks: tuple[float | None, NonFiniteLocations]) -> d
 def test_ranks_with_nonfinite_losses_are_named():
     messages = build_failure_messages((1.0, ()), (math.nan, ()), (2.0, ()), (math.inf, ()))
     assert list(messages) == [1, 3]
-    assert "this rank's loss nan" in messages[1]
-    assert "this rank's loss inf" in messages[3]
+    assert "this rank's loss is nan" in messages[1]
+    assert "this rank's loss is inf" in messages[3]
 
 
 def test_rows_that_are_not_finite_are_named_and_have_their_own_remedy():
@@ -112,7 +112,7 @@ def test_failure_of_the_first_stage_names_rows_of_data_as_its_inputs():
 def test_failure_of_the_last_stage_names_its_loss():
     messages = build_failure_messages((None, ((0, "gradient"),)), (math.nan, ((1, "gradient"),)))
     assert list(messages) == [1]
-    assert "this rank's loss nan" in messages[1]
+    assert "this rank's loss is nan" in messages[1]
 
 
 @pytest.mark.parametrize(("last", "rank"), [(1, 1), (0, 0)])
@@ -155,7 +155,7 @@ def test_a_view_shows_the_whole_remedy_and_names_the_error_once():
     first, *remedies = list_error_lines(error)
     assert first == (
         "NonFiniteError: nodes 0, 1, 2 and 3 on host0, host1, host2, host3, step 5: the gradients over all nodes are "
-        "not finite, with this node's loss nan"
+        "not finite, and this node's loss is nan"
     )
     assert remedies == [
         "- lower the learning rate, or repair the data or the loss",

@@ -364,6 +364,15 @@ def test_the_key_to_the_marks_is_that_of_pictures_and_reports(tmp_path: Path):
     assert "⊘ node 2 stopped" in key
 
 
+def test_the_numbers_of_an_axis_have_one_form(tmp_path: Path):
+    def write(*values):
+        code = f"[{', '.join(map(str, values))}].map(tickFormat([{', '.join(map(str, values))}]))"
+        return evaluate_page_code(tmp_path, "numbers.js", ["tickFormat"], code)
+
+    assert write(1, 1e6, 1e12) == ["1", "1e6", "1e12"]
+    assert write(10, 1e4, 1e6) == ["10", "10k", "1M"]
+
+
 _TWO_RUNS = """((mode, exact) => {
   const axes = { epoch: [10, 20], samples: [4, 8], time: [[[1, 40], [5, 200]], [[1, 40], [50, 2000]]], last: [40, 40] };
   const store = { view: { x: mode }, head: { runs: ["fast", "slow"], axes } };

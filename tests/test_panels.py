@@ -219,7 +219,7 @@ def test_the_title_lists_stuck_and_left_out_nodes_and_event_marks():
     assert second.startswith("    ")  # a long notice is wrapped
     assert others == [
         "○ 3 nodes: 1 of 4 was lost and left out",
-        "marks:  lr new learning rate   † node 1 lost   + repaired   ⊘ node 2 stuck",
+        "marks:  lr new learning rate · † node 1 lost · + repaired · ⊘ node 2 stuck",
     ]
     alerts = {text.get_gid() for text in figure.texts if text.get_color() == style.ALERT_COLOR}
     assert alerts == {"notice-stuck"}

@@ -371,7 +371,7 @@ def test_marked_events_are_seen_without_unfolding(tmp_path):
     assert "node 1 lost at step 10" in opened
     assert "event 3" not in opened
     assert "node 1 lost at step 10" in folded
-    assert '<p class="marks">marks: † node 1 lost &nbsp; ‖ paused</p>' in page
+    assert '<p class="marks">marks: † node 1 lost · ‖ paused</p>' in page
     assert "10 steps without pauses" in read_cards(source, tmp_path)["duration"][1]
 
 

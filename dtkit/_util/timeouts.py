@@ -337,7 +337,7 @@ KEPT_TEXT_INTERVAL_S = 10.0
 """Shortest interval between two texts above such a picture, or in its place."""
 KEPT_PICTURE_INTERVAL_S = 30.0
 """Shortest interval between two such pictures during a run."""
-REPLACE_TIMEOUT_S = 10.0
+REPLACE_TIMEOUT_S = 30.0
 """Limit for the live displays of an ended run to become pictures."""
 GIT_TIMEOUT_S = 3.0
 """Limit for git to name the commit of a report or of a tracked run."""

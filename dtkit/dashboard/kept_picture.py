@@ -7,6 +7,7 @@ Front ends without HTML get all of it as one PNG, from the same charts.
 from __future__ import annotations
 
 import html
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from PIL import Image
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.summary.metrics import Tile
 
 _REST = "run.figure() and run.report() have the machines, the timeline and the nodes, too"
 # Colors with a contrast of at least 4.5 on white, and of 4 on the dark of JupyterLab.
 ACCENT_COLOR, GOOD_COLOR, BAD_COLOR = "#0e79c2", "#0a8562", "#c75a11"
 """Colors of words, on white and on black."""
 _MUTED, _GROUND = "opacity: 0.72", "rgba(128, 128, 128, 0.14)"
+_TILE_WIDTH = 128  # pixels at least, with its gap
 _COLUMN_WIDTH, _GAP = 616, 8  # pixels of the PNG
 
 
@@ -95,7 +98,7 @@ def _iterate_head(run: RunView) -> Iterator[str]:
     )
     share = min(1.0, run.status.step / run.status.steps) if run.status.steps else 0.0
     filled = "currentColor" if color == "inherit" else color
-    bar = f"width: {share:.1%}; height: 8px; border-radius: 4px; background: {filled}"
+    bar = f"width: {share:.1%}; height: 8px; border-radius: 4px; background: {filled}; opacity: 0.85"
     yield f'<div style="margin: 6px 0 2px; border-radius: 4px; background: {_GROUND}"><div style="{bar}"></div></div>'
     yield f'<div style="{_MUTED}">{_escape(steps)}</div>'
     for kind, line in list_notice_lines(run):
@@ -103,22 +106,30 @@ def _iterate_head(run: RunView) -> Iterator[str]:
     if len(run.history):
         yield from _iterate_tiles(run)
     if marks := describe_event_marks(run.history.events):
-        words = "".join(f'<span style="white-space: nowrap">{_escape(mark)}</span>' for mark in marks.split("   "))
-        row = "display: flex; flex-wrap: wrap; gap: 0 14px; margin: 6px 0"
-        yield f'<div style="{row}; {_MUTED}"><span>marks:</span>{words}</div>'
+        yield f'<div style="margin: 6px 0; {_MUTED}">marks: {_escape(marks)}</div>'
 
 
 def _iterate_tiles(run: RunView) -> Iterator[str]:
+    """Return headline numbers in one row, or where that has no room in two halves, so that none is alone in a row."""
+    shown = tiles.list_tiles(run)
+    half = math.ceil(len(shown) / 2)
     yield '<div style="display: flex; flex-wrap: wrap; gap: 8px; margin: 10px 0">'
-    box = f"flex: 1 1 100px; padding: 7px 10px; border-radius: 8px; background: {_GROUND}"
-    for tile in tiles.list_tiles(run):
-        note = f"color: {BAD_COLOR}" if tile.alert else _MUTED
-        yield (
-            f'<div style="{box}"><div style="{_MUTED}">{_escape(tile.label)}</div>'
-            f'<strong style="font-size: 1.45em">{_escape(tile.value)}</strong>'
-            f'<div style="{note}">{_escape(tile.note)}</div></div>'
-        )
+    for part in (shown[:half], shown[half:]):
+        width = _TILE_WIDTH * len(part)
+        yield f'<div style="display: flex; flex-wrap: wrap; gap: 8px; flex: {len(part)} 1 {width}px">'
+        yield from map(_format_tile, part)
+        yield "</div>"
     yield "</div>"
+
+
+def _format_tile(tile: Tile) -> str:
+    box = f"flex: 1 1 {_TILE_WIDTH - 30}px; padding: 7px 10px; border-radius: 8px; background: {_GROUND}"
+    note = f"color: {BAD_COLOR}" if tile.alert else _MUTED
+    return (
+        f'<div style="{box}"><div style="{_MUTED}">{_escape(tile.label)}</div>'
+        f'<strong style="font-size: 1.45em">{_escape(tile.value)}</strong>'
+        f'<div style="{note}">{_escape(tile.note)}</div></div>'
+    )
 
 
 def _iterate_end(run: RunView) -> Iterator[str]:

@@ -146,7 +146,7 @@ def _format_error(error: BaseException, *, has_ended: bool) -> Iterator[str]:
 def _format_charts(run: RunView) -> Iterator[str]:
     yield "<h2>Charts</h2>"
     if legend := describe_event_marks(run.history.events):
-        yield f'<p class="marks">marks: {escape(legend).replace("   ", " &nbsp; ")}</p>'
+        yield f'<p class="marks">marks: {escape(legend)}</p>'
     yield format_run_charts(run, draw_charts(run.history))
     yield from format_custom_panels(run.history)
 

@@ -272,7 +272,7 @@ class StepDispatcher:
             large_loss=find_large_loss(progress.history),
         )
         progress.pause_for(NonFiniteError(failures, choose_remedy(progress.step, results, ruined_step)))
-        progress.add_event("error", f"not finite at step {progress.step}; all nodes paused before the update")
+        progress.add_event("error", f"not finite at step {progress.step:,}; all nodes paused before the update")
 
     def _on_cancel(self, dispatch: StepRequest, step: int) -> None:
         self.lr_updater.on_cancel(dispatch.lr_change, step, self._progress.step)

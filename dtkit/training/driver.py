@@ -276,7 +276,7 @@ class Driver:
             self.calls.interruption.cancel()
         if progress.state is not State.RUNNING:
             if event:
-                progress.add_event(event, f"{event} at step {progress.step}")
+                progress.add_event(event, f"{event} at step {progress.step:,}")
             self._enter(State.RUNNING)
 
     def _handle_lr(self, command: _Command) -> None:
@@ -324,7 +324,7 @@ class Driver:
         if is_stopping and self.actions.snapshot.perform_before_idle(progress.step):
             return
         if is_stopping:
-            progress.add_event("stop", f"stopped at step {progress.step}")
+            progress.add_event("stop", f"stopped at step {progress.step:,}")
             self._end(State.STOPPED)
         elif is_running:
             self._on_idle_while_running()
@@ -354,7 +354,7 @@ class Driver:
     def _pause(self) -> None:
         progress, interruption = self.progress, self.calls.interruption
         if progress.stop_request and progress.exception is None and not interruption.is_logged:
-            progress.add_event("pause", f"paused at step {progress.step}")
+            progress.add_event("pause", f"paused at step {progress.step:,}")
         interruption.is_logged = False
         progress.stop_request = None
         self._enter(State.PAUSED)

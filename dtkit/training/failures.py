@@ -141,7 +141,7 @@ class FailureHandler:
         if progress.plan.options.on_failure == "pause":
             progress.pause_for(EngineError(list(map(_name_resume, failures))))
         elif self._loss_count > _MAX_ENGINE_LOSSES:
-            times = f"engines were lost {self._loss_count} times in a row at step {progress.step}"
+            times = f"engines were lost {self._loss_count} times in a row at step {progress.step:,}"
             progress.add_event("error", f"{times}: replacements would be lost too")
             self._fail(EngineError([_name_correction(failure, self._loss_count) for failure in failures]))
         else:
@@ -231,7 +231,7 @@ class FailureHandler:
         lost = f"{steps}{self._describe_optimizer_state(action, result)}{self._describe_batch_statistics(result)}"
         self._progress.add_event(
             "repair",
-            f"{nodes} {action}: all go on from step {result.step}{source} {duration} after the loss, {lost}",
+            f"{nodes} {action}: all go on from step {result.step:,}{source} {duration} after the loss, {lost}",
             notice=f"{nodes} replaced in {duration}, {lost}" if action == "replaced" else None,
         )
 

@@ -176,7 +176,7 @@ class RunLifecycle:
             self._progress.recorder.restore_spans(spans)
             self._driver.replica_check.checker.result = check
         self._restore_position(step, step, last_evaluation, elapsed_s=elapsed_s)
-        text = f"{run_log.TAKEN_OVER} at step {step}{source}"
+        text = f"{run_log.TAKEN_OVER} at step {step:,}{source}"
         self._progress.add_event(run_log.find_takeover_kind(history.events), text)
         self._progress.recorder.note_missing_steps(step)
         self._driver.start(self._find_end() or State.PAUSED)

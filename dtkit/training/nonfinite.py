@@ -136,7 +136,7 @@ def _find_causes(advances: Sequence[DispatchResult]) -> dict[int, str]:
         return {rank: f"{problem}: {detail}" for rank, stage in outputs.items() if stage == first}
     losses = {rank: report.loss for rank, report in enumerate(reports) if report.loss is not None}
     if bad := {rank: loss for rank, loss in losses.items() if not math.isfinite(loss)}:
-        return {rank: f"{problem}, with this rank's loss {loss}" for rank, loss in bad.items()}
+        return {rank: f"{problem}, and this rank's loss is {loss}" for rank, loss in bad.items()}
     if losses:
         all_losses = ", ".join(f"{loss:.4g}" for loss in losses.values())
         problem += f", though every rank's loss is ({all_losses})"

@@ -231,7 +231,7 @@ class PendingCalls:
         self.interruption.begin()
         self._progress.retry_count = 0
         self._progress.add_event(
-            "pause", f"interrupted at step {self._progress.step}: what was under way is broken off"
+            "pause", f"interrupted at step {self._progress.step:,}: what was under way is broken off"
         )
         self._engine_group.interrupt()
         return True

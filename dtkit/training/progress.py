@@ -179,7 +179,7 @@ class RunProgress:
         if rank not in self._told_losses:
             self._told_losses.add(rank)
             host = f" on {loss.host}" if loss.host else ""
-            self.add_event("lost", f"node {rank}{host} lost at step {self.step}: {name_nodes(loss.cause)}", rank)
+            self.add_event("lost", f"node {rank}{host} lost at step {self.step:,}: {name_nodes(loss.cause)}", rank)
 
     def forget_losses(self) -> None:
         """Let the next loss of each rank be a new event."""

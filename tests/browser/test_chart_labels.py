@@ -143,6 +143,7 @@ def test_short_waits_for_a_core_take_a_line(page: Page):
     chart = view.root.get_by_test_id("system-chart")
     expect(chart.locator("h3")).to_contain_text("Waiting for a core (%) last 2.00, mean of the nodes")
     expect(chart.locator("svg.dtk-chart")).to_be_hidden()
+    chart.scroll_into_view_if_needed()  # one out of sight is drawn each minute
     run.history.add(ScalarRecord(1, {CORE_WAIT_NAME: [(50, 30.0, 1.0)]}))
     send_series(page, run)
     expect(chart.locator("svg.dtk-chart")).to_be_visible()

@@ -761,11 +761,11 @@ def test_a_far_higher_learning_rate_asks_once(page: Page):
     asked = view.root.locator(".dtk-answer .dtk-refusal")
     rate.fill("1000")
     rate.press("Enter")
-    expect(asked).to_have_text("▲ 100,000 times as much? Enter again")
+    expect(asked).to_have_text("▲ 100,000 times as much? Enter again, or Escape")
     rate.fill("2000")  # another number asks again
     expect(unsent).to_have_text("Enter sends it")
     rate.press("Enter")
-    expect(asked).to_have_text("▲ 200,000 times as much? Enter again")
+    expect(asked).to_have_text("▲ 200,000 times as much? Enter again, or Escape")
     assert view.sent == []
     assert list_overflowing(page) == []
     rate.press("Enter")
@@ -783,7 +783,7 @@ def test_a_far_lower_learning_rate_asks_once_and_the_way_back_does_not(page: Pag
     for typed, question in (("0.00002", "1/500 of that"), ("1e-40", "below a millionth of that")):
         rate.fill(typed)
         rate.press("Enter")
-        expect(asked).to_have_text(f"▲ {question}? Enter again")
+        expect(asked).to_have_text(f"▲ {question}? Enter again, or Escape")
     assert view.sent == []
     assert list_overflowing(page) == []
     rate.press("Enter")
@@ -793,7 +793,7 @@ def test_a_far_lower_learning_rate_asks_once_and_the_way_back_does_not(page: Pag
     view.report_effect("learning rate 1e-40")
     rate.fill("1e9")
     rate.press("Enter")
-    expect(asked).to_have_text("▲ over a million times as much? Enter again")
+    expect(asked).to_have_text("▲ over a million times as much? Enter again, or Escape")
     for near in ("0.05", "0.0001", "0"):  # the way back, one hundredth of it, and a rest
         rate.fill(near)
         rate.press("Enter")
@@ -810,7 +810,7 @@ def test_a_far_higher_learning_rate_than_before_a_pause_of_learning_asks_too(pag
     expect(rate).to_have_value("0")
     rate.fill("1000")
     rate.press("Enter")
-    expect(view.root.locator(".dtk-answer .dtk-refusal")).to_contain_text("times as much? Enter again")
+    expect(view.root.locator(".dtk-answer .dtk-refusal")).to_contain_text("times as much? Enter again, or Escape")
     assert view.sent == []
 
 

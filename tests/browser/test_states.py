@@ -495,7 +495,7 @@ def test_marks_at_one_step_show_all_their_signs(page: Page, steps: int):
     lost, repaired = (chart.locator(f".dtk-sign .dtk-mark-{kind}") for kind in ("lost", "repair"))
     assert lost.evaluate(_FILL) != repaired.evaluate(_FILL)  # each has its color, although they are one text
     key = chart.page.get_by_test_id("marks-key")
-    expect(key).to_have_text("marks:  † node 1 lost   + repaired   ↓ saved", use_inner_text=False)
+    expect(key).to_have_text("marks:  † node 1 lost · + repaired · ↓ saved", use_inner_text=False)
 
 
 def test_a_timeline_older_than_the_run_says_so(page: Page):

@@ -262,7 +262,7 @@ def test_nan_loss_pauses_all_ranks_before_the_update(cluster2):
     run.step()
     before = run.model.state_dict()
     run.resume()
-    with pytest.raises(dtkit.errors.NonFiniteError, match=r"rank 1 .*step 1.*this rank's loss nan") as caught:
+    with pytest.raises(dtkit.errors.NonFiniteError, match=r"rank 1 .*step 1.*this rank's loss is nan") as caught:
         run.wait(60)
     assert [f.rank for f in caught.value.failures] == [1]
     assert "parameters are as after the step before" in str(caught.value)

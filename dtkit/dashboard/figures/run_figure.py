@@ -30,7 +30,7 @@ from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.figures.style import ALERT_COLOR, MUTED_COLOR, TEXT_COLOR, fit_texts
 from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
-from dtkit.dashboard.summary.event_marks import describe_event_marks
+from dtkit.dashboard.summary.event_marks import MARK_SEPARATOR, describe_event_marks
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes
 from dtkit.dashboard.summary.notices import ALERT_KINDS, NOTICE_GLYPHS, collect_notices, list_error_lines
 from dtkit.dashboard.summary.step_strip import make_step_strip
@@ -208,8 +208,8 @@ def _wrap_title_lines(run: RunView) -> list[tuple[str, str]]:
 
 def _wrap_marks(legend: str) -> list[str]:
     """Return the legend of event marks in lines that don't end within an entry."""
-    entries = [entry.replace(" ", "\u00a0") for entry in legend.split("   ")] if legend else []
-    wrapped = textwrap.wrap("marks:  " + "   ".join(entries), _TITLE_LINE_CHARS, drop_whitespace=False)
+    entries = [entry.replace(" ", "\u00a0") for entry in legend.split(MARK_SEPARATOR)] if legend else []
+    wrapped = textwrap.wrap("marks:  " + MARK_SEPARATOR.join(entries), _TITLE_LINE_CHARS, drop_whitespace=False)
     return [part.replace("\u00a0", " ").rstrip() for part in wrapped] if entries else []
 
 

@@ -19,6 +19,8 @@ EVENT_GLYPHS = {
 """Glyphs by kind of event."""
 MARKED_EVENTS = frozenset(EVENT_GLYPHS)
 """Kinds of events with a mark on the step axis. The others are in the log only."""
+MARK_SEPARATOR = " · "
+"""Between two entries of the legend of marks; as in ``chart/marks.js``."""
 _EVENT_WORDS = {
     "pause": "paused", "resume": "resumed", "lr": "new learning rate", "error": "error", "stop": "stopped",
     "lost": "lost", "repair": "repaired", "save": "saved", "stuck": "stuck",
@@ -34,7 +36,9 @@ def describe_event_marks(events: Sequence[Event]) -> str:
             ranks = ranks_by_text.setdefault((EVENT_GLYPHS[event.kind], _name_event(event)), set())
             ranks.update(() if event.rank is None else {event.rank})
     nodes = [f"{format_nodes(sorted(ranks))} " if ranks else "" for ranks in ranks_by_text.values()]
-    return "   ".join(f"{glyph} {name}{word}" for (glyph, word), name in zip(ranks_by_text, nodes, strict=True))
+    return MARK_SEPARATOR.join(
+        f"{glyph} {name}{word}" for (glyph, word), name in zip(ranks_by_text, nodes, strict=True)
+    )
 
 
 def _name_event(event: Event) -> str:

@@ -24,7 +24,7 @@ import { newTooltip, within } from "./chart/tooltip.js";
 import { drawParts, s, h, setAttr, setText } from "./elements.js";
 import { newFrame } from "./frame.js";
 import { rowHeight } from "./grid.js";
-import { logTicks, number, tick, ticks } from "./numbers.js";
+import { logTicks, number, tickFormat, ticks } from "./numbers.js";
 import { nodeName } from "./picking.js";
 import { detailInSight, lastEvaluated, LIVE, MARKED } from "./store.js";
 import { newPrefix } from "./textures.js";
@@ -248,10 +248,10 @@ function drawGrid(view, width) {
   if (!view.grain.used) {
     return drawParts(view.layers.grid, [["text", { x: width / 2, y: view.height / 2, "text-anchor": "middle" }, "no step yet"]]);
   }
-  const count = tickCount(view.height);
-  for (const v of view.isLog ? logTicks(low, high, count) : ticks(low, high, count)) {
+  const count = tickCount(view.height), values = view.isLog ? logTicks(low, high, count) : ticks(low, high, count), write = tickFormat(values);
+  for (const v of values) {
     parts.push(["line", { x1: LEFT, x2: LEFT + inner, y1: y(v), y2: y(v) }]);
-    parts.push(["text", { x: LEFT - 7, y: y(v) + 4, "text-anchor": "end" }, view.options.mark?.(v) ?? tick(v)]);
+    parts.push(["text", { x: LEFT - 7, y: y(v) + 4, "text-anchor": "end" }, view.options.mark?.(v) ?? write(v)]);
   }
   parts.push(["text", { x: LEFT - 7, y: view.height - 5, "text-anchor": "end" }, axis.label]);
   let free = LEFT - 4;

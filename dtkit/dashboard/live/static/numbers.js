@@ -61,6 +61,11 @@ export function tick(value) {
   const short = +value.toPrecision(6);
   return Math.abs(short) < 1e3 ? String(short) : TICK_FORMAT.format(short); // a format takes far longer
 }
+/** Return how the numbers of one axis are written: all large ones with a power of ten where one of them has to be. */
+export function tickFormat(values) {
+  const isHuge = values.some((value) => Math.abs(value) >= 1e9);
+  return (value) => (isHuge && Math.abs(value) >= 1e4 ? exponent(value, 3) : tick(value));
+}
 /** Return about `count` round values between low and high. */
 export function ticks(low, high, count) {
   const raw = (high - low) / Math.max(1, count);

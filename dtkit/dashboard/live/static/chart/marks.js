@@ -17,7 +17,7 @@ export function describeMarks(marks) {
   return [...ranks].map(([key, found]) => {
     const nodes = [...found].filter((rank) => rank !== null).sort((a, b) => a - b), [glyph, word] = key.split(/ (.*)/);
     return [glyph, ...(nodes.length ? [formatRanks(nodes)] : []), word].join(" ");
-  }).join("   ");
+  }).join(" · ");
 }
 
 function formatRanks(ranks) {

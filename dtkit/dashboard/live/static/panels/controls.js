@@ -242,5 +242,5 @@ function rateField(store, ask, redraw) {
     unsent.hidden = isBad || isSure() || (!edited && !isSame()); // the answer's line says it
     setText(unsent, isSame() ? same.text : "Enter sends it");
   };
-  return { el, update, question: () => (isSure() ? `${describeJump(store, sure.value)}? Enter again` : "") };
+  return { el, update, question: () => (isSure() ? `${describeJump(store, sure.value)}? Enter again, or Escape` : "") };
 }

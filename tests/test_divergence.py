@@ -43,7 +43,7 @@ def test_a_loss_far_above_its_start_is_the_first_notice_and_the_verdict(tmp_path
     assert verdict is not None
     assert verdict.cause == "diverged"
     assert verdict.text == (
-        "the loss left at step 2: lower the learning rate (0.1 now), or set the strategy's clip_grad_norm="
+        "the loss began to grow at step 2: lower the learning rate (0.1 now), or set the strategy's clip_grad_norm="
     )
     assert verdict.arithmetic[-1].startswith("600,000 / 2.00 = 300,000")
     notices = MessageBuilder(source).build_snapshot().content["notices"]
@@ -189,12 +189,14 @@ def make_run_with_a_high_rate() -> FakeSource:
 def test_the_advice_names_the_rate_with_which_the_loss_left():
     source = make_run_with_a_high_rate()
     text = (
-        "the loss left at step 64, with the learning rate at 2 (set at step 61); it is 0.05 now: train on, or go back "
-        "to a checkpoint"
+        "the loss began to grow at step 64, with the learning rate at 2 (set at step 61); it is 0.05 now: train on, or "
+        "go back to a checkpoint"
     )
     assert find_shown_verdict(source).text == text
     source.advance(5, loss=2.4)
     assert find_shown_verdict(source).text == text  # the loss goes on, the place where it left stays
+    source.state = State.STOPPED
+    assert [notice.kind for notice in collect_notices(source)] == ["diverged"]  # not how to train on from there
 
 
 def test_a_run_that_was_stopped_on_its_way_back_says_that_it_had_diverged():

@@ -149,7 +149,7 @@ def make_complete_run(ranks=4):
     source = FakeSource(ranks=ranks, strips=True)
     source.advance(40)
     source.event("lost", "node 1 was lost: its process ended with signal SIGKILL (killed) on host0", 1)
-    source.event("repair", REPAIRED, 1)
+    source.history.add(Event(40, "repair", REPAIRED, 1_700_000_040.0, 1, "node 1 replaced in 1.3 s, no step lost"))
     source.event("print", "a line of rank 0", 0)
     source.advance(20)
     source.history.add(Evaluation(60, 10, {"loss": 1.0, "accuracy": 0.75}))
@@ -198,7 +198,7 @@ def list_charts(source):
     return [(figure.axes[0].get_title(loc="left"), figure) for figure in run_charts.draw_run_charts(source)]
 
 
-def test_charts_of_a_saved_notebook_are_readable_in_narrow_windows_and_have_pairs_of_one_height():
+def test_charts_of_a_saved_notebook_are_readable_and_in_pairs():
     charts = list_charts(make_complete_run(ranks=2))
     assert len(charts) % 2 == 0
     assert len({figure.get_figwidth() for _, figure in charts}) == 1
@@ -531,7 +531,7 @@ def test_the_legend_of_marks_tells_stopped_nodes_from_stuck_ones():
     observation = RankObservation(2, "host0", 1234, "stopped")
     source.event("stuck", formatting.name_nodes(report_stuck("stopped", observation, 4).text), rank=2)
     source.event("stuck", "node 1 keeps the others waiting", rank=1)
-    assert describe_event_marks(source.history.events) == "⊘ node 2 stopped   ⊘ node 1 stuck"
+    assert describe_event_marks(source.history.events) == "⊘ node 2 stopped · ⊘ node 1 stuck"
 
 
 def test_no_line_below_the_title_ends_within_a_command():

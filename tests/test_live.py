@@ -1518,13 +1518,13 @@ def test_a_notebook_saved_amid_a_run_has_the_present_words_around_older_charts(n
     display.show(source)
     (_, handle), displays = notebook[1], display._displays[source]
     displays._draw_picture()
-    assert ">paused</strong>" in handle.updates[-1][0]["text/html"]
+    assert ">‖ paused</strong>" in handle.updates[-1][0]["text/html"]
     source.state = State.RUNNING
     source.advance(7)
     source.event("lost", "node 1 was lost", 1)
     displays._refresh_text()
     page = handle.updates[-1][0]["text/html"]
-    assert ">running</strong>" in page
+    assert ">▶ running</strong>" in page
     assert "12 of 400 steps" in page
     assert "node 1 was lost" in page
     assert "The charts show the first 5 steps." in page

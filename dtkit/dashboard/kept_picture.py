@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from dtkit.dashboard.summary.metrics import Tile
 
 _REST = "run.figure() and run.report() have the machines, the timeline and the nodes, too"
-# Colors with a contrast of at least 4.5 on white, and of 4 on the dark of JupyterLab.
-ACCENT_COLOR, GOOD_COLOR, BAD_COLOR = "#0e79c2", "#0a8562", "#c75a11"
-"""Colors of words, on white and on black."""
-_MUTED, _GROUND = "opacity: 0.72", "rgba(128, 128, 128, 0.14)"
+COLORS = {"accent": "#0e79c2", "good": "#0a8562", "bad": "#c75a11"}
+"""Colors of words: a contrast of at least 4.5 on white, and of 4 on JupyterLab's dark where its rule is removed."""
+_STATE_GLYPHS = {State.RUNNING: "▶", State.PAUSED: "‖", State.COMPLETED: "✓", State.STOPPED: "■", State.FAILED: "✕"}
+_MUTED, _GROUND, _BAR_COLOR = "opacity: 0.72", "rgba(128, 128, 128, 0.14)", "#808080"
 _TILE_WIDTH = 128  # pixels at least, with its gap
 _COLUMN_WIDTH, _GAP = 616, 8  # pixels of the PNG
 
@@ -88,21 +88,21 @@ def _join_cards(cards: Sequence[Image.Image]) -> Image.Image:
 def _iterate_head(run: RunView) -> Iterator[str]:
     """Return title, state, progress, notices and headline numbers, in the order of the live view."""
     name, strategy, nodes, state, steps = list_title_parts(run)
-    color = _get_state_color(run)
-    chip = f"margin-left: auto; padding: 0 12px; border: 1.5px solid; border-radius: 99px; color: {color}"
+    tone = _get_state_tone(run)
+    chip = _style_words(tone, "margin-left: auto; padding: 0 12px; border: 1.5px solid; border-radius: 99px")
+    glyph = "✕" if tone == "bad" else _STATE_GLYPHS.get(run.status.state, "")
     yield (
         '<div style="display: flex; flex-wrap: wrap; align-items: baseline; gap: 2px 10px">'
         f'<strong style="font-size: 1.3em">{_escape(name)}</strong>'
         f'<span style="{_MUTED}">{_escape(f"{strategy} · {nodes}")}</span>'
-        f'<strong style="{chip}">{_escape(state)}</strong></div>'
+        f"<strong {chip}>{_escape(f'{glyph} {state}'.strip())}</strong></div>"
     )
     share = min(1.0, run.status.step / run.status.steps) if run.status.steps else 0.0
-    filled = "currentColor" if color == "inherit" else color
-    bar = f"width: {share:.1%}; height: 8px; border-radius: 4px; background: {filled}; opacity: 0.85"
+    bar = f"width: {share:.1%}; height: 8px; border-radius: 4px; background: {COLORS.get(tone, _BAR_COLOR)}"
     yield f'<div style="margin: 6px 0 2px; border-radius: 4px; background: {_GROUND}"><div style="{bar}"></div></div>'
     yield f'<div style="{_MUTED}">{_escape(steps)}</div>'
     for kind, line in list_notice_lines(run):
-        yield f'<div style="white-space: pre-wrap; {_get_notice_style(kind)}">{_escape(line)}</div>'
+        yield f"<div {_style_notice(kind)}>{_escape(line)}</div>"
     if len(run.history):
         yield from _iterate_tiles(run)
     if marks := describe_event_marks(run.history.events):
@@ -124,11 +124,11 @@ def _iterate_tiles(run: RunView) -> Iterator[str]:
 
 def _format_tile(tile: Tile) -> str:
     box = f"flex: 1 1 {_TILE_WIDTH - 30}px; padding: 7px 10px; border-radius: 8px; background: {_GROUND}"
-    note = f"color: {BAD_COLOR}" if tile.alert else _MUTED
+    note = _style_words("bad") if tile.alert else f'style="{_MUTED}"'
     return (
         f'<div style="{box}"><div style="{_MUTED}">{_escape(tile.label)}</div>'
         f'<strong style="font-size: 1.45em">{_escape(tile.value)}</strong>'
-        f'<div style="{note}">{_escape(tile.note)}</div></div>'
+        f"<div {note}>{_escape(tile.note)}</div></div>"
     )
 
 
@@ -139,29 +139,38 @@ def _iterate_end(run: RunView) -> Iterator[str]:
         yield f'<div style="margin-top: 10px"><strong>Log</strong> <span style="{_MUTED}">'
         yield f"{_escape(log.describe_shown(events))}</span></div>"
     for event in shown:
-        color = f"; color: {BAD_COLOR}" if event.kind in log.URGENT_KINDS else ""
+        words = _style_words("bad" if event.kind in log.URGENT_KINDS else "", "min-width: 0; overflow-wrap: anywhere")
         times = f"{log.format_clock(event)} &ensp; {event.step:,}"
         yield (
             f'<div style="display: flex; gap: 12px"><span style="flex: none; min-width: 9em; {_MUTED}">{times}</span>'
-            f'<span style="min-width: 0; overflow-wrap: anywhere{color}">{_escape(log.format_event(event))}</span>'
-            "</div>"
+            f"<span {words}>{_escape(log.format_event(event))}</span></div>"
         )
     if len(run.history):
         yield f'<div style="margin-top: 10px; {_MUTED}"><small>{_escape(_REST)}</small></div>'
 
 
-def _get_state_color(run: RunView) -> str:
+def _get_state_tone(run: RunView) -> str:
     if run.exception is not None or run.status.state is State.FAILED or "diverged" in list_title_parts(run)[3]:
-        return BAD_COLOR
+        return "bad"
     if run.status.state is State.COMPLETED:
-        return GOOD_COLOR
-    return ACCENT_COLOR if run.status.state is State.RUNNING else "inherit"
+        return "good"
+    return "accent" if run.status.state is State.RUNNING else ""
 
 
-def _get_notice_style(kind: str) -> str:
+def _style_notice(kind: str) -> str:
     if is_alert(kind):
-        return f"color: {BAD_COLOR}; font-weight: bold"
-    return f"color: {GOOD_COLOR}" if kind in ("identical", "repaired") else _MUTED if kind == "lr" else ""
+        return _style_words("bad", "white-space: pre-wrap; font-weight: bold")
+    if kind == "lr":
+        return f'style="white-space: pre-wrap; {_MUTED}"'
+    return _style_words("good" if kind in ("identical", "repaired") else "", "white-space: pre-wrap")
+
+
+def _style_words(tone: str, style: str = "") -> str:
+    """Return the attributes of words in a tone: a class, whose color is another one in a dark theme, and its color."""
+    if not tone:
+        return f'style="{style}"'
+    parts = [part for part in (style, f"color: {COLORS[tone]}") if part]
+    return f'class="dtkit-{tone}" style="{"; ".join(parts)}"'
 
 
 def _escape(text: str) -> str:

@@ -73,7 +73,7 @@ class Divergence:
         departure = self.departure
         if departure is None:
             return f"the {self.short}: {self.remedy}"
-        left = f"the loss left at step {departure.step:,}"
+        left = f"the loss began to grow at step {departure.step:,}"
         if departure.lr == self.lr:
             return f"{left}: {self.remedy}"
         since = "" if departure.rate_step is None else f" (set at step {departure.rate_step:,})"

@@ -21,8 +21,9 @@ from dtkit.dashboard.figures.style import fit_texts
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from dtkit.dashboard.figures.run_figure import Panel
@@ -31,11 +32,14 @@ if TYPE_CHECKING:
 # Texts of 8 points are 10 pixels high in a window of 600 px, and 13 in a wide one, which has two charts in a row.
 _WIDTH_IN, _HEIGHT_IN, _LOW_HEIGHT_IN = 5.2, 2.4, 1.75
 _BAR_HEIGHT_IN, _NUM_BARS_OF_MANY = 0.27, 3
+_LEAST_WIDTH = 0.6  # of aligned axes, as a part of the figure's
 
 
 def draw_run_charts(run: RunView) -> list[Figure]:
     """Draw what a saved notebook keeps of a run, the loss first. A run without steps has no charts."""
-    return [_draw_chart(run, panel, height) for panel, height in _list_panels(run)] if len(run.history) else []
+    figures = [_draw_chart(run, panel, height) for panel, height in _list_panels(run)] if len(run.history) else []
+    _align([ax for figure in figures for ax in figure.axes])
+    return figures
 
 
 def _draw_chart(run: RunView, panel: Panel, height: float) -> Figure:
@@ -44,6 +48,16 @@ def _draw_chart(run: RunView, panel: Panel, height: float) -> Figure:
     fit_texts(figure)
     figure.set_layout_engine("none")  # it is laid out, and drawing would do that again
     return figure
+
+
+def _align(all_axes: Sequence[Axes]) -> None:
+    """Give all axes the same left and right edge, as cards in a column are read together."""
+    boxes = [ax.get_position() for ax in all_axes]
+    left, right = max((box.x0 for box in boxes), default=0.0), min((box.x1 for box in boxes), default=1.0)
+    if right - left < _LEAST_WIDTH:
+        return  # a panel of the user's own may be anything
+    for ax, box in zip(all_axes, boxes, strict=True):
+        ax.set_position((left, box.y0, right - left, box.height))
 
 
 def _list_panels(run: RunView) -> list[tuple[Panel, float]]:

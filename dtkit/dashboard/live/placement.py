@@ -7,7 +7,7 @@ hides the picture while the view exists. Without the kernel or without anywidget
 
 The charts of the picture are white cards. The place has a rule that makes cards dark in a dark theme. A mounted view
 replaces the rule, since one with ``:has`` makes a browser compute the view's styles again and again. A front end that
-removes styles shows white cards.
+removes styles, as for a notebook that nobody trusts, shows white cards.
 
 VS Code and Colab load a widget's module only for a widget view. There the view is the output, and the final picture
 replaces it.
@@ -26,9 +26,13 @@ from typing import Any, Protocol
 DARK_FILTER = "invert(0.93) hue-rotate(180deg) brightness(1.1)"
 """Makes a white card dark. It keeps the hue of a color of which no part is cut off at 0 or at 1, as those of the first
 nodes' colors are not."""
+DARK_WORDS = {"accent": "#4da3e0", "good": "#2fc69a", "bad": "#ff8548"}
+"""Colors of a picture's words in a dark theme, by the end of their class; as in ``static/dashboard.css``."""
 _DARK_RULE = (
     "[data-jp-theme-light=false] .jp-OutputArea-child:has(.dtkit-live) + .jp-OutputArea-child img"
     f"{{filter: {DARK_FILTER}}}"
+) + "".join(
+    f"[data-jp-theme-light=false] .dtkit-{name}{{color: {color} !important}}" for name, color in DARK_WORDS.items()
 )
 
 Output = tuple[dict[str, str], dict[str, Any]]

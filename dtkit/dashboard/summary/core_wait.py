@@ -29,8 +29,8 @@ _SOURCE = (
     "sleeping adds nothing"
 )
 _ESTIMATE = (
-    "an estimate: the kernel doesn't tell in which phase a thread had no core, so at most half of the computing "
-    "counts, or its even share of that time"
+    "an estimate, as the kernel doesn't tell in which phase a thread had no core: computing gets its share of that "
+    "time, or up to half of its own time if that is more"
 )
 _MAX_COMPUTE_SHARE = 0.5  # of the computing time, that waits of the whole step may take from it
 _MAX_EVEN_SHARE = 0.9  # a thread that took steps had a core at times; the rest is more than rounding hides

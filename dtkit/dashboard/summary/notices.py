@@ -111,8 +111,9 @@ def _sanitize_line(line: str) -> str:
 
 
 def _make_stop_notice(run: RunView) -> Iterator[Notice]:
-    """Return how to train on, for a run that was stopped and can."""
-    if run.status.state is State.STOPPED and run.status.step and run.exception is None and not run.is_released:
+    """Return how to train on, for a run that was stopped and can. The parameters of one that diverged are ruined."""
+    is_stopped = run.status.state is State.STOPPED and run.status.step and run.exception is None
+    if is_stopped and not run.is_released and find_divergence(run.history) is None:
         yield Notice("stopped", "run.extend(epochs=1) trains on from here")
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
+from dtkit.dashboard import kept_picture
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.live.bundle import STATIC_FOLDER
-from dtkit.dashboard.live.placement import DARK_FILTER
+from dtkit.dashboard.live.placement import DARK_FILTER, DARK_WORDS
 
 LUMA = np.array([0.213, 0.715, 0.072])
 """Weights of red, green and blue in the CSS filter `hue-rotate`."""
@@ -63,6 +64,22 @@ def test_colors_of_a_picture_are_readable_on_a_dark_card(color: str):
     assert compute_contrast(apply_dark_filter(color), apply_dark_filter("#ffffff")) >= 4.5
 
 
-def test_the_documentation_has_the_same_filter():
+def test_the_documentation_has_the_same_filter_and_words():
     css = (Path(__file__).parents[1] / "docs" / "_static" / "dtkit.css").read_text(encoding="utf-8")
     assert f"filter: {DARK_FILTER};" in css
+    assert [
+        name for name, color in DARK_WORDS.items() if f".dtkit-{name} {{ color: {color} !important; }}" not in css
+    ] == []
+
+
+def test_words_have_the_colors_of_the_live_view_in_a_dark_theme():
+    css = (STATIC_FOLDER / "dashboard.css").read_text(encoding="utf-8")
+    dark = css[css.index('.dtkit[data-theme="dark"]') :]
+    assert {name: re.findall(rf"--{name}: (#\w{{6}})", dark)[0] for name in DARK_WORDS} == DARK_WORDS
+
+
+@pytest.mark.parametrize("name", kept_picture.COLORS)
+def test_words_are_readable_in_both_themes(name: str):
+    assert compute_contrast(kept_picture.COLORS[name], "#ffffff") >= 4.5
+    assert compute_contrast(DARK_WORDS[name], "#111111") >= 4.5
+    assert compute_contrast(kept_picture.COLORS[name], "#111111") >= 4  # a front end may remove dtkit's rule

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.summary.metrics import Tile
 
 _REST = "run.figure() and run.report() have the machines, the timeline and the nodes, too"
-COLORS = {"accent": "#0e79c2", "good": "#0a8562", "bad": "#c75a11"}
+COLORS = {"accent": "#0e79c2", "good": "#0a8562", "bad": "#c05610"}
 """Colors of words: a contrast of at least 4.5 on white, and of 4 on JupyterLab's dark where its rule is removed."""
 _STATE_GLYPHS = {State.RUNNING: "▶", State.PAUSED: "‖", State.COMPLETED: "✓", State.STOPPED: "■", State.FAILED: "✕"}
 _MUTED, _GROUND, _BAR_COLOR = "opacity: 0.72", "rgba(128, 128, 128, 0.14)", "#808080"

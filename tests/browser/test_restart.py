@@ -66,7 +66,7 @@ def test_restarted_kernel_shows_and_continues_the_run(lab: Lab, tmp_path: Path):
     dashboard = get_dashboard(lab, 3)
     expect(dashboard).to_have_attribute("data-state", "paused", timeout=WAIT_MS)
     expect(dashboard).to_have_attribute("data-step", str(step))
-    expect(dashboard.get_by_test_id("log")).to_contain_text(f"taken over at step {step}")
+    expect(dashboard.get_by_test_id("log")).to_contain_text(f"taken over at step {step:,}")
     marks = dashboard.get_by_test_id("loss-chart").locator("text", has_text="‖")
     expect(marks).to_have_count(1)  # the pause of the takeover
     line = dashboard.get_by_test_id("loss-chart").locator("path.dtk-line[data-rank='0']")

@@ -85,9 +85,13 @@ def _make_static_or_text_output(run: RunView) -> Output:
     """Return the static output, or text with the error that prevents the picture."""
 
     def make_text_output(error: Exception) -> Output:
-        return {"text/plain": f"{run_text.format_run(run)}\n{_describe_missing(error)}"}, {}
+        return {"text/plain": _describe_without_picture(run, error)}, {}
 
     return run_guarded(lambda: make_static_output(run), make_text_output)
+
+
+def _describe_without_picture(run: RunView, error: Exception) -> str:
+    return f"{run_text.format_run(run)}\n{_describe_missing(error)}"
 
 
 def _describe_missing(error: Exception) -> str:
@@ -123,7 +127,10 @@ def _make_meanwhile_output(run: RunView, charts: _DrawnCharts | None) -> Output:
 
         if charts.step != run.status.step:
             sentence += f" The charts show the first {charts.step:,} steps."
-        below = run_guarded(lambda: format_page(run, charts.cards), lambda _error: _format_preformatted(text))
+        below = run_guarded(
+            lambda: format_page(run, charts.cards),
+            lambda error: _format_preformatted(_describe_without_picture(run, error)),
+        )
     return {"text/html": f"<div><p><em>{sentence}</em></p>{below}</div>", "text/plain": f"{sentence}\n{text}"}, {}
 
 

@@ -113,8 +113,8 @@ def test_processes_that_take_the_cores_are_the_cause(cluster2: dtkit.Cluster):
     with busy_cores(each=2):
         run = take_steps(cluster2, model, rows, 30, loss=nn.CrossEntropyLoss(), batch_size=2048)
         start_s = time.monotonic()
-        while time.monotonic() < start_s + 30 and "other processes" in run.verdict.text:  # until two counts were taken
-            run.step(2)
+        while time.monotonic() < start_s + 45 and "another Python program" not in run.verdict.text:
+            run.step(2)  # the first counts may be of what other tests did before
         verification = run.verify(8)
     verdict = run.verdict
     assert verdict.cause == "cores", (verdict.text, verdict.arithmetic)

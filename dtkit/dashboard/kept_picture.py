@@ -116,14 +116,14 @@ def _iterate_tiles(run: RunView) -> Iterator[str]:
     yield '<div style="display: flex; flex-wrap: wrap; gap: 8px; margin: 10px 0">'
     for part in (shown[:half], shown[half:]):
         width = _TILE_WIDTH * len(part)
-        yield f'<div style="display: flex; flex-wrap: wrap; gap: 8px; flex: {len(part)} 1 {width}px">'
+        yield f'<div style="display: flex; gap: 8px; flex: {len(part)} 1 {width}px">'
         yield from map(_format_tile, part)
         yield "</div>"
     yield "</div>"
 
 
 def _format_tile(tile: Tile) -> str:
-    box = f"flex: 1 1 {_TILE_WIDTH - 30}px; padding: 7px 10px; border-radius: 8px; background: {_GROUND}"
+    box = f"flex: 1 1 0; min-width: 0; padding: 7px 10px; border-radius: 8px; background: {_GROUND}"
     note = _style_words("bad") if tile.alert else f'style="{_MUTED}"'
     return (
         f'<div style="{box}"><div style="{_MUTED}">{_escape(tile.label)}</div>'

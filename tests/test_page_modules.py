@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from dtkit._util import formatting
+from dtkit.dashboard.kept_picture import STATE_GLYPHS
 from dtkit.dashboard.live.bundle import STATIC_FOLDER
 from dtkit.dashboard.live.evaluation_feed import MAX_SNAPSHOT_EVALUATIONS
 from dtkit.dashboard.live.log_lines import build_log_line
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.curves import CurveBuckets
 from dtkit.dashboard.summary.event_marks import EVENT_GLYPHS, describe_event_marks
+from dtkit.dashboard.summary.notices import ALERT_KINDS, NOTICE_GLYPHS
 from dtkit.dashboard.summary.value_scale import find_log_floor, spans_orders
 from dtkit.health.stall_report import STOPPED_WORDS
 from dtkit.history.undone_steps import UndoneSteps
@@ -362,6 +364,16 @@ def test_the_key_to_the_marks_is_that_of_pictures_and_reports(tmp_path: Path):
     key = evaluate_page_code(tmp_path, "chart/marks.js", ["describeMarks"], f"describeMarks({lines})")
     assert key == describe_event_marks(events)
     assert "⊘ node 2 stopped" in key
+
+
+def test_a_page_has_the_glyphs_of_pictures_and_terminals(tmp_path: Path):
+    names = {"panels/header.js": ["STATE_GLYPH"], "panels/notices.js": ["NOTICE_GLYPH", "URGENT_NOTICES"]}
+    (states,), (notices, urgent) = (
+        evaluate_page_code(tmp_path / str(k), module, found, f"[{', '.join(found)}]")
+        for k, (module, found) in enumerate(names.items())
+    )
+    assert {state: states[state.value] for state in STATE_GLYPHS} == STATE_GLYPHS
+    assert (notices, tuple(urgent)) == (NOTICE_GLYPHS, ALERT_KINDS)
 
 
 def test_the_numbers_of_an_axis_have_one_form(tmp_path: Path):

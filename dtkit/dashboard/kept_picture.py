@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 _REST = "run.figure() and run.report() have the machines, the timeline and the nodes, too"
 COLORS = {"accent": "#0e79c2", "good": "#0a8562", "bad": "#c05610"}
 """Colors of words: a contrast of at least 4.5 on white, and of 4 on JupyterLab's dark where its rule is removed."""
-_STATE_GLYPHS = {State.RUNNING: "▶", State.PAUSED: "‖", State.COMPLETED: "✓", State.STOPPED: "■", State.FAILED: "✕"}
+STATE_GLYPHS = {State.RUNNING: "▶", State.PAUSED: "‖", State.COMPLETED: "✓", State.STOPPED: "■", State.FAILED: "✕"}
+"""Glyph of a state that can last, the same as in the live view."""
 _MUTED, _GROUND, _BAR_COLOR = "opacity: 0.72", "rgba(128, 128, 128, 0.14)", "#808080"
 _TILE_WIDTH = 128  # pixels at least, with its gap
 _COLUMN_WIDTH, _GAP = 616, 8  # pixels of the PNG
@@ -90,7 +91,7 @@ def _iterate_head(run: RunView) -> Iterator[str]:
     name, strategy, nodes, state, steps = list_title_parts(run)
     tone = _get_state_tone(run)
     chip = _style_words(tone, "margin-left: auto; padding: 0 12px; border: 1.5px solid; border-radius: 99px")
-    glyph = "✕" if tone == "bad" else _STATE_GLYPHS.get(run.status.state, "")
+    glyph = "✕" if tone == "bad" else STATE_GLYPHS.get(run.status.state, "")
     yield (
         '<div style="display: flex; flex-wrap: wrap; align-items: baseline; gap: 2px 10px">'
         f'<strong style="font-size: 1.3em">{_escape(name)}</strong>'

@@ -4,7 +4,7 @@ import { h, setText } from "../elements.js";
 import { clock } from "../numbers.js";
 import { isReady, LIVE } from "../store.js";
 
-const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", completed: "✓", stopped: "■", failed: "✕" };
+export const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", completed: "✓", stopped: "■", failed: "✕" };
 
 /** Return the state in words. A run whose loss diverged says so, and the notice has the numbers; at its end that is its state, as name_state of summary/activity.py has it. */
 function describeState(store) {

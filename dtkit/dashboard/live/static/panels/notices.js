@@ -7,7 +7,8 @@ import { LIVE } from "../store.js";
 import { newWidth } from "../width.js";
 import { verdict } from "./verdict.js";
 
-const GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", diverged: "✕", overfits: "▲", unlearned: "▲", ended: "✕", identical: "✓", fewer: "○", slowed: "▼", repaired: "+", stopped: "■" }, URGENT = ["lost", "stuck", "differs", "diverged"], BRIEF = ["identical", "repaired"];
+export const NOTICE_GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", diverged: "✕", overfits: "▲", unlearned: "▲", ended: "✕", identical: "✓", fewer: "○", slowed: "▼", repaired: "+", stopped: "■" }, URGENT_NOTICES = ["lost", "stuck", "differs", "diverged"];
+const BRIEF = ["identical", "repaired"];
 
 /** Alerts are separate: a screen reader reads them at once, and only when their text is new. */
 export function notices(store, _send, redraw) {
@@ -22,19 +23,19 @@ export function notices(store, _send, redraw) {
     if (now === drawn && isHeld()) return;
     drawn = now;
     shape = now.replace(/\d/g, "0"); // all digits are equally wide
-    const urgent = store.notices.filter((notice) => URGENT.includes(notice.kind));
-    const text = urgent.map((notice) => `${GLYPH[notice.kind]} ${notice.text}`).join("\n");
+    const urgent = store.notices.filter((notice) => URGENT_NOTICES.includes(notice.kind));
+    const text = urgent.map((notice) => `${NOTICE_GLYPH[notice.kind]} ${notice.text}`).join("\n");
     const isNews = alerts.hidden === Boolean(text); // then all may move, and no room is kept
     alerts.hidden = !text;
     setProse(alerts, text);
-    const others = store.notices.filter((notice) => !URGENT.includes(notice.kind));
+    const others = store.notices.filter((notice) => !URGENT_NOTICES.includes(notice.kind));
     const isBrief = others.length > 1 && others.every(({ kind }) => BRIEF.includes(kind)); // one line, in which the longer text is cut
     quiet.classList.toggle("dtk-brief", isBrief);
     while (quiet.children.length > others.length) quiet.lastChild.remove();
     while (quiet.children.length < others.length) quiet.append(h("li"));
     others.forEach((notice, k) => {
       quiet.children[k].className = `dtk-notice-${notice.kind}`;
-      setProse(quiet.children[k], `${GLYPH[notice.kind] ?? "•"} ${notice.text}`);
+      setProse(quiet.children[k], `${NOTICE_GLYPH[notice.kind] ?? "•"} ${notice.text}`);
       setAttr(quiet.children[k], "title", isBrief ? notice.text : "");
     });
     if (shape === before && isHeld()) return; // to measure its height again would make the browser lay out the page

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtkit.history.remembered import remember_last
+from dtkit.types import Evaluation
 from tests.support.fake_source import FakeSource
 
 if TYPE_CHECKING:
     from dtkit.history.history import History
 
 
-def test_result_is_computed_again_only_for_other_rows_events_or_arguments():
+def test_a_result_is_computed_again_only_for_a_changed_history_or_other_arguments():
     source, calls = FakeSource(ranks=2, steps=100), []
 
     @remember_last
@@ -27,4 +28,7 @@ def test_result_is_computed_again_only_for_other_rows_events_or_arguments():
     source.event("pause", "paused by a person")
     read(source.history, 2)
     assert calls == [1, 2, 2, 2]
+    source.history.add(Evaluation(3, 64, {"loss": 0.5}))
+    read(source.history, 2)
+    assert calls == [1, 2, 2, 2, 2]  # validation says whether a training learns
     assert read(FakeSource(ranks=2, steps=100).history, 2) == 2  # another history has a result of its own

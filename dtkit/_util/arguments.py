@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from dtkit._util.completion import get_hidden_names
 from dtkit._util.installation import PACKAGE_FOLDER
 from dtkit._util.notebook import render_traceback
 
@@ -136,9 +137,12 @@ def hide_own_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def explain_arguments(cls: type[_T]) -> type[_T]:
-    """Decorate a class so that its public methods explain bad arguments as :func:`suggest_arguments` does."""
+    """Decorate a class so that its public methods explain bad arguments as :func:`suggest_arguments` does.
+
+    Methods that are hidden from completion are dtkit's own. Views call them so often that no check is made.
+    """
     for name, method in list(vars(cls).items()):
-        if name.startswith("_"):
+        if name.startswith("_") or name in get_hidden_names(cls):
             continue
         if isinstance(method, classmethod):
             setattr(cls, name, classmethod(suggest_arguments(method.__func__)))

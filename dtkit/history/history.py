@@ -23,7 +23,7 @@ from dtkit._util.completion import hide_from_completion
 from dtkit._util.formatting import format_count
 from dtkit._util.suffixes import JSON_LINES, check_suffix
 from dtkit.history.growing_array import check_index, check_range
-from dtkit.history.items import LogItem, decode_fields, encode_line
+from dtkit.history.items import LogItem, encode_line, read_lines
 from dtkit.history.missing_steps import describe_missing_steps, find_missing_steps
 from dtkit.history.row_table import RowTable
 from dtkit.history.scalars import OWN_PREFIXES, SYSTEM_PREFIX, ScalarRecord, ScalarTables, raise_for_other_source
@@ -68,7 +68,7 @@ ROW_DTYPE = np.dtype(
     "add", "append", "append_recorded", "close_run_log", "copy_until", "count_scalar_records", "extend"
 )
 @hide_from_completion("list_scalar_records", "num_inherited_events", "num_totals", "num_valid_rows", "read_totals")
-@hide_from_completion("read_position", "read_valid_rows", "read_valid_totals", "returns", "run_log")
+@hide_from_completion("read_position", "read_valid_rows", "read_valid_totals", "returns", "run_log", "version")
 class History:
     """All ranks' steps; ``len(history)`` is the number of rows (one for each rank and step).
 
@@ -83,6 +83,8 @@ class History:
     """Number of events of the run whose checkpoint this one resumes."""
     run_log: HistoryLog | None = None
     """Log on disk to which the history is also written."""
+    version = 0
+    """Another number after each change, so that a reader knows whether its results are still the present ones."""
     read_position: Callable[[], tuple[int, float]] | None = None
     """Returns the position of the run that writes this history."""
 
@@ -98,6 +100,7 @@ class History:
         self._scalars = ScalarTables()
         self.workload: Workload | None = None
         """Operations and tokens of a sample, once they were measured."""
+        self._versions = itertools.count(1)
 
     # -- writing (the run's driver thread) --------------------------------------------------------------------
 
@@ -110,6 +113,7 @@ class History:
         if step is not None:
             self.add(UndoneSteps(step))
         self._table.append(block, self.ranks_per_replica)
+        self.version = next(self._versions)
         run_log = self.run_log
         if run_log is not None:
             run_log.append_rows(block)
@@ -139,6 +143,10 @@ class History:
         run_log = self.run_log
         if run_log is not None:
             run_log.append_event(event)
+        self._keep(event)
+        self.version = next(self._versions)
+
+    def _keep(self, event: LogItem) -> None:
         if isinstance(event, Event):
             self.events.append(event)
             return
@@ -169,6 +177,7 @@ class History:
         self.evaluations += other.evaluations
         for record in other.list_scalar_records():
             self._scalars.add(record)
+        self.version = next(self._versions)
 
     def copy_until(self, rows: int, events: int, evaluations: int) -> History:
         """Return a copy of the first `rows`, `events` and `evaluations`."""
@@ -367,25 +376,12 @@ class History:
         """Read a file that :meth:`to_jsonl` wrote. Raises FileNotFoundError, and ValueError for another file."""
         check_path(path)
         check_no_folder("from_jsonl", path)
-        history, rows, items = cls(), [], []
         if not Path(path).is_file():
             raise FileNotFoundError(f"{str(path)!r}: there is no such file. history.to_jsonl(path) writes one")
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                fields = json.loads(line)
-                item = None if "copies" in fields else decode_fields(fields)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"line {number} of {str(path)!r} is not a record of a history; history.to_jsonl(path) writes them"
-                ) from error
-            if item is None:
-                history.ranks_per_replica = fields["copies"]
-                if "steps" in fields:
-                    history.read_position = functools.partial(tuple, (fields["steps"], fields["elapsed_s"]))
-            elif isinstance(item, StepRecord):
-                rows.append(item)
-            else:
-                items.append(item)
+        head, rows, items = read_lines(Path(path))
+        history = cls(ranks_per_replica=head.get("copies", 1))
+        if "steps" in head:
+            history.read_position = functools.partial(tuple, (head["steps"], head["elapsed_s"]))
         history.append_recorded(np.array([dataclasses.astuple(row) for row in rows], ROW_DTYPE), items)
         return history
 

@@ -23,8 +23,11 @@ _Arguments = ParamSpec("_Arguments")
 def remember_last(
     read: Callable[Concatenate[History, _Arguments], _Result],
 ) -> Callable[Concatenate[History, _Arguments], _Result]:
-    """Return a function that computes a result again only for other rows, events or arguments. Nobody may change it."""
-    return remember_while(_count_rows_and_events)(read)
+    """Return a function that computes a result again only for a changed history or other arguments.
+
+    Nobody may change the result.
+    """
+    return remember_while(_get_version)(read)
 
 
 def remember_while(
@@ -58,6 +61,5 @@ def remember_while(
     return decorate
 
 
-def _count_rows_and_events(history: History) -> object:
-    rows = len(history), history.num_totals, len(history.returns)
-    return rows, len(history.events), history.events[-1:]
+def _get_version(history: History) -> object:
+    return history.version

@@ -79,14 +79,12 @@ class RowTable:
     @property
     def num_valid(self) -> int:
         """Number of rows without those of undone steps."""
-        with self._lock:
-            return self._rows.num_valid
+        return self._rows.num_valid
 
     @property
     def num_valid_totals(self) -> int:
         """Number of totals without those of undone steps."""
-        with self._lock:
-            return self._totals.num_valid
+        return self._totals.num_valid
 
     @property
     def ranks(self) -> list[int]:

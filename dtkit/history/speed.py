@@ -94,13 +94,18 @@ def _measure_s(history: History, totals: np.ndarray) -> float:
     """Return the seconds that the last steps took, of which `totals` has a row each."""
     # A step's rows follow each other. While ranks are lost, the slowest of the others counts.
     num_ranks = totals["ranks"]
-    changes = np.flatnonzero(np.diff(num_ranks)) + 1
     end = history.num_valid_rows - int(num_ranks.sum())
     seconds = 0.0
-    for part in np.split(num_ranks, changes):
+    for part in _split_by_value(num_ranks):
         start, end = end, end + int(part.sum())
         seconds += float(_sum_by_rank(history, start, end).max(initial=0.0))
     return seconds
+
+
+def _split_by_value(numbers: np.ndarray) -> list[np.ndarray]:
+    """Return the parts in each of which all numbers are equal, in this order."""
+    differs = numbers[1:] != numbers[:-1]
+    return np.split(numbers, np.flatnonzero(differs) + 1) if differs.any() else [numbers]
 
 
 def _sum_by_rank(history: History, start: int, end: int) -> np.ndarray:

@@ -43,8 +43,8 @@ class UndoableArray(GrowingArray):
     @property
     def num_valid(self) -> int:
         """Number of rows that were not undone."""
-        closed = self._closed
-        return closed.num_valid + len(self) - closed.num_rows
+        closed = self._closed  # read first: rows that are appended meanwhile are in the open range
+        return closed.num_valid + self._length - closed.num_rows
 
     def undo_from(self, step: int) -> bool:
         """Undo the rows of the steps from `step` on. Return whether there were any."""

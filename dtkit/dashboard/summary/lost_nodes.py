@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dtkit.history.remembered import remember_while
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dtkit.dashboard.run_view import RunView
+    from dtkit.history.history import History
     from dtkit.types import Event
 
 LostNodes = dict[int, int]
@@ -35,5 +38,9 @@ def update_lost_nodes(lost_nodes: LostNodes, events: Iterable[Event]) -> LostNod
 
 def count_initial_nodes(run: RunView) -> int:
     """Return the number of nodes at a run's start, which exceeds its world size if nodes were left out."""
-    first = run.history.rows(0, min(_FIRST_ROWS, len(run.history)))["rank"]
-    return max(run.spec.world_size, int(first.max(initial=-1)) + 1)
+    return max(run.spec.world_size, _count_first_ranks(run.history))
+
+
+@remember_while(lambda history: min(len(history), _FIRST_ROWS))
+def _count_first_ranks(history: History) -> int:
+    return int(history.rows(0, _FIRST_ROWS)["rank"].max(initial=-1)) + 1

@@ -19,6 +19,7 @@ Stages of a pipeline do different work on the same samples, so none of them is n
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -124,16 +125,21 @@ class StepTiming:
         first, last = f"{self.first_step:,}", f"{self.last_step:,}"
         return f"step {last}" if first == last else f"steps {first} to {last}"
 
-    @property
+    @functools.cached_property
     def is_measured(self) -> bool:
         """Whether any phase was measured. A user's own loop may log only the time of its steps."""
-        return bool(np.nansum(self.seconds[:, :-1]) > 0)
+        return sum(self._phase_sums[:-1]) > 0
 
     @property
     def waiting_share(self) -> float | None:
         """Share of all ranks' time that is spent waiting."""
-        total = float(np.nansum(self.seconds))
-        return float(np.nansum(self.seconds[:, PHASES.index("waiting")])) / total if total > 0 else None
+        total = sum(self._phase_sums)
+        return self._phase_sums[PHASES.index("waiting")] / total if total > 0 else None
+
+    @functools.cached_property
+    def _phase_sums(self) -> list[float]:
+        """Seconds of all ranks in each phase."""
+        return [float(seconds) for seconds in np.nansum(self.seconds, axis=0)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,8 +96,7 @@ export function chart(store, name, options, redraw) {
     if (el.hidden) return noteScale(view, null, redraw);
     const flat = Boolean(options.isFlat?.(store)), isMoved = el.classList.contains("dtk-flat") !== flat;
     el.classList.toggle("dtk-flat", flat);
-    el.classList.toggle("dtk-wide", flat || Boolean(options.wide));
-    view.height = frame.height() ?? rowHeight(el, options.height ?? 200);
+    view.height = frame.height() ?? rowHeight(el, flat ? 0 : options.height ?? 200);
     view.grain = options.grain?.(store) ?? readBuckets(view);
     if (options.inverted) changeValues(view.grain, inverted);
     view.canLog = Boolean(options.canLog) && !(options.canLog === "positive" && hasNegative(view.grain));

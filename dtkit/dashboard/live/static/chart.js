@@ -72,7 +72,8 @@ export function chart(store, name, options, redraw) {
     const whole = [options.lead?.(view), view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · ");
     if (options.help) setAttr(note, "title", options.help(store.head));
     else setAttr(note, "title", whole); // of which a narrow chart shows a part
-    setText(note, flat ? whole : fitCaption(options.title ?? "", whole, view.width - (scale.el.hidden ? TOOLS : TOOLS_AND_SCALE)));
+    const isCard = flat && el.closest(".dtk-small") !== null; // its caption has a line of its own
+    setText(note, isCard ? whole : fitCaption(options.title ?? "", whole, view.width - (scale.el.hidden ? TOOLS : TOOLS_AND_SCALE)));
   };
   let captionTimer = null;
   const point = () => {

@@ -69,6 +69,7 @@ def test_page_and_python_write_a_number_alike(tmp_path: Path):
         -45678.9: "-45,679",
         250_000: "250,000",
         2.5e6: "2,500,000",
+        9_719_699: "9,720,000",
         1.27e9: "1.3e9",
         5e19: "5e19",
     }
@@ -335,8 +336,8 @@ def test_signs_of_events_next_to_each_other_are_one_in_their_order(tmp_path: Pat
         tmp_path, "chart/marks.js", ["mergeSigns"], f"[mergeSigns({marks}), mergeSigns({back})]"
     )
     first, last = (
-        {"at": 106, "glyphs": ["‖", "lr", "▶"], "marks": [0, 1, 2]},
-        {"at": 300, "glyphs": ["‖"], "marks": [3]},
+        {"at": 106, "half": 19, "glyphs": ["‖", "lr", "▶"], "marks": [0, 1, 2]},
+        {"at": 300, "half": 4.5, "glyphs": ["‖"], "marks": [3]},
     )
     assert signs == [first, last]
     assert sign["glyphs"] == ["‖", "lr", "▶"]
@@ -377,12 +378,34 @@ def test_a_page_has_the_glyphs_of_pictures_and_terminals(tmp_path: Path):
 
 
 def test_the_numbers_of_an_axis_have_one_form(tmp_path: Path):
-    axes = ([1, 1e6, 1e12], [10, 1e4, 1e6])
-    calls = ", ".join(f"{values}.map(tickFormat({values}))" for values in axes)
-    assert evaluate_page_code(tmp_path, "numbers.js", ["tickFormat"], f"[{calls}]") == [
-        ["1", "1e6", "1e12"],
-        ["10", "10k", "1M"],
-    ]
+    axes: dict[tuple[float, ...], list[str]] = {
+        (1, 1e6, 1e12): ["1", "1e6", "1e12"],
+        (1, 1e3, 1e6, 1e9): ["1", "1e3", "1e6", "1e9"],
+        (10, 1e4, 1e6): ["10", "10k", "1M"],
+        (1, 1e3, 1e5): ["1", "1k", "100k"],
+        (0, 5e3, 1e4, 1.5e4): ["0", "5k", "10k", "15k"],
+        (5e5, 1e6, 1.5e6): ["0.5M", "1M", "1.5M"],
+        (12340, 12345, 12350): ["12,340", "12,345", "12,350"],
+        (0, 5e-4, 1e-3, 1.5e-3): ["0", "5e-4", "1e-3", "1.5e-3"],
+        (1e-4, 1e-2, 1, 100): ["1e-4", "1e-2", "1", "1e2"],
+        (0, 500, 1000): ["0", "500", "1,000"],
+        (-0.05, 0, 0.05): ["-0.05", "0", "0.05"],
+    }
+    calls = ", ".join(f"{list(values)}.map(tickFormat({list(values)}))" for values in axes)
+    assert evaluate_page_code(tmp_path, "numbers.js", ["tickFormat"], f"[{calls}]") == list(axes.values())
+
+
+def test_the_numbers_of_a_column_have_one_form(tmp_path: Path):
+    columns: dict[tuple[float | None, ...], list[str]] = {
+        (0.00187, 0.0006): ["0.00187", "0.00060"],
+        (486.4, 98.52): ["486.4", "98.5"],
+        (1204.0, 987.0): ["1,204", "987"],
+        (9e-5, 1.2e-4): ["9.0e-5", "1.2e-4"],
+        (3.4e25, 8_123_456.0): ["3.4e25", "8.1e6"],
+        (0.5, None, 0.0): ["0.500", "—", "0"],
+    }
+    calls = ", ".join(f"numberColumn({json.dumps(values)})" for values in columns)
+    assert evaluate_page_code(tmp_path, "numbers.js", ["numberColumn"], f"[{calls}]") == list(columns.values())
 
 
 _TWO_RUNS = """((mode, exact) => {

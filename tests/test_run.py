@@ -397,6 +397,15 @@ def test_inject_fault_raises_where_the_process_does_not_end_in_time(cluster, eng
     assert given == [([1], 0.5)]
 
 
+def test_an_injected_fault_is_a_line_of_the_log_and_no_output_of_its_cell(cluster, engines, monkeypatch):
+    run = train(cluster, start=False)
+    monkeypatch.setattr(engines, "kill", lambda *_: True)
+    assert run.inject_delay(0, 2.0) is None
+    assert run.inject_fault("kill", 1) is None
+    texts = [event.text for event in run.history.events[-2:]]
+    assert texts == ["node 0 slowed 2x on purpose", "node 1 killed on purpose"]
+
+
 def test_released_run_refuses_repair(cluster, engines):
     run = train(cluster)
     run.wait(10)

@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 
 from dtkit._util import timeouts
+from dtkit.dashboard.summary.metrics import RunMetrics, compute_run_metrics
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict
 from dtkit.dashboard.summary.verdict import Verdict
+from tests.support.fake_source import FakeSource
 
 DATA, WAITING = Verdict("data", "waiting for data: save up to 30 %", 0.3), Verdict("waiting", "nodes wait", 0.31)
 DIVERGED = Verdict("diverged", "the loss is NaN", 0.0)
@@ -109,3 +111,23 @@ def test_what_can_not_wait_shows_at_once():
     assert steady.update(WAITING, 0.3, is_final=True) is WAITING
     assert steady.update(None, 0.4) is None
     assert steady.update(DATA, 0.5) is DATA
+
+
+def test_a_slow_node_is_named_beside_another_line_once_it_has_lasted():
+    """On a busy machine, one of two equal nodes was named for a moment."""
+    run = FakeSource(ranks=2)
+    run.slowness = {1: 2.0}
+    run.advance(60)
+    slow = compute_run_metrics(run.history, 2, {})
+    equal = dataclasses.replace(slow, timing=dataclasses.replace(slow.timing, straggler=None))
+    steady = SteadyVerdict()
+    steady.update(Verdict("cores", "nodes had no core for 60 % of their time", 0.4), 0.0)
+
+    def is_named(metrics: RunMetrics, now: float) -> bool:
+        return steady.match(metrics, now).timing.straggler is not None
+
+    assert [is_named(metrics, 1.0 * k) for k, metrics in enumerate([slow, equal] * 20)] == [False] * 40
+    assert [is_named(slow, 100 + at) for at in (0.0, HOLD_S - 0.1, HOLD_S)] == [False, False, True]
+    assert not is_named(equal, 200.0)
+    steady.update(Verdict("cores", "nodes had no core for 60 % of their time", 0.4), 201.0, is_final=True)
+    assert is_named(slow, 201.0)  # of a run at rest, as its saved picture has it

@@ -14,8 +14,14 @@ UNKNOWN = "—"
 
 
 def _format_significant(value: float) -> str:
-    """Return `value` with three significant digits and grouped thousands, never in exponent form."""
-    magnitude = math.floor(math.log10(abs(float(f"{value:.3g}")))) if value else 0  # 99.96 has that of 100
+    """Return `value` with three significant digits and grouped thousands, never in exponent form.
+
+    A number from 100 to a million has all its digits before the point.
+    """
+    rounded = float(f"{value:.3g}")
+    magnitude = math.floor(math.log10(abs(rounded))) if value else 0  # 99.96 has that of 100
+    if magnitude >= 6:
+        return f"{rounded:,.0f}"
     return f"{value:,.{max(0, 2 - magnitude)}f}"
 
 

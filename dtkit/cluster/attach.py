@@ -110,7 +110,7 @@ def _describe_taken(info: ClusterInfo, run: Run | None) -> str:
     state = "" if run is None else f" ({run.status.state.value} at step {run.status.step:,})"
     job = "without a run" if run is None else f"with the run {run.spec.name}{state}"
     return (
-        f"took over {info.name} of the folder {info.directory}, {job}. Another notebook takes it back by "
+        f"took over {info.name} of the folder {info.directory}, {job}.\nAnother notebook takes it back by "
         f"dtkit.attach({info.name!r}, force=True)"
     )
 

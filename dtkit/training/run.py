@@ -242,19 +242,17 @@ class Run(ShownRun):
         self._driver.progress.add_event("note", str(text))
         self._notify()
 
-    def inject_delay(self, rank: int, factor: float, *, timeout: float | None = None) -> int:
+    def inject_delay(self, rank: int, factor: float, *, timeout: float | None = None) -> None:
         """Make one rank's computing take `factor` times as long (it sleeps), for lessons. A factor of 1 ends that.
 
-        Every picture of the run shows the delay. Returns the number of steps taken so far.
+        Every picture of the run shows the delay.
         """
         self.note(self._job.inject_delay(rank, factor, timeout))
-        return self._driver.progress.step
 
-    def inject_fault(self, name: str, rank: int, *, timeout: float | None = None) -> int:
-        """End a rank's process, for lessons: ``run.inject_fault("kill", 1)``. Returns the steps taken so far."""
+    def inject_fault(self, name: str, rank: int, *, timeout: float | None = None) -> None:
+        """End a rank's process, for lessons: ``run.inject_fault("kill", 1)``. The run's log has the step."""
         self.note(self._job.check_fault(name, rank))
         self._job.kill(rank, timeout)
-        return self._driver.progress.step
 
     def save(
         self,

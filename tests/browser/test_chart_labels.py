@@ -13,9 +13,9 @@ from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.comparison_widget import ComparisonWidget
 from dtkit.dashboard.live.series_feed import SeriesFeed
 from dtkit.history.scalars import CORE_WAIT_NAME, ScalarRecord
-from dtkit.types import Evaluation
+from dtkit.types import Evaluation, Event
 from tests.support.fake_source import FakeSource
-from tests.support.static_view import StaticView, encode_message, load_widget
+from tests.support.static_view import StaticView, encode_message, list_overflowing, load_widget
 
 pytestmark = pytest.mark.browser
 
@@ -221,3 +221,96 @@ def test_labels_of_many_runs_do_not_overlap_and_those_left_out_are_counted(page:
         left_out = [int(found[1]) for text in texts if (found := re.fullmatch(r"\+(\d+) more", text))]
         assert len(texts) - len(left_out) + sum(left_out) == num_runs
         assert {str(k + 1) for k in range(10)} <= {text.split(":")[0] for text in texts}
+
+
+def make_run_with_an_early_end(marked_step: int) -> FakeSource:
+    """Return a run of 10 steps with finite gradients, and measurements of the machines, in the first 5."""
+    run = FakeSource(ranks=2)
+    run.advance(10)
+    for rank in (0, 1):
+        rows = [(step, 0.5 + 0.001 * rank, 1.0) for step in range(1, 6)]
+        run.history.add(ScalarRecord(rank, {"system/CPU (cores)": rows}))
+    run.history.rows()["grad_norm"][10:] = np.nan
+    run.history._table._totals.read(0, 10)["grad_norm"][5:] = np.nan
+    run.history.add(Event(marked_step, "diverged", "the loss grew 3e8 times", 0.0, None))
+    return run
+
+
+_ENDS = """(chart) => {
+  const edges = (el) => (({ left, right }) => ({ left, right }))(el.getBoundingClientRect());
+  const [labels, marks, leaders] = [".dtk-labels text", ".dtk-sign text, .dtk-mark line", ".dtk-labels path"]
+    .map((which) => [...chart.querySelectorAll(which)].map(edges));
+  const lines = [...chart.querySelectorAll(".dtk-lines path.dtk-line[d^=M]")].map(edges);
+  return { labels, marks, leaders, end: Math.max(...lines.map(({ right }) => right)) };
+}"""
+
+
+@pytest.mark.parametrize("testid", ["gradient-norm-chart", "system-chart"])
+@pytest.mark.parametrize("width", [800, 1400])
+def test_a_label_is_at_the_end_of_its_line_and_touches_no_mark(page: Page, width: int, testid: str):
+    page.set_viewport_size({"width": width, "height": 2000})
+    for marked_step in (6, 10):
+        run = make_run_with_an_early_end(marked_step)
+        view = StaticView(page, run)
+        send_series(page, run)
+        chart = view.root.get_by_test_id(testid)
+        expect(chart.locator(".dtk-labels text").first).to_be_visible()
+        found = chart.evaluate(_ENDS)
+        apart = [label["left"] - found["end"] for label in found["labels"]]
+        is_near = all(0 < gap < 15 for gap in apart)
+        assert is_near or len(found["leaders"]) == len(found["labels"])
+        if width == 800 or marked_step == 10:  # a wide chart has room between two steps
+            assert is_near == (marked_step == 10), apart
+        assert not any(
+            mark["left"] < label["right"] and label["left"] < mark["right"]
+            for label in found["labels"]
+            for mark in found["marks"]
+        )
+
+
+def test_the_losses_of_the_nodes_have_equally_many_decimals(page: Page):
+    run = FakeSource(ranks=2)
+    run.advance(50, loss=[0.00187, 0.0006] * 50)
+    view = StaticView(page, run)
+    losses = view.root.get_by_test_id("nodes-table").locator("tbody td:nth-child(8)")
+    expect(losses).to_have_text(["0.00187", "0.00060"])
+
+
+def test_the_log_writes_steps_as_the_head_does(page: Page):
+    run = FakeSource(ranks=2, steps=8000)
+    run.advance(3418)
+    run.event("pause", "paused at step 3,418")
+    view = StaticView(page, run)
+    expect(view.root.get_by_test_id("log").locator(".dtk-at")).to_have_text("step 3,418")
+
+
+@pytest.mark.parametrize("width", [580, 640, 700, 800, 880])
+def test_no_note_of_a_tile_has_a_second_line(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    run = FakeSource(ranks=2)
+    run.advance(60)
+    view = StaticView(page, run)
+    notes = view.root.get_by_test_id("tiles").locator(".dtk-tile > .dtk-note:last-child")
+    for slowness in (1.0, 2.0):
+        run.slowness = {1: slowness}
+        run.advance(60)
+        view.update()
+        heights = notes.evaluate_all("(all) => all.map((el) => el.getBoundingClientRect().height)")
+        assert max(heights) < 20, heights
+    expect(notes.nth(2)).to_have_text("▲ slowest: node 1", use_inner_text=False)
+    assert list_overflowing(page) == []
+
+
+def test_a_line_without_a_verdict_is_no_box_and_moves_nothing(page: Page):
+    run = FakeSource(ranks=2)
+    view = StaticView(page, run)
+    box = view.root.locator(".dtk-verdict")
+    expect(view.root.get_by_test_id("verdict")).to_have_text("no verdict on the speed yet")
+    background = "(el) => getComputedStyle(el).backgroundColor"
+    assert box.evaluate(background) == "rgba(0, 0, 0, 0)"
+    height = box.evaluate("(el) => el.offsetHeight")
+    run.advance(60)
+    view.update()
+    expect(view.root.get_by_test_id("verdict")).not_to_contain_text("no verdict")
+    assert box.evaluate(background) != "rgba(0, 0, 0, 0)"
+    assert box.evaluate("(el) => el.offsetHeight") == height

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
@@ -13,6 +15,9 @@ from dtkit.types import Evaluation, State
 from tests.support.fake_source import FakeSource
 from tests.support.lab import Look
 from tests.support.static_view import StaticView, encode_message
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator
 
 pytestmark = pytest.mark.browser
 
@@ -47,22 +52,60 @@ def read_places(view: StaticView) -> dict[str, tuple[float, float]]:
     return {name: (x, y) for name, x, y in places}
 
 
-def test_own_panel_keeps_its_place_when_the_learning_rate_gets_a_chart(page: Page):
-    page.set_viewport_size({"width": 1280, "height": 2000})
+@pytest.mark.parametrize("width", [800, 1100, 1400])
+def test_no_panel_moves_when_the_learning_rate_gets_a_chart(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 2600})
     run = make_run()
     view = StaticView(page, run)
     view.show_picture("own", panel_frame.draw_png(lambda ax, history: ax.plot(*history.loss()), run.history))
     expect(view.root.get_by_test_id("custom-panel").locator("img")).to_be_visible()
-    view.update()
-    names = ("Loss", "Throughput", "Gradient norm", "own")
-    before = read_places(view)
+    show_series(view, run)
+    rate = view.root.get_by_test_id("learning-rate-chart")
+    expect(rate).to_contain_text("0.1, the same since the first step")
+    before, table = read_places(view), get_box(view, "nodes-table")
+    assert len(before) == 9
     run.lr = 0.01
     run.advance(50)
     view.update()
-    expect(view.root.get_by_test_id("learning-rate-chart").locator("svg.dtk-chart")).to_be_visible()
-    after = read_places(view)
-    assert {name: after[name] for name in names} == {name: before[name] for name in names}
-    assert before["own"][0] > before["Gradient norm"][0]  # beside it
+    expect(rate.locator("svg.dtk-chart")).to_be_visible()
+    assert read_places(view) == before
+    assert get_box(view, "nodes-table") == table
+
+
+@pytest.mark.parametrize("width", [800, 1100, 1400])
+def test_no_panel_is_wider_for_want_of_a_neighbor(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 2600})
+    run = make_run(MACHINES[1:])
+    view = StaticView(page, run)
+    for name, is_wide in (("own", False), ("wide", True)):
+        draw = panel_frame.draw_png(lambda ax, history: ax.plot(*history.loss()), run.history)
+        view.show_picture(name, draw, is_wide=is_wide)
+    show_series(view, run)
+    expect(view.root.get_by_test_id("custom-panel").locator("img:visible")).to_have_count(2)
+    widths = {
+        name: get_width(panel)
+        for panel in view.root.locator(".dtk-panel[data-name]:visible").all()
+        if (name := panel.get_attribute("data-name"))
+    }
+    half = widths.pop("Loss")
+    assert widths.pop("wide") > 2 * half
+    assert set(widths.values()) == {half}, widths
+    memory, limits = get_box(view, "system-chart"), get_box(view, "memory-panel")
+    assert limits["x"] > memory["x"]  # beside the last chart of the machines
+    assert limits["y"] == memory["y"]
+
+
+def get_box(view: StaticView, testid: str) -> dict[str, float]:
+    """Return the edges of the last panel with this id, without its height."""
+    box = view.root.get_by_test_id(testid).last.bounding_box()
+    assert box
+    return {"x": box["x"], "y": box["y"], "width": box["width"]}
+
+
+def get_width(panel: Locator) -> float:
+    box = panel.bounding_box()
+    assert box
+    return box["width"]
 
 
 def test_late_validation_moves_no_panel_to_another_column(page: Page):

@@ -53,8 +53,9 @@ def test_restarted_kernel_shows_and_continues_the_run(lab: Lab, tmp_path: Path):
     lab.screenshot(shots / "restarted.png")
     lab.run_cell(2)
     lab.wait_idle(timeout=120)
-    taken, result = lab.text(2).splitlines()
+    taken, back, result = lab.text(2).splitlines()
     assert taken.startswith("took over dtkit-")
+    assert back.startswith("Another notebook takes it back by dtkit.attach(")  # a line of its own, which fits a cell
     state, step, is_complete = json.loads(result)
     assert state == "paused"
     assert step >= before

@@ -85,3 +85,57 @@ def test_a_place_that_is_kept_is_never_an_empty_line(page: Page):
     assert answer
     assert field["y"] <= answer["y"] < field["y"] + field["height"]  # beside the field
     assert list_overflowing(page) == []
+
+
+@pytest.mark.parametrize("width", [600, 800, 1400])
+def test_how_to_zoom_is_said_until_a_reader_has_zoomed_and_has_no_row_of_its_own(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    run = FakeSource(ranks=2)
+    run.advance(50)
+    open_with_storage(page)
+    view = StaticView(page, run)
+    root, key = view.root, view.root.get_by_test_id("marks-key")
+    expect(key).to_have_text("drag over a chart to zoom in")
+    hint, legend = key.bounding_box(), root.get_by_test_id("legend").bounding_box()
+    assert hint
+    assert legend
+    assert hint["y"] < legend["y"] + legend["height"]  # in the line of the legend
+    assert hint["x"] >= legend["x"] + legend["width"]
+    tops = [get_top(root.get_by_test_id("loss-chart"))]
+    chart = root.get_by_test_id("loss-chart").locator("svg.dtk-chart")
+    chart.press("+")
+    expect(root.get_by_test_id("range")).to_be_visible()
+    tops.append(get_top(root.get_by_test_id("loss-chart")))
+    chart.press("0")
+    expect(root.get_by_test_id("range")).to_be_hidden()
+    expect(key).not_to_be_visible()
+    tops.append(get_top(root.get_by_test_id("loss-chart")))
+    page.reload()
+    view = StaticView(page, run)  # of a page that was loaded again
+    expect(view.root.get_by_test_id("marks-key")).not_to_be_visible()
+    run.event("pause", "paused at step 50")
+    view.update()
+    expect(view.root.get_by_test_id("marks-key")).to_have_text("marks:  ‖ paused", use_inner_text=False)
+    tops.append(get_top(view.root.get_by_test_id("loss-chart")))
+    assert len(set(tops)) == 1, tops
+
+
+def open_with_storage(page: Page) -> None:
+    """Open an empty page that may keep something in the browser; a page without an address may not."""
+    page.route("http://view.test/", lambda route: route.fulfill(body="<!doctype html>", content_type="text/html"))
+    page.goto("http://view.test/")
+
+
+def test_a_zoom_and_the_key_of_the_marks_fit_beside_each_other(page: Page):
+    page.set_viewport_size({"width": 1150, "height": 900})
+    run = FakeSource(ranks=2)
+    view = StaticView(page, run)
+    for _ in make_events(run):
+        view.update()
+    view.root.get_by_test_id("loss-chart").locator("svg.dtk-chart").press("+")
+    expect(view.root.get_by_test_id("range")).to_be_visible()
+    assert list_overflowing(page) == []
+    texts = view.root.locator(".dtk-toolline > span:visible").evaluate_all(
+        "(all) => all.filter((el) => el.scrollHeight > el.clientHeight + 1).map((el) => el.textContent)"
+    )
+    assert texts == []

@@ -43,7 +43,7 @@ def test_phases_waiting_and_communication_add_up_to_the_step(cluster2):
 
 def test_other_ranks_wait_for_a_slowed_rank(cluster2):
     run = train(cluster2, loss=None, training_step=costly, steps=20, start=False)
-    assert run.inject_delay(1, 4) == 0
+    run.inject_delay(1, 4)
     assert run.delay_factors == {1: 4.0}
     run.step(10)
     rows = run.history.rows()[4:]

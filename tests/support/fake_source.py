@@ -176,11 +176,9 @@ class FaultInjectableSource(FakeSource):
 
     def inject_delay(self, rank, factor):
         self.calls.append(("slow", rank, factor))
-        return self.step
 
     def inject_fault(self, name, rank):
         self.calls.append((name, rank))
-        return self.step
 
     def save(self):
         if self.refuse:

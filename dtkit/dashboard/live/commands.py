@@ -32,11 +32,11 @@ COMMANDS = frozenset({"pause", "resume", "step", "stop", "lr"})
 class FaultInjectable(Protocol):
     """Methods of runs that take faults and notes, and write checkpoints. A run may lack them."""
 
-    def inject_delay(self, rank: int, factor: float) -> int:
+    def inject_delay(self, rank: int, factor: float) -> None:
         """Make a rank's steps `factor` times as long."""
         ...
 
-    def inject_fault(self, name: str, rank: int) -> int:
+    def inject_fault(self, name: str, rank: int) -> None:
         """End a rank's process: ``inject_fault("kill", 3)``."""
         ...
 
@@ -113,15 +113,20 @@ class CommandHandler:
         run = cast("FaultInjectable", self._run)
 
         def act() -> str:
-            step = run.inject_delay(rank, factor)
+            run.inject_delay(rank, factor)
             effect = "runs at full speed" if factor == 1 else f"is slowed {factor:g}x"
-            return f"node {rank} {effect} since step {step:,}"
+            return f"node {rank} {effect} since step {self._run.status.step:,}"
 
         return act
 
     def _prepare_kill(self, value: Any) -> Callable[[], str]:
         rank, run = self._parse_rank(value), cast("FaultInjectable", self._run)
-        return lambda: f"node {rank} was ended at step {run.inject_fault('kill', rank):,}"
+
+        def act() -> str:
+            run.inject_fault("kill", rank)
+            return f"node {rank} was ended at step {self._run.status.step:,}"
+
+        return act
 
     def _prepare_save(self, _value: Any) -> Callable[[], str]:
         run = cast("FaultInjectable", self._run)

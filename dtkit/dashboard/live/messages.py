@@ -187,7 +187,8 @@ class MessageBuilder:
 
     def build_text(self) -> Message:
         """Return the numbers above the charts, and those in their titles, which cost little. It applies at any time."""
-        metrics = self._steady_verdict.match(compute_run_metrics(self._run.history, self._num_ranks, self._lost_nodes))
+        metrics = compute_run_metrics(self._run.history, self._num_ranks, self._lost_nodes)
+        metrics = self._steady_verdict.match(metrics, self._clock())
         run, status = self._run, self._run.status
         numbers = read_last_numbers(run.history, status.step)
         newest = {"evaluations": self._evaluation_feed.build_newest(), "numbers": numbers}
@@ -227,10 +228,13 @@ class MessageBuilder:
         base, self._seq = self._seq, self._seq + 1
         is_first_step = self._pressing_state.note_sent(status, self._num_events_read, self._last_effect.count)
         stall = find_stall(run)
-        verdict = self._build_verdict(changed_only=kind == "change")  # before the metrics, which must agree with it
+        now = self._clock()
+        verdict = self._build_verdict(
+            now, changed_only=kind == "change"
+        )  # before the metrics, which must agree with it
         self._num_rows = len(run.history)  # rows that arrive from here on are for the next message
         metrics = compute_run_metrics(run.history, self._num_ranks, self._lost_nodes)
-        self._metrics = self._steady_verdict.match(metrics)
+        self._metrics = self._steady_verdict.match(metrics, now)
         self.ended_ranks = find_ended_engines(run)
         stuck_ranks = [] if stall is None or stall.rank is None else [stall.rank]
         self._outliers = find_outliers(self._metrics, {*self._lost_nodes, *stuck_ranks})
@@ -258,9 +262,9 @@ class MessageBuilder:
             **({"is_first_step": True} if is_first_step else {}),
         }
 
-    def _build_verdict(self, *, changed_only: bool) -> dict[str, Any]:
+    def _build_verdict(self, now: float, *, changed_only: bool) -> dict[str, Any]:
         """Return the verdict on the last seconds; empty if the page already has it."""
-        now, steady = self._clock(), self._steady_verdict
+        steady = self._steady_verdict
         before, is_last = steady.shown, is_at_rest(self._run.status.state)
         if self._run.exception is not None or self._lost_nodes or self._run.stall_report is not None:
             steady.update(None, now)

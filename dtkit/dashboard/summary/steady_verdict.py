@@ -47,6 +47,9 @@ class SteadyVerdict:
         self._other_cause: str | None = None
         self._other_since = 0.0
         self._straggler: Straggler | None = None
+        self._found_ranks: tuple[int, ...] = ()
+        self._found_since = 0.0
+        self._is_final = False
 
     def update(self, found: Verdict | None, now: float, *, is_final: bool = False) -> Verdict | None:
         """Return the verdict to show after `found` was found; `is_final` while the run is at rest.
@@ -54,7 +57,7 @@ class SteadyVerdict:
         None, a first verdict, and one on a diverged loss show at once. So do other numbers in the same line, and
         a cause that is beyond doubt, which the tiles and bars beside it show too.
         """
-        before = self.shown
+        before, self._is_final = self.shown, is_final
         if found is None or before is None or is_final or "diverged" in (found.cause, before.cause):
             return self._show(found)
         if _is_same(found, before):
@@ -73,14 +76,25 @@ class SteadyVerdict:
         self.shown = before if is_close else current
         return self.shown
 
-    def match(self, metrics: RunMetrics) -> RunMetrics:
-        """Return the metrics to show beside the shown verdict: the marks of slow nodes come and go with its line."""
-        straggler = self._match_straggler(metrics.timing.straggler)
-        if straggler is metrics.timing.straggler:
+    def match(self, metrics: RunMetrics, now: float) -> RunMetrics:
+        """Return the metrics to show beside the shown verdict: the marks of slow nodes come and go with its line.
+
+        Beside a line about something else, a slow node is named once it was found in each look for some seconds.
+        """
+        found = metrics.timing.straggler
+        straggler = self._match_straggler(found, has_lasted=self._has_lasted(found, now))
+        if straggler is found:
             return metrics
         return dataclasses.replace(metrics, timing=dataclasses.replace(metrics.timing, straggler=straggler))
 
-    def _match_straggler(self, found: Straggler | None) -> Straggler | None:
+    def _has_lasted(self, found: Straggler | None, now: float) -> bool:
+        """Return whether these slow nodes were found in each look for some seconds."""
+        ranks = () if found is None else found.ranks
+        if ranks != self._found_ranks:
+            self._found_ranks, self._found_since = ranks, now
+        return now - self._found_since >= timeouts.VERDICT_HOLD_S
+
+    def _match_straggler(self, found: Straggler | None, *, has_lasted: bool) -> Straggler | None:
         if self.shown is None:
             return found
         if self.shown.cause == "straggler":
@@ -88,7 +102,8 @@ class SteadyVerdict:
                 self._straggler = found
             is_known = self._straggler is not None and self._straggler.ranks == self.shown.slow_ranks
             return self._straggler if is_known else found
-        return None if self.shown.cause == "waiting" or self._other_cause == "straggler" else found
+        is_doubtful = self.shown.cause == "waiting" or self._other_cause == "straggler"
+        return found if not is_doubtful and (has_lasted or self._is_final) else None
 
     def _show(self, verdict: Verdict | None) -> Verdict | None:
         self.shown, self._other_cause = verdict, None

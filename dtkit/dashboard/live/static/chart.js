@@ -16,7 +16,7 @@ import { xAxis } from "./chart/axis.js";
 import { fitCaption } from "./chart/caption.js";
 import { newCursor } from "./chart/cursor.js";
 import { areShares, bucketGrain, hasNegative, inverted, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
-import { drawLabels, drawLine, drawPoints, drawSpots, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
+import { drawLabels, drawLine, drawPoints, drawSpots, LABEL_LETTER_PX, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { GLYPH_SPACE, mergeSigns } from "./chart/marks.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
 import { drawRunLabels } from "./chart/run_labels.js";
@@ -72,7 +72,8 @@ export function chart(store, name, options, redraw) {
     const whole = [options.lead?.(view), view.isLog && !flat ? "log scale" : "", caption].filter(Boolean).join(" · ");
     if (options.help) setAttr(note, "title", options.help(store.head));
     else setAttr(note, "title", whole); // of which a narrow chart shows a part
-    setText(note, flat ? whole : fitCaption(options.title ?? "", whole, view.width - (scale.el.hidden ? TOOLS : TOOLS_AND_SCALE)));
+    const isCard = flat && el.closest(".dtk-small") !== null; // its caption has a line of its own
+    setText(note, isCard ? whole : fitCaption(options.title ?? "", whole, view.width - (scale.el.hidden ? TOOLS : TOOLS_AND_SCALE)));
   };
   let captionTimer = null;
   const point = () => {
@@ -85,9 +86,9 @@ export function chart(store, name, options, redraw) {
   const rewrite = () => { // what is cheap, while the lines wait for their turn
     if (el.hidden || !view.frame) return;
     writeCaption();
-    const { children } = layers.labels;
+    const labels = layers.labels.querySelectorAll("text");
     const isNewer = (options.newest?.() ?? null) !== null && !store.view.zoom; // a zoomed line ends earlier
-    if (isNewer && !view.layout.nodes && children.length === 1) setText(children[0], options.overall(store.head, NaN));
+    if (isNewer && !view.layout.nodes && labels.length === 1) setText(labels[0], options.overall(store.head, NaN));
   };
   const update = () => {
     view.layout = options.layout?.(store) ?? store.head.charts[name];
@@ -96,8 +97,7 @@ export function chart(store, name, options, redraw) {
     if (el.hidden) return noteScale(view, null, redraw);
     const flat = Boolean(options.isFlat?.(store)), isMoved = el.classList.contains("dtk-flat") !== flat;
     el.classList.toggle("dtk-flat", flat);
-    el.classList.toggle("dtk-wide", flat || Boolean(options.wide));
-    view.height = frame.height() ?? rowHeight(el, options.height ?? 200);
+    view.height = frame.height() ?? rowHeight(el, flat ? 0 : options.height ?? 200);
     view.grain = options.grain?.(store) ?? readBuckets(view);
     if (options.inverted) changeValues(view.grain, inverted);
     view.canLog = Boolean(options.canLog) && !(options.canLog === "positive" && hasNegative(view.grain));
@@ -211,11 +211,11 @@ function hasPointedLines({ store: { pointed, view, spot }, name, layout, points 
   return Array.from({ length: layout.nodes + 1 }, (_, line) => lineKey(layout, line)).includes(pointed);
 }
 
-const LABEL_ROOM = 92, LABEL_LETTER = 6.9; // for "◇ validation" and "mean 0.114"
+const LABEL_ROOM = 92; // for "◇ validation" and "mean 0.114"
 
 /** Return the room right of all charts of a run, so that equal steps are below each other. */
 function labelsRoom({ head: { overall = "" } }) {
-  return Math.max(LABEL_ROOM, 16 + LABEL_LETTER * overall.length);
+  return Math.max(LABEL_ROOM, 16 + LABEL_LETTER_PX * overall.length);
 }
 
 const DOT_ROOM = 5; // around the plot, for whole dots and line ends
@@ -251,14 +251,15 @@ function drawGrid(view, width) {
   const count = tickCount(view.height), values = view.isLog ? logTicks(low, high, count) : ticks(low, high, count), write = tickFormat(values);
   for (const v of values) {
     parts.push(["line", { x1: LEFT, x2: LEFT + inner, y1: y(v), y2: y(v) }]);
-    parts.push(["text", { x: LEFT - 7, y: y(v) + 4, "text-anchor": "end" }, view.options.mark?.(v) ?? write(v)]);
+    parts.push(["text", { x: LEFT - 7, y: y(v) + 4, "text-anchor": "end" }, write(v)]);
   }
   parts.push(["text", { x: LEFT - 7, y: view.height - 5, "text-anchor": "end" }, axis.label]);
   let free = LEFT - 4;
-  for (const v of axis.marks(axis.of(first), axis.of(end), Math.max(3, Math.round(width / 85)))) {
-    const at = x(axis.step(v)), half = 3.3 * axis.mark(v).length;
+  const places = axis.marks(axis.of(first), axis.of(end), Math.max(3, Math.round(width / 85))), name = axis.write(places);
+  for (const v of places) {
+    const at = x(axis.step(v)), half = 3.3 * name(v).length;
     if (at - half < free || at > LEFT + inner + 2) continue; // it would overlap the last one
-    parts.push(["text", { x: at, y: view.height - 5, "text-anchor": "middle" }, axis.mark(v)]);
+    parts.push(["text", { x: at, y: view.height - 5, "text-anchor": "middle" }, name(v)]);
     free = at + half + 6;
   }
   drawParts(view.layers.grid, parts);
@@ -266,9 +267,10 @@ function drawGrid(view, width) {
 
 const MOST_TEXTS = 12;
 
-/** Draw event marks on the step axis; those next to each other share one text, in which each sign has its color. */
+/** Draw event marks on the step axis; those next to each other share one text, in which each sign has its color. `view.markSpans` has where they are. */
 function drawMarks(view) {
   const { x, first, end } = view.frame, parts = [], signs = [];
+  view.markSpans = [];
   for (const mark of view.store.marks) {
     const step = end < view.whole[1] ? mark.step : Math.min(mark.step, end); // the last step may have no values
     if (step < first || step > end) continue;
@@ -277,8 +279,10 @@ function drawMarks(view) {
     parts.push(s("g", { class: look }, s("title", {}, text),
       s("line", { x1: at, x2: at, y1: TOP, y2: view.height - BOTTOM })));
     signs.push({ at, glyph: MARKED[mark.kind] ?? "•", kind: mark.kind, look, text });
+    view.markSpans.push([at, at]);
   }
-  for (const { at, glyphs, marks } of mergeSigns(signs, LEFT, LEFT + view.frame.width)) {
+  for (const { at, half, glyphs, marks } of mergeSigns(signs, LEFT, LEFT + view.frame.width)) {
+    view.markSpans.push([at - half, at + half]);
     const texts = marks.slice(-MOST_TEXTS).map((k) => signs[k].text);
     const spans = glyphs.map((glyph, k) => s("tspan", { class: signs.find((sign) => sign.glyph === glyph).look }, k ? GLYPH_SPACE + glyph : glyph));
     parts.push(s("g", { class: "dtk-sign" }, s("title", {}, texts.join("\n")), s("text", { x: at, y: TOP - 3, "text-anchor": "middle" }, ...spans)));

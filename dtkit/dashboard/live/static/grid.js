@@ -1,6 +1,9 @@
 // The grid of panels: those of half the width are next to each other in pairs, in one order. Small ones have rows of their own.
+//
+// A panel has its half of a row also while it has no neighbor, or is a strip, which is as low as a line of text. So a chart
+// that opens where its strip was moves no other panel.
 
-const SHOWN_PANEL = ".dtk-panel:not([hidden])", ALONE = "dtk-alone", TWO_COLUMNS = 760; // pixels, as in dashboard.css
+const SHOWN_PANEL = ".dtk-panel:not([hidden])", STRIP = ".dtk-flat, .dtk-strip", WHOLE_ROW = "dtk-whole", TWO_COLUMNS = 760; // pixels, as in dashboard.css
 const HEIGHTS = new WeakMap(); // by panel: {own, row}, pixels of a chart or a picture, and of the higher one in its row
 
 /** Note how high a panel's chart or picture is by itself. Return how high its row lets it be. */
@@ -11,7 +14,7 @@ export function rowHeight(panel, own) {
   return Math.max(own, heights.row);
 }
 
-/** Return a function that leaves no part of a row empty, and returns whether this changed a panel, which then is to be drawn again. */
+/** Return a function that lays out the rows, and returns whether this changed a panel, which then is to be drawn again. */
 export function newRows(body, redraw) {
   let width = 0;
   new ResizeObserver(([{ borderBoxSize: [{ inlineSize }] }]) => {
@@ -20,7 +23,7 @@ export function newRows(body, redraw) {
   }).observe(body);
   return () => {
     const groups = groupHalves([...body.querySelectorAll(SHOWN_PANEL)].filter((el) => !el.closest(".dtk-off")));
-    return groups.flatMap((group) => [widenLast(group), levelRows(group, width >= TWO_COLUMNS)]).some(Boolean);
+    return groups.flatMap((group) => [widenLoneStrip(group), levelRows(group, width >= TWO_COLUMNS)]).some(Boolean);
   };
 }
 
@@ -34,14 +37,11 @@ function groupHalves(panels) {
   return groups;
 }
 
-/**
- * Widen the last of an odd number of panels: it has no neighbor, and what is below keeps its place when one comes. A picture
- * keeps its size, or its letters would change theirs until it is drawn again.
- */
-function widenLast(group) {
-  const isAlone = (panel, k) => k === group.length - 1 && k % 2 === 0 && panel.dataset.testid !== "custom-panel";
-  const changed = group.filter((panel, k) => panel.classList.contains(ALONE) !== isAlone(panel, k));
-  for (const panel of changed) panel.classList.toggle(ALONE);
+/** Give a strip without a neighbor the whole row, where its text has one line. A chart or a picture isn't stretched. */
+function widenLoneStrip(group) {
+  const isAlone = (panel, k) => k === group.length - 1 && k % 2 === 0 && panel.matches(STRIP);
+  const changed = group.filter((panel, k) => panel.classList.contains(WHOLE_ROW) !== isAlone(panel, k));
+  for (const panel of changed) panel.classList.toggle(WHOLE_ROW);
   return changed.length > 0;
 }
 

@@ -9,9 +9,25 @@ export function number(value, digits = 3) {
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size >= 1e7 || size < 1e-4) return exponent(value, 2);
+  if (size >= 1e6) return WHOLE_FORMAT.format(+value.toPrecision(3));
   if (size >= 100) return WHOLE_FORMAT.format(value);
   if (size < 1e-3) return String(+value.toPrecision(2));
   return String(value.toPrecision(digits));
+}
+const SMALL_NUMBER = 1e-2, LARGE_NUMBER = 1e4; // beyond which numbers of a column have powers of ten where one of them needs one
+
+/** Return the numbers of a column in one form: with equally many decimals, or with powers of ten where one of them needs one. */
+export function numberColumn(values) {
+  const known = values.filter((value) => Number.isFinite(value) && value !== 0), sizes = known.map(Math.abs);
+  const hasSmall = sizes.some((size) => size < 1e-4), hasLarge = sizes.some((size) => size >= 1e7);
+  const isPower = (value) => (hasSmall && Math.abs(value) < SMALL_NUMBER) || (hasLarge && Math.abs(value) >= LARGE_NUMBER);
+  const decimals = Math.max(0, ...known.filter((value) => !isPower(value)).map((value) => (number(value).split(".")[1] ?? "").length));
+  const plain = new Intl.NumberFormat("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+  return values.map((value) => {
+    if (value === null || !Number.isFinite(value)) return NOTHING;
+    if (value === 0) return "0";
+    return isPower(value) ? value.toExponential(1).replace("+", "") : plain.format(value);
+  });
 }
 export function bytes(value) {
   if (!Number.isFinite(value)) return NOTHING;
@@ -61,10 +77,20 @@ export function tick(value) {
   const short = +value.toPrecision(6);
   return Math.abs(short) < 1e3 ? String(short) : TICK_FORMAT.format(short); // a format takes far longer
 }
-/** Return how the numbers of one axis are written: all large ones with a power of ten where one of them has to be. */
+const ONE_UNIT_RATIO = 1e3; // of the largest to the smallest number of an axis that has a single unit
+
+/**
+ * Return how the numbers of one axis are written, all in one form: as they are, in thousands or millions, or with powers of
+ * ten, which all but 0 to 10 have where one of them needs them.
+ */
 export function tickFormat(values) {
-  const isHuge = values.some((value) => Math.abs(value) >= 1e9);
-  return (value) => (isHuge && Math.abs(value) >= 1e4 ? exponent(value, 3) : tick(value));
+  const sizes = values.map(Math.abs).filter((size) => size > 0), most = Math.max(...sizes), least = Math.min(...sizes);
+  if (most >= 1e9 || least < 1e-3) return (value) => (value === 0 || (Math.abs(value) >= 1 && Math.abs(value) < 10) ? tick(value) : exponent(value, 4));
+  if (!(most >= 1e4)) return tick;
+  const [size, unit] = most >= 1e6 ? [1e6, "M"] : [1e3, "k"], isRange = most < ONE_UNIT_RATIO * least;
+  const isExact = values.every((value) => value === 0 || Math.abs(+(value / size).toPrecision(3) * size / value - 1) < 1e-9);
+  if (isRange) return (value) => (isExact ? `${+(value / size).toPrecision(3)}${value === 0 ? "" : unit}` : TICK_FORMAT.format(value));
+  return (value) => (Math.abs(value) >= 1e3 && Math.abs(value) < 1e4 ? `${+(value / 1e3).toPrecision(3)}k` : tick(value));
 }
 /** Return about `count` round values between low and high. */
 export function ticks(low, high, count) {

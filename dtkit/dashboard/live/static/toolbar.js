@@ -1,4 +1,5 @@
-// The tools of all charts, in one line: the axis, smoothing, scale, limits, zoom, panels, and a legend that hides lines.
+// The tools of all charts, in one line: a legend that hides lines, the key of the marks, the axis, smoothing, scale, limits,
+// zoom, and panels.
 
 import { AXES } from "./chart/axis.js";
 import { describeMarks } from "./chart/marks.js";
@@ -7,6 +8,7 @@ import { h, setAttr, setText } from "./elements.js";
 import { nodeName } from "./picking.js";
 import { panelsMenu } from "./panels_menu.js";
 import { countLog, isLogAuto, isLogShown, LIVE } from "./store.js";
+import { hasZoomed, ZOOM_HINT } from "./zoom_hint.js";
 
 const SCALE_HELP = "logarithmic scale of losses, norms and logged numbers; a chart chooses it by itself where its smallest values would touch 0 on a linear one";
 const AUTO_HELP = "logarithmic scale, chosen by itself since the smallest values would touch 0 on a linear scale; a click ends that, and your choice stays";
@@ -21,13 +23,16 @@ export function toolbar(store, panels, scaleOf = scaleOfAll(store)) {
   reset.addEventListener("click", () => zoomTo(store, null));
   const menu = panels ? panelsMenu(store, panels) : null, legend = legendField(store), refresh = panels && store.setRefresh ? refreshField(store) : null;
   const key = h("span", { class: "dtk-marks-key", "data-testid": "marks-key" }), range = h("span", { class: "dtk-range", role: "status", "data-testid": "range" });
-  const line = h("div", { class: "dtk-toolline" }, key, range, reset); // a line of its own: they come and go, and move nothing
+  const line = h("div", { class: "dtk-toolline" }, key, range, reset); // its place is kept: they come and go, and move nothing
   const el = h("div", { class: "dtk-toolbar", role: "toolbar", "aria-label": "chart tools", "data-testid": "toolbar" },
-    legend.el, h("span", { class: "dtk-toolset" }, axis.el, smooth.el, scale.el, robust.el, ...[refresh, menu].filter(Boolean).map(({ el: part }) => part)), line);
+    legend.el, line, h("span", { class: "dtk-toolset" }, axis.el, smooth.el, scale.el, robust.el, ...[refresh, menu].filter(Boolean).map(({ el: part }) => part)));
   const update = () => {
     el.hidden = !store.curves.used && !LIVE.includes(store.status.state);
     reset.hidden = !store.view.zoom;
-    setText(key, panels && store.marks.length ? `marks:  ${describeMarks(store.marks)}` : store.view.zoom ? "" : ZOOM_HELP); // a report has its own key
+    const said = describeMarksOrHint(store, panels !== null);
+    setText(key, said);
+    key.classList.toggle("dtk-quiet", said === NO_MARKS);
+    line.classList.toggle("dtk-zoomed", Boolean(store.view.zoom));
     setAttr(key, "title", store.marks.length ? key.textContent : "");
     setText(range, describeRange(store));
     for (const part of [axis, smooth, scale, robust, legend, refresh, menu]) part?.update();
@@ -35,7 +40,18 @@ export function toolbar(store, panels, scaleOf = scaleOfAll(store)) {
   return { el, update };
 }
 
-const ZOOM_HELP = "drag over a chart to zoom in";
+const NO_MARKS = "no marks yet"; // shown only where the key has a line of its own
+
+/** Return the key of the marks, unless the page has another one, or before the first mark how to zoom. */
+function describeMarksOrHint({ marks, view }, hasKey) {
+  if (hasKey && marks.length) return `marks:  ${keepEntriesWhole(describeMarks(marks))}`;
+  if (!view.zoom && !hasZoomed()) return ZOOM_HINT;
+  return hasKey ? NO_MARKS : "";
+}
+/** Return a key in which no line ends between a sign and its words. */
+function keepEntriesWhole(text) {
+  return text.split(" · ").map((entry) => entry.replaceAll(" ", "\u00a0")).join(" · ");
+}
 
 /** Say what charts that are zoomed in leave out; an empty text where they show all. */
 function describeRange({ view: { zoom, x }, head, status }) {

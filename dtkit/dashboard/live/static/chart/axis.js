@@ -1,10 +1,13 @@
 // The horizontal axis of all charts: steps, epochs, seconds of training, or samples.
 
-import { duration, tick, ticks } from "../numbers.js";
+import { duration, tickFormat, ticks } from "../numbers.js";
 
 export const AXES = ["step", "epoch", "time", "samples"];
 
-/** Return {label, of(step), step(of), format(value), marks(low, high, count)}: positions on the axis, and back to steps. */
+/**
+ * Return {label, of(step), step(of), format(value), marks(low, high, count), write(marks)}: positions on the axis, and back to
+ * steps. write() returns how one of these marks is written.
+ */
 export function xAxis(store) {
   const mode = store.view.x, head = store.head ?? {};
   if (mode === "time" && head.charts?.step_s) return timeAxis(store);
@@ -15,13 +18,13 @@ export function xAxis(store) {
     of: (step) => step * each,
     step: (v) => v / each,
     format: (v) => (whole ? Math.round(v).toLocaleString("en-US") : String(+v.toFixed(2))),
-    mark: tick,
+    write: tickFormat,
     marks: (low, high, count) => ticks(low, high, count).filter((v) => !whole || Number.isInteger(v)),
   };
 }
 
 /** The axis of a chart whose positions are milliseconds. */
-export const MILLISECONDS = { label: "time", unit: "ms", of: (ms) => ms / 1e3, step: (seconds) => seconds * 1e3, format: duration, mark: shortTime, marks: timeMarks };
+export const MILLISECONDS = { label: "time", unit: "ms", of: (ms) => ms / 1e3, step: (seconds) => seconds * 1e3, format: duration, write: () => shortTime, marks: timeMarks };
 
 /** Steps have taken what the buckets say; pauses don't count. */
 function timeAxis(store) {
@@ -47,7 +50,7 @@ function timeAxis(store) {
     }
     return high;
   };
-  return { label: "time", of, step, format: duration, mark: shortTime, marks: timeMarks };
+  return { label: "time", of, step, format: duration, write: () => shortTime, marks: timeMarks };
 }
 
 const ROUND_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];

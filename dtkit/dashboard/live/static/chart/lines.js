@@ -171,18 +171,26 @@ function apart(points, x) {
 /** Write names at the lines' ends, apart from each other. */
 export function drawLabels(view, lineEnds, { left, top, bottom }) {
   const ends = orderLabels(thinLabels(view, mergeLabels(view, lineEnds), top, bottom));
-  const placed = spread(ends.map((end) => end.y), LABEL_GAP, top, bottom), at = view.options.joined ? labelStart(ends, left) : left;
-  drawParts(view.layers.labels, ends.map((end, k) => ["text", { x: at, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label]));
+  const placed = spread(ends.map((end) => end.y), LABEL_GAP, top, bottom), { at, isShort } = placeLabels(view, ends, left), isWithin = at < left;
+  const names = ends.map((end, k) => ["text", { x: at, y: placed[k] + 4, class: `dtk-${end.hue}${isWithin ? " dtk-halo" : ""}${pickedClass(view.store, end.rank)}` }, end.label]);
+  const leaders = isShort && !isWithin ? ends.map((end, k) => ["path", { d: `M${end.x + 2},${end.y}L${at - 2},${placed[k]}`, class: "dtk-leader" }]) : [];
+  drawParts(view.layers.labels, [...names, ...leaders]);
   ends.forEach(({ rank }, k) => { view.layers.labels.children[k].onclick = rank === undefined ? null : () => pick(view.store, rank); });
 }
 const AWAY_PX = 7;
+export const LABEL_LETTER_PX = 6.9; // in a wide font
 /** How far before the plot's end a line ends that is short. */
 export const SHORT_PX = 30;
 
-/** Return where labels begin: next to the lines' ends, where all lines end long before the axis does. */
-function labelStart(ends, left) {
-  const last = Math.max(...ends.map((end) => end.x));
-  return left - last > SHORT_PX ? last + AWAY_PX : left;
+/**
+ * Return {at, isShort}: where labels begin, and whether all lines end long before the axis does. Labels of short lines are next
+ * to the lines' ends unless a mark is there.
+ */
+function placeLabels(view, ends, left) {
+  const last = Math.max(...ends.map((end) => end.x)), near = last + AWAY_PX, isShort = left - last > SHORT_PX; // a point has no end
+  const beyond = near + LABEL_LETTER_PX * Math.max(...ends.map(({ label }) => label.length));
+  const isMarked = view.markSpans.some(([from, to]) => from < beyond && to > near);
+  return { at: isShort && !isMarked ? near : left, isShort };
 }
 
 const SAME_PX = 3, APART_LABELS_PX = 9; // apart, so that labels don't flicker between one and several

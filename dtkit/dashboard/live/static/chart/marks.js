@@ -29,9 +29,9 @@ function formatRanks(ranks) {
 const GLYPH_LETTER_PX = 6, GLYPH_SYMBOL_PX = 9, GLYPH_SPACE_PX = 4, SIGN_GAP_PX = 3; // widths in a wide font
 
 /**
- * Return the signs {at, glyphs, marks} of marks {at, glyph, kind}, both with positions in pixels and in the order of events.
+ * Return the signs {at, half, glyphs, marks} of marks {at, glyph, kind}, both with positions in pixels and in the order of events.
  * Signs that would be drawn over each other are one, with each glyph once; of many, those of failures and the last ones.
- * Its `marks` are numbers of the given ones. A sign is over the middle of its lines, or as near to it as `from` and `to` allow.
+ * Its `marks` are numbers of the given ones, and `half` is half of its width. A sign is over the middle of its lines, or as near to it as `from` and `to` allow.
  */
 export function mergeSigns(marks, from = -Infinity, to = Infinity) {
   const signs = [];
@@ -43,7 +43,10 @@ export function mergeSigns(marks, from = -Infinity, to = Infinity) {
       sign.marks.push(...later.marks);
     }
   }
-  return signs.map((sign) => ({ at: keepWithin(middleOf(sign), widthOfSign(sign) / 2, from, to), glyphs: glyphsOf(sign), marks: sign.marks.map(([order]) => order).sort((a, b) => a - b) }));
+  return signs.map((sign) => {
+    const half = widthOfSign(sign) / 2;
+    return { at: keepWithin(middleOf(sign), half, from, to), half, glyphs: glyphsOf(sign), marks: sign.marks.map(([order]) => order).sort((a, b) => a - b) };
+  });
 }
 function keepWithin(at, half, from, to) {
   return Math.max(from + half, Math.min(to - half, at));

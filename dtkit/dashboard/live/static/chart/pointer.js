@@ -2,6 +2,7 @@
 
 import { s, setAttr } from "../elements.js";
 import { askForRange } from "../store.js";
+import { noteZoom } from "../zoom_hint.js";
 
 const DRAGGED_PX = 5;
 
@@ -14,6 +15,7 @@ export function listenToChart(view, redraw) {
 /** Show the steps of a range in all charts, and ask the kernel for what it knows of them; null shows all of them. */
 export function zoomTo(store, range) {
   store.view.zoom = range && Math.abs(range[1] - range[0]) >= 1 ? [Math.min(...range), Math.max(...range)] : null;
+  if (store.view.zoom) noteZoom();
   askForRange(store);
   store.redraw();
 }

@@ -1,6 +1,6 @@
 // One horizontal axis for several runs, whose steps differ in time, samples and epochs: each line has its own positions.
 
-import { duration, tick, ticks } from "../numbers.js";
+import { duration, tickFormat, ticks } from "../numbers.js";
 import { MILLISECONDS } from "./axis.js";
 import { seriesGrain } from "./grain.js";
 
@@ -9,9 +9,9 @@ const THOUSANDTHS = 1000; // of an epoch: charts have whole positions
 
 /** The axes that charts have instead of steps; `unit` is that of the positions. */
 const RUN_AXES = {
-  epoch: { label: "epoch", unit: "1/1000 epoch", of: (v) => v / THOUSANDTHS, step: (v) => v * THOUSANDTHS, format: (v) => `epoch ${+v.toFixed(2)}`, mark: tick, marks: ticks },
+  epoch: { label: "epoch", unit: "1/1000 epoch", of: (v) => v / THOUSANDTHS, step: (v) => v * THOUSANDTHS, format: (v) => `epoch ${+v.toFixed(2)}`, write: tickFormat, marks: ticks },
   time: MILLISECONDS,
-  samples: { label: "samples", unit: "samples", of: (v) => v, step: (v) => v, format: (v) => `${Math.round(v).toLocaleString("en-US")} samples`, mark: tick, marks: (low, high, count) => ticks(low, high, count).filter(Number.isInteger) },
+  samples: { label: "samples", unit: "samples", of: (v) => v, step: (v) => v, format: (v) => `${Math.round(v).toLocaleString("en-US")} samples`, write: tickFormat, marks: (low, high, count) => ticks(low, high, count).filter(Number.isInteger) },
 };
 
 /** Return the axis of the charts of runs; undefined where it has steps. */

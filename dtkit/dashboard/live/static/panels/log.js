@@ -1,7 +1,7 @@
 // The log: events, or evaluations as a table, and a filter by kind and text.
 
 import { h, prose, setAttr, setText } from "../elements.js";
-import { number } from "../numbers.js";
+import { numberColumn } from "../numbers.js";
 
 const KINDS = { all: () => true, alerts: (e) => ["error", "lost", "stuck", "diverged"].includes(e.kind), control: (e) => ["pause", "resume", "stop", "lr", "start", "save", "repair", "done"].includes(e.kind), prints: (e) => e.kind === "print" };
 
@@ -39,7 +39,7 @@ export function log(store) {
 
 function drawEvents(view) {
   const { store, lines, kind, find } = view, wanted = find.value.toLowerCase();
-  lines.style.setProperty("--step-width", `${"step ".length + Math.max(4, String(store.status.steps).length)}ch`); // an extended run may have more digits
+  lines.style.setProperty("--step-width", `${"step ".length + Math.max(5, store.status.steps.toLocaleString("en-US").length)}ch`); // an extended run may have more digits
   if (view.shown === store.log) return;
   const events = store.log.filter((event) => KINDS[kind.value](event) && event.text.toLowerCase().includes(wanted));
   lines.replaceChildren(...events.map(logLine));
@@ -56,7 +56,7 @@ function showEnd({ lines, isPinned }) {
 function logLine(event) {
   const at = new Date(event.time * 1000).toLocaleTimeString("en-GB");
   const who = event.rank === null || event.text.startsWith(`node ${event.rank} `) ? "" : `[${event.rank}] `;
-  return h("div", { class: `dtk-event-${event.kind}` }, h("time", {}, at), h("span", { class: "dtk-at" }, `step ${event.step}`), ...prose(`${who}${event.text}`));
+  return h("div", { class: `dtk-event-${event.kind}` }, h("time", {}, at), h("span", { class: "dtk-at" }, `step ${event.step.toLocaleString("en-US")}`), ...prose(`${who}${event.text}`));
 }
 
 const MOST_ROWS = 200;
@@ -68,6 +68,7 @@ function drawEvaluations(view) {
   view.drawn = evaluations;
   const last = evaluations.slice(-MOST_ROWS).reverse(), names = [...new Set(last.flatMap(({ values }) => Object.keys(values)))];
   const head = h("tr", {}, ...["step", ...names].map((name) => h("th", { scope: "col" }, name)));
-  const rows = last.map(({ step, values }) => h("tr", {}, h("th", { scope: "row" }, step.toLocaleString("en-US")), ...names.map((name) => h("td", {}, number(values[name] ?? NaN)))));
+  const columns = names.map((name) => numberColumn(last.map(({ values }) => values[name] ?? NaN)));
+  const rows = last.map(({ step }, k) => h("tr", {}, h("th", { scope: "row" }, step.toLocaleString("en-US")), ...columns.map((texts) => h("td", {}, texts[k]))));
   table.replaceChildren(h("table", {}, h("thead", {}, head), h("tbody", {}, ...rows)));
 }

@@ -9,7 +9,7 @@ const AMPLE = 0.5; // share up to which one line is enough for all nodes
 
 export function memory(store) {
   const rows = h("div", { class: "dtk-memory", role: "list" });
-  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "memory-panel" }, h("h3", {}, "Memory limits"), rows);
+  const el = h("section", { class: "dtk-panel dtk-strip", "data-testid": "memory-panel" }, h("h3", {}, "Memory limits"), rows);
   const update = () => {
     const shown = shownMemory(store);
     el.hidden = !shown.length;

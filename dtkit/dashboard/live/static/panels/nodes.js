@@ -1,7 +1,7 @@
 // A row for each engine, with its current metrics.
 
 import { h, setAttr, setText } from "../elements.js";
-import { bytes, number } from "../numbers.js";
+import { bytes, numberColumn } from "../numbers.js";
 import { CONDITION_GLYPH, condition, describeCondition, pick, pickedClass } from "../picking.js";
 
 const COLUMNS = ["node", "engine", "host", "pid", "device", "memory", "threads", "loss", "samples/s"];
@@ -25,12 +25,13 @@ export function nodesTable(store) {
     const { reasons: text } = store.nodesNow;
     setText(ended, text ? `✕ ${text.replaceAll("\n", "\n✕ ")}` : "");
     ended.hidden = !text;
+    const [losses, rates] = [0, 1].map((place) => numberColumn(store.nodes.map(({ rank }) => store.ranks[3 * rank + place] ?? NaN)));
     store.nodes.forEach((node, k) => {
-      const [loss, rate, memory] = store.ranks.subarray(3 * node.rank, 3 * node.rank + 3);
+      const memory = store.ranks[3 * node.rank + 2];
       const row = body.children[k], cells = row.children;
       drawNodeState(store, row, node.rank);
       setText(cells[5], `${bytes(memory ?? NaN)} of ${bytes(node.memory_total)}`); // of the process; none is known before the first step
-      setText(cells[7], number(loss ?? NaN)); setText(cells[8], number(rate ?? NaN));
+      setText(cells[7], losses[k]); setText(cells[8], rates[k]);
     });
   };
   return { el, update, title: "Nodes" };

@@ -6,7 +6,7 @@
 import { drawParts, h, s, setAttr, setText } from "../elements.js";
 import { newTooltip, within } from "../chart/tooltip.js";
 import { newFrame } from "../frame.js";
-import { duration, share, tick, ticks } from "../numbers.js";
+import { duration, share, tickFormat, ticks } from "../numbers.js";
 import { pick, pickedClass } from "../picking.js";
 import { drawLegend, newPrefix, phaseClass, phaseLook, textures } from "../textures.js";
 import { usedKinds } from "./timeline.js";
@@ -105,9 +105,10 @@ function draw(view, svg, bars, width) {
 
 function drawAxis(layer, { longest, scale, left, height, width }) {
   const parts = [];
-  for (const v of ticks(0, longest * 1e3, width > 620 ? 8 : 4)) {
+  const marks = ticks(0, longest * 1e3, width > 620 ? 8 : 4), write = tickFormat(marks);
+  for (const v of marks) {
     const x = left + v / 1e3 * scale;
-    parts.push(["line", { x1: x, x2: x, y1: 0, y2: height - AXIS }], ["text", { x, y: height - 6, "text-anchor": "middle" }, `${tick(v)}${v === 0 ? " ms" : ""}`]);
+    parts.push(["line", { x1: x, x2: x, y1: 0, y2: height - AXIS }], ["text", { x, y: height - 6, "text-anchor": "middle" }, `${write(v)}${v === 0 ? " ms" : ""}`]);
   }
   drawParts(layer, parts);
 }

@@ -8,6 +8,10 @@ const HELP = {
   "mean step time": "From the beginning of a step to its end, with waiting for other nodes.",
   waiting: "Part of all nodes' time in which they wait for a slower node.",
 }; // by label
+/** What notes are where five tiles share a narrow row, so that none has a second line. */
+const SHORTER = [[/^(samples\/s), .*/, "$1"], [/^of all nodes' time$/, "of the time"], [/^▲ slowest: /, "▲ "], [/^validation (?=\S)/, "val. "]];
+/** The parts of a note: the steps of a mean, or where a value is from; the text; and the steps of a rate. */
+const NOTE_PARTS = /^(\d+ steps, |validation, )?(.*?)(, [\d,]+ steps?|,? since the repair)?$/;
 
 export function tiles(store) {
   const el = h("div", { class: "dtk-tiles", role: "list", "data-testid": "tiles" }); // JupyterLab styles dl, dt and dd
@@ -18,12 +22,17 @@ export function tiles(store) {
     }
     el.style.setProperty("--columns", store.tiles.length);
     store.tiles.forEach((tile, k) => {
-      const [label, value, note] = el.children[k].children, [, steps = "", text, since = ""] = /^(\d+ steps, |validation, )?(.*?)(,? since the repair)?$/.exec(tile.note);
+      const [label, value, note] = el.children[k].children, [, steps = "", text, since = ""] = NOTE_PARTS.exec(tile.note);
       setAttr(note.children[0], "class", steps === "validation, " ? "dtk-evaluated" : "dtk-window");
       setText(label, tile.label); setText(value, tile.value); setText(note.children[0], steps); setText(note.children[1], text); setText(note.children[2], since);
       setAttr(el.children[k], "title", HELP[tile.label] ?? "");
       setAttr(note, "class", `dtk-note${tile.alert ? " dtk-alert" : ""}`);
+      setAttr(note, "data-short", shortenNote(text));
     });
   };
   return { el, update };
+}
+
+function shortenNote(text) {
+  return SHORTER.reduce((short, [pattern, words]) => short.replace(pattern, words), text);
 }

@@ -6,7 +6,7 @@
 import { newTooltip, within } from "../chart/tooltip.js";
 import { drawParts, h, s, setAttr, setText } from "../elements.js";
 import { newFrame } from "../frame.js";
-import { duration, tick, ticks } from "../numbers.js";
+import { duration, tickFormat, ticks } from "../numbers.js";
 import { nodeName, pick, pickedClass } from "../picking.js";
 import { drawLegend, newPrefix, phaseClass, phaseLook, textures } from "../textures.js";
 import { newWidth } from "../width.js";
@@ -121,9 +121,10 @@ function listBoxes({ strip, head }) {
 
 function drawStripAxis(view, frame) {
   const ms = 1e3 * view.store.strip.seconds, parts = [];
-  for (const v of ticks(0, ms, frame.width > 620 ? 8 : 4)) {
+  const marks = ticks(0, ms, frame.width > 620 ? 8 : 4), write = tickFormat(marks);
+  for (const v of marks) {
     const x = frame.x((v / ms) * WHOLE);
-    parts.push(["line", { x1: x, x2: x, y1: 0, y2: frame.foot }], ["text", { x, y: frame.foot + 14, "text-anchor": "middle" }, `${tick(v)}${v === 0 ? " ms" : ""}`]);
+    parts.push(["line", { x1: x, x2: x, y1: 0, y2: frame.foot }], ["text", { x, y: frame.foot + 14, "text-anchor": "middle" }, `${write(v)}${v === 0 ? " ms" : ""}`]);
   }
   drawParts(view.layers.axis, parts);
 }

@@ -15,6 +15,7 @@ from torch import nn
 
 import dtkit
 from dtkit._util import formatting
+from dtkit.dashboard.figures.comparison_figure import draw_comparison_charts, draw_comparison_legend
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.summary import comparison as comparison_summary
 from dtkit.dashboard.summary.function_text import read_function, read_optimizer
@@ -842,3 +843,74 @@ def test_a_partial_loss_is_told_by_its_function_and_options():
     with dtkit.Cluster.from_transport(FakeTransport(1), device="cpu") as cluster:
         loss = functools.partial(nn.functional.cross_entropy, label_smoothing=0.1)
         assert train(cluster, loss=loss, start=False).spec.loss == "partial(cross_entropy, label_smoothing=0.1)"
+
+
+def make_rows(*changes: dict[str, object]) -> list[comparison_summary.ComparisonRow]:
+    """Return completed runs that are equal but for these fields."""
+    (row,) = dtkit.compare([make_source()]).rows
+    return [dataclasses.replace(row, label=f"run {k}", state="completed", **each) for k, each in enumerate(changes)]
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "text"),
+    [
+        (100.0, 103.2, "+3 %"),
+        (100.0, 50.0, "-50 %"),
+        (100.0, 100.01, "±0 %"),
+        (100.0, 1234.0, "12.3 times"),
+        (0.5, 0.0001, "1/5,000"),
+        (0.0, 1.0, None),
+        (float("nan"), 1.0, None),
+        (1.0, float("nan"), None),
+    ],
+)
+def test_numbers_of_later_runs_have_their_difference_from_the_first(first: float, later: float, text: str | None):
+    table = comparison_text.make_table(make_rows({"loss": first}, {"loss": later}))
+    column = list(table.header).index("final training loss")
+    assert table.small_texts.get((1, column)) == text
+    assert (0, column) not in table.small_texts
+
+
+def test_numbers_that_mean_different_things_have_no_difference():
+    runs = {"loss": 1.0}, {"loss": 2.0, "state": "failed"}, {"loss": 2.0, "basis": {comparison_summary.LOSS: "other"}}
+    rows = make_rows({}, {}, {})
+    rows = [dataclasses.replace(row, **each) for row, each in zip(rows, runs, strict=True)]
+    table = comparison_text.make_table(rows)
+    columns = {name: k for k, name in enumerate(table.header)}
+    assert not [row for row, column in table.small_texts if column == columns["final training loss"]]
+    assert [row for row, column in table.small_texts if column == columns["samples/s"]] == [2]
+    assert not [cell for cell in table.small_texts if cell[1] == columns["steps"]]
+
+
+def test_the_duration_of_a_run_that_goes_on_has_no_difference():
+    first, second = make_rows({"seconds": 10.0}, {"seconds": 5.0})
+    table = comparison_text.make_table([first, second])
+    assert table.small_texts[1, list(table.header).index("duration")] == "-50 %"
+    table = comparison_text.make_table([first, dataclasses.replace(second, state="running")])
+    assert (1, list(table.header).index("duration")) not in table.small_texts
+
+
+def test_pages_explain_the_differences_and_texts_have_none(tmp_path):
+    comparison = dtkit.compare(make_source(), make_source("B()", sent=100))
+    comparison.report(tmp_path / "runs.html")
+    for page in (comparison._repr_html_(), (tmp_path / "runs.html").read_text(encoding="utf-8")):
+        assert "below a number: the difference from the first run" in page
+        assert re.search(r"<br><small [^>]+>1/4,000</small>", page)
+    assert "1/4,000" not in repr(comparison)
+
+
+def test_a_short_run_is_drawn_in_the_same_parts_as_a_long_one():
+    short, long = make_source(steps=250), make_source("B()", steps=3000)
+    ax = dtkit.compare(short, long).figure().axes[0]
+    first, second = (line.get_xdata() for line in ax.get_lines())
+    assert len(first) <= 24
+    assert len(second) <= comparison_summary.NUM_LOSS_BUCKETS
+
+
+def test_the_names_of_the_lines_are_shown_once():
+    comparison = dtkit.compare(make_source(), make_source("B()"))
+    charts = draw_comparison_charts(comparison.labels, comparison.histories)
+    assert not [figure for figure in charts if figure.legends]
+    (legend,) = draw_comparison_legend(comparison.labels).legends
+    assert [text.get_text() for text in legend.get_texts()] == list(comparison.labels)
+    assert comparison._repr_html_().count("<img") == 1 + len(charts)

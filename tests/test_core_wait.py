@@ -94,7 +94,9 @@ def test_nodes_that_wait_for_a_core_are_named_with_the_time_on_an_idle_machine()
     )
     assert verdict.gain == pytest.approx(0.35, abs=0.01)
     printed = verdict.explain()
-    assert "node 1 has no core for 35 % of a step, and computes " in printed
+    assert re.search(
+        r"node 1 had no core for 35 % of a step of 10\d ms, which is taken off its computing: \d\d", printed
+    )
     assert re.search(
         r"on an idle machine: 10\d.* ms - 3\d.* ms = 6\d.* ms a step, 10\d.* ms / 6\d.* ms = 1.5\d", printed
     )
@@ -171,9 +173,23 @@ def test_a_node_that_waits_longer_than_it_computes_still_computes():
     (cores,) = (each for each in (verdict, *verdict.others) if each.cause == "cores")
     (line,) = (line for line in cores.arithmetic if line.startswith("node 1"))
     assert line == (
-        "node 1 has no core for 40 % of a step of 2.3 ms, partly outside of computing, so 50 % of its computing counts "
-        "as that, and computes 733 µs - 367 µs = 366 µs without that"
+        "node 1 had no core for 40 % of a step of 2.3 ms, longer than half of its computing, so half of its computing "
+        "is taken off: 733 µs - 367 µs = 366 µs"
     )
+
+
+def test_a_node_that_mostly_has_no_core_keeps_that_share_of_its_computing_off():
+    verdict = judge_times([{"forward": 40.0, "comm": 10.0}] * 2, [0.62, 0.62])
+    assert verdict.cause == "cores"
+    assert verdict.arithmetic[2] == (
+        "node 0 had no core for 62 % of a step of 50 ms, so 62 % of its computing is taken off: 40.0 ms - 24.8 ms = "
+        "15.2 ms"
+    )
+
+
+def test_a_phase_that_takes_no_time_to_speak_of_is_not_listed():
+    verdict = judge_times([{"forward": 40.0, "update": 0.0001}] * 2, [0.62, 0.62])
+    assert verdict.arithmetic[0].endswith("nodes: forward 40 ms")
 
 
 _MILLISECONDS = st.floats(0.02, 900)

@@ -198,15 +198,34 @@ def list_charts(source):
     return [(figure.axes[0].get_title(loc="left"), figure) for figure in run_charts.draw_run_charts(source)]
 
 
-def test_charts_of_a_saved_notebook_are_readable_and_in_pairs():
+def test_charts_of_a_saved_notebook_are_readable_and_of_one_height_in_a_row():
     charts = list_charts(make_complete_run(ranks=2))
-    assert len(charts) % 2 == 0
     assert len({figure.get_figwidth() for _, figure in charts}) == 1
     for _, figure in charts:
         assert figure.get_figwidth() <= 472 / 72 * style.SMALL_FONT_SIZE / 10 + 0.05  # 10 px in a window of 600 px
         assert not find_overlapping_texts(figure)
-    first, second, third, fourth = [figure.get_figheight() for _, figure in charts][:4]
-    assert (first, third) == (second, fourth)
+    heights = [figure.get_figheight() for _, figure in charts]
+    assert all(left == right for left, right in zip(heights[::2], heights[1::2], strict=False))
+    assert len({tuple(figure.axes[0].get_position().intervalx.round(4)) for _, figure in charts}) == 1
+
+
+def test_memory_with_much_room_is_a_line_of_a_saved_notebook():
+    source = make_complete_run(ranks=2)
+    assert "Memory" not in dict(list_charts(source))
+    line = "node 0 315 MB of 8 GB · 4 %, node 1 316 MB of 8 GB · 4 %"
+    assert line in kept_picture.draw_kept_picture(source).page
+    source.nodes = [dataclasses.replace(node, memory_total=500_000_000) for node in source.nodes]
+    assert "Memory" in dict(list_charts(source))
+    assert "Memory limits" not in kept_picture.draw_kept_picture(source).page
+
+
+def test_the_mean_loss_has_its_last_value_at_the_line_and_ticks_are_short():
+    source = FakeSource(ranks=2)
+    source.advance(20, loss=0.25)
+    source.advance(1, loss=0.5)
+    (ax,) = dict(list_charts(source))["Loss"].axes
+    assert "mean 0.500" in [text.get_text() for text in ax.texts]
+    assert "0.3" in [text.get_text() for text in ax.get_yticklabels()]
 
 
 def test_the_kept_picture_of_a_failed_run_has_its_error_and_its_log():

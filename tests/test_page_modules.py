@@ -38,6 +38,7 @@ def test_numbers_of_any_size_are_short(tmp_path: Path):
         tmp_path, "numbers.js", ["number", "tick"], f"[{values}.map((v) => tick(v)), {values}.map((v) => number(v))]"
     )
     assert ticks == ["5e19", "1e11", "1.25e9", "2.5M", "30k", "0.25", "2e-5"]
+    assert [formatting.format_tick(value) for value in values] == ticks
     assert numbers == ["5e19", "1e11", "1.3e9", "2,500,000", "30,000", "0.250", "2e-5"]
 
 
@@ -45,6 +46,7 @@ def test_ticks_of_a_time_axis_change_their_unit_once(tmp_path: Path):
     seconds = [0, 0.5, 30, 60, 75, 90, 120, 180, 7200]
     found = evaluate_page_code(tmp_path, "chart/axis.js", ["shortTime"], f"{seconds}.map(shortTime)")
     assert found == ["0", "0.5 s", "30 s", "1 min", "75 s", "1.5 min", "2 min", "3 min", "2 h"]
+    assert [formatting.format_time_tick(each) for each in seconds] == found
 
 
 def test_page_and_python_write_a_number_alike(tmp_path: Path):

@@ -144,6 +144,7 @@ def test_a_report_is_a_path_that_a_notebook_links(tmp_path, monkeypatch):
     shown = written._repr_html_()
     assert 'href="my%20run.html"' in shown
     assert "training loss" in shown
+    assert "samples/s, all steps but the first" in shown
 
 
 def test_reports_without_a_path_are_named_after_run_and_start(tmp_path, monkeypatch):
@@ -680,14 +681,14 @@ def test_a_short_run_names_the_steps_of_its_numbers():
     cards = {name: note for name, _, note in iterate_cards(source, None)}
     assert cards["training loss"] == "mean of the last 4 steps"
     assert re.fullmatch(
-        r"samples/s in steps from the 2nd on; not steady: \d+ ms in all",
+        r"samples/s, all steps but the first; not steady: \d+ ms in all",
         cards["throughput"],
     )
     source.advance(40)
     cards = {name: note for name, _, note in iterate_cards(source, None)}
     assert (cards["training loss"], cards["throughput"]) == (
         "mean of the last 20 steps",
-        "samples/s in steps from the 2nd on",
+        "samples/s, all steps but the first",
     )
 
 
@@ -724,7 +725,7 @@ def test_the_parts_of_a_duration_add_up_and_explain_the_samples_per_second(tmp_p
     assert read_cards(source, tmp_path)["duration"][1] == f"{note} (validation)"
     source.event("save", "checkpoint at step 100")
     assert read_cards(source, tmp_path)["duration"][1] == f"{note} (validation, saving)"
-    assert cards["throughput"][1] == "samples/s in steps from the 2nd on"
+    assert cards["throughput"][1] == "samples/s, all steps but the first"
     assert re.search(r"50 s elapsed, \d+ s of them in the steps after the first", run_text.format_run(source))
     row = make_row("a", source.history, "", (200, 50.0))
     assert row.steps_s == parts.steps_s

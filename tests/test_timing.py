@@ -1,8 +1,11 @@
 """Step timing: means by phase, the bars shown, and the nodes named as stragglers."""
 
+import re
+
 import numpy as np
 import pytest
 
+from dtkit.dashboard.report_cards import iterate_cards
 from dtkit.dashboard.summary import timing
 from dtkit.dashboard.summary.metrics import build_tiles, compute_run_metrics
 from dtkit.dashboard.summary.timing import (
@@ -14,6 +17,7 @@ from dtkit.dashboard.summary.timing import (
     select_bars,
 )
 from dtkit.dashboard.summary.verdict import find_verdict
+from dtkit.dashboard.text.run_text import format_run
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.history.speed import compute_speed
 from tests.support.fake_source import FakeSource
@@ -290,7 +294,15 @@ def test_numbers_of_a_failed_run_are_those_of_all_its_steps():
     source.event("done", "done after 360 steps")
     over = compute_run_metrics(source.history, 2)
     assert over.timing.steps_text == "59 steps since the repair"
-    assert next(build_tiles(source, over)).note == "samples/s, since the repair"
+    assert over.throughput == compute_speed(source.history).samples_per_s
+    tiles = {tile.label: tile for tile in build_tiles(source, over)}
+    assert tiles["throughput"].note == "samples/s, all steps but the first"
+    assert tiles["mean step time"].note == "all steps but the first"
+    (card,) = [card for card in iterate_cards(source, None) if card[0] == "throughput"]
+    assert card[1:] == (tiles["throughput"].value, tiles["throughput"].note)
+    assert re.search(
+        r"; all steps but the first: .*, waiting \d.* % in 59 steps since the repair\n", format_run(source)
+    )
 
 
 def test_the_chance_of_many_steps_agrees_with_the_exact_sum(monkeypatch):

@@ -87,6 +87,23 @@ def shorten_tick(text: str) -> str:
     return re.sub(r"\.(\d*?)0+(?=\D*$)", lambda match: f".{match[1]}" if match[1] else "", text)
 
 
+def format_tick(value: float) -> str:
+    """Return a number of an axis, as ``tick`` of the live view: ``0.1``, ``1,500``, ``30k``, ``2.5M``, ``2e-5``."""
+    size = abs(value)
+    if size >= 1e9 or 0 < size < 1e-3:
+        return _format_exponent(value, 3)
+    if size >= 1e6:
+        return f"{float(f'{value / 1e6:.3g}'):g}M"
+    return f"{float(f'{value / 1e3:.3g}'):g}k" if size >= 1e4 else f"{value:,.6g}"
+
+
+def format_time_tick(seconds: float) -> str:
+    """Return a time on an axis, in one unit, as ``shortTime`` of the live view: ``30 s``, ``2.5 min``, ``3 h``."""
+    if seconds < 60 or (seconds < 120 and seconds % 30):
+        return f"{seconds:.3g} s" if seconds else "0"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+
+
 def format_clock(seconds: float) -> str:
     """Return an elapsed time in whole seconds: ``7 s``, ``2 min 5 s``, ``1 h 3 min``."""
     return _format_long_duration(max(0, int(seconds)))

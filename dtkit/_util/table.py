@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dtkit._util import formatting
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 _MAX_UNBROKEN_CHARS = 14  # a longer text may wrap; a shorter one stays on one line
 _MAX_NARROW_CHARS, _MAX_WIDE_COLUMNS = 9, 6  # of a narrow table: more columns have headers with hyphens
@@ -37,6 +37,10 @@ class Table:
     """Whether HTML joins the leading columns of text into one, which wraps as headers do: for many columns."""
     caption: str = ""
     """What HTML writes above the columns of a narrow table; by default the name of its first column."""
+    values: Mapping[tuple[int, int], float] = dataclasses.field(default_factory=dict)
+    """Numbers of cells (row, column), by which a page sorts them."""
+    small_texts: Mapping[tuple[int, int], str] = dataclasses.field(default_factory=dict)
+    """What HTML writes below the text of cells (row, column), small."""
 
     def to_text(self, indent: str = "", max_width: int = 0) -> str:
         """Return the table as lines of text, with two spaces between columns.
@@ -100,7 +104,14 @@ class Table:
         elif self.is_narrow and tag == "th" and len(self.header) > _MAX_WIDE_COLUMNS:
             text = _add_hyphens(text)
         text = f"<b>{text}</b>" if (row, column) in self.bold_cells else text
-        return f'<{tag} style="{style}; {_PADDING}">{text}</{tag}>'
+        text += self._format_small_text(row, column)
+        value = f' data-value="{self.values[row, column]!r}"' if (row, column) in self.values else ""
+        style += "; vertical-align: baseline" if self.small_texts else ""
+        return f'<{tag} style="{style}; {_PADDING}"{value}>{text}</{tag}>'
+
+    def _format_small_text(self, row: int, column: int) -> str:
+        text = self.small_texts.get((row, column), "")
+        return f'<br><small style="opacity: 0.7">{html.escape(text)}</small>' if text else ""
 
 
 def _add_breaks(text: str) -> str:

@@ -34,7 +34,7 @@ from dtkit.dashboard.text.comparison_text import (
     describe_ends,
     describe_limits,
     describe_rows,
-    list_table_notes,
+    list_page_notes,
     make_differences_table,
     make_table,
 )
@@ -168,15 +168,16 @@ class Comparison:
         return render_card_png(self.figure())
 
     def _repr_html_(self) -> str:
-        from dtkit.dashboard.figures.comparison_figure import draw_comparison_charts
+        from dtkit.dashboard.figures.comparison_figure import draw_comparison_charts, draw_comparison_legend
         from dtkit.dashboard.figures.render import format_card_tags
 
         rows = self.rows
-        images = format_card_tags(draw_comparison_charts(self.labels, self.histories), describe_rows(rows))
+        legend = format_card_tags([draw_comparison_legend(self.labels)], f"the lines of {', '.join(self.labels)}")
+        charts = format_card_tags(draw_comparison_charts(self.labels, self.histories), describe_rows(rows))
         differences = self.differences
         settings = make_differences_table(self.labels, differences).to_html() if differences else ""
-        parts = [f"<div style='margin-top: {_GAP}'>{part}</div>" for part in (settings, images) if part]
-        note = "<br>".join(html.escape(line, quote=False) for line in list_table_notes(rows))  # they name metrics
+        parts = [f"<div style='margin-top: {_GAP}'>{part}</div>" for part in (settings, legend, charts) if part]
+        note = "<br>".join(html.escape(line, quote=False) for line in list_page_notes(rows))  # they name metrics
         ends = "".join(f"<div style='margin-top: {_GAP}'>{html.escape(line)}</div>" for line in describe_ends(rows))
         note = f"<div style='margin-top: {_GAP}'><small>{note}</small></div>"
         return f"{make_table(rows).to_html()}{ends}{note}{''.join(parts)}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from PIL import Image
 
 from dtkit._util import formatting
-from dtkit.dashboard.figures.panels import log, tiles
+from dtkit.dashboard.figures.panels import log, memory, tiles
 from dtkit.dashboard.figures.render import draw_card, encode_small_png, format_cards, get_css_width
 from dtkit.dashboard.figures.run_charts import draw_run_charts
 from dtkit.dashboard.figures.run_figure import draw_text, is_alert, list_notice_lines, list_title_parts
@@ -134,7 +134,10 @@ def _format_tile(tile: Tile) -> str:
 
 
 def _iterate_end(run: RunView) -> Iterator[str]:
-    """Return the log, and where the rest is."""
+    """Return the memory where a line is enough for it, the log, and where the rest is."""
+    if memory.is_ample(run.history, run.nodes) and (used := memory.describe(run.history, run.nodes)):
+        title = "<strong>Memory limits</strong>"
+        yield f'<div style="margin-top: 10px">{title} <span style="{_MUTED}">{_escape(used)}</span></div>'
     events = run.history.events
     if shown := log.select_events(events):
         yield f'<div style="margin-top: 10px"><strong>Log</strong> <span style="{_MUTED}">'

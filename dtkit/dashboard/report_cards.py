@@ -12,7 +12,7 @@ from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_l
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_overall_rate, compute_run_metrics
 from dtkit.dashboard.summary.one_process import read_step_times
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS, count_final_steps
-from dtkit.history.speed import compute_speed, split_time
+from dtkit.history.speed import WHOLE_RUN_STEPS, compute_speed, split_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,7 +89,7 @@ def _describe_throughput(history: History) -> str:
         return "samples/s" if not history.num_steps else "samples/s of the only step, which also warms up"
     overall = compute_overall_rate(history, speed.samples_per_s)
     overall_note = "" if overall is None else f", {formatting.format_rate(overall)} overall"
-    note = f"samples/s in steps from the 2nd on{overall_note}"
+    note = f"samples/s, {WHOLE_RUN_STEPS}{overall_note}"
     total_s = speed.step_s * count
     if count >= FINAL_LOSS_STEPS and total_s >= 1:  # seconds; a rate of less time is not steady
         return note

@@ -66,6 +66,12 @@ th, td {{ padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertica
 .columns h2 {{ margin-top: 0; padding-top: 28px; }} .columns table {{ width: 100%; }}
 .columns section {{ font-size: 14px; }} .columns :is(th, td) {{ padding-inline: 4px !important; }}
 .columns .facts td:first-child {{ width: 190px; }}
+.sortable button {{ all: unset; cursor: pointer; border-radius: 3px; }} .sortable td small {{ color: var(--muted); }}
+.sortable button:focus-visible {{ outline: 2px solid var(--accent); outline-offset: 2px; }}
+.sortable button::after {{ content: "↕" / ""; display: inline-block; width: 1em; text-align: center; opacity: 0.45; }}
+.sortable [aria-sort]:not([aria-sort=none]) button {{ color: var(--ink); }}
+.sortable [aria-sort=ascending] button::after {{ content: "▲" / ""; opacity: 1; }}
+.sortable [aria-sort=descending] button::after {{ content: "▼" / ""; opacity: 1; }}
 .scroll {{ overflow-x: auto; scrollbar-width: thin; background: {shadows}; }}
 p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; max-width: none; }}
 time {{ white-space: nowrap; }}
@@ -141,9 +147,9 @@ def choose_card_columns(num_cards: int) -> list[tuple[str, int]]:
     return [(width, max(1, -(-num_cards // rows))) for width, rows in num_rows.items()]
 
 
-def format_table(table: Table) -> str:
-    """Return a table that may scroll to the side."""
-    return f'<div class="scroll">{table.to_html()}</div>'
+def format_table(table: Table, *, is_sortable: bool = False) -> str:
+    """Return a table that may scroll to the side, and that a page with scripts sorts by its columns on demand."""
+    return f'<div class="scroll{" sortable" if is_sortable else ""}">{table.to_html()}</div>'
 
 
 def format_facts(table: Table, *, is_code: bool = False) -> str:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MAX_SHOWN_CARDS = 6
+_CARD = (  # as the headline numbers of a run's picture
+    "flex: 1 1 128px; max-width: 260px; padding: 7px 10px; border-radius: 8px; background: rgba(128, 128, 128, 0.14)"
+)
 
 
 class WrittenReport(os.PathLike[str]):
@@ -37,17 +40,17 @@ class WrittenReport(os.PathLike[str]):
     def _repr_html_(self) -> str:
         """Return a link, relative to the notebook's folder as JupyterLab needs it, over the headline numbers."""
         cards = "".join(
-            f'<div style="border: 1px solid color-mix(in srgb, currentColor 22%, transparent); border-radius: 7px; '
-            f'padding: 5px 12px"><div style="opacity: 0.7; font-size: 12px">{_escape(label)}</div>'
-            f'<div style="font-weight: 700; font-size: 16px">{_escape(value)}</div></div>'
-            for label, value, _ in [card for card in self._cards if card[1] != formatting.UNKNOWN][:_MAX_SHOWN_CARDS]
+            f'<div style="{_CARD}"><div style="opacity: 0.72">{_escape(label)}</div>'
+            f'<strong style="font-size: 1.45em">{_escape(value)}</strong>'
+            f'<div style="opacity: 0.72">{_escape(note)}</div></div>'
+            for label, value, note in [card for card in self._cards if card[1] != formatting.UNKNOWN][:_MAX_SHOWN_CARDS]
         )
         relative = Path(os.path.relpath(self.path)).as_posix()
         shown = str(self.path) if relative.startswith("..") else relative
         return (
             f'<div><p><a href="{html.escape(quote(relative))}" target="_blank" title="{_escape(str(self.path))}">'
             f"{_escape(self._title)}</a>: {_escape(shown)} ({self._format_size()})</p>"
-            f'<div style="display: flex; flex-wrap: wrap; gap: 8px">{cards}</div></div>'
+            f'<div style="display: flex; flex-wrap: wrap; gap: 8px; line-height: 1.45">{cards}</div></div>'
         )
 
     def _format_size(self) -> str:

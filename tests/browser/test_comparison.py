@@ -320,7 +320,8 @@ def test_a_saved_comparison_fills_the_width_with_charts(page: Page, width: int, 
     runs = make_paced_pair()
     page.set_viewport_size({"width": width, "height": 900})
     page.set_content(f"<body style='margin: 0'>{dtkit.compare(*runs)._repr_html_()}</body>")
-    images = page.locator("img")
+    assert page.locator("img").first.get_attribute("alt").startswith("the lines of ")
+    images = page.locator("div:has(> img)").last.locator("img")
     boxes = [image.bounding_box() for image in images.all()]
     assert len(boxes) == 4  # loss against steps and time, validation loss and accuracy
     assert len({box and box["x"] for box in boxes}) == columns

@@ -301,3 +301,35 @@ def test_the_subtitle_of_a_report_has_the_width_of_the_page(page: Page, tmp_path
         "(el) => Math.round(el.getBoundingClientRect().height / parseFloat(getComputedStyle(el).lineHeight))"
     )
     assert lines == 2
+
+
+@pytest.mark.parametrize("look", [Look(width=800)], indirect=True)
+def test_the_table_of_a_comparison_is_sorted_by_a_click_or_a_key(page: Page, tmp_path: Path):
+    runs = [make_source(name, seed) for seed, name in enumerate(["c", "a", "b"])]
+    for run, steps in zip(runs, (1000, 0, 20), strict=True):
+        run.advance(steps)
+    dtkit.compare(*runs).report(tmp_path / "comparison.html")
+    page.goto(f"file://{tmp_path}/comparison.html")
+    names = page.locator(".sortable tbody td:first-child")
+    head = page.get_by_role("columnheader", name="steps", exact=True)
+    expect(head).to_have_attribute("aria-sort", "none")
+    head.get_by_role("button").click()
+    expect(head).to_have_attribute("aria-sort", "ascending")
+    expect(names).to_have_text(["2: a", "3: b", "1: c"])  # 200, 220 and 1,200
+    page.keyboard.press("Enter")  # the button has the focus
+    expect(head).to_have_attribute("aria-sort", "descending")
+    expect(names).to_have_text(["1: c", "3: b", "2: a"])
+    page.keyboard.press("Space")
+    expect(head).to_have_attribute("aria-sort", "none")
+    expect(names).to_have_text(["1: c", "2: a", "3: b"])
+    loss = page.get_by_role("columnheader", name="final training loss")
+    loss.get_by_role("button").click()
+    expect(loss).to_have_attribute("aria-sort", "ascending")
+    losses = [float(text) for text in page.locator(".sortable td").evaluate_all(_LOSSES)]
+    assert losses == sorted(losses)
+
+
+_LOSSES = """(cells) => {
+  const column = cells[0].closest("table").tHead.rows[0].querySelector("[aria-sort=ascending]").cellIndex;
+  return cells.filter((cell) => cell.cellIndex === column).map((cell) => cell.dataset.value);
+}"""

@@ -6,19 +6,19 @@ Runs differ by color, by the dashes of their lines, and by their markers.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
 
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.summary.comparison import (
-    MEAN_LOSS,
-    NUM_LOSS_BUCKETS,
     differ_in_bytes,
+    downsample_losses,
     find_loss_cap,
     find_metric_cap,
     is_better_lower,
@@ -26,7 +26,6 @@ from dtkit.dashboard.summary.comparison import (
     make_row,
     read_scalar,
 )
-from dtkit.dashboard.summary.curves import downsample
 from dtkit.dashboard.summary.run_lines import choose_dash
 from dtkit.dashboard.summary.short_batches import compute_drawn_losses
 from dtkit.dashboard.summary.value_scale import is_steep, spans_orders_of
@@ -54,8 +53,7 @@ _ROOM = 0.05  # around the values, as a share of their range
 def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figure:
     """Draw loss against steps, time, and bytes where they differ; then metrics and logged numbers, under one legend."""
     charts = _list_charts(labels, histories)
-    legend_columns = 2 if max(map(len, labels)) <= _MAX_SHORT_LABEL else 1
-    legend_rows, rows = -(-len(labels) // legend_columns), -(-len(charts) // 2)
+    (legend_columns, legend_rows), rows = _arrange_legend(labels), -(-len(charts) // 2)
     figure = create_figure(_WIDTH_IN, _ROW_HEIGHT_IN * rows + 0.2 + _LEGEND_LINE_IN * legend_rows)
     engine = figure.get_layout_engine()
     assert isinstance(engine, ConstrainedLayoutEngine)
@@ -66,30 +64,43 @@ def draw_comparison(labels: Sequence[str], histories: Sequence[History]) -> Figu
         panels.append(figure.add_subplot(grid[-1, :]))
     for ax, draw in zip(panels, charts, strict=True):
         draw(ax)
-    _add_legend(figure, panels[0], legend_columns)
+    _add_legend(figure, panels[0].get_lines(), labels, legend_columns)
     style.fit_texts(figure)
     return figure
 
 
 def draw_comparison_charts(labels: Sequence[str], histories: Sequence[History]) -> list[Figure]:
-    """Draw the charts of :func:`draw_comparison` as figures, so that a page has as many in a row as fit."""
-    legend_columns = 2 if max(map(len, labels)) <= _MAX_SHORT_LABEL else 1
-    legend_rows = -(-len(labels) // legend_columns)
-    figures, panels = [], []
+    """Draw the charts of :func:`draw_comparison` as figures, so that a page has as many in a row as fit.
+
+    They have no legend: :func:`draw_comparison_legend` is above them all.
+    """
+    figures = []
     for draw in _list_charts(labels, histories):
-        figures.append(create_figure(_CHART_WIDTH_IN, _CHART_HEIGHT_IN + _LEGEND_LINE_IN * legend_rows))
-        panels.append(figures[-1].add_subplot())
-        draw(panels[-1])
-        _add_legend(figures[-1], panels[0], legend_columns)
+        figures.append(create_figure(_CHART_WIDTH_IN, _CHART_HEIGHT_IN))
+        draw(figures[-1].add_subplot())
         style.fit_texts(figures[-1])
     return figures
 
 
-def _add_legend(figure: Figure, panel: Axes, columns: int) -> None:
-    """Add the names of the runs above the charts, with the lines of a panel that has all of them."""
-    handles, names = panel.get_legend_handles_labels()
+def draw_comparison_legend(labels: Sequence[str]) -> Figure:
+    """Draw the names of the runs with their lines, as wide as a chart."""
+    columns, rows = _arrange_legend(labels)
+    figure = create_figure(_CHART_WIDTH_IN, _LEGEND_LINE_IN * rows + 0.05)
+    lines = [Line2D([], [], **_choose_line(k)) for k in range(len(labels))]
+    _add_legend(figure, lines, labels, columns)
+    return figure
+
+
+def _arrange_legend(labels: Sequence[str]) -> tuple[int, int]:
+    """Return the columns and rows of the legend."""
+    columns = 2 if max(map(len, labels)) <= _MAX_SHORT_LABEL else 1
+    return columns, -(-len(labels) // columns)
+
+
+def _add_legend(figure: Figure, lines: Sequence[Line2D], labels: Sequence[str], columns: int) -> None:
+    """Add the names of the runs at the top of a figure, with their lines."""
     figure.legend(
-        handles, names, loc="outside upper left", ncols=columns, frameon=False, fontsize=8,
+        list(lines), list(labels), loc="outside upper left", ncols=columns, frameon=False, fontsize=8,
         labelcolor=style.TEXT_COLOR, handlelength=3, labelspacing=0.35,
     )  # fmt: skip
 
@@ -109,7 +120,7 @@ def _list_charts(labels: Sequence[str], histories: Sequence[History]) -> list[Ca
 
 def _list_loss_charts(labels: Sequence[str], histories: Sequence[History]) -> list[Callable[[Axes], None]]:
     """Return functions that draw the loss against steps, time, and bytes where runs differ in them, with one scale."""
-    parts = [downsample(history, MEAN_LOSS, 1, NUM_LOSS_BUCKETS) for history in histories]
+    parts = downsample_losses(histories)
     cap = find_loss_cap([compute_drawn_losses(history.totals()) for history in histories])
 
     def draw_loss(ax: Axes, x_values: Sequence[np.ndarray], format_panel: Callable[[Axes], None]) -> None:
@@ -183,6 +194,7 @@ def _draw_runs(
 ) -> None:
     """Draw the mean loss of each run. Bands would hide the lines of other runs."""
     style.style_axes(ax)
+    style.format_value_axis(ax.yaxis)
     for k, (x, part, label) in enumerate(zip(x_values, run_buckets, labels, strict=True)):
         _draw_line(ax, x, part.values[:, -1, 1], k, label)
 
@@ -190,10 +202,13 @@ def _draw_runs(
 def _draw_line(ax: Axes, x: np.ndarray, values: np.ndarray, run: int, label: str) -> None:
     """Draw the line of a run in its color and dashes, as the live view does, or its only value as a dot."""
     is_dot = np.isfinite(values).sum() == 1
-    ax.plot(
-        x, values, color=style.COLORS[run % len(style.COLORS)], linewidth=1.5, label=label, gid=label,
-        linestyle=_LINE_STYLES[choose_dash(run)], marker="o" if is_dot else "", markersize=5,
-    )  # fmt: skip
+    ax.plot(x, values, label=label, gid=label, marker="o" if is_dot else "", markersize=5, **_choose_line(run))
+
+
+def _choose_line(run: int) -> dict[str, Any]:
+    """Return color and dashes of a run's line."""
+    color = style.COLORS[run % len(style.COLORS)]
+    return {"color": color, "linestyle": _LINE_STYLES[choose_dash(run)], "linewidth": 1.5}
 
 
 def _format_steps_panel(ax: Axes, run_buckets: Sequence[CurveBuckets]) -> None:
@@ -206,10 +221,7 @@ def _format_steps_panel(ax: Axes, run_buckets: Sequence[CurveBuckets]) -> None:
 def _format_time_panel(ax: Axes, run_buckets: Sequence[CurveBuckets]) -> None:
     style.set_title(ax, "Loss against time", "time in steps only")
     ax.set_xlabel("time", fontsize=8, color=style.MUTED_COLOR)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
-    ax.xaxis.set_major_formatter(
-        FuncFormatter(lambda x, _: formatting.shorten_tick(formatting.format_duration(x)) if x else "0")
-    )
+    style.format_time_axis(ax.xaxis)
     if not any(len(part.values) for part in run_buckets):
         style.show_placeholder(ax)
 

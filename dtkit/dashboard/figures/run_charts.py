@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from dtkit.dashboard.figures.panels import (
@@ -17,7 +18,7 @@ from dtkit.dashboard.figures.panels import (
 )
 from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.figures.run_figure import wrap_custom_panels
-from dtkit.dashboard.figures.style import fit_texts
+from dtkit.dashboard.figures.style import fit_texts, lay_out
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
 
 if TYPE_CHECKING:
@@ -39,14 +40,16 @@ def draw_run_charts(run: RunView) -> list[Figure]:
     """Draw what a saved notebook keeps of a run, the loss first. A run without steps has no charts."""
     figures = [_draw_chart(run, panel, height) for panel, height in _list_panels(run)] if len(run.history) else []
     _align([ax for figure in figures for ax in figure.axes])
+    for figure in figures:
+        fit_texts(figure)  # which depends on the room that is left
     return figures
 
 
 def _draw_chart(run: RunView, panel: Panel, height: float) -> Figure:
     figure = create_figure(_WIDTH_IN, height)
     panel(figure.add_subplot(), run.history)
-    fit_texts(figure)
-    figure.set_layout_engine("none")  # it is laid out, and drawing would do that again
+    lay_out(figure)
+    figure.set_layout_engine("none")  # its axes are aligned with those of other charts
     return figure
 
 
@@ -61,13 +64,21 @@ def _align(all_axes: Sequence[Axes]) -> None:
 
 
 def _list_panels(run: RunView) -> list[tuple[Panel, float]]:
-    """Return the panels with their heights in inches, in pairs: two of one height are in a row of a wide page."""
-    panels = [(loss.draw, _HEIGHT_IN), (throughput.draw, _HEIGHT_IN), *_list_low_panels(run)]
+    """Return the panels with their heights in inches: two of one height are in a row of a wide page."""
+    draw_loss = functools.partial(loss.draw, has_value=True)  # a chart of its own has the room
+    panels: list[tuple[Panel, float]] = [(draw_loss, _HEIGHT_IN), (throughput.draw, _HEIGHT_IN), *_list_low_panels(run)]
     panels.append((step_time.draw, 1.25 + _BAR_HEIGHT_IN * _count_bars(run)))
     panels += [(panel, _HEIGHT_IN) for panel in wrap_custom_panels()]
-    if len(panels) % 2 and run.nodes:
+    if run.nodes and not memory.is_ample(run.history, run.nodes):  # else the words have it
         panels.append((memory.make_panel(run.nodes), 0.7 + _BAR_HEIGHT_IN * _count_bars(run)))
-    return panels
+    return list(_match_heights(panels))
+
+
+def _match_heights(panels: Sequence[tuple[Panel, float]]) -> Iterator[tuple[Panel, float]]:
+    """Give both panels of a row the larger height of the two."""
+    for k, (panel, height) in enumerate(panels):
+        row = panels[k - k % 2 : k - k % 2 + 2]
+        yield panel, max(height, *(other for _, other in row))
 
 
 def _list_low_panels(run: RunView) -> Iterator[tuple[Panel, float]]:

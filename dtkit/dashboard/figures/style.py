@@ -18,7 +18,7 @@ from dtkit._util import formatting
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES, Curves
 from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.dashboard.summary.outliers import find_outliers
-from dtkit.dashboard.summary.ticks import choose_log_ticks
+from dtkit.dashboard.summary.ticks import choose_log_ticks, choose_time_ticks
 from dtkit.dashboard.summary.value_scale import find_log_floor, spans_orders
 
 if TYPE_CHECKING:
@@ -63,8 +63,14 @@ def style_axes(ax: Axes, grid: Literal["x", "y"] | None = "y", label_color: str 
     ax.tick_params(colors=MUTED_COLOR, labelcolor=label_color, labelsize=SMALL_FONT_SIZE)
 
 
+def format_value_axis(axis: Axis) -> None:
+    """Format a linear axis of losses, metrics or other numbers."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: formatting.format_tick(value)))
+
+
 def format_step_axis(ax: Axes) -> None:
-    """Format the x axis for whole steps."""
+    """Format the axes of values over whole steps."""
+    format_value_axis(ax.yaxis)
     # More numbers would touch in a narrow panel.
     ax.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
@@ -79,21 +85,34 @@ def show_all_steps(ax: Axes, history: History) -> None:
         ax.set_xlim(first, max(first + 1, last))
 
 
-class _LogTickLocator(Locator):
-    """Places at least two round numbers, also within one decade, where matplotlib may place one."""
+class _TickLocator(Locator):
+    """Places the ticks that a function of the lower and the upper limit returns."""
+
+    def __init__(self, choose: Callable[[float, float], list[float]]) -> None:
+        self._choose = choose
 
     def __call__(self) -> list[float]:
         assert self.axis is not None
         return self.tick_values(*self.axis.get_view_interval())
 
     def tick_values(self, vmin: float, vmax: float) -> list[float]:
-        low, high = min(vmin, vmax), max(vmin, vmax)
-        return choose_log_ticks(low, high) if low > 0 else []
+        return self._choose(min(vmin, vmax), max(vmin, vmax))
+
+
+def _choose_positive_ticks(low: float, high: float) -> list[float]:
+    """Return at least two round numbers, also within one decade, where matplotlib may place one."""
+    return choose_log_ticks(low, high) if low > 0 else []
+
+
+def format_time_axis(axis: Axis) -> None:
+    """Format an axis of seconds."""
+    axis.set_major_locator(_TickLocator(choose_time_ticks))
+    axis.set_major_formatter(FuncFormatter(lambda seconds, _: formatting.format_time_tick(seconds)))
 
 
 def format_log_axis(axis: Axis, format_value: Callable[[float], str]) -> None:
     """Format an axis that has a logarithmic scale."""
-    axis.set_major_locator(_LogTickLocator())
+    axis.set_major_locator(_TickLocator(_choose_positive_ticks))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: formatting.shorten_tick(format_value(value))))
 
@@ -106,7 +125,7 @@ def set_title(ax: Axes, name: str, note: str = "", pad: float | None = None) -> 
 
 def fit_texts(figure: Figure) -> None:
     """Shorten notes and names of panels that would overlap, and move labels of lines apart. Lays the figure out."""
-    _lay_out(figure)
+    lay_out(figure)
     has_changed = False
     for ax in figure.axes:
         titles = {text.get_gid(): text for text in ax.findobj(Text)}
@@ -114,13 +133,13 @@ def fit_texts(figure: Figure) -> None:
         _fit_titles(ax, titles, 0.08 * figure.dpi)
         has_changed |= _list_titles(titles) != before
     if has_changed:
-        _lay_out(figure)  # shorter names changed the room
+        lay_out(figure)  # shorter names changed the room
     for ax in figure.axes:
         labels = [text for text in ax.texts if text.get_gid() == "end" and isinstance(text, Annotation)]
         _spread_end_labels(ax, labels)
 
 
-def _lay_out(figure: Figure) -> None:
+def lay_out(figure: Figure) -> None:
     """Let the figure's engine place the axes, without the time for a drawing."""
     engine = figure.get_layout_engine()
     if engine is not None:

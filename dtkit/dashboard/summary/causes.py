@@ -31,6 +31,7 @@ MAX_BATCH_FACTOR = 4
 """Largest factor on the batch that a verdict proposes; a batch that is much larger needs other settings."""
 
 _TARGET_OVERHEAD = 0.2  # share of a step that the proposed batch leaves to communication, update and Python
+_MIN_SHOWN_SHARE = 0.0005  # of all time, of a phase that the means list
 _ROUNDING = 1e-9
 _OVER_STAGES = 1.3  # ratio of the slowest stage to the mean one from which the cut is to blame
 _ms = formatting.format_duration
@@ -273,7 +274,9 @@ def list_means(facts: Measurements) -> tuple[str, ...]:
 
 
 def _iterate_means(facts: Measurements) -> Iterator[str]:
-    parts = (f"{phase} {_ms(float(facts.get(phase).mean()))}" for phase in PHASES if facts.get(phase).mean() > 0)
+    parts = (
+        f"{phase} {_ms(float(facts.get(phase).mean()))}" for phase in PHASES if facts.share(phase) >= _MIN_SHOWN_SHARE
+    )
     yield f"means of {_name_steps(facts)} and all nodes: {', '.join(parts)}"
     if len(facts.ranks) > 1:
         compute = facts.compute_s

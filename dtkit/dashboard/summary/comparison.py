@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit.dashboard.summary.curves import Chart
+from dtkit.dashboard.summary.curves import Chart, Curves
 from dtkit.dashboard.summary.short_batches import compute_drawn_losses, join_short_batches
 from dtkit.history.mean_loss import read_final_loss
 from dtkit.history.speed import compute_speed, split_time
@@ -17,6 +17,7 @@ from dtkit.history.speed import compute_speed, split_time
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from dtkit.dashboard.summary.curves import CurveBuckets
     from dtkit.history.history import History
     from dtkit.rpc.verification import Verification
     from dtkit.types import RunSpec
@@ -166,6 +167,20 @@ def find_loss_cap(lines: Sequence[np.ndarray]) -> float | None:
     peaks = [float(line.max(initial=0, where=np.isfinite(line))) for line in recovered]
     cap = max([_ROOM_ABOVE_START * start, *(peak for peak in peaks if peak <= _FAR_ABOVE_OTHERS * start)])
     return cap if cap < largest else None
+
+
+def downsample_losses(histories: Sequence[History]) -> list[CurveBuckets]:
+    """Return the mean loss of each run in buckets of one width, as a live comparison has them.
+
+    A short run with buckets of its own would have more detail than there is room for.
+    """
+    all_curves = [Curves((MEAN_LOSS,), 1, NUM_LOSS_BUCKETS) for _ in histories]
+    for curves, history in zip(all_curves, histories, strict=True):
+        curves.update(history)
+    width = max(curves.width for curves in all_curves)
+    for curves in all_curves:
+        curves.widen(width)
+    return [curves.get_all() for curves in all_curves]
 
 
 _LOWER_WORDS = ("loss", "error", "perplexity", "mse", "mae", "rmse", "distance", "divergence", "kl")

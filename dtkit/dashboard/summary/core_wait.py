@@ -29,8 +29,8 @@ _SOURCE = (
     "sleeping adds nothing"
 )
 _ESTIMATE = (
-    "an estimate, as the kernel doesn't tell in which phase a thread had no core: computing gets its share of that "
-    "time, or up to half of its own time if that is more"
+    "an estimate: the kernel doesn't tell in which part of a step a thread had no core; computing is data, forward, "
+    "backward, update and other"
 )
 _MAX_COMPUTE_SHARE = 0.5  # of the computing time, that waits of the whole step may take from it
 _MAX_EVEN_SHARE = 0.9  # a thread that took steps had a core at times; the rest is more than rounding hides
@@ -129,13 +129,16 @@ def _find_other_processes(
 
 
 def _describe_node(facts: Measurements, k: int, share: float, waits_s: float) -> str:
-    """Return how long a node waits for a core, and what it computes without that."""
+    """Return how long a node had no core, which part of its computing counts as that, and what is left of it."""
     step_s, compute_s = float(facts.phases[k].sum()), float(facts.compute_s[k])
-    start = f"node {facts.ranks[k]} has no core for {formatting.format_percent(share)} of a step"
-    if waits_s < (1 - _ROUNDING) * share * step_s:
-        part = f"{formatting.format_percent(waits_s / compute_s)} of its computing counts as that"
-        start = f"{start} of {_ms(step_s)}, partly outside of computing, so {part}"
-    return f"{start}, and computes {describe_difference(compute_s, waits_s)[0]} without that"
+    had_none = f"node {facts.ranks[k]} had no core for {formatting.format_percent(share)} of a step of {_ms(step_s)}"
+    if waits_s >= (1 - _ROUNDING) * share * step_s:
+        taken = "which is taken off its computing"
+    elif share < _MAX_COMPUTE_SHARE:
+        taken = "longer than half of its computing, so half of its computing is taken off"
+    else:
+        taken = f"so {formatting.format_percent(waits_s / compute_s)} of its computing is taken off"
+    return f"{had_none}, {taken}: {describe_difference(compute_s, waits_s)[0]}"
 
 
 def _find_own_shortage(

@@ -20,11 +20,12 @@ from dtkit.dashboard.summary.timing import (
     compute_step_timing,
     count_window_steps,
     format_nodes,
+    is_over,
     read_window,
 )
 from dtkit.history.between_steps import read_time_between
 from dtkit.history.mean_loss import count_final_steps, read_final_loss
-from dtkit.history.speed import compute_speed
+from dtkit.history.speed import WHOLE_RUN_STEPS, compute_speed
 from dtkit.history.workload import Efficiency
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ MIN_SHARE_BETWEEN = 0.1
 @dataclasses.dataclass(frozen=True)
 class RunMetrics:
     """Means over the last steps; None before the first one. Times are in seconds.
+
+    After the run's end, throughput and step time are of all its steps, as in its report.
 
     `by_rank` has a row per rank and the columns loss, throughput while it does not wait for others, memory in bytes.
     Unknown values are NaN.
@@ -65,6 +68,13 @@ class RunMetrics:
     """Steps over which the loss is averaged."""
     overall_throughput: float | None = None
     """The same with the time between steps, as a clock on the wall shows it; None if that is short."""
+    covers_whole_run: bool = False
+    """Whether throughput and step time are of a whole run that has ended, but for its first step."""
+
+    @property
+    def speed_steps_text(self) -> str:
+        """The steps of throughput and step time: ``last 50 steps``, ``all steps but the first``."""
+        return WHOLE_RUN_STEPS if self.covers_whole_run else self.timing.steps_text
 
 
 def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes | None = None) -> RunMetrics:
@@ -87,7 +97,8 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
     by_rank[has_rows, 0], by_rank[has_rows, 2] = last["loss"], last["memory_bytes"]
     silent[has_rows] = find_rows_without_loss(last)
     losses = last["loss"][np.isfinite(last["loss"]) & (last["step"] == totals["step"][-1])]
-    speed = compute_speed(history, window)
+    has_ended = is_over(history)
+    speed = compute_speed(history, None if has_ended else window)
     return RunMetrics(
         throughput=speed.samples_per_s if math.isfinite(speed.samples_per_s) else None,
         loss=read_final_loss(history),
@@ -99,6 +110,7 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
         lost_nodes=lost_nodes,
         num_loss_steps=count_final_steps(history),
         overall_throughput=compute_overall_rate(history, speed.samples_per_s),
+        covers_whole_run=has_ended and history.num_steps > 2,  # the second of two steps is called the last one
     )
 
 
@@ -183,17 +195,16 @@ def _build_metric_tiles(run: RunView) -> Iterator[Tile]:
 
 
 def _describe_rate(metrics: RunMetrics) -> str:
-    timing = metrics.timing
     if metrics.overall_throughput is not None:
         return f"samples/s, {formatting.format_rate(metrics.overall_throughput)} overall"
-    if timing.is_whole or timing.is_since_repair:
-        return f"samples/s, {'since the repair' if timing.is_since_repair else timing.steps_text}"
-    steps = timing.num_steps
+    if metrics.covers_whole_run:
+        return f"samples/s, {WHOLE_RUN_STEPS}"
+    steps = metrics.timing.num_steps
     return f"samples/s, {formatting.format_count(steps, 'step')}" if steps else "samples/s, all nodes"
 
 
 def _describe_window(metrics: RunMetrics) -> str:
-    return metrics.timing.steps_text if metrics.timing.num_steps else "no step yet"
+    return metrics.speed_steps_text if metrics.timing.num_steps else "no step yet"
 
 
 def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:

@@ -6,6 +6,7 @@ import math
 
 _NUM_TICKS = 5
 _MAX_DECADES = 8  # that all have a number
+_ROUND_TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)  # in s
 
 
 def choose_ticks(low: float, high: float) -> list[float]:
@@ -31,3 +32,12 @@ def choose_log_ticks(low: float, high: float) -> list[float]:
     found = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
     within = [tick for tick in found if low <= tick <= high]
     return within if len(within) > 1 else choose_ticks(low, high)
+
+
+def choose_time_ticks(low: float, high: float) -> list[float]:
+    """Return round times within the limits, in seconds, at most five of them."""
+    wanted = (high - low) / _NUM_TICKS
+    width = next((seconds for seconds in _ROUND_TIMES if seconds >= wanted), None)
+    if wanted < 1 or width is None:
+        return choose_ticks(low, high)
+    return [float(k * width) for k in range(math.ceil(low / width), math.floor(high / width) + 1)]

@@ -31,6 +31,7 @@ from dtkit.dashboard.summary.curves import MAX_NODE_LINES, find_rows_without_los
 from dtkit.dashboard.summary.step_range import read_thinned_rows
 from dtkit.history.growing_array import select_rows
 from dtkit.history.remembered import remember_last
+from dtkit.history.speed import WHOLE_RUN_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +113,7 @@ class StepTiming:
     def steps_text(self) -> str:
         """The steps, such as ``last 50 steps``, ``all steps but the first``, or ``80 steps since the repair``."""
         if self.is_whole:
-            return "all steps but the first"
+            return WHOLE_RUN_STEPS
         if self.is_since_repair:
             return f"{formatting.format_count(self.num_steps, 'step')} since the repair"
         return "last step" if self.num_steps == 1 else f"last {formatting.format_count(self.num_steps, 'step')}"

@@ -20,9 +20,10 @@ from dtkit.dashboard.summary.comparison import (
     is_better_lower,
 )
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS
+from dtkit.history.speed import WHOLE_RUN_STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from dtkit.dashboard.summary.comparison import ComparisonRow
 
@@ -43,6 +44,9 @@ _FASTER_RATIO = 1.03
 _LONGER_RATIO, _LONGER_SECONDS = 1.05, 0.1  # from which a duration is more than the time in steps
 _ROUNDING = 1e-6  # relative difference up to which numbers are equal: float32 has no more digits
 _BYTE_COLUMNS = ("sent per node", "per step")
+_UNCOMPARED_COLUMNS = ("nodes", "steps")  # whose differences are read at a glance
+_WHOLE_RUN_COLUMNS = ("sent per node", "in steps", "duration")  # which grow as long as a run goes on
+_MANY_TIMES = 10.0  # from which a ratio is told instead of a percentage
 
 
 def make_table(rows: Sequence[ComparisonRow]) -> Table:
@@ -71,7 +75,52 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
         state = [row.state] if has_states else []
         verified = [row.verified] if last else []
         lines.append([row.label, *state, *cells[:split], *best, *cells[split:], *verified])
-    return Table(header, lines, {"run", "state", VERIFIED}, _find_best_cells(rows, header, metrics))
+    values = _list_values(rows, header)
+    bold, changes = _find_best_cells(rows, header, metrics), _describe_changes(rows, header, values)
+    return Table(header, lines, {"run", "state", VERIFIED}, bold, values=values, small_texts=changes)
+
+
+def _list_values(rows: Sequence[ComparisonRow], header: Sequence[str]) -> dict[tuple[int, int], float]:
+    """Return the numbers that are known, by their cells (row, column)."""
+    values = {}
+    for k, row in enumerate(rows):
+        known = dict(zip(NUMBER_COLUMNS, _read_numbers(row), strict=True))
+        known |= {f"best validation {name}": value for name, value in row.best.items()}
+        values.update({(k, header.index(name)): value for name, value in known.items() if name in header})
+    return {cell: float(value) for cell, value in values.items() if math.isfinite(value)}
+
+
+def _describe_changes(
+    rows: Sequence[ComparisonRow], header: Sequence[str], values: Mapping[tuple[int, int], float]
+) -> dict[tuple[int, int], str]:
+    """Return the differences from the first run by cell, where both numbers mean the same."""
+    changes = {}
+    for (row, column), value in values.items():
+        if row and (0, column) in values and _is_comparable((rows[0], rows[row]), header[column]):
+            changes[row, column] = _describe_change(values[0, column], value)
+    return {cell: text for cell, text in changes.items() if text}
+
+
+def _is_comparable(pair: Sequence[ComparisonRow], column: str) -> bool:
+    """Return whether the numbers of two runs may be compared: no error ended them, and they did the same for it."""
+    if column in _UNCOMPARED_COLUMNS or not all(row.competes for row in pair) or list_unequal_bases(pair, column):
+        return False
+    is_over = all(row.state in _USUAL_STATES for row in pair) and not differ_in(pair, DURATION)
+    return is_over or column not in _WHOLE_RUN_COLUMNS
+
+
+def _describe_change(first: float, value: float) -> str:
+    """Return a difference such as ``+3 %``, or a ratio such as ``12 times`` or ``1/12``; empty if it has no meaning."""
+    if first <= 0 or value < 0:
+        return ""
+    ratio = value / first
+    if ratio >= _MANY_TIMES:
+        return f"{formatting.format_rate(ratio)} times"
+    if 0 < ratio <= 1 / _MANY_TIMES:
+        return f"1/{formatting.format_rate(1 / ratio)}"
+    change = formatting.format_percent(abs(ratio - 1))
+    sign = "±" if change == formatting.format_percent(0) else "+" if ratio > 1 else "-"
+    return f"{sign}{change}"
 
 
 def _find_best_cells(
@@ -145,7 +194,7 @@ def list_table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
         lines.append("best validation: the best of a run's evaluations, on the rows of validation=")
     if "per step" in table.header:
         lines.append("sent per node, per step: bytes that one node sent")
-    lines.append("samples/s: of all nodes, in all steps but the first")
+    lines.append(f"samples/s: of all nodes, in {WHOLE_RUN_STEPS}")
     if "in steps" in table.header:
         lines.append("in steps: all but the first. duration: all steps and the time between them, without pauses")
     else:
@@ -156,6 +205,12 @@ def list_table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
         is_open = all(row.competes for row in rows)
         lines.append(f"bold: the best{'' if is_open else ' of the runs that did not fail, diverge or learn nothing'}")
     return lines
+
+
+def list_page_notes(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return the lines of :func:`list_table_notes`, and one on the differences that a page has below the numbers."""
+    notes = ["below a number: the difference from the first run"] if make_table(rows).small_texts else []
+    return [*list_table_notes(rows), *notes]
 
 
 def describe_ends(rows: Sequence[ComparisonRow]) -> list[str]:
@@ -211,3 +266,10 @@ def format_numbers(row: ComparisonRow) -> tuple[str, ...]:
         formatting.format_duration(row.steps_s),
         formatting.format_run_time(row.seconds),
     )
+
+
+def _read_numbers(row: ComparisonRow) -> tuple[float, ...]:
+    """Return the numbers of :data:`NUMBER_COLUMNS`."""
+    loss = row.loss if row.steps else math.nan
+    totals = (row.sent_bytes, row.bytes_per_step, row.samples_per_s, row.steps_s, row.seconds)
+    return (row.nodes, row.steps, loss, *totals)

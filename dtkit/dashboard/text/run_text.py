@@ -102,14 +102,15 @@ def _format_metrics(metrics: RunMetrics) -> str:
     if metrics.loss is None:
         return "no step yet"
     parts = [
-        f"{formatting.format_rate(metrics.throughput)} samples/s{_format_overall(metrics)}",
+        f"{metrics.speed_steps_text}: {formatting.format_rate(metrics.throughput)} samples/s{_format_overall(metrics)}",
         f"mean {formatting.format_duration(metrics.step_s)} a step",
     ]
     if metrics.timing.is_measured:
-        parts.append(f"waiting {formatting.format_percent(metrics.timing.waiting_share)}")
+        window = "" if _name_window(metrics) == metrics.speed_steps_text else f" in {_name_window(metrics)}"
+        parts.append(f"waiting {formatting.format_percent(metrics.timing.waiting_share)}{window}")
     loss_steps = formatting.format_count(metrics.num_loss_steps, "step")
     loss = f"loss {formatting.format_loss(metrics.loss)} (mean of {loss_steps})"
-    return f"{loss}; {_name_window(metrics)}: {', '.join(parts)}"
+    return f"{loss}; {', '.join(parts)}"
 
 
 def _format_overall(metrics: RunMetrics) -> str:
@@ -128,7 +129,7 @@ def _format_efficiency(run: RunView, metrics: RunMetrics) -> list[str]:
     efficiency = compute_efficiency(run, metrics)
     if efficiency is None:
         return []
-    return [f"{_name_window(metrics)}: {formatting.sanitize_text(repr(efficiency).partition(', ')[2])}"]
+    return [f"{metrics.speed_steps_text}: {formatting.sanitize_text(repr(efficiency).partition(', ')[2])}"]
 
 
 _MAX_OWN_NUMBERS = 6
@@ -298,7 +299,7 @@ class TextProgress:
         if efficiency is not None and efficiency.mfu is not None:
             speed.append(f"MFU {formatting.format_percent(efficiency.mfu)}")
         if speed:
-            learnt.append(f"{', '.join(speed)} ({_name_window(metrics)})")
+            learnt.append(f"{', '.join(speed)} ({metrics.speed_steps_text})")
         return "; ".join(learnt) or "no step yet"
 
     def _format_problems(self, metrics: RunMetrics) -> list[str]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.event_marks import mark_events
 from dtkit.dashboard.summary.curves import LOSS, MAX_BUCKETS, downsample, make_chart_layouts
@@ -16,14 +17,16 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
 
 _MAX_VALIDATION_MARKERS = 12  # more markers would hide the lines
+_MAX_VALUE_CHARS = 7  # of the mean at the line's end, as in the live view
 
 
-def draw(ax: Axes, history: History) -> None:
-    """Draw the panel."""
+def draw(ax: Axes, history: History, *, has_value: bool = False) -> None:
+    """Draw the panel. With `has_value` the mean has its last value at the line's end, as in the live view."""
     ranks = history.num_ranks
     (layout,) = make_chart_layouts([LOSS], ranks)
     buckets = downsample(history, LOSS, ranks)
-    style.draw_lines(ax, buckets, layout, "mean")
+    value = formatting.format_loss(style.get_last_value(buckets))
+    style.draw_lines(ax, buckets, layout, f"mean {value}" if has_value and len(value) <= _MAX_VALUE_CHARS else "mean")
     style.scale_by_span(ax, buckets)
     style.draw_outliers(ax, history, LOSS, MAX_BUCKETS)
     validation = _draw_validation(ax, history)

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 NEAR_LIMIT = 0.9
 """Share of the limit from which on a bar is an alert."""
+_AMPLE_SHARE = 0.5  # of the limit, up to which a line of text is enough, as in the live view
 
 
 def make_panel(nodes: Sequence[NodeInfo]) -> Callable[[Axes, History], None]:
     """Return the panel of these nodes, whose limits a history doesn't have."""
-    limits = {node.rank: node.memory_total for node in nodes if node.memory_total > 0}
+    limits = _read_limits(nodes)
 
     def draw(ax: Axes, history: History) -> None:
         style.style_axes(ax)
@@ -46,6 +47,28 @@ def make_panel(nodes: Sequence[NodeInfo]) -> Callable[[Axes, History], None]:
         ax.grid(visible=False)
 
     return draw
+
+
+def is_ample(history: History, nodes: Sequence[NodeInfo]) -> bool:
+    """Return whether each node uses less than half of its memory, so that bars would be almost empty."""
+    used, limits = _get_latest_bytes(history), _read_limits(nodes)
+    return all(used[rank] < _AMPLE_SHARE * limits[rank] for rank in used if rank in limits)
+
+
+def describe(history: History, nodes: Sequence[NodeInfo]) -> str:
+    """Return what each node uses of its limit, or three of many; an empty text where that is unknown."""
+    limits = _read_limits(nodes)
+    used = {rank: count for rank, count in _get_latest_bytes(history).items() if rank in limits}
+    return ", ".join(f"{name} {_describe_use(used[rank], limits[rank])}" for name, rank in _select_bars(used, limits))
+
+
+def _read_limits(nodes: Sequence[NodeInfo]) -> dict[int, int]:
+    return {node.rank: node.memory_total for node in nodes if node.memory_total > 0}
+
+
+def _describe_use(used: int, limit: int) -> str:
+    share = formatting.format_percent(used / limit)
+    return f"{formatting.format_bytes(used)} of {formatting.format_bytes(limit)} · {share}"
 
 
 def _get_latest_bytes(history: History) -> dict[int, int]:
@@ -71,8 +94,5 @@ def _draw_bar(ax: Axes, row: int, used: int, limit: int) -> None:
         row, np.clip(share, 0, 1), 0.5, facecolor=color, hatch="////" if is_tight else "", edgecolor="white", gid="used"
     )
     warning = "▲ " if is_tight else ""
-    text = (
-        f"{warning}{formatting.format_bytes(used)} of {formatting.format_bytes(limit)} · "
-        f"{formatting.format_percent(share)}"
-    )
+    text = f"{warning}{_describe_use(used, limit)}"
     ax.text(1.02, row, text, va="center", fontsize=8, color=style.ALERT_COLOR if is_tight else style.MUTED_COLOR)

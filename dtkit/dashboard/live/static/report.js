@@ -15,6 +15,7 @@ import { scalars } from "./panels/scalars.js";
 import { system } from "./panels/system.js";
 import { throughputChart } from "./panels/throughput.js";
 import { timeline } from "./panels/timeline.js";
+import { makeSortable } from "./sorting.js";
 import { apply, newStore } from "./store.js";
 import { followTheme } from "./theme.js";
 import { toolbar } from "./toolbar.js";
@@ -73,5 +74,6 @@ function drawReport() {
   redraw();
 }
 
+for (const table of document.querySelectorAll(".sortable table")) makeSortable(table);
 balanceColumns(document.querySelector(".columns"));
 drawReport();

@@ -57,19 +57,36 @@ def test_no_panel_moves_when_the_learning_rate_gets_a_chart(page: Page, width: i
     page.set_viewport_size({"width": width, "height": 2600})
     run = make_run()
     view = StaticView(page, run)
-    view.show_picture("own", panel_frame.draw_png(lambda ax, history: ax.plot(*history.loss()), run.history))
-    expect(view.root.get_by_test_id("custom-panel").locator("img")).to_be_visible()
     show_series(view, run)
     rate = view.root.get_by_test_id("learning-rate-chart")
-    expect(rate).to_contain_text("0.1, the same since the first step")
+    expect(rate).to_contain_text("Learning rate 0.1")
     before, table = read_places(view), get_box(view, "nodes-table")
-    assert len(before) == 9
+    assert len(before) == 8
+    change_rate(run, view)
+    assert read_places(view) == before
+    assert get_box(view, "nodes-table") == table
+
+
+def change_rate(run: FakeSource, view: StaticView) -> None:
     run.lr = 0.01
     run.advance(50)
     view.update()
-    expect(rate.locator("svg.dtk-chart")).to_be_visible()
-    assert read_places(view) == before
-    assert get_box(view, "nodes-table") == table
+    expect(view.root.get_by_test_id("learning-rate-chart").locator("svg.dtk-chart")).to_be_visible()
+
+
+def test_a_rate_without_a_place_beside_a_chart_opens_below_the_charts(page: Page):
+    page.set_viewport_size({"width": 1280, "height": 2000})
+    run = make_run(())
+    run.history.add(Evaluation(50, 100, {"loss": 0.7, "accuracy": 0.5}))
+    view = StaticView(page, run)
+    view.update()
+    names = ("Loss", "Throughput", "Gradient norm", "accuracy", "Learning rate")
+    before = read_places(view)
+    assert before["accuracy"][1] == before["Gradient norm"][1]  # side by side: no half of a row is empty
+    assert get_box(view, "learning-rate-chart")["width"] == get_box(view, "nodes-table")["width"]
+    change_rate(run, view)
+    after = read_places(view)
+    assert {name: after[name] for name in names} == {name: before[name] for name in names}
 
 
 @pytest.mark.parametrize("width", [800, 1100, 1400])
@@ -81,6 +98,7 @@ def test_no_panel_is_wider_for_want_of_a_neighbor(page: Page, width: int):
         draw = panel_frame.draw_png(lambda ax, history: ax.plot(*history.loss()), run.history)
         view.show_picture(name, draw, is_wide=is_wide)
     show_series(view, run)
+    change_rate(run, view)
     expect(view.root.get_by_test_id("custom-panel").locator("img:visible")).to_have_count(2)
     widths = {
         name: get_width(panel)
@@ -108,7 +126,7 @@ def get_width(panel: Locator) -> float:
     return box["width"]
 
 
-def test_late_validation_moves_no_panel_to_another_column(page: Page):
+def test_late_validation_moves_no_chart_to_another_column(page: Page):
     page.set_viewport_size({"width": 1280, "height": 2000})
     run = make_run()
     for rank in range(2):
@@ -116,6 +134,7 @@ def test_late_validation_moves_no_panel_to_another_column(page: Page):
     view = StaticView(page, run)
     show_series(view, run)
     columns = {name: x for name, (x, _) in read_places(view).items()}
+    del columns["Learning rate"]  # a strip, which makes room
     run.history.add(Evaluation(50, 100, {"loss": 0.7, "accuracy": 0.5}))
     run.advance(1)
     view.update()

@@ -45,11 +45,11 @@ import { restoreChoices, saveChoices } from "./view_choices.js";
 
 /**
  * What is above the charts, and the panels below their tools. The order of charts is that in which runs mostly get their
- * numbers, so that a late one moves few others. The rate is there from the start, as a strip beside the norm until it changes.
+ * numbers, so that a late one moves few others: the rate changes last. Until then it is a strip, beside a chart without a neighbor.
  */
 const TOP_PANELS = [header, progress, banner, controls, tiles, notices];
 const PANELS = [
-  waffle, lossChart, throughputChart, gradientNormChart, learningRateChart, scalars, pictures, metrics, stepTime, timeline, system, memory, nodesTable,
+  waffle, lossChart, throughputChart, gradientNormChart, scalars, pictures, metrics, learningRateChart, stepTime, timeline, system, memory, nodesTable,
   log,
 ];
 

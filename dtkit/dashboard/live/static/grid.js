@@ -1,7 +1,7 @@
 // The grid of panels: those of half the width are next to each other in pairs, in one order. Small ones have rows of their own.
 //
-// A panel has its half of a row also while it has no neighbor, or is a strip, which is as low as a line of text. So a chart
-// that opens where its strip was moves no other panel.
+// A panel has its half of a row also while it has no neighbor. So has a strip, which is as low as a line of text, beside a
+// chart: its own chart then opens there, and moves no other panel.
 
 const SHOWN_PANEL = ".dtk-panel:not([hidden])", STRIP = ".dtk-flat, .dtk-strip", WHOLE_ROW = "dtk-whole", TWO_COLUMNS = 760; // pixels, as in dashboard.css
 const HEIGHTS = new WeakMap(); // by panel: {own, row}, pixels of a chart or a picture, and of the higher one in its row

@@ -855,8 +855,8 @@ def make_rows(*changes: dict[str, object]) -> list[comparison_summary.Comparison
     ("first", "later", "text"),
     [
         (100.0, 103.2, "+3 %"),
-        (100.0, 50.0, "-50 %"),
-        (100.0, 100.01, "±0 %"),
+        (100.0, 50.0, "\N{MINUS SIGN}50 %"),
+        (100.0, 100.01, None),
         (100.0, 1234.0, "12.3 times"),
         (0.5, 0.0001, "1/5,000"),
         (0.0, 1.0, None),
@@ -872,7 +872,8 @@ def test_numbers_of_later_runs_have_their_difference_from_the_first(first: float
 
 
 def test_numbers_that_mean_different_things_have_no_difference():
-    runs = {"loss": 1.0}, {"loss": 2.0, "state": "failed"}, {"loss": 2.0, "basis": {comparison_summary.LOSS: "other"}}
+    slow, other = {"samples_per_s": 9.0}, {"basis": {comparison_summary.LOSS: "other"}}
+    runs = {"loss": 1.0}, {"loss": 2.0, "state": "failed"} | slow, {"loss": 2.0} | slow | other
     rows = make_rows({}, {}, {})
     rows = [dataclasses.replace(row, **each) for row, each in zip(rows, runs, strict=True)]
     table = comparison_text.make_table(rows)
@@ -885,7 +886,7 @@ def test_numbers_that_mean_different_things_have_no_difference():
 def test_the_duration_of_a_run_that_goes_on_has_no_difference():
     first, second = make_rows({"seconds": 10.0}, {"seconds": 5.0})
     table = comparison_text.make_table([first, second])
-    assert table.small_texts[1, list(table.header).index("duration")] == "-50 %"
+    assert table.small_texts[1, list(table.header).index("duration")] == "\N{MINUS SIGN}50 %"
     table = comparison_text.make_table([first, dataclasses.replace(second, state="running")])
     assert (1, list(table.header).index("duration")) not in table.small_texts
 

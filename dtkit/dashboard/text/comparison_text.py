@@ -110,7 +110,10 @@ def _is_comparable(pair: Sequence[ComparisonRow], column: str) -> bool:
 
 
 def _describe_change(first: float, value: float) -> str:
-    """Return a difference such as ``+3 %``, or a ratio such as ``12 times`` or ``1/12``; empty if it has no meaning."""
+    """Return a difference such as ``+3 %``, or a ratio such as ``12 times`` or ``1/12``.
+
+    It is empty where it has no meaning, or would be zero.
+    """
     if first <= 0 or value < 0:
         return ""
     ratio = value / first
@@ -119,8 +122,8 @@ def _describe_change(first: float, value: float) -> str:
     if 0 < ratio <= 1 / _MANY_TIMES:
         return f"1/{formatting.format_rate(1 / ratio)}"
     change = formatting.format_percent(abs(ratio - 1))
-    sign = "±" if change == formatting.format_percent(0) else "+" if ratio > 1 else "-"
-    return f"{sign}{change}"
+    sign = "+" if ratio > 1 else "\N{MINUS SIGN}"
+    return "" if change == formatting.format_percent(0) else sign + change
 
 
 def _find_best_cells(

@@ -245,7 +245,21 @@ def test_machines_of_a_short_run_are_values_in_one_row(page: Page, tmp_path: Pat
     assert len({place and place["y"] for place in places}) == 1
     assert all(place and 250 < place["width"] < 320 for place in places)
     assert values.first.locator(".dtk-note").evaluate("(el) => getComputedStyle(el).fontSize") == "12px"
-    expect(page.get_by_test_id("learning-rate-chart")).to_be_hidden()  # one rate, which the settings have
+
+
+@pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
+def test_a_learning_rate_that_did_not_change_is_a_line_beside_the_norm(page: Page, tmp_path: Path):
+    source = FakeSource(ranks=2, strips=True)
+    source.advance(12)
+    write_report(source, tmp_path / "run.html")
+    page.goto(f"file://{tmp_path}/run.html")
+    rate = page.get_by_test_id("learning-rate-chart")
+    expect(rate).to_contain_text("0.1, the same since the first step")
+    norm, line = page.get_by_test_id("gradient-norm-chart").bounding_box(), rate.bounding_box()
+    assert norm
+    assert line
+    assert line["x"] > norm["x"] + norm["width"]
+    assert line["y"] == norm["y"]
 
 
 @pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)

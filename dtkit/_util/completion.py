@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+_hidden_names: dict[type, set[str]] = {}  # by class
+
 
 def hide_from_completion(*names: str) -> Callable[[type[_T]], type[_T]]:
     """Decorate a class so that `dir` leaves out these names of its objects. They still work."""
@@ -17,7 +19,7 @@ def hide_from_completion(*names: str) -> Callable[[type[_T]], type[_T]]:
     def decorate(cls: type[_T]) -> type[_T]:
         missing = [name for name in names if not hasattr(cls, name) and name not in cls.__annotations__]
         assert not missing, f"{cls.__name__} has no {', '.join(missing)}"
-        cls._own_names = [*names, *getattr(cls, "_own_names", ())]  # type: ignore[attr-defined]
+        _hidden_names.setdefault(cls, set()).update(names)
         list_names = cls.__dir__  # a class may be decorated several times
         cls.__dir__ = lambda self: [name for name in list_names(self) if name not in names]  # type: ignore[method-assign]
         return cls
@@ -27,7 +29,7 @@ def hide_from_completion(*names: str) -> Callable[[type[_T]], type[_T]]:
 
 def get_hidden_names(cls: type) -> Collection[str]:
     """Return what :func:`hide_from_completion` hides: names that dtkit's own modules use."""
-    return getattr(cls, "_own_names", ())
+    return _hidden_names.get(cls, ())
 
 
 def list_options(obj: Any, others: Collection[str] = ()) -> list[str]:

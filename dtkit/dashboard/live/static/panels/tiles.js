@@ -11,7 +11,7 @@ const HELP = {
 /** What notes are where five tiles share a narrow row, so that none has a second line. */
 const SHORTER = [[/^(samples\/s), .*/, "$1"], [/^of all nodes' time$/, "of the time"], [/^▲ slowest: /, "▲ "], [/^validation (?=\S)/, "val. "]];
 /** The parts of a note: the steps of a mean, or where a value is from; the text; and the steps of a rate. */
-const NOTE_PARTS = /^(\d+ steps, |validation, )?(.*?)(, [\d,]+ steps?|,? since the repair)?$/;
+const NOTE_PARTS = /^(\d+ steps, |validation, )?(.*?)(, [\d,]+ steps?|,? since the repair|, all steps but the first)?$/;
 
 export function tiles(store) {
   const el = h("div", { class: "dtk-tiles", role: "list", "data-testid": "tiles" }); // JupyterLab styles dl, dt and dd

@@ -60,6 +60,7 @@ def test_no_panel_moves_when_the_learning_rate_gets_a_chart(page: Page, width: i
     show_series(view, run)
     rate = view.root.get_by_test_id("learning-rate-chart")
     expect(rate).to_contain_text("Learning rate 0.1")
+    expect(rate.locator("svg.dtk-chart")).to_be_visible()  # also while it is constant: no half of a row is empty
     before, table = read_places(view), get_box(view, "nodes-table")
     assert len(before) == 8
     change_rate(run, view)

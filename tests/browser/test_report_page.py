@@ -248,7 +248,7 @@ def test_machines_of_a_short_run_are_values_in_one_row(page: Page, tmp_path: Pat
 
 
 @pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
-def test_a_learning_rate_that_did_not_change_is_a_line_beside_the_norm(page: Page, tmp_path: Path):
+def test_a_learning_rate_that_did_not_change_is_a_chart_beside_the_norm(page: Page, tmp_path: Path):
     source = FakeSource(ranks=2, strips=True)
     source.advance(12)
     write_report(source, tmp_path / "run.html")
@@ -258,6 +258,7 @@ def test_a_learning_rate_that_did_not_change_is_a_line_beside_the_norm(page: Pag
     norm, line = page.get_by_test_id("gradient-norm-chart").bounding_box(), rate.bounding_box()
     assert norm
     assert line
+    assert line["height"] == norm["height"]
     assert line["x"] > norm["x"] + norm["width"]
     assert line["y"] == norm["y"]
 

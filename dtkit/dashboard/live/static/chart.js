@@ -42,7 +42,7 @@ const FAR_PX = 1e4; // outside any chart; pictures lose longer numbers
  * - values: unit, format(value), exact: never smooth, merged (buckets at most, with a band between quantiles),
  *   inverted: draw the reciprocals of the values, newest(): the last value where it may be ahead of the lines
  * - lines: shown(store), stepped: values hold until the next one, joined: lines without gaps but where the grain lost
- *   numbers, isFlat(store): a line instead of a chart, grain(store) with its layout(store)
+ *   numbers, isFlat(store, el): a line instead of a chart, grain(store) with its layout(store)
  * - names: overallName, right(head, view): room for labels, lineName(store, line) with labelLines(store, line, most,
  *   width): that name at the line's end
  * - points: points(store), pointName
@@ -95,7 +95,7 @@ export function chart(store, name, options, redraw) {
     const isLate = !store.curves.used && !store.head.runs && !LIVE.includes(store.status.state); // no step will come
     el.hidden = isLate || !(options.shown?.(store) ?? true);
     if (el.hidden) return noteScale(view, null, redraw);
-    const flat = Boolean(options.isFlat?.(store)), isMoved = el.classList.contains("dtk-flat") !== flat;
+    const flat = Boolean(options.isFlat?.(store, el)), isMoved = el.classList.contains("dtk-flat") !== flat;
     el.classList.toggle("dtk-flat", flat);
     view.height = frame.height() ?? rowHeight(el, flat ? 0 : options.height ?? 200);
     view.grain = options.grain?.(store) ?? readBuckets(view);

@@ -45,7 +45,7 @@ import { restoreChoices, saveChoices } from "./view_choices.js";
 
 /**
  * What is above the charts, and the panels below their tools. The order of charts is that in which runs mostly get their
- * numbers, so that a late one moves few others: the rate changes last. Until then it is a strip, beside a chart without a neighbor.
+ * numbers, so that a late one moves few others: the rate changes last. Until then it is a strip, unless it has a neighbor.
  */
 const TOP_PANELS = [header, progress, banner, controls, tiles, notices];
 const PANELS = [

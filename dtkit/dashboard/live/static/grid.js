@@ -1,9 +1,9 @@
 // The grid of panels: those of half the width are next to each other in pairs, in one order. Small ones have rows of their own.
 //
-// A panel has its half of a row also while it has no neighbor. So has a strip, which is as low as a line of text, beside a
-// chart: its own chart then opens there, and moves no other panel.
+// A chart has its half of a row also while it has no neighbor. A strip, which is as low as a line of text, has a whole one.
 
-const SHOWN_PANEL = ".dtk-panel:not([hidden])", STRIP = ".dtk-flat, .dtk-strip", WHOLE_ROW = "dtk-whole", TWO_COLUMNS = 760; // pixels, as in dashboard.css
+const SHOWN_PANEL = ".dtk-panel:not([hidden])", TWO_COLUMNS = 760; // pixels, as in dashboard.css
+export const LONE = "dtk-lone"; // the class of a panel without a neighbor
 const HEIGHTS = new WeakMap(); // by panel: {own, row}, pixels of a chart or a picture, and of the higher one in its row
 
 /** Note how high a panel's chart or picture is by itself. Return how high its row lets it be. */
@@ -23,7 +23,7 @@ export function newRows(body, redraw) {
   }).observe(body);
   return () => {
     const groups = groupHalves([...body.querySelectorAll(SHOWN_PANEL)].filter((el) => !el.closest(".dtk-off")));
-    return groups.flatMap((group) => [widenLoneStrip(group), levelRows(group, width >= TWO_COLUMNS)]).some(Boolean);
+    return groups.flatMap((group) => [markLone(group, width >= TWO_COLUMNS), levelRows(group, width >= TWO_COLUMNS)]).some(Boolean);
   };
 }
 
@@ -37,11 +37,11 @@ function groupHalves(panels) {
   return groups;
 }
 
-/** Give a strip without a neighbor the whole row, where its text has one line. A chart or a picture isn't stretched. */
-function widenLoneStrip(group) {
-  const isAlone = (panel, k) => k === group.length - 1 && k % 2 === 0 && panel.matches(STRIP);
-  const changed = group.filter((panel, k) => panel.classList.contains(WHOLE_ROW) !== isAlone(panel, k));
-  for (const panel of changed) panel.classList.toggle(WHOLE_ROW);
+/** Mark the panels without a neighbor: the last of an odd number, and all in one column. */
+function markLone(group, hasRows) {
+  const isLone = (k) => !hasRows || (k === group.length - 1 && k % 2 === 0);
+  const changed = group.filter((panel, k) => panel.classList.contains(LONE) !== isLone(k));
+  for (const panel of changed) panel.classList.toggle(LONE);
   return changed.length > 0;
 }
 

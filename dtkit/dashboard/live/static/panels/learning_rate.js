@@ -1,6 +1,7 @@
 // The learning rate; the figure has panels/learning_rate.py.
 
 import { chart } from "../chart.js";
+import { LONE } from "../grid.js";
 import { shortRate } from "../numbers.js";
 import { known } from "./gradient_norm.js";
 
@@ -17,7 +18,7 @@ export function learningRateChart(store, _send, redraw) {
     spanned: true, // a mean of two rates is none that was ever set
     format: shortRate,
     shown: (st) => !st.curves.used || known(st, st.head.charts.lr.first), // before the first step its place is kept
-    isFlat: (st) => !isRateChanging(rateRange(st, st.head.charts.lr.first)),
+    isFlat: (st, el) => el.classList.contains(LONE) && !isRateChanging(rateRange(st, st.head.charts.lr.first)),
   }, redraw);
 }
 

@@ -169,7 +169,7 @@ function readStrip(strip, buffer) {
 }
 
 /** Return the whole steps of the range in sight. */
-function wholeSteps([first, last]) {
+export function wholeSteps([first, last]) {
   return [Math.floor(first), Math.ceil(last)];
 }
 

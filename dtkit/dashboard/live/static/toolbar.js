@@ -7,7 +7,7 @@ import { zoomTo } from "./chart/pointer.js";
 import { h, setAttr, setText } from "./elements.js";
 import { nodeName } from "./picking.js";
 import { panelsMenu } from "./panels_menu.js";
-import { countLog, isLogAuto, isLogShown, LIVE } from "./store.js";
+import { countLog, isLogAuto, isLogShown, LIVE, wholeSteps } from "./store.js";
 import { hasZoomed, ZOOM_HINT } from "./zoom_hint.js";
 
 const SCALE_HELP = "logarithmic scale of losses, norms and logged numbers; a chart chooses it by itself where its smallest values would touch 0 on a linear one";
@@ -57,7 +57,7 @@ function keepEntriesWhole(text) {
 function describeRange({ view: { zoom, x }, head, status }) {
   if (!zoom) return "";
   if (head.runs && x !== "step") return "only a part is shown";
-  const [first, last] = zoom.map((step) => Math.round(step).toLocaleString("en-US"));
+  const [first, last] = wholeSteps(zoom).map((step) => step.toLocaleString("en-US")); // as the bars have it
   return `only steps ${first} to ${last}${LIVE.includes(status.state) ? "; new ones are not shown" : ""}`;
 }
 

@@ -77,7 +77,8 @@ def test_a_view_after_a_reload_says_that_the_saved_picture_is_older(lab: Lab):
     lab.page.wait_for_function("(then) => Date.now() > then", arg=lab.page.evaluate("Date.now()") + 3000)
     lab.reload()
     expect(view).to_be_visible(timeout=WAIT_MS)
-    expect(note).to_contain_text("show the run in a new cell", timeout=WAIT_MS)
+    expect(note).to_contain_text("Show the run in a new cell", timeout=WAIT_MS)
+    assert note.evaluate("(el) => el === el.parentElement.firstElementChild")  # where it is seen
 
 
 @both_apps

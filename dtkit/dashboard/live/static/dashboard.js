@@ -140,12 +140,12 @@ function isMessageDue(store) {
 }
 
 // A front end finds no output of before the reload, and so keeps the picture below it in the notebook.
-const RESTORED = "This page was loaded again. A saved notebook keeps this cell's picture from before that: show the run in a new cell for a newer one.";
+const RESTORED = "This page was loaded again. A saved notebook keeps this cell's picture from before that. Show the run in a new cell for a newer one.";
 
 /** Return a view that follows the theme and its size: {root, redraw, dispose}. */
 function openView(store, model, isRestored) {
   const { root, redraw } = buildView(store, (message) => sendTo(model, message)), stopTheme = followTheme(root);
-  if (isRestored && LIVE.includes(store.status?.state)) root.append(h("p", { class: "dtk-note dtk-restored", "data-testid": "restored" }, RESTORED));
+  if (isRestored && LIVE.includes(store.status?.state)) root.prepend(h("p", { class: "dtk-note dtk-restored", "data-testid": "restored" }, RESTORED));
   let width = 0;
   const size = new ResizeObserver(([{ contentRect }]) => { // also after the page had taken it out
     if (contentRect.width && contentRect.width !== width) redraw();

@@ -475,7 +475,7 @@ def test_the_last_and_the_best_value_of_a_metric_have_a_tile():
         assert "loss" not in tiles  # next to that of the training
         shown.append((tiles["accuracy"]["value"], tiles["accuracy"]["note"]))
     assert shown == [
-        ("0.500", "validation, the best"), ("0.750", "validation, the best"), ("0.625", "validation, best 0.750"),
+        ("0.500", "validation, best so far"), ("0.750", "validation, best so far"), ("0.625", "validation, best 0.750"),
     ]  # fmt: skip
 
 

@@ -191,7 +191,7 @@ def _build_metric_tiles(run: RunView) -> Iterator[Tile]:
         assert last is not None
         label, value = formatting.sanitize_text(name, 24), formatting.format_loss(last.values[name])
         best = formatting.format_loss(find_best_value(run.history, name))
-        yield Tile(label, value, "validation, the best" if best == value else f"validation, best {best}")
+        yield Tile(label, value, "validation, best so far" if best == value else f"validation, best {best}")
 
 
 def _describe_rate(metrics: RunMetrics) -> str:

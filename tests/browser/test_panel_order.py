@@ -157,6 +157,9 @@ def test_numbers_of_the_machines_have_one_order_and_are_in_the_menu(page: Page):
         view.root.get_by_test_id("panels-menu").click()
         for title in titles:
             expect(view.root.locator(f"[data-panel='{title}']")).to_be_visible()
+        listed = view.root.locator("[data-panel]").evaluate_all("(all) => all.map((box) => box.dataset.panel)")
+        assert [name for name in listed if name in titles] == titles
+        assert "Nodes at a glance" not in listed  # a run of two nodes has no such panel
 
 
 def test_scale_button_counts_the_charts_that_are_logarithmic(page: Page):

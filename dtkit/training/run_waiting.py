@@ -73,7 +73,8 @@ class RunWaiter:
                 "run.resume() continues" if status.state is State.PAUSED else "it goes on; wait again, or run.pause()"
             )
             raise TimeoutError(
-                f"the run is {status.state.name} at step {status.step:,} of {status.steps:,} after {timeout} s: {remedy}"
+                f"the run is {status.state.name} at step {status.step:,} of {status.steps:,} after {timeout} s: "
+                f"{remedy}"
             )
         self._wait_for_end_of_views()
         self._raise_error()

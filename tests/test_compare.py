@@ -208,6 +208,54 @@ def test_default_labels_are_what_differs_between_runs(runs, labels):
     assert list(dtkit.compare(runs()).labels) == labels
 
 
+def with_settings(*settings, name="ConvNet"):
+    """Return a run for each mapping of settings: fields of its spec, `lr` as typed, and other arguments."""
+    runs = [FakeSource(name=name) for _ in settings]
+    for run, values in zip(runs, settings, strict=True):
+        rest = dict(values)
+        optimizer = f"lambda p: torch.optim.{rest.pop('optimizer', 'SGD')}(p, lr={rest.pop('lr', 0.1)})"
+        fields = {key: rest.pop(key) for key in list(rest) if key in RunSpec.__dataclass_fields__}
+        run.spec = dataclasses.replace(run.spec, optimizer=optimizer, settings=tuple(rest.items()), **fields)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("settings", "labels"),
+    [
+        ([{"lr": 0.1}, {"lr": 0.01}, {"lr": 30}], ["lr 0.1", "lr 0.01", "lr 30"]),
+        ([{"lr": 0.1, "seed": 0}, {"lr": 0.01, "seed": 1}], ["lr 0.1", "lr 0.01"]),
+        (
+            [{"batch_size": 64}, {"batch_size": 64, "lr": 0.3}, {"batch_size": 32}],
+            ["batch 64, lr 0.1", "batch 64, lr 0.3", "batch 32, lr 0.1"],
+        ),
+        ([{"seed": 0}, {"seed": 1}], ["seed 0", "seed 1"]),
+        ([{"batch_size": 64, "steps": 9}, {"batch_size": 32, "steps": 18}], ["batch 64", "batch 32"]),
+        ([{}, {"clip_grad_norm": "1.0"}], ["clip_grad_norm default", "clip_grad_norm 1.0"]),
+        ([{}, {"optimizer": "Adam"}], ["SGD", "Adam"]),
+        ([{}, {"sampler": "a" * 40}], ["ConvNet (1)", "ConvNet (2)"]),  # too long
+        ([{}, {"lr": 0.3}, {"lr": 0.3}], ["ConvNet (1)", "ConvNet (2)", "ConvNet (3)"]),  # two are the same
+    ],
+)
+def test_runs_of_one_name_are_labeled_by_the_settings_that_tell_them_apart(settings, labels):
+    comparison = dtkit.compare(with_settings(*settings))
+    assert list(comparison.labels) == labels
+    head = ComparisonMessageBuilder(comparison).build_snapshot().content["head"]
+    if "ConvNet (1)" not in labels:  # equal names have no number there
+        assert head["runs"] == head["names"] == [row[0] for row in head["table"]["rows"]] == labels
+
+
+def test_a_name_that_only_some_runs_share_stays_before_their_setting():
+    runs = [*with_settings({"lr": 0.1}, {"lr": 0.3}), *with_settings({"lr": 0.1}, name="Other")]
+    assert dtkit.compare(runs).labels == ("ConvNet, lr 0.1", "ConvNet, lr 0.3", "Other")
+    assert dtkit.compare(runs, labels=["a", "b", "c"]).labels == ("a", "b", "c")
+
+
+def test_a_label_has_the_rate_as_typed_while_a_run_has_no_step():
+    runs = with_settings({"lr": 0.1}, {"lr": 0.01})
+    runs[0].advance(1)
+    assert dtkit.compare(runs).labels == ("lr 0.1", "lr 0.01")
+
+
 def test_strategies_are_named_once_in_a_comparison():
     text = repr(dtkit.compare([make_source(), make_source("ParameterAveraging(every=8)", every=8)], labels=["a", "b"]))
     assert text.count("ParameterAveraging(every=8)") == 1

@@ -326,12 +326,27 @@ def test_one_process_has_no_speed_up_over_one_process(tmp_path):
     assert "speed-up" not in read_cards(source, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("all_ranks_s", "words"),
+    [
+        (0.010, "1.40 times as fast"),
+        (0.014, "1.00 times as fast"),
+        (0.01403, "1.00 times as fast"),
+        (0.0154, "1.10 times slower"),
+        (0.050, "3.6 times slower"),
+    ],
+)
+def test_a_verification_names_the_nodes_slower_where_they_are(all_ranks_s: float, words: str):
+    times = StepTimes(17, all_ranks_s=all_ranks_s, single_process_s=0.014)
+    assert make_verification(times).text().endswith(f"in one process: {words}")
+
+
 def test_a_verification_of_one_process_compares_no_speed():
     times = StepTimes(17, all_ranks_s=0.012, single_process_s=0.009)
-    assert "in one process: 0.75 times as fast" in make_verification(times).text()
+    assert "in one process: 1.33 times slower" in make_verification(times).text()
     text = dataclasses.replace(make_verification(times), world_size=1).text()
     assert "median step 12 ms" in text
-    assert "times as fast" not in text
+    assert "times" not in text
 
 
 @pytest.mark.parametrize("name", ["loss", "val_loss", "error", "rmse", "perplexity", "word error", "kl"])

@@ -122,6 +122,14 @@ def test_a_run_takes_every_step_once_and_ends(cluster, engines):
     assert dispatches(engines, 0) == dispatches(engines, 1)
 
 
+def test_texts_of_a_run_group_the_digits_of_its_steps(cluster):
+    run = train(cluster, steps=1_200)
+    run.wait(30)
+    assert run.history.events[-1].text == "done after 1,200 steps"
+    with pytest.raises(dtkit.errors.RunError, match="completed at step 1,200, so"):
+        run.step()
+
+
 def test_automatic_tensor_parallel_plan_is_printed_before_it_is_used(cluster, capsys):
     net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
     settings = {

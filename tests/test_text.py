@@ -9,13 +9,14 @@ import pytest
 
 import dtkit
 from dtkit._util import formatting
-from dtkit.dashboard.summary.notices import collect_notices
+from dtkit.dashboard.summary.notices import ALERT_KINDS, collect_notices
 from dtkit.dashboard.text import cluster_text, run_text
 from dtkit.errors import EngineError
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.types import Evaluation, Failure, NodeInfo, ReplicaCheckResult, State, Status
 from tests.support.fake_source import FakeSource
 from tests.support.timers import Timers
+from tests.support.verification import make_verification
 
 
 class Terminal(io.StringIO):
@@ -165,6 +166,36 @@ def test_the_notice_on_agreement_names_what_was_compared(copies: int, words: str
     source.consistency = ReplicaCheckResult(40, (), None, copies)
     source.advance(40)
     assert f"✓ {words}, checked at step 40" in run_text.format_run(source).splitlines()
+
+
+def test_a_passed_verification_is_a_notice():
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    source.verification = make_verification()
+    line = "✓ verified: equal to one process over 20 steps (largest difference 3e-8)"
+    assert line in run_text.format_run(source).splitlines()
+    assert line not in "\n".join(run_text.TextProgress(source, io.StringIO(), is_tty=False).format_block())
+
+
+def test_a_verification_that_passed_in_float64_says_so():
+    source = FakeSource(ranks=2)
+    source.verification = dataclasses.replace(make_verification(), max_difference=0.1, float64_difference=1.2e-15)
+    (notice,) = collect_notices(source)
+    assert notice.text == "verified: equal to one process in float64 over 20 steps (largest difference 1.2e-15)"
+
+
+def test_a_failed_verification_is_an_alert():
+    source = FakeSource(ranks=2)
+    source.verification = dataclasses.replace(make_verification(), verdict="FAIL", max_difference=0.3)
+    (notice,) = collect_notices(source)
+    assert notice.kind in ALERT_KINDS
+    assert notice.text == "verification FAILED over 20 steps: difference=0.3, tolerance=1e-05"
+
+
+def test_a_training_that_one_process_cannot_repeat_has_no_notice():
+    source = FakeSource(ranks=2)
+    source.verification = dataclasses.replace(make_verification(), verdict="NOT COMPARABLE")
+    assert collect_notices(source) == []
 
 
 def test_the_summary_has_stuck_and_left_out_nodes():

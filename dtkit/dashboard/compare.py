@@ -23,6 +23,7 @@ from dtkit._util.notebook import in_notebook
 from dtkit.dashboard.summary.activity import read_state
 from dtkit.dashboard.summary.comparison import make_row
 from dtkit.dashboard.summary.run_end import describe_end
+from dtkit.dashboard.summary.run_labels import label_by_settings
 from dtkit.dashboard.summary.spec_differences import (
     list_common,
     list_differences,
@@ -191,7 +192,8 @@ def compare(
 
     `runs` are runs, also while they train, or histories (``dtkit.History.from_jsonl(path)``): ``compare(run, other)``,
     or one list of them. `labels` name them in the figure. Without labels, a run has its name, and its strategy where
-    runs of that name differ in it. Runs of one name are named by strategy, and equal ones are numbered.
+    runs of that name differ in it. Runs of one name are named by strategy, or by one or two short settings that tell
+    them apart, such as "lr 0.1". Equal ones are numbered.
 
     The result shows itself as charts and a table: ``figure()``, ``report(path)``, ``to_pandas()``.
     Raises TypeError for anything else, and ValueError for an empty list or for labels that don't fit.
@@ -279,9 +281,10 @@ def _check_labels(labels: Sequence[str], count: int) -> list[str]:
 
 
 def _make_labels(runs: Sequence[Comparable | History]) -> list[str]:
-    """Return each run's name, with its strategy where runs of that name differ in it, and a number where all is equal.
+    """Return each run's name, with its strategy where runs of that name differ in it.
 
-    Runs that all have the same name are named by strategy only, if they differ in it.
+    Runs that all have the same name are named by strategy only, if they differ in it. Where names are still equal,
+    settings tell the runs apart.
     """
     specs = [None if isinstance(run, History) else run.spec for run in runs]
     names = [spec.name if spec else "history" for spec in specs]
@@ -293,6 +296,8 @@ def _make_labels(runs: Sequence[Comparable | History]) -> list[str]:
             f"{name} {own}" if len({s for n, s in zip(names, strategies, strict=True) if n == name}) > 1 else name
             for name, own in zip(names, strategies, strict=True)
         ]
+    histories = [run if isinstance(run, History) else run.history for run in runs]
+    labels = label_by_settings(labels, specs, histories)
     return [formatting.sanitize_text(label, _MAX_NAME_CHARS) for label in labels]
 
 

@@ -18,6 +18,7 @@ from dtkit.dashboard.figures.render import draw_card, encode_small_png, format_c
 from dtkit.dashboard.figures.run_charts import draw_run_charts
 from dtkit.dashboard.figures.run_figure import draw_text, is_alert, list_notice_lines, list_title_parts
 from dtkit.dashboard.summary.event_marks import describe_event_marks
+from dtkit.dashboard.summary.notices import WELL_KINDS
 from dtkit.types import State
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def _style_notice(kind: str) -> str:
         return _style_words("bad", "white-space: pre-wrap; font-weight: bold")
     if kind == "lr":
         return f'style="white-space: pre-wrap; {_MUTED}"'
-    return _style_words("good" if kind in ("identical", "repaired") else "", "white-space: pre-wrap")
+    return _style_words("good" if kind in WELL_KINDS else "", "white-space: pre-wrap")
 
 
 def _style_words(tone: str, style: str = "") -> str:

@@ -15,6 +15,7 @@ DIGESTED_STEPS = 2
 """Steps in which `verify` compares the samples of two references: enough to show whether training is reproducible."""
 
 _MAX_RATIO = 1.5  # between the repeated steps and those of the run; medians of few steps vary by less
+_LARGE_RATIO = 2.0  # of speeds, from which one decimal is enough
 
 
 class Reference(enum.Enum):
@@ -56,6 +57,13 @@ class StepTimes:
     def speed_up(self) -> float:
         """How many times as fast all ranks are as one process."""
         return self.single_process_s / self.all_ranks_s
+
+    def describe_speed(self) -> str:
+        """Return how fast all ranks are: ``1.35 times as fast`` as one process, or ``3.6 times slower``."""
+        if round(self.speed_up, 2) >= 1:
+            return f"{self.speed_up:.2f} times as fast"
+        ratio = 1 / self.speed_up
+        return f"{ratio:.1f} times slower" if ratio >= _LARGE_RATIO else f"{ratio:.2f} times slower"
 
     def are_comparable(self, world_size: int) -> bool:
         """Return whether nothing shows that other programs disturbed the two (see :meth:`describe_disturbance`)."""

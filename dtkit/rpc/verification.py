@@ -130,9 +130,7 @@ class Verification:
             f"{formatting.format_duration(times.single_process_s)} in one process: "
         )
         disturbance = times.describe_disturbance(self.world_size)
-        return both + (
-            f"not comparable, because {disturbance}" if disturbance else f"{times.speed_up:.2f} times as fast"
-        )
+        return both + (f"not comparable, because {disturbance}" if disturbance else times.describe_speed())
 
     def _describe_zero_gradients(self) -> str:
         """Return one line, since a large model has dozens of such parameters.

@@ -258,7 +258,7 @@ class StepDispatcher:
         progress.needs_resync = True
         progress.target_step = progress.step
         progress.plan = progress.plan.end_at(progress.step, steps_per_epoch=max(1, progress.step))
-        progress.add_event("note", f"the stream ended after {progress.step} steps")
+        progress.add_event("note", f"the stream ended after {progress.step:,} steps")
 
     def _on_nonfinite(self, results: Sequence[DispatchResult]) -> None:
         progress = self._progress

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
-from dtkit._util.formatting import format_learning_rate, name_nodes_at_start
+from dtkit._util.formatting import format_count, format_learning_rate, name_nodes_at_start
 from dtkit._util.guard import run_guarded
 from dtkit.errors import RunError
 from dtkit.training.boundary_actions import (
@@ -344,7 +344,7 @@ class Driver:
         elif is_resting and actions.snapshot.perform_before_idle(step, is_brief=not (is_stopping or is_complete)):
             return
         elif is_complete and not is_evaluation_due:
-            progress.add_event("done", f"done after {step} {'step' if step == 1 else 'steps'}")
+            progress.add_event("done", f"done after {format_count(step, 'step')}")
             self._end(State.COMPLETED)
         elif is_stopping and self.steps.check_replicas_before_pause():
             return
@@ -375,7 +375,7 @@ class Driver:
                     self._waiting_answers.append(event.answer)
                     if event.name == "save":
                         manager.add_request(event.value)
-        manager.cancel_requests(f"the run has {ENDED_PHRASES[state]} at step {self.progress.step}")
+        manager.cancel_requests(f"the run has {ENDED_PHRASES[state]} at step {self.progress.step:,}")
         self._answer_waiting()
         self._on_change()
 

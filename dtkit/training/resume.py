@@ -65,8 +65,8 @@ class ResumePoint:
         """Raise ValueError if no step is left."""
         if spec.steps <= self.step:
             raise ValueError(
-                f"{self.checkpoint.path} is at step {self.step}, and this training has {spec.steps} steps in "
-                f"all. Ask for more than {self.step}: steps= and epochs= count from the very start"
+                f"{self.checkpoint.path} is at step {self.step:,}, and this training has {spec.steps:,} steps in "
+                f"all. Ask for more than {self.step:,}: steps= and epochs= count from the very start"
             )
 
     def restore_job(self, engine_group: EngineGroup, job: str) -> tuple[float, OverriddenOptions]:

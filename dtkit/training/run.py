@@ -392,7 +392,7 @@ class Run(ShownRun):
         """
         deadline = Deadline(timeout, "release")
         if self._job.is_running:
-            raise RunError(f"this run is at step {self.status.step} of {self.spec.steps}; run.stop() it first")
+            raise RunError(f"this run is at step {self.status.step:,} of {self.spec.steps:,}; run.stop() it first")
         if not self.done():
             self.stop(deadline.get_remaining_s())
         self.lifecycle.release(deadline)

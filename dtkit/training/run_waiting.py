@@ -73,7 +73,8 @@ class RunWaiter:
                 "run.resume() continues" if status.state is State.PAUSED else "it goes on; wait again, or run.pause()"
             )
             raise TimeoutError(
-                f"the run is {status.state.name} at step {status.step} of {status.steps} after {timeout} s: {remedy}"
+                f"the run is {status.state.name} at step {status.step:,} of {status.steps:,} after {timeout} s: "
+                f"{remedy}"
             )
         self._wait_for_end_of_views()
         self._raise_error()
@@ -121,7 +122,7 @@ class RunWaiter:
         progress = self._driver.progress
         if progress.state is State.PAUSED and progress.exception is None:
             raise PausedError(
-                f"the run is paused at step {progress.step}, and this thread can't resume it while it waits; call "
+                f"the run is paused at step {progress.step:,}, and this thread can't resume it while it waits; call "
                 "run.resume() first, or wait for another thread with run.wait(timeout=60)"
             )
 
@@ -143,7 +144,7 @@ class RunWaiter:
         self._on_raise(error)
         if progress.state is State.PAUSED and isinstance(error, EngineError) and not isinstance(error, NonFiniteError):
             raise PausedError(
-                f"the run paused at step {progress.step}: {error}\nrun.resume() replaces what is lost and continues, "
+                f"the run paused at step {progress.step:,}: {error}\nrun.resume() replaces what is lost and continues, "
                 "run.stop() ends the run"
             ) from error
         if error is not None:

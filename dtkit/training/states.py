@@ -76,4 +76,4 @@ _COMMAND_PHRASES = {
 def describe_refusal(state: State, step: int, command: str, release: str = "") -> str:
     """Return why a run that has ended doesn't take a command, with a remedy. `release` is that of a released run."""
     hint = RETRAIN_HINT if state is State.FAILED else release or _EXTEND_HINT
-    return f"this run has {ENDED_PHRASES[state]} at step {step}, so it can't {_COMMAND_PHRASES[command]}. {hint}"
+    return f"this run has {ENDED_PHRASES[state]} at step {step:,}, so it can't {_COMMAND_PHRASES[command]}. {hint}"

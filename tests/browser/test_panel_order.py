@@ -158,6 +158,21 @@ def test_numbers_of_the_machines_have_one_order_and_are_in_the_menu(page: Page):
         view.root.get_by_test_id("panels-menu").click()
         for title in titles:
             expect(view.root.locator(f"[data-panel='{title}']")).to_be_visible()
+        listed = view.root.locator("[data-panel]").evaluate_all("(all) => all.map((box) => box.dataset.panel)")
+        assert [name for name in listed if name in titles] == titles
+        assert "Nodes at a glance" not in listed  # a run of two nodes has no such panel
+
+
+@pytest.mark.parametrize("width", [420, 520, 1280])
+def test_the_menu_of_panels_is_within_the_view(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    view = StaticView(page, make_run())
+    view.root.get_by_test_id("panels-menu").click()
+    box, root = view.root.get_by_role("group", name="choose panels").bounding_box(), view.root.bounding_box()
+    assert box
+    assert root
+    assert root["x"] <= box["x"]
+    assert box["x"] + box["width"] <= root["x"] + root["width"]
 
 
 def test_scale_button_counts_the_charts_that_are_logarithmic(page: Page):

@@ -26,16 +26,19 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.lost_nodes import LostNodes
+    from dtkit.rpc.verification import Verification
     from dtkit.types import Event, ReplicaCheckResult
 
 NOTICE_GLYPHS = {
     "lost": "✕",
     "stuck": STUCK_GLYPH,
     "differs": "✕",
+    "mismatch": "✕",
     "diverged": "✕",
     "overfits": "▲",
     "unlearned": "▲",
     "identical": "✓",
+    "verified": "✓",
     "ended": "✕",
     "fewer": "○",
     "slowed": "▼",
@@ -44,8 +47,10 @@ NOTICE_GLYPHS = {
 }
 """Kinds of notices, the most urgent first, with the glyph of each."""
 
-ALERT_KINDS = ("lost", "stuck", "differs", "diverged")
+ALERT_KINDS = ("lost", "stuck", "differs", "mismatch", "diverged")
 """Kinds of notices that are alerts."""
+WELL_KINDS = ("identical", "verified", "repaired")
+"""Kinds of notices that nothing is wrong."""
 LEARNING_KINDS = ("overfits", "unlearned")
 """Kinds of notices on a model that does not learn what it should."""
 
@@ -72,6 +77,7 @@ def collect_notices(run: RunView, lost_nodes: LostNodes | None = None) -> list[N
         *_make_lost_notice(lost_nodes, ranks),
         *_make_stuck_notice(run, lost_nodes),
         *_make_consistency_notice(run.consistency, ranks),
+        *_make_verification_notice(run.verification),
         *_make_divergence_notice(run),
         *_make_overfitting_notice(run),
         *_make_no_learning_notice(run),
@@ -162,6 +168,23 @@ def _make_consistency_notice(consistency: ReplicaCheckResult | None, num_ranks: 
     yield Notice(
         "differs",
         f"{format_nodes(consistency.differing_ranks)} {differ} since step {since:,}: parameters are no longer equal",
+    )
+
+
+def _make_verification_notice(verification: Verification | None) -> Iterator[Notice]:
+    """Return what ``run.verify()`` found. Trainings that one process can't repeat have no notice."""
+    if verification is None or verification.verdict not in ("PASS", "FAIL"):
+        return
+    steps = formatting.format_count(verification.steps, "step")
+    if verification.verdict == "FAIL":
+        found = [f"verification FAILED over {steps}", verification.describe_difference()]
+        yield Notice("mismatch", ": ".join(filter(None, found)))
+        return
+    is_close, in_float64 = verification.is_within_tolerance, verification.float64_difference
+    difference = formatting.format_loss(verification.compared_difference if is_close else in_float64)
+    precision = "" if is_close else " in float64"
+    yield Notice(
+        "verified", f"verified: equal to one process{precision} over {steps} (largest difference {difference})"
     )
 
 

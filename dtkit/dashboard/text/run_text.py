@@ -25,6 +25,7 @@ from dtkit.dashboard.summary.metrics import (
 from dtkit.dashboard.summary.notices import (
     ALERT_KINDS,
     NOTICE_GLYPHS,
+    WELL_KINDS,
     Notice,
     collect_notices,
     list_error_lines,
@@ -203,8 +204,6 @@ def _format_node_lines(run: RunView, metrics: RunMetrics) -> list[str]:
 
 _UNPRINTED_EVENTS = frozenset({"start", "done", "stop", "evaluation"})
 """Events whose text progress has in its own lines."""
-_WELL_KINDS = ("identical", "repaired")
-"""Kinds of notices that nothing is wrong; the log has a repair, too."""
 _CAUSES_OF_ENDS = ("failed", "paused", "diverged")
 """Causes of verdicts that are about more than time."""
 
@@ -307,7 +306,7 @@ class TextProgress:
         status = self._run.status
         found = find_shown_verdict(self._run)
         verdict = self._steady_verdict.update(found, time.monotonic(), is_final=is_at_rest(status.state))
-        lines = _format_notices_except(self._run, metrics, _WELL_KINDS)
+        lines = _format_notices_except(self._run, metrics, WELL_KINDS)
         shown = _format_verdict(verdict if verdict and _is_worth_a_line(verdict, status) else None)
         advice = {_format_notice(notice): notice.kind for notice in collect_notices(self._run)}
         self._advice = {f"  {line}": kind for line, kind in advice.items() if kind not in ALERT_KINDS}

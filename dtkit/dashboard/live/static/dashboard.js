@@ -112,7 +112,7 @@ function buildView(store, send) {
     if (!isWhole) rewriteTitles(panels.filter(isDrawn));
     setAttr(root, "data-state", store.lost ? "lost" : store.status.state);
     setAttr(root, "data-stepping", Boolean(store.status.stepping) && !store.lost);
-    setAttr(root, "data-bad", Boolean(store.error) || ["diverged", "differs"].some((kind) => store.notices.some((notice) => notice.kind === kind)));
+    setAttr(root, "data-bad", Boolean(store.error) || ["diverged", "differs", "mismatch"].some((kind) => store.notices.some((notice) => notice.kind === kind)));
     if (!isWhole) return;
     if (fillRows()) redraw();
     setAttr(root, "data-step", store.status.step);

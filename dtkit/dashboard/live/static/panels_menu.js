@@ -22,7 +22,7 @@ function keepChoice(hidden) {
   }
 }
 
-/** Return the menu of `panels`, {title, el} or, of several ones, {parts()}: update() hides those that aren't wanted. */
+/** Return the menu of `panels`, {title, el} or, of several ones, {parts()}: update() hides those that aren't wanted. A run may have no panel of a kind: isAbsent(). */
 export function panelsMenu(store, panels) {
   const face = h("span", {}, "panels ▾"), hidden = readChoice(), labels = new Map();
   const menu = popover(face, "choose panels", "panels-menu");
@@ -42,7 +42,7 @@ export function panelsMenu(store, panels) {
     return h("label", {}, box, title);
   };
   const update = () => {
-    const all = panels.flatMap((panel) => panel.parts?.() ?? [panel]);
+    const all = panels.flatMap((panel) => panel.parts?.() ?? [panel]).filter((panel) => !panel.isAbsent?.());
     for (const { title, key = title, el } of all) {
       if (!labels.has(key)) labels.set(key, newLabel({ title, key }));
       el.classList.toggle("dtk-off", hidden.has(key));

@@ -9,6 +9,9 @@ export function popover(face, label, testid, role = "group") {
   const el = h("span", { class: "dtk-popover" }, button, box);
   const open = (wanted) => {
     box.hidden = !wanted;
+    el.classList.remove("dtk-from-left");
+    const view = el.closest(".dtkit"); // a narrow one may have the button at its left edge
+    if (wanted && view) el.classList.toggle("dtk-from-left", box.getBoundingClientRect().left < view.getBoundingClientRect().left);
     setAttr(button, "aria-expanded", wanted);
   };
   const close = () => {

@@ -7,8 +7,8 @@ import { LIVE } from "../store.js";
 import { newWidth } from "../width.js";
 import { verdict } from "./verdict.js";
 
-export const NOTICE_GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", diverged: "✕", overfits: "▲", unlearned: "▲", ended: "✕", identical: "✓", fewer: "○", slowed: "▼", repaired: "+", stopped: "■" }, URGENT_NOTICES = ["lost", "stuck", "differs", "diverged"];
-const BRIEF = ["identical", "repaired"];
+export const NOTICE_GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", mismatch: "✕", diverged: "✕", overfits: "▲", unlearned: "▲", ended: "✕", identical: "✓", verified: "✓", fewer: "○", slowed: "▼", repaired: "+", stopped: "■" }, URGENT_NOTICES = ["lost", "stuck", "differs", "mismatch", "diverged"];
+const BRIEF = ["identical", "verified", "repaired"];
 
 /** Alerts are separate: a screen reader reads them at once, and only when their text is new. */
 export function notices(store, _send, redraw) {

@@ -14,17 +14,18 @@ export function scalars(store, _send, redraw) {
 /** Return a panel with a chart for each series of the store that `pick` takes, by `order` of their names. */
 export function seriesPanel(store, redraw, { title, testid, pick, height, order = () => 0 }) {
   const el = h("div", { class: "dtk-several", "data-testid": testid }), shown = new Map();
+  const inOrder = () => [...shown.keys()].sort((a, b) => order(a) - order(b)).map((name) => shown.get(name));
   const update = () => {
     for (const [name, series] of store.series) {
       if (!pick(series) || shown.has(name)) continue;
       shown.set(name, seriesChart(store, name, { height, testid: `${testid}-chart` }, redraw));
-      el.append(...[...shown.keys()].sort((a, b) => order(a) - order(b)).map((each) => shown.get(each).el));
+      el.append(...inOrder().map((one) => one.el));
       store.sight.watch(shown.get(name).el);
       redraw(); // the menu of panels, which is above
     }
     for (const one of shown.values()) if (!store.sight.isAway(one.el)) one.update();
   };
-  return { el, update, parts: () => [...shown.values()], partsInSight: () => [...shown.values()].filter((one) => !store.sight.isAway(one.el)), title };
+  return { el, update, parts: inOrder, partsInSight: () => [...shown.values()].filter((one) => !store.sight.isAway(one.el)), title };
 }
 
 function seriesChart(store, name, { height, testid }, redraw) {

@@ -16,8 +16,9 @@ export function waffle(store, _send, redraw) {
   const el = h("section", { class: "dtk-panel dtk-wide dtk-glance", "data-testid": "waffle-panel" }, h("h3", {}, "Nodes at a glance ", note), grid, key);
   const view = { store, grid, cells: [], at: 0, focused: false, pointed: null, name: newPrefix(), redraw };
   listenToCells(view);
+  const isAbsent = () => store.head.ranks <= 8;
   const update = () => {
-    el.hidden = store.head.ranks <= 8;
+    el.hidden = isAbsent();
     if (el.hidden) return;
     while (view.cells.length < store.head.ranks) addCell(view);
     const median = middle(store);
@@ -29,7 +30,7 @@ export function waffle(store, _send, redraw) {
     const shown = view.pointed ?? (view.focused ? view.at : store.selected);
     setText(note, shown === null ? `${store.head.ranks} nodes` : describeNode(store, shown));
   };
-  return { el, update, title: "Nodes at a glance" };
+  return { el, update, isAbsent, title: "Nodes at a glance" };
 }
 
 function addCell(view) {

@@ -117,11 +117,15 @@ def test_evaluations_at_the_start_show_a_dead_model_after_a_single_high_step():
     losses = make_dead()
     validation = np.maximum(make_dead(highest=2.4), 2.31)
     found = find_no_learning(make_history(losses, validation, lr=3.0))
-    assert ", and rose to 8.20 at step 31. The lowest of 15 validation losses is 2.31. Train again" in found.text
+    assert (
+        ", and rose to 8.20 at step 31. The lowest of the last 10 validation losses is 2.31. Train again" in found.text
+    )
     assert found.text.endswith("with a lower learning rate than 3, such as 0.3")
     assert find_no_learning(make_history(losses)) is None
     assert find_no_learning(make_history(losses[:99], validation)) is None  # four evaluations
-    validation[3 * EVERY - 1] = 2.0  # it had learned something
+    validation[3 * EVERY - 1] = 2.0
+    assert find_no_learning(make_history(losses, validation)) is not None  # what it had learned is lost
+    validation[13 * EVERY - 1] = 2.0
     assert find_no_learning(make_history(losses, validation)) is None
 
 

@@ -98,7 +98,7 @@ class NoLearning:
             text += f", and rose to {peak} at step {self.peak_step:,}"
         if self.num_evaluations:
             least = formatting.format_loss(self.least_validation)
-            text += f". The lowest of {self.num_evaluations} validation losses is {least}"
+            text += f". The lowest of the last {self.num_evaluations} validation losses is {least}"
         lr, lower = map(formatting.format_learning_rate, (self.lr, self.lr / 10))
         if self.has_done_harm:
             return f"{text}. Train again with a lower learning rate than {lr}, such as {lower}"
@@ -163,12 +163,12 @@ def _judge_evaluations(history: History, now: float, noise: float, start: _Start
     validation = _list_validation_losses(history)
     first, last = (history.read_valid_rows(row, row + 1)["epoch"][0] for row in (0, history.num_valid_rows - 1))
     epochs = int(last - first)
-    if len(validation) < _MIN_EVALUATIONS or epochs < 1 or not min(validation) >= _NEAR_START * start.loss:
-        return None
-    if _is_falling(validation[-max(_MIN_EVALUATIONS, len(validation) // 2) :], start.loss):
+    late = validation[-max(_MIN_FLAT_EVALUATIONS, len(validation) // 2) :]  # early ones may be lower: units die later
+    least = _NEAR_START * start.loss
+    if len(late) < _MIN_EVALUATIONS or epochs < 1 or not min(late) >= least or _is_falling(late, start.loss):
         return None
     peak = _get_peak(history).spike
-    lr, known = _read_lr(history, peak.index), (len(validation), min(validation))
+    lr, known = _read_lr(history, peak.index), (len(late), min(late))
     found = NoLearning(now, start.loss, start.num_steps, peak.loss, peak.step, lr, *known)
     is_flat = noise <= _MAX_FLAT_NOISE * start.loss
     min_peak = MIN_PEAK if is_flat else MIN_PEAK_ALONE
@@ -176,7 +176,8 @@ def _judge_evaluations(history: History, now: float, noise: float, start: _Start
     if is_far and noise <= start.loss:
         return found
     is_long = len(validation) >= _MIN_FLAT_EVALUATIONS and epochs >= _MIN_FLAT_EPOCHS
-    if is_long and is_flat and now <= (1 + MIN_RISE) * start.loss and not _is_falling(validation, start.loss):
+    is_long = is_long and min(validation) >= least and not _is_falling(validation, start.loss)
+    if is_long and is_flat and now <= (1 + MIN_RISE) * start.loss:
         return dataclasses.replace(found, has_done_harm=False)
     return None
 

@@ -206,10 +206,44 @@ def test_a_run_that_was_stopped_on_its_way_back_says_that_it_had_diverged():
     source.state = State.STOPPED
     (notice,) = [notice for notice in collect_notices(source) if notice.kind == "diverged"]
     assert notice.text.startswith("its loss had diverged at step 83; best 0.0")
-    assert describe_end(source, source.history) == ("diverged", notice.text)
+    assert notice.text.endswith(". Train on, or go back to a checkpoint")  # the rate was lowered since
+    assert describe_end(source, source.history) == ("diverged", notice.text.partition(". Train")[0])
     source.advance(60, loss=0.015)  # back at its best
     assert not [notice for notice in collect_notices(source) if notice.kind == "diverged"]
     assert describe_end(source, source.history).word == ""
+
+
+def make_survivor() -> FakeSource:
+    """Return a run that exploded with a learning rate of 30, survived, and completed far above its start."""
+    source = FakeSource(ranks=2)
+    source.lr = 30.0
+    source.advance(6, loss=np.repeat([2.32, 1e3, 1.75e4, 9e3, 2e3, 900.0], 2))
+    source.event("diverged", "the loss grew 400 times")
+    source.advance(294, loss=np.repeat(np.random.default_rng(0).normal(6.0, 1.2, 294).clip(3), 2))
+    return source
+
+
+def test_a_run_that_completed_after_a_divergence_names_the_remedy_first(tmp_path):
+    source = make_survivor()
+    assert find_shown_verdict(source).cause != "diverged"  # it may yet come back
+    source.end()
+    (notice,) = [notice for notice in collect_notices(source) if notice.kind in ("diverged", "unlearned")]
+    remedy = "rain again with a lower learning rate than 30, such as 3"
+    assert notice.text == f"its loss had diverged at step 6; best 2.32. T{remedy}"
+    verdict = find_shown_verdict(source)
+    assert verdict.cause == "diverged"
+    assert verdict.text == f"the loss diverged at step 6 and is not back at its best (2.32): t{remedy}"
+    assert verdict.arithmetic[0] == "best so far: 2.32"
+    assert MessageBuilder(source).build_snapshot().content["verdict"]["text"] == verdict.text
+    report.write_report(source, tmp_path / "run.html")
+    assert verdict.text in (tmp_path / "run.html").read_text(encoding="utf-8")
+
+
+def test_a_run_that_completed_back_at_its_best_has_a_verdict_on_its_speed():
+    source = make_survivor()
+    source.advance(60, loss=0.5)
+    source.end()
+    assert find_shown_verdict(source).cause != "diverged"
 
 
 def test_a_view_shows_a_divergence_in_its_head():

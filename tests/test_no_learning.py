@@ -17,6 +17,7 @@ from tests.support.fake_source import FakeSource
 from tests.support.rows_read import count_rows_read
 
 EVERY = 20
+EPOCH = 24
 OVERSHOT = [2.32, 2.27, 2.22, 2.02, 1.99, 4.84, 12.55, 19.3, 13.2, 8.5, *np.geomspace(8, 2.5, 20)]
 """The first losses of a training with a learning rate of 2: it falls, explodes and comes back."""
 
@@ -24,7 +25,7 @@ OVERSHOT = [2.32, 2.27, 2.22, 2.02, 1.99, 4.84, 12.55, 19.3, 13.2, 8.5, *np.geom
 def make_history(losses, validation=None, lr=2.0, first=0, samples=64) -> History:
     rows = np.zeros(len(losses), ROW_DTYPE)
     rows["step"], rows["loss"], rows["lr"] = first + np.arange(len(losses)), losses, lr
-    rows["samples"] = rows["weight"] = samples
+    rows["samples"], rows["weight"], rows["epoch"] = samples, samples, rows["step"] // EPOCH
     history = History()
     history.append(rows)
     for step in range(EVERY, len(losses) + 1, EVERY) if validation is not None else ():
@@ -103,6 +104,50 @@ def test_without_validation_only_a_very_high_peak_counts():
     assert find_no_learning(make_history(losses)) is None
     losses[5:10] *= 10
     assert find_no_learning(make_history(losses)) is not None
+
+
+def make_dead(steps: int = 300, highest: float = 8.2, level: float = 2.32, noise: float = 0.02) -> np.ndarray:
+    """Return the losses of a training with a learning rate of 3, whose units died in a single high step."""
+    losses = level + noise * np.random.default_rng(0).normal(size=steps)
+    losses[[0, 31]] = 2.33, highest
+    return losses
+
+
+def test_evaluations_at_the_start_show_a_dead_model_after_a_single_high_step():
+    losses = make_dead()
+    validation = np.maximum(make_dead(highest=2.4), 2.31)
+    found = find_no_learning(make_history(losses, validation, lr=3.0))
+    assert (
+        ", and rose to 8.20 at step 31. The lowest of the last 10 validation losses is 2.31. Train again" in found.text
+    )
+    assert found.text.endswith("with a lower learning rate than 3, such as 0.3")
+    assert find_no_learning(make_history(losses)) is None
+    assert find_no_learning(make_history(losses[:99], validation)) is None  # four evaluations
+    validation[3 * EVERY - 1] = 2.0
+    assert find_no_learning(make_history(losses, validation)) is not None  # what it had learned is lost
+    validation[13 * EVERY - 1] = 2.0
+    assert find_no_learning(make_history(losses, validation)) is None
+
+
+def test_evaluations_above_the_start_show_a_model_that_survived_a_divergence():
+    losses = make_dead(highest=1e4, level=6.0, noise=1.2)
+    found = find_no_learning(make_history(losses, losses.clip(3), lr=30.0))
+    assert found.text.endswith("with a lower learning rate than 30, such as 3")
+
+
+def test_a_level_training_gets_possible_causes_only_after_many_evaluations():
+    losses = make_dead(highest=2.33)
+    found = find_no_learning(make_history(losses, np.maximum(losses, 2.3), lr=1e-4))
+    assert "rose" not in found.text
+    assert "The learning rate (0.0001) may be too low or too high, the labels may not belong to the rows" in found.text
+    assert find_no_learning(make_history(losses[: 9 * EVERY], np.maximum(losses, 2.3))) is None
+
+
+@pytest.mark.parametrize("fall", [0.003, 0.015])
+def test_a_slow_but_steady_fall_of_validation_losses_is_learning(fall: float):
+    losses, slow = make_dead(highest=2.33), np.linspace(2.33, 2.33 * (1 - fall), 300)
+    assert find_no_learning(make_history(losses, slow)) is None
+    assert find_no_learning(make_history(losses, np.full(300, 2.33))) is not None
 
 
 def test_a_training_that_made_both_losses_worse_has_learned_nothing():

@@ -97,6 +97,47 @@ class Divergence:
 
 
 @dataclasses.dataclass(frozen=True)
+class PastDivergence:
+    """The step at which a loss was found to have diverged, and the losses from which it is not back."""
+
+    step: int
+    best: float
+    now: float
+    num_steps: int
+    """Steps of which the present loss is the mean."""
+    lr: float
+    """The learning rate with which the loss diverged."""
+    has_new_rate: bool
+    """Whether another rate was set by hand since."""
+
+    @property
+    def text(self) -> str:
+        """When the loss diverged, and its best."""
+        return f"its loss had diverged at step {self.step:,}; best {formatting.format_loss(self.best)}"
+
+    @property
+    def remedy(self) -> str:
+        """What would help. With a rate that was lowered since, the loss may yet come back."""
+        if self.has_new_rate:
+            return "train on, or go back to a checkpoint"
+        lr, lower = map(formatting.format_learning_rate, (self.lr, self.lr / 10))
+        return f"train again with a lower learning rate than {lr}, such as {lower}"
+
+    @property
+    def advice(self) -> str:
+        """The text and the remedy, as a verdict."""
+        best = formatting.format_loss(self.best)
+        return f"the loss diverged at step {self.step:,} and is not back at its best ({best}): {self.remedy}"
+
+    @property
+    def arithmetic(self) -> tuple[str, ...]:
+        """The losses, and their ratio."""
+        best, now = map(formatting.format_loss, (self.best, self.now))
+        mean = f"mean of the last {formatting.format_count(self.num_steps, 'step')}"
+        return (f"best so far: {best}", f"{mean}: {now}", f"{now} / {best} = {self.now / self.best:.3g}")
+
+
+@dataclasses.dataclass(frozen=True)
 class _Level:
     """A loss that the present is compared with: the start, or the best block of steps."""
 
@@ -191,17 +232,23 @@ def _find_departure(history: History, best: _Level, loss: float) -> Departure:
     return departure
 
 
-def describe_past_divergence(history: History) -> str | None:
-    """Return that the loss of a run had diverged, if it is on its way back; None if it is back, or never left."""
-    turns = [event for event in history.events if event.kind in ("diverged", "restore")]
-    if not turns or turns[-1].kind != "diverged" or find_divergence(history) is not None:
+@remember_last
+def find_past_divergence(history: History) -> PastDivergence | None:
+    """Return how the loss had diverged, if it is not back at its best; None if it is, or if it never left."""
+    kinds = [event.kind for event in history.events]
+    turn = max((index for index, kind in enumerate(kinds) if kind in ("diverged", "restore")), default=None)
+    if turn is None or kinds[turn] != "diverged" or find_divergence(history) is not None:
         return None
-    early = _read_early_steps(history)
-    now = compute_mean_loss(select_known(history.read_valid_totals(history.num_steps - FINAL_LOSS_STEPS)))
-    best = None if early is None else min(early.start.loss, _get_best_block(history, early.block).loss)
-    if best is None or not 0 < _BACK_RATIO * best < now:
+    early, last = _read_early_steps(history), history.read_valid_totals(history.num_steps - FINAL_LOSS_STEPS)
+    if early is None:
         return None
-    return f"its loss had diverged at step {turns[-1].step:,}; best {formatting.format_loss(best)}"
+    best, now = min(early.start.loss, _get_best_block(history, early.block).loss), compute_mean_loss(select_known(last))
+    if not 0 < _BACK_RATIO * best < now:
+        return None
+    step, rows = history.events[turn].step, history.read_valid_rows()
+    before = rows["lr"][rows["step"] < step]
+    lr = float(before[-1]) if len(before) else _get_lr(history)
+    return PastDivergence(step, best, now, len(last), lr, "lr" in kinds[turn:])
 
 
 @remember_while(lambda history: (min(history.num_steps, _EARLY_STEPS), len(history.returns)))

@@ -1,4 +1,4 @@
-"""A training that has learned nothing: its loss is at the start again, or above it, after updates that were too large.
+"""A training that has learned nothing: its loss is at the start or above it, and something shows that it stays there.
 
 A loss that stays level is no proof: a model may be trained already, or learn late. So four conditions must hold.
 
@@ -8,6 +8,9 @@ A loss that stays level is no proof: a model may be trained already, or learn la
 - The last validation losses, if there are any, are not below the start either.
 - Something shows that the training did harm. Either the median of some steps in a row was far above the start and its
   noise, and the loss came back to the start. Or the loss and the validation loss are both above it by more than noise.
+
+Many evaluations replace the last condition: if none of them is below the start, a single step far above it shows harm.
+Twice as many, over more epochs, show that nothing was learned even without one. Their cause is less certain.
 
 Without validation, only a very high peak counts: the loss of one of two models that play against each other rises and
 comes back, too. Losses that are negative at times, such as those of a policy, have no scale, and are not judged.
@@ -29,6 +32,8 @@ from dtkit.history.mean_loss import compute_mean_loss, select_known
 from dtkit.history.remembered import remember_last, remember_while
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dtkit.history.history import History
 
 MIN_STEPS = 80
@@ -51,6 +56,11 @@ _PEAK_STEPS = 5  # whose median is no spike
 _EARLY_STEPS = 64
 _SURELY_LOWER = 0.6  # of the start: with all losses below it, their noise is below a third of the start
 _NUM_EVALUATIONS = 3
+_MIN_EVALUATIONS = 5  # over more than one epoch, which show with a single high step that nothing was learned
+_MIN_FLAT_EVALUATIONS, _MIN_FLAT_EPOCHS = 10, 2  # the same without such a step; the epochs that must be complete
+_NEAR_START = 0.98  # share of the start: one batch of a new model differs from others by as much
+_MAX_FLAT_NOISE = 0.1  # of a step, as a share of the start, with which a level loss is known
+_MIN_VALIDATION_FALL = 0.001  # share of the start from which a steady fall is slow learning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +73,11 @@ class NoLearning:
     peak: float
     peak_step: int
     lr: float
+    num_evaluations: int = 0
+    """Evaluations that show that nothing was learned; 0 if other losses do."""
+    least_validation: float = math.nan
+    has_done_harm: bool = True
+    """Whether updates were too large, as far as losses show."""
 
     @property
     def short(self) -> str:
@@ -79,10 +94,18 @@ class NoLearning:
             f"the model has learned nothing so far: the loss ({now}, mean of {NUM_PRESENT} steps) is not below that of "
             f"the {self._first_steps} ({start}){within}"
         )
-        if self.peak > self.now:
+        if self.has_done_harm and self.peak > self.now:
             text += f", and rose to {peak} at step {self.peak_step:,}"
+        if self.num_evaluations:
+            least = formatting.format_loss(self.least_validation)
+            text += f". The lowest of the last {self.num_evaluations} validation losses is {least}"
         lr, lower = map(formatting.format_learning_rate, (self.lr, self.lr / 10))
-        return f"{text}. Train again with a lower learning rate than {lr}, such as {lower}"
+        if self.has_done_harm:
+            return f"{text}. Train again with a lower learning rate than {lr}, such as {lower}"
+        return (
+            f"{text}. The learning rate ({lr}) may be too low or too high, the labels may not belong to the rows, or "
+            "the model was trained before"
+        )
 
     @property
     def _first_steps(self) -> str:
@@ -125,12 +148,46 @@ def find_no_learning(history: History) -> NoLearning | None:
     noise = float(losses.std())
     lowest = start.loss - noise * math.sqrt(1 / start.num_steps + 1 / NUM_PRESENT)
     is_level = losses[:half].mean() - losses[half:].mean() <= MAX_FALL * noise * math.sqrt(2 / half)
-    if not now >= lowest or not is_level or find_divergence(history) is not None:
+    if not now >= min(lowest, _NEAR_START * start.loss) or not is_level or find_divergence(history) is not None:
         return None
-    peak, noise = _get_peak(history), max(noise, start.noise)
-    if not _has_done_harm(now, start.loss, noise, peak.loss, _read_validation(history), lowest):
+    peak, validation = _get_peak(history), _read_validation(history)
+    largest_noise = max(noise, start.noise)
+    if now >= lowest and _has_done_harm(now, start.loss, largest_noise, peak.loss, validation, lowest):
+        lr = _read_lr(history, peak.index)
+        return NoLearning(now, start.loss, start.num_steps, peak.highest, peak.step, lr)
+    return _judge_evaluations(history, now, noise, start) if now >= _NEAR_START * start.loss else None
+
+
+def _judge_evaluations(history: History, now: float, noise: float, start: _Start) -> NoLearning | None:
+    """Return that nothing was learned, by many evaluations of which none is below the start."""
+    validation = _list_validation_losses(history)
+    first, last = (history.read_valid_rows(row, row + 1)["epoch"][0] for row in (0, history.num_valid_rows - 1))
+    epochs = int(last - first)
+    late = validation[-max(_MIN_FLAT_EVALUATIONS, len(validation) // 2) :]  # early ones may be lower: units die later
+    least = _NEAR_START * start.loss
+    if len(late) < _MIN_EVALUATIONS or epochs < 1 or not min(late) >= least or _is_falling(late, start.loss):
         return None
-    return NoLearning(now, start.loss, start.num_steps, peak.highest, peak.step, _read_lr(history, peak))
+    peak = _get_peak(history).spike
+    lr, known = _read_lr(history, peak.index), (len(late), min(late))
+    found = NoLearning(now, start.loss, start.num_steps, peak.loss, peak.step, lr, *known)
+    is_flat = noise <= _MAX_FLAT_NOISE * start.loss
+    min_peak = MIN_PEAK if is_flat else MIN_PEAK_ALONE
+    is_far = peak.loss > max(min_peak * start.loss, max(start.loss, now) + MIN_NOISE_RATIO * noise)
+    if is_far and noise <= start.loss:
+        return found
+    is_long = len(validation) >= _MIN_FLAT_EVALUATIONS and epochs >= _MIN_FLAT_EPOCHS
+    is_long = is_long and min(validation) >= least and not _is_falling(validation, start.loss)
+    if is_long and is_flat and now <= (1 + MIN_RISE) * start.loss:
+        return dataclasses.replace(found, has_done_harm=False)
+    return None
+
+
+def _is_falling(validation: Sequence[float], start: float) -> bool:
+    """Return whether losses fall by more than noise, if slowly. The noise is that from one to the next."""
+    half = len(validation) // 2
+    fall = np.mean(validation[:half]) - np.mean(validation[half:])
+    noise = float(np.median(np.abs(np.diff(validation)))) / math.sqrt(2)
+    return bool(fall > max(_MIN_VALIDATION_FALL * start, MAX_FALL * noise * math.sqrt(2 / half)))
 
 
 def _has_done_harm(
@@ -148,21 +205,35 @@ def _has_done_harm(
 
 def _read_validation(history: History) -> float | None:
     """Return the median of the last validation losses; None without one."""
-    losses = [each.values["loss"] for each in history.evaluations[-_NUM_EVALUATIONS:] if "loss" in each.values]
+    losses = _list_validation_losses(history, _NUM_EVALUATIONS)
     return float(np.median(losses)) if losses else None
 
 
-def _read_lr(history: History, peak: _Peak) -> float:
-    """Return the learning rate at the peak, by the rows of each step: a schedule may have lowered it since."""
+def _list_validation_losses(history: History, num_last: int = 0) -> list[float]:
+    """Return the losses of the last evaluations; of all for 0."""
+    return [each.values["loss"] for each in history.evaluations[-num_last:] if "loss" in each.values]
+
+
+def _read_lr(history: History, index: int) -> float:
+    """Return the learning rate of a step, by the rows of each one: a schedule may have lowered it since."""
     rows_per_step = history.num_valid_rows / history.num_steps
-    row = min(int(peak.index * rows_per_step), history.num_valid_rows - 1)
+    row = min(int(index * rows_per_step), history.num_valid_rows - 1)
     return float(history.read_valid_rows(row, row + 1)["lr"][0])
+
+
+class _Spike(NamedTuple):
+    """The step with the highest loss, and its place in the history."""
+
+    loss: float = -math.inf
+    step: int = 0
+    index: int = 0
 
 
 class _Peak:
     """The highest median of some steps in a row. Each look reads the new steps alone, since a run may have many."""
 
     def __init__(self) -> None:
+        self.spike = _Spike()
         self.loss = self.highest = -math.inf
         self.step = self.index = 0
         self._num_read = self._num_returns = 0
@@ -171,10 +242,12 @@ class _Peak:
         """Read the blocks that are complete, each from the step after the last one."""
         if len(history.returns) != self._num_returns:  # the steps of the peak may have been undone
             self.loss, self._num_read, self._num_returns = -math.inf, 0, len(history.returns)
+            self.spike = _Spike()
         num_blocks = (history.num_steps - self._num_read) // _PEAK_STEPS
         totals = history.read_valid_totals(self._num_read, self._num_read + num_blocks * _PEAK_STEPS)
         blocks = totals.reshape(-1, _PEAK_STEPS)
         if len(blocks):
+            self._update_spike(totals)
             medians = np.nan_to_num(np.median(blocks["loss"], axis=1), nan=-math.inf)  # NaN: a block without a loss
             highest = int(np.argmax(medians))
             if medians[highest] > self.loss:
@@ -183,6 +256,12 @@ class _Peak:
                 self.highest, self.step = float(losses[row]), int(blocks["step"][highest, row])
                 self.index = self._num_read + highest * _PEAK_STEPS + row
         self._num_read += len(totals)
+
+    def _update_spike(self, totals: np.ndarray) -> None:
+        losses = np.nan_to_num(totals["loss"], nan=-math.inf, posinf=math.inf)
+        row = int(np.argmax(losses))
+        if losses[row] > self.spike.loss:
+            self.spike = _Spike(float(losses[row]), int(totals["step"][row]), self._num_read + row)
 
 
 def _get_peak(history: History) -> _Peak:

@@ -50,7 +50,9 @@ class ShownRun(RunView):
         from dtkit.dashboard.summary.one_process import read_verification
         from dtkit.dashboard.summary.verdict import Verdict, find_verdict
 
-        verdict = find_verdict(self.history, self.spec, read_verification(self), self.nodes)
+        has_ended = self.status.state.has_ended and self.exception is None  # an error comes before a past divergence
+        measured = read_verification(self)
+        verdict = find_verdict(self.history, self.spec, measured, self.nodes, has_ended=has_ended)
         if self.exception is None or verdict.cause == "diverged":
             return verdict
         steps = formatting.format_count(self.status.step, "step")

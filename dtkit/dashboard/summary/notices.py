@@ -16,7 +16,7 @@ from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_
 from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_sentence
 from dtkit.dashboard.summary.timing import format_nodes
 from dtkit.errors import EngineError, NonFiniteError
-from dtkit.history.divergence import describe_past_divergence, find_divergence
+from dtkit.history.divergence import find_divergence, find_past_divergence
 from dtkit.history.no_learning import find_no_learning
 from dtkit.history.overfitting import find_overfitting
 from dtkit.types import State
@@ -191,11 +191,11 @@ def _make_verification_notice(verification: Verification | None) -> Iterator[Not
 def _make_divergence_notice(run: RunView) -> Iterator[Notice]:
     """Return how the loss diverged. Once a run has ended, also that it had, unless its loss came back to its best."""
     divergence = find_divergence(run.history)
-    past = describe_past_divergence(run.history) if run.status.state.has_ended else None
+    past = find_past_divergence(run.history) if run.status.state.has_ended else None
     if divergence is not None:
         yield Notice("diverged", f"the training diverged: {divergence.text}")
     elif past is not None:
-        yield Notice("diverged", past)
+        yield Notice("diverged", f"{past.text}. {past.remedy[0].upper()}{past.remedy[1:]}")
 
 
 def _make_overfitting_notice(run: RunView) -> Iterator[Notice]:
@@ -206,7 +206,8 @@ def _make_overfitting_notice(run: RunView) -> Iterator[Notice]:
 
 def _make_no_learning_notice(run: RunView) -> Iterator[Notice]:
     found = find_no_learning(run.history)
-    if found is not None:
+    has_remedy = run.status.state.has_ended and find_past_divergence(run.history) is not None
+    if found is not None and not has_remedy:
         yield Notice("unlearned", found.text)
 
 

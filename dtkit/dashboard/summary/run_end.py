@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from dtkit._util import formatting
 from dtkit.dashboard.summary.notices import list_error_lines
 from dtkit.errors import EngineError
-from dtkit.history.divergence import describe_past_divergence, find_divergence
+from dtkit.history.divergence import find_divergence, find_past_divergence
 from dtkit.history.no_learning import find_no_learning
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ def describe_end(run: object, history: History) -> RunEnd:
     divergence = find_divergence(history)
     if divergence is not None:
         return RunEnd("diverged", divergence.short)
-    past = describe_past_divergence(history)
+    past = find_past_divergence(history)
     if past is not None and not _is_running(run):
-        return RunEnd("diverged", past)
+        return RunEnd("diverged", past.text)
     found = find_no_learning(history)
     return RunEnd() if found is None else RunEnd("learned nothing", found.short)
 

@@ -25,7 +25,7 @@ from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.timing import compute_step_timing, count_steps_since_repair
 from dtkit.dashboard.summary.whole_model import advise_whole_model, name_remedy
 from dtkit.history.between_steps import read_time_between
-from dtkit.history.divergence import find_divergence
+from dtkit.history.divergence import find_divergence, find_past_divergence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,13 +90,19 @@ class Verdict:
 
 
 def find_verdict(
-    history: History, spec: RunSpec, measured: OneProcess | None = None, nodes: Sequence[NodeInfo] = ()
+    history: History,
+    spec: RunSpec,
+    measured: OneProcess | None = None,
+    nodes: Sequence[NodeInfo] = (),
+    *,
+    has_ended: bool = False,
 ) -> Verdict:
     """Return the verdict on the last steps of a history. `measured` times of one process replace an estimate.
 
     With `nodes`, engines that take the cores from each other are told from other processes.
+    Once a run `has_ended`, a loss that had diverged and is not back at its best comes before its speed.
     """
-    divergence = find_divergence(history)
+    divergence = find_divergence(history) or (find_past_divergence(history) if has_ended else None)
     if divergence is not None:  # how fast a training is matters only while it converges
         return Verdict("diverged", divergence.advice, 0.0, divergence.arithmetic)
     if history.num_steps <= MIN_STEPS:
@@ -165,7 +171,7 @@ def find_shown_verdict(run: RunView, measured: OneProcess | None = None) -> Verd
     if find_stall(run) is not None or run.exception is not None or update_lost_nodes({}, run.history.events):
         return None
     measured = measured or read_verification(run)
-    verdict = find_verdict(run.history, run.spec, measured, run.nodes)
+    verdict = find_verdict(run.history, run.spec, measured, run.nodes, has_ended=run.status.state.has_ended)
     return None if verdict.cause == "unknown" else verdict
 
 

@@ -168,7 +168,7 @@ def _judge_evaluations(history: History, now: float, noise: float, start: _Start
     if len(late) < _MIN_EVALUATIONS or epochs < 1 or not min(late) >= least or _is_falling(late, start.loss):
         return None
     peak = _get_peak(history).spike
-    lr, known = _read_lr(history, peak.index), (len(late), min(late))
+    lr, known = _read_lr(history, peak.place), (len(late), min(late))
     found = NoLearning(now, start.loss, start.num_steps, peak.loss, peak.step, lr, *known)
     is_flat = noise <= _MAX_FLAT_NOISE * start.loss
     min_peak = MIN_PEAK if is_flat else MIN_PEAK_ALONE
@@ -226,7 +226,7 @@ class _Spike(NamedTuple):
 
     loss: float = -math.inf
     step: int = 0
-    index: int = 0
+    place: int = 0
 
 
 class _Peak:

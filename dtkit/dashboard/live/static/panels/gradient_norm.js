@@ -13,7 +13,7 @@ export function gradientNormChart(store, _send, redraw) {
     canLog: true,
     note: (_head, _layout, view) => (view.frame?.width < NARROW_NORM ? "before clipping" : "over all nodes, before clipping"),
     overall: (_head, last) => number(last),
-    shown: (st) => known(st, st.head.charts.grad_norm.first),
+    shown: (st) => !st.curves.used || known(st, st.head.charts.grad_norm.first), // before the first step its place is kept
   }, redraw);
 }
 

@@ -148,8 +148,8 @@ def test_charts_have_their_steps_below_each_other(page: Page):
 def test_panels_of_a_row_are_equally_high(page: Page):
     page.set_viewport_size({"width": 1280, "height": 900})
     run = make_run()
-    view = StaticView(page, run)  # loss and throughput, gradient norm and a strip
-    assert [plot["height"] for plot in read_plots(view)] == [200, 200, 130]
+    view = StaticView(page, run)  # loss and throughput, gradient norm and learning rate
+    assert [plot["height"] for plot in read_plots(view)] == [200, 200, 130, 130]
     view.root.get_by_test_id("panels-menu").click()
     view.root.locator("[data-panel='Learning rate']").uncheck()
     draw = panel_frame.draw_png(lambda ax, history: ax.plot(*history.loss()), run.history)

@@ -218,7 +218,7 @@ def test_repeated_recovery_needs_no_disk(cluster_with_spare: dtkit.Cluster, smal
 
 def test_steps_that_a_user_asked_for_are_not_lost_with_an_engine(cluster_with_spare: dtkit.Cluster):
     expected = train_undisturbed(cluster_with_spare)
-    run = start(cluster_with_spare, start=False, snapshot_every=None)
+    run = start(cluster_with_spare, start=False, snapshot_every=STEPS)  # none among these steps, however slow they are
     run.step(EVERY + 1)
     kill(cluster_with_spare, 1)
     run.resume()

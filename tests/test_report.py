@@ -648,6 +648,9 @@ def test_a_report_has_what_the_live_view_has_of_machines_and_phases(tmp_path):
     phases = text.partition("Where a step's time goes</h2>")[2].partition("</table>")[0]
     assert "▲ node 1" in phases
     assert re.search(r">5\d %<", phases)  # backward, of the slow node
+    bars = re.findall(r'<div class="phase (\w+)" style="flex: 0 1 ([\d.]+)%" title="[^"]+ ms, [^"]+ %">', phases)
+    assert {name for name, _ in bars} >= {"data", "forward", "backward", "waiting", "communication", "update"}
+    assert sum(float(width) for _, width in bars) == pytest.approx(200, abs=1)  # of two nodes
 
 
 def test_a_model_of_one_layer_has_no_empty_table(tmp_path):

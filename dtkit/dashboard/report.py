@@ -82,6 +82,7 @@ def write_report(
     parts = [
         *_format_head(run, cards, single_process),
         *_format_charts(run),
+        *format_step_time(run),
         *scaling,
         format_columns(section(run) for section in _SECTIONS),
         *_format_events(run),
@@ -318,7 +319,6 @@ _SECTIONS = (
     _format_settings,
     format_model,
     format_nodes,
-    format_step_time,
     format_verification,
     _format_learning_rates,
     _format_evaluations,

@@ -10,15 +10,17 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit._util.table import Table
-from dtkit.dashboard.report_page import escape, format_facts, format_long_table, format_table
+from dtkit.dashboard.report_bars import format_bars
+from dtkit.dashboard.report_page import escape, fold_table, format_facts, format_long_table
 from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.dashboard.summary.one_process import read_step_times
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, select_bars
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.summary.timing import PhaseBar
 
 _NBSP = "\u00a0"
 _MAX_DIFFERENCES = 40  # parameters; a large model has hundreds
@@ -63,25 +65,30 @@ def format_nodes(run: RunView) -> Iterator[str]:
 
 
 def format_step_time(run: RunView) -> Iterator[str]:
-    """List the phases of a step on each node, or on the fastest, the median and the slowest of many."""
+    """Draw the phases of a step on each node, or on the fastest, the median and the slowest of many, and list them."""
     timing = compute_step_timing(run.history, run.spec.world_size)
     bars = select_bars(timing) if timing.is_measured else []
     if not bars:
         return
     seconds = np.array([bar.seconds for bar in bars])
     shown = [k for k in range(len(PHASES)) if (seconds[:, k] >= _MIN_SHARE * seconds.sum(1)).any()]
-    rows = [
-        (
-            f"▲ {bar.label}" if bar.is_straggler else bar.label,
-            *(formatting.format_percent(float(each[k] / each.sum())) for k in shown),
-            formatting.format_duration(float(each.sum())),
-        )
-        for bar, each in zip(bars, seconds, strict=True)
-    ]
-    yield "<h2>Where a step's time goes</h2>"
-    yield format_table(Table(("node", *(PHASES[k] for k in shown), "step"), rows, {"node"}))
     straggler = "" if timing.straggler is None else f" ▲ {escape(timing.straggler.text)}."
-    yield f"<p>Shares of a step, as means of {'' if timing.is_whole else 'the '}{timing.steps_text}.{straggler}</p>"
+    yield "<h2>Where a step's time goes</h2>"
+    yield format_bars(bars, shown)
+    yield f"<p>Means of {'' if timing.is_whole else 'the '}{timing.steps_text}.{straggler}</p>"
+    yield fold_table("the same in numbers", _tabulate_phases(bars, shown))
+
+
+def _tabulate_phases(bars: Sequence[PhaseBar], shown: Sequence[int]) -> Table:
+    """Return the time of each phase over its share of a step."""
+    rows, shares = [], {}
+    for row, bar in enumerate(bars):
+        whole = float(bar.seconds.sum())
+        times = [formatting.format_duration(float(bar.seconds[k])) for k in shown]
+        rows.append([f"▲ {bar.label}" if bar.is_straggler else bar.label, *times, formatting.format_duration(whole)])
+        texts = [formatting.format_percent(float(bar.seconds[k]) / whole) for k in shown]
+        shares.update({(row, column): text for column, text in enumerate(texts, 1)})
+    return Table(("node", *(PHASES[k] for k in shown), "step"), rows, {"node"}, small_texts=shares)
 
 
 def format_verification(run: RunView) -> Iterator[str]:

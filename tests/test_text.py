@@ -189,7 +189,7 @@ def test_a_failed_verification_is_an_alert():
     source.verification = dataclasses.replace(make_verification(), verdict="FAIL", max_difference=0.3)
     (notice,) = collect_notices(source)
     assert notice.kind in ALERT_KINDS
-    assert notice.text == "verification FAILED over 20 steps: difference=0.3, tolerance=1e-05"
+    assert notice.text == "verification FAILED over 20 steps: largest difference 0.3, tolerance 1e-05"
 
 
 def test_a_training_that_one_process_cannot_repeat_has_no_notice():

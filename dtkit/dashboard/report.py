@@ -86,6 +86,8 @@ def write_report(
         *scaling,
         format_columns(section(run) for section in _SECTIONS),
         *_format_events(run),
+        *format_verification(run),
+        *_format_learning_rates(run),
     ]
     if path is None:
         path = make_file_name(run.spec.name, next((event.time for event in run.history.events), None))
@@ -319,8 +321,6 @@ _SECTIONS = (
     _format_settings,
     format_model,
     format_nodes,
-    format_verification,
-    _format_learning_rates,
     _format_evaluations,
     _format_origin,
 )

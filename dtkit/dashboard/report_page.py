@@ -73,7 +73,8 @@ th, td {{ padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertica
 .sortable [aria-sort=ascending] button::after {{ content: "▲" / ""; opacity: 1; }}
 .sortable [aria-sort=descending] button::after {{ content: "▼" / ""; opacity: 1; }}
 .scroll {{ overflow-x: auto; scrollbar-width: thin; background: {shadows}; }}
-p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; max-width: none; }}
+p {{ max-width: 80ch; }} ul {{ max-width: 80ch; margin: 6px 0 12px; padding-left: 22px; }}
+.lead {{ color: var(--muted); margin-top: 2px; max-width: none; }}
 time {{ white-space: nowrap; }}
 .state {{ font-size: 13px; font-weight: 700; padding: 1px 12px; border: 1.5px solid; border-radius: 99px;
   color: var(--muted); }} .state.good {{ color: var(--good); }} .state.bad {{ color: var(--bad); }}

@@ -11,7 +11,7 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit._util.table import Table
 from dtkit.dashboard.report_bars import format_bars
-from dtkit.dashboard.report_page import escape, fold_table, format_facts, format_long_table
+from dtkit.dashboard.report_page import escape, fold_table, format_long_table
 from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.dashboard.summary.one_process import read_step_times
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, select_bars
@@ -96,26 +96,16 @@ def format_verification(run: RunView) -> Iterator[str]:
     if run.verification is None:
         return
     verification = dataclasses.replace(run.verification, step_times=read_step_times(run))
-    facts = [
-        ("verdict", verification.verdict),
-        ("steps", f"{verification.steps:,}"),
-        ("compared", f"{formatting.format_count(verification.world_size, 'node')} with one process"),
-        ("type of numbers", verification.dtype),
-    ]
-    yield "<h2>Verification against one process</h2>"
-    yield format_facts(Table((), facts))
-    yield "".join(
-        f"<p>{escape(formatting.name_nodes(line.strip()))}</p>" for line in verification.text().splitlines()[1:]
-    )
+    result, *lines = (escape(formatting.name_nodes(line.strip())) for line in verification.text().splitlines())
+    yield f"<h2>Verification against one process</h2><p><b>{result}</b></p>"
+    yield f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>" if lines else ""
     ordered = sorted(verification.differences.items(), key=lambda item: -item[1])
     if ordered:
-        rows = [
-            (formatting.sanitize_text(name, 100), f"{difference:.3g}")
-            for name, difference in ordered[:_MAX_DIFFERENCES]
-        ]
+        shown = [(formatting.sanitize_text(name, 100), f"{value:.3g}") for name, value in ordered[:_MAX_DIFFERENCES]]
         hidden = f"{len(ordered):,} parameters in all; the {_MAX_DIFFERENCES} largest differences are shown."
-        table = Table(("parameter", "largest difference"), rows, {"parameter"})
-        yield format_long_table("Differences", table, [hidden] if len(ordered) > len(rows) else [])
+        table = Table(("parameter", "largest difference"), shown, {"parameter"})
+        summary = f"Differences of the parameters: at most {shown[0][1]}, in {shown[0][0]}"
+        yield fold_table(summary, table, [hidden] if len(ordered) > len(shown) else [])
 
 
 def format_sources(run: RunView) -> Iterator[str]:

@@ -98,6 +98,35 @@ def test_report_of_a_failed_run_has_traceback_start_and_commit(tmp_path, monkeyp
         assert text in page
 
 
+def test_a_report_says_whether_files_differ_from_the_commit(tmp_path, monkeypatch):
+    source = FakeSource(ranks=2)
+    source.advance(5)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("lr = 0.1\n")
+    for command in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "first"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], check=True)
+    page = write(source, tmp_path)
+    assert "git commit" in page
+    assert "and local changes" not in page
+    (tmp_path / "train.py").write_text("lr = 0.2\n")
+    assert " and local changes<" in write(source, tmp_path)
+    monkeypatch.setenv("PATH", "")  # without git
+    assert "git commit" not in write(source, tmp_path)
+
+
+def test_a_description_is_shown_as_typed_below_the_title(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(5)
+    page = write(source, tmp_path, description="Is <b>lr 0.1</b> too large?\nSecond try.")
+    head = page.partition("<h1>")[2].partition('<div class="cards"')[0]
+    assert '<p class="description">Is &lt;b&gt;lr 0.1&lt;/b&gt; too large?\nSecond try.</p>' in head
+    assert '<p class="description">' not in write(source, tmp_path)
+    comparison = dtkit.compare(source, FakeSource(ranks=2)).report(tmp_path / "both.html", description="Two <runs>")
+    assert '<p class="description">Two &lt;runs&gt;</p>' in Path(comparison).read_text()
+    with pytest.raises(TypeError, match=r"description=3: a text, as in"):
+        write(source, tmp_path, description=3)
+
+
 def test_evaluations_have_a_table_of_their_own(tmp_path):
     source = FakeSource(ranks=2)
     source.advance(40)

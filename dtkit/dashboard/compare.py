@@ -132,14 +132,14 @@ class Comparison:
         rows = [{**vars(row), **{f"best {name}": value for name, value in row.best.items()}} for row in self.rows]
         return pd.DataFrame(rows).drop(columns=["best", "basis"]).set_index("label")
 
-    def report(self, path: str | Path = "comparison.html") -> WrittenReport:
+    def report(self, path: str | Path = "comparison.html", *, description: str = "") -> WrittenReport:
         """Write the comparison as one self-contained HTML file: table, differences, charts with tooltips.
 
-        Returns the file's place, which a notebook shows as a link.
+        `description` is text below the title. Returns the file's place, which a notebook shows as a link.
         """
         from dtkit.dashboard.comparison_report import write_comparison_report
 
-        return write_comparison_report(self, path)
+        return write_comparison_report(self, path, description)
 
     def make_mime_bundle(self) -> dict[str, str]:
         """Return the figure with its table, a PNG, and text, which a saved notebook can show."""

@@ -13,7 +13,7 @@ from dtkit._util import formatting
 from dtkit._util.table import Table
 from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.report_live import format_comparison_charts
-from dtkit.dashboard.report_page import escape, fold_facts, format_page, format_table
+from dtkit.dashboard.report_page import escape, fold_facts, format_description, format_page, format_table
 from dtkit.dashboard.summary.comparison import (
     find_loss_cap,
     find_metric_cap,
@@ -25,7 +25,7 @@ from dtkit.dashboard.summary.run_lines import choose_dash
 from dtkit.dashboard.summary.short_batches import SHORT_BATCH_NOTE, compute_drawn_losses, find_short_batches
 from dtkit.dashboard.svg_chart import Series, draw_chart
 from dtkit.dashboard.text.comparison_text import describe_ends, list_page_notes, make_differences_table, make_table
-from dtkit.dashboard.written_report import WrittenReport, check_folder
+from dtkit.dashboard.written_report import WrittenReport, check_description, check_folder
 from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:
@@ -35,16 +35,18 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
 
 
-def write_comparison_report(comparison: ComparisonView, path: str | Path) -> WrittenReport:
-    """Write the report to `path`, whose folder exists."""
+def write_comparison_report(comparison: ComparisonView, path: str | Path, description: str = "") -> WrittenReport:
+    """Write the report to `path`, whose folder exists, with the user's `description` below the title."""
     check_folder(path)
+    check_description(description)
     title = f"Comparison of {formatting.format_count(len(comparison.short_names), 'run')}"
-    Path(path).write_text(format_page(title, _format_parts(comparison, title)), encoding="utf-8")
+    Path(path).write_text(format_page(title, _format_parts(comparison, title, description)), encoding="utf-8")
     return WrittenReport(title, path)
 
 
-def _format_parts(comparison: ComparisonView, title: str) -> Iterator[str]:
+def _format_parts(comparison: ComparisonView, title: str, description: str) -> Iterator[str]:
     yield f'<h1>{escape(title)}</h1><p class="lead">Written <time>{time.strftime("%Y-%m-%d %H:%M")}</time>.</p>'
+    yield format_description(description)
     labels = [f"{k}: {label}" for k, label in enumerate(comparison.short_names, 1)]  # as in the charts
     rows = [dataclasses.replace(row, label=label) for row, label in zip(comparison.rows, labels, strict=True)]
     yield format_table(make_table(rows), is_sortable=len(rows) > 1)

@@ -94,7 +94,7 @@ def test_the_html_of_a_comparison_is_a_figure_and_an_escaped_table():
     assert len(numbers) == 2 * (
         len(comparison_text.NUMBER_COLUMNS) - 4
     )  # equal bytes and nodes are hidden, and time in steps
-    assert 'alt="Loss against steps and time. DataParallel(): loss ' in page
+    assert 'alt="Loss against steps and time. 1: DataParallel(): loss ' in page
     assert comparison._repr_png_().startswith(b"\x89PNG")
 
 
@@ -327,10 +327,10 @@ def test_the_notes_of_a_table_are_those_that_apply():
     )
     assert not any(note.startswith(("bold", "sent", "verified", "best validation")) for note in notes)
     assert "final training loss: mean of the last 20 steps" in notes
-    assert (
-        comparison_text.list_table_notes([first, dataclasses.replace(second, loss=first.loss / 2)])[-1]
-        == "bold: the best"
-    )
+    assert comparison_text.list_table_notes([first, dataclasses.replace(second, loss=first.loss / 2)])[-2:] == [
+        "bold: the best",
+        "below a number: the difference from the first run",
+    ]
 
 
 def with_metrics(strategy: str, accuracies, **options):
@@ -946,6 +946,54 @@ def test_pages_explain_the_differences_and_texts_have_none(tmp_path):
         assert "below a number: the difference from the first run" in page
         assert re.search(r"<br><small [^>]+>1/4,000</small>", page)
     assert "1/4,000" not in repr(comparison)
+
+
+def test_live_view_report_and_saved_notebook_have_the_same_table(tmp_path):
+    comparison = dtkit.compare(make_source(), make_source("B()", sent=100))
+    live = ComparisonMessageBuilder(comparison).build_snapshot().content["head"]
+    comparison.report(tmp_path / "runs.html")
+    for page in (comparison._repr_html_(), (tmp_path / "runs.html").read_text(encoding="utf-8")):
+        table = page[page.index("<table") : page.index("</table>")]
+        assert re.findall(r"<td [^>]*>(\d: \w+)", table) == ["1: Data", "2: B"]
+        assert re.findall(r"<small [^>]+>([^<]+)</small>", table) == [text for *_, text in live["table"]["small"]]
+        assert [line in page for line in live["note"].splitlines()] == [True] * len(live["note"].splitlines())
+    assert [row[0] for row in live["table"]["rows"]] == ["DataParallel()", "B()"]  # the page numbers them
+
+
+def make_scored_runs() -> list[FakeSource]:
+    """Return three runs: the best loss, the best accuracy, and none of both."""
+    runs = [make_source(f"{name}()") for name in "abc"]
+    for run, loss, accuracy in zip(runs, (0.3, 0.1, None), (0.9, 0.8, None), strict=True):
+        if loss is not None:
+            run.history.add(Evaluation(80, 10, {"loss": loss, "accuracy": accuracy}))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("sort_by", "labels"),
+    [
+        ("best validation loss", ("b()", "a()", "c()")),
+        ("loss", ("b()", "a()", "c()")),
+        ("accuracy", ("a()", "b()", "c()")),
+        ("steps", ("a()", "b()", "c()")),
+    ],
+)
+def test_runs_are_sorted_by_a_column_with_the_best_first(sort_by: str, labels: tuple[str, ...]):
+    runs = make_scored_runs()
+    comparison = dtkit.compare(*runs, sort_by=sort_by)
+    assert comparison.labels == labels
+    assert comparison.histories == tuple(runs["abc".index(label[0])].history for label in labels)
+    named = dtkit.compare(*runs, labels=["A", "B", "C"], sort_by=sort_by)
+    assert [label.lower() for label in named.labels] == [label[0] for label in labels]
+
+
+def test_a_column_that_no_table_has_is_refused_with_the_one_that_was_meant():
+    with pytest.raises(
+        ValueError, match=r"sort_by='acuracy': did you mean 'accuracy'\? The columns are 'steps', 'final"
+    ):
+        dtkit.compare(*make_scored_runs(), sort_by="acuracy")
+    with pytest.raises(TypeError, match="sort_by=3: the name of a column"):
+        dtkit.compare(*make_scored_runs(), sort_by=3)
 
 
 def test_a_short_run_is_drawn_in_the_same_parts_as_a_long_one():

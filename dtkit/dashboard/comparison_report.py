@@ -24,7 +24,13 @@ from dtkit.dashboard.summary.comparison import (
 from dtkit.dashboard.summary.run_lines import choose_dash
 from dtkit.dashboard.summary.short_batches import SHORT_BATCH_NOTE, compute_drawn_losses, find_short_batches
 from dtkit.dashboard.svg_chart import Series, draw_chart
-from dtkit.dashboard.text.comparison_text import describe_ends, list_page_notes, make_differences_table, make_table
+from dtkit.dashboard.text.comparison_text import (
+    describe_ends,
+    list_table_notes,
+    make_differences_table,
+    make_table,
+    number_rows,
+)
 from dtkit.dashboard.written_report import WrittenReport, check_description, check_folder
 from dtkit.history.speed import read_step_ends
 
@@ -47,11 +53,11 @@ def write_comparison_report(comparison: ComparisonView, path: str | Path, descri
 def _format_parts(comparison: ComparisonView, title: str, description: str) -> Iterator[str]:
     yield f'<h1>{escape(title)}</h1><p class="lead">Written <time>{time.strftime("%Y-%m-%d %H:%M")}</time>.</p>'
     yield format_description(description)
-    labels = [f"{k}: {label}" for k, label in enumerate(comparison.short_names, 1)]  # as in the charts
-    rows = [dataclasses.replace(row, label=label) for row, label in zip(comparison.rows, labels, strict=True)]
+    rows = number_rows(comparison.rows, comparison.short_names)
+    labels = [row.label for row in rows]
     yield format_table(make_table(rows), is_sortable=len(rows) > 1)
     yield "".join(f'<p class="error">{escape(line)}</p>' for line in describe_ends(rows))
-    yield f"<p><small>{'<br>'.join(escape(line) for line in list_page_notes(rows))}</small></p>"
+    yield f"<p><small>{'<br>'.join(escape(line) for line in list_table_notes(rows))}</small></p>"
     if comparison.differences:
         yield "<h2>Settings that differ</h2>"
         yield format_table(make_differences_table(labels, comparison.differences))

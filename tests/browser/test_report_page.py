@@ -340,6 +340,9 @@ def test_the_table_of_a_comparison_is_sorted_by_a_click_or_a_key(page: Page, tmp
     expect(loss).to_have_attribute("aria-sort", "ascending")
     losses = [float(text) for text in page.locator(".sortable td").evaluate_all(_LOSSES)]
     assert losses == sorted(losses)
+    speed = page.get_by_role("columnheader", name="samples/s")
+    speed.get_by_role("button").click()
+    expect(speed).to_have_attribute("aria-sort", "descending")  # the best first
 
 
 _LOSSES = """(cells) => {

@@ -5,7 +5,6 @@ All runs have buckets of the same width, so that a point of the axis means the s
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -35,7 +34,13 @@ from dtkit.dashboard.summary.comparison import (
 from dtkit.dashboard.summary.curves import Curves
 from dtkit.dashboard.summary.short_batches import SHORT_BATCH_NOTE, compute_drawn_losses, find_short_batches
 from dtkit.dashboard.summary.value_scale import is_steep
-from dtkit.dashboard.text.comparison_text import describe_ends, list_table_notes, make_differences_table, make_table
+from dtkit.dashboard.text.comparison_text import (
+    describe_ends,
+    list_table_notes,
+    make_differences_table,
+    make_table,
+    number_rows,
+)
 from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:
@@ -173,25 +178,29 @@ class ComparisonMessageBuilder:
     def _build_tables(self) -> dict[str, Any]:
         """Return the tables of the kept picture."""
         names, differences = self._comparison.short_names, self._comparison.differences
-        rows = [dataclasses.replace(row, label=name) for row, name in zip(self._comparison.rows, names, strict=True)]
-        numbered = [dataclasses.replace(row, label=f"{k}: {row.label}") for k, row in enumerate(rows, 1)]  # as there
-        table = _describe_table(make_table(rows))
+        numbered = number_rows(self._comparison.rows, names)
+        table = _describe_table(make_table(numbered), names)
         settings = _describe_table(make_differences_table(names, differences)) if differences else None
         return {
-            "table": table, "note": "\n".join(list_table_notes(rows)), "ends": describe_ends(numbered),
+            "table": table, "note": "\n".join(list_table_notes(numbered)), "ends": describe_ends(numbered),
             "settings": settings,
         }  # fmt: skip
 
 
-def _describe_table(table: Table) -> dict[str, Any]:
-    """Return a table as JSON, with the numbers of its columns of text."""
+def _describe_table(table: Table, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a table as JSON, with the numbers of its columns of text. Rows may begin with other `names`.
+
+    The page itself writes the numbers of the runs, beside their lines.
+    """
     texts = [k for k, name in enumerate(table.header) if name in table.text_columns]
-    rows = [[formatting.sanitize_text(cell, 200) for cell in row] for row in table.rows]
+    cells = [[name, *row[1:]] for name, row in zip(names, table.rows, strict=True)] if names else table.rows
+    rows = [[formatting.sanitize_text(cell, 200) for cell in row] for row in cells]
     return {
         "header": [formatting.sanitize_text(name, 80) for name in table.header],
         "rows": rows,
         "texts": texts,
         "bold": [list(cell) for cell in table.bold_cells],
+        "small": [[*cell, text] for cell, text in table.small_texts.items()],
     }
 
 

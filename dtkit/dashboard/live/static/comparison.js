@@ -179,23 +179,25 @@ const CODE_BREAKS = /(?<=[(._=])(?!\))|(?<=[a-z])(?=[A-Z])/; // a strategy break
 const NAME_BREAKS = /(?<=[(=,])|(?<=[a-z])(?=[A-Z])/;
 
 /** Return a row of cells. `name(row, column)` is the number of the run that a cell names, or null. */
-function tableRow({ texts, bold }, cells, row, name, names) {
+function tableRow({ texts, bold, small }, cells, row, name, names) {
   return h("tr", row < 0 ? {} : { "data-row": row }, ...cells.map((text, column) => {
     const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = name(row, column);
     const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
     if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}:\u00a0`, ...text.split(NAME_BREAKS).flatMap((part) => [part, h("wbr")]))); if (names[run] !== text) setAttr(cell, "title", names[run]); }
     else cell.append(...(isText ? text.split(CODE_BREAKS) : [text]).flatMap((part) => [part, h("wbr")]));
+    for (const [, , change] of small.filter(([r, c]) => r === row && c === column)) cell.append(h("small", { class: "dtk-change" }, change));
     return cell;
   }));
 }
 /** Return a table with its rows as columns. */
-function turned({ header, rows, bold }) {
+function turned({ header, rows, bold, small }) {
   const [corner, ...names] = header;
   return {
     header: [corner, ...rows.map(([run]) => run)],
     rows: names.map((name, column) => [name, ...rows.map((cells) => cells[column + 1])]),
     texts: [0],
     bold: bold.map(([row, column]) => [column - 1, row + 1]),
+    small: small.map(([row, column, text]) => [column - 1, row + 1, text]),
   };
 }
 function runLine(k) {

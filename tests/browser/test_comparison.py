@@ -52,6 +52,25 @@ def show_runs(page: Page) -> None:
     page.evaluate(_JUPYTERLAB)
 
 
+@pytest.mark.parametrize("width", [1040, 1400])
+def test_no_chart_of_a_wide_comparison_is_beside_an_empty_half(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    show_runs(page)
+    rows = """(charts) => {
+      const rows = {};
+      for (const chart of charts) {
+        const { top, right } = chart.getBoundingClientRect();
+        rows[top] = Math.max(rows[top] ?? 0, right);
+      }
+      return Object.values(rows);
+    }"""
+    charts = page.locator(".dtk-panel:not(.dtk-wide):visible")
+    expect(charts).to_have_count(5)
+    ends = charts.evaluate_all(rows)
+    assert len(ends) == 2
+    assert max(ends) - min(ends) < 2
+
+
 @pytest.mark.parametrize("width", [600, 800, 1400])
 def test_tables_of_runs_are_neither_cut_nor_overlap(page: Page, width: int):
     page.set_viewport_size({"width": width - 130, "height": 900})  # JupyterLab's own margins

@@ -49,7 +49,7 @@ _ROUNDING = 1e-6  # relative difference up to which numbers are equal: float32 h
 _BYTE_COLUMNS = ("sent per node", "per step")
 _UNCOMPARED_COLUMNS = ("nodes", "steps")  # whose differences are read at a glance
 _WHOLE_RUN_COLUMNS = ("sent per node", "in steps", "duration")  # which grow as long as a run goes on
-_MANY_TIMES = 10.0  # from which a ratio is told instead of a percentage
+_MANY_TIMES, _MOST_TIMES = 10.0, 1e6  # between which a ratio is told instead of a percentage
 
 
 def make_table(rows: Sequence[ComparisonRow]) -> Table:
@@ -117,11 +117,13 @@ def _is_comparable(pair: Sequence[ComparisonRow], column: str) -> bool:
 def _describe_change(first: float, value: float) -> str:
     """Return a difference such as ``+3 %``, or a ratio such as ``12 times`` or ``1/12``.
 
-    It is empty where it has no meaning, or would be zero.
+    It is empty where it has no meaning, as for a loss that diverged, or would be zero.
     """
     if first <= 0 or value < 0:
         return ""
     ratio = value / first
+    if not 1 / _MOST_TIMES <= ratio <= _MOST_TIMES and value:
+        return ""
     if ratio >= _MANY_TIMES:
         return f"{formatting.format_rate(ratio)} times"
     if 0 < ratio <= 1 / _MANY_TIMES:

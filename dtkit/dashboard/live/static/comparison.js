@@ -204,6 +204,12 @@ function runLine(k) {
   return s("svg", { width: 34, height: 10, "aria-hidden": "true" }, s("path", { d: "M1,5h32", class: `dtk-line dtk-n${k % 8} dtk-dash${runDash(k)}` }));
 }
 
+/** Mark the last three of an odd number of charts: they have a row of their own, so that none is beside an empty half. */
+function markThirds(body) {
+  const charts = [...body.querySelectorAll(".dtk-panel:not(.dtk-wide, [hidden])")], first = charts.length % 2 ? charts.length - 3 : charts.length;
+  charts.forEach((chart, k) => chart.classList.toggle("dtk-third", first >= 0 && k >= first));
+}
+
 /** Return {root, redraw} of a view of several runs: tables unless the page has them, tools, and charts. */
 export function buildComparison(store, { hasTables = true } = {}) {
   const root = h("div", { class: "dtkit", "data-testid": "dtkit-comparison", "data-state": "", role: "region", "aria-label": "comparison of runs" });
@@ -221,6 +227,7 @@ export function buildComparison(store, { hasTables = true } = {}) {
   function draw() {
     if (!store.head) return;
     for (const panel of panels) panel.update();
+    markThirds(body);
     if (fillRows()) redraw();
     setAttr(root, "data-state", store.status.state);
     setAttr(root, "data-seq", store.seq);

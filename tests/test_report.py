@@ -702,6 +702,20 @@ def test_a_report_has_what_the_live_view_has_of_machines_and_phases(tmp_path):
     assert sum(float(width) for _, width in bars) == pytest.approx(200, abs=1)  # of two nodes
 
 
+def test_the_losses_of_a_column_have_one_form_in_report_and_comparison(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    source.history.add(Evaluation(20, 100, {"loss": 0.00886}))
+    source.history.add(Evaluation(40, 100, {"loss": 2.7e-5}))
+    evaluations = write(source, tmp_path).partition("<h2>Evaluations</h2>")[2].partition("</table>")[0]
+    assert re.findall(r">(0\.[^<]+)<", evaluations) == ["0.00886", "0.000027"]
+    rows = [make_row(name, source.history, "") for name in "ab"]
+    rows[0] = dataclasses.replace(rows[0], loss=0.00886, best={"loss": 0.00886})
+    rows[1] = dataclasses.replace(rows[1], loss=2.7e-5)
+    first, second = make_table(rows).rows
+    assert first.count("0.00886") == second.count("0.000027") == 2
+
+
 def test_a_model_of_one_layer_has_no_empty_table(tmp_path):
     source = FakeSource()
     source.spec = dataclasses.replace(source.spec, model=ModelSummary(84, 84, ()))

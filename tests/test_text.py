@@ -25,6 +25,19 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([0.00886, 2.7e-5], ["0.00886", "0.000027"]),
+        ([0.5, 1.23e-6, None], ["0.500", "0.0000012", "—"]),
+        ([3.4e-5, 2.7e-5, float("nan")], ["3.4e-5", "2.7e-5", "NaN"]),
+        ([0.5, 2e-9, 2e29], ["0.500", "2e-9", "2e29"]),
+    ],
+)
+def test_losses_of_one_column_have_one_form(values: list[float | None], texts: list[str]):
+    assert formatting.format_losses(values) == texts
+
+
+@pytest.mark.parametrize(
     ("function", "value", "said"),
     [
         (formatting.format_rate, 4258.3, "4,258"),

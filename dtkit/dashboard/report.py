@@ -278,7 +278,8 @@ def _format_evaluations(run: RunView) -> Iterator[str]:
     if not evaluations:
         return
     shown, names = _keep_ends(evaluations, _MAX_EVENTS), ["loss", *list_metric_names(run.history)]
-    rows = [(f"{e.step:,}", *(formatting.format_loss(e.values.get(name)) for name in names)) for e in shown]
+    columns = (formatting.format_losses([e.values.get(name) for e in shown]) for name in names)
+    rows = list(zip((f"{e.step:,}" for e in shown), *columns, strict=True))
     hidden = f"{len(evaluations):,} evaluations in all; the first and the last {_MAX_EVENTS // 2} are shown."
     table = Table(("step", *(formatting.sanitize_text(name, 40) for name in names)), rows)
     yield format_long_table("Evaluations", table, [hidden] if len(shown) < len(evaluations) else [])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.summary.metrics import RunMetrics
     from dtkit.dashboard.summary.timing import PhaseBar
 
 _NBSP = "\u00a0"
@@ -44,17 +45,14 @@ def format_model(run: RunView) -> Iterator[str]:
 def format_nodes(run: RunView) -> Iterator[str]:
     """List the machines of the nodes, with the last numbers of each."""
     metrics = compute_run_metrics(run.history, run.spec.world_size)
-    rows = []
-    for node in run.nodes:
-        is_known = node.rank < len(metrics.by_rank)
-        loss, rate, memory = metrics.by_rank[node.rank] if is_known else (None, None, None)
-        has_loss = is_known and not metrics.ranks_without_loss[node.rank]
+    rows, numbers = [], [_read_numbers(metrics, node.rank) for node in run.nodes]
+    losses = formatting.format_losses([loss for loss, _, _ in numbers])
+    for node, (_, rate, memory), loss in zip(run.nodes, numbers, losses, strict=True):
         used_memory = f"{formatting.format_bytes(memory)} of {formatting.format_bytes(node.memory_total)}"
         rows.append(
             (
                 f"{node.rank}", f"{node.engine_id}", node.host, f"{node.pid}", node.device, f"{node.threads}",
-                used_memory.replace(" ", _NBSP),
-                formatting.format_loss(loss) if has_loss else formatting.UNKNOWN, formatting.format_rate(rate),
+                used_memory.replace(" ", _NBSP), loss, formatting.format_rate(rate),
             )
         )  # fmt: skip
     header = ("node", "engine", "host", "pid", "device", "threads", "memory", "loss", "samples/s")
@@ -62,6 +60,14 @@ def format_nodes(run: RunView) -> Iterator[str]:
     yield format_long_table(
         "Nodes", table, ["Memory of the process; loss of the last step; samples/s without waiting."]
     )
+
+
+def _read_numbers(metrics: RunMetrics, rank: int) -> tuple[float | None, float | None, float | None]:
+    """Return loss, rate and memory of a node; None where it has none."""
+    if rank >= len(metrics.by_rank):
+        return None, None, None
+    loss, rate, memory = metrics.by_rank[rank]
+    return None if metrics.ranks_without_loss[rank] else loss, rate, memory
 
 
 def format_step_time(run: RunView) -> Iterator[str]:

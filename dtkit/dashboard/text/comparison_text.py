@@ -71,10 +71,12 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
     first = ["run", *(["state"] if has_states else [])]
     last = [VERIFIED] if any(row.verified != NOT_VERIFIED for row in rows) else []
     header = [*first, *numbers[:split], *(f"{BEST_PREFIX}{name}" for name in metrics), *numbers[split:], *last]
+    final = formatting.format_losses([row.loss if row.steps else None for row in rows])
+    best_columns = [formatting.format_losses([row.best.get(name) for row in rows]) for name in metrics]
     lines = []
-    for row in rows:
+    for k, row in enumerate(rows):
         cells = [cell for name, cell in zip(NUMBER_COLUMNS, format_numbers(row), strict=True) if name not in hidden]
-        best = [formatting.format_loss(row.best.get(name)) for name in metrics]
+        cells[split - 1], best = final[k], [column[k] for column in best_columns]
         state = [row.state] if has_states else []
         verified = [row.verified] if last else []
         lines.append([row.label, *state, *cells[:split], *best, *cells[split:], *verified])

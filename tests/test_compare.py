@@ -28,7 +28,7 @@ from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.function_sources import read_sources
 from dtkit.training.settings import describe_value
 from dtkit.types import Evaluation, RunSpec, State
-from tests.support.comparison_sources import make_diverging_pair, make_logging_runs, make_source
+from tests.support.comparison_sources import make_diverging_pair, make_logging_runs, make_source, make_wavering_pair
 from tests.support.fake_source import FakeSource
 from tests.support.report_page import remove_own_scripts
 from tests.support.small import train
@@ -318,6 +318,33 @@ def test_the_peak_of_a_run_that_came_back_is_shown_beside_one_that_did_not():
     assert comparison_summary.find_loss_cap([came_back]) is None
     assert comparison_summary.find_loss_cap([came_back, lost]) == 50.0
     assert comparison_summary.find_loss_cap([np.array([2.3, 1e9, 0.5]), lost]) == pytest.approx(6.9)
+
+
+def test_a_run_that_diverged_leaves_the_charts_of_losses_at_one_step(tmp_path):
+    good, diverged = make_wavering_pair()
+    assert comparison_summary.find_exits([good.history, diverged.history]) == [None, 11]
+    comparison = dtkit.compare(good, diverged)
+    head = ComparisonMessageBuilder(comparison).build_snapshot().content["head"]
+    assert head["left"] == ["", "diverged at step 11"]
+    by_step, by_time, accuracy, validation = comparison.figure().axes
+    ends = []
+    for ax in (by_step, by_time, validation, accuracy):
+        x, y = ax.get_lines()[1].get_data()
+        ends.append(float(np.asarray(x)[np.isfinite(np.asarray(y, float))].max()))
+    assert ends[0] == pytest.approx(11, abs=2)  # a bucket
+    assert ends[1] < 0.1 * float(by_time.get_lines()[0].get_xdata().max())
+    assert [text.get_text().strip() for text in by_step.texts] == ["diverged at step 11"]
+    assert ends[2:] == [100, 400]  # the first evaluation after it; an accuracy does not diverge
+    comparison.report(tmp_path / "runs.html")
+
+
+def test_a_run_that_came_back_from_a_peak_is_drawn_to_its_end():
+    good, diverged = make_wavering_pair()
+    came_back = FakeSource(steps=400, name="back")
+    came_back.advance(20)
+    came_back.advance(1, loss=1e6)
+    came_back.advance(379, loss=0.5)
+    assert comparison_summary.find_exits([good.history, came_back.history, diverged.history]) == [None, None, 11]
 
 
 def test_the_notes_of_a_table_are_those_that_apply():

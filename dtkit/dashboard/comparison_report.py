@@ -15,6 +15,8 @@ from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.report_live import format_comparison_charts
 from dtkit.dashboard.report_page import escape, fold_facts, format_description, format_page, format_table
 from dtkit.dashboard.summary.comparison import (
+    end_line,
+    find_exits,
     find_loss_cap,
     find_metric_cap,
     list_shared_scalars,
@@ -75,10 +77,14 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
     runs = list(zip(range(len(labels)), labels, histories, strict=True))
     totals = [history.totals() for history in histories]
     cap = find_loss_cap([compute_drawn_losses(part) for part in totals])
+    exits = find_exits(histories)
     losses = [
-        Series(label, part["step"], compute_drawn_losses(part), color=k, dash=choose_dash(k))
-        for (k, label, _), part in zip(runs, totals, strict=True)
-    ]
+        Series(
+            label, part["step"], end_line(part["step"], compute_drawn_losses(part), step),
+            color=k, dash=choose_dash(k),
+        )
+        for (k, label, _), part, step in zip(runs, totals, exits, strict=True)
+    ]  # fmt: skip
     shown, note = _leave_out(losses, cap)
     yield draw_chart(
         "Loss against steps", f"mean over all nodes{note}", shown, format_y=formatting.format_loss, may_be_log=True
@@ -97,6 +103,11 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
     yield draw_chart("Throughput", "samples/s of all nodes", rates, format_y=formatting.format_rate, from_zero=True)
     for name in dict.fromkeys(name for history in histories for name in ["loss", *list_metric_names(history)]):
         points = [_make_metric_series(label, history, name, k) for k, label, history in runs]
+        if name == "loss":
+            points = [
+                dataclasses.replace(line, y=end_line(line.x, line.y, step))
+                for line, step in zip(points, exits, strict=True)
+            ]
         shown, note = _leave_out(points, find_metric_cap(histories, name))
         title = f"Validation {formatting.sanitize_text(name, 40)}"
         yield draw_chart(title, note.removeprefix("; "), shown, format_y=formatting.format_loss)

@@ -50,13 +50,19 @@ const LINES = { height: HEIGHT, canLog: true, overall: () => "", lineName, label
 const LETTER = 7, LATE = 0.85; // of the width: lines that end before have their names within the chart
 
 /** Return the room for the names of those runs that reach the right end of a chart. */
-function labelRoom(head, { grain, width }) {
+function labelRoom(head, { grain, width }, label = labelLines) {
   const from = Math.floor(LATE * grain.used), late = head.runs.map((_, line) => line).filter((line) => {
     for (let at = from; at < grain.used; at++) if (!Number.isNaN(grain.value(line, at, 1))) return true;
     return false;
   });
-  return 24 + LETTER * Math.max(5, ...late.flatMap((line) => labelLines({ head }, line, MOST_LINES, width).map((text) => text.trimEnd().length)));
+  return 24 + LETTER * Math.max(5, ...late.flatMap((line) => label({ head }, line, MOST_LINES, width).map((text) => text.trimEnd().length)));
 }
+
+/** Return a run's name as lines of text, or where its loss left the chart, with the number that the run has in the legend. */
+function lossLabelLines({ head }, line, room, width) {
+  return head.left[line] ? [`${line + 1}: ${head.left[line]}`] : labelLines({ head }, line, room, width);
+}
+const LOSS_LINES = { ...LINES, labelLines: lossLabelLines, right: (head, view) => labelRoom(head, view, lossLabelLines) };
 
 const AGAINST = { step: "steps", epoch: "epochs", time: "time", samples: "samples" };
 
@@ -68,7 +74,7 @@ function meansOf(grain) {
 function mainChart(store, redraw) {
   const buckets = (st) => withRunEnds(st, meansOf(bucketGrain(st.curves, st.head.columns, st.head.charts.loss)));
   const panel = chart(placedStore(store), "loss", {
-    ...LINES,
+    ...LOSS_LINES,
     get title() { return `Loss against ${AGAINST[store.view.x]}`; },
     get axis() { return axisOfRuns(store); },
     get joined() { return axisOfRuns(store) !== undefined; },
@@ -92,7 +98,7 @@ function comparedChart(store, name, redraw) {
   const of = () => store.series.get(name), isTime = name === "time", isLogged = name.startsWith("dtkit.log/"), isRate = name === "dtkit.rate", own = isTime ? timedStore(store) : placedStore(store);
   const axis = () => (isTime ? MILLISECONDS : axisOfRuns(store)), isExact = !isTime && !isLogged && !isRate;
   return chart(own, name, {
-    ...LINES,
+    ...(isTime || name === "loss" ? LOSS_LINES : LINES),
     title: of().title,
     testid: isTime ? "time-chart" : isRate ? "rate-chart" : isLogged ? "logged-chart" : "metric-chart",
     canLog: isLogged ? "positive" : isTime || name === "loss",

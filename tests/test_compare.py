@@ -28,7 +28,7 @@ from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.function_sources import read_sources
 from dtkit.training.settings import describe_value
 from dtkit.types import Evaluation, RunSpec, State
-from tests.support.comparison_sources import make_diverging_pair, make_logging_runs, make_source
+from tests.support.comparison_sources import make_diverging_pair, make_logging_runs, make_source, make_wavering_pair
 from tests.support.fake_source import FakeSource
 from tests.support.report_page import remove_own_scripts
 from tests.support.small import train
@@ -94,7 +94,7 @@ def test_the_html_of_a_comparison_is_a_figure_and_an_escaped_table():
     assert len(numbers) == 2 * (
         len(comparison_text.NUMBER_COLUMNS) - 4
     )  # equal bytes and nodes are hidden, and time in steps
-    assert 'alt="Loss against steps and time. DataParallel(): loss ' in page
+    assert 'alt="Loss against steps and time. 1: DataParallel(): loss ' in page
     assert comparison._repr_png_().startswith(b"\x89PNG")
 
 
@@ -320,6 +320,33 @@ def test_the_peak_of_a_run_that_came_back_is_shown_beside_one_that_did_not():
     assert comparison_summary.find_loss_cap([np.array([2.3, 1e9, 0.5]), lost]) == pytest.approx(6.9)
 
 
+def test_a_run_that_diverged_leaves_the_charts_of_losses_at_one_step(tmp_path):
+    good, diverged = make_wavering_pair()
+    assert comparison_summary.find_exits([good.history, diverged.history]) == [None, 11]
+    comparison = dtkit.compare(good, diverged)
+    head = ComparisonMessageBuilder(comparison).build_snapshot().content["head"]
+    assert head["left"] == ["", "diverged at step 11"]
+    by_step, by_time, accuracy, validation = comparison.figure().axes
+    ends = []
+    for ax in (by_step, by_time, validation, accuracy):
+        x, y = ax.get_lines()[1].get_data()
+        ends.append(float(np.asarray(x)[np.isfinite(np.asarray(y, float))].max()))
+    assert ends[0] == pytest.approx(11, abs=2)  # a bucket
+    assert ends[1] < 0.1 * float(by_time.get_lines()[0].get_xdata().max())
+    assert [text.get_text().strip() for text in by_step.texts] == ["diverged at step 11"]
+    assert ends[2:] == [100, 400]  # the first evaluation after it; an accuracy does not diverge
+    comparison.report(tmp_path / "runs.html")
+
+
+def test_a_run_that_came_back_from_a_peak_is_drawn_to_its_end():
+    good, diverged = make_wavering_pair()
+    came_back = FakeSource(steps=400, name="back")
+    came_back.advance(20)
+    came_back.advance(1, loss=1e6)
+    came_back.advance(379, loss=0.5)
+    assert comparison_summary.find_exits([good.history, came_back.history, diverged.history]) == [None, None, 11]
+
+
 def test_the_notes_of_a_table_are_those_that_apply():
     first, second = dtkit.compare(make_source(name="a"), make_source(name="b")).rows
     notes = comparison_text.list_table_notes(
@@ -327,10 +354,10 @@ def test_the_notes_of_a_table_are_those_that_apply():
     )
     assert not any(note.startswith(("bold", "sent", "verified", "best validation")) for note in notes)
     assert "final training loss: mean of the last 20 steps" in notes
-    assert (
-        comparison_text.list_table_notes([first, dataclasses.replace(second, loss=first.loss / 2)])[-1]
-        == "bold: the best"
-    )
+    assert comparison_text.list_table_notes([first, dataclasses.replace(second, loss=first.loss / 2)])[-2:] == [
+        "bold: the best",
+        "below a number: the difference from the first run",
+    ]
 
 
 def with_metrics(strategy: str, accuracies, **options):
@@ -907,6 +934,7 @@ def make_rows(*changes: dict[str, object]) -> list[comparison_summary.Comparison
         (100.0, 100.01, None),
         (100.0, 1234.0, "12.3 times"),
         (0.5, 0.0001, "1/5,000"),
+        (0.5, 1e30, None),
         (0.0, 1.0, None),
         (float("nan"), 1.0, None),
         (1.0, float("nan"), None),
@@ -946,6 +974,54 @@ def test_pages_explain_the_differences_and_texts_have_none(tmp_path):
         assert "below a number: the difference from the first run" in page
         assert re.search(r"<br><small [^>]+>1/4,000</small>", page)
     assert "1/4,000" not in repr(comparison)
+
+
+def test_live_view_report_and_saved_notebook_have_the_same_table(tmp_path):
+    comparison = dtkit.compare(make_source(), make_source("B()", sent=100))
+    live = ComparisonMessageBuilder(comparison).build_snapshot().content["head"]
+    comparison.report(tmp_path / "runs.html")
+    for page in (comparison._repr_html_(), (tmp_path / "runs.html").read_text(encoding="utf-8")):
+        table = page[page.index("<table") : page.index("</table>")]
+        assert re.findall(r"<td [^>]*>(\d: \w+)", table) == ["1: Data", "2: B"]
+        assert re.findall(r"<small [^>]+>([^<]+)</small>", table) == [text for *_, text in live["table"]["small"]]
+        assert [line in page for line in live["note"].splitlines()] == [True] * len(live["note"].splitlines())
+    assert [row[0] for row in live["table"]["rows"]] == ["DataParallel()", "B()"]  # the page numbers them
+
+
+def make_scored_runs() -> list[FakeSource]:
+    """Return three runs: the best loss, the best accuracy, and none of both."""
+    runs = [make_source(f"{name}()") for name in "abc"]
+    for run, loss, accuracy in zip(runs, (0.3, 0.1, None), (0.9, 0.8, None), strict=True):
+        if loss is not None:
+            run.history.add(Evaluation(80, 10, {"loss": loss, "accuracy": accuracy}))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("sort_by", "labels"),
+    [
+        ("best validation loss", ("b()", "a()", "c()")),
+        ("loss", ("b()", "a()", "c()")),
+        ("accuracy", ("a()", "b()", "c()")),
+        ("steps", ("a()", "b()", "c()")),
+    ],
+)
+def test_runs_are_sorted_by_a_column_with_the_best_first(sort_by: str, labels: tuple[str, ...]):
+    runs = make_scored_runs()
+    comparison = dtkit.compare(*runs, sort_by=sort_by)
+    assert comparison.labels == labels
+    assert comparison.histories == tuple(runs["abc".index(label[0])].history for label in labels)
+    named = dtkit.compare(*runs, labels=["A", "B", "C"], sort_by=sort_by)
+    assert [label.lower() for label in named.labels] == [label[0] for label in labels]
+
+
+def test_a_column_that_no_table_has_is_refused_with_the_one_that_was_meant():
+    with pytest.raises(
+        ValueError, match=r"sort_by='acuracy': did you mean 'accuracy'\? The columns are 'steps', 'final"
+    ):
+        dtkit.compare(*make_scored_runs(), sort_by="acuracy")
+    with pytest.raises(TypeError, match="sort_by=3: the name of a column"):
+        dtkit.compare(*make_scored_runs(), sort_by=3)
 
 
 def test_a_short_run_is_drawn_in_the_same_parts_as_a_long_one():

@@ -98,6 +98,35 @@ def test_report_of_a_failed_run_has_traceback_start_and_commit(tmp_path, monkeyp
         assert text in page
 
 
+def test_a_report_says_whether_files_differ_from_the_commit(tmp_path, monkeypatch):
+    source = FakeSource(ranks=2)
+    source.advance(5)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("lr = 0.1\n")
+    for command in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "first"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], check=True)
+    page = write(source, tmp_path)
+    assert "git commit" in page
+    assert "and local changes" not in page
+    (tmp_path / "train.py").write_text("lr = 0.2\n")
+    assert " and local changes<" in write(source, tmp_path)
+    monkeypatch.setenv("PATH", "")  # without git
+    assert "git commit" not in write(source, tmp_path)
+
+
+def test_a_description_is_shown_as_typed_below_the_title(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(5)
+    page = write(source, tmp_path, description="Is <b>lr 0.1</b> too large?\nSecond try.")
+    head = page.partition("<h1>")[2].partition('<div class="cards"')[0]
+    assert '<p class="description">Is &lt;b&gt;lr 0.1&lt;/b&gt; too large?\nSecond try.</p>' in head
+    assert '<p class="description">' not in write(source, tmp_path)
+    comparison = dtkit.compare(source, FakeSource(ranks=2)).report(tmp_path / "both.html", description="Two <runs>")
+    assert '<p class="description">Two &lt;runs&gt;</p>' in Path(comparison).read_text()
+    with pytest.raises(TypeError, match=r"description=3: a text, as in"):
+        write(source, tmp_path, description=3)
+
+
 def test_evaluations_have_a_table_of_their_own(tmp_path):
     source = FakeSource(ranks=2)
     source.advance(40)
@@ -230,11 +259,29 @@ def test_the_result_of_a_verification_is_a_card_and_a_section(tmp_path):
     source.verification = make_verification(StepTimes(17, all_ranks_s=0.100, single_process_s=0.125))
     assert read_cards(source, tmp_path)["verified"] == (
         "PASS",
-        "difference=2.98e-08, tolerance=1e-05, 20 steps against one process",
+        "largest difference 2.98e-08, tolerance 1e-05, 20 steps against one process",
     )
     section = write(source, tmp_path).split("<h2>Verification against one process</h2>")[1]
-    for text in ("PASS", "2 nodes with one process", "float32", "2.98e-08", "1e-05", "1.25 times as fast", "weight"):
+    for text in (
+        "PASS: 20 steps on 2 nodes against one process, float32<",
+        "largest difference of the parameters 2.98e-08, tolerance 1e-05<",
+        "1.25 times as fast<",
+        "<summary>Differences of the parameters: at most 2.98e-08, in weight</summary>",
+    ):
         assert text in section
+    assert "difference=" not in section
+
+
+def test_the_tables_of_a_report_come_after_what_most_readers_look_for(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    source.history.read_valid_rows()["lr"][:] = np.repeat([0.1, 0.05, 0.02, 0.01], 20)
+    source.event("lr", "learning rate 0.05")
+    source.verification = make_verification()
+    headings = re.findall(r"<h2>([^<]*)</h2>", write(source, tmp_path))
+    order = ["Charts", "Where a step's time goes", "Settings, as typed", "Origin", "Events"]
+    assert [name for name in headings if name in order] == order
+    assert headings[-2:] == ["Verification against one process", "Learning rates"]
 
 
 def test_the_sources_of_functions_are_folded_below_the_settings(tmp_path):
@@ -298,7 +345,8 @@ def test_times_that_no_number_of_nodes_explains_are_not_a_speed(tmp_path):
     source.advance(40)
     source.verification = make_verification(StepTimes(17, all_ranks_s=0.002, single_process_s=0.009))
     cards = read_cards(source, tmp_path)
-    assert cards["speed-up"] == ("—", "unknown: other programs used the processors")
+    assert "speed-up" not in cards
+    assert "not comparable, because other programs used the processors" in write(source, tmp_path)
     assert "scaling efficiency" not in cards
 
 
@@ -315,7 +363,8 @@ def test_a_verification_on_a_busy_machine_gives_no_speed_up(tmp_path, all_ranks_
     source.verification = make_verification(StepTimes(17, all_ranks_s, single_process_s=0.21 * all_ranks_s))
     page = write(source, tmp_path)
     cards = read_cards(source, tmp_path)
-    assert cards["speed-up"] == ("—", html.escape(f"unknown: {reason}, or 17 steps are too few"))
+    assert "speed-up" not in cards
+    assert html.escape(f"not comparable, because {reason}, or 17 steps are too few") in page
     assert "0.21 times" not in page
     assert "one process is faster" not in page
 
@@ -648,6 +697,23 @@ def test_a_report_has_what_the_live_view_has_of_machines_and_phases(tmp_path):
     phases = text.partition("Where a step's time goes</h2>")[2].partition("</table>")[0]
     assert "▲ node 1" in phases
     assert re.search(r">5\d %<", phases)  # backward, of the slow node
+    bars = re.findall(r'<div class="phase (\w+)" style="flex: 0 1 ([\d.]+)%" title="[^"]+ ms, [^"]+ %">', phases)
+    assert {name for name, _ in bars} >= {"data", "forward", "backward", "waiting", "communication", "update"}
+    assert sum(float(width) for _, width in bars) == pytest.approx(200, abs=1)  # of two nodes
+
+
+def test_the_losses_of_a_column_have_one_form_in_report_and_comparison(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    source.history.add(Evaluation(20, 100, {"loss": 0.00886}))
+    source.history.add(Evaluation(40, 100, {"loss": 2.7e-5}))
+    evaluations = write(source, tmp_path).partition("<h2>Evaluations</h2>")[2].partition("</table>")[0]
+    assert re.findall(r">(0\.[^<]+)<", evaluations) == ["0.00886", "0.000027"]
+    rows = [make_row(name, source.history, "") for name in "ab"]
+    rows[0] = dataclasses.replace(rows[0], loss=0.00886, best={"loss": 0.00886})
+    rows[1] = dataclasses.replace(rows[1], loss=2.7e-5)
+    first, second = make_table(rows).rows
+    assert first.count("0.00886") == second.count("0.000027") == 2
 
 
 def test_a_model_of_one_layer_has_no_empty_table(tmp_path):

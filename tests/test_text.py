@@ -25,6 +25,19 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([0.00886, 2.7e-5], ["0.00886", "0.000027"]),
+        ([0.5, 1.23e-6, None], ["0.500", "0.0000012", "—"]),
+        ([3.4e-5, 2.7e-5, float("nan")], ["3.4e-5", "2.7e-5", "NaN"]),
+        ([0.5, 2e-9, 2e29], ["0.500", "2e-9", "2e29"]),
+    ],
+)
+def test_losses_of_one_column_have_one_form(values: list[float | None], texts: list[str]):
+    assert formatting.format_losses(values) == texts
+
+
+@pytest.mark.parametrize(
     ("function", "value", "said"),
     [
         (formatting.format_rate, 4258.3, "4,258"),
@@ -189,7 +202,7 @@ def test_a_failed_verification_is_an_alert():
     source.verification = dataclasses.replace(make_verification(), verdict="FAIL", max_difference=0.3)
     (notice,) = collect_notices(source)
     assert notice.kind in ALERT_KINDS
-    assert notice.text == "verification FAILED over 20 steps: difference=0.3, tolerance=1e-05"
+    assert notice.text == "verification FAILED over 20 steps: largest difference 0.3, tolerance 1e-05"
 
 
 def test_a_training_that_one_process_cannot_repeat_has_no_notice():

@@ -45,6 +45,24 @@ def format_loss(value: float | None) -> str:
     return f"{value:.2g}" if abs(value) < 1e-3 else _format_significant(value)
 
 
+_MIN_PLAIN_LOSS = 1e-6
+
+
+def format_losses(values: Sequence[float | None]) -> list[str]:
+    """Return losses of one column in one form: small ones have no power of ten where others have none."""
+    texts = [format_loss(value) for value in values]
+    if all("e" in text for text in texts if text[-1].isdigit()):
+        return texts
+    return [_spell_out(value) if "e-" in text else text for value, text in zip(values, texts, strict=True)]
+
+
+def _spell_out(value: float | None) -> str:
+    """Return a small number such as ``0.000027`` unless that has too many zeros to be read."""
+    if value is None or abs(value) < _MIN_PLAIN_LOSS:
+        return format_loss(value)
+    return f"{float(f'{value:.2g}'):.7f}".rstrip("0")
+
+
 def _format_exponent(value: float, digits: int) -> str:
     """Return a number with `digits` significant digits and a power of ten, as the live view does: ``1.46e-6``."""
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")

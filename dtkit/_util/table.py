@@ -41,6 +41,8 @@ class Table:
     """Numbers of cells (row, column), by which a page sorts them."""
     small_texts: Mapping[tuple[int, int], str] = dataclasses.field(default_factory=dict)
     """What HTML writes below the text of cells (row, column), small."""
+    high_columns: Collection[str] = ()
+    """Names of the columns whose highest number is the best: a page sorts by them downwards first."""
 
     def to_text(self, indent: str = "", max_width: int = 0) -> str:
         """Return the table as lines of text, with two spaces between columns.
@@ -106,6 +108,7 @@ class Table:
         text = f"<b>{text}</b>" if (row, column) in self.bold_cells else text
         text += self._format_small_text(row, column)
         value = f' data-value="{self.values[row, column]!r}"' if (row, column) in self.values else ""
+        value = ' data-best="highest"' if tag == "th" and cell in self.high_columns else value
         style += "; vertical-align: baseline" if self.small_texts else ""
         return f'<{tag} style="{style}; {_PADDING}"{value}>{text}</{tag}>'
 

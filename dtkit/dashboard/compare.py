@@ -30,14 +30,16 @@ from dtkit.dashboard.summary.spec_differences import (
     list_event_differences,
     list_rate_differences,
 )
+from dtkit.dashboard.text.comparison_order import order_rows
 from dtkit.dashboard.text.comparison_text import (
     describe_best,
     describe_ends,
     describe_limits,
     describe_rows,
-    list_page_notes,
+    list_table_notes,
     make_differences_table,
     make_table,
+    number_rows,
 )
 from dtkit.history.history import History
 
@@ -132,14 +134,14 @@ class Comparison:
         rows = [{**vars(row), **{f"best {name}": value for name, value in row.best.items()}} for row in self.rows]
         return pd.DataFrame(rows).drop(columns=["best", "basis"]).set_index("label")
 
-    def report(self, path: str | Path = "comparison.html") -> WrittenReport:
+    def report(self, path: str | Path = "comparison.html", *, description: str = "") -> WrittenReport:
         """Write the comparison as one self-contained HTML file: table, differences, charts with tooltips.
 
-        Returns the file's place, which a notebook shows as a link.
+        `description` is text below the title. Returns the file's place, which a notebook shows as a link.
         """
         from dtkit.dashboard.comparison_report import write_comparison_report
 
-        return write_comparison_report(self, path)
+        return write_comparison_report(self, path, description)
 
     def make_mime_bundle(self) -> dict[str, str]:
         """Return the figure with its table, a PNG, and text, which a saved notebook can show."""
@@ -172,13 +174,13 @@ class Comparison:
         from dtkit.dashboard.figures.comparison_figure import draw_comparison_charts, draw_comparison_legend
         from dtkit.dashboard.figures.render import format_card_tags
 
-        rows = self.rows
-        legend = format_card_tags([draw_comparison_legend(self.labels)], f"the lines of {', '.join(self.labels)}")
-        charts = format_card_tags(draw_comparison_charts(self.labels, self.histories), describe_rows(rows))
-        differences = self.differences
-        settings = make_differences_table(self.labels, differences).to_html() if differences else ""
+        rows = number_rows(self.rows, self.short_names)
+        labels, differences = [row.label for row in rows], self.differences
+        legend = format_card_tags([draw_comparison_legend(labels)], f"the lines of {', '.join(labels)}")
+        charts = format_card_tags(draw_comparison_charts(labels, self.histories), describe_rows(rows))
+        settings = make_differences_table(labels, differences).to_html() if differences else ""
         parts = [f"<div style='margin-top: {_GAP}'>{part}</div>" for part in (settings, legend, charts) if part]
-        note = "<br>".join(html.escape(line, quote=False) for line in list_page_notes(rows))  # they name metrics
+        note = "<br>".join(html.escape(line, quote=False) for line in list_table_notes(rows))  # they name metrics
         ends = "".join(f"<div style='margin-top: {_GAP}'>{html.escape(line)}</div>" for line in describe_ends(rows))
         note = f"<div style='margin-top: {_GAP}'><small>{note}</small></div>"
         return f"{make_table(rows).to_html()}{ends}{note}{''.join(parts)}"
@@ -186,7 +188,9 @@ class Comparison:
 
 @suggest_arguments
 def compare(
-    *runs: Comparable | History | Iterable[Comparable | History], labels: Sequence[str] | None = None
+    *runs: Comparable | History | Iterable[Comparable | History],
+    labels: Sequence[str] | None = None,
+    sort_by: str | None = None,
 ) -> Comparison:
     """Compare several runs: loss against steps, time and, in ``figure()``, the bytes that each rank sent.
 
@@ -195,8 +199,11 @@ def compare(
     runs of that name differ in it. Runs of one name are named by strategy, or by one or two short settings that tell
     them apart, such as "lr 0.1". Equal ones are numbered.
 
+    `sort_by` puts the runs in the order of a column of the table, or of a metric such as "accuracy", as of this call:
+    the best first. Other runs have their difference from the first.
+
     The result shows itself as charts and a table: ``figure()``, ``report(path)``, ``to_pandas()``.
-    Raises TypeError for anything else, and ValueError for an empty list or for labels that don't fit.
+    Raises TypeError for anything else, and ValueError for an empty list or for labels or a column that don't fit.
     """
     items = _to_list(runs)
     for k, run in enumerate(items):
@@ -208,7 +215,11 @@ def compare(
     histories = [run if isinstance(run, History) else run.history for run in items]
     strategies = ["" if isinstance(run, History) else _shorten(run.spec.strategy) for run in items]
     checked_labels = _make_labels(items) if labels is None else _check_labels(labels, len(items))
-    return Comparison(checked_labels, histories, strategies, items)
+    columns = checked_labels, histories, strategies, items
+    if sort_by is not None:
+        order = order_rows(Comparison(*columns).rows, sort_by)
+        columns = tuple([column[k] for k in order] for column in columns)
+    return Comparison(*columns)
 
 
 def _read_position(run: object) -> tuple[int, float] | None:

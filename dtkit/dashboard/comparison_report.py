@@ -13,8 +13,10 @@ from dtkit._util import formatting
 from dtkit._util.table import Table
 from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.report_live import format_comparison_charts
-from dtkit.dashboard.report_page import escape, fold_facts, format_page, format_table
+from dtkit.dashboard.report_page import escape, fold_facts, format_description, format_page, format_table
 from dtkit.dashboard.summary.comparison import (
+    end_line,
+    find_exits,
     find_loss_cap,
     find_metric_cap,
     list_shared_scalars,
@@ -24,8 +26,14 @@ from dtkit.dashboard.summary.comparison import (
 from dtkit.dashboard.summary.run_lines import choose_dash
 from dtkit.dashboard.summary.short_batches import SHORT_BATCH_NOTE, compute_drawn_losses, find_short_batches
 from dtkit.dashboard.svg_chart import Series, draw_chart
-from dtkit.dashboard.text.comparison_text import describe_ends, list_page_notes, make_differences_table, make_table
-from dtkit.dashboard.written_report import WrittenReport, check_folder
+from dtkit.dashboard.text.comparison_text import (
+    describe_ends,
+    list_table_notes,
+    make_differences_table,
+    make_table,
+    number_rows,
+)
+from dtkit.dashboard.written_report import WrittenReport, check_description, check_folder
 from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:
@@ -35,21 +43,23 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
 
 
-def write_comparison_report(comparison: ComparisonView, path: str | Path) -> WrittenReport:
-    """Write the report to `path`, whose folder exists."""
+def write_comparison_report(comparison: ComparisonView, path: str | Path, description: str = "") -> WrittenReport:
+    """Write the report to `path`, whose folder exists, with the user's `description` below the title."""
     check_folder(path)
+    check_description(description)
     title = f"Comparison of {formatting.format_count(len(comparison.short_names), 'run')}"
-    Path(path).write_text(format_page(title, _format_parts(comparison, title)), encoding="utf-8")
+    Path(path).write_text(format_page(title, _format_parts(comparison, title, description)), encoding="utf-8")
     return WrittenReport(title, path)
 
 
-def _format_parts(comparison: ComparisonView, title: str) -> Iterator[str]:
+def _format_parts(comparison: ComparisonView, title: str, description: str) -> Iterator[str]:
     yield f'<h1>{escape(title)}</h1><p class="lead">Written <time>{time.strftime("%Y-%m-%d %H:%M")}</time>.</p>'
-    labels = [f"{k}: {label}" for k, label in enumerate(comparison.short_names, 1)]  # as in the charts
-    rows = [dataclasses.replace(row, label=label) for row, label in zip(comparison.rows, labels, strict=True)]
+    yield format_description(description)
+    rows = number_rows(comparison.rows, comparison.short_names)
+    labels = [row.label for row in rows]
     yield format_table(make_table(rows), is_sortable=len(rows) > 1)
     yield "".join(f'<p class="error">{escape(line)}</p>' for line in describe_ends(rows))
-    yield f"<p><small>{'<br>'.join(escape(line) for line in list_page_notes(rows))}</small></p>"
+    yield f"<p><small>{'<br>'.join(escape(line) for line in list_table_notes(rows))}</small></p>"
     if comparison.differences:
         yield "<h2>Settings that differ</h2>"
         yield format_table(make_differences_table(labels, comparison.differences))
@@ -67,10 +77,14 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
     runs = list(zip(range(len(labels)), labels, histories, strict=True))
     totals = [history.totals() for history in histories]
     cap = find_loss_cap([compute_drawn_losses(part) for part in totals])
+    exits = find_exits(histories)
     losses = [
-        Series(label, part["step"], compute_drawn_losses(part), color=k, dash=choose_dash(k))
-        for (k, label, _), part in zip(runs, totals, strict=True)
-    ]
+        Series(
+            label, part["step"], end_line(part["step"], compute_drawn_losses(part), step),
+            color=k, dash=choose_dash(k),
+        )
+        for (k, label, _), part, step in zip(runs, totals, exits, strict=True)
+    ]  # fmt: skip
     shown, note = _leave_out(losses, cap)
     yield draw_chart(
         "Loss against steps", f"mean over all nodes{note}", shown, format_y=formatting.format_loss, may_be_log=True
@@ -89,6 +103,11 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
     yield draw_chart("Throughput", "samples/s of all nodes", rates, format_y=formatting.format_rate, from_zero=True)
     for name in dict.fromkeys(name for history in histories for name in ["loss", *list_metric_names(history)]):
         points = [_make_metric_series(label, history, name, k) for k, label, history in runs]
+        if name == "loss":
+            points = [
+                dataclasses.replace(line, y=end_line(line.x, line.y, step))
+                for line, step in zip(points, exits, strict=True)
+            ]
         shown, note = _leave_out(points, find_metric_cap(histories, name))
         title = f"Validation {formatting.sanitize_text(name, 40)}"
         yield draw_chart(title, note.removeprefix("; "), shown, format_y=formatting.format_loss)

@@ -28,6 +28,7 @@ from dtkit.dashboard.report_page import (
     fold_table,
     format_cards,
     format_columns,
+    format_description,
     format_facts,
     format_long_table,
     format_page,
@@ -47,7 +48,7 @@ from dtkit.dashboard.summary.notices import ALERT_KINDS, LEARNING_KINDS, collect
 from dtkit.dashboard.summary.one_process import describe_measured
 from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
-from dtkit.dashboard.written_report import WrittenReport, check_folder, make_file_name
+from dtkit.dashboard.written_report import WrittenReport, check_description, check_folder, make_file_name
 from dtkit.errors import FULL_HINT, UserCodeError
 from dtkit.history.speed import compute_speed
 from dtkit.types import State
@@ -68,23 +69,28 @@ _Item = TypeVar("_Item")
 
 
 def write_report(
-    run: RunView, path: str | Path | None = None, *, single_process: History | None = None
+    run: RunView, path: str | Path | None = None, *, description: str = "", single_process: History | None = None
 ) -> WrittenReport:
     """Write the report of a run to `path`, with its speed-up over `single_process`, a history of one process.
 
-    Raises ValueError if `single_process` has no steps, or more ranks than one, and FileNotFoundError if the folder of
-    `path` does not exist.
+    The user's `description` is below the title.
+    Raises TypeError if it is not a text, ValueError if `single_process` has no steps, or more ranks than one, and
+    FileNotFoundError if the folder of `path` does not exist.
     """
     if path is not None:
         check_folder(path)
+    check_description(description)
     scaling = _format_scaling_if_given(run, single_process)
     cards = [*iterate_cards(run, single_process)]
     parts = [
-        *_format_head(run, cards, single_process),
+        *_format_head(run, cards, description, single_process),
         *_format_charts(run),
+        *format_step_time(run),
         *scaling,
         format_columns(section(run) for section in _SECTIONS),
         *_format_events(run),
+        *format_verification(run),
+        *_format_learning_rates(run),
     ]
     if path is None:
         path = make_file_name(run.spec.name, next((event.time for event in run.history.events), None))
@@ -92,7 +98,9 @@ def write_report(
     return WrittenReport(f"Report of {formatting.sanitize_text(run.spec.name, 60)}", path, cards)
 
 
-def _format_head(run: RunView, cards: Sequence[tuple[str, str, str]], single_process: History | None) -> Iterator[str]:
+def _format_head(
+    run: RunView, cards: Sequence[tuple[str, str, str]], description: str, single_process: History | None
+) -> Iterator[str]:
     spec = run.spec
     notices = collect_notices(run)
     is_bad = run.exception is not None or any(notice.kind in ALERT_KINDS for notice in notices)
@@ -105,6 +113,7 @@ def _format_head(run: RunView, cards: Sequence[tuple[str, str, str]], single_pro
         f'<p class="lead">{escape(f"{spec.strategy} on {nodes}{tags}")}<br>'
         f"{escape(position)}. Written <time>{time.strftime('%Y-%m-%d %H:%M')}</time>.</p>"
     )
+    yield format_description(description)
     if run.exception is not None:
         yield from _format_error(run.exception, has_ended=run.status.state.has_ended)
     for notice in notices:
@@ -269,7 +278,8 @@ def _format_evaluations(run: RunView) -> Iterator[str]:
     if not evaluations:
         return
     shown, names = _keep_ends(evaluations, _MAX_EVENTS), ["loss", *list_metric_names(run.history)]
-    rows = [(f"{e.step:,}", *(formatting.format_loss(e.values.get(name)) for name in names)) for e in shown]
+    columns = (formatting.format_losses([e.values.get(name) for e in shown]) for name in names)
+    rows = list(zip((f"{e.step:,}" for e in shown), *columns, strict=True))
     hidden = f"{len(evaluations):,} evaluations in all; the first and the last {_MAX_EVENTS // 2} are shown."
     table = Table(("step", *(formatting.sanitize_text(name, 40) for name in names)), rows)
     yield format_long_table("Evaluations", table, [hidden] if len(shown) < len(evaluations) else [])
@@ -306,7 +316,7 @@ def _format_origin(run: RunView) -> Iterator[str]:
 
 def _describe_commit() -> str:
     """Return the commit of the present folder, and whether files differ from it; empty outside of a repository."""
-    command = ("git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty= with changed files")
+    command = ("git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty= and local changes")
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.GIT_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -318,9 +328,6 @@ _SECTIONS = (
     _format_settings,
     format_model,
     format_nodes,
-    format_step_time,
-    format_verification,
-    _format_learning_rates,
     _format_evaluations,
     _format_origin,
 )

@@ -73,7 +73,9 @@ th, td {{ padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertica
 .sortable [aria-sort=ascending] button::after {{ content: "▲" / ""; opacity: 1; }}
 .sortable [aria-sort=descending] button::after {{ content: "▼" / ""; opacity: 1; }}
 .scroll {{ overflow-x: auto; scrollbar-width: thin; background: {shadows}; }}
-p {{ max-width: 80ch; }} .lead {{ color: var(--muted); margin-top: 2px; max-width: none; }}
+p {{ max-width: 80ch; }} ul {{ max-width: 80ch; margin: 6px 0 12px; padding-left: 22px; }}
+.lead {{ color: var(--muted); margin-top: 2px; max-width: none; }}
+.description {{ white-space: pre-line; overflow-wrap: anywhere; }}
 time {{ white-space: nowrap; }}
 .state {{ font-size: 13px; font-weight: 700; padding: 1px 12px; border: 1.5px solid; border-radius: 99px;
   color: var(--muted); }} .state.good {{ color: var(--good); }} .state.bad {{ color: var(--bad); }}
@@ -120,6 +122,12 @@ def format_page(title: str, parts: Iterable[str]) -> str:
         light=f"{_LIGHT}; {svg_chart.make_color_variables('light')}",
         dark=f"{_DARK}; {svg_chart.make_color_variables('dark')}",
     )  # fmt: skip
+
+
+def format_description(text: str) -> str:
+    """Return the user's words about a report, in their lines; nothing without any."""
+    lines = "\n".join(escape(line) for line in text.strip().splitlines())
+    return f'<p class="description">{lines}</p>' if lines else ""
 
 
 def format_columns(sections: Iterable[Iterable[str]]) -> str:

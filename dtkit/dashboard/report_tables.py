@@ -10,15 +10,18 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit._util.table import Table
-from dtkit.dashboard.report_page import escape, format_facts, format_long_table, format_table
+from dtkit.dashboard.report_bars import format_bars
+from dtkit.dashboard.report_page import escape, fold_table, format_long_table
 from dtkit.dashboard.summary.metrics import compute_run_metrics
 from dtkit.dashboard.summary.one_process import read_step_times
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, select_bars
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.summary.metrics import RunMetrics
+    from dtkit.dashboard.summary.timing import PhaseBar
 
 _NBSP = "\u00a0"
 _MAX_DIFFERENCES = 40  # parameters; a large model has hundreds
@@ -42,17 +45,14 @@ def format_model(run: RunView) -> Iterator[str]:
 def format_nodes(run: RunView) -> Iterator[str]:
     """List the machines of the nodes, with the last numbers of each."""
     metrics = compute_run_metrics(run.history, run.spec.world_size)
-    rows = []
-    for node in run.nodes:
-        is_known = node.rank < len(metrics.by_rank)
-        loss, rate, memory = metrics.by_rank[node.rank] if is_known else (None, None, None)
-        has_loss = is_known and not metrics.ranks_without_loss[node.rank]
+    rows, numbers = [], [_read_numbers(metrics, node.rank) for node in run.nodes]
+    losses = formatting.format_losses([loss for loss, _, _ in numbers])
+    for node, (_, rate, memory), loss in zip(run.nodes, numbers, losses, strict=True):
         used_memory = f"{formatting.format_bytes(memory)} of {formatting.format_bytes(node.memory_total)}"
         rows.append(
             (
                 f"{node.rank}", f"{node.engine_id}", node.host, f"{node.pid}", node.device, f"{node.threads}",
-                used_memory.replace(" ", _NBSP),
-                formatting.format_loss(loss) if has_loss else formatting.UNKNOWN, formatting.format_rate(rate),
+                used_memory.replace(" ", _NBSP), loss, formatting.format_rate(rate),
             )
         )  # fmt: skip
     header = ("node", "engine", "host", "pid", "device", "threads", "memory", "loss", "samples/s")
@@ -62,26 +62,39 @@ def format_nodes(run: RunView) -> Iterator[str]:
     )
 
 
+def _read_numbers(metrics: RunMetrics, rank: int) -> tuple[float | None, float | None, float | None]:
+    """Return loss, rate and memory of a node; None where it has none."""
+    if rank >= len(metrics.by_rank):
+        return None, None, None
+    loss, rate, memory = metrics.by_rank[rank]
+    return None if metrics.ranks_without_loss[rank] else loss, rate, memory
+
+
 def format_step_time(run: RunView) -> Iterator[str]:
-    """List the phases of a step on each node, or on the fastest, the median and the slowest of many."""
+    """Draw the phases of a step on each node, or on the fastest, the median and the slowest of many, and list them."""
     timing = compute_step_timing(run.history, run.spec.world_size)
     bars = select_bars(timing) if timing.is_measured else []
     if not bars:
         return
     seconds = np.array([bar.seconds for bar in bars])
     shown = [k for k in range(len(PHASES)) if (seconds[:, k] >= _MIN_SHARE * seconds.sum(1)).any()]
-    rows = [
-        (
-            f"▲ {bar.label}" if bar.is_straggler else bar.label,
-            *(formatting.format_percent(float(each[k] / each.sum())) for k in shown),
-            formatting.format_duration(float(each.sum())),
-        )
-        for bar, each in zip(bars, seconds, strict=True)
-    ]
-    yield "<h2>Where a step's time goes</h2>"
-    yield format_table(Table(("node", *(PHASES[k] for k in shown), "step"), rows, {"node"}))
     straggler = "" if timing.straggler is None else f" ▲ {escape(timing.straggler.text)}."
-    yield f"<p>Shares of a step, as means of {'' if timing.is_whole else 'the '}{timing.steps_text}.{straggler}</p>"
+    yield "<h2>Where a step's time goes</h2>"
+    yield format_bars(bars, shown)
+    yield f"<p>Means of {'' if timing.is_whole else 'the '}{timing.steps_text}.{straggler}</p>"
+    yield fold_table("the same in numbers", _tabulate_phases(bars, shown))
+
+
+def _tabulate_phases(bars: Sequence[PhaseBar], shown: Sequence[int]) -> Table:
+    """Return the time of each phase over its share of a step."""
+    rows, shares = [], {}
+    for row, bar in enumerate(bars):
+        whole = float(bar.seconds.sum())
+        times = [formatting.format_duration(float(bar.seconds[k])) for k in shown]
+        rows.append([f"▲ {bar.label}" if bar.is_straggler else bar.label, *times, formatting.format_duration(whole)])
+        texts = [formatting.format_percent(float(bar.seconds[k]) / whole) for k in shown]
+        shares.update({(row, column): text for column, text in enumerate(texts, 1)})
+    return Table(("node", *(PHASES[k] for k in shown), "step"), rows, {"node"}, small_texts=shares)
 
 
 def format_verification(run: RunView) -> Iterator[str]:
@@ -89,26 +102,16 @@ def format_verification(run: RunView) -> Iterator[str]:
     if run.verification is None:
         return
     verification = dataclasses.replace(run.verification, step_times=read_step_times(run))
-    facts = [
-        ("verdict", verification.verdict),
-        ("steps", f"{verification.steps:,}"),
-        ("compared", f"{formatting.format_count(verification.world_size, 'node')} with one process"),
-        ("type of numbers", verification.dtype),
-    ]
-    yield "<h2>Verification against one process</h2>"
-    yield format_facts(Table((), facts))
-    yield "".join(
-        f"<p>{escape(formatting.name_nodes(line.strip()))}</p>" for line in verification.text().splitlines()[1:]
-    )
+    result, *lines = (escape(formatting.name_nodes(line.strip())) for line in verification.text().splitlines())
+    yield f"<h2>Verification against one process</h2><p><b>{result}</b></p>"
+    yield f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>" if lines else ""
     ordered = sorted(verification.differences.items(), key=lambda item: -item[1])
     if ordered:
-        rows = [
-            (formatting.sanitize_text(name, 100), f"{difference:.3g}")
-            for name, difference in ordered[:_MAX_DIFFERENCES]
-        ]
+        shown = [(formatting.sanitize_text(name, 100), f"{value:.3g}") for name, value in ordered[:_MAX_DIFFERENCES]]
         hidden = f"{len(ordered):,} parameters in all; the {_MAX_DIFFERENCES} largest differences are shown."
-        table = Table(("parameter", "largest difference"), rows, {"parameter"})
-        yield format_long_table("Differences", table, [hidden] if len(ordered) > len(rows) else [])
+        table = Table(("parameter", "largest difference"), shown, {"parameter"})
+        summary = f"Differences of the parameters: at most {shown[0][1]}, in {shown[0][0]}"
+        yield fold_table(summary, table, [hidden] if len(ordered) > len(shown) else [])
 
 
 def format_sources(run: RunView) -> Iterator[str]:

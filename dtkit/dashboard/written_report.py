@@ -73,6 +73,12 @@ def check_folder(path: str | Path) -> None:
         )
 
 
+def check_description(description: str) -> None:
+    """Raise TypeError for a description that is not a text, before the report is made."""
+    if not isinstance(description, str):
+        raise TypeError(f'description={description!r}: a text, as in report(description="batch size doubled")')
+
+
 def make_file_name(name: str, started_at: float | None = None) -> str:
     """Return the default name of a report: the same for the same run, and another for each run."""
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:60].strip("-.") or "run"

@@ -156,8 +156,9 @@ class Verification:
         return ZERO_TOLERANCE.get(self.dtype, HALF_PRECISION_TOLERANCE)
 
     def describe_difference(self) -> str:
-        """Return the difference that decided the verdict, with its bound; "" where nothing was compared."""
-        return self._summarize().removeprefix(self.verdict).lstrip(", ")
+        """Return the difference that decided the verdict, with its bound, in words; "" where nothing was compared."""
+        summary = self._summarize().removeprefix(self.verdict).lstrip(", ")
+        return summary.replace("difference=", "largest difference ").replace("=", " ")
 
     def _summarize(self) -> str:
         """Return the verdict with the difference that decided it."""

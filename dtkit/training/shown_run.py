@@ -80,12 +80,17 @@ class ShownRun(RunView):
         display.show(self, fault_injection=fault_injection)
 
     def report(
-        self, path: str | Path | None = None, *, single_process: ShownRun | History | None = None
+        self,
+        path: str | Path | None = None,
+        *,
+        description: str = "",
+        single_process: ShownRun | History | None = None,
     ) -> WrittenReport:
         """Write the run as one self-contained HTML file. Return its place, which a notebook shows as a link.
 
-        By default, `path` is a file in the current folder, named after the run and its start. `single_process` is the
-        same training on one engine (a run, or its history), to show the scaling.
+        By default, `path` is a file in the current folder, named after the run and its start. `description` is text
+        below the title, such as what the run was to find out. `single_process` is the same training on one engine (a
+        run, or its history), to show the scaling.
         """
         from dtkit.dashboard import report
 
@@ -95,7 +100,7 @@ class ShownRun(RunView):
                 f"single_process={history!r}; it must be the run of one engine, or that run's history. "
                 "Train the same on dtkit.Cluster(1), and pass that run"
             )
-        return report.write_report(self, path, single_process=history)
+        return report.write_report(self, path, description=description, single_process=history)
 
     def _ipython_display_(self) -> None:
         from dtkit.dashboard import display

@@ -52,6 +52,25 @@ def show_runs(page: Page) -> None:
     page.evaluate(_JUPYTERLAB)
 
 
+@pytest.mark.parametrize("width", [1040, 1400])
+def test_no_chart_of_a_wide_comparison_is_beside_an_empty_half(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    show_runs(page)
+    rows = """(charts) => {
+      const rows = {};
+      for (const chart of charts) {
+        const { top, right } = chart.getBoundingClientRect();
+        rows[top] = Math.max(rows[top] ?? 0, right);
+      }
+      return Object.values(rows);
+    }"""
+    charts = page.locator(".dtk-panel:not(.dtk-wide):visible")
+    expect(charts).to_have_count(5)
+    ends = charts.evaluate_all(rows)
+    assert len(ends) == 2
+    assert max(ends) - min(ends) < 2
+
+
 @pytest.mark.parametrize("width", [600, 800, 1400])
 def test_tables_of_runs_are_neither_cut_nor_overlap(page: Page, width: int):
     page.set_viewport_size({"width": width - 130, "height": 900})  # JupyterLab's own margins
@@ -69,7 +88,11 @@ def test_tables_of_runs_are_neither_cut_nor_overlap(page: Page, width: int):
 def test_the_longer_run_ends_at_its_last_evaluation(page: Page):
     show_runs(page)
     chart = page.locator("[data-name='Validation accuracy'] svg.dtk-lines-chart")
-    expect(chart.locator(".dtk-labels text")).to_have_text(["2: second", "1: wide net, learning rate 0.05"])
+    names = [
+        re.compile("2: second"),
+        re.compile("1: wide net, learning rate"),
+    ]  # of which a small chart has the beginning
+    expect(chart.locator(".dtk-labels text")).to_have_text(names)
     ends = chart.evaluate("""(svg) => [...svg.querySelectorAll(".dtk-lines path")].map((path) => path.getBBox())
       .map(({ x, width }) => x + width)""")
     plot = chart.locator(".dtk-grid line").first.evaluate("(line) => line.x2.baseVal.value")
@@ -184,6 +207,7 @@ def test_a_run_that_diverged_leaves_room_for_the_others(page: Page, testid: str)
     assert chart.evaluate(line) > 0.3 * chart.evaluate(plot)
     assert chart.evaluate(_LABELS_IN_SIGHT)
     expect(chart.get_by_text("↑ 2: diverged")).to_be_visible()
+    expect(chart.get_by_text("diverged at step 2")).to_be_visible()
     tops = "(els) => els.map((el) => el.getBBox().y)"
     assert min(chart.locator(".dtk-labels :is(path, circle, text)").evaluate_all(tops)) >= 0
 

@@ -40,3 +40,18 @@ def make_logging_runs():
             run.history.add(ScalarRecord(0, {"entropy": rows}))
     runs[2].history.add(ScalarRecord(0, {"kl": [(1, 1.0, 1.0)]}))
     return runs
+
+
+def make_wavering_pair():
+    """Return a run that learns, and one whose loss peaked at step 12, and wavered about three times its first."""
+    good, diverged = FakeSource(steps=400, name="good"), FakeSource(steps=400, seed=1, name="diverged")
+    good.advance(400)
+    diverged.advance(10, loss=2.4)
+    diverged.advance(1, loss=30.0)
+    diverged.advance(1, loss=1e4)
+    for k in range(388):
+        diverged.advance(1, loss=7.2 + 2.0 * np.sin(k))
+    for step in (1, 5, 100, 200, 300, 400):
+        good.history.add(Evaluation(step, 100, {"loss": 100 / (step + 40), "accuracy": step / 400}))
+        diverged.history.add(Evaluation(step, 100, {"loss": 2.3 if step < 12 else 6.0, "accuracy": 0.1}))
+    return good, diverged

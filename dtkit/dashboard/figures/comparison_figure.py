@@ -5,6 +5,7 @@ Runs differ by color, by the dashes of their lines, and by their markers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,11 @@ from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.summary.comparison import (
+    describe_exit,
     differ_in_bytes,
     downsample_losses,
+    end_line,
+    find_exits,
     find_loss_cap,
     find_metric_cap,
     is_better_lower,
@@ -47,6 +51,7 @@ _CHART_WIDTH_IN, _CHART_HEIGHT_IN = 4.4, 2.3  # of a figure of one chart
 _MAX_SHORT_LABEL = 26  # characters of a label with another one next to it
 _MAX_METRICS = 6
 _MAX_SCALARS = 6
+_EXIT_ROW = 0.09  # of an axis: the height of a line of text
 _ROOM = 0.05  # around the values, as a share of their range
 
 
@@ -120,13 +125,18 @@ def _list_charts(labels: Sequence[str], histories: Sequence[History]) -> list[Ca
 
 def _list_loss_charts(labels: Sequence[str], histories: Sequence[History]) -> list[Callable[[Axes], None]]:
     """Return functions that draw the loss against steps, time, and bytes where runs differ in them, with one scale."""
-    parts = downsample_losses(histories)
+    exits = find_exits(histories)
+    parts = [
+        dataclasses.replace(part, values=_end_means(part, step))
+        for part, step in zip(downsample_losses(histories), exits, strict=True)
+    ]
     cap = find_loss_cap([compute_drawn_losses(history.totals()) for history in histories])
 
     def draw_loss(ax: Axes, x_values: Sequence[np.ndarray], format_panel: Callable[[Axes], None]) -> None:
         _draw_runs(ax, x_values, parts, labels)
         format_panel(ax)
         _scale_loss_axis(ax, parts, cap)
+        _write_exits(ax, labels, exits)
 
     def accumulate(column: str) -> list[np.ndarray]:
         return [_accumulate(history, part, column) for history, part in zip(histories, parts, strict=True)]
@@ -140,6 +150,14 @@ def _list_loss_charts(labels: Sequence[str], histories: Sequence[History]) -> li
     if sent_bytes is not None:
         charts.append(lambda ax: draw_loss(ax, sent_bytes, lambda ax: _format_bytes_panel(ax, sent_bytes)))
     return charts
+
+
+def _end_means(part: CurveBuckets, step: int | None) -> np.ndarray:
+    """Return the values of buckets whose means end where a run left the axes for good."""
+    values = part.values.copy()
+    last_steps = part.origin + part.width * (part.first + 1 + np.arange(len(values))) - 1
+    values[:, -1, 1] = end_line(last_steps, values[:, -1, 1], step)
+    return values
 
 
 def list_metrics(history: History) -> list[str]:
@@ -162,11 +180,12 @@ def _draw_metric(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
     style.style_axes(ax)
     style.format_step_axis(ax)
     style.set_title(ax, f"Validation {formatting.sanitize_text(name, 40)}")
-    drawn = [np.empty(0)]
+    drawn, exits = [np.empty(0)], find_exits(histories) if name == "loss" else [None] * len(labels)
     for k, (history, label) in enumerate(zip(histories, labels, strict=True)):
         points = [(e.step, e.values[name]) for e in history.evaluations if e.values.get(name) is not None]
         if points:
             steps, values = np.array(points, float).T
+            values = end_line(steps, values, exits[k])
             drawn.append(values)
             _draw_line(ax, steps, values, k, label)
     shown, cap = np.concatenate(drawn), find_metric_cap(histories, name)
@@ -175,6 +194,7 @@ def _draw_metric(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
     if is_better_lower(name) and is_steep(shown):
         _use_log_scale(ax)
     _leave_out(ax, shown, cap)
+    _write_exits(ax, labels, exits)
 
 
 def _draw_scalar(ax: Axes, name: str, histories: Sequence[History], labels: Sequence[str]) -> None:
@@ -264,6 +284,18 @@ def _leave_out(ax: Axes, shown: np.ndarray, cap: float | None) -> None:
     ax.set_ylim((low / 1.1, high * 1.1) if is_log else (low - room, high + room))
     note = f"above {formatting.format_loss(cap)} left out"
     ax.set_xlabel(f"{ax.get_xlabel()}; {note}", fontsize=8, color=style.MUTED_COLOR)  # the title has no room
+
+
+def _write_exits(ax: Axes, labels: Sequence[str], exits: Sequence[int | None]) -> None:
+    """Write below the upper edge where lines ended because their runs diverged, each in the color of its line."""
+    lines, (left, right) = {line.get_label(): line for line in ax.get_lines()}, ax.get_xlim()
+    left_early = [(lines[label], step) for label, step in zip(labels, exits, strict=True) if step and label in lines]
+    for row, (line, step) in enumerate(left_early):
+        x = np.asarray(line.get_xdata(), float)[np.isfinite(np.asarray(line.get_ydata(), float))].max(initial=left)
+        ax.text(
+            x, 0.98 - _EXIT_ROW * row, f" {describe_exit(step)} ", transform=ax.get_xaxis_transform(), fontsize=7,
+            ha="right" if x > (left + right) / 2 else "left", va="top", color=line.get_color(), fontweight="bold",
+        )  # fmt: skip
 
 
 def _use_log_scale(ax: Axes) -> None:

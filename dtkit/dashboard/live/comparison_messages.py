@@ -5,7 +5,6 @@ All runs have buckets of the same width, so that a point of the axis means the s
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -28,6 +27,9 @@ from dtkit.dashboard.summary.activity import read_state
 from dtkit.dashboard.summary.comparison import (
     MEAN_LOSS,
     NUM_LOSS_BUCKETS,
+    describe_exit,
+    end_line,
+    find_exits,
     find_loss_cap,
     find_metric_cap,
     list_shared_scalars,
@@ -35,7 +37,13 @@ from dtkit.dashboard.summary.comparison import (
 from dtkit.dashboard.summary.curves import Curves
 from dtkit.dashboard.summary.short_batches import SHORT_BATCH_NOTE, compute_drawn_losses, find_short_batches
 from dtkit.dashboard.summary.value_scale import is_steep
-from dtkit.dashboard.text.comparison_text import describe_ends, list_table_notes, make_differences_table, make_table
+from dtkit.dashboard.text.comparison_text import (
+    describe_ends,
+    list_table_notes,
+    make_differences_table,
+    make_table,
+    number_rows,
+)
 from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:
@@ -106,7 +114,9 @@ class ComparisonMessageBuilder:
         totals = [history.read_valid_totals(0, len(end)) for history, end in zip(histories, ends, strict=True)]
         ends = [end[: len(part)] for end, part in zip(ends, totals, strict=True)]  # steps may be undone meanwhile
         losses = [compute_drawn_losses(part) for part in totals]
-        series = self._make_series(totals, losses, ends)
+        exits = find_exits(histories)
+        series = self._make_series(totals, losses, ends, exits)
+        _end_lines(origin + width * np.arange(len(values)) + width - 1, values[..., 1], exits)
         cap = find_loss_cap(losses)
         has_short = any(find_short_batches(part).any() for part in totals)
         caps = {name: cap if name == "time" else find_metric_cap(histories, name) for name in series}
@@ -126,6 +136,7 @@ class ComparisonMessageBuilder:
                 "names": list(self._comparison.names),
                 "steep": is_steep(means if cap is None else means[means <= cap]),
                 "most": cap,
+                "left": [describe_exit(step) for step in exits],
                 "help": SHORT_BATCH_NOTE if has_short else "",
                 "axes": describe_axes(specs, histories, [part["step"] for part in totals], ends),
                 **self._build_tables(),
@@ -159,12 +170,19 @@ class ComparisonMessageBuilder:
         return values, width, origin
 
     def _make_series(
-        self, totals: Sequence[np.ndarray], losses: Sequence[np.ndarray], ends: Sequence[np.ndarray]
+        self,
+        totals: Sequence[np.ndarray],
+        losses: Sequence[np.ndarray],
+        ends: Sequence[np.ndarray],
+        exits: Sequence[int | None],
     ) -> dict[str, np.ndarray]:
         """Return the series by name: loss by time, each validation metric, the throughput, then what runs logged."""
         histories = self._comparison.histories
-        series = {"time": make_time_series(losses, ends)}
+        drawn = [end_line(part["step"], *line) for part, *line in zip(totals, losses, exits, strict=True)]
+        series = {"time": make_time_series(drawn, ends)}
         series |= {name: make_metric_series(histories, name) for name in list_metric_names(histories)}
+        if "loss" in series:
+            _end_lines(series["loss"][:, 0], series["loss"][:, 1:], exits)
         series[RATE] = make_rate_series(totals)
         shared = list_shared_scalars(histories)[:MAX_SCALARS]
         series |= {LOGGED_PREFIX + name: make_scalar_series(histories, name) for name in shared}
@@ -173,25 +191,35 @@ class ComparisonMessageBuilder:
     def _build_tables(self) -> dict[str, Any]:
         """Return the tables of the kept picture."""
         names, differences = self._comparison.short_names, self._comparison.differences
-        rows = [dataclasses.replace(row, label=name) for row, name in zip(self._comparison.rows, names, strict=True)]
-        numbered = [dataclasses.replace(row, label=f"{k}: {row.label}") for k, row in enumerate(rows, 1)]  # as there
-        table = _describe_table(make_table(rows))
+        numbered = number_rows(self._comparison.rows, names)
+        table = _describe_table(make_table(numbered), names)
         settings = _describe_table(make_differences_table(names, differences)) if differences else None
         return {
-            "table": table, "note": "\n".join(list_table_notes(rows)), "ends": describe_ends(numbered),
+            "table": table, "note": "\n".join(list_table_notes(numbered)), "ends": describe_ends(numbered),
             "settings": settings,
         }  # fmt: skip
 
 
-def _describe_table(table: Table) -> dict[str, Any]:
-    """Return a table as JSON, with the numbers of its columns of text."""
+def _end_lines(steps: np.ndarray, lines: np.ndarray, exits: Sequence[int | None]) -> None:
+    """End the lines of runs that left the axes for good. `lines` has a column for each run, and may have more."""
+    for k, step in enumerate(exits):
+        lines[:, k] = end_line(steps, lines[:, k], step)
+
+
+def _describe_table(table: Table, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a table as JSON, with the numbers of its columns of text. Rows may begin with other `names`.
+
+    The page itself writes the numbers of the runs, beside their lines.
+    """
     texts = [k for k, name in enumerate(table.header) if name in table.text_columns]
-    rows = [[formatting.sanitize_text(cell, 200) for cell in row] for row in table.rows]
+    cells = [[name, *row[1:]] for name, row in zip(names, table.rows, strict=True)] if names else table.rows
+    rows = [[formatting.sanitize_text(cell, 200) for cell in row] for row in cells]
     return {
         "header": [formatting.sanitize_text(name, 80) for name in table.header],
         "rows": rows,
         "texts": texts,
         "bold": [list(cell) for cell in table.bold_cells],
+        "small": [[*cell, text] for cell, text in table.small_texts.items()],
     }
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _SAME_BYTES_RATIO = 1.05
 _FAR_ABOVE_START = 10.0  # a loss so many times the first one has diverged
 _ROOM_ABOVE_START = 3.0
+_MOST = 0.5  # share of a run's losses
 NUM_LOSS_BUCKETS = 256
 """Parts in which the loss is drawn, live and in the saved picture."""
 NUM_RATE_BUCKETS = 64
@@ -167,6 +168,41 @@ def find_loss_cap(lines: Sequence[np.ndarray]) -> float | None:
     peaks = [float(line.max(initial=0, where=np.isfinite(line))) for line in recovered]
     cap = max([_ROOM_ABOVE_START * start, *(peak for peak in peaks if peak <= _FAR_ABOVE_OTHERS * start)])
     return cap if cap < largest else None
+
+
+def find_exits(histories: Sequence[History]) -> list[int | None]:
+    """Return the step at which the line of each run leaves the axes of losses for good; None for one that stays.
+
+    There its loss is above the cap, and most of its later losses are above its first. So a run that diverged has no
+    zigzag along the edge of a chart, and one that came back from a peak is drawn to its end.
+    """
+    totals = [history.totals() for history in histories]
+    losses = [compute_drawn_losses(part) for part in totals]
+    cap = find_loss_cap(losses)
+    places = [None if cap is None else _find_exit(line, cap) for line in losses]
+    return [None if place is None else int(part["step"][place]) for place, part in zip(places, totals, strict=True)]
+
+
+def _find_exit(losses: np.ndarray, cap: float) -> int | None:
+    if not len(losses):
+        return None
+    is_high = ~(losses <= losses[0])  # NaN is
+    shares = np.cumsum(is_high[::-1])[::-1] / np.arange(len(losses), 0, -1)
+    exits = np.flatnonzero((losses > cap) & (shares > _MOST))
+    return int(exits[0]) if len(exits) else None
+
+
+def end_line(steps: np.ndarray, values: np.ndarray, last_step: int | None) -> np.ndarray:
+    """Return the values of a line that ends with its first one at or after `last_step`: NaN from there on."""
+    reached = np.flatnonzero(np.isfinite(values) & (steps >= last_step)) if last_step is not None else []
+    if not len(reached):
+        return values
+    return np.where(np.arange(len(values)) <= reached[0], values, np.nan)
+
+
+def describe_exit(step: int | None) -> str:
+    """Return the words at the end of a line that left a chart; nothing for one that did not."""
+    return "" if step is None else f"diverged at step {step:,}"
 
 
 def downsample_losses(histories: Sequence[History]) -> list[CurveBuckets]:

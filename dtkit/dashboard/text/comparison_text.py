@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.summary.comparison import ComparisonRow
 
+FINAL_LOSS, BEST_PREFIX = "final training loss", "best validation "
+"""Column of the training loss, and the beginning of each column of a validation metric."""
 NUMBER_COLUMNS = (
     "nodes",
     "steps",
-    "final training loss",
+    FINAL_LOSS,
     "sent per node",
     "per step",
     "samples/s",
@@ -46,7 +49,7 @@ _ROUNDING = 1e-6  # relative difference up to which numbers are equal: float32 h
 _BYTE_COLUMNS = ("sent per node", "per step")
 _UNCOMPARED_COLUMNS = ("nodes", "steps")  # whose differences are read at a glance
 _WHOLE_RUN_COLUMNS = ("sent per node", "in steps", "duration")  # which grow as long as a run goes on
-_MANY_TIMES = 10.0  # from which a ratio is told instead of a percentage
+_MANY_TIMES, _MOST_TIMES = 10.0, 1e6  # between which a ratio is told instead of a percentage
 
 
 def make_table(rows: Sequence[ComparisonRow]) -> Table:
@@ -63,21 +66,25 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
     ]
     metrics = list(dict.fromkeys(name for row in rows for name in row.best))
     numbers = [name for name in NUMBER_COLUMNS if name not in hidden]
-    split = numbers.index("final training loss") + 1
+    split = numbers.index(FINAL_LOSS) + 1
     has_states = bool({row.state for row in rows} - _USUAL_STATES)
     first = ["run", *(["state"] if has_states else [])]
     last = [VERIFIED] if any(row.verified != NOT_VERIFIED for row in rows) else []
-    header = [*first, *numbers[:split], *(f"best validation {name}" for name in metrics), *numbers[split:], *last]
+    header = [*first, *numbers[:split], *(f"{BEST_PREFIX}{name}" for name in metrics), *numbers[split:], *last]
+    final = formatting.format_losses([row.loss if row.steps else None for row in rows])
+    best_columns = [formatting.format_losses([row.best.get(name) for row in rows]) for name in metrics]
     lines = []
-    for row in rows:
+    for k, row in enumerate(rows):
         cells = [cell for name, cell in zip(NUMBER_COLUMNS, format_numbers(row), strict=True) if name not in hidden]
-        best = [formatting.format_loss(row.best.get(name)) for name in metrics]
+        cells[split - 1], best = final[k], [column[k] for column in best_columns]
         state = [row.state] if has_states else []
         verified = [row.verified] if last else []
         lines.append([row.label, *state, *cells[:split], *best, *cells[split:], *verified])
     values = _list_values(rows, header)
     bold, changes = _find_best_cells(rows, header, metrics), _describe_changes(rows, header, values)
-    return Table(header, lines, {"run", "state", VERIFIED}, bold, values=values, small_texts=changes)
+    high = ["samples/s", *(f"{BEST_PREFIX}{name}" for name in metrics if not is_better_lower(name))]
+    texts = {"run", "state", VERIFIED}
+    return Table(header, lines, texts, bold, values=values, small_texts=changes, high_columns=high)
 
 
 def _list_values(rows: Sequence[ComparisonRow], header: Sequence[str]) -> dict[tuple[int, int], float]:
@@ -85,7 +92,7 @@ def _list_values(rows: Sequence[ComparisonRow], header: Sequence[str]) -> dict[t
     values = {}
     for k, row in enumerate(rows):
         known = dict(zip(NUMBER_COLUMNS, _read_numbers(row), strict=True))
-        known |= {f"best validation {name}": value for name, value in row.best.items()}
+        known |= {f"{BEST_PREFIX}{name}": value for name, value in row.best.items()}
         values.update({(k, header.index(name)): value for name, value in known.items() if name in header})
     return {cell: float(value) for cell, value in values.items() if math.isfinite(value)}
 
@@ -112,11 +119,13 @@ def _is_comparable(pair: Sequence[ComparisonRow], column: str) -> bool:
 def _describe_change(first: float, value: float) -> str:
     """Return a difference such as ``+3 %``, or a ratio such as ``12 times`` or ``1/12``.
 
-    It is empty where it has no meaning, or would be zero.
+    It is empty where it has no meaning, as for a loss that diverged, or would be zero.
     """
     if first <= 0 or value < 0:
         return ""
     ratio = value / first
+    if not 1 / _MOST_TIMES <= ratio <= _MOST_TIMES and value:
+        return ""
     if ratio >= _MANY_TIMES:
         return f"{formatting.format_rate(ratio)} times"
     if 0 < ratio <= 1 / _MANY_TIMES:
@@ -135,10 +144,10 @@ def _find_best_cells(
     mean different things in different runs have no best.
     """
     keys: dict[str, list[float]] = {
-        "final training loss": [-row.loss for row in rows],
+        FINAL_LOSS: [-row.loss for row in rows],
         "samples/s": _drop_equal_speeds([row.samples_per_s if row.competes else math.nan for row in rows]),
         **{
-            f"best validation {name}": [
+            f"{BEST_PREFIX}{name}": [
                 (-1 if is_better_lower(name) else 1) * row.best.get(name, math.nan) for row in rows
             ]
             for name in metrics
@@ -161,16 +170,16 @@ def _find_best_cells(
 def list_unequal_bases(rows: Sequence[ComparisonRow], column: str) -> list[str]:
     """Return in what runs differ that makes the numbers of a column incomparable."""
     needed = {
-        "final training loss": [LOSS, TRAINING_DATA],
+        FINAL_LOSS: [LOSS, TRAINING_DATA],
         "best validation loss": [LOSS, VALIDATION_DATA],
-    }.get(column, [VALIDATION_DATA] if column.startswith("best validation ") else [])
+    }.get(column, [VALIDATION_DATA] if column.startswith(BEST_PREFIX) else [])
     return [name for name in needed if differ_in(rows, name)]
 
 
 def describe_limits(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return a line on columns without a best, and one on runs that trained for different numbers of epochs."""
-    metrics = dict.fromkeys(f"best validation {name}" for row in rows for name in row.best)
-    columns = [name for name in ["final training loss", *metrics] if list_unequal_bases(rows, name)]
+    metrics = dict.fromkeys(f"{BEST_PREFIX}{name}" for row in rows for name in row.best)
+    columns = [name for name in [FINAL_LOSS, *metrics] if list_unequal_bases(rows, name)]
     bases = dict.fromkeys(basis for name in columns for basis in list_unequal_bases(rows, name))
     lines = []
     if columns:
@@ -189,10 +198,10 @@ def _drop_equal_speeds(speeds: list[float]) -> list[float]:
 
 
 def list_table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return lines on what the numbers of the table are, of those columns that it has."""
+    """Return lines on what the table has: its numbers, of those columns that there are, and their differences."""
     table = make_table(rows)
     short = "; all of them where a run has fewer" if any(row.steps < FINAL_LOSS_STEPS for row in rows) else ""
-    lines = [*describe_limits(rows), f"final training loss: mean of the last {FINAL_LOSS_STEPS} steps{short}"]
+    lines = [*describe_limits(rows), f"{FINAL_LOSS}: mean of the last {FINAL_LOSS_STEPS} steps{short}"]
     if any(row.best for row in rows):
         lines.append("best validation: the best of a run's evaluations, on the rows of validation=")
     if "per step" in table.header:
@@ -207,13 +216,16 @@ def list_table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     if table.bold_cells:
         is_open = all(row.competes for row in rows)
         lines.append(f"bold: the best{'' if is_open else ' of the runs that did not fail, diverge or learn nothing'}")
+    if table.small_texts:
+        lines.append("below a number: the difference from the first run")
     return lines
 
 
-def list_page_notes(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return the lines of :func:`list_table_notes`, and one on the differences that a page has below the numbers."""
-    notes = ["below a number: the difference from the first run"] if make_table(rows).small_texts else []
-    return [*list_table_notes(rows), *notes]
+def number_rows(rows: Sequence[ComparisonRow], names: Sequence[str]) -> list[ComparisonRow]:
+    """Return the rows of a page, which has these names and their numbers in its charts, too: ``2: lr 0.1``."""
+    return [
+        dataclasses.replace(row, label=f"{k}: {name}") for k, (row, name) in enumerate(zip(rows, names, strict=True), 1)
+    ]
 
 
 def describe_ends(rows: Sequence[ComparisonRow]) -> list[str]:

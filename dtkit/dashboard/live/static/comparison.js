@@ -50,13 +50,19 @@ const LINES = { height: HEIGHT, canLog: true, overall: () => "", lineName, label
 const LETTER = 7, LATE = 0.85; // of the width: lines that end before have their names within the chart
 
 /** Return the room for the names of those runs that reach the right end of a chart. */
-function labelRoom(head, { grain, width }) {
+function labelRoom(head, { grain, width }, label = labelLines) {
   const from = Math.floor(LATE * grain.used), late = head.runs.map((_, line) => line).filter((line) => {
     for (let at = from; at < grain.used; at++) if (!Number.isNaN(grain.value(line, at, 1))) return true;
     return false;
   });
-  return 24 + LETTER * Math.max(5, ...late.flatMap((line) => labelLines({ head }, line, MOST_LINES, width).map((text) => text.trimEnd().length)));
+  return 24 + LETTER * Math.max(5, ...late.flatMap((line) => label({ head }, line, MOST_LINES, width).map((text) => text.trimEnd().length)));
 }
+
+/** Return a run's name as lines of text, or where its loss left the chart, with the number that the run has in the legend. */
+function lossLabelLines({ head }, line, room, width) {
+  return head.left[line] ? [`${line + 1}: ${head.left[line]}`] : labelLines({ head }, line, room, width);
+}
+const LOSS_LINES = { ...LINES, labelLines: lossLabelLines, right: (head, view) => labelRoom(head, view, lossLabelLines) };
 
 const AGAINST = { step: "steps", epoch: "epochs", time: "time", samples: "samples" };
 
@@ -68,7 +74,7 @@ function meansOf(grain) {
 function mainChart(store, redraw) {
   const buckets = (st) => withRunEnds(st, meansOf(bucketGrain(st.curves, st.head.columns, st.head.charts.loss)));
   const panel = chart(placedStore(store), "loss", {
-    ...LINES,
+    ...LOSS_LINES,
     get title() { return `Loss against ${AGAINST[store.view.x]}`; },
     get axis() { return axisOfRuns(store); },
     get joined() { return axisOfRuns(store) !== undefined; },
@@ -92,7 +98,7 @@ function comparedChart(store, name, redraw) {
   const of = () => store.series.get(name), isTime = name === "time", isLogged = name.startsWith("dtkit.log/"), isRate = name === "dtkit.rate", own = isTime ? timedStore(store) : placedStore(store);
   const axis = () => (isTime ? MILLISECONDS : axisOfRuns(store)), isExact = !isTime && !isLogged && !isRate;
   return chart(own, name, {
-    ...LINES,
+    ...(isTime || name === "loss" ? LOSS_LINES : LINES),
     title: of().title,
     testid: isTime ? "time-chart" : isRate ? "rate-chart" : isLogged ? "logged-chart" : "metric-chart",
     canLog: isLogged ? "positive" : isTime || name === "loss",
@@ -179,27 +185,35 @@ const CODE_BREAKS = /(?<=[(._=])(?!\))|(?<=[a-z])(?=[A-Z])/; // a strategy break
 const NAME_BREAKS = /(?<=[(=,])|(?<=[a-z])(?=[A-Z])/;
 
 /** Return a row of cells. `name(row, column)` is the number of the run that a cell names, or null. */
-function tableRow({ texts, bold }, cells, row, name, names) {
+function tableRow({ texts, bold, small }, cells, row, name, names) {
   return h("tr", row < 0 ? {} : { "data-row": row }, ...cells.map((text, column) => {
     const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = name(row, column);
     const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
     if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}:\u00a0`, ...text.split(NAME_BREAKS).flatMap((part) => [part, h("wbr")]))); if (names[run] !== text) setAttr(cell, "title", names[run]); }
     else cell.append(...(isText ? text.split(CODE_BREAKS) : [text]).flatMap((part) => [part, h("wbr")]));
+    for (const [, , change] of small.filter(([r, c]) => r === row && c === column)) cell.append(h("small", { class: "dtk-change" }, change));
     return cell;
   }));
 }
 /** Return a table with its rows as columns. */
-function turned({ header, rows, bold }) {
+function turned({ header, rows, bold, small }) {
   const [corner, ...names] = header;
   return {
     header: [corner, ...rows.map(([run]) => run)],
     rows: names.map((name, column) => [name, ...rows.map((cells) => cells[column + 1])]),
     texts: [0],
     bold: bold.map(([row, column]) => [column - 1, row + 1]),
+    small: small.map(([row, column, text]) => [column - 1, row + 1, text]),
   };
 }
 function runLine(k) {
   return s("svg", { width: 34, height: 10, "aria-hidden": "true" }, s("path", { d: "M1,5h32", class: `dtk-line dtk-n${k % 8} dtk-dash${runDash(k)}` }));
+}
+
+/** Mark the last three of an odd number of charts: they have a row of their own, so that none is beside an empty half. */
+function markThirds(body) {
+  const charts = [...body.querySelectorAll(".dtk-panel:not(.dtk-wide, [hidden])")], first = charts.length % 2 ? charts.length - 3 : charts.length;
+  charts.forEach((chart, k) => chart.classList.toggle("dtk-third", first >= 0 && k >= first));
 }
 
 /** Return {root, redraw} of a view of several runs: tables unless the page has them, tools, and charts. */
@@ -219,6 +233,7 @@ export function buildComparison(store, { hasTables = true } = {}) {
   function draw() {
     if (!store.head) return;
     for (const panel of panels) panel.update();
+    markThirds(body);
     if (fillRows()) redraw();
     setAttr(root, "data-state", store.status.state);
     setAttr(root, "data-seq", store.seq);

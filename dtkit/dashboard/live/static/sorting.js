@@ -2,7 +2,13 @@
 
 import { h } from "./elements.js";
 
-const NEXT_ORDERS = { none: "ascending", ascending: "descending", descending: "none" }; // "none" is the order as written
+const LOWEST_FIRST = { none: "ascending", ascending: "descending", descending: "none" }; // "none" is the order as written
+const HIGHEST_FIRST = { none: "descending", descending: "ascending", ascending: "none" };
+
+/** Return the order after a click: the first click has the best on top, where Python knows that it is the highest. */
+function chooseNextOrder(head) {
+  return (head.dataset.best === "highest" ? HIGHEST_FIRST : LOWEST_FIRST)[head.getAttribute("aria-sort")];
+}
 
 /** Return whether cells have numbers, which Python writes beside their text. */
 function isNumber(cell) {
@@ -19,7 +25,7 @@ function compareCells(first, second, sign) {
 export function makeSortable(table) {
   const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0], written = [...body.rows];
   const sortBy = (column) => {
-    const order = NEXT_ORDERS[heads[column].getAttribute("aria-sort")], sign = order === "ascending" ? 1 : -1;
+    const order = chooseNextOrder(heads[column]), sign = order === "ascending" ? 1 : -1;
     for (const head of heads) head.setAttribute("aria-sort", head === heads[column] ? order : "none");
     const compareRows = (first, second) => compareCells(first.cells[column], second.cells[column], sign);
     body.append(...(order === "none" ? written : written.toSorted(compareRows)));

@@ -146,6 +146,7 @@ def _make_ending_output(run: RunView) -> Output:
         return format_page(run, _CHARTS_FOLLOW)
 
     text = run_text.format_run(run)
+    # silent: the picture that follows has the error
     page = run_guarded(format_words, lambda _: _format_preformatted(text))
     return {"text/html": page, "text/plain": text}, {}
 

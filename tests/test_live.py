@@ -479,6 +479,34 @@ def test_the_last_and_the_best_value_of_a_metric_have_a_tile():
     ]  # fmt: skip
 
 
+def test_the_tile_of_a_number_that_is_logged_and_validated_says_which_is_which():
+    source = FakeSource()
+    source.advance(300)
+    for rank in range(4):
+        source.history.add(ScalarRecord(rank, {"accuracy": [(300, 0.96, 1.0)], "kl": [(5, 2.0 + rank, 1.0)]}))
+    for step, accuracy in ((200, 0.917), (300, 0.887)):
+        source.history.add(Evaluation(step, 100, {"loss": 1.0, "accuracy": accuracy, "kl": 0.25}))
+    tiles = {tile["label"]: tile for tile in MessageBuilder(source).build_snapshot().content["tiles"]}
+    assert (tiles["accuracy"]["value"], tiles["accuracy"]["note"]) == ("0.960", "validation 0.887, best 0.917")
+    assert (tiles["kl"]["value"], tiles["kl"]["note"]) == ("3.50", "validation 0.250, best so far")  # logged once
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("val_accuracy", "validation, best so far"), ("top5", "validation, best so far"),
+        ("rmse", "validation, best so far"), ("confidence", "validation"), ("entropy", "validation"),
+    ],
+)  # fmt: skip
+def test_a_metric_whose_name_does_not_say_what_is_better_has_no_best_value(name, note):
+    """A tile said that 0.786 was "the best" confidence."""
+    source = FakeSource()
+    source.advance(60)
+    source.history.add(Evaluation(60, 100, {"loss": 1.0, name: 0.5}))
+    tiles = {tile["label"]: tile for tile in MessageBuilder(source).build_snapshot().content["tiles"]}
+    assert (tiles[name]["value"], tiles[name]["note"]) == ("0.500", note)
+
+
 def test_the_best_value_follows_evaluations_that_are_replaced_or_undone():
     history = FakeSource().history
     assert math.isnan(find_best_value(history, "error"))

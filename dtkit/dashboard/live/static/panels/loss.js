@@ -2,7 +2,7 @@
 
 import { chart } from "../chart.js";
 import { number } from "../numbers.js";
-import { lastEvaluated } from "../store.js";
+import { evaluatedPoints } from "../store.js";
 
 export function lossChart(store, _send, redraw) {
   return chart(store, "loss", {
@@ -12,7 +12,7 @@ export function lossChart(store, _send, redraw) {
     pointName: "◇ validation",
     note: (_head, layout) => (layout.banded ? "mean, and the band from lowest to highest node" : layout.nodes > 1 ? "per node and mean" : ""),
     overall: (_head, last) => nameMean(last),
-    points: (st) => st.evaluations.filter((e) => e.step <= lastEvaluated(st) && Number.isFinite(e.values.loss ?? NaN)).map((e) => ({ step: e.step, value: e.values.loss })),
+    points: (st) => evaluatedPoints(st, "loss"),
   }, redraw);
 }
 

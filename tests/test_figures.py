@@ -230,12 +230,15 @@ def test_memory_with_much_room_is_a_line_of_a_saved_notebook():
     assert "Memory limits" not in kept_picture.draw_kept_picture(source).page
 
 
-def test_the_mean_loss_has_its_last_value_at_the_line_and_ticks_are_short():
+def test_the_mean_loss_of_the_tile_is_at_the_line_and_ticks_are_short():
+    """Two means of different steps had one name."""
     source = FakeSource(ranks=2)
     source.advance(20, loss=0.25)
     source.advance(1, loss=0.5)
     (ax,) = dict(list_charts(source))["Loss"].axes
-    assert "mean 0.500" in [text.get_text() for text in ax.texts]
+    (tile,) = [tile for tile in list_tiles(source) if tile.label == "mean loss"]
+    assert tile.value == "0.263"  # of 20 steps
+    assert "mean 0.263" in [text.get_text() for text in ax.texts]
     assert "0.3" in [text.get_text() for text in ax.get_yticklabels()]
 
 

@@ -9,6 +9,7 @@ from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.event_marks import mark_events
 from dtkit.dashboard.figures.validation_points import draw_validation
 from dtkit.dashboard.summary.curves import LOSS, MAX_BUCKETS, downsample, make_chart_layouts
+from dtkit.history.mean_loss import read_final_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,11 +20,11 @@ _MAX_VALUE_CHARS = 7  # of the mean at the line's end, as in the live view
 
 
 def draw(ax: Axes, history: History, *, has_value: bool = False) -> None:
-    """Draw the panel. With `has_value` the mean has its last value at the line's end, as in the live view."""
+    """Draw the panel. With `has_value` the mean loss of the tiles is at the line's end, as in the live view."""
     ranks = history.num_ranks
     (layout,) = make_chart_layouts([LOSS], ranks)
     buckets = downsample(history, LOSS, ranks)
-    value = formatting.format_loss(style.get_last_value(buckets))
+    value = formatting.format_loss(read_final_loss(history))
     style.draw_lines(ax, buckets, layout, f"mean {value}" if has_value and len(value) <= _MAX_VALUE_CHARS else "mean")
     style.scale_by_span(ax, buckets)
     style.draw_outliers(ax, history, LOSS, MAX_BUCKETS)

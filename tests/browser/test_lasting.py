@@ -88,7 +88,7 @@ def test_view_stays_alive_after_the_end_and_a_picture_is_saved(lab: Lab):
     lab.wait_idle()
     lab.select(1)
     expect(view).to_have_attribute("data-state", "stopped", timeout=WAIT_MS)
-    lab.wait_text(1, "image/png", timeout=60)
+    lab.wait_text(1, '"image/png":', timeout=60)  # beside the page, which has pictures, too
     saved = lab.save()
     assert "image/png" in saved.cells[1].outputs[-1].data
     view.get_by_test_id("waffle").get_by_role("option").nth(6).click()

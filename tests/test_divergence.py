@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from dtkit.dashboard import report
+from dtkit.dashboard import kept_picture, report
 from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.notices import collect_notices
 from dtkit.dashboard.summary.run_end import describe_end
 from dtkit.dashboard.summary.verdict import find_shown_verdict
@@ -237,6 +238,19 @@ def test_a_run_that_completed_after_a_divergence_names_the_remedy_first(tmp_path
     assert MessageBuilder(source).build_snapshot().content["verdict"]["text"] == verdict.text
     report.write_report(source, tmp_path / "run.html")
     assert verdict.text in (tmp_path / "run.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("state", [State.COMPLETED, State.STOPPED])
+def test_the_state_of_a_run_that_ended_after_a_divergence_says_so(state: State):
+    """A red "✓ completed" contradicted itself."""
+    source = make_survivor()
+    assert "had_diverged" not in MessageBuilder(source).build_snapshot().content["status"]
+    source.end(state)
+    assert name_state(source) == f"{state.value}, diverged"
+    assert MessageBuilder(source).build_snapshot().content["status"]["had_diverged"]
+    assert f">✕ {state.value}, diverged</strong>" in kept_picture.draw_kept_picture(source).page
+    source.advance(60, loss=0.5)
+    assert name_state(source) == state.value
 
 
 def test_a_run_that_completed_back_at_its_best_has_a_verdict_on_its_speed():

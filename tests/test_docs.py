@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NEWCOMERS_WORDS = {
     "concepts/strategies": ["ddp", "fsdp", "data parallel"],
     "guides/checkpoints": ["checkpoint"],
+    "guides/dashboard": ["dashboard", "fault injection"],
     "guides/map-and-search": ["hyperparameter search", "hyperparameter tuning"],
     "guides/trackers": ["tensorboard", "wandb"],
     "guides/training": ["progress bar", "validation"],

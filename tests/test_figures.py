@@ -11,6 +11,7 @@ import dtkit
 from dtkit._util import formatting
 from dtkit.dashboard import kept_picture
 from dtkit.dashboard.figures import plan_figure, render, run_charts, run_figure, style
+from dtkit.dashboard.figures.panels.tiles import list_tiles
 from dtkit.dashboard.summary.event_marks import describe_event_marks
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.errors import EngineError
@@ -117,13 +118,23 @@ def test_signs_of_events_are_above_all_lines_and_points(lowest: float):
         assert highest + 2 / 72 * figure.dpi < sign.get_window_extent().y0, name  # points have a height
 
 
-def test_a_metric_that_is_also_logged_has_a_title_of_its_own():
+def test_a_number_that_is_logged_and_validated_has_one_panel_and_one_tile():
+    """Two panels had to be told apart by their titles, while the loss had its validations in one."""
     source = FakeSource(ranks=2)
     source.advance(60)
     source.history.add(ScalarRecord(0, {"confidence": [(step, 0.5, 1.0) for step in range(1, 61)]}))
     source.history.add(Evaluation(60, 10, {"loss": 1.0, "confidence": 0.9}))
-    titles = [ax._left_title.get_text() for ax in run_figure.draw_run(source).axes]
-    assert [title for title in titles if "confidence" in title] == ["confidence (validation)", "confidence"]
+    figure = run_figure.draw_run(source)
+    titles = [ax._left_title.get_text() for ax in figure.axes]
+    assert [title for title in titles if "confidence" in title] == ["confidence"]
+    ax = panel(figure, "confidence")
+    (points,) = [line for line in ax.lines if line.get_gid() == "validation"]
+    np.testing.assert_equal(points.get_xydata(), [[60, 0.9]])
+    assert ax.get_ylim()[1] > 0.9
+    (ax,) = dict(list_charts(source))["confidence"].axes  # which has room for all of its title
+    assert ax.get_title(loc="right") == "last 0.500, ◇ validation 0.900"
+    tiles = {tile.label: tile for tile in list_tiles(source)}
+    assert (tiles["confidence"].value, tiles["confidence"].note) == ("0.500", "validation 0.900")
 
 
 CELL_WIDTHS = {600: 484, 800: 692}
@@ -219,12 +230,15 @@ def test_memory_with_much_room_is_a_line_of_a_saved_notebook():
     assert "Memory limits" not in kept_picture.draw_kept_picture(source).page
 
 
-def test_the_mean_loss_has_its_last_value_at_the_line_and_ticks_are_short():
+def test_the_mean_loss_of_the_tile_is_at_the_line_and_ticks_are_short():
+    """Two means of different steps had one name."""
     source = FakeSource(ranks=2)
     source.advance(20, loss=0.25)
     source.advance(1, loss=0.5)
     (ax,) = dict(list_charts(source))["Loss"].axes
-    assert "mean 0.500" in [text.get_text() for text in ax.texts]
+    (tile,) = [tile for tile in list_tiles(source) if tile.label == "mean loss"]
+    assert tile.value == "0.263"  # of 20 steps
+    assert "mean 0.263" in [text.get_text() for text in ax.texts]
     assert "0.3" in [text.get_text() for text in ax.get_yticklabels()]
 
 

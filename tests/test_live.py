@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from dtkit._util import formatting, timeouts
-from dtkit.dashboard import display
+from dtkit.dashboard import display, kept_picture
 from dtkit.dashboard.live import messages, widget
 from dtkit.dashboard.live.bundle import STATIC_FOLDER, bundle_modules
 from dtkit.dashboard.live.log_lines import MAX_LOG_LINES, MAX_MARKS
@@ -477,6 +477,34 @@ def test_the_last_and_the_best_value_of_a_metric_have_a_tile():
     assert shown == [
         ("0.500", "validation, best so far"), ("0.750", "validation, best so far"), ("0.625", "validation, best 0.750"),
     ]  # fmt: skip
+
+
+def test_the_tile_of_a_number_that_is_logged_and_validated_says_which_is_which():
+    source = FakeSource()
+    source.advance(300)
+    for rank in range(4):
+        source.history.add(ScalarRecord(rank, {"accuracy": [(300, 0.96, 1.0)], "kl": [(5, 2.0 + rank, 1.0)]}))
+    for step, accuracy in ((200, 0.917), (300, 0.887)):
+        source.history.add(Evaluation(step, 100, {"loss": 1.0, "accuracy": accuracy, "kl": 0.25}))
+    tiles = {tile["label"]: tile for tile in MessageBuilder(source).build_snapshot().content["tiles"]}
+    assert (tiles["accuracy"]["value"], tiles["accuracy"]["note"]) == ("0.960", "validation 0.887, best 0.917")
+    assert (tiles["kl"]["value"], tiles["kl"]["note"]) == ("3.50", "validation 0.250, best so far")  # logged once
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("val_accuracy", "validation, best so far"), ("top5", "validation, best so far"),
+        ("rmse", "validation, best so far"), ("confidence", "validation"), ("entropy", "validation"),
+    ],
+)  # fmt: skip
+def test_a_metric_whose_name_does_not_say_what_is_better_has_no_best_value(name, note):
+    """A tile said that 0.786 was "the best" confidence."""
+    source = FakeSource()
+    source.advance(60)
+    source.history.add(Evaluation(60, 100, {"loss": 1.0, name: 0.5}))
+    tiles = {tile["label"]: tile for tile in MessageBuilder(source).build_snapshot().content["tiles"]}
+    assert (tiles[name]["value"], tiles[name]["note"]) == ("0.500", note)
 
 
 def test_the_best_value_follows_evaluations_that_are_replaced_or_undone():
@@ -1476,13 +1504,15 @@ def test_a_run_that_goes_on_has_a_picture_with_its_time(notebook):
     source.advance(5)
     display.show(source)
     (data, handle) = notebook[1]
-    assert "Step 5 of 400 at " in data["text/html"]
+    assert "Running, step 5 of 400 at " in data["text/html"]
     assert "a front end that loads Jupyter widgets (anywidget)" in data["text/plain"]
     source.advance(7)
     displays = display._displays[source]
     displays._draw_picture()
     [(data, _)] = handle.updates
-    assert re.search(r"Step 12 of 400 at [\d:]{8}, refreshed now and then.*<img [^>]*base64,iVBOR", data["text/html"])
+    assert re.search(
+        r"Running, step 12 of 400 at [\d:]{8}, refreshed now and then.*<img [^>]*base64,iVBOR", data["text/html"]
+    )
     source.end()
     assert display.wait_until_replaced(source, timeout=60)
     displays._draw_picture()  # too late
@@ -1499,18 +1529,20 @@ def test_a_run_without_a_spare_core_keeps_its_text_up_to_date(notebook, monkeypa
     source.advance(7)
     displays._start_drawing()
     [(data, _)] = handle.updates
-    assert "Step 7 of 400 at " in data["text/html"]
+    assert "Running, step 7 of 400 at " in data["text/html"]
     assert "<img" not in data["text/html"]
     displays._draw_picture()
     source.advance(30)
     data = handle.updates[-1][0]["text/html"]
-    assert "Step 37 of 400 at " in data  # charts take a share of the time, so the last ones may be minutes old
-    assert "The charts show the first 7 steps." in data
+    assert (
+        "Running, step 37 of 400 at " in data
+    )  # drawing takes a share of the time, so the last picture may be minutes old
+    assert "The picture below is of step 7 at " in data
     assert "<img" in data
 
 
-def test_a_notebook_saved_amid_a_run_has_the_present_words_around_older_charts(notebook, monkeypatch):
-    """After a pause, a resume and a lost node, the picture still said "paused" beside a text that said "running"."""
+def test_words_and_charts_of_a_notebook_saved_amid_a_run_are_of_one_step(notebook, monkeypatch):
+    """The header said step 7,500, and the charts ended at step 1,624, with other numbers at their lines."""
     monkeypatch.setattr(display, "start_timer", lambda delay, callback: None)
     source = FakeSource()
     source.advance(5)
@@ -1521,13 +1553,25 @@ def test_a_notebook_saved_amid_a_run_has_the_present_words_around_older_charts(n
     assert ">‖ paused</strong>" in handle.updates[-1][0]["text/html"]
     source.state = State.RUNNING
     source.advance(7)
-    source.event("lost", "node 1 was lost", 1)
     displays._refresh_text()
-    page = handle.updates[-1][0]["text/html"]
-    assert ">▶ running</strong>" in page
-    assert "12 of 400 steps" in page
-    assert "node 1 was lost" in page
-    assert "The charts show the first 5 steps." in page
+    sentence, page = re.fullmatch("<div><p><em>(.+?)</em></p>(.+)</div>", handle.updates[-1][0]["text/html"]).groups()
+    assert sentence.startswith("Running, step 12 of 400 at ")
+    assert re.search(r" The picture below is of step 5 at [\d:]{8}\.$", sentence)
+    assert "5 of 400 steps" in page
+    assert "12 of 400 steps" not in page
+    displays._draw_picture()
+    assert "12 of 400 steps" in handle.updates[-1][0]["text/html"]
+
+
+def test_words_of_a_picture_are_of_the_step_to_which_its_charts_are_drawn(monkeypatch):
+    """Making images of charts takes seconds on a busy machine, and the run goes on."""
+    source = FakeSource()
+    source.advance(5)
+    draw = kept_picture.draw_card
+    monkeypatch.setattr(kept_picture, "draw_card", lambda figure: (source.advance(7), draw(figure))[1])
+    step, page = kept_picture.draw_page(source)
+    assert step == 5
+    assert "5 of 400 steps" in page
 
 
 def test_a_pause_draws_a_picture_without_the_wait_for_its_share_of_the_time(notebook, monkeypatch):
@@ -1582,26 +1626,6 @@ def test_a_run_without_a_spare_core_is_drawn_later_or_when_it_pauses(notebook, m
     assert counts == expected
 
 
-def test_the_note_on_a_picture_has_the_step_that_it_shows(notebook, monkeypatch: pytest.MonkeyPatch):
-    source = FakeSource()
-    source.advance(5)
-    display.show(source)
-    draw = display.make_static_output
-
-    def draw_slowly(run):
-        output = draw(run)
-        source.advance(7)  # the run goes on while a picture is drawn
-        return output
-
-    monkeypatch.setattr(display, "make_static_output", draw_slowly)
-    display._displays[source]._draw_picture()
-    (_, handle) = notebook[1]
-    [(data, _)] = handle.updates
-    assert "Step 5 of 400 at " in data["text/html"]
-    source.end()
-    assert display.wait_until_replaced(source, timeout=60)
-
-
 def test_an_extended_run_is_drawn_again_at_its_next_end(notebook):
     source = FakeSource()
     display.show(source)
@@ -1616,8 +1640,8 @@ def test_an_extended_run_is_drawn_again_at_its_next_end(notebook):
 
 
 @pytest.mark.parametrize("has_picture", [True, False])
-def test_the_text_of_an_end_does_not_wait_for_its_picture(notebook, monkeypatch, has_picture):
-    """A notebook that was saved meanwhile had the text of a running run."""
+def test_the_words_of_an_end_wait_for_no_chart_and_have_none_of_before(notebook, monkeypatch, has_picture):
+    """A notebook that was saved meanwhile had the text of a running run, or the charts of its first steps."""
     source = FakeSource()
     source.advance(5)
     display.show(source)
@@ -1625,14 +1649,50 @@ def test_the_text_of_an_end_does_not_wait_for_its_picture(notebook, monkeypatch,
     if has_picture:
         display._displays[source]._draw_picture()
     draw = display.make_static_output
-    monkeypatch.setattr(display, "make_static_output", lambda run: (known.append(handle.updates[-1][0]), draw(run))[1])
+    monkeypatch.setattr(display, "make_static_output", lambda *a: (known.append(handle.updates[-1][0]), draw(*a))[1])
     source.end()
     assert display.wait_until_replaced(source, timeout=60)
     (meanwhile,) = known
     assert "completed" in meanwhile["text/plain"]
-    assert "running" not in meanwhile["text/plain"]
-    assert ("<img" in meanwhile["text/html"]) == has_picture
+    assert ">✓ completed</strong>" in meanwhile["text/html"]
+    assert "The charts are being drawn." in meanwhile["text/html"]
+    assert "<img" not in meanwhile["text/html"]
     assert handle.updates[-1] == handle.final_outputs[-1]
+
+
+def test_the_charts_of_an_end_do_not_wait_for_the_png(notebook, monkeypatch):
+    """A notebook is saved seconds after "completed", and few front ends need the PNG."""
+    source = FakeSource()
+    source.advance(5)
+    display.show(source)
+    (_, handle), known = notebook[1], []
+    join = kept_picture._join_cards
+    monkeypatch.setattr(
+        kept_picture, "_join_cards", lambda cards: (known.append(handle.updates[-1][0]), join(cards))[1]
+    )
+    source.end()
+    assert display.wait_until_replaced(source, timeout=60)
+    (before,) = known
+    assert "<img" in before["text/html"]
+    assert before["text/html"] == handle.updates[-1][0]["text/html"]
+    assert "image/png" not in before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_the_picture_of_an_end_is_drawn_at_the_notebooks_priority(notebook, monkeypatch):
+    """On busy cores a lower one takes several times as long, and the training needs nothing any more."""
+    priorities, draw = [], display.make_static_output
+
+    def note_priority(*args):
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return draw(*args)
+
+    monkeypatch.setattr(display, "make_static_output", note_priority)
+    source = FakeSource()
+    display.show(source)
+    source.end()
+    assert display.wait_until_replaced(source, timeout=60)
+    assert priorities == [os.getpriority(os.PRIO_PROCESS, threading.get_native_id())]
 
 
 def test_views_of_the_oldest_ended_runs_are_closed(notebook, monkeypatch):
@@ -1675,7 +1735,7 @@ def test_a_run_that_had_ended_is_shown_with_its_picture(notebook):
 def test_a_failing_picture_is_replaced_by_text_with_the_error(notebook, monkeypatch):
     source = FakeSource()
     display.show(source)
-    monkeypatch.setattr(display, "make_static_output", lambda _: 1 / 0)
+    monkeypatch.setattr(display, "make_static_output", lambda *_: 1 / 0)
     source.end(State.FAILED)
     assert display.wait_until_replaced(source, timeout=60)
     [(data, _)] = notebook[1][1].final_outputs

@@ -8,6 +8,7 @@ import pytest
 import dtkit
 from dtkit.dashboard import report
 from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.summary.verdict import find_shown_verdict
 from dtkit.dashboard.text import run_text
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.history.no_learning import MIN_STEPS, find_no_learning
@@ -63,6 +64,20 @@ def test_a_loss_that_came_back_to_its_start_is_told_in_every_view(tmp_path):
     assert MessageBuilder(source).build_snapshot().content["notices"][0] == {"kind": "unlearned", "text": text}
     report.write_report(source, tmp_path / "run.html")
     assert f'<p class="notice">{text}</p>' in (tmp_path / "run.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("state", [State.RUNNING, State.COMPLETED])
+def test_the_verdict_on_a_run_that_learned_nothing_is_not_about_its_speed(state: State):
+    source = make_run()
+    source.state = state
+    verdict = find_shown_verdict(source)
+    assert verdict.cause == "learned nothing"
+    remedy = "train again with a lower learning rate than 2, such as 0.2"
+    assert verdict.text == f"the model has learned nothing so far: {remedy}"  # no number changes with each step
+    now = find_no_learning(source.history).now
+    assert verdict.arithmetic == (
+        "loss of the first step: 2.32", f"mean of the last 40 steps: {now:.2f}", "highest loss: 19.3, at step 8",
+    )  # fmt: skip
 
 
 def test_a_comparison_names_the_run_that_learned_nothing():

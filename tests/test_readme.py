@@ -28,7 +28,9 @@ GUIDES = [
         for name in ("training", "checkpoints", "failures", "inside-a-step", "own-loop", "models", "keras")
     ),
 ]
-FURTHER_GUIDES = [f"docs/guides/{name}.md" for name in ("data", "map-and-search", "trackers", "traditional")]
+FURTHER_GUIDES = [
+    f"docs/guides/{name}.md" for name in ("dashboard", "data", "map-and-search", "trackers", "traditional")
+]
 HOW_TO = [
     "docs/index.md",
     *(

@@ -552,7 +552,8 @@ def test_a_run_that_an_error_paused_has_one_word_for_it_in_every_view(cluster, e
     with pytest.raises(dtkit.errors.NonFiniteError):
         run.wait(10)
     assert repr(run).splitlines()[0].endswith("· paused, not finite")
-    assert str(run.verdict) == "paused, not finite after 7 steps: run.exception has the error"
+    advice = "lower the learning rate, or repair the data or the loss; run.exception has the error"
+    assert str(run.verdict) == f"paused, not finite after 7 steps: {advice}"
     assert run.verdict.cause == "paused"
     message = ComparisonMessageBuilder(dtkit.compare([run])).build_snapshot()
     assert message.content["head"]["table"]["rows"][0][1] == "paused, not finite"

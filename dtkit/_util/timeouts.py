@@ -329,6 +329,8 @@ PROGRESS_INTERVAL_S = 0.5
 """Period of updating that progress."""
 PROGRESS_JOIN_TIMEOUT_S = 5.0
 """Limit for the thread that shows the progress to end."""
+STEP_TIME_MEMORY_S = 10.0
+"""How long a step time counts in the time that is left: a clock that jumps with each dispatch can't be read."""
 KEPT_PICTURE_FIRST_S = 5.0
 """Delay of the first picture that a saved notebook shows of a run: many runs end or pause sooner."""
 KEPT_PICTURE_BUSY_FIRST_S = 20.0

@@ -1,8 +1,8 @@
 """The display of a run as the last line of a cell: a live view, and a picture for the saved notebook.
 
 The live view works as long as the kernel, also after the run's end (:mod:`dtkit.dashboard.live.placement`). The picture
-next to it is drawn when the run ends, and now and then before, on a view's thread. So the notebook may be saved at any
-time. Front ends without widgets show only the picture, with a note.
+next to it is drawn when the run ends, and now and then before, on a view's thread. Words and charts of a picture are of
+one moment. So the notebook may be saved at any time. Front ends without widgets show only the picture, with a note.
 
 All displays of one run share one model.
 """
@@ -21,12 +21,15 @@ from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit._util.notebook import in_notebook
 from dtkit.dashboard.live.placement import PlacedView, place_view
+from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.spare_core import has_spare_core
 from dtkit.dashboard.text import run_text
-from dtkit.dashboard.throttle import Throttle, start_timer
+from dtkit.dashboard.throttle import Throttle, start_prompt_timer, start_timer
 from dtkit.types import State
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dtkit.dashboard.live.placement import Output
     from dtkit.dashboard.live.widget import Dashboard
     from dtkit.dashboard.run_view import RunView
@@ -35,6 +38,7 @@ MAX_DRAWING_SHARE = 0.002
 """Largest share of a core for the pictures of a run that goes on. Those of its first minutes take more."""
 MAX_AGE_FACTOR = 3.0
 """Until a young run's next picture, its time may grow by this factor, so that no picture is of its beginning only."""
+_CHARTS_FOLLOW = "<p><em>The charts are being drawn. A notebook that is saved now has none of this run's end.</em></p>"
 MAX_ENDED_VIEWS = 16
 """Live views of ended runs that stay; older ones are closed, so that their memory is freed."""
 
@@ -71,67 +75,80 @@ def wait_until_replaced(run: RunView, timeout: float = timeouts.REPLACE_TIMEOUT_
     return displays is None or displays.final_event.wait(timeout)
 
 
-def make_static_output(run: RunView) -> Output:
-    """Return the output for a saved notebook: (data, metadata) of a MIME bundle with HTML, a PNG and text."""
+def make_static_output(run: RunView, show_page: Callable[[str], None] | None = None) -> Output:
+    """Return the output for a saved notebook: (data, metadata) of a MIME bundle with HTML, a PNG and text.
+
+    `show_page` gets the HTML before the PNG is drawn.
+    """
     from dtkit.dashboard.kept_picture import draw_kept_picture
 
-    picture = draw_kept_picture(run)
+    picture = draw_kept_picture(run, show_page)
     png = base64.b64encode(picture.png).decode("ascii")
     data = {"text/html": picture.page, "image/png": png, "text/plain": run_text.format_run(run)}
     return data, {"image/png": {"width": picture.width}}  # or as wide as a narrower cell
 
 
-def _make_static_or_text_output(run: RunView) -> Output:
+def _make_static_or_text_output(run: RunView, show_page: Callable[[str], None] | None = None) -> Output:
     """Return the static output, or text with the error that prevents the picture."""
 
     def make_text_output(error: Exception) -> Output:
         return {"text/plain": _describe_without_picture(run, error)}, {}
 
-    return run_guarded(lambda: make_static_output(run), make_text_output)
+    return run_guarded(lambda: make_static_output(run, show_page), make_text_output)
 
 
 def _describe_without_picture(run: RunView, error: Exception) -> str:
-    return f"{run_text.format_run(run)}\n{_describe_missing(error)}"
-
-
-def _describe_missing(error: Exception) -> str:
-    return f"no picture: {type(error).__name__}: {error}"
+    return f"{run_text.format_run(run)}\nno picture: {type(error).__name__}: {error}"
 
 
 @dataclasses.dataclass(frozen=True)
-class _DrawnCharts:
-    """The charts of a run that goes on."""
+class _DrawnPage:
+    """The picture of a run that goes on: its words and charts are of one step."""
 
     step: int
-    cards: str
-    """The charts in HTML; a text instead of charts that could not be drawn."""
+    page: str
+    """The picture in HTML; a text instead of one that could not be drawn."""
+    drawn_at: str
+    """The time of day."""
 
 
-def _draw_charts(run: RunView) -> _DrawnCharts:
-    def draw() -> str:
-        from dtkit.dashboard.kept_picture import draw_cards
+def _draw_page(run: RunView) -> _DrawnPage:
+    def draw() -> tuple[int, str]:
+        from dtkit.dashboard.kept_picture import draw_page
 
-        return draw_cards(run)
+        return draw_page(run)
 
-    step = run.status.step  # drawing takes seconds on a busy machine, and the run goes on
-    return _DrawnCharts(step, run_guarded(draw, lambda error: _format_preformatted(_describe_missing(error))))
+    def describe(error: Exception) -> tuple[int, str]:
+        return step, _format_preformatted(_describe_without_picture(run, error))
+
+    step, drawn_at = run.status.step, _format_time()
+    return _DrawnPage(*run_guarded(draw, describe), drawn_at)
 
 
-def _make_meanwhile_output(run: RunView, charts: _DrawnCharts | None) -> Output:
-    """Return the present words of a run that goes on, with its last charts, or as text before there are any."""
+def _make_meanwhile_output(run: RunView, drawn: _DrawnPage | None) -> Output:
+    """Return the present step of a run that goes on with its last picture, or its text before there is one."""
     sentence, text = _describe_picture(run), run_text.format_run(run)
-    if charts is None:
+    if drawn is None:
         below = _format_preformatted(text)
     else:
+        below = drawn.page
+        if drawn.step != run.status.step:
+            sentence += f" The picture below is of step {drawn.step:,} at {drawn.drawn_at}."
+    return {"text/html": f"<div><p><em>{sentence}</em></p>{below}</div>", "text/plain": f"{sentence}\n{text}"}, {}
+
+
+def _make_ending_output(run: RunView) -> Output:
+    """Return the words of a run that has ended, until its charts are drawn: older ones would be of another step."""
+
+    def format_words() -> str:
         from dtkit.dashboard.kept_picture import format_page
 
-        if charts.step != run.status.step:
-            sentence += f" The charts show the first {charts.step:,} steps."
-        below = run_guarded(
-            lambda: format_page(run, charts.cards),
-            lambda error: _format_preformatted(_describe_without_picture(run, error)),
-        )
-    return {"text/html": f"<div><p><em>{sentence}</em></p>{below}</div>", "text/plain": f"{sentence}\n{text}"}, {}
+        return format_page(run, _CHARTS_FOLLOW)
+
+    text = run_text.format_run(run)
+    # silent: the picture that follows has the error
+    page = run_guarded(format_words, lambda _: _format_preformatted(text))
+    return {"text/html": page, "text/plain": text}, {}
 
 
 def _format_preformatted(text: str) -> str:
@@ -141,10 +158,14 @@ def _format_preformatted(text: str) -> str:
 def _describe_picture(run: RunView) -> str:
     status = run.status
     return (
-        f"Step {status.step:,} of {status.steps:,} at {time.strftime('%H:%M:%S')}, refreshed now and then until the "
-        "page is loaded again. The live view needs this notebook's kernel, and a front end that loads Jupyter widgets "
-        "(anywidget)."
+        f"{name_state(run).capitalize()}, step {status.step:,} of {status.steps:,} at {_format_time()}, refreshed now "
+        "and then until the page is loaded again. The live view needs this notebook's kernel, and a front end that "
+        "loads Jupyter widgets (anywidget)."
     )
+
+
+def _format_time() -> str:
+    return time.strftime("%H:%M:%S")
 
 
 def choose_interval_s(drawing_s: float, age_s: float) -> float:
@@ -166,10 +187,11 @@ class _LiveDisplays:
         # locks: while a handle is noted, or a picture made
         self._lock = threading.Lock()  # a display gets the picture at its creation, or with the others
         self._widget: Dashboard = Dashboard(run)
-        self._final_throttle = Throttle(self._draw_final_picture, 0.0)
+        # The training is over, so its last picture takes nothing from it, and people save the notebook now.
+        self._final_throttle = Throttle(self._draw_final_picture, 0.0, call_later=start_prompt_timer)
         self._throttle = Throttle(self._draw_picture, timeouts.KEPT_PICTURE_INTERVAL_S)
         self._text_throttle = Throttle(self._refresh_text, timeouts.KEPT_TEXT_INTERVAL_S)
-        self._charts: _DrawnCharts | None = None
+        self._drawn: _DrawnPage | None = None
         self._may_draw = self._is_drawing_delayed = False
         self._unsubscribe = run.subscribe(self._on_change)
         start_timer(timeouts.KEPT_PICTURE_FIRST_S, self._start_drawing)
@@ -219,43 +241,48 @@ class _LiveDisplays:
             return
         status = self._run.status
         is_running = status.state is State.RUNNING
-        if is_running and (self._is_drawing_delayed or self._charts is not None):
+        if is_running and (self._is_drawing_delayed or self._drawn is not None):
             self._text_throttle.trigger()
         if not (is_running and self._is_drawing_delayed):
-            has_changed = self._charts is None or self._charts.step != status.step
+            has_changed = self._drawn is None or self._drawn.step != status.step
             self._throttle.trigger(is_pressing=not is_running and has_changed)  # a pause lets a picture cost nothing
 
     def _refresh_text(self) -> None:
-        """Show the present numbers, with the last charts if there are some. Runs on a view's thread."""
+        """Show the present step, with the last picture if there is one. Runs on a view's thread."""
         with self._lock:
             if not self._run.status.state.has_ended:
-                self._update_text()
+                self._update(self._list_refreshed_views(), _make_meanwhile_output(self._run, self._drawn))
 
-    def _update_text(self) -> None:
-        """Replace the words, and keep the last charts if there are some. The caller holds the lock."""
-        views = [view for view in self._views if view.shows_pictures_meanwhile]
-        self._update(views, _make_meanwhile_output(self._run, self._charts))
+    def _list_refreshed_views(self) -> list[PlacedView]:
+        return [view for view in self._views if view.shows_pictures_meanwhile]
 
     def _draw_picture(self) -> None:
-        """Refresh charts and words during the run. Runs on a view's thread."""
-        if any(view.shows_pictures_meanwhile for view in self._views):
+        """Refresh the picture during the run. Runs on a view's thread."""
+        if self._list_refreshed_views():
             self._is_drawing_delayed = False  # also after a pause: no text replaces the picture
             started_at = time.thread_time()
-            self._charts = _draw_charts(self._run)
+            self._drawn = _draw_page(self._run)
             drawing_s = time.thread_time() - started_at
             self._throttle.interval = choose_interval_s(drawing_s, time.monotonic() - self._created_at)
             self._refresh_text()
 
     def _draw_final_picture(self) -> None:
-        """Show the text of the end, and then draw its picture, which takes long. Runs on a view's thread."""
+        """Show the words of the end, then its picture in HTML, and then with a PNG. Runs on a thread of its own."""
         if self.final_event.is_set() or not self._run.status.state.has_ended:
             return
-        with self._lock:
-            self._update_text()  # the notebook may be saved before the picture is there
-        output = _make_static_or_text_output(self._run)
+        self._show_meanwhile(_make_ending_output(self._run))  # the notebook may be saved before the picture is there
+        output = _make_static_or_text_output(self._run, self._show_page_of_end)
         with self._lock:
             self._update(self._views, output)
         self.final_event.set()
+
+    def _show_page_of_end(self, page: str) -> None:
+        self._show_meanwhile(({"text/html": page, "text/plain": run_text.format_run(self._run)}, {}))
+
+    def _show_meanwhile(self, output: Output) -> None:
+        """Replace the pictures, but not the views that only the last one replaces."""
+        with self._lock:
+            self._update(self._list_refreshed_views(), output)
 
     def _update(self, views: list[PlacedView], output: Output) -> None:
         for view in views:

@@ -22,7 +22,9 @@ from dtkit.dashboard.summary.notices import WELL_KINDS
 from dtkit.types import State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from matplotlib.figure import Figure
 
     from dtkit.dashboard.run_view import RunView
     from dtkit.dashboard.summary.metrics import Tile
@@ -45,26 +47,46 @@ class KeptPicture(NamedTuple):
     width: int
 
 
-def draw_kept_picture(run: RunView) -> KeptPicture:
-    """Draw what a saved notebook keeps of a run that has ended."""
-    charts = _draw_charts(run)
+class KeptPage(NamedTuple):
+    """A run in HTML, and the step of its words and charts."""
+
+    step: int
+    page: str
+
+
+def draw_kept_picture(run: RunView, show_page: Callable[[str], None] | None = None) -> KeptPicture:
+    """Draw what a saved notebook keeps of a run that has ended.
+
+    `show_page` gets the page as soon as it is drawn: the PNG takes a third of the time, and few front ends need it.
+    """
+    charts = _draw_cards(draw_run_charts(run))
+    page = format_page(run, _format_charts(charts))
+    if show_page is not None:
+        show_page(page)
     joined = _join_cards([draw_card(draw_text(run)), *(chart for chart, _ in charts)])
-    return KeptPicture(format_page(run, _format_charts(charts)), encode_small_png(joined), joined.width)
+    return KeptPicture(page, encode_small_png(joined), joined.width)
 
 
-def draw_cards(run: RunView) -> str:
-    """Draw the charts of a run as cards in HTML, for `format_page`; this takes seconds on a busy machine."""
-    return _format_charts(_draw_charts(run))
+def draw_page(run: RunView) -> KeptPage:
+    """Draw a run that goes on; this takes seconds on a busy machine. Words and charts are of one moment."""
+    figures = draw_run_charts(run)
+    step = run.status.step
+    head, end = list(_iterate_head(run)), list(_iterate_end(run))  # before the cards, which take longer
+    return KeptPage(step, _join_page(head, _format_charts(_draw_cards(figures)), end))
 
 
 def format_page(run: RunView, cards: str) -> str:
     """Return a run in HTML: the present words, which take some milliseconds, around cards with its charts."""
-    return f'<div style="line-height: 1.45">{"".join([*_iterate_head(run), cards, *_iterate_end(run)])}</div>'
+    return _join_page(_iterate_head(run), cards, _iterate_end(run))
 
 
-def _draw_charts(run: RunView) -> list[tuple[Image.Image, int]]:
-    """Return the charts of a run, each with its width in CSS pixels."""
-    return [(draw_card(figure), get_css_width(figure)) for figure in draw_run_charts(run)]
+def _join_page(head: Iterable[str], cards: str, end: Iterable[str]) -> str:
+    return f'<div style="line-height: 1.45">{"".join([*head, cards, *end])}</div>'
+
+
+def _draw_cards(figures: Iterable[Figure]) -> list[tuple[Image.Image, int]]:
+    """Return the figures as cards, each with its width in CSS pixels."""
+    return [(draw_card(figure), get_css_width(figure)) for figure in figures]
 
 
 def _format_charts(charts: Sequence[tuple[Image.Image, int]]) -> str:

@@ -8,6 +8,7 @@ training. A trigger during an update schedules another one, so the last state is
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -28,7 +29,12 @@ VIEW_NICENESS = 5
 
 def start_timer(delay: float, callback: Callable[[], None]) -> None:
     """Call `callback` after `delay` seconds on a daemon thread of low priority."""
-    timer = threading.Timer(delay, _call_at_low_priority, [callback])
+    start_prompt_timer(delay, functools.partial(_call_at_low_priority, callback))
+
+
+def start_prompt_timer(delay: float, callback: Callable[[], None]) -> None:
+    """Call `callback` after `delay` seconds on a daemon thread with the priority of the caller's."""
+    timer = threading.Timer(delay, callback)
     timer.name = "dtkit-view"
     timer.daemon = True
     timer.start()

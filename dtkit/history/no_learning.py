@@ -86,6 +86,23 @@ class NoLearning:
         return f"loss {now}, that of the {self._first_steps} {start}"
 
     @property
+    def advice(self) -> str:
+        """The finding and the remedy, without the numbers that change with each step."""
+        return f"the model has learned nothing so far: {self._remedy}"
+
+    @property
+    def arithmetic(self) -> tuple[str, ...]:
+        """The losses behind the finding."""
+        now, start, peak = map(formatting.format_loss, (self.now, self.start, self.peak))
+        lines = [f"loss of the {self._first_steps}: {start}", f"mean of the last {NUM_PRESENT} steps: {now}"]
+        if self.peak > max(self.now, self.start):
+            lines.append(f"highest loss: {peak}, at step {self.peak_step:,}")
+        if self.num_evaluations:
+            least = formatting.format_loss(self.least_validation)
+            lines.append(f"lowest of the last {self.num_evaluations} validation losses: {least}")
+        return tuple(lines)
+
+    @property
     def text(self) -> str:
         """What happened, with the remedy."""
         now, start, peak = map(formatting.format_loss, (self.now, self.start, self.peak))
@@ -99,12 +116,16 @@ class NoLearning:
         if self.num_evaluations:
             least = formatting.format_loss(self.least_validation)
             text += f". The lowest of the last {self.num_evaluations} validation losses is {least}"
+        return f"{text}. {self._remedy[0].upper()}{self._remedy[1:]}"
+
+    @property
+    def _remedy(self) -> str:
         lr, lower = map(formatting.format_learning_rate, (self.lr, self.lr / 10))
         if self.has_done_harm:
-            return f"{text}. Train again with a lower learning rate than {lr}, such as {lower}"
+            return f"train again with a lower learning rate than {lr}, such as {lower}"
         return (
-            f"{text}. The learning rate ({lr}) may be too low or too high, the labels may not belong to the rows, or "
-            "the model was trained before"
+            f"the learning rate ({lr}) may be too low or too high, the labels may not belong to the rows, or the model "
+            "was trained before"
         )
 
     @property

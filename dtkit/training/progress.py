@@ -31,6 +31,31 @@ if TYPE_CHECKING:
 _RECENT_STEPS = 50  # whose mean time tells how long the rest takes
 
 
+class StepTimeEstimate:
+    """The time of the next steps: that of the last ones, which vary on a busy host, averaged over some seconds."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._known: tuple[tuple[int, int], float, float | None] = (0, 0), -math.inf, None  # rows, time, seconds
+
+    def estimate(self, now: float, elapsed_s: float) -> float | None:
+        """Return seconds; None before the first step. The first steps of a run, which warm up, are soon forgotten.
+
+        Views ask several times between two dispatches.
+        """
+        history = self._history
+        key, (known_key, known_at, known_s) = (history.num_totals, history.num_steps), self._known
+        if key != known_key:
+            recent = history.totals(history.num_steps - _RECENT_STEPS)["step_s"]
+            if not len(recent):
+                return None
+            recent_s, memory_s = float(recent.mean()), min(timeouts.STEP_TIME_MEMORY_S, elapsed_s / 4)
+            weight = math.exp(-(now - known_at) / memory_s) if memory_s > 0 and known_s is not None else 0.0
+            known_s = recent_s if known_s is None else recent_s + weight * (known_s - recent_s)
+            self._known = key, now, known_s
+        return known_s
+
+
 class RunProgress:
     """State, step and error of one run."""
 
@@ -64,7 +89,7 @@ class RunProgress:
         self._accumulated_s = 0.0
         self._running_since: float | None = None
         self._persisted_at = -math.inf
-        self._recent_step_s: tuple[tuple[int, int], float | None] = (0, 0), None  # of as many rows
+        self._step_time = StepTimeEstimate(history)
         self.describe_last_step: Callable[[], tuple[np.ndarray, ReplicaCheckResult | None]] | None = None
         """Returns the timeline of the last step, and the last comparison of replicas."""
         history.read_position = lambda: (self.step, self.elapsed_s)
@@ -134,17 +159,8 @@ class RunProgress:
     def _estimate_remaining_s(self, step: int, steps: int) -> float | None:
         if not step or self.state is not State.RUNNING:
             return None
-        recent_s = self._read_recent_step_s()
-        return None if recent_s is None else (steps - step) * recent_s
-
-    def _read_recent_step_s(self) -> float | None:
-        """Return the mean time of the last steps. Views ask several times between two dispatches."""
-        history = self.history
-        key, known = (history.num_totals, history.num_steps), self._recent_step_s
-        if known[0] != key:
-            recent = history.totals(history.num_steps - _RECENT_STEPS)["step_s"]
-            self._recent_step_s = known = key, float(recent.mean()) if len(recent) else None
-        return known[1]
+        step_s = self._step_time.estimate(time.monotonic(), self.elapsed_s)
+        return None if step_s is None else (steps - step) * step_s
 
     # -- what the driver's parts do to it ---------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.guard import Subscribers
 from dtkit.dashboard.run_view import RunView
+from dtkit.errors import NonFiniteError
 from dtkit.history.history import History
 from dtkit.training.failure_notice import FailureNotice
 
@@ -57,7 +58,8 @@ class ShownRun(RunView):
             return verdict
         steps = formatting.format_count(self.status.step, "step")
         cause = "failed" if self.status.state.has_ended else "paused"
-        return Verdict(cause, f"{name_state(self)} after {steps}: run.exception has the error", 0.0)
+        advice = "; ".join(filter(None, [_find_remedy(self.exception), "run.exception has the error"]))
+        return Verdict(cause, f"{name_state(self)} after {steps}: {advice}", 0.0)
 
     def figure(self) -> Figure:
         """Return a matplotlib Figure of the run, at any time: loss and throughput, per node and together."""
@@ -106,3 +108,9 @@ class ShownRun(RunView):
         from dtkit.dashboard import display
 
         display.show(self)
+
+
+def _find_remedy(error: BaseException) -> str:
+    """Return the first remedy of a step that was not finite, as its message has it; nothing of another error."""
+    lines = str(error).splitlines() if isinstance(error, NonFiniteError) else []
+    return next((line.removeprefix("- ") for line in lines if line.startswith("- ")), "")

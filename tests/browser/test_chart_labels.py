@@ -96,6 +96,22 @@ def test_one_label_for_lines_that_are_equal_has_the_word_of_the_legend(page: Pag
     assert view.root.get_by_test_id("legend").locator("button").all_text_contents()[-1] == "mean"
 
 
+def test_the_mean_loss_is_one_number_in_tile_and_chart(page: Page):
+    """The tile had the mean of 20 steps, and the line's end that of the last one, both as "mean"."""
+    run = FakeSource(ranks=2)
+    run.advance(19, loss=0.25)
+    run.advance(1, loss=1.0)
+    view = StaticView(page, run)
+    label = view.root.get_by_test_id(LOSS).locator(".dtk-labels text", has_text="mean")
+    tile = view.root.get_by_test_id("tiles").locator("> div", has_text="mean loss").locator(".dtk-value")
+    expect(tile).to_have_text("0.287")
+    expect(label).to_have_text("mean 0.287")
+    run.advance(20, loss=0.5)
+    view.send_text()  # the tiles are ahead of the curves
+    expect(tile).to_have_text("0.500")
+    expect(label).to_have_text("mean 0.500")
+
+
 def test_bars_and_timeline_share_a_legend(page: Page):
     run = FakeSource(ranks=2, strips=True)
     run.advance(60)

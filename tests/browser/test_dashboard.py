@@ -569,6 +569,7 @@ def test_an_ended_run_can_not_be_saved_by_a_kernel_that_was_restarted(page: Page
     run.end()
     view = StaticView(page, run, offers=["save"])
     save = view.root.get_by_test_id("save")
+    expect(save).to_have_attribute("title", re.compile("^Save writes a checkpoint"))  # and no report
     save.click()
     expect(save).to_contain_text("Saving")
     page.evaluate("window.cutOff()")

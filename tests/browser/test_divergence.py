@@ -41,6 +41,20 @@ def test_a_diverging_run_says_so_in_its_head(page: Page, width: int):
     expect(scale).to_have_attribute("aria-pressed", "false")
 
 
+def test_a_run_that_completed_after_a_divergence_has_no_tick(page: Page):
+    """A red "✓ completed" contradicted itself."""
+    run = FakeSource(ranks=2)
+    run.advance(6, loss=np.repeat([2.32, 1e3, 1.75e4, 9e3, 2e3, 900.0], 2))
+    run.event("diverged", "the loss grew 400 times")
+    run.advance(294, loss=6.0)
+    view = StaticView(page, run)
+    expect(view.root.locator(".dtk-chip")).to_have_text("▶ running")
+    run.end()
+    view.update()
+    expect(view.root.locator(".dtk-chip")).to_have_text("✕ completed, diverged")
+    expect(view.root).to_have_attribute("data-bad", "true")
+
+
 def test_a_run_that_paused_because_of_nan_says_so_in_its_head(page: Page):
     run = FakeSource(ranks=2)
     run.advance(20)

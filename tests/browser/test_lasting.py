@@ -63,7 +63,7 @@ def test_notebook_saved_during_a_run_shows_a_picture_after_a_restart(lab: Lab):
     lab.restart()
     lab.reload()
     expect(get_pictures(lab)).to_be_visible(timeout=WAIT_MS)
-    expect(lab.page.get_by_text(re.compile("^Step 50 of 400 at .* loads Jupyter widgets"))).to_be_visible()
+    expect(lab.page.get_by_text(re.compile(r"^[A-Z]\w+, step 50 of 400 at .* loads Jupyter widgets"))).to_be_visible()
     check_no_lost_widget(lab)
 
 
@@ -88,7 +88,7 @@ def test_view_stays_alive_after_the_end_and_a_picture_is_saved(lab: Lab):
     lab.wait_idle()
     lab.select(1)
     expect(view).to_have_attribute("data-state", "stopped", timeout=WAIT_MS)
-    lab.wait_text(1, "image/png", timeout=60)
+    lab.wait_text(1, '"image/png":', timeout=60)  # beside the page, which has pictures, too
     saved = lab.save()
     assert "image/png" in saved.cells[1].outputs[-1].data
     view.get_by_test_id("waffle").get_by_role("option").nth(6).click()
@@ -112,6 +112,6 @@ def test_front_end_without_the_widget_shows_the_refreshed_picture(lab: Lab):
     lab.page.route("**/extensions/anywidget/**", lambda route: route.abort())
     run_cells(lab)
     expect(get_pictures(lab)).to_be_visible(timeout=WAIT_MS)
-    expect(lab.page.get_by_text(re.compile("^Step 50 of 400 at .* refreshed now and then"))).to_be_visible()
+    expect(lab.page.get_by_text(re.compile(r"^[A-Z]\w+, step 50 of 400 at .* refreshed now and then"))).to_be_visible()
     assert lab.page.get_by_test_id("dtkit-dashboard").count() == 0
     check_no_lost_widget(lab)

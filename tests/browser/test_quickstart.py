@@ -111,7 +111,7 @@ def test_quickstart_run_can_be_watched_paused_resumed_and_stopped(lab: Lab, tmp_
 
     # The view stays, and below it is a picture, which a saved notebook shows without a kernel.
     expect(dashboard).to_have_attribute("data-state", "stopped", timeout=1000 * TRAINING_S)
-    lab.wait_text(cell, "image/png", timeout=TRAINING_S)
+    lab.wait_text(cell, '"image/png":', timeout=TRAINING_S)
     lab.wait_idle()
     _place, picture = [output for output in lab.outputs(cell) if "data" in output]
     assert set(picture["data"]) == {"text/html", "image/png", "text/plain"}

@@ -16,7 +16,7 @@ from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
 from dtkit.dashboard.summary.stall import STUCK_GLYPH, find_stall, format_position
 from dtkit.dashboard.summary.timing import format_nodes
 from dtkit.errors import NonFiniteError
-from dtkit.history.divergence import find_divergence
+from dtkit.history.divergence import find_divergence, find_past_divergence
 from dtkit.types import State
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def name_state(run: RunView) -> str:
     """Return the word for a run's state: "ready" if it is paused since it was made, "diverged" if it ended so.
 
     A run that an error paused has it: "paused, not finite" or "paused, error", as in the dashboard. Once such a
-    run is stopped, it is "stopped, not finite".
+    run is stopped, it is "stopped, not finite". "completed, diverged" had diverged, and is not back at its best.
     """
     status, error = run.status, run.exception
     if status.state is State.PAUSED and error is not None:
@@ -64,7 +64,10 @@ def name_state(run: RunView) -> str:
     has_ended_well = status.state in (State.COMPLETED, State.STOPPED)
     if has_ended_well and isinstance(error, NonFiniteError):
         return f"{status.state.value}, not finite"  # as before it was stopped or replaced
-    return "diverged" if has_ended_well and find_divergence(run.history) is not None else status.state.value
+    if has_ended_well and find_divergence(run.history) is not None:
+        return "diverged"
+    had_diverged = has_ended_well and find_past_divergence(run.history) is not None
+    return f"{status.state.value}, diverged" if had_diverged else status.state.value
 
 
 def read_state(run: object) -> str:

@@ -10,9 +10,10 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.activity import find_activity
-from dtkit.dashboard.summary.best_values import find_best_value
+from dtkit.dashboard.summary.best_values import find_best_value, has_direction
 from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.ended_engines import find_ended_engines
+from dtkit.dashboard.summary.last_scalar import read_last_scalar
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.stall import find_stall, format_place
 from dtkit.dashboard.summary.timing import (
@@ -189,9 +190,21 @@ def _build_metric_tiles(run: RunView) -> Iterator[Tile]:
     names = [name for name in last.values if name != "loss"] if last is not None else []
     for name in names[:_MAX_METRIC_TILES]:
         assert last is not None
-        label, value = formatting.sanitize_text(name, 24), formatting.format_loss(last.values[name])
-        best = formatting.format_loss(find_best_value(run.history, name))
-        yield Tile(label, value, "validation, best so far" if best == value else f"validation, best {best}")
+        yield build_metric_tile(run.history, name, last.values[name])
+
+
+def build_metric_tile(history: History, name: str, validation: float | None) -> Tile:
+    """Return the tile of a metric's last `validation`. That of one which is also logged shows the training's value.
+
+    It has the best validation where the name says what is better.
+    """
+    value, trained = formatting.format_loss(validation), read_last_scalar(history, name)
+    notes = ["validation" if trained is None else f"validation {value}"]
+    if has_direction(name):
+        best = formatting.format_loss(find_best_value(history, name))
+        notes.append("best so far" if best == value else f"best {best}")
+    shown = value if trained is None else formatting.format_loss(trained)
+    return Tile(formatting.sanitize_text(name, 24), shown, ", ".join(notes))
 
 
 def _describe_rate(metrics: RunMetrics) -> str:

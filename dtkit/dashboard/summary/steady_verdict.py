@@ -31,6 +31,7 @@ FAR_LARGER = 0.15
 """Difference of the savings from which bars show another cause than the line."""
 
 _IN_TURN = ("straggler", "waiting")  # both say that nodes wait for each other, as the bars do; a test of chance decides
+_LEARNING = frozenset({"diverged", "learned nothing"})
 _SECONDS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -54,11 +55,11 @@ class SteadyVerdict:
     def update(self, found: Verdict | None, now: float, *, is_final: bool = False) -> Verdict | None:
         """Return the verdict to show after `found` was found; `is_final` while the run is at rest.
 
-        None, a first verdict, and one on a diverged loss show at once. So do other numbers in the same line, and
+        None, a first verdict, and one on what the model learns show at once. So do other numbers in the same line, and
         a cause that is beyond doubt, which the tiles and bars beside it show too.
         """
         before, self._is_final = self.shown, is_final
-        if found is None or before is None or is_final or "diverged" in (found.cause, before.cause):
+        if found is None or before is None or is_final or not _LEARNING.isdisjoint((found.cause, before.cause)):
             return self._show(found)
         if _is_same(found, before):
             self._other_cause = None

@@ -26,6 +26,7 @@ from dtkit.dashboard.summary.timing import compute_step_timing, count_steps_sinc
 from dtkit.dashboard.summary.whole_model import advise_whole_model, name_remedy
 from dtkit.history.between_steps import read_time_between
 from dtkit.history.divergence import find_divergence, find_past_divergence
+from dtkit.history.no_learning import find_no_learning
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,9 +68,9 @@ class Verdict:
     """A run's bottleneck and its remedy, in one line. `explain()` returns the numbers behind it."""
 
     cause: str
-    """One of "failed", "paused", "diverged", "data", "straggler", "communication", "overhead", "bubble", "cut",
-    "cores", "waiting", "one process", "validation", "callbacks", "checkpoints", "snapshots", "dispatches", "computing"
-    and "unknown".
+    """One of "failed", "paused", "diverged", "learned nothing", "data", "straggler", "communication", "overhead",
+    "bubble", "cut", "cores", "waiting", "one process", "validation", "callbacks", "checkpoints", "snapshots",
+    "dispatches", "computing" and "unknown".
     """
     text: str
     gain: float
@@ -100,11 +101,15 @@ def find_verdict(
     """Return the verdict on the last steps of a history. `measured` times of one process replace an estimate.
 
     With `nodes`, engines that take the cores from each other are told from other processes.
-    Once a run `has_ended`, a loss that had diverged and is not back at its best comes before its speed.
+    Once a run `has_ended`, a loss that had diverged and is not back at its best comes before its speed. So does, at any
+    time, a model that has learned nothing.
     """
     divergence = find_divergence(history) or (find_past_divergence(history) if has_ended else None)
     if divergence is not None:  # how fast a training is matters only while it converges
         return Verdict("diverged", divergence.advice, 0.0, divergence.arithmetic)
+    no_learning = find_no_learning(history)
+    if no_learning is not None:
+        return Verdict("learned nothing", no_learning.advice, 0.0, no_learning.arithmetic)
     if history.num_steps <= MIN_STEPS:
         return _refuse_few_steps(history.num_steps, "so far")
     repaired = count_steps_since_repair(history)

@@ -204,7 +204,7 @@ def _format_node_lines(run: RunView, metrics: RunMetrics) -> list[str]:
 
 _UNPRINTED_EVENTS = frozenset({"start", "done", "stop", "evaluation"})
 """Events whose text progress has in its own lines."""
-_CAUSES_OF_ENDS = ("failed", "paused", "diverged")
+_CAUSES_OF_ENDS = ("failed", "paused", "diverged", "learned nothing")
 """Causes of verdicts that are about more than time."""
 
 

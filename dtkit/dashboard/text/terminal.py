@@ -25,6 +25,8 @@ _STATE_STYLES = {
     "completed": "bold cyan",
     "failed": "bold red",
     "diverged": "bold red",
+    "completed, diverged": "bold red",
+    "stopped, diverged": "bold red",
     "stopped, not finite": "bold red",
 }
 _GLYPH_STYLES = {

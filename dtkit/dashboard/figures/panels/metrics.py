@@ -1,4 +1,4 @@
-"""A panel for each validation metric besides the loss."""
+"""A panel for each validation metric besides the loss, and those that the panel of a logged number has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.event_marks import mark_events
-from dtkit.dashboard.summary.series_names import name_metric
+from dtkit.dashboard.figures.panels import scalars
+from dtkit.dashboard.figures.validation_points import list_validation_points
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,13 +27,14 @@ _MAX_MARKERS = 20  # more markers would hide the line
 def make_panels(history: History) -> list[Callable[[Axes, History], None]]:
     """Return the panels, in the order in which the metrics were given."""
     names = dict.fromkeys(name for evaluation in history.evaluations for name in evaluation.values if name != "loss")
-    with_numbers = [name for name in names if _list_points(history, name)]
+    logged = scalars.list_names(history)
+    with_numbers = [name for name in names if name not in logged and list_validation_points(history, name)]
     return [functools.partial(draw, name=name) for name in with_numbers[:_MAX_PANELS]]
 
 
 def draw(ax: Axes, history: History, *, name: str) -> None:
     """Draw the values of one metric."""
-    points = _list_points(history, name)
+    points = list_validation_points(history, name)
     steps, values = (np.array(column, dtype=float) for column in zip(*points, strict=True))
     marker_step = -(-len(points) // _MAX_MARKERS)
     ax.plot(
@@ -43,10 +45,5 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     style.format_step_axis(ax)
     style.show_all_steps(ax, history)
     last, low, high = (formatting.format_loss(float(value)) for value in (values[-1], values.min(), values.max()))
-    style.set_title(ax, name_metric(history, name), f"last {last}, from {low} to {high}")
+    style.set_title(ax, formatting.sanitize_text(name, 40), f"last {last}, from {low} to {high}")
     mark_events(ax, history.events)
-
-
-def _list_points(history: History, name: str) -> list[tuple[int, float]]:
-    points = [(e.step, e.values[name]) for e in history.evaluations if name in e.values]
-    return [(step, float(value)) for step, value in points if value is not None and np.isfinite(value)]

@@ -1,4 +1,4 @@
-"""A panel for each number that the user logged in a training: each node's line, and the mean over all."""
+"""A panel for each number that the user logged in a training: each node's line, the mean over all, and validations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.event_marks import mark_events
+from dtkit.dashboard.figures.validation_points import draw_validation
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
 from dtkit.dashboard.summary.series_names import is_system_name, split_unit
 from dtkit.dashboard.summary.value_scale import spans_orders_of
@@ -28,8 +29,12 @@ _ROOM = 1.08  # above the largest value
 
 def make_panels(history: History) -> list[Callable[[Axes, History], None]]:
     """Return the panels, in the order in which the names were first logged."""
-    with_numbers = [name for name in history.scalar_names if has_numbers(history, name)]
-    return [functools.partial(draw, name=name) for name in with_numbers[:_MAX_PANELS]]
+    return [functools.partial(draw, name=name) for name in list_names(history)]
+
+
+def list_names(history: History) -> list[str]:
+    """Return the names that have a panel."""
+    return [name for name in history.scalar_names if has_numbers(history, name)][:_MAX_PANELS]
 
 
 def has_numbers(history: History, name: str) -> bool:
@@ -57,6 +62,7 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
         *_thin_out(steps, values), color=style.TEXT_COLOR, label="mean" if len(ranks) > 1 else "_",
         gid=f"scalar {name}", **style.MEAN_LINE,
     )  # fmt: skip
+    validation = draw_validation(ax, history, name)
     style.show_all_steps(ax, history)
     if is_system_name(name):
         ax.set_ylim(0, _ROOM * float(ax.dataLim.ymax) or 1.0)  # a line along the upper end would be cut
@@ -68,7 +74,8 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     known = values[np.isfinite(values)]
     last, low, high = (formatting.format_loss(float(value)) for value in (known[-1], known.min(), known.max()))
     title, unit = split_unit(name)
-    style.set_title(ax, f"{title} ({unit})" if unit else title, f"last {last}, from {low} to {high}")
+    further = f"◇ validation {formatting.format_loss(validation[-1])}" if len(validation) else f"from {low} to {high}"
+    style.set_title(ax, f"{title} ({unit})" if unit else title, f"last {last}, {further}")
     mark_events(ax, history.events)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.text_table import LEFT, RIGHT, prepare_axes, write
-from dtkit.dashboard.summary.metrics import Tile, build_tiles, compute_run_metrics
+from dtkit.dashboard.summary.metrics import Tile, build_metric_tile, build_tiles, compute_run_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,6 +54,8 @@ def _build_metric_tiles(run: RunView) -> Iterator[Tile]:
     names = dict.fromkeys(name for evaluation in evaluations for name in evaluation.values if name != "loss")
     for name in list(names)[:_MAX_METRICS]:
         values = [value for e in evaluations if (value := e.values.get(name)) is not None and np.isfinite(value)]
-        if values:
+        if values and name in run.history.scalar_names:
+            yield build_metric_tile(run.history, name, values[-1])
+        elif values:
             low, high = formatting.format_loss(min(values)), formatting.format_loss(max(values))
             yield Tile(formatting.sanitize_text(name, 24), formatting.format_loss(values[-1]), f"from {low} to {high}")

@@ -86,9 +86,10 @@ export function chart(store, name, options, redraw) {
   const rewrite = () => { // what is cheap, while the lines wait for their turn
     if (el.hidden || !view.frame) return;
     writeCaption();
-    const labels = layers.labels.querySelectorAll("text");
+    const labels = [...layers.labels.querySelectorAll("text")];
+    const own = view.layout.nodes ? labels.find(({ textContent }) => textContent.startsWith("mean")) : labels.length === 1 ? labels[0] : null;
     const isNewer = (options.newest?.() ?? null) !== null && !store.view.zoom; // a zoomed line ends earlier
-    if (isNewer && !view.layout.nodes && labels.length === 1) setText(labels[0], options.overall(store.head, NaN));
+    if (isNewer && own) setText(own, options.overall(store.head, NaN));
   };
   const update = () => {
     view.layout = options.layout?.(store) ?? store.head.charts[name];

@@ -191,6 +191,17 @@ export function lastEvaluated({ curves, status }) {
   return LIVE.includes(status?.state) ? curves.origin + curves.used * curves.width : Infinity;
 }
 
+/** Return the validations of a number {step, value} that charts may show. */
+export function evaluatedPoints(store, name) {
+  const last = lastEvaluated(store);
+  return store.evaluations.filter(({ step, values }) => step <= last && Number.isFinite(values[name] ?? NaN)).map(({ step, values }) => ({ step, value: values[name] }));
+}
+
+/** Return whether the user also logs a number of this name in the training. A chart then has both. */
+export function isLogged({ series }, name) {
+  return series.has(name) && !series.get(name).system;
+}
+
 /** Return the finer curves that the kernel sent for the range in sight; null where it sent none. */
 export function detailInSight({ view: { zoom }, detail, curves }) {
   const covers = zoom && detail && detail.used && detail.width < curves.width && detail.range[0] <= zoom[0] && detail.range[1] >= zoom[1];

@@ -7,7 +7,7 @@ import { zoomTo } from "./chart/pointer.js";
 import { h, setAttr, setText } from "./elements.js";
 import { nodeName } from "./picking.js";
 import { panelsMenu } from "./panels_menu.js";
-import { countLog, isLogAuto, isLogShown, LIVE, wholeSteps } from "./store.js";
+import { LIVE, countLog, evaluatedPoints, isLogAuto, isLogShown, wholeSteps } from "./store.js";
 import { hasZoomed, ZOOM_HINT } from "./zoom_hint.js";
 
 const SCALE_HELP = "logarithmic scale of losses, norms and logged numbers; a chart chooses it by itself where its smallest values would touch 0 on a linear one";
@@ -145,7 +145,7 @@ function legendEntries(store) {
   for (let line = 0; line < layout.nodes; line++) nodes.push({ key: layout.banded ? "band" : `n${line}`, label: layout.banded ? "all nodes" : nodeName(store, line), hue: layout.banded ? "crowd" : `n${line % 8}` });
   if (store.spot?.ranks.length && layout.banded) nodes.push({ key: "spots", label: "outliers", hue: "s0" });
   if (layout.nodes > 1 || layout.banded) nodes.push({ key: "all", label: "mean", hue: "all" });
-  if (store.evaluations.some((e) => Number.isFinite(e.values.loss ?? NaN))) nodes.push({ key: "valid", label: "◇ validation", hue: "" });
+  if (["loss", ...store.series.keys()].some((name) => evaluatedPoints(store, name).length)) nodes.push({ key: "valid", label: "◇ validation", hue: "" });
   return nodes.length > 1 ? nodes : [];
 }
 

@@ -14,6 +14,10 @@ const BUTTONS = [
 ];
 const REALLY_STOP = "Sure?"; // short, so that the button keeps its width
 const STOP_HELP = "Stop ends the run; run.extend() can continue it later.";
+const BUTTON_HELP = {
+  stop: STOP_HELP,
+  save: "Save writes a checkpoint of the training, in checkpoint_dir= or in a folder of the run's own in \"checkpoints\". cluster.train(resume_from=...) goes on from it.",
+}; // by command
 const LOWER = 10; // how many times lower the rate is that a diverged run is offered
 const SURE_MS = 5000;
 const SURE_FACTOR = 100; // of a rate, from which the box asks, since it may be mistyped; as in rate_jump.py
@@ -59,7 +63,7 @@ export function controls(store, send, redraw) {
     for (const b of buttons) {
       const asked = store.asked.has(b.command === "lower" ? "lr" : b.command);
       setText(b.text, asked && !store.lost && !store.gone ? b.asking : label(b));
-      setAttr(b.el, "title", store.gone ? "the kernel that had the run was restarted" : b.command === "stop" ? STOP_HELP : "");
+      setAttr(b.el, "title", store.gone ? "the kernel that had the run was restarted" : BUTTON_HELP[b.command] ?? "");
       const isOffered = !b.offered || store.head.offers.includes(b.command);
       b.el.hidden = !isOffered || (hasEnded(store) && !b.when.includes(status.state)); // an ended run takes few commands
       if (b.command === "lower") b.el.hidden = primary !== "lower";

@@ -8,12 +8,13 @@ export const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", comp
 
 /** Return the state in words. A run whose loss diverged says so, and the notice has the numbers; at its end that is its state, as name_state of summary/activity.py has it. */
 function describeState(store) {
-  const { status: { state, diverged, stepping } } = store;
+  const { status: { state, diverged, had_diverged: hadDiverged, stepping } } = store;
   if (store.lost) return "✕ kernel gone";
   if (isReady(store)) return "ready";
   if (store.error?.startsWith("NonFiniteError") && !["pending", "running"].includes(state)) return `✕ ${state}, not finite`;
   if (store.error && state === "paused") return "✕ paused, error";
   if (stepping && !diverged) return "▸| stepping"; // it pauses by itself
+  if (hadDiverged && state !== "failed") return `✕ ${state}, diverged`;
   if (!diverged || state === "failed") return `${STATE_GLYPH[state] ?? ""} ${state}`;
   return LIVE.includes(state) ? `↗ ${state}, diverged` : "✕ diverged";
 }

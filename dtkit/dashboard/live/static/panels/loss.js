@@ -2,7 +2,7 @@
 
 import { chart } from "../chart.js";
 import { number } from "../numbers.js";
-import { lastEvaluated } from "../store.js";
+import { evaluatedPoints } from "../store.js";
 
 export function lossChart(store, _send, redraw) {
   return chart(store, "loss", {
@@ -11,15 +11,19 @@ export function lossChart(store, _send, redraw) {
     canLog: true,
     pointName: "◇ validation",
     note: (_head, layout) => (layout.banded ? "mean, and the band from lowest to highest node" : layout.nodes > 1 ? "per node and mean" : ""),
-    overall: (_head, last) => nameMean(last),
-    points: (st) => st.evaluations.filter((e) => e.step <= lastEvaluated(st) && Number.isFinite(e.values.loss ?? NaN)).map((e) => ({ step: e.step, value: e.values.loss })),
+    newest: () => meanTile(store),
+    overall: (_head, last) => nameMean(store.view.zoom || store.view.smooth ? number(last) : meanTile(store) ?? number(last)),
+    points: (st) => evaluatedPoints(st, "loss"),
   }, redraw);
 }
 
 const MOST_DIGITS = 7; // next to its name
 
-/** Return the mean's name with its last value, or its name alone where both have no room at a line's end. */
-function nameMean(last) {
-  const text = number(last);
-  return Number.isFinite(last) && text.length <= MOST_DIGITS ? `mean ${text}` : "mean";
+/** Return the mean loss that the tiles have, so that both places show one number; null where there are no tiles. */
+function meanTile({ tiles }) {
+  return tiles.find(({ label }) => label === "mean loss")?.value ?? null;
+}
+/** Return the mean's name with its value, or its name alone where both have no room at a line's end. */
+function nameMean(text) {
+  return Number.isFinite(parseFloat(text)) && text.length <= MOST_DIGITS ? `mean ${text}` : "mean";
 }

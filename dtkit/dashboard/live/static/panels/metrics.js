@@ -1,10 +1,11 @@
-// A chart of each validation metric besides the loss; the figure has panels/metrics.py.
+// A chart of each validation metric besides the loss. That of a number which the user also logs is in scalars.js. The figure has
+// panels/metrics.py.
 
 import { chart } from "../chart.js";
 import { pointGrain } from "../chart/grain.js";
 import { h } from "../elements.js";
 import { number } from "../numbers.js";
-import { lastEvaluated } from "../store.js";
+import { isLogged, lastEvaluated } from "../store.js";
 
 const MOST_METRICS = 6, ONE_LINE = { name: "metric", first: 0, nodes: 0, banded: false };
 
@@ -16,12 +17,15 @@ export function metrics(store, _send, redraw) {
     return points;
   };
   const update = () => {
+    for (const name of [...shown.keys()].filter((one) => isLogged(store, one))) {
+      shown.get(name).el.remove();
+      shown.delete(name);
+      redraw(); // the menu of panels, which is above
+    }
     for (const name of readPoints().keys()) {
-      const earlier = shown.get(name), title = metricTitle(store, name);
-      if (earlier?.title === title) continue;
-      shown.set(name, metricChart(store, name, title, { all: () => readPoints().get(name) ?? [], further: () => collectMetrics(store.newest.evaluations).get(name) ?? [] }, redraw));
-      if (earlier) earlier.el.replaceWith(shown.get(name).el);
-      else el.append(shown.get(name).el);
+      if (shown.has(name) || isLogged(store, name)) continue;
+      shown.set(name, metricChart(store, name, { all: () => readPoints().get(name) ?? [], further: () => collectMetrics(store.newest.evaluations).get(name) ?? [] }, redraw));
+      el.append(shown.get(name).el);
       store.sight.watch(shown.get(name).el);
       redraw(); // the menu of panels, which is above
     }
@@ -44,26 +48,21 @@ function collectMetrics(evaluations) {
   return found;
 }
 
-/** Return the title of a metric, which a number that the user logs may have too: series_names.py does the same. */
-function metricTitle(store, name) {
-  return store.series.has(name) ? `${name} (validation)` : name;
-}
-
 function upTo(last, points) {
   return (points.at(-1)?.step ?? 0) <= last ? points : points.filter((point) => point.step <= last);
 }
 
 /** Return a chart of points() in sight. Its title and label are those of the tiles, which are ahead of the curves. */
-function metricChart(store, name, title, { all, further }, redraw) {
+function metricChart(store, name, { all, further }, redraw) {
   const points = () => upTo(lastEvaluated(store), all()), known = () => [...all(), ...further()], newest = () => known().at(-1)?.value;
   const note = () => {
-    const { zoom } = store.view, [first, end] = zoom ?? [-Infinity, Infinity], prefix = title === name ? "validation, " : "";
+    const { zoom } = store.view, [first, end] = zoom ?? [-Infinity, Infinity];
     const values = known().filter(({ step }) => step >= first && step <= end).map((point) => point.value);
-    if (!values.length) return `${prefix}none in sight`;
-    return `${prefix}${zoom ? "" : `last ${number(values.at(-1))}, `}from ${number(Math.min(...values))} to ${number(Math.max(...values))}`;
+    if (!values.length) return "validation, none in sight";
+    return `validation, ${zoom ? "" : `last ${number(values.at(-1))}, `}from ${number(Math.min(...values))} to ${number(Math.max(...values))}`;
   };
   return chart(store, "metric", {
-    title,
+    title: name,
     testid: "metric-chart",
     height: 130,
     exact: true, // a smoothed line would end far from the last value, which the tile shows

@@ -1,9 +1,10 @@
-// A chart of each number that the user logs in a training, by node and as a mean; the figure has panels/scalars.py.
+// A chart of each number that the user logs in a training, by node and as a mean, with its validations; the figure has panels/scalars.py.
 
 import { chart } from "../chart.js";
 import { seriesGrain } from "../chart/grain.js";
 import { h } from "../elements.js";
 import { number } from "../numbers.js";
+import { evaluatedPoints } from "../store.js";
 
 const CORE_WAIT = "system/waiting for a core (%)", LONG_WAIT = 10, NARROW_PLOT = 320; // percent, as MIN_GAIN in summary/verdict.py; pixels
 
@@ -35,7 +36,9 @@ function seriesChart(store, name, { height, testid }, redraw) {
     title, unit, testid, height,
     fromZero: system, exact: system, joined: true, canLog: system ? false : "positive",
     isFlat: () => system && (of().points < 2 || (name === CORE_WAIT && isShort(of()))), // the first seconds have one sample
-    note: (_head, _layout, view) => note({ ...of(), last: last() }, view.frame?.width < NARROW_PLOT, store.view.zoom !== null),
+    points: (st) => (system ? [] : evaluatedPoints(st, name)),
+    pointName: "◇ validation",
+    note: (_head, _layout, view) => note({ ...of(), last: last() }, system ? NaN : lastValidation(store, name), view.frame?.width < NARROW_PLOT, store.view.zoom !== null),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => seriesGrain(of()),
     newest: last,
@@ -47,11 +50,17 @@ function isShort({ points, lines, values }) {
   for (let at = 0; at < points; at++) for (let line = 1; line <= lines; line++) if (values[at * (lines + 1) + line] >= LONG_WAIT) return false;
   return true;
 }
-/** Say what the last value over all nodes is, in short where the panel is narrow. A point is a mean of several steps. */
-function note({ points, lines, last: exact }, isNarrow, isZoomed) {
+/** Return the last validation of a number, which the tiles have; NaN without one. */
+function lastValidation({ evaluations, newest }, name) {
+  return [...evaluations, ...newest.evaluations].findLast(({ values }) => Number.isFinite(values[name] ?? NaN))?.values[name] ?? NaN;
+}
+
+/** Say what the last values over all nodes are, in short where the panel is narrow. A point is a mean of several steps. */
+function note({ points, lines, last: exact }, validation, isNarrow, isZoomed) {
   if (!points) return ""; // all were undone
   if (isZoomed) return lines < 2 ? "" : "mean of the nodes"; // the last value may be out of sight
   const last = number(exact ?? NaN);
+  if (Number.isFinite(validation)) return `last ${last}, ◇ validation ${number(validation)}`;
   if (lines < 2) return `last ${last}`;
   return isNarrow ? `last ${last}` : `last ${last}, mean of the nodes`;
 }

@@ -4,7 +4,7 @@ import { h, setAttr, setText } from "../elements.js";
 
 const HELP = {
   throughput: "Samples per second of all nodes together. \"overall\" counts the time between steps, too.",
-  "mean loss": "Mean over the samples of all nodes in the last steps, 20 at most; in the chart, of the last one. Spread: the largest loss of a node in the last step, less the smallest.",
+  "mean loss": "Mean over the samples of all nodes in the last steps, 20 at most, as at the end of the chart's line. Spread: the largest loss of a node in the last step, less the smallest.",
   "mean step time": "From the beginning of a step to its end, with waiting for other nodes.",
   waiting: "Part of all nodes' time in which they wait for a slower node.",
 }; // by label

@@ -70,13 +70,14 @@ def test_a_loss_that_came_back_to_its_start_is_told_in_every_view(tmp_path):
 def test_the_verdict_on_a_run_that_learned_nothing_is_not_about_its_speed(state: State):
     source = make_run()
     source.state = state
-    verdict = find_shown_verdict(source)
+    verdict, found = find_shown_verdict(source), find_no_learning(source.history)
+    assert verdict is not None
+    assert found is not None
     assert verdict.cause == "learned nothing"
     remedy = "train again with a lower learning rate than 2, such as 0.2"
     assert verdict.text == f"the model has learned nothing so far: {remedy}"  # no number changes with each step
-    now = find_no_learning(source.history).now
     assert verdict.arithmetic == (
-        "loss of the first step: 2.32", f"mean of the last 40 steps: {now:.2f}", "highest loss: 19.3, at step 8",
+        "loss of the first step: 2.32", f"mean of the last 40 steps: {found.now:.2f}", "highest loss: 19.3, at step 8",
     )  # fmt: skip
 
 

@@ -83,7 +83,7 @@ def test_the_tables_of_a_report_keep_their_order_in_a_narrow_page_and_on_paper(
 ):
     monkeypatch.setattr(resources, "name_processor", lambda: "a processor")  # a long name may leave no hole
     source = make_source()
-    source.spec = dataclasses.replace(source.spec, settings=tuple((f"setting {k}", "a value") for k in range(15)))
+    source.spec = dataclasses.replace(source.spec, settings=tuple((f"setting {k}", "a value") for k in range(8)))
     write_report(source, tmp_path / "run.html")
     page.set_viewport_size({"width": 700, "height": 800})
     page.goto(f"file://{tmp_path / 'run.html'}")

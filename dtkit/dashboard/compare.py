@@ -215,11 +215,12 @@ def compare(
     histories = [run if isinstance(run, History) else run.history for run in items]
     strategies = ["" if isinstance(run, History) else _shorten(run.spec.strategy) for run in items]
     checked_labels = _make_labels(items) if labels is None else _check_labels(labels, len(items))
-    columns = checked_labels, histories, strategies, items
-    if sort_by is not None:
-        order = order_rows(Comparison(*columns).rows, sort_by)
-        columns = tuple([column[k] for k in order] for column in columns)
-    return Comparison(*columns)
+    comparison = Comparison(checked_labels, histories, strategies, items)
+    if sort_by is None:
+        return comparison
+    order = order_rows(comparison.rows, sort_by)
+    columns: list[list[Any]] = [checked_labels, histories, strategies, items]
+    return Comparison(*([column[k] for k in order] for column in columns))
 
 
 def _read_position(run: object) -> tuple[int, float] | None:

@@ -178,7 +178,9 @@ class ComparisonMessageBuilder:
     ) -> dict[str, np.ndarray]:
         """Return the series by name: loss by time, each validation metric, the throughput, then what runs logged."""
         histories = self._comparison.histories
-        drawn = [end_line(part["step"], *line) for part, *line in zip(totals, losses, exits, strict=True)]
+        drawn = [
+            end_line(part["step"], loss, exit_step) for part, loss, exit_step in zip(totals, losses, exits, strict=True)
+        ]
         series = {"time": make_time_series(drawn, ends)}
         series |= {name: make_metric_series(histories, name) for name in list_metric_names(histories)}
         if "loss" in series:

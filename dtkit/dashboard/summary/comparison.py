@@ -194,7 +194,9 @@ def _find_exit(losses: np.ndarray, cap: float) -> int | None:
 
 def end_line(steps: np.ndarray, values: np.ndarray, last_step: int | None) -> np.ndarray:
     """Return the values of a line that ends with its first one at or after `last_step`: NaN from there on."""
-    reached = np.flatnonzero(np.isfinite(values) & (steps >= last_step)) if last_step is not None else []
+    if last_step is None:
+        return values
+    reached = np.flatnonzero(np.isfinite(values) & (steps >= last_step))
     if not len(reached):
         return values
     return np.where(np.arange(len(values)) <= reached[0], values, np.nan)

@@ -129,7 +129,7 @@ def _describe_change(first: float, value: float) -> str:
     if ratio >= _MANY_TIMES:
         return f"{formatting.format_rate(ratio)} times"
     if 0 < ratio <= 1 / _MANY_TIMES:
-        return f"1/{formatting.format_rate(1 / ratio)}"
+        return f"1/{1 / ratio:,.0f}"
     change = formatting.format_percent(abs(ratio - 1))
     sign = "+" if ratio > 1 else "\N{MINUS SIGN}"
     return "" if change == formatting.format_percent(0) else sign + change

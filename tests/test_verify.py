@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtkit.rpc.verification import MAX_SHOWN_DIFFERENCES
 from dtkit.strategies.incomparable_modules import find_incomparable_modules, summarize_modules
 from dtkit.training.verify import compare_states, find_unexplained, judge_rounding
 from tests.support.verification import verify_changed_state
@@ -33,13 +34,13 @@ def test_a_cell_shows_the_result_of_verify_once():
     _, same_cell, later_cell, with_name = done.stdout.split("---\n")
     assert same_cell.startswith("PASS: 20 steps on 2 ranks")
     assert "Verification(" not in same_cell + with_name
-    assert later_cell.strip() == "Out[3]: Verification(PASS, difference=0, tolerance=1e-12)"
+    assert later_cell.strip() == "Out[3]: Verification(PASS, largest difference 0, tolerance 1e-12)"
 
 
 def test_a_script_prints_a_line_for_a_pass_and_all_of_another_result(capsys: pytest.CaptureFixture[str]):
     passed, failed = verify_changed_state(), verify_changed_state({"w": 0.5})
     passed.show()
-    assert capsys.readouterr().out == "verify: PASS, difference=0, tolerance=1e-12\n"
+    assert capsys.readouterr().out == "verify: PASS, largest difference 0, tolerance 1e-12\n"
     failed.show()
     assert capsys.readouterr().out == f"{failed.text()}\n"
 
@@ -156,7 +157,7 @@ def test_zero_gradients_beyond_their_bound_are_named_in_both_forms():
     gradients = {"w": torch.tensor([1.0, 0, 1], dtype=torch.float64)}
     found = verify_changed_state({"w": [0, 5e-10, 0]}, gradients)
     assert "differs by up to 5e-10, beyond a wider bound of 1e-10" in found.text()
-    assert repr(found) == "Verification(FAIL, difference=5e-10 where the true gradient is 0, bound=1e-10)"
+    assert repr(found) == "Verification(FAIL, largest difference 5e-10 where the true gradient is 0, bound 1e-10)"
 
 
 @pytest.mark.parametrize(("change", "count"), [(None, 0), ({"w": [0, 0.9e-12, 0]}, 1)])
@@ -170,11 +171,27 @@ def test_zero_gradients_within_the_tolerance_of_all_are_not_mentioned(change, co
 def test_the_short_form_of_a_pass_by_float64_says_so():
     in_float32 = verify_changed_state({"b": [0, 2.2e-5]}, dtype=torch.float32)
     found = judge_rounding(in_float32, verify_changed_state({"b": [0, 2**-48]}), "")
-    short = "Verification(PASS in float64: difference=3.6e-15; float32 differs by 2.2e-05, which is rounding)"
+    short = "Verification(PASS in float64: largest difference 3.6e-15; float32 differs by 2.2e-05, which is rounding)"
     assert repr(found) == short
     assert str(found) == found.text()  # the lines that `verify` prints
     assert str(found).startswith("PASS: 20 steps on 2 ranks against one process, float32\n")
-    assert found._repr_html_() == f"<p>{short}</p>"
+
+
+def test_a_notebook_shows_a_verification_with_the_largest_differences_first():
+    found = verify_changed_state({"b": [0, 0.25]})
+    page = found._repr_html_()
+    assert page.startswith("<p><strong>FAIL</strong>: 20 steps on 2 ranks against one process, float64</p><ul>")
+    assert "<summary>differences: at most 0.25, in b</summary>" in page
+    assert list(found.make_differences_table().rows) == [("b", "0.25"), ("w", "0"), ("count", "0")]
+
+
+def test_a_large_model_has_rows_for_its_largest_differences():
+    found = verify_changed_state()
+    found = dataclasses.replace(found, differences={f"layer{k}": float(k) for k in range(100)})
+    table = found.make_differences_table()
+    assert table.rows[0] == ("layer99", "99")
+    assert len(table.rows) == MAX_SHOWN_DIFFERENCES
+    assert f"and {100 - MAX_SHOWN_DIFFERENCES} smaller differences" in found._repr_html_()
 
 
 def test_the_short_form_of_a_verdict_without_a_comparison_has_no_difference():
@@ -265,7 +282,7 @@ def test_a_not_comparable_verdict_blames_no_rounding_and_names_the_worst_paramet
         "  worst: w, 0.2",
         "  1 (BatchNorm1d): why",
     ]
-    assert repr(found) == "Verification(NOT COMPARABLE, difference=0.2, tolerance=1e-12)"
+    assert repr(found) == "Verification(NOT COMPARABLE, largest difference 0.2, tolerance 1e-12)"
 
 
 def test_batch_norm_of_micro_batches_is_told():

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from dtkit.dashboard.summary.timing import PhaseBar
 
 _NBSP = "\u00a0"
-_MAX_DIFFERENCES = 40  # parameters; a large model has hundreds
 _MIN_SHARE = 0.0005  # of a step; a phase that is shorter everywhere has no column
 
 
@@ -105,13 +104,12 @@ def format_verification(run: RunView) -> Iterator[str]:
     result, *lines = (escape(formatting.name_nodes(line.strip())) for line in verification.text().splitlines())
     yield f"<h2>Verification against one process</h2><p><b>{result}</b></p>"
     yield f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>" if lines else ""
-    ordered = sorted(verification.differences.items(), key=lambda item: -item[1])
-    if ordered:
-        shown = [(formatting.sanitize_text(name, 100), f"{value:.3g}") for name, value in ordered[:_MAX_DIFFERENCES]]
-        hidden = f"{len(ordered):,} parameters in all; the {_MAX_DIFFERENCES} largest differences are shown."
-        table = Table(("parameter", "largest difference"), shown, {"parameter"})
-        summary = f"Differences of the parameters: at most {shown[0][1]}, in {shown[0][0]}"
-        yield fold_table(summary, table, [hidden] if len(ordered) > len(shown) else [])
+    if verification.differences:
+        table, num = verification.make_differences_table(), len(verification.differences)
+        name, largest = table.rows[0]
+        hidden = f"{num:,} parameters in all; the {len(table.rows)} largest differences are shown."
+        summary = f"Differences of the parameters: at most {largest}, in {name}"
+        yield fold_table(summary, table, [hidden] if num > len(table.rows) else [])
 
 
 def format_sources(run: RunView) -> Iterator[str]:

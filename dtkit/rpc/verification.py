@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from dtkit._util import formatting
 from dtkit._util.arguments import explain_arguments
 from dtkit._util.attributes import suggest_attributes
-from dtkit._util.notebook import get_shell
+from dtkit._util.notebook import get_shell, in_notebook
+from dtkit._util.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 ZERO_TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
 HALF_PRECISION_TOLERANCE = 1e-2
+MAX_SHOWN_DIFFERENCES = 40
+"""Parameters with a row in the table of differences; a large model has hundreds."""
 
 
 @suggest_attributes("verification")
@@ -156,30 +159,34 @@ class Verification:
         return ZERO_TOLERANCE.get(self.dtype, HALF_PRECISION_TOLERANCE)
 
     def describe_difference(self) -> str:
-        """Return the difference that decided the verdict, with its bound, in words; "" where nothing was compared."""
-        summary = self._summarize().removeprefix(self.verdict).lstrip(", ")
-        return summary.replace("difference=", "largest difference ").replace("=", " ")
-
-    def _summarize(self) -> str:
-        """Return the verdict with the difference that decided it."""
+        """Return the difference that decided the verdict, with its bound; "" where nothing was compared."""
         if math.isnan(self.max_difference):
-            return self.verdict
+            return ""
         if self.verdict == "PASS" and not self.is_within_tolerance:
             return (
-                f"PASS in float64: difference={self.float64_difference:.2g}; {self.dtype} differs by "
+                f"in float64: largest difference {self.float64_difference:.2g}; {self.dtype} differs by "
                 f"{self.largest_difference:.2g}, which is rounding"
             )
         if self.verdict == "FAIL" and self.max_difference <= self.tolerance and not self.is_within_tolerance:
-            return (
-                f"{self.verdict}, difference={self.largest_difference:.3g} where the true gradient is 0, "
-                f"bound={self._zero_gradient_bound:g}"
-            )
-        return f"{self.verdict}, difference={self.compared_difference:.3g}, tolerance={self.tolerance:g}"
+            bound = f"bound {self._zero_gradient_bound:g}"
+            return f"largest difference {self.largest_difference:.3g} where the true gradient is 0, {bound}"
+        return f"largest difference {self.compared_difference:.3g}, tolerance {self.tolerance:g}"
+
+    def _summarize(self) -> str:
+        """Return the verdict with the difference that decided it."""
+        difference = self.describe_difference()
+        separator = " " if difference.startswith("in float64") else ", "
+        return f"{self.verdict}{separator}{difference}" if difference else self.verdict
 
     def show(self) -> None:
-        """Print the report. A script prints a PASS in one line; a cell does not show the report again as its value."""
-        is_script = get_shell() is None
+        """Show the report. A script prints a PASS in one line; a cell does not show the report again as its value."""
         self._printed_in.append(_get_execution_count())
+        if in_notebook():
+            from IPython.display import display
+
+            display({"text/plain": self.text(), "text/html": self._repr_html_()}, raw=True)  # type: ignore[no-untyped-call]
+            return
+        is_script = get_shell() is None
         print(f"verify: {self._summarize()}" if is_script and self.verdict == "PASS" else self.text())  # noqa: T201 - asked for as a report
 
     def _ipython_display_(self) -> None:
@@ -195,7 +202,27 @@ class Verification:
         return f"Verification({self._summarize()})"
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(repr(self))}</p>"
+        result, *lines = (html.escape(line.strip()) for line in self.text().splitlines())
+        verdict, _, rest = result.partition(": ")
+        items = f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>" if lines else ""
+        return f"<p><strong>{verdict}</strong>: {rest}</p>{items}{self._format_differences()}"
+
+    def _format_differences(self) -> str:
+        """Return the table of differences, folded; "" where nothing was compared."""
+        if not self.differences:
+            return ""
+        table, hidden = self.make_differences_table(), ""
+        if (num_hidden := len(self.differences) - len(table.rows)) > 0:
+            hidden = f"<p><small>and {formatting.format_count(num_hidden, 'smaller difference')}</small></p>"
+        name, largest = table.rows[0]
+        summary = f"differences: at most {largest}, in {html.escape(name)}"
+        return f"<details><summary>{summary}</summary>{table.to_html()}{hidden}</details>"
+
+    def make_differences_table(self) -> Table:
+        """Return the parameters and buffers with the largest differences, at most ``MAX_SHOWN_DIFFERENCES``."""
+        ordered = sorted(self.differences.items(), key=lambda item: -item[1])[:MAX_SHOWN_DIFFERENCES]
+        rows = [(formatting.sanitize_text(name, 100), f"{difference:.3g}") for name, difference in ordered]
+        return Table(("parameter", "largest difference"), rows, {"parameter"})
 
 
 def _get_execution_count() -> int | None:

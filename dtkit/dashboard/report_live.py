@@ -35,9 +35,9 @@ body { --jp-layout-color0: var(--page); --jp-layout-color1: var(--page); --jp-ui
 #dtk-live .dtk-small .dtk-flat .dtk-note { display: block; margin: 0; }
 @media print { .dtk-is-live #dtk-live { display: none; } .dtk-is-live .drawn { display: block; } }
 """
-_UNUSED = ("events", "nodes", "notices", "tiles", "verdict", "time", "table", "settings")
-"""Parts of messages that no chart shows, and that the page has elsewhere."""
-_EMPTY: dict[str, list[object]] = {"events": [], "nodes": [], "notices": [], "tiles": []}
+_UNUSED = ("events", "nodes", "notices", "verdict", "time", "table", "settings")
+"""Parts of messages that no chart shows, and that the page has elsewhere. Labels of lines have numbers of the tiles."""
+_EMPTY: dict[str, list[object]] = {"events": [], "nodes": [], "notices": []}
 
 
 def format_run_charts(run: RunView, drawn: str) -> str:

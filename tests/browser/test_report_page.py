@@ -52,6 +52,16 @@ def test_no_table_of_a_report_is_cut_off(page: Page, tmp_path: Path):
         assert cut == []
 
 
+def test_the_mean_loss_is_one_number_in_card_and_chart(page: Page, tmp_path: Path):
+    source = FakeSource(ranks=2)
+    source.advance(19, loss=0.25)
+    source.advance(1, loss=1.0)
+    write_report(source, tmp_path / "run.html")
+    page.goto(f"file://{tmp_path / 'run.html'}")
+    expect(page.locator(".card", has_text="training loss")).to_contain_text("0.287")
+    expect(page.locator("#dtk-live .dtk-labels text", has_text="mean")).to_have_text("mean 0.287")
+
+
 @pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
 def test_no_large_gap_is_left_below_a_column_of_a_report(page: Page, tmp_path: Path):
     """Up to 300 px were empty beside the settings."""

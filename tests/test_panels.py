@@ -832,7 +832,7 @@ def test_runs_are_compared_on_one_axis():
 
 def test_series_of_a_comparison_are_losses_by_time_and_each_metric():
     long, short = FakeSource(steps=5000, ranks=2), FakeSource(steps=5000, ranks=2, seed=1)
-    long.advance(2000, loss=np.repeat(np.arange(2000.0), 2))
+    long.advance(2000, loss=np.repeat(np.linspace(5.0, 3.0, 2000), 2))
     short.advance(10, loss=3.0)
     long.history.add(Evaluation(1000, 1, {"loss": 0.5, "accuracy": 0.9}))
     short.history.add(Evaluation(10, 1, {"accuracy": 0.8}))
@@ -845,9 +845,8 @@ def test_series_of_a_comparison_are_losses_by_time_and_each_metric():
     times, losses = found["Loss against time"][:, 0], found["Loss against time"][:, 1:3]
     seconds = float(long.history.totals()["step_s"].sum())
     assert times[-1] == pytest.approx(1e3 * seconds, rel=0.01)
-    np.testing.assert_allclose(
-        losses[:, 0], 2e6 * times / (1e6 * seconds), atol=10
-    )  # the loss rises with the time here
+    falls_in_time = 5 - 2 * times / (1e3 * seconds)
+    np.testing.assert_allclose(losses[:, 0], falls_in_time, atol=0.01)
     assert losses[0, 1] == 3.0
     assert np.isnan(losses[10:, 1]).all()
     np.testing.assert_allclose(

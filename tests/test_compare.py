@@ -349,15 +349,14 @@ def test_a_run_that_came_back_from_a_peak_is_drawn_to_its_end():
 
 def test_the_notes_of_a_table_are_those_that_apply():
     first, second = dtkit.compare(make_source(name="a"), make_source(name="b")).rows
-    notes = comparison_text.list_table_notes(
+    *_, line = comparison_text.list_table_notes(
         [first, dataclasses.replace(second, loss=first.loss, samples_per_s=first.samples_per_s)]
     )
+    notes = line.split(" · ")
     assert not any(note.startswith(("bold", "sent", "verified", "best validation")) for note in notes)
     assert "final training loss: mean of the last 20 steps" in notes
-    assert comparison_text.list_table_notes([first, dataclasses.replace(second, loss=first.loss / 2)])[-2:] == [
-        "bold: the best",
-        "below a number: the difference from the first run",
-    ]
+    *_, line = comparison_text.list_table_notes([first, dataclasses.replace(second, loss=first.loss / 2)])
+    assert line.endswith(" · bold: the best · below a number: the difference from the first run")
 
 
 def with_metrics(strategy: str, accuracies, **options):

@@ -198,27 +198,26 @@ def _drop_equal_speeds(speeds: list[float]) -> list[float]:
 
 
 def list_table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return lines on what the table has: its numbers, of those columns that there are, and their differences."""
+    """Return what limits the comparison, and a line on what the numbers are, of those columns that there are."""
     table = make_table(rows)
     short = "; all of them where a run has fewer" if any(row.steps < FINAL_LOSS_STEPS for row in rows) else ""
-    lines = [*describe_limits(rows), f"{FINAL_LOSS}: mean of the last {FINAL_LOSS_STEPS} steps{short}"]
+    parts = [f"{FINAL_LOSS}: mean of the last {FINAL_LOSS_STEPS} steps{short}"]
     if any(row.best for row in rows):
-        lines.append("best validation: the best of a run's evaluations, on the rows of validation=")
+        parts.append("best validation: the best of a run's evaluations, on the rows of validation=")
     if "per step" in table.header:
-        lines.append("sent per node, per step: bytes that one node sent")
-    lines.append(f"samples/s: of all nodes, in {WHOLE_RUN_STEPS}")
+        parts.append("sent per node, per step: bytes that one node sent")
+    parts.append(f"samples/s: of all nodes, in {WHOLE_RUN_STEPS}")
     if "in steps" in table.header:
-        lines.append("in steps: all but the first. duration: all steps and the time between them, without pauses")
-    else:
-        lines.append("duration: all steps and the time between them, without pauses")
+        parts.append("in steps: all but the first")
+    parts.append("duration: all steps and the time between them, without pauses")
     if VERIFIED in table.header:
-        lines.append("verified: run.verify() and the largest difference to one process")
+        parts.append("verified: run.verify() and the largest difference to one process")
     if table.bold_cells:
         is_open = all(row.competes for row in rows)
-        lines.append(f"bold: the best{'' if is_open else ' of the runs that did not fail, diverge or learn nothing'}")
+        parts.append(f"bold: the best{'' if is_open else ' of the runs that did not fail, diverge or learn nothing'}")
     if table.small_texts:
-        lines.append("below a number: the difference from the first run")
-    return lines
+        parts.append("below a number: the difference from the first run")
+    return [*describe_limits(rows), " · ".join(parts)]
 
 
 def number_rows(rows: Sequence[ComparisonRow], names: Sequence[str]) -> list[ComparisonRow]:

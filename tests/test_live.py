@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 
+import matplotlib.text
 import numpy as np
 import pytest
 
@@ -1572,6 +1573,22 @@ def test_words_of_a_picture_are_of_the_step_to_which_its_charts_are_drawn(monkey
     step, page = kept_picture.draw_page(source)
     assert step == 5
     assert "5 of 400 steps" in page
+
+
+def test_the_mean_loss_of_a_picture_amid_a_run_is_that_of_its_words(monkeypatch):
+    """A saved picture had 0.00934 in its tile, and 0.0113 at the end of the line."""
+    source, drawn = FakeSource(), []
+    source.advance(30, loss=0.25)
+    draw = kept_picture.draw_run_charts
+
+    def draw_later(run, *mean_loss):
+        source.advance(30, loss=4.0)
+        drawn.extend(draw(run, *mean_loss))
+        return drawn
+
+    monkeypatch.setattr(kept_picture, "draw_run_charts", draw_later)
+    assert ">0.250</strong>" in kept_picture.draw_page(source).page
+    assert "mean 0.250" in [text.get_text() for text in drawn[0].findobj(matplotlib.text.Text)]
 
 
 def test_a_pause_draws_a_picture_without_the_wait_for_its_share_of_the_time(notebook, monkeypatch):

@@ -18,6 +18,7 @@ from dtkit.dashboard.figures.render import draw_card, encode_small_png, format_c
 from dtkit.dashboard.figures.run_charts import draw_run_charts
 from dtkit.dashboard.figures.run_figure import draw_text, is_alert, list_notice_lines, list_title_parts
 from dtkit.dashboard.summary.event_marks import describe_event_marks
+from dtkit.dashboard.summary.metrics import MEAN_LOSS
 from dtkit.dashboard.summary.notices import WELL_KINDS
 from dtkit.types import State
 
@@ -69,15 +70,15 @@ def draw_kept_picture(run: RunView, show_page: Callable[[str], None] | None = No
 
 def draw_page(run: RunView) -> KeptPage:
     """Draw a run that goes on; this takes seconds on a busy machine. Words and charts are of one moment."""
-    figures = draw_run_charts(run)
-    step = run.status.step
-    head, end = list(_iterate_head(run)), list(_iterate_end(run))  # before the cards, which take longer
+    step, shown = run.status.step, tiles.list_tiles(run)
+    head, end = list(_iterate_head(run, shown)), list(_iterate_end(run))  # before the charts, which take longer
+    figures = draw_run_charts(run, next((tile.value for tile in shown if tile.label == MEAN_LOSS), None))
     return KeptPage(step, _join_page(head, _format_charts(_draw_cards(figures)), end))
 
 
 def format_page(run: RunView, cards: str) -> str:
     """Return a run in HTML: the present words, which take some milliseconds, around cards with its charts."""
-    return _join_page(_iterate_head(run), cards, _iterate_end(run))
+    return _join_page(_iterate_head(run, tiles.list_tiles(run)), cards, _iterate_end(run))
 
 
 def _join_page(head: Iterable[str], cards: str, end: Iterable[str]) -> str:
@@ -109,7 +110,7 @@ def _join_cards(cards: Sequence[Image.Image]) -> Image.Image:
     return joined
 
 
-def _iterate_head(run: RunView) -> Iterator[str]:
+def _iterate_head(run: RunView, shown: Sequence[Tile]) -> Iterator[str]:
     """Return title, state, progress, notices and headline numbers, in the order of the live view."""
     name, strategy, nodes, state, steps = list_title_parts(run)
     tone = _get_state_tone(run)
@@ -128,14 +129,13 @@ def _iterate_head(run: RunView) -> Iterator[str]:
     for kind, line in list_notice_lines(run):
         yield f"<div {_style_notice(kind)}>{_escape(line)}</div>"
     if len(run.history):
-        yield from _iterate_tiles(run)
+        yield from _iterate_tiles(shown)
     if marks := describe_event_marks(run.history.events):
         yield f'<div style="margin: 6px 0; {_MUTED}">marks: {_escape(marks)}</div>'
 
 
-def _iterate_tiles(run: RunView) -> Iterator[str]:
+def _iterate_tiles(shown: Sequence[Tile]) -> Iterator[str]:
     """Return headline numbers in one row, or where that has no room in two halves, so that none is alone in a row."""
-    shown = tiles.list_tiles(run)
     half = math.ceil(len(shown) / 2)
     yield '<div style="display: flex; flex-wrap: wrap; gap: 8px; margin: 10px 0">'
     for part in (shown[:half], shown[half:]):

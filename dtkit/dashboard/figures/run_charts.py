@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from dtkit._util import formatting
 from dtkit.dashboard.figures.panels import (
     gradient_norm,
     learning_rate,
@@ -20,6 +21,7 @@ from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.figures.run_figure import wrap_custom_panels
 from dtkit.dashboard.figures.style import fit_texts, lay_out
 from dtkit.dashboard.summary.curves import MAX_NODE_LINES
+from dtkit.history.mean_loss import read_final_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,9 +38,15 @@ _BAR_HEIGHT_IN, _NUM_BARS_OF_MANY = 0.27, 3
 _LEAST_WIDTH = 0.6  # of aligned axes, as a part of the figure's
 
 
-def draw_run_charts(run: RunView) -> list[Figure]:
-    """Draw what a saved notebook keeps of a run, the loss first. A run without steps has no charts."""
-    figures = [_draw_chart(run, panel, height) for panel, height in _list_panels(run)] if len(run.history) else []
+def draw_run_charts(run: RunView, mean_loss: str | None = None) -> list[Figure]:
+    """Draw what a saved notebook keeps of a run, the loss first. A run without steps has no charts.
+
+    `mean_loss` is that of the words around the charts: a run that goes on soon has another one.
+    """
+    if not len(run.history):
+        return []
+    mean_loss = formatting.format_loss(read_final_loss(run.history)) if mean_loss is None else mean_loss
+    figures = [_draw_chart(run, panel, height) for panel, height in _list_panels(run, mean_loss)]
     _align([ax for figure in figures for ax in figure.axes])
     for figure in figures:
         fit_texts(figure)  # which depends on the room that is left
@@ -63,9 +71,9 @@ def _align(all_axes: Sequence[Axes]) -> None:
         ax.set_position((left, box.y0, right - left, box.height))
 
 
-def _list_panels(run: RunView) -> list[tuple[Panel, float]]:
+def _list_panels(run: RunView, mean_loss: str) -> list[tuple[Panel, float]]:
     """Return the panels with their heights in inches: two of one height are in a row of a wide page."""
-    draw_loss = functools.partial(loss.draw, has_value=True)  # a chart of its own has the room
+    draw_loss = functools.partial(loss.draw, mean=mean_loss)  # a chart of its own has the room
     panels: list[tuple[Panel, float]] = [(draw_loss, _HEIGHT_IN), (throughput.draw, _HEIGHT_IN), *_list_low_panels(run)]
     panels.append((step_time.draw, 1.25 + _BAR_HEIGHT_IN * _count_bars(run)))
     panels += [(panel, _HEIGHT_IN) for panel in wrap_custom_panels()]

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 
 _MAX_METRIC_TILES = 2
+MEAN_LOSS = "mean loss"
+"""Label of the tile whose number charts have at the end of the loss, too."""
 MIN_SHARE_BETWEEN = 0.1
 """Share of the time between steps from which views show the throughput with it, too."""
 
@@ -148,7 +150,7 @@ def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
         yield Tile("throughput", formatting.format_rate(metrics.throughput), _describe_rate(metrics))
     else:
         yield Tile("throughput", formatting.UNKNOWN, "no steps are taken")
-    yield Tile("mean loss", formatting.format_loss(metrics.loss), _describe_loss(run, metrics))
+    yield Tile(MEAN_LOSS, formatting.format_loss(metrics.loss), _describe_loss(run, metrics))
     slow = metrics.timing.straggler
     yield Tile(
         "mean step time",

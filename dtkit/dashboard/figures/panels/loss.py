@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.event_marks import mark_events
 from dtkit.dashboard.figures.validation_points import draw_validation
 from dtkit.dashboard.summary.curves import LOSS, MAX_BUCKETS, downsample, make_chart_layouts
-from dtkit.history.mean_loss import read_final_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,13 +17,12 @@ if TYPE_CHECKING:
 _MAX_VALUE_CHARS = 7  # of the mean at the line's end, as in the live view
 
 
-def draw(ax: Axes, history: History, *, has_value: bool = False) -> None:
-    """Draw the panel. With `has_value` the mean loss of the tiles is at the line's end, as in the live view."""
+def draw(ax: Axes, history: History, *, mean: str = "") -> None:
+    """Draw the panel. `mean` is the mean loss of the tiles, which is at the line's end as in the live view."""
     ranks = history.num_ranks
     (layout,) = make_chart_layouts([LOSS], ranks)
     buckets = downsample(history, LOSS, ranks)
-    value = formatting.format_loss(read_final_loss(history))
-    style.draw_lines(ax, buckets, layout, f"mean {value}" if has_value and len(value) <= _MAX_VALUE_CHARS else "mean")
+    style.draw_lines(ax, buckets, layout, f"mean {mean}".rstrip() if len(mean) <= _MAX_VALUE_CHARS else "mean")
     style.scale_by_span(ax, buckets)
     style.draw_outliers(ax, history, LOSS, MAX_BUCKETS)
     validation = draw_validation(ax, history, "loss")

@@ -932,7 +932,7 @@ def make_rows(*changes: dict[str, object]) -> list[comparison_summary.Comparison
         (100.0, 50.0, "\N{MINUS SIGN}50 %"),
         (100.0, 100.01, None),
         (100.0, 1234.0, "12.3 times"),
-        (1.0, 0.1, "1/10"),
+        (1.0, 0.05, "\N{MINUS SIGN}95 %"),
         (0.5, 0.0001, "1/5,000"),
         (0.5, 1e30, None),
         (0.0, 1.0, None),

@@ -50,6 +50,7 @@ _BYTE_COLUMNS = ("sent per node", "per step")
 _UNCOMPARED_COLUMNS = ("nodes", "steps")  # whose differences are read at a glance
 _WHOLE_RUN_COLUMNS = ("sent per node", "in steps", "duration")  # which grow as long as a run goes on
 _MANY_TIMES, _MOST_TIMES = 10.0, 1e6  # between which a ratio is told instead of a percentage
+_LEAST_SHARE = 0.01  # down to which a percentage is told: it has two digits at most
 
 
 def make_table(rows: Sequence[ComparisonRow]) -> Table:
@@ -117,7 +118,7 @@ def _is_comparable(pair: Sequence[ComparisonRow], column: str) -> bool:
 
 
 def _describe_change(first: float, value: float) -> str:
-    """Return a difference such as ``+3 %``, or a ratio such as ``12 times`` or ``1/12``.
+    """Return a difference such as ``+3 %``, or a ratio such as ``12 times`` or ``1/120``.
 
     It is empty where it has no meaning, as for a loss that diverged, or would be zero.
     """
@@ -128,7 +129,7 @@ def _describe_change(first: float, value: float) -> str:
         return ""
     if ratio >= _MANY_TIMES:
         return f"{formatting.format_rate(ratio)} times"
-    if 0 < ratio <= 1 / _MANY_TIMES:
+    if 0 < ratio < _LEAST_SHARE:
         return f"1/{1 / ratio:,.0f}"
     change = formatting.format_percent(abs(ratio - 1))
     sign = "+" if ratio > 1 else "\N{MINUS SIGN}"

@@ -15,12 +15,14 @@ from dtkit.history.mean_loss import FINAL_LOSS_STEPS, count_final_steps
 from dtkit.history.speed import WHOLE_RUN_STEPS, compute_speed, split_time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from dtkit.dashboard.run_view import RunView
     from dtkit.history.history import History
+    from dtkit.types import Event
 
 _MIN_NOTED_SHARE = 0.05  # of the duration
+_PAUSE_ENDS = ("start", "resume", "stop", "done")  # kinds of events
 
 
 def iterate_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
@@ -61,17 +63,31 @@ def _describe_mean(history: History) -> str:
 
 
 def _describe_duration(run: RunView) -> str:
-    """Return the steps, and the parts of the duration beside them that are worth a word."""
-    steps, parts = formatting.format_count(run.status.step, "step"), split_time(run.history, run.status.elapsed_s)
-    has_paused = any(event.kind == "pause" for event in run.history.events)
-    notes = [steps + (" without pauses" if has_paused else "")]
+    """Return the pauses, which the duration leaves out, and its parts beside the steps that are worth a word."""
+    events, parts = run.history.events, split_time(run.history, run.status.elapsed_s)
+    notes = []
+    if any(event.kind == "pause" for event in events):
+        paused_s = _sum_pauses(events)
+        notes.append(f"without {formatting.format_duration(paused_s)} of pauses" if paused_s else "without pauses")
     if run.history.num_steps and not parts.is_mostly_steps:
-        between = f"{formatting.format_duration(parts.between_s)} between them{_name_work_between_steps(run.history)}"
-        first = f"{formatting.format_duration(parts.first_step_s)} in the first"
         worth_a_word = _MIN_NOTED_SHARE * sum(parts)
-        notes += [first] if parts.first_step_s >= worth_a_word else []
-        notes += [between] if parts.between_s >= worth_a_word else []
-    return ", ".join(notes)
+        if parts.first_step_s >= worth_a_word:
+            notes.append(f"{formatting.format_duration(parts.first_step_s)} of it in the first step")
+        if parts.between_s >= worth_a_word:
+            work = _name_work_between_steps(run.history)
+            notes.append(f"{formatting.format_duration(parts.between_s)} of it between the steps{work}")
+    return "; ".join(notes) or formatting.format_count(run.status.step, "step")
+
+
+def _sum_pauses(events: Sequence[Event]) -> float:
+    """Return the seconds of a run's pauses. One that still lasts has no length yet."""
+    paused_s, since = 0.0, None
+    for event in events:
+        if event.kind == "pause" and since is None:
+            since = event.time
+        elif event.kind in _PAUSE_ENDS and since is not None:
+            paused_s, since = paused_s + max(0.0, event.time - since), None
+    return paused_s
 
 
 def _name_work_between_steps(history: History) -> str:
@@ -82,7 +98,7 @@ def _name_work_between_steps(history: History) -> str:
 
 
 def _describe_throughput(history: History) -> str:
-    """Return the steps of the rate, without the first, which warms up. Few or short steps come with their time."""
+    """Return the steps of the rate, without the first, which warms up, and whether they are too few or too short."""
     count = max(1, history.num_steps - 1)
     speed = compute_speed(history)
     if history.num_steps < 2 or not math.isfinite(speed.step_s):
@@ -91,9 +107,11 @@ def _describe_throughput(history: History) -> str:
     overall_note = "" if overall is None else f", {formatting.format_rate(overall)} overall"
     note = f"samples/s, {WHOLE_RUN_STEPS}{overall_note}"
     total_s = speed.step_s * count
-    if count >= FINAL_LOSS_STEPS and total_s >= 1:  # seconds; a rate of less time is not steady
-        return note
-    return f"{note}; not steady: {formatting.format_duration(total_s)} in all"
+    if count < FINAL_LOSS_STEPS:
+        return f"{note}; too few for a steady mean: {formatting.format_count(count, 'step')}"
+    if total_s < 1:  # seconds
+        return f"{note}; too short for a steady mean: these steps took {formatting.format_duration(total_s)}"
+    return note
 
 
 def _iterate_speed_up_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:

@@ -176,8 +176,8 @@ class RunLifecycle:
             self._progress.recorder.restore_spans(spans)
             self._driver.replica_check.checker.result = check
         self._restore_position(step, step, last_evaluation, elapsed_s=elapsed_s)
-        text = f"{run_log.TAKEN_OVER} at step {step:,}{source}"
-        self._progress.add_event(run_log.find_takeover_kind(history.events), text)
+        kind, has_failed = run_log.find_takeover_kind(history.events), self._progress.exception is not None
+        self._progress.add_event(kind, run_log.describe_takeover(kind, step, source, has_failed=has_failed))
         self._progress.recorder.note_missing_steps(step)
         self._driver.start(self._find_end() or State.PAUSED)
 

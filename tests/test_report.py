@@ -219,6 +219,16 @@ def test_a_diverged_run_does_not_look_completed(tmp_path):
     assert "diverged" in run_figure.draw_run(source).get_suptitle()
 
 
+def test_the_card_of_a_diverged_run_has_the_last_metric_with_the_best_below(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    for step, accuracy in ((10, 0.7), (20, 0.8), (30, 0.6)):
+        source.history.add(Evaluation(step, 100, {"accuracy": accuracy}))
+    assert read_cards(source, tmp_path)["validation accuracy"] == ("0.800", "highest, at step 20")
+    source.advance(20, loss=500.0)
+    assert read_cards(source, tmp_path)["validation accuracy"] == ("0.600", "the last; highest 0.800 at step 20")
+
+
 def read_cards(source: FakeSource, folder) -> dict[str, tuple[str, str]]:
     page = write(source, folder)
     cards = re.findall(r'<div class="card"><span>([^<]*)</span><b>([^<]*)</b><span>([^<]*)</span>', page)

@@ -11,6 +11,7 @@ from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_overall_rate, compute_run_metrics
 from dtkit.dashboard.summary.one_process import read_step_times
+from dtkit.history.divergence import find_divergence
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS, count_final_steps
 from dtkit.history.speed import WHOLE_RUN_STEPS, compute_speed, split_time
 
@@ -26,18 +27,14 @@ _PAUSE_ENDS = ("start", "resume", "stop", "done")  # kinds of events
 
 
 def iterate_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
-    """Return the headline numbers: the best of loss and metrics, speed, duration, and the speed-up over one process."""
+    """Return the headline numbers: the loss, the metrics, speed, duration, and the speed-up over one process."""
     history, rate = run.history, compute_speed(run.history).samples_per_s
     metrics = compute_run_metrics(history, run.spec.world_size)
     if math.isfinite(rate):
         metrics = dataclasses.replace(metrics, throughput=rate)
     if metrics.loss is not None:
         yield "training loss", formatting.format_loss(metrics.loss), _describe_mean(history)
-    for name in ["loss", *list_metric_names(history)]:
-        best = find_best_evaluation(history, name)
-        if best is not None:
-            word = "lowest" if is_better_lower(name) else "highest"
-            yield f"validation {name}", formatting.format_loss(best[1]), f"{word}, at step {best[0]:,}"
+    yield from _iterate_validation_cards(history)
     yield "throughput", formatting.format_rate(rate), _describe_throughput(history)
     efficiency = compute_efficiency(run, metrics)
     if efficiency is not None and efficiency.tokens_per_s is not None:
@@ -54,6 +51,21 @@ def iterate_cards(run: RunView, single_process: History | None) -> Iterator[tupl
         note = ", ".join(filter(None, [verification.describe_difference(), f"{steps} against one process"]))
         yield "verified", verification.verdict, note
     yield from _iterate_speed_up_cards(run, single_process)
+
+
+def _iterate_validation_cards(history: History) -> Iterator[tuple[str, str, str]]:
+    """Return the best of each metric. Of a diverged run it is below the last, since its best hides how it ended."""
+    has_diverged = find_divergence(history) is not None
+    for name in ["loss", *list_metric_names(history)]:
+        best = find_best_evaluation(history, name)
+        if best is None:
+            continue
+        (step, value), word = best, "lowest" if is_better_lower(name) else "highest"
+        shown, note = formatting.format_loss(value), f"{word}, at step {step:,}"
+        last = next(e for e in reversed(history.evaluations) if e.values.get(name) is not None)
+        if has_diverged and last.step != step:
+            shown, note = formatting.format_loss(last.values[name]), f"the last; {word} {shown} at step {step:,}"
+        yield f"validation {name}", shown, note
 
 
 def _describe_mean(history: History) -> str:

@@ -90,6 +90,15 @@ def test_every_method_refuses_a_misspelled_name(cls: type, name: str):
     assert hasattr(caught.value, "_render_traceback_")
 
 
+def test_all_misspelled_names_are_told_at_once():
+    with pytest.raises(TypeError) as caught:
+        dtkit.compare(label=1, sorted_by=1, yyy=1, zzz=1)
+    first, second, third = str(caught.value).splitlines()
+    assert first == "compare() has no argument label=; did you mean labels=?"
+    assert second == "compare() has no argument sorted_by=; did you mean sort_by=?"
+    assert third.startswith("compare() has no argument yyy= and zzz=; it takes ")
+
+
 @pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.__name__)
 def test_every_class_refuses_a_misspelled_option(cls: type):
     with pytest.raises(TypeError, match=rf"^{cls.__name__}\(\) has no (argument|option) zzz=; it takes ") as caught:

@@ -134,6 +134,13 @@ def test_names_that_newcomers_try_on_a_run_lead_to_where_it_is(name: str, meant:
     assert describe_missing("run", name, dir(Run)) == f"run has no attribute {name!r}; did you mean {meant}?"
 
 
+@pytest.mark.parametrize(("name", "meant"), ELSEWHERE["cluster"].items())
+def test_faults_are_injected_by_a_run_instead_of_the_cluster(name: str, meant: str):
+    assert describe_missing("cluster", name, dir(dtkit.Cluster)).endswith(f"did you mean {meant}?")
+    assert not hasattr(dtkit.Cluster, name)
+    assert hasattr(Run, meant.removeprefix("run.").partition("(")[0])
+
+
 @pytest.mark.parametrize(("name", "meant"), ELSEWHERE["dtkit"].items())
 def test_names_of_torch_lead_to_the_strategy(name: str, meant: str):
     with pytest.raises(AttributeError, match=f"did you mean {meant}"):

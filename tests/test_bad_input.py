@@ -218,7 +218,7 @@ def test_calls_on_a_closed_cluster_are_refused(cluster: dtkit.Cluster):
         with pytest.raises(dtkit.errors.ClusterClosedError, match=r"was closed; start another one"):
             call()
     assert run.model.state_dict().keys() == weights.keys()  # fetched before, kept after
-    with pytest.raises(dtkit.errors.RunError, match="was released"):
+    with pytest.raises(dtkit.errors.RunError, match="was released when its cluster closed"):
         run.evaluate(data())
 
 

@@ -1016,10 +1016,10 @@ def test_runs_are_sorted_by_a_column_with_the_best_first(sort_by: str, labels: t
 
 
 def test_a_column_that_no_table_has_is_refused_with_the_one_that_was_meant():
-    with pytest.raises(
-        ValueError, match=r"sort_by='acuracy': did you mean 'accuracy'\? The columns are 'steps', 'final"
-    ):
+    with pytest.raises(ValueError, match=r"sort_by='acuracy': did you mean 'accuracy'\? It may be 'accuracy', "):
         dtkit.compare(*make_scored_runs(), sort_by="acuracy")
+    with pytest.raises(ValueError, match=r"did you mean 'best loss'\? It may be .*'best loss', .*'steps'"):
+        dtkit.compare(*make_scored_runs(), sort_by="bset loss")
     with pytest.raises(TypeError, match="sort_by=3: the name of a column"):
         dtkit.compare(*make_scored_runs(), sort_by=3)
 

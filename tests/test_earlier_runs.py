@@ -103,5 +103,17 @@ def test_the_last_measurement_of_memory_stays_after_the_next_training(cluster: d
     other.wait(60)
     assert repr(measured.memory()) == repr(memory)
     train(cluster, steps=1).wait(60)
-    with pytest.raises(dtkit.errors.RunError, match=r"this run was released.*Call run\.memory\(\) before that"):
+    released = r"this run was released by a later training\. Call run\.memory\(\) before that"
+    with pytest.raises(dtkit.errors.RunError, match=released):
         other.memory()
+
+
+def test_the_error_of_a_released_run_names_what_released_it(cluster: dtkit.Cluster):
+    first = train(cluster, steps=1)
+    first.wait(60)
+    second = train(cluster, steps=1)
+    second.wait(60)
+    for run, cause in ((first, "by a later training, and its data were freed since"), (second, r"by run\.release\(\)")):
+        run.release()
+        with pytest.raises(dtkit.errors.RunError, match=rf"extend needs .* was released {cause}\. "):
+            run.extend(steps=1)

@@ -219,6 +219,16 @@ def test_a_diverged_run_does_not_look_completed(tmp_path):
     assert "diverged" in run_figure.draw_run(source).get_suptitle()
 
 
+def test_the_card_of_a_diverged_run_has_the_last_metric_with_the_best_below(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(40)
+    for step, accuracy in ((10, 0.7), (20, 0.8), (30, 0.6)):
+        source.history.add(Evaluation(step, 100, {"accuracy": accuracy}))
+    assert read_cards(source, tmp_path)["validation accuracy"] == ("0.800", "highest, at step 20")
+    source.advance(20, loss=500.0)
+    assert read_cards(source, tmp_path)["validation accuracy"] == ("0.600", "the last; highest 0.800 at step 20")
+
+
 def read_cards(source: FakeSource, folder) -> dict[str, tuple[str, str]]:
     page = write(source, folder)
     cards = re.findall(r'<div class="card"><span>([^<]*)</span><b>([^<]*)</b><span>([^<]*)</span>', page)
@@ -437,7 +447,26 @@ def test_marked_events_are_seen_without_unfolding(tmp_path):
     assert "event 3" not in opened
     assert "node 1 lost at step 10" in folded
     assert '<p class="marks">marks: † node 1 lost · ‖ paused</p>' in page
-    assert "10 steps without pauses" in read_cards(source, tmp_path)["duration"][1]
+    assert read_cards(source, tmp_path)["duration"][1].startswith("without pauses; ")
+
+
+def test_a_report_has_the_length_of_the_pauses_beside_the_duration(tmp_path):
+    source = FakeSource(ranks=2, steps=20)
+    at = 1_700_000_000.0
+    source.history.add(Event(0, "start", "start at step 0", at))
+    source.advance(10)
+    source.history.add(Event(10, "pause", "paused at step 10", at + 5))
+    source.history.add(Event(10, "lr", "learning rate 0.1", at + 100))
+    source.history.add(Event(10, "resume", "resume at step 10", at + 371))
+    source.advance(2)
+    source.history.add(Event(12, "pause", "paused at step 12", at + 372))
+    source.history.add(Event(12, "stop", "stopped at step 12", at + 374))
+    source.state, source.elapsed_s = State.STOPPED, 60.0
+    value, note = read_cards(source, tmp_path)["duration"]
+    assert value == "1 min 0 s"
+    assert re.fullmatch(r"without 6 min 8 s of pauses; 5\d s of it between the steps", note)
+    lead = re.search(r'<p class="lead">.*?</p>', (tmp_path / "run.html").read_text(encoding="utf-8"))
+    assert "<br>step 12 of 20, epoch 2 of 2. Written <time>" in lead[0]
 
 
 def test_settings_and_model_are_in_the_report_as_typed(tmp_path):
@@ -761,10 +790,13 @@ def test_a_short_run_names_the_steps_of_its_numbers():
     source.advance(4)
     cards = {name: note for name, _, note in iterate_cards(source, None)}
     assert cards["training loss"] == "mean of the last 4 steps"
-    assert re.fullmatch(
-        r"samples/s, all steps but the first; not steady: \d+ ms in all",
-        cards["throughput"],
-    )
+    assert cards["throughput"] == "samples/s, all steps but the first; too few for a steady mean: 3 steps"
+    brief = FakeSource(ranks=2)
+    brief.slowness = {0: 0.1, 1: 0.1}
+    brief.advance(30)
+    note = {name: note for name, _, note in iterate_cards(brief, None)}["throughput"]
+    reason = "too short for a steady mean: these steps took"
+    assert re.fullmatch(rf"samples/s, all steps but the first; {reason} \d+ ms", note)
     source.advance(40)
     cards = {name: note for name, _, note in iterate_cards(source, None)}
     assert (cards["training loss"], cards["throughput"]) == (
@@ -801,7 +833,7 @@ def test_the_parts_of_a_duration_add_up_and_explain_the_samples_per_second(tmp_p
     cards = read_cards(source, tmp_path)
     value, note = cards["duration"]
     assert value == "50 s"
-    assert re.fullmatch(r"200 steps, \d+ s between them", note)  # it was neither evaluated nor saved
+    assert re.fullmatch(r"\d+ s of it between the steps", note)  # it was neither evaluated nor saved
     source.history.add(Evaluation(100, 1, {"loss": 1.0}))
     assert read_cards(source, tmp_path)["duration"][1] == f"{note} (validation)"
     source.event("save", "checkpoint at step 100")

@@ -444,3 +444,12 @@ def test_recovery_chooses_ranks_that_have_the_whole_state(standings: dict[int, A
 def test_a_takeover_is_logged_as_what_the_log_lacks(kinds: list[str], expected: str):
     events = [Event(step, kind, kind, float(step), None) for step, kind in enumerate(kinds)]
     assert run_log.find_takeover_kind(events) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_failed", "says_why"), [("pause", False, True), ("pause", True, False), ("note", False, False)]
+)
+def test_the_log_says_why_a_takeover_pauses_a_run(kind: str, *, has_failed: bool, says_why: bool):
+    text = run_log.describe_takeover(kind, 3498, "", has_failed=has_failed)
+    assert text.startswith("taken over at step 3,498")
+    assert ("pauses until run.resume()" in text) == says_why

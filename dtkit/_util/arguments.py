@@ -165,16 +165,27 @@ def suggest_options(cls: type[_T]) -> type[_T]:
 
 
 def _refuse_unknown(unknown: Iterable[str], names: Sequence[str], call: str) -> None:
+    """Raise TypeError with a line for each unknown name. Those with the same hint share one."""
+    names_by_hint: dict[str, list[str]] = {}
     for name in sorted(unknown):
-        other = _OTHER_NAMES.get(name)
-        similar = [other] if other in names else difflib.get_close_matches(name, names, n=1)
-        for owner, option in _list_owners(name, other):
-            if owner in names:
-                hint = f"it is an option of the {owner}, as in {_EXAMPLES[owner].format(option)}"
-                raise TypeError(f"{call}() has no argument {name}=; {hint}")
-        takes = f"it takes {', '.join(names)}" if names else "it takes none"
-        hint = f"did you mean {similar[0]}=?" if similar else takes
-        raise TypeError(f"{call}() has no argument {name}=; {_MISSING.get(name, hint) if 'loss' in names else hint}")
+        names_by_hint.setdefault(_suggest_name(name, names), []).append(f"{name}=")
+    if names_by_hint:
+        lines = [f"{call}() has no argument {_join(of_hint)}; {hint}" for hint, of_hint in names_by_hint.items()]
+        raise TypeError("\n".join(lines))
+
+
+def _suggest_name(name: str, names: Sequence[str]) -> str:
+    """Return what an unknown argument probably meant, or all that the call takes."""
+    other = _OTHER_NAMES.get(name)
+    for owner, option in _list_owners(name, other):
+        if owner in names:
+            return f"it is an option of the {owner}, as in {_EXAMPLES[owner].format(option)}"
+    if name in _MISSING and "loss" in names:
+        return _MISSING[name]
+    similar = [other] if other in names else difflib.get_close_matches(name, names, n=1)
+    if similar:
+        return f"did you mean {similar[0]}=?"
+    return f"it takes {', '.join(names)}" if names else "it takes none"
 
 
 _EXAMPLES = {

@@ -41,6 +41,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         **dict.fromkeys(("events", "errors"), "run.history.events"),
         **dict.fromkeys(("predict", "predictions", "forward"), "run.model"),
     },
+    "cluster": dict.fromkeys(("kill", "inject_fault"), 'run.inject_fault("kill", rank)'),
     "dtkit": {
         **dict.fromkeys(("DDP", "DistributedDataParallel"), "dtkit.DataParallel"),
         **dict.fromkeys(("FSDP", "FullyShardedDataParallel", "ZeRO"), "dtkit.Sharded"),

@@ -23,6 +23,7 @@ from dtkit.errors import ClusterError, VersionMismatchError
 from dtkit.history import run_log
 from dtkit.training import persisted_run, recovered_state
 from dtkit.training.callbacks import start_callbacks
+from dtkit.types import State
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,12 +108,18 @@ def attach(name: str | Path | None = None, *, force: bool = False) -> Cluster:
 
 def _describe_taken(info: ClusterInfo, run: Run | None) -> str:
     """Return which cluster was taken over, and how to return it."""
-    state = "" if run is None else f" ({run.status.state.value} at step {run.status.step:,})"
-    job = "without a run" if run is None else f"with the run {run.spec.name}{state}"
+    job = "without a run" if run is None else f"with the run {run.spec.name} ({_describe_state(run)})"
     return (
         f"took over {info.name} of the folder {info.directory}, {job}.\nAnother notebook takes it back by "
         f"dtkit.attach({info.name!r}, force=True)"
     )
+
+
+def _describe_state(run: Run) -> str:
+    """Return where a run is, and how a paused one continues, since nobody here has paused it."""
+    state = f"{run.status.state.value} at step {run.status.step:,}"
+    hint = "; cluster.current_run.resume() or its dashboard's Resume button continues it"
+    return state + (hint if run.status.state is State.PAUSED else "")
 
 
 def _check_package(info: ClusterInfo) -> None:

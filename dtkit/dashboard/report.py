@@ -107,11 +107,10 @@ def _format_head(
     tone = "bad" if is_bad else "good" if run.status.state is State.COMPLETED else ""
     yield f'<h1>{escape(spec.name)} <span class="state {tone}">{escape(name_state(run))}</span></h1>'
     tags = "".join(f" · {tag}" for tag in spec.tags)
-    position = run_text.format_run(run).splitlines()[1]
     nodes = formatting.format_count(spec.world_size, "node")
     yield (
         f'<p class="lead">{escape(f"{spec.strategy} on {nodes}{tags}")}<br>'
-        f"{escape(position)}. Written <time>{time.strftime('%Y-%m-%d %H:%M')}</time>.</p>"
+        f"{escape(run_text.format_step(run))}. Written <time>{time.strftime('%Y-%m-%d %H:%M')}</time>.</p>"
     )
     yield format_description(description)
     if run.exception is not None:

@@ -11,31 +11,30 @@ from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_overall_rate, compute_run_metrics
 from dtkit.dashboard.summary.one_process import read_step_times
+from dtkit.history.divergence import find_divergence
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS, count_final_steps
 from dtkit.history.speed import WHOLE_RUN_STEPS, compute_speed, split_time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from dtkit.dashboard.run_view import RunView
     from dtkit.history.history import History
+    from dtkit.types import Event
 
 _MIN_NOTED_SHARE = 0.05  # of the duration
+_PAUSE_ENDS = ("start", "resume", "stop", "done")  # kinds of events
 
 
 def iterate_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
-    """Return the headline numbers: the best of loss and metrics, speed, duration, and the speed-up over one process."""
+    """Return the headline numbers: the loss, the metrics, speed, duration, and the speed-up over one process."""
     history, rate = run.history, compute_speed(run.history).samples_per_s
     metrics = compute_run_metrics(history, run.spec.world_size)
     if math.isfinite(rate):
         metrics = dataclasses.replace(metrics, throughput=rate)
     if metrics.loss is not None:
         yield "training loss", formatting.format_loss(metrics.loss), _describe_mean(history)
-    for name in ["loss", *list_metric_names(history)]:
-        best = find_best_evaluation(history, name)
-        if best is not None:
-            word = "lowest" if is_better_lower(name) else "highest"
-            yield f"validation {name}", formatting.format_loss(best[1]), f"{word}, at step {best[0]:,}"
+    yield from _iterate_validation_cards(history)
     yield "throughput", formatting.format_rate(rate), _describe_throughput(history)
     efficiency = compute_efficiency(run, metrics)
     if efficiency is not None and efficiency.tokens_per_s is not None:
@@ -54,6 +53,21 @@ def iterate_cards(run: RunView, single_process: History | None) -> Iterator[tupl
     yield from _iterate_speed_up_cards(run, single_process)
 
 
+def _iterate_validation_cards(history: History) -> Iterator[tuple[str, str, str]]:
+    """Return the best of each metric. Of a diverged run it is below the last, since its best hides how it ended."""
+    has_diverged = find_divergence(history) is not None
+    for name in ["loss", *list_metric_names(history)]:
+        best = find_best_evaluation(history, name)
+        if best is None:
+            continue
+        (step, value), word = best, "lowest" if is_better_lower(name) else "highest"
+        shown, note = formatting.format_loss(value), f"{word}, at step {step:,}"
+        last = next(e for e in reversed(history.evaluations) if e.values.get(name) is not None)
+        if has_diverged and last.step != step:
+            shown, note = formatting.format_loss(last.values[name]), f"the last; {word} {shown} at step {step:,}"
+        yield f"validation {name}", shown, note
+
+
 def _describe_mean(history: History) -> str:
     """Return the steps over which the final loss is averaged, which are fewer in a short run."""
     count = count_final_steps(history)
@@ -61,17 +75,31 @@ def _describe_mean(history: History) -> str:
 
 
 def _describe_duration(run: RunView) -> str:
-    """Return the steps, and the parts of the duration beside them that are worth a word."""
-    steps, parts = formatting.format_count(run.status.step, "step"), split_time(run.history, run.status.elapsed_s)
-    has_paused = any(event.kind == "pause" for event in run.history.events)
-    notes = [steps + (" without pauses" if has_paused else "")]
+    """Return the pauses, which the duration leaves out, and its parts beside the steps that are worth a word."""
+    events, parts = run.history.events, split_time(run.history, run.status.elapsed_s)
+    notes = []
+    if any(event.kind == "pause" for event in events):
+        paused_s = _sum_pauses(events)
+        notes.append(f"without {formatting.format_duration(paused_s)} of pauses" if paused_s else "without pauses")
     if run.history.num_steps and not parts.is_mostly_steps:
-        between = f"{formatting.format_duration(parts.between_s)} between them{_name_work_between_steps(run.history)}"
-        first = f"{formatting.format_duration(parts.first_step_s)} in the first"
         worth_a_word = _MIN_NOTED_SHARE * sum(parts)
-        notes += [first] if parts.first_step_s >= worth_a_word else []
-        notes += [between] if parts.between_s >= worth_a_word else []
-    return ", ".join(notes)
+        if parts.first_step_s >= worth_a_word:
+            notes.append(f"{formatting.format_duration(parts.first_step_s)} of it in the first step")
+        if parts.between_s >= worth_a_word:
+            work = _name_work_between_steps(run.history)
+            notes.append(f"{formatting.format_duration(parts.between_s)} of it between the steps{work}")
+    return "; ".join(notes) or formatting.format_count(run.status.step, "step")
+
+
+def _sum_pauses(events: Sequence[Event]) -> float:
+    """Return the seconds of a run's pauses. One that still lasts has no length yet."""
+    paused_s, since = 0.0, None
+    for event in events:
+        if event.kind == "pause" and since is None:
+            since = event.time
+        elif event.kind in _PAUSE_ENDS and since is not None:
+            paused_s, since = paused_s + max(0.0, event.time - since), None
+    return paused_s
 
 
 def _name_work_between_steps(history: History) -> str:
@@ -82,7 +110,7 @@ def _name_work_between_steps(history: History) -> str:
 
 
 def _describe_throughput(history: History) -> str:
-    """Return the steps of the rate, without the first, which warms up. Few or short steps come with their time."""
+    """Return the steps of the rate, without the first, which warms up, and whether they are too few or too short."""
     count = max(1, history.num_steps - 1)
     speed = compute_speed(history)
     if history.num_steps < 2 or not math.isfinite(speed.step_s):
@@ -91,9 +119,11 @@ def _describe_throughput(history: History) -> str:
     overall_note = "" if overall is None else f", {formatting.format_rate(overall)} overall"
     note = f"samples/s, {WHOLE_RUN_STEPS}{overall_note}"
     total_s = speed.step_s * count
-    if count >= FINAL_LOSS_STEPS and total_s >= 1:  # seconds; a rate of less time is not steady
-        return note
-    return f"{note}; not steady: {formatting.format_duration(total_s)} in all"
+    if count < FINAL_LOSS_STEPS:
+        return f"{note}; too few for a steady mean: {formatting.format_count(count, 'step')}"
+    if total_s < 1:  # seconds
+        return f"{note}; too short for a steady mean: these steps took {formatting.format_duration(total_s)}"
+    return note
 
 
 def _iterate_speed_up_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:

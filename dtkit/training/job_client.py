@@ -45,8 +45,8 @@ class JobClient:
     """Calls the engines about one run's job, as long as they hold it."""
 
     def __init__(self, engine_group: EngineGroup, driver: Driver) -> None:
-        self.is_released = False
-        """Whether the engines have freed the job."""
+        self.release_cause: str | None = None
+        """What made the engines free the job, as in "by run.release()"; None while they hold it."""
         self.check_idle: Callable[[], None] | None = None
         """Check that no other run is training, where the engines keep data and model after they freed the job."""
         self._engine_group, self._driver = engine_group, driver
@@ -57,6 +57,11 @@ class JobClient:
         self._last_memory: tuple[int, Sequence[Any]] | None = None  # its step, and the reports of all ranks
 
     @property
+    def is_released(self) -> bool:
+        """Whether the engines have freed the job."""
+        return self.release_cause is not None
+
+    @property
     def is_running(self) -> bool:
         """Whether the run takes steps, or is about to."""
         return self._progress.state in (State.PENDING, State.RUNNING)
@@ -65,8 +70,8 @@ class JobClient:
         """Raise RunError if the engines have freed the job. By default, it says how to train on."""
         if self.is_released:
             raise RunError(
-                f"{action} needs the job on the engines, and this run was released: by run.release(), by a later train "
-                f"or with its cluster. {remedy or self.describe_remains()}"
+                f"{action} needs the job on the engines, and this run was released {self.release_cause}. "
+                f"{remedy or self.describe_remains()}"
             )
 
     def describe_remains(self) -> str:
@@ -164,6 +169,7 @@ class JobClient:
         """Let the engines free the inputs of an earlier run."""
         if self.check_idle is not None:
             self.check_idle = None
+            self.release_cause = "by a later training, and its data were freed since"
             for key in self._progress.plan.job_spec.owned_keys:
                 self._engine_group.free_later(key)
 
@@ -219,7 +225,7 @@ class JobClient:
             self.check_not_released(action)
         elif self.check_idle is None:
             raise RunError(
-                f"{action} needs the job on the engines, and this run was released, or its cluster closed. Call "
+                f"{action} needs the job on the engines, and this run was released {self.release_cause}. Call "
                 f"run.{action}(...) before that, or compute from run.model, which this notebook has: "
                 "with torch.no_grad(): run.model.eval()(inputs)"
             )

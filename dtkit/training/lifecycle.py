@@ -176,8 +176,8 @@ class RunLifecycle:
             self._progress.recorder.restore_spans(spans)
             self._driver.replica_check.checker.result = check
         self._restore_position(step, step, last_evaluation, elapsed_s=elapsed_s)
-        text = f"{run_log.TAKEN_OVER} at step {step:,}{source}"
-        self._progress.add_event(run_log.find_takeover_kind(history.events), text)
+        kind, has_failed = run_log.find_takeover_kind(history.events), self._progress.exception is not None
+        self._progress.add_event(kind, run_log.describe_takeover(kind, step, source, has_failed=has_failed))
         self._progress.recorder.note_missing_steps(step)
         self._driver.start(self._find_end() or State.PAUSED)
 
@@ -358,7 +358,7 @@ class RunLifecycle:
             return
         self._job.keep_state_dict(deadline)
         remaining = deadline.get_remaining_s()
-        self._job.is_released = True
+        self._job.release_cause = "by run.release()" if check_idle is None else "by a later training"
         self._on_change()  # views advise nothing that needs the job
         self._progress.release_hint = f"The engines have freed it for a later training. {self._job.describe_remains()}"
         self._job.check_idle = check_idle
@@ -396,4 +396,4 @@ class RunLifecycle:
             self._job.keep_state_dict_if_quick()
         finish_callbacks(self._progress.plan.options.callbacks, timeouts.CLOSE_CALLBACKS_TIMEOUT_S)
         self._progress.history.close_run_log()
-        self._job.is_released = True
+        self._job.release_cause = self._job.release_cause or "when its cluster closed"

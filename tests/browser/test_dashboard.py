@@ -551,7 +551,7 @@ def test_view_reports_a_kernel_that_is_gone_and_recovers(page: Page):
     receive(page, {"kind": "alive"})
     page.clock.run_for(7_000)
     expect(view.root).to_have_attribute("data-state", "lost")
-    expect(view.root.get_by_test_id("error")).to_contain_text("`dtkit.attach()`: it takes the engines over")
+    expect(view.root.get_by_test_id("error")).to_contain_text("call dtkit.attach(): it takes the engines over")
     expect(view.root.locator(".dtk-chip")).to_have_text("✕ kernel gone")
     shown = view.root.locator(".dtk-ends").text_content()
     page.clock.run_for(5_000)

@@ -55,6 +55,8 @@ def test_restarted_kernel_shows_and_continues_the_run(lab: Lab, tmp_path: Path):
     lab.wait_idle(timeout=120)
     taken, back, result = lab.text(2).splitlines()
     assert taken.startswith("took over dtkit-")
+    assert "(paused at step " in taken
+    assert "; cluster.current_run.resume() or its dashboard's Resume button continues it)" in taken
     assert back.startswith("Another notebook takes it back by dtkit.attach(")  # a line of its own, which fits a cell
     state, step, is_complete = json.loads(result)
     assert state == "paused"
@@ -67,7 +69,9 @@ def test_restarted_kernel_shows_and_continues_the_run(lab: Lab, tmp_path: Path):
     dashboard = get_dashboard(lab, 3)
     expect(dashboard).to_have_attribute("data-state", "paused", timeout=WAIT_MS)
     expect(dashboard).to_have_attribute("data-step", str(step))
-    expect(dashboard.get_by_test_id("log")).to_contain_text(f"taken over at step {step:,}")
+    expect(dashboard.get_by_test_id("log")).to_contain_text(
+        f"taken over at step {step:,}; it pauses until run.resume()"
+    )
     marks = dashboard.get_by_test_id("loss-chart").locator("text", has_text="‖")
     expect(marks).to_have_count(1)  # the pause of the takeover
     line = dashboard.get_by_test_id("loss-chart").locator("path.dtk-line[data-rank='0']")

@@ -45,5 +45,5 @@ def _find_column(table: Table, sort_by: str) -> str:
     if sort_by not in known:
         similar = difflib.get_close_matches(sort_by, known, n=1)
         hint = f"did you mean {similar[0]!r}? " if similar else ""
-        raise ValueError(f"sort_by={sort_by!r}: {hint}The columns are {', '.join(map(repr, columns))}")
+        raise ValueError(f"sort_by={sort_by!r}: {hint}It may be {', '.join(map(repr, sorted(known)))}")
     return known[sort_by]

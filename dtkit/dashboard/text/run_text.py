@@ -72,11 +72,16 @@ def format_run(run: RunView) -> str:
     return "\n".join(lines)
 
 
-def _format_position(run: RunView) -> str:
-    """Return step, epoch, elapsed and remaining time."""
+def format_step(run: RunView) -> str:
+    """Return the run's step and epoch."""
     status = run.status
     epoch, epochs = compute_epoch(run.spec, status.step)
-    return f"step {status.step:,} of {status.steps:,}, epoch {epoch:,} of {epochs:,}, {_format_times(status)}"
+    return f"step {status.step:,} of {status.steps:,}, epoch {epoch:,} of {epochs:,}"
+
+
+def _format_position(run: RunView) -> str:
+    """Return step, epoch, elapsed and remaining time."""
+    return f"{format_step(run)}, {_format_times(run.status)}"
 
 
 def _format_times(status: Status) -> str:

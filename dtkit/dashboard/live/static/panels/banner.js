@@ -3,7 +3,7 @@
 import { h, setProse } from "../elements.js";
 
 const GONE = "The kernel doesn't answer: this is the last that was heard of the run. After a restart of the kernel, " +
-  "import dtkit and call `dtkit.attach()`: it takes the engines over, and its current_run shows the run again.";
+  "import dtkit and call dtkit.attach(): it takes the engines over, and its current_run shows the run again.";
 
 const SHOWN_ELSEWHERE = "The kernel that had this run is gone. Another cell of this notebook shows the run live.";
 

@@ -471,12 +471,26 @@ def test_a_page_draws_the_first_step_after_a_command_at_once_but_no_other(tmp_pa
 
 
 def test_the_label_of_points_stands_as_their_last_one_does(tmp_path: Path):
-    """Labels of lines that are close keep their order, also where the validation lies between them and the mean."""
+    """Labels of lines stand as their lines end, also where the validation lies between them."""
     lines = '{ y: 50, label: "node 0" }, { y: 47, label: "mean" }'
     above, below = (f'orderLabels([{lines}, {{ y: {y}, label: "validation", isPoint: true }}])' for y in (40, 58))
     names = "map(({ label }) => label)"
     found = evaluate_page_code(tmp_path, "chart/lines.js", ["orderLabels"], f"[{above}.{names}, {below}.{names}]")
-    assert found == [["validation", "node 0", "mean"], ["node 0", "mean", "validation"]]
+    assert found == [["validation", "mean", "node 0"], ["mean", "node 0", "validation"]]
+
+
+@pytest.mark.parametrize(("heights", "is_kept"), [((50, 52, 51), True), ((53, 50, 52), True), ((54, 50, 52), False)])
+def test_labels_keep_their_order_while_their_lines_cross_within_noise(
+    tmp_path: Path, heights: tuple[int, int, int], *, is_kept: bool
+):
+    names = ["node 0", "mean", "node 1"]
+    ends = [{"y": y, "label": name, "hue": name} for y, name in zip(heights, names, strict=True)]
+    former = [f"{name} undefined" for name in names]
+    code = f"orderLabels({json.dumps(ends)}, {json.dumps(former)}).map(({{ label }}) => label)"
+    found = evaluate_page_code(tmp_path, "chart/lines.js", ["orderLabels"], code)
+    by_height = [name for _, name in sorted(zip(heights, names, strict=True))]
+    assert by_height != names
+    assert found == (names if is_kept else by_height)
 
 
 def list_shown_evaluations(folder: Path, messages: list[Message]) -> list[list[tuple[int, float]]]:

@@ -165,6 +165,28 @@ def test_short_waits_for_a_core_take_a_line(page: Page):
     expect(chart.locator("svg.dtk-chart")).to_be_visible()
 
 
+def test_a_single_sample_is_a_point_next_to_a_line_and_else_a_line_of_text(page: Page):
+    """A use of the CPU is known from the second sample on, and a short run has no third one."""
+    run = FakeSource(ranks=2)
+    run.advance(30)
+    for rank in range(2):
+        run.history.add(ScalarRecord(rank, {"system/memory (MB)": [(1, 222.0, 1.0)]}))
+    view = StaticView(page, run)
+    send_series(page, run)
+    charts = view.root.get_by_test_id("system-chart")
+    cpu, memory = charts.filter(has_text="CPU"), charts.filter(has_text="Memory")
+    expect(memory.locator("h3")).to_contain_text("last 222")
+    expect(memory.locator("svg.dtk-chart")).to_be_hidden()
+    for rank in range(2):
+        rows = {"system/memory (MB)": [(25, 223.0, 1.0)], "system/CPU (cores)": [(25, 0.3 + rank / 10, 1.0)]}
+        run.history.add(ScalarRecord(rank, rows))
+    memory.scroll_into_view_if_needed()  # one out of sight is drawn each minute
+    send_series(page, run)
+    expect(memory.locator("svg.dtk-chart")).to_be_visible()
+    expect(cpu.locator("svg.dtk-chart")).to_be_visible()
+    expect(cpu.locator("path.dtk-dot")).to_have_count(3)  # of the nodes and of their mean
+
+
 def test_the_log_stays_at_its_end_in_another_width_unless_a_reader_scrolled(page: Page):
     page.set_viewport_size({"width": 1400, "height": 900})
     run = FakeSource(ranks=2)

@@ -16,7 +16,7 @@ from dtkit.history.scalars import ScalarRecord
 from dtkit.types import Evaluation, State
 from tests.support.comparison_sources import make_diverging_pair, make_logging_runs
 from tests.support.fake_source import FakeSource
-from tests.support.static_view import load_widget
+from tests.support.static_view import encode_message, load_widget
 
 pytestmark = pytest.mark.browser
 
@@ -307,6 +307,40 @@ def test_names_are_numbered_in_all_charts_and_lie_on_no_number_of_an_axis(page: 
     line = page.get_by_test_id("runs-table").get_by_test_id("causes").locator("li")
     expect(line).to_contain_text("in the last layer")
     assert line.evaluate("(li) => li.scrollWidth <= li.clientWidth")
+
+
+@pytest.mark.parametrize("width", [400, 1400])  # narrow: a column for each run
+def test_the_table_of_runs_stays_sorted_by_a_click_or_a_key(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    runs = [FakeSource(steps=400, seed=seed, name=name) for seed, name in enumerate(["c", "a", "b"])]
+    for run, steps, accuracy in zip(runs, (120, 40, 80), (0.9, 0.7, 0.8), strict=True):
+        run.advance(steps)
+        run.history.add(Evaluation(steps, 100, {"accuracy": accuracy}))
+    builder = ComparisonMessageBuilder(dtkit.compare(*runs))
+    load_widget(page, str(ComparisonWidget._esm), builder.build_snapshot(), "light")
+    table = page.get_by_test_id("runs-table")
+    names, lines = table.locator(".dtk-run > span"), table.locator(".dtk-run path")
+    head = table.locator("[aria-sort]").filter(has_text=re.compile("^steps$"))
+    expect(head).to_have_attribute("aria-sort", "none")
+    head.get_by_role("button").click()
+    expect(head).to_have_attribute("aria-sort", "ascending")
+    expect(names).to_have_text(["2: a", "3: b", "1: c"])
+    assert [re.findall(r"dtk-n(\d)", str(line.get_attribute("class"))) for line in lines.all()] == [["1"], ["2"], ["0"]]
+    runs[1].advance(60)  # more steps than another run has
+    page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(builder.build_snapshot()))
+    expect(names).to_have_text(["3: b", "2: a", "1: c"])
+    expect(head.get_by_role("button")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(head).to_have_attribute("aria-sort", "descending")
+    expect(names).to_have_text(["1: c", "2: a", "3: b"])
+    page.keyboard.press("Space")
+    expect(head).to_have_attribute("aria-sort", "none")
+    expect(names).to_have_text(["1: c", "2: a", "3: b"])
+    best = table.locator("[aria-sort]").filter(has_text="best validation accuracy")
+    best.get_by_role("button").click()
+    expect(best).to_have_attribute("aria-sort", "descending")  # the best first
+    expect(names).to_have_text(["1: c", "3: b", "2: a"])
+    assert table.locator("table").evaluate(_CUT_CELLS) == []
 
 
 def test_the_tables_are_above_the_charts(page: Page):

@@ -171,15 +171,21 @@ def test_panels_of_a_row_are_equally_high(page: Page):
     )
 
 
-def test_labels_of_close_lines_keep_their_order_and_equal_ones_merge(page: Page):
+def test_labels_of_close_lines_stand_as_the_lines_end_and_equal_ones_merge(page: Page):
     run = FakeSource(ranks=2)
     run.advance(20)
     view = StaticView(page, run)
     labels = view.root.get_by_test_id("loss-chart").locator(".dtk-labels text")
-    for losses in ([2.0, 2.02] * 10, [2.02, 2.0] * 10):  # of nodes 0 and 1: their lines change places
-        run.advance(10, loss=losses)
+    mean = re.compile(r"mean \d")
+    for losses, names in (
+        ([2.0, 2.1], ["node 1", mean, "node 0"]),
+        ([2.1, 2.0], ["node 0", mean, "node 1"]),
+    ):
+        run.advance(10, loss=losses * 10)
         view.update()
-        expect(labels).to_have_text(["node 0", "node 1", re.compile(r"mean \d")])
+        expect(labels).to_have_text(names)
+        heights = labels.evaluate_all("(all) => all.map((label) => Number(label.getAttribute('y')))")
+        assert heights == sorted(heights)
     run.advance(10, loss=1.0)
     view.update()
     expect(labels).to_have_text([re.compile(r"mean \d")])

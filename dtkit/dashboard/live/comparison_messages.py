@@ -222,6 +222,8 @@ def _describe_table(table: Table, names: Sequence[str] = ()) -> dict[str, Any]:
         "texts": texts,
         "bold": [list(cell) for cell in table.bold_cells],
         "small": [[*cell, text] for cell, text in table.small_texts.items()],
+        "values": [[*cell, value] for cell, value in table.values.items()],
+        "high": [k for k, name in enumerate(table.header) if name in table.high_columns],
     }
 
 

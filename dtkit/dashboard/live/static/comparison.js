@@ -9,6 +9,7 @@ import { h, keepKeys, s, setAttr, setText } from "./elements.js";
 import { drawPointed, newFrames } from "./frames.js";
 import { newRows } from "./grid.js";
 import { number } from "./numbers.js";
+import { addSortButton, chooseNextOrder, sortCells } from "./sorting.js";
 import { toolbar } from "./toolbar.js";
 
 const MOST_LINES = 3, HEIGHT = 240;
@@ -141,8 +142,11 @@ function comparedCharts(store, redraw) {
   return { el, update, parts: () => [...shown.values()] };
 }
 
-/** Return a table with number and line of each run, as in the charts. Only a legend may be turned. */
-function tableOf(read, { testid, label, isLegend }) {
+/**
+ * Return a table with number and line of each run, as in the charts. Only a legend may be turned. `sorting` has the
+ * column by which a person sorts it, {name, order}, and `sort(name, isHighestBest)`; it is left out where none may.
+ */
+function tableOf(read, { testid, label, isLegend, sorting }) {
   const scroll = h("div", { class: "dtk-scroll dtk-high", tabindex: "0", role: "region", "aria-label": label }), note = h("p", { class: "dtk-note dtk-table-note" });
   const causes = h("ul", { class: "dtk-notices", "data-testid": "causes", "aria-label": "runs that failed or diverged" });
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": testid }, scroll, causes, note);
@@ -150,61 +154,97 @@ function tableOf(read, { testid, label, isLegend }) {
   const update = () => {
     const { table, text, names, ends = [] } = read();
     el.hidden = !table;
-    const now = JSON.stringify([table, text, ends, el.clientWidth]);
-    if (!table || now === shown) return;
+    const now = JSON.stringify([table, text, ends, el.clientWidth, sorting]);
+    if (!table || now === shown || scroll.querySelector("button:active")) return; // a new button would miss the click
     shown = now;
     setText(note, text ?? "");
     causes.hidden = !ends.length;
     causes.replaceChildren(...ends.map((line) => h("li", {}, line)));
-    fitTable(scroll, isLegend ? [[table, false], [turned(table), true]] : [[table, table.header[0] !== "run"]], names);
+    const sorted = sortTable(table, sorting);
+    fitTable(scroll, isLegend ? [[sorted, false], [turned(sorted), true]] : [[sorted, table.header[0] !== "run"]], names);
   };
   return { el, update };
 }
+/** Return a table in the order that a person chose, with the numbers of its runs, and how to sort it. */
+function sortTable(table, sorting) {
+  const column = table.header.indexOf(sorting?.name), values = new Map((table.values ?? []).map(([row, k, value]) => [`${row} ${k}`, value]));
+  const cells = table.rows.map((row, k) => ({ value: values.get(`${k} ${column}`), text: row[column] ?? "" }));
+  const runs = sortCells(cells, column < 0 ? "none" : sorting.order), at = (row) => runs.indexOf(row);
+  return {
+    ...table,
+    rows: runs.map((run) => table.rows[run]),
+    bold: table.bold.map(([row, k]) => [at(row), k]),
+    small: table.small.map(([row, k, text]) => [at(row), k, text]),
+    runs,
+    sorting: runs.length > 1 ? sorting : undefined,
+  };
+}
 /** Show the first of the tables that fits: with narrow cells if need be. If none does, the narrowest scrolls. */
 function fitTable(scroll, tables, names) {
-  const { scrollLeft } = scroll;
+  const { scrollLeft } = scroll, focused = scroll.querySelector("button:focus")?.dataset.column;
+  const keepPlace = () => { // which new elements lost
+    scroll.scrollLeft = scrollLeft;
+    if (focused !== undefined) [...scroll.querySelectorAll("button")].find(({ dataset }) => dataset.column === focused)?.focus({ preventScroll: true });
+  };
   let best = null;
   for (const isNarrow of [false, true]) {
     for (const [table, isTurned] of tables) {
       const show = () => { scroll.classList.toggle("dtk-narrow", isNarrow); scroll.replaceChildren(tableElement(table, isTurned, names)); };
       show();
       const beyond = scroll.scrollWidth - scroll.clientWidth;
-      if (beyond <= 0) return;
+      if (beyond <= 0) return keepPlace();
       if (!best || beyond < best.beyond) best = { beyond, show };
     }
   }
   best.show();
-  scroll.scrollLeft = scrollLeft; // a reader's place, which the measuring lost
+  keepPlace();
 }
 /** Return the element of a table whose first cell of each row names a run, or of each column if it is turned. */
 function tableElement(table, isTurned, names) {
-  const name = (row, column) => (isTurned ? (row < 0 && column > 0 ? column - 1 : null) : isTurned === false && row >= 0 && !column ? row : null);
-  return h("table", {}, h("thead", {}, tableRow(table, table.header, -1, name, names)), h("tbody", {}, ...table.rows.map((cells, row) => tableRow(table, cells, row, name, names))));
+  const runAt = (row, column) => (isTurned ? (row < 0 && column > 0 ? table.runs[column - 1] : null) : isTurned === false && row >= 0 && !column ? table.runs[row] : null);
+  const headAt = (row, column) => (isTurned ? (column ? null : row + 1) : row < 0 ? column : null);
+  const tr = (cells, row) => tableRow(table, cells, row, { runAt, headAt, names });
+  return h("table", {}, h("thead", {}, tr(table.header, -1)), h("tbody", {}, ...table.rows.map(tr)));
 }
 const CODE_BREAKS = /(?<=[(._=])(?!\))|(?<=[a-z])(?=[A-Z])/; // a strategy breaks after its bracket
 const NAME_BREAKS = /(?<=[(=,])|(?<=[a-z])(?=[A-Z])/;
 
-/** Return a row of cells. `name(row, column)` is the number of the run that a cell names, or null. */
-function tableRow({ texts, bold, small }, cells, row, name, names) {
+/**
+ * Return a row of cells. `runAt(row, column)` is the number of the run that a cell names, or null; `headAt` that of the
+ * kind of number whose name it has.
+ */
+function tableRow({ texts, bold, small, high, sorting }, cells, row, { runAt, headAt, names }) {
   return h("tr", row < 0 ? {} : { "data-row": row }, ...cells.map((text, column) => {
-    const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = name(row, column);
+    const isBold = bold.some(([r, c]) => r === row && c === column), isText = texts.includes(column), run = runAt(row, column), head = headAt(row, column);
     const cell = h(row < 0 || !column ? "th" : "td", { class: `${isText ? "" : "dtk-number"}${isBold ? " dtk-best" : ""}`, ...(row < 0 ? { scope: "col" } : column ? {} : { scope: "row" }) });
     if (run !== null) { cell.classList.add("dtk-run"); cell.append(runLine(run), h("span", {}, ` ${run + 1}:\u00a0`, ...text.split(NAME_BREAKS).flatMap((part) => [part, h("wbr")]))); if (names[run] !== text) setAttr(cell, "title", names[run]); }
     else cell.append(...(isText ? text.split(CODE_BREAKS) : [text]).flatMap((part) => [part, h("wbr")]));
     for (const [, , change] of small.filter(([r, c]) => r === row && c === column)) cell.append(h("small", { class: "dtk-change" }, change));
+    if (sorting && head !== null) addSortButton(cell, sorting.name === text ? sorting.order : "none", () => sorting.sort(text, high.includes(head))).dataset.column = text;
     return cell;
   }));
 }
 /** Return a table with its rows as columns. */
-function turned({ header, rows, bold, small }) {
+function turned({ header, rows, bold, small, ...rest }) {
   const [corner, ...names] = header;
   return {
+    ...rest,
     header: [corner, ...rows.map(([run]) => run)],
     rows: names.map((name, column) => [name, ...rows.map((cells) => cells[column + 1])]),
     texts: [0],
     bold: bold.map(([row, column]) => [column - 1, row + 1]),
     small: small.map(([row, column, text]) => [column - 1, row + 1, text]),
   };
+}
+/** Return the column by which all views of a comparison are sorted, and how to choose another one. */
+function newSorting(redraw) {
+  const sorting = { name: null, order: "none" };
+  sorting.sort = (name, isHighestBest) => {
+    const order = chooseNextOrder(sorting.name === name ? sorting.order : "none", isHighestBest);
+    Object.assign(sorting, { name, order });
+    redraw();
+  };
+  return sorting;
 }
 function runLine(k) {
   return s("svg", { width: 34, height: 10, "aria-hidden": "true" }, s("path", { d: "M1,5h32", class: `dtk-line dtk-n${k % 8} dtk-dash${runDash(k)}` }));
@@ -223,7 +263,7 @@ export function buildComparison(store, { hasTables = true } = {}) {
   const redraw = newFrames((asked) => { if (asked.has("pointed") && asked.size === 1) drawPointed(panels); else draw(); });
   const charts = [toolbar(store, null), mainChart(store, redraw), comparedCharts(store, redraw)]; // below the tables, which have the answer
   const tables = hasTables ? [
-    tableOf(() => ({ table: store.head.table, text: store.head.note, names: store.head.names, ends: store.head.ends }), { testid: "runs-table", label: "table of runs", isLegend: true }),
+    tableOf(() => ({ table: store.head.table, text: store.head.note, names: store.head.names, ends: store.head.ends }), { testid: "runs-table", label: "table of runs", isLegend: true, sorting: (store.view.sorting ??= newSorting(() => store.redraw())) }),
     tableOf(() => ({ table: store.head.settings, names: store.head.names }), { testid: "settings-table", label: "settings that differ" }),
   ] : [];
   const panels = [...tables, ...charts];

@@ -35,9 +35,9 @@ export function newStore() {
 
 /** Return the settings of the chart tools: `log` is the scale that a person chose for all charts, `ownLog` those for single
  * ones, and `autoLog` those that charts chose; `shownLog` has the scales of the charts in sight that can have either one.
- * `refresh` has the seconds between two updates, or 0 where they come as they can; `zoom` has the first and last step in sight, `hidden` the keys of lines. */
+ * `refresh` has the seconds between two updates, or 0 where they come as they can; `zoom` has the first and last step in sight, `hidden` the keys of lines; `sorting` is that of a table of runs. */
 function newView() {
-  return { x: "step", smooth: 0, log: null, ownLog: new Map(), autoLog: new Map(), shownLog: new Map(), robust: false, refresh: 0, zoom: null, hidden: new Set() };
+  return { x: "step", smooth: 0, log: null, ownLog: new Map(), autoLog: new Map(), shownLog: new Map(), robust: false, refresh: 0, zoom: null, hidden: new Set(), sorting: null };
 }
 
 /** Return whether charts have a logarithmic scale that they chose by themselves, and no person has chosen any for all. */

@@ -170,7 +170,8 @@ function apart(points, x) {
 
 /** Write names at the lines' ends, apart from each other. */
 export function drawLabels(view, lineEnds, { left, top, bottom }) {
-  const ends = orderLabels(thinLabels(view, mergeLabels(view, lineEnds), top, bottom));
+  const ends = orderLabels(thinLabels(view, mergeLabels(view, lineEnds), top, bottom), view.labelOrder);
+  view.labelOrder = ends.map(labelKey);
   const placed = spread(ends.map((end) => end.y), LABEL_GAP, top, bottom), { at, isShort } = placeLabels(view, ends, left), isWithin = at < left;
   const names = ends.map((end, k) => ["text", { x: at, y: placed[k] + 4, class: `dtk-${end.hue}${isWithin ? " dtk-halo" : ""}${pickedClass(view.store, end.rank)}` }, end.label]);
   const leaders = isShort && !isWithin ? ends.map((end, k) => ["path", { d: `M${end.x + 2},${end.y}L${at - 2},${placed[k]}`, class: "dtk-leader" }]) : [];
@@ -210,7 +211,7 @@ const FAR_LABEL_PX = 2 * LABEL_GAP, NEAR_LABEL_PX = LABEL_GAP; // from its line;
 function thinLabels(view, ends, top, bottom) {
   const { selected } = view.store, isPlain = ({ rank, label }) => rank !== undefined && rank !== selected && !/^\W/.test(label);
   const plain = ends.filter(isPlain), rest = ends.filter((end) => !isPlain(end)), named = ends.filter(({ rank }) => rank !== undefined);
-  const ordered = orderLabels(ends), heights = spread(ordered.map(({ y }) => y), LABEL_GAP, top, bottom);
+  const ordered = orderLabels(ends, view.labelOrder), heights = spread(ordered.map(({ y }) => y), LABEL_GAP, top, bottom);
   const away = Math.max(0, ...ordered.map(({ y }, k) => Math.abs(heights[k] - y)));
   view.isThinned = plain.length > 2 && away > (view.isThinned ? NEAR_LABEL_PX : FAR_LABEL_PX);
   if (!view.isThinned) return ends;
@@ -218,20 +219,32 @@ function thinLabels(view, ends, top, bottom) {
   return [{ x, y, label: plain.length === named.length ? `${plain.length} nodes` : `${plain.length} others`, hue: "many" }, ...rest];
 }
 /**
- * Return labels from top to bottom. Close ones keep the order of their lines, so that they don't swap with each value.
- * That of points stands above or below them all, as the last point does.
+ * Return labels from top to bottom, as their lines end. Close ones keep their `former` order while their lines cross within
+ * noise, so that they don't swap with each value. That of points stands above or below them all, as the last point does.
  */
-export function orderLabels(ends) {
-  const sorted = ends.map((end, k) => ({ ...end, k })).sort((a, b) => a.y - b.y), groups = [];
+export function orderLabels(ends, former = []) {
+  const sorted = [...ends].sort((a, b) => a.y - b.y), groups = [];
   for (const end of sorted) {
     if (groups.length && end.y - groups.at(-1).at(-1).y < LABEL_GAP) groups.at(-1).push(end);
     else groups.push([end]);
   }
   return groups.flatMap((group) => {
-    const lines = group.filter(({ isPoint }) => !isPoint).sort((a, b) => a.k - b.k), middle = meanHeight(group), among = meanHeight(lines);
+    const lines = keepOrder(group.filter(({ isPoint }) => !isPoint), former), middle = meanHeight(group), among = meanHeight(lines);
     const ordered = [...group.filter(({ isPoint, y }) => isPoint && y < among), ...lines, ...group.filter(({ isPoint, y }) => isPoint && !(y < among))];
     return ordered.length > 1 ? ordered.map((end) => ({ ...end, y: middle })) : ordered;
   });
+}
+const CROSSED_PX = 3; // from which on the labels of lines that crossed change places
+
+/** Return labels, given from top to bottom, in their former order, unless a line is clearly above one that was higher. */
+function keepOrder(lines, former) {
+  const places = new Map(lines.map((end) => [end, former.indexOf(labelKey(end))])), kept = [...lines].sort((a, b) => places.get(a) - places.get(b));
+  const isCrossed = kept.some((end, k) => kept.slice(k + 1).some((below) => end.y - below.y > CROSSED_PX));
+  return isCrossed || [...places.values()].includes(-1) ? lines : kept;
+}
+/** Return the key of a line's label, whose text may have the last value. */
+function labelKey({ hue, rank }) {
+  return `${hue} ${rank}`;
 }
 function meanHeight(ends) {
   return ends.reduce((sum, { y }) => sum + y, 0) / ends.length;

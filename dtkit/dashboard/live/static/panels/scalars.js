@@ -35,7 +35,7 @@ function seriesChart(store, name, { height, testid }, redraw) {
   return chart(store, name, {
     title, unit, testid, height,
     fromZero: system, exact: system, joined: true, canLog: system ? false : "positive",
-    isFlat: () => system && (of().points < 2 || (name === CORE_WAIT && isShort(of()))), // the first seconds have one sample
+    isFlat: () => system && (!of().points || hasFirstSamples(store) || (name === CORE_WAIT && isShort(of()))),
     points: (st) => (system ? [] : evaluatedPoints(st, name)),
     pointName: "◇ validation",
     note: (_head, _layout, view) => note({ ...of(), last: last() }, system ? NaN : lastValidation(store, name), view.frame?.width < NARROW_PLOT, store.view.zoom !== null),
@@ -44,6 +44,10 @@ function seriesChart(store, name, { height, testid }, redraw) {
     newest: last,
     overall: (_head, drawn) => (of().lines > 1 ? "mean" : number(store.view.zoom ? drawn : last() ?? drawn)),
   }, redraw);
+}
+/** Return whether no number of the machines has a second sample, as in the first seconds. Next to a line, the only one is a point. */
+function hasFirstSamples({ series }) {
+  return [...series.values()].every(({ system, points }) => !system || points < 2);
 }
 /** Return whether no value of a series is a share that a verdict would name. */
 function isShort({ points, lines, values }) {

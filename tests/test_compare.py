@@ -347,6 +347,17 @@ def test_a_run_that_came_back_from_a_peak_is_drawn_to_its_end():
     assert comparison_summary.find_exits([good.history, came_back.history, diverged.history]) == [None, None, 11]
 
 
+@pytest.mark.parametrize(("name", "best"), [("accuracy", [1]), ("rmse", [0]), ("confidence", [])])
+def test_a_metric_has_a_best_only_where_its_name_says_what_is_better(name: str, best: list[int]):
+    """The dashboard had none for "confidence", and the comparison had its highest in bold."""
+    low, high = make_source(), make_source()
+    for source, value in ((low, 0.2), (high, 0.9)):
+        source.history.add(Evaluation(source.step, 10, {name: value}))
+    table = comparison_text.make_table(dtkit.compare(low, high).rows)
+    column = list(table.header).index(f"best validation {name}")
+    assert [row for row, bold in table.bold_cells if bold == column] == best
+
+
 def test_the_notes_of_a_table_are_those_that_apply():
     first, second = dtkit.compare(make_source(name="a"), make_source(name="b")).rows
     *_, line = comparison_text.list_table_notes(

@@ -8,22 +8,10 @@ from typing import TYPE_CHECKING
 
 from dtkit.dashboard.summary.comparison import is_better_lower
 
-_HIGHER_WORDS = (
-    "acc", "ap", "auc", "auroc", "bleu", "correlation", "dice", "f1", "f1score", "iou", "map", "mcc", "ndcg",
-    "precision", "psnr", "r2", "recall", "rouge", "score", "sensitivity", "specificity", "ssim",
-    "top1", "top5",
-)  # fmt: skip
-
 if TYPE_CHECKING:
     from dtkit.history.history import History
 
 _read: weakref.WeakKeyDictionary[History, dict[str, _Best]] = weakref.WeakKeyDictionary()
-
-
-def has_direction(name: str) -> bool:
-    """Return whether a name says if lower or higher values are better: only then is one of them the best."""
-    words = name.lower().replace("-", "_").replace(" ", "_").split("_")
-    return is_better_lower(name) or name.lower().endswith("accuracy") or any(word in _HIGHER_WORDS for word in words)
 
 
 class _Best:

@@ -222,6 +222,11 @@ def downsample_losses(histories: Sequence[History]) -> list[CurveBuckets]:
 
 
 _LOWER_WORDS = ("loss", "error", "perplexity", "mse", "mae", "rmse", "distance", "divergence", "kl")
+_HIGHER_WORDS = (
+    "acc", "ap", "auc", "auroc", "bleu", "correlation", "dice", "f1", "f1score", "iou", "map", "mcc", "ndcg",
+    "precision", "psnr", "r2", "recall", "rouge", "score", "sensitivity", "specificity", "ssim",
+    "top1", "top5",
+)  # fmt: skip
 
 
 def list_shared_scalars(histories: Sequence[History]) -> list[str]:
@@ -254,6 +259,12 @@ def is_better_lower(name: str) -> bool:
     return any(
         word in name.lower().replace("-", "_").split("_") or name.lower().endswith(word) for word in _LOWER_WORDS
     )
+
+
+def has_direction(name: str) -> bool:
+    """Return whether a metric's name says if lower or higher values are better: only then is one of them the best."""
+    words = name.lower().replace("-", "_").replace(" ", "_").split("_")
+    return is_better_lower(name) or name.lower().endswith("accuracy") or any(word in _HIGHER_WORDS for word in words)
 
 
 def find_metric_cap(histories: Sequence[History], name: str) -> float | None:

@@ -10,7 +10,8 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.dashboard.summary.activity import find_activity
-from dtkit.dashboard.summary.best_values import find_best_value, has_direction
+from dtkit.dashboard.summary.best_values import find_best_value
+from dtkit.dashboard.summary.comparison import has_direction
 from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.ended_engines import find_ended_engines
 from dtkit.dashboard.summary.last_scalar import read_last_scalar

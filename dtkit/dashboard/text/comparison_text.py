@@ -18,6 +18,7 @@ from dtkit.dashboard.summary.comparison import (
     VALIDATION_DATA,
     differ_in,
     differ_in_bytes,
+    has_direction,
     is_better_lower,
 )
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS
@@ -83,7 +84,10 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
         lines.append([row.label, *state, *cells[:split], *best, *cells[split:], *verified])
     values = _list_values(rows, header)
     bold, changes = _find_best_cells(rows, header, metrics), _describe_changes(rows, header, values)
-    high = ["samples/s", *(f"{BEST_PREFIX}{name}" for name in metrics if not is_better_lower(name))]
+    high = [
+        "samples/s",
+        *(f"{BEST_PREFIX}{name}" for name in metrics if has_direction(name) and not is_better_lower(name)),
+    ]
     texts = {"run", "state", VERIFIED}
     return Table(header, lines, texts, bold, values=values, small_texts=changes, high_columns=high)
 
@@ -152,6 +156,7 @@ def _find_best_cells(
                 (-1 if is_better_lower(name) else 1) * row.best.get(name, math.nan) for row in rows
             ]
             for name in metrics
+            if has_direction(name)
         },
     }
     cells = []

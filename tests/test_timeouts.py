@@ -56,7 +56,6 @@ ORDERS = {  # row of the table -> names, each of which is less than the next
     "a text log": ("LIVE_INTERVAL_S", "LOG_INTERVAL_S"),
     "a saved notebook": (
         "KEPT_PICTURE_FIRST_S",
-        "KEPT_TEXT_INTERVAL_S",
         "KEPT_PICTURE_BUSY_FIRST_S",
         "KEPT_PICTURE_INTERVAL_S",
     ),

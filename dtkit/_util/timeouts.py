@@ -17,7 +17,7 @@ a cluster closes       SIGTERM's grace + SIGKILL < wait for the reaper
 a host is cut off      heartbeat lost <= SSH's checks < controller silent
 a checkpoint           poll < no progress < wait for the previous save < age of an abandoned folder
 a display              update of the page < picture of a panel
-a saved notebook       first picture < texts < first picture of a busy run < further pictures
+a saved notebook       first picture < first picture of a busy run < further pictures ≤ texts
 ====================== =========================================================================================
 """
 
@@ -335,10 +335,10 @@ KEPT_PICTURE_FIRST_S = 5.0
 """Delay of the first picture that a saved notebook shows of a run: many runs end or pause sooner."""
 KEPT_PICTURE_BUSY_FIRST_S = 20.0
 """The same while the run has no core to spare: drawing takes a second or two of one."""
-KEPT_TEXT_INTERVAL_S = 10.0
-"""Shortest interval between two texts above such a picture, or in its place."""
 KEPT_PICTURE_INTERVAL_S = 30.0
 """Shortest interval between two such pictures during a run."""
+KEPT_TEXT_INTERVAL_S = 30.0
+"""Shortest interval between two texts above such a picture, or in its place. Each costs a page 40 ms of a core."""
 REPLACE_TIMEOUT_S = 30.0
 """Limit for the live displays of an ended run to become pictures."""
 GIT_TIMEOUT_S = 3.0

@@ -61,7 +61,7 @@ def draw_kept_picture(run: RunView, show_page: Callable[[str], None] | None = No
     `show_page` gets the page as soon as it is drawn: the PNG takes a third of the time, and few front ends need it.
     """
     charts = _draw_cards(draw_run_charts(run))
-    page = format_page(run, _format_charts(charts))
+    page = f'<div data-dtkit-end="{run.status.step}">{format_page(run, _format_charts(charts))}</div>'
     if show_page is not None:
         show_page(page)
     joined = _join_cards([draw_card(draw_text(run)), *(chart for chart, _ in charts)])

@@ -391,7 +391,7 @@ def test_fault_controls_are_shown_only_when_offered(page: Page):
     view.root.get_by_test_id("fault-factor").select_option("4")
     view.root.get_by_test_id("slow").click()
     view.root.get_by_test_id("kill").click()
-    expect(view.root.get_by_test_id("kill")).to_have_text("✕ Really kill node 3?")
+    expect(view.root.get_by_test_id("kill")).to_have_text("✕ Kill node 3?")
     view.root.get_by_test_id("kill").press("Enter")
     view.root.get_by_test_id("save").press("Space")
     assert view.sent == [
@@ -403,9 +403,7 @@ def test_fault_controls_are_shown_only_when_offered(page: Page):
     assert list_overflowing(page) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "asked", "text"), [("kill", "Really kill node 0?", "Kill"), ("stop", "Sure?", "Stop")]
-)
+@pytest.mark.parametrize(("name", "asked", "text"), [("kill", "Kill node 0?", "✕ Kill"), ("stop", "Stop?", "Stop")])
 def test_a_question_stays_until_it_is_answered_or_taken_back(page: Page, name: str, asked: str, text: str):
     """It lapsed after five seconds without a word, and the next click asked again."""
     page.clock.install()
@@ -665,7 +663,7 @@ def test_stop_keeps_its_width_when_it_asks(page: Page):
     captions = [caption.bounding_box() for caption in view.root.locator(".dtk-controls > button > span").all()]
     assert len({round(box["y"] + box["height"] / 2) for box in captions if box is not None}) == 1  # on one line
     stop.click()
-    expect(stop).to_contain_text("Sure?")
+    expect(stop).to_contain_text("Stop?")
     assert stop.bounding_box() == before
     assert list_overflowing(page) == []
 
@@ -674,7 +672,7 @@ def test_stop_asks_once_and_a_bad_learning_rate_is_refused(page: Page):
     view = StaticView(page, make_source(2))
     stop, rate = view.root.get_by_test_id("stop"), view.root.get_by_test_id("lr")
     stop.click()
-    expect(stop).to_contain_text("Sure?")
+    expect(stop).to_contain_text("Stop?")
     expect(view.root.get_by_test_id("effect")).to_have_text("Stop ends the run; run.extend() can continue it later.")
     expect(stop).to_have_attribute("title", re.compile("run.extend"))
     assert view.sent == []

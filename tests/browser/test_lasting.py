@@ -79,6 +79,12 @@ def test_a_view_after_a_reload_says_that_the_saved_picture_is_older(lab: Lab):
     expect(view).to_be_visible(timeout=WAIT_MS)
     expect(note).to_contain_text("Show the run in a new cell", timeout=WAIT_MS)
     assert note.evaluate("(el) => el === el.parentElement.firstElementChild")  # where it is seen
+    lab.run_cell(2)
+    expect(view).to_have_attribute("data-state", "stopped", timeout=WAIT_MS)
+    lab.reload()  # the file has no picture of the end
+    expect(view).to_have_attribute("data-state", "stopped", timeout=WAIT_MS)
+    expect(note).to_contain_text("Saved pictures stop here")
+    expect(note).to_be_visible()
 
 
 @both_apps
@@ -97,6 +103,7 @@ def test_view_stays_alive_after_the_end_and_a_picture_is_saved(lab: Lab):
     view = lab.page.get_by_test_id("dtkit-dashboard")
     expect(view).to_have_attribute("data-step", "50", timeout=WAIT_MS)
     expect(get_pictures(lab)).to_be_hidden()
+    expect(lab.page.get_by_test_id("restored")).to_be_hidden()  # the file has the picture of the end
     lab.close()  # the kernel is gone
     lab.reload()
     expect(get_pictures(lab)).to_be_visible(timeout=WAIT_MS)

@@ -140,12 +140,27 @@ function isMessageDue(store) {
 }
 
 // A front end finds no output of before the reload, and so keeps the picture below it in the notebook.
-const RESTORED = "This page was loaded again. A saved notebook keeps this cell's picture from before that. Show the run in a new cell for a newer one.";
+const RESTORED = "Saved pictures stop here after a reload of the page. Show the run in a new cell for a newer one.";
+
+/** Return a note on the picture of a restored view, and a function that hides it while the notebook has the picture of the end. */
+function newRestoredNote(store, readKeptEnd) {
+  const note = h("p", { class: "dtk-note dtk-restored", "data-testid": "restored", hidden: "" }, RESTORED);
+  const update = () => {
+    const { state, step } = store.status ?? {};
+    note.hidden = !LIVE.includes(state) && readKeptEnd() === step;
+  };
+  return { note, update };
+}
 
 /** Return a view that follows the theme and its size: {root, redraw, dispose}. */
-function openView(store, model, isRestored) {
-  const { root, redraw } = buildView(store, (message) => sendTo(model, message)), stopTheme = followTheme(root);
-  if (isRestored && LIVE.includes(store.status?.state)) root.prepend(h("p", { class: "dtk-note dtk-restored", "data-testid": "restored" }, RESTORED));
+function openView(store, model, readKeptEnd = null) {
+  const { root, redraw: redrawParts } = buildView(store, (message) => sendTo(model, message)), stopTheme = followTheme(root);
+  const restored = readKeptEnd && newRestoredNote(store, readKeptEnd);
+  if (restored) root.prepend(restored.note);
+  const redraw = (isHeadOnly) => {
+    restored?.update();
+    redrawParts(isHeadOnly);
+  };
   let width = 0;
   const size = new ResizeObserver(([{ contentRect }]) => { // also after the page had taken it out
     if (contentRect.width && contentRect.width !== width) redraw();
@@ -211,7 +226,7 @@ export default () => {
       receive(model, content, buffers);
       model.send({ hello: "opened" }); // the kernel then forgets what pages reported before
       store.attention = followAttention((attention) => store.send({ attention }), () => store.view.refresh);
-      views.add(mountViews(model.get("place"), (isRestored) => openView(store, model, isRestored)));
+      views.add(mountViews(model.get("place"), (readKeptEnd) => openView(store, model, readKeptEnd)));
       return () => { store.attention.end(); store.page.end(); };
     },
     render({ model, el }) {

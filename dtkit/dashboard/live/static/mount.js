@@ -10,8 +10,8 @@ const OUTPUT = ".jp-OutputArea-child, .output_area", SHOWN = "dtkit-shown";
 const MAX_CLOCK_DIFFERENCE_MS = 2000; // of kernel and browser
 
 /**
- * Keep a view in each place with this name. `build(isRestored)` returns {root, redraw, dispose}; a restored place is older
- * than the page. Return a function that redraws all views that are in the page.
+ * Keep a view in each place with this name. `build(readKeptEnd)` returns {root, redraw, dispose}. A place that is older than
+ * the page has the function, which returns the last step in the picture of an ended run; others have null. Return a function that redraws all views that are in the page.
  */
 export function mountViews(name, build) {
   const views = new Map(); // by place
@@ -19,7 +19,8 @@ export function mountViews(name, build) {
     for (const place of views.keys()) mark(place, true);
     for (const place of document.getElementsByClassName(PLACE)) {
       if (place.dataset.dtkitLive !== name || views.has(place)) continue;
-      const view = build(1000 * Number(place.dataset.dtkitShown) + MAX_CLOCK_DIFFERENCE_MS < performance.timeOrigin);
+      const isRestored = 1000 * Number(place.dataset.dtkitShown) + MAX_CLOCK_DIFFERENCE_MS < performance.timeOrigin;
+      const view = build(isRestored ? () => readEnd(place) : null);
       views.set(place, { ...view, seen: Date.now() });
       place.replaceChildren(view.root);
       place.classList.add(MOUNTED);
@@ -33,6 +34,12 @@ export function mountViews(name, build) {
   scan();
   setInterval(() => sweep(views), GONE_MS / 5);
   return (isHeadOnly) => { for (const [place, view] of views) if (place.isConnected) view.redraw(isHeadOnly); };
+}
+
+/** Return the last step in the picture after a place; NaN unless it is of a run's end (kept_picture.py). */
+function readEnd(place) {
+  const kept = place.closest(OUTPUT)?.nextElementSibling?.querySelector("[data-dtkit-end]");
+  return Number(kept?.dataset.dtkitEnd ?? NaN);
 }
 
 /** Let the picture after a place be hidden, or not. */

@@ -12,7 +12,7 @@ const BUTTONS = [
   { command: "stop", glyph: "■", label: "Stop", asking: "Stopping…", when: LIVE },
   { command: "save", glyph: "↓", label: "Save", asking: "Saving…", when: [...LIVE, "completed", "stopped"], offered: true },
 ];
-const REALLY_STOP = "Sure?"; // short, so that the button keeps its width
+const ASKED_STOP = "Stop?"; // short, so that the button keeps its width
 const STOP_HELP = "Stop ends the run; run.extend() can continue it later.";
 const BUTTON_HELP = {
   stop: STOP_HELP,
@@ -45,7 +45,7 @@ export function controls(store, send, redraw) {
   });
   const stop = buttons.find(({ command }) => command === "stop").el, stopping = newQuestion(stop, redraw);
   const label = (b) => {
-    if (b.command === "stop" && stopping.isOpen()) return REALLY_STOP;
+    if (b.command === "stop" && stopping.isOpen()) return ASKED_STOP;
     if (b.command === "lower") return `Lower rate to ${rateText(lowerRate(store))}`;
     return b.command === "resume" && isReady(store) ? "Start" : b.label;
   };
@@ -151,7 +151,8 @@ function faultField(store, ask, redraw) {
     slow.disabled ||= store.asked.has("slow");
     kill.disabled ||= store.asked.has("kill");
     if (kill.disabled) killing.end();
-    setText(kill, killing.isOpen() ? `✕ Really kill node ${node.value}?` : "✕ Kill");
+    setAttr(kill, "title", "Kill ends the node's process; the run then replaces it.");
+    setText(kill, killing.isOpen() ? `✕ Kill node ${node.value}?` : "✕ Kill");
   };
   return { el, update };
 }

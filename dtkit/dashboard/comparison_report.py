@@ -13,7 +13,7 @@ from dtkit._util import formatting
 from dtkit._util.table import Table
 from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.report_live import format_comparison_charts
-from dtkit.dashboard.report_page import escape, fold_facts, format_description, format_page, format_table
+from dtkit.dashboard.report_page import escape, fold_facts, format_description, format_notice, format_page, format_table
 from dtkit.dashboard.summary.comparison import (
     end_line,
     find_exits,
@@ -58,7 +58,7 @@ def _format_parts(comparison: ComparisonView, title: str, description: str) -> I
     rows = number_rows(comparison.rows, comparison.short_names)
     labels = [row.label for row in rows]
     yield format_table(make_table(rows), is_sortable=len(rows) > 1)
-    yield "".join(f'<p class="error">{escape(line)}</p>' for line in describe_ends(rows))
+    yield "".join(format_notice(line, is_alert=True) for line in describe_ends(rows))
     yield f"<p><small>{'<br>'.join(escape(line) for line in list_table_notes(rows))}</small></p>"
     if comparison.differences:
         yield "<h2>Settings that differ</h2>"

@@ -84,6 +84,19 @@ def test_the_error_of_a_failed_run_keeps_its_lines_and_says_node(tmp_path):
     ]
 
 
+def test_a_number_that_is_logged_and_validated_has_one_chart_without_scripts_too(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(60)
+    source.history.add(ScalarRecord(0, {"confidence": [(step, 0.5, 1.0) for step in range(1, 61)]}))
+    source.history.add(Evaluation(60, 10, {"loss": 1.0, "confidence": 0.9, "accuracy": 0.7}))
+    charts = re.findall(r"<figure>(<h3>.*?)</figure>", write(source, tmp_path), re.DOTALL)
+    titles = [re.findall(r"<h3>(.*?) <small>(.*?)</small>", chart)[0] for chart in charts]
+    assert ("confidence", "logged, and its validation") in titles
+    assert ("accuracy", "validation") in titles
+    (chart,) = [chart for chart in charts if "<h3>confidence" in chart]
+    assert "validation 0.900" in chart
+
+
 def test_a_notice_is_prose_in_which_only_what_a_user_types_is_code():
     assert format_notice("lower the rate, call run.set(lr=0.1), or set clip_grad_norm=.", is_alert=True) == (
         '<p class="notice alert">lower the rate, call <code>run.set(lr=0.1)</code>, or set '

@@ -92,7 +92,8 @@ time {{ white-space: nowrap; }}
 .card b {{ font-size: 22px; display: block; line-height: 1.35; font-variant-numeric: tabular-nums; }}
 .card span {{ color: var(--muted); font-size: 12.5px; display: block; line-height: 1.4; }}
 .verdict, .notice {{ border-left: 3px solid var(--accent); padding: 4px 12px; }}
-.notice.alert {{ border-left-color: var(--bad); max-width: none; }} .notice code {{ font: 0.9em ui-monospace, monospace; }}
+.notice.alert {{ border-left-color: var(--bad); max-width: none; }}
+.notice code {{ font: 0.9em ui-monospace, monospace; }}
 .verdict details {{ margin: 2px 0 0; font-size: 13.5px; }} .verdict details div {{ color: var(--muted);
   padding-left: 32px; text-indent: -16px; }} /* a line that wraps isn't taken for two */
 .error {{ color: var(--bad); font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap;

@@ -1,5 +1,6 @@
 """dtkit.compare: several runs as a figure over bytes and steps, a table, and text."""
 
+import base64
 import dataclasses
 import functools
 import os
@@ -19,6 +20,7 @@ from dtkit.dashboard.figures.comparison_figure import draw_comparison_charts, dr
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.summary import comparison as comparison_summary
 from dtkit.dashboard.summary.function_text import read_function, read_optimizer
+from dtkit.dashboard.summary.run_lines import choose_dash
 from dtkit.dashboard.summary.source_differences import tell_sources_apart
 from dtkit.dashboard.summary.spec_differences import list_differences
 from dtkit.dashboard.text import comparison_text
@@ -993,7 +995,7 @@ def test_live_view_report_and_saved_notebook_have_the_same_table(tmp_path):
     comparison.report(tmp_path / "runs.html")
     for page in (comparison._repr_html_(), (tmp_path / "runs.html").read_text(encoding="utf-8")):
         table = page[page.index("<table") : page.index("</table>")]
-        assert re.findall(r"<td [^>]*>(\d: \w+)", table) == ["1: Data", "2: B"]
+        assert re.findall(r"> (\d: \w+)", table) == ["1: Data", "2: B"]
         assert re.findall(r"<small [^>]+>([^<]+)</small>", table) == [text for *_, text in live["table"]["small"]]
         assert [line in page for line in live["note"].splitlines()] == [True] * len(live["note"].splitlines())
     assert [row[0] for row in live["table"]["rows"]] == ["DataParallel()", "B()"]  # the page numbers them
@@ -1049,4 +1051,19 @@ def test_the_names_of_the_lines_are_shown_once():
     assert not [figure for figure in charts if figure.legends]
     (legend,) = draw_comparison_legend(comparison.labels).legends
     assert [text.get_text() for text in legend.get_texts()] == list(comparison.labels)
-    assert comparison._repr_html_().count("<img") == 1 + len(charts)
+    assert comparison._repr_html_().count("image/png") == 1 + len(charts)
+
+
+def test_saved_tables_have_the_line_of_each_run_at_its_name(tmp_path):
+    comparison = dtkit.compare([make_source(f"run {k}") for k in range(5)])
+    first_cells = re.findall(r"<tr><td [^>]*>(.*?)</td>", comparison._repr_html_().split("</table>")[0])
+    samples = [re.findall(r'^<img src="data:image/svg\+xml;base64,([^"]*)"', cell) for cell in first_cells]
+    drawn = [base64.b64decode(sample).decode() for (sample,) in samples]
+    dashes = [re.findall('stroke-dasharray="([^"]*)"', svg)[0] for svg in drawn]
+    assert len(set(drawn)) == 5
+    assert dashes[0] == "none"
+    assert len(set(dashes[:4])) == 4
+    comparison.report(tmp_path / "comparison.html")
+    page = (tmp_path / "comparison.html").read_text(encoding="utf-8")
+    looks = re.findall(r'<td [^>]*><svg class="chart sample"[^>]*><path class="series ([^"]*)"', page)
+    assert looks == [f"s{k} dash{choose_dash(k)}" for k in range(5)]

@@ -54,7 +54,7 @@ def test_a_loss_far_above_its_start_is_the_first_notice_and_the_verdict(tmp_path
     )
     assert notices[0] == {"kind": "diverged", "text": text}
     report.write_report(source, tmp_path / "run.html")
-    assert text in (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert f'<p class="notice alert">{text}</p>' in (tmp_path / "run.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

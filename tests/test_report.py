@@ -24,6 +24,7 @@ from dtkit._util import formatting
 from dtkit.dashboard import report
 from dtkit.dashboard.figures import run_figure
 from dtkit.dashboard.report_cards import iterate_cards
+from dtkit.dashboard.report_page import format_notice
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower, make_row
 from dtkit.dashboard.summary.metrics import build_tiles, compute_run_metrics
 from dtkit.dashboard.summary.ticks import choose_log_ticks, choose_ticks
@@ -81,6 +82,29 @@ def test_the_error_of_a_failed_run_keeps_its_lines_and_says_node(tmp_path):
         "EngineError: node 1 on host0, step 40: ValueError: no",
         "  File train.py, line 12, in loss",
     ]
+
+
+def test_a_number_that_is_logged_and_validated_has_one_chart_without_scripts_too(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(60)
+    source.history.add(ScalarRecord(0, {"confidence": [(step, 0.5, 1.0) for step in range(1, 61)]}))
+    source.history.add(Evaluation(60, 10, {"loss": 1.0, "confidence": 0.9, "accuracy": 0.7}))
+    charts = re.findall(r"<figure>(<h3>.*?)</figure>", write(source, tmp_path), re.DOTALL)
+    titles = [re.findall(r"<h3>(.*?) <small>(.*?)</small>", chart)[0] for chart in charts]
+    assert ("confidence", "logged, and its validation") in titles
+    assert ("accuracy", "validation") in titles
+    (chart,) = [chart for chart in charts if "<h3>confidence" in chart]
+    assert "validation 0.900" in chart
+
+
+def test_a_notice_is_prose_in_which_only_what_a_user_types_is_code():
+    assert format_notice("lower the rate, call run.set(lr=0.1), or set clip_grad_norm=.", is_alert=True) == (
+        '<p class="notice alert">lower the rate, call <code>run.set(lr=0.1)</code>, or set '
+        "<code>clip_grad_norm=</code>.</p>"
+    )
+    assert format_notice("mode='max' and <b>") == (
+        '<p class="notice"><code>mode=&#x27;max&#x27;</code> and &lt;b&gt;</p>'
+    )
 
 
 def test_report_of_a_failed_run_has_traceback_start_and_commit(tmp_path, monkeypatch):
@@ -839,7 +863,7 @@ def test_the_parts_of_a_duration_add_up_and_explain_the_samples_per_second(tmp_p
     source.event("save", "checkpoint at step 100")
     assert read_cards(source, tmp_path)["duration"][1] == f"{note} (validation, saving)"
     assert cards["throughput"][1] == "samples/s, all steps but the first"
-    assert re.search(r"50 s elapsed, \d+ s of them in the steps after the first", run_text.format_run(source))
+    assert f"50 s elapsed, {note} (validation, saving)" in run_text.format_run(source)  # the words of the card
     row = make_row("a", source.history, "", (200, 50.0))
     assert row.steps_s == parts.steps_s
     columns = make_table([row]).header

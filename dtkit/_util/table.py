@@ -41,6 +41,8 @@ class Table:
     """Numbers of cells (row, column), by which a page sorts them."""
     small_texts: Mapping[tuple[int, int], str] = dataclasses.field(default_factory=dict)
     """What HTML writes below the text of cells (row, column), small."""
+    row_marks: Sequence[str] = ()
+    """Trusted HTML before the first cell of each row, such as a sample of a line."""
     high_columns: Collection[str] = ()
     """Names of the columns whose highest number is the best: a page sorts by them downwards first."""
 
@@ -107,6 +109,8 @@ class Table:
             text = _add_hyphens(text)
         text = f"<b>{text}</b>" if (row, column) in self.bold_cells else text
         text += self._format_small_text(row, column)
+        if column == 0 and 0 <= row < len(self.row_marks):
+            text = f"{self.row_marks[row]} {text}"
         value = f' data-value="{self.values[row, column]!r}"' if (row, column) in self.values else ""
         value = ' data-best="highest"' if tag == "th" and cell in self.high_columns else value
         style += "; vertical-align: baseline" if self.small_texts else ""

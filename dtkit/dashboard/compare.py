@@ -9,6 +9,7 @@ A comparison reads its runs each time it is shown, so it may be made while they 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import os.path
 import shutil
@@ -20,6 +21,7 @@ from dtkit._util.arguments import explain_arguments, suggest_arguments
 from dtkit._util.attributes import suggest_attributes
 from dtkit._util.formatting import name_type
 from dtkit._util.notebook import in_notebook
+from dtkit.dashboard.line_samples import format_notebook_sample
 from dtkit.dashboard.summary.activity import read_state
 from dtkit.dashboard.summary.comparison import make_row
 from dtkit.dashboard.summary.run_end import describe_end
@@ -183,7 +185,8 @@ class Comparison:
         note = "<br>".join(html.escape(line, quote=False) for line in list_table_notes(rows))  # they name metrics
         ends = "".join(f"<div style='margin-top: {_GAP}'>{html.escape(line)}</div>" for line in describe_ends(rows))
         note = f"<div style='margin-top: {_GAP}'><small>{note}</small></div>"
-        return f"{make_table(rows).to_html()}{ends}{note}{''.join(parts)}"
+        table = dataclasses.replace(make_table(rows), row_marks=[format_notebook_sample(k) for k in range(len(rows))])
+        return f"{table.to_html()}{ends}{note}{''.join(parts)}"
 
 
 @suggest_arguments

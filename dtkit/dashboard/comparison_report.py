@@ -11,9 +11,10 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit._util.table import Table
+from dtkit.dashboard.line_samples import format_report_sample
 from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.report_live import format_comparison_charts
-from dtkit.dashboard.report_page import escape, fold_facts, format_description, format_page, format_table
+from dtkit.dashboard.report_page import escape, fold_facts, format_description, format_notice, format_page, format_table
 from dtkit.dashboard.summary.comparison import (
     end_line,
     find_exits,
@@ -57,8 +58,9 @@ def _format_parts(comparison: ComparisonView, title: str, description: str) -> I
     yield format_description(description)
     rows = number_rows(comparison.rows, comparison.short_names)
     labels = [row.label for row in rows]
-    yield format_table(make_table(rows), is_sortable=len(rows) > 1)
-    yield "".join(f'<p class="error">{escape(line)}</p>' for line in describe_ends(rows))
+    samples = [format_report_sample(k) for k in range(len(rows))]
+    yield format_table(dataclasses.replace(make_table(rows), row_marks=samples), is_sortable=len(rows) > 1)
+    yield "".join(format_notice(line, is_alert=True) for line in describe_ends(rows))
     yield f"<p><small>{'<br>'.join(escape(line) for line in list_table_notes(rows))}</small></p>"
     if comparison.differences:
         yield "<h2>Settings that differ</h2>"

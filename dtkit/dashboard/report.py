@@ -31,6 +31,7 @@ from dtkit.dashboard.report_page import (
     format_description,
     format_facts,
     format_long_table,
+    format_notice,
     format_page,
     format_table,
 )
@@ -116,10 +117,8 @@ def _format_head(
     if run.exception is not None:
         yield from _format_error(run.exception, has_ended=run.status.state.has_ended)
     for notice in notices:
-        if notice.kind in ALERT_KINDS:
-            yield f'<p class="error">{escape(notice.text)}</p>'
-        elif notice.kind in LEARNING_KINDS:
-            yield f'<p class="notice">{escape(notice.text)}</p>'
+        if notice.kind in (*ALERT_KINDS, *LEARNING_KINDS):
+            yield format_notice(notice.text, is_alert=notice.kind in ALERT_KINDS)
     yield format_cards(cards)
     verdict = find_shown_verdict(run, _measure_one_process(run, single_process))
     if verdict is not None:

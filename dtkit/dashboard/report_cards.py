@@ -11,9 +11,10 @@ from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_overall_rate, compute_run_metrics
 from dtkit.dashboard.summary.one_process import read_step_times
+from dtkit.dashboard.summary.time_outside_steps import list_times_outside_steps
 from dtkit.history.divergence import find_divergence
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS, count_final_steps
-from dtkit.history.speed import WHOLE_RUN_STEPS, compute_speed, split_time
+from dtkit.history.speed import WHOLE_RUN_STEPS, compute_speed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
     from dtkit.types import Event
 
-_MIN_NOTED_SHARE = 0.05  # of the duration
 _PAUSE_ENDS = ("start", "resume", "stop", "done")  # kinds of events
 
 
@@ -76,18 +76,11 @@ def _describe_mean(history: History) -> str:
 
 def _describe_duration(run: RunView) -> str:
     """Return the pauses, which the duration leaves out, and its parts beside the steps that are worth a word."""
-    events, parts = run.history.events, split_time(run.history, run.status.elapsed_s)
-    notes = []
+    events, notes = run.history.events, []
     if any(event.kind == "pause" for event in events):
         paused_s = _sum_pauses(events)
         notes.append(f"without {formatting.format_duration(paused_s)} of pauses" if paused_s else "without pauses")
-    if run.history.num_steps and not parts.is_mostly_steps:
-        worth_a_word = _MIN_NOTED_SHARE * sum(parts)
-        if parts.first_step_s >= worth_a_word:
-            notes.append(f"{formatting.format_duration(parts.first_step_s)} of it in the first step")
-        if parts.between_s >= worth_a_word:
-            work = _name_work_between_steps(run.history)
-            notes.append(f"{formatting.format_duration(parts.between_s)} of it between the steps{work}")
+    notes += list_times_outside_steps(run.history, run.status.elapsed_s)
     return "; ".join(notes) or formatting.format_count(run.status.step, "step")
 
 
@@ -100,13 +93,6 @@ def _sum_pauses(events: Sequence[Event]) -> float:
         elif event.kind in _PAUSE_ENDS and since is not None:
             paused_s, since = paused_s + max(0.0, event.time - since), None
     return paused_s
-
-
-def _name_work_between_steps(history: History) -> str:
-    """Return what a run did between its steps, in parentheses; nothing if it only sent calls and got their results."""
-    has_saved = any(event.kind == "save" for event in history.events)
-    names = [name for name, was_done in (("validation", history.evaluations), ("saving", has_saved)) if was_done]
-    return f" ({', '.join(names)})" if names else ""
 
 
 def _describe_throughput(history: History) -> str:

@@ -19,7 +19,7 @@ from dtkit.dashboard.summary.curves import (
     format_overall_label,
     make_chart_layouts,
 )
-from dtkit.dashboard.summary.series_names import name_metric, split_unit
+from dtkit.dashboard.summary.series_names import split_unit
 from dtkit.dashboard.svg_chart import MAX_POINTS, Series, draw_chart
 
 if TYPE_CHECKING:
@@ -46,12 +46,16 @@ def _iterate_charts(history: History) -> Iterator[str]:
         "Throughput", "samples/s without waiting", from_zero=True, format_y=formatting.format_rate,
         series=_make_throughput_series(history, label),
     )  # fmt: skip
+    logged = [name for name in history.scalar_names if np.isfinite(history.scalar(name)[1]).any()]
+    for name in logged:
+        validation = _make_validation_series(history, name, "validation")
+        note = "logged, and its validation" if validation else "logged"
+        series = [*_make_scalar_series(history, name), *validation]
+        yield draw(split_unit(name)[0], note, series, format_y=formatting.format_loss)
     for name in list_metric_names(history):
-        series = _make_validation_series(history, name, name)
-        title = name_metric(history, name)
-        yield draw(title, "" if "(validation)" in title else "validation", series, format_y=formatting.format_loss)
-    for name in history.scalar_names:
-        yield draw(split_unit(name)[0], "logged", _make_scalar_series(history, name), format_y=formatting.format_loss)
+        if name not in logged:  # else its validations are in that chart, as in the live view
+            title, series = formatting.sanitize_text(name, 40), _make_validation_series(history, name, name)
+            yield draw(title, "validation", series, format_y=formatting.format_loss)
     if np.unique(history.column("lr")[np.isfinite(history.column("lr"))]).size > 1:
         yield draw("Learning rate", "", _make_series(history, LR, "lr"), format_y=formatting.format_learning_rate)
     norms = _make_series(history, GRAD_NORM, "norm")

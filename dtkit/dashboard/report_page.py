@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
@@ -91,6 +92,8 @@ time {{ white-space: nowrap; }}
 .card b {{ font-size: 22px; display: block; line-height: 1.35; font-variant-numeric: tabular-nums; }}
 .card span {{ color: var(--muted); font-size: 12.5px; display: block; line-height: 1.4; }}
 .verdict, .notice {{ border-left: 3px solid var(--accent); padding: 4px 12px; }}
+.notice.alert {{ border-left-color: var(--bad); max-width: none; }}
+.notice code {{ font: 0.9em ui-monospace, monospace; }}
 .verdict details {{ margin: 2px 0 0; font-size: 13.5px; }} .verdict details div {{ color: var(--muted);
   padding-left: 32px; text-indent: -16px; }} /* a line that wraps isn't taken for two */
 .error {{ color: var(--bad); font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap;
@@ -122,6 +125,19 @@ def format_page(title: str, parts: Iterable[str]) -> str:
         light=f"{_LIGHT}; {svg_chart.make_color_variables('light')}",
         dark=f"{_DARK}; {svg_chart.make_color_variables('dark')}",
     )  # fmt: skip
+
+
+_TYPED = re.compile(r"\b(?:run|cluster|dtkit|torch)\.\w[\w.]*(?:\([^()\n]*\))?|\b[a-z]\w*=(?:\S*[^\s.,:;)])?")
+"""What a user types, in a sentence: ``run.set(lr=0.1)``, ``clip_grad_norm=1.0``."""
+
+
+def format_notice(text: str, *, is_alert: bool = False) -> str:
+    """Return a sentence about a run in a box. Only what a user types is in the font of code."""
+    clean, parts, end = formatting.sanitize_text(text, 1000), [], 0
+    for match in _TYPED.finditer(clean):
+        parts += [html.escape(clean[end : match.start()]), f"<code>{html.escape(match[0])}</code>"]
+        end = match.end()
+    return f'<p class="notice{" alert" if is_alert else ""}">{"".join(parts)}{html.escape(clean[end:])}</p>'
 
 
 def format_description(text: str) -> str:

@@ -56,6 +56,7 @@ svg.chart { width: 100%; height: auto; display: block; font: 11px system-ui, san
 .legend li { display: inline-block; margin-right: 14px; } .legend label { cursor: pointer; }
 .legend input { position: absolute; opacity: 0; } .legend input:not(:checked) + span { text-decoration: line-through;
   opacity: 0.55; } .legend input:focus-visible + span { outline: 2px solid var(--accent); }
+svg.sample { display: inline-block; width: 28px; height: 8px; margin-right: 3px; }
 .legend svg.chart { display: inline-block; width: 22px; height: 8px; margin-right: 5px; }
 """
 

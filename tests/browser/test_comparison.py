@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ from dtkit.types import Evaluation, State
 from tests.support.comparison_sources import make_diverging_pair, make_logging_runs
 from tests.support.fake_source import FakeSource
 from tests.support.static_view import encode_message, load_widget
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.browser
 
@@ -343,6 +347,43 @@ def test_the_table_of_runs_stays_sorted_by_a_click_or_a_key(page: Page, width: i
     assert table.locator("table").evaluate(_CUT_CELLS) == []
 
 
+@pytest.mark.parametrize("place", ["live view", "report"])
+def test_the_column_of_runs_sorts_by_their_numbers(page: Page, tmp_path: Path, place: str):
+    """A live view sorted by names, and a report by numbers."""
+    runs = [FakeSource(steps=40, seed=seed, name=name) for seed, name in enumerate("kjihgfedcba")]
+    for run in runs:
+        run.advance(40)
+    comparison = dtkit.compare(*runs)
+    if place == "report":
+        comparison.report(tmp_path / "comparison.html")
+        page.goto(f"file://{tmp_path / 'comparison.html'}")
+        table = page.locator(".sortable table")
+    else:
+        load_widget(page, str(ComparisonWidget._esm), ComparisonMessageBuilder(comparison).build_snapshot(), "light")
+        table = page.get_by_test_id("runs-table").locator("table")
+    head = table.locator("[aria-sort]").filter(has_text=re.compile("^run$"))
+    head.get_by_role("button").click()
+    expect(head).to_have_attribute("aria-sort", "ascending")
+    first = table.locator("tbody tr > :first-child")
+    expected = [re.compile(rf"^\s*{k}:\s*{run.spec.name}$") for k, run in enumerate(runs, 1)]
+    expect(first).to_have_text(expected)
+    head.get_by_role("button").click()
+    expect(head).to_have_attribute("aria-sort", "descending")
+    expect(first).to_have_text(expected[::-1])
+
+
+def test_the_legend_of_runs_has_their_dashes(page: Page):
+    runs = [FakeSource(steps=40, seed=seed, name=name) for seed, name in enumerate("abcd")]
+    for run in runs:
+        run.advance(40)
+    builder = ComparisonMessageBuilder(dtkit.compare(*runs))
+    load_widget(page, str(ComparisonWidget._esm), builder.build_snapshot(), "light")
+    dashes = """(paths) => paths.map((path) => getComputedStyle(path).strokeDasharray)"""
+    in_legend = page.get_by_test_id("legend").locator("svg path").evaluate_all(dashes)
+    assert in_legend == page.get_by_test_id("runs-table").locator("svg path").evaluate_all(dashes)
+    assert len(set(in_legend)) == len(runs)
+
+
 def test_the_tables_are_above_the_charts(page: Page):
     show_runs(page)
     places = [page.get_by_test_id(name).first.bounding_box() for name in ("runs-table", "settings-table")]
@@ -378,7 +419,7 @@ def test_a_saved_comparison_fills_the_width_with_charts(page: Page, width: int, 
     runs = make_paced_pair()
     page.set_viewport_size({"width": width, "height": 900})
     page.set_content(f"<body style='margin: 0'>{dtkit.compare(*runs)._repr_html_()}</body>")
-    assert page.locator("img").first.get_attribute("alt").startswith("the lines of ")
+    assert page.locator("img[src*=png]").first.get_attribute("alt").startswith("the lines of ")
     images = page.locator("div:has(> img)").last.locator("img")
     boxes = [image.bounding_box() for image in images.all()]
     assert len(boxes) == 4  # loss against steps and time, validation loss and accuracy

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit.history.scalars import SYSTEM_PREFIX
-
-if TYPE_CHECKING:
-    from dtkit.history.history import History
 
 
 def is_system_name(name: str) -> bool:
     """Return whether engines reported the number of themselves."""
     return name.startswith(SYSTEM_PREFIX)
-
-
-def name_metric(history: History, name: str) -> str:
-    """Return the title of a validation metric. A run that also logs a number of this name has a chart of that, too."""
-    title = formatting.sanitize_text(name, 40)
-    return f"{title} (validation)" if name in history.scalar_names else title
 
 
 def split_unit(name: str) -> tuple[str, str]:

@@ -33,10 +33,10 @@ from dtkit.dashboard.summary.notices import (
 )
 from dtkit.dashboard.summary.stall import find_stall, format_line
 from dtkit.dashboard.summary.steady_verdict import SteadyVerdict, is_at_rest
+from dtkit.dashboard.summary.time_outside_steps import list_times_outside_steps
 from dtkit.dashboard.summary.timing import WINDOW_STEPS
 from dtkit.dashboard.summary.verdict import VERDICT_GLYPH, find_shown_verdict
 from dtkit.dashboard.throttle import Throttle, start_timer
-from dtkit.history.speed import split_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -94,14 +94,10 @@ def _format_times(status: Status) -> str:
 
 
 def _format_split(run: RunView) -> str:
-    """Return the part of the time in steps, where an ended run spent much of it elsewhere; else an empty text."""
-    status = run.status
-    if not status.state.has_ended or not run.history.num_steps:
+    """Return the time outside of steps, where an ended run spent much of it there; else an empty text."""
+    if not run.status.state.has_ended:
         return ""
-    parts = split_time(run.history, status.elapsed_s)
-    if parts.is_mostly_steps:
-        return ""
-    return f", {formatting.format_duration(parts.steps_s)} of them in the steps after the first"
+    return "".join(f", {text}" for text in list_times_outside_steps(run.history, run.status.elapsed_s))
 
 
 def _format_metrics(metrics: RunMetrics) -> str:

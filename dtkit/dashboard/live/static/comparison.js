@@ -3,12 +3,12 @@
 import { chart } from "./chart.js";
 import { MILLISECONDS } from "./chart/axis.js";
 import { bucketGrain, seriesGrain } from "./chart/grain.js";
-import { runDash } from "./chart/lines.js";
 import { axisOfRuns, placedGrain, placedStore, withRunEnds, withSteps } from "./chart/run_axis.js";
-import { h, keepKeys, s, setAttr, setText } from "./elements.js";
+import { h, keepKeys, setAttr, setText } from "./elements.js";
 import { drawPointed, newFrames } from "./frames.js";
 import { newRows } from "./grid.js";
 import { number } from "./numbers.js";
+import { runLine } from "./run_line.js";
 import { addSortButton, chooseNextOrder, sortCells } from "./sorting.js";
 import { toolbar } from "./toolbar.js";
 
@@ -168,7 +168,7 @@ function tableOf(read, { testid, label, isLegend, sorting }) {
 /** Return a table in the order that a person chose, with the numbers of its runs, and how to sort it. */
 function sortTable(table, sorting) {
   const column = table.header.indexOf(sorting?.name), values = new Map((table.values ?? []).map(([row, k, value]) => [`${row} ${k}`, value]));
-  const cells = table.rows.map((row, k) => ({ value: values.get(`${k} ${column}`), text: row[column] ?? "" }));
+  const cells = table.rows.map((row, k) => ({ value: values.get(`${k} ${column}`), text: column ? row[column] ?? "" : `${k + 1}: ${row[0]}` })); // as it is shown, and as a report sorts it
   const runs = sortCells(cells, column < 0 ? "none" : sorting.order), at = (row) => runs.indexOf(row);
   return {
     ...table,
@@ -245,9 +245,6 @@ function newSorting(redraw) {
     redraw();
   };
   return sorting;
-}
-function runLine(k) {
-  return s("svg", { width: 34, height: 10, "aria-hidden": "true" }, s("path", { d: "M1,5h32", class: `dtk-line dtk-n${k % 8} dtk-dash${runDash(k)}` }));
 }
 
 /** Mark the last three of an odd number of charts: they have a row of their own, so that none is beside an empty half. */

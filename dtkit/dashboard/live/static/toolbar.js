@@ -7,6 +7,7 @@ import { zoomTo } from "./chart/pointer.js";
 import { h, setAttr, setText } from "./elements.js";
 import { nodeName } from "./picking.js";
 import { panelsMenu } from "./panels_menu.js";
+import { runLine } from "./run_line.js";
 import { LIVE, countLog, evaluatedPoints, isLogAuto, isLogShown, wholeSteps } from "./store.js";
 import { hasZoomed, ZOOM_HINT } from "./zoom_hint.js";
 
@@ -140,7 +141,7 @@ function describeScale(label, [logarithmic, all], isAuto) {
 /** Return {key, label, hue} of each line that can be hidden, in all charts. */
 function legendEntries(store) {
   const { head } = store, layout = head.charts.loss, nodes = [];
-  if (head.runs) return head.runs.length > 1 ? head.runs.map((name, k) => ({ key: `n${k}`, label: `${k + 1}: ${name}`, hue: `n${k % 8}` })) : [];
+  if (head.runs) return head.runs.length > 1 ? head.runs.map((name, k) => ({ key: `n${k}`, label: `${k + 1}: ${name}`, run: k })) : [];
   if (!layout) return [];
   for (let line = 0; line < layout.nodes; line++) nodes.push({ key: layout.banded ? "band" : `n${line}`, label: layout.banded ? "all nodes" : nodeName(store, line), hue: layout.banded ? "crowd" : `n${line % 8}` });
   if (store.spot?.ranks.length && layout.banded) nodes.push({ key: "spots", label: "outliers", hue: "s0" });
@@ -156,10 +157,11 @@ function legendField(store) {
     for (const { key } of entries) if (!buttons.has(key)) buttons.set(key, legendButton(store, key));
     const wanted = entries.map(({ key }) => buttons.get(key));
     if (wanted.some((button, k) => el.children[k] !== button) || el.children.length !== wanted.length) el.replaceChildren(...wanted);
-    for (const { key, label, hue } of entries) {
+    for (const { key, label, hue, run } of entries) {
       const button = buttons.get(key), shown = !store.view.hidden.has(key);
       setAttr(button, "aria-pressed", shown);
-      setAttr(button.firstChild, "class", hue ? `dtk-swatch dtk-${hue}` : "");
+      if (run !== undefined && button.firstChild.localName === "i") button.firstChild.replaceWith(runLine(run)); // its dashes, too
+      if (run === undefined) setAttr(button.firstChild, "class", hue ? `dtk-swatch dtk-${hue}` : "");
       setText(button.lastChild, label);
     }
   };

@@ -35,7 +35,7 @@ from dtkit.dashboard.text import run_text
 from dtkit.dashboard.throttle import VIEW_NICENESS, Throttle, start_timer
 from dtkit.history.history import History
 from dtkit.history.scalars import ScalarRecord
-from dtkit.types import Evaluation, ReplicaCheckResult, State, StepRecord
+from dtkit.types import Evaluation, Event, ReplicaCheckResult, State, StepRecord
 from tests.support.fake_source import FakeSource
 from tests.support.node import find_node
 from tests.support.rows_read import count_rows_read
@@ -1609,6 +1609,23 @@ def test_a_pause_draws_a_picture_without_the_wait_for_its_share_of_the_time(note
     displays._draw_picture()
     source.changed()  # nothing is new
     assert asked == [False, True, True, False]
+
+
+def test_a_lost_node_draws_a_picture_without_the_wait_for_its_share_of_the_time(notebook, monkeypatch):
+    """The picture of a notebook that was saved amid a run had no sign of a node that was lost minutes before."""
+    monkeypatch.setattr(display, "start_timer", lambda delay, callback: None)
+    source = FakeSource()
+    source.advance(5)
+    display.show(source)
+    displays, asked = display._displays[source], []
+    displays._draw_picture()
+    monkeypatch.setattr(displays._throttle, "trigger", lambda *, is_pressing=False: asked.append(is_pressing))
+    displays._may_draw = True
+    source.advance(1)
+    source.history.add(Event(6, "lost", "node 1 was lost", 0.0, 1))
+    source.changed()
+    source.changed()
+    assert asked[-2:] == [True, False]
 
 
 def test_pictures_of_a_young_run_keep_up_with_it_and_cost_little_later():

@@ -447,7 +447,8 @@ def test_a_takeover_is_logged_as_what_the_log_lacks(kinds: list[str], expected: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_failed", "says_why"), [("pause", False, True), ("pause", True, False), ("note", False, False)]
+    ("kind", "has_failed", "says_why"),
+    [("pause", False, True), ("repair", False, True), ("pause", True, False), ("note", False, False)],
 )
 def test_the_log_says_why_a_takeover_pauses_a_run(kind: str, *, has_failed: bool, says_why: bool):
     text = run_log.describe_takeover(kind, 3498, "", has_failed=has_failed)

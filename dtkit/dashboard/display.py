@@ -39,6 +39,8 @@ MAX_DRAWING_SHARE = 0.002
 MAX_AGE_FACTOR = 3.0
 """Until a young run's next picture, its time may grow by this factor, so that no picture is of its beginning only."""
 _CHARTS_FOLLOW = "<p><em>The charts are being drawn. A notebook that is saved now has none of this run's end.</em></p>"
+_URGENT_EVENTS = frozenset({"diverged", "error", "lost", "repair", "stuck"})
+"""Kinds of events with a picture of their own amid a run."""
 MAX_ENDED_VIEWS = 16
 """Live views of ended runs that stay; older ones are closed, so that their memory is freed."""
 
@@ -189,10 +191,15 @@ class _LiveDisplays:
         self._widget: Dashboard = Dashboard(run)
         # The training is over, so its last picture takes nothing from it, and people save the notebook now.
         self._final_throttle = Throttle(self._draw_final_picture, 0.0, call_later=start_prompt_timer)
-        self._throttle = Throttle(self._draw_picture, timeouts.KEPT_PICTURE_INTERVAL_S)
+        self._throttle = Throttle(
+            self._draw_picture,
+            timeouts.KEPT_PICTURE_INTERVAL_S,
+            pressing_interval=timeouts.KEPT_PICTURE_FIRST_S,
+        )
         self._text_throttle = Throttle(self._refresh_text, timeouts.KEPT_TEXT_INTERVAL_S)
         self._drawn: _DrawnPage | None = None
         self._may_draw = self._is_drawing_delayed = False
+        self._num_events_seen = 0
         self._unsubscribe = run.subscribe(self._on_change)
         start_timer(timeouts.KEPT_PICTURE_FIRST_S, self._start_drawing)
         start_timer(timeouts.KEPT_PICTURE_BUSY_FIRST_S, self._start_drawing)
@@ -237,6 +244,7 @@ class _LiveDisplays:
             self._draw_soon()
 
     def _draw_soon(self) -> None:
+        has_urgent_event = self._find_urgent_event()
         if not self._may_draw:
             return
         status = self._run.status
@@ -245,7 +253,14 @@ class _LiveDisplays:
             self._text_throttle.trigger()
         if not (is_running and self._is_drawing_delayed):
             has_changed = self._drawn is None or self._drawn.step != status.step
-            self._throttle.trigger(is_pressing=not is_running and has_changed)  # a pause lets a picture cost nothing
+            is_pressing = has_urgent_event if is_running else has_changed  # a pause lets a picture cost nothing
+            self._throttle.trigger(is_pressing=is_pressing)
+
+    def _find_urgent_event(self) -> bool:
+        """Return whether something that a reader of the saved notebook looks for has happened since the last call."""
+        events = self._run.history.events
+        first, self._num_events_seen = self._num_events_seen, len(events)
+        return any(event.kind in _URGENT_EVENTS for event in events[first : self._num_events_seen])
 
     def _refresh_text(self) -> None:
         """Show the present step, with the last picture if there is one. Runs on a view's thread."""

@@ -171,7 +171,7 @@ def find_takeover_kind(events: Sequence[Event]) -> str:
 def describe_takeover(kind: str, step: int, source: str, *, has_failed: bool) -> str:
     """Return the text of an event of this kind, which says why a run that took steps is paused."""
     reason = "; it pauses until run.resume(), since another notebook has it now"
-    return f"{TAKEN_OVER} at step {step:,}{source}{reason if kind == 'pause' and not has_failed else ''}"
+    return f"{TAKEN_OVER} at step {step:,}{source}{reason if kind in ('pause', 'repair') and not has_failed else ''}"
 
 
 def read_history(

@@ -165,6 +165,20 @@ def test_short_waits_for_a_core_take_a_line(page: Page):
     expect(chart.locator("svg.dtk-chart")).to_be_visible()
 
 
+def test_the_last_number_of_machines_is_that_at_the_end_of_its_line(page: Page):
+    """A caption said "last 0.0116" next to a line that ended at 0.16: a point is the mean of several samples."""
+    run = FakeSource(ranks=2)
+    run.advance(3000)
+    for rank in range(2):
+        rows = [(step, 0.1 if step % 2 else 0.3, 1.0) for step in range(1, 3000)]
+        run.history.add(ScalarRecord(rank, {"system/CPU (cores)": rows}))
+    view = StaticView(page, run)
+    send_series(page, run)
+    chart = view.root.get_by_test_id("system-chart")
+    chart.scroll_into_view_if_needed()
+    expect(chart.locator("h3")).to_contain_text(re.compile(r"last 0\.(19|20)\d, mean of the nodes"))
+
+
 def test_a_single_sample_is_a_point_next_to_a_line_and_else_a_line_of_text(page: Page):
     """A use of the CPU is known from the second sample on, and a short run has no third one."""
     run = FakeSource(ranks=2)

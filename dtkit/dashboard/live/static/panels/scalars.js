@@ -31,7 +31,7 @@ export function seriesPanel(store, redraw, { title, testid, pick, height, order 
 
 function seriesChart(store, name, { height, testid }, redraw) {
   const { title: own, unit, system } = store.series.get(name), of = () => store.series.get(name), title = unit ? `${own} (${unit})` : own;
-  const last = () => store.newest.numbers[name] ?? of().last;
+  const last = () => (system ? lastPoint(of()) : store.newest.numbers[name] ?? of().last); // a tile has the exact one, but for machines
   return chart(store, name, {
     title, unit, testid, height,
     fromZero: system, exact: system, joined: true, canLog: system ? false : "positive",
@@ -48,6 +48,14 @@ function seriesChart(store, name, { height, testid }, redraw) {
 /** Return whether no number of the machines has a second sample, as in the first seconds. Next to a line, the only one is a point. */
 function hasFirstSamples({ series }) {
   return [...series.values()].every(({ system, points }) => !system || points < 2);
+}
+/** Return the value over all nodes at which a line ends, a mean of the samples there; NaN without one. */
+function lastPoint({ points, lines, values }) {
+  for (let at = points; at--; ) {
+    const value = values[at * (lines + 1) + lines];
+    if (Number.isFinite(value)) return value;
+  }
+  return NaN;
 }
 /** Return whether no value of a series is a share that a verdict would name. */
 function isShort({ points, lines, values }) {

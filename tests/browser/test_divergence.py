@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
@@ -76,6 +78,8 @@ def test_the_first_action_after_nan_is_what_the_message_advises(page: Page, reme
     marked = view.root.locator(".dtk-controls .dtk-primary")
     expect(marked).to_have_attribute("data-testid", primary)
     expect(view.root.get_by_test_id("resume")).to_be_enabled()
+    for command in ("resume", "step"):
+        expect(view.root.get_by_test_id(command)).to_have_attribute("title", re.compile("the step that was not finite"))
     lower = view.root.get_by_test_id("lower")
     if remedy != "lr":
         expect(lower).to_be_hidden()

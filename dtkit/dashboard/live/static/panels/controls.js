@@ -63,7 +63,7 @@ export function controls(store, send, redraw) {
     for (const b of buttons) {
       const asked = store.asked.has(b.command === "lower" ? "lr" : b.command);
       setText(b.text, asked && !store.lost && !store.gone ? b.asking : label(b));
-      setAttr(b.el, "title", store.gone ? "the kernel that had the run was restarted" : BUTTON_HELP[b.command] ?? "");
+      setAttr(b.el, "title", store.gone ? "the kernel that had the run was restarted" : helpFor(b.command, status));
       const isOffered = !b.offered || store.head.offers.includes(b.command);
       b.el.hidden = !isOffered || (hasEnded(store) && !b.when.includes(status.state)); // an ended run takes few commands
       if (b.command === "lower") b.el.hidden = primary !== "lower";
@@ -105,6 +105,11 @@ function primaryCommand(store) {
   if (remedy === "lr" && store.lr > 0) return "lower"; // resuming would fail again
   if (remedy) return remedy === "lr" ? "" : "stop";
   return state === "paused" || stepping ? "resume" : "pause";
+}
+/** Return what a button's tooltip says. A step that was not finite stays the next one. */
+function helpFor(command, { remedy }) {
+  if (!remedy || !["resume", "step"].includes(command)) return BUTTON_HELP[command] ?? "";
+  return remedy === "lr" ? "Takes the step that was not finite again, which fails again at this learning rate." : "Takes the step that was not finite again, which may fail again.";
 }
 function lowerRate(store) {
   return +((store.lr ?? 0) / LOWER).toPrecision(6);

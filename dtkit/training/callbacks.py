@@ -168,14 +168,15 @@ class EarlyStopping:
 
     def _reset(self, run: StoppableRun | None) -> None:
         self._run = None if run is None else weakref.ref(run)
-        stated = {} if run is None else run.history.directions
-        self.best = -math.inf if self._seeks_highest(stated) else math.inf
+        self.best = -math.inf if self._seeks_highest(run) else math.inf
         self.best_epoch = self._epoch = 0
         self._judged_step: int | None = None  # of an evaluation
         self.best_checkpoint = None
 
-    def _seeks_highest(self, stated: Mapping[str, bool]) -> bool:
-        return is_better_higher(self.monitor, stated) if self.mode is None else self.mode == "max"
+    def _seeks_highest(self, run: StoppableRun | None) -> bool:
+        if self.mode is None:
+            return is_better_higher(self.monitor, {} if run is None else run.history.directions)
+        return self.mode == "max"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -210,7 +211,7 @@ class EarlyStopping:
         if self._epoch == 1 and not run.history.evaluations:
             run.note("EarlyStopping watches the training loss: there is no validation= with held-out data")
         value = self._get_value(run)
-        gain = value - self.best if self._seeks_highest(run.history.directions) else self.best - value
+        gain = value - self.best if self._seeks_highest(run) else self.best - value
         if gain > self.min_delta:
             self.best, self.best_epoch = value, self._epoch
             if self.restore_best:

@@ -151,6 +151,8 @@ class RunSpec:
     model: ModelSummary | None = None
     sources: tuple[tuple[str, str], ...] = ()
     """Sources of the user's functions among these arguments: (name, source). Comparisons show lines that differ."""
+    directions: tuple[tuple[str, bool], ...] = ()
+    """Metrics that state whether higher is better, as torchmetrics' do: (name, whether it is)."""
     has_validation: bool = False
     """Whether the run evaluates held-out data."""
 

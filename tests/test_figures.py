@@ -137,6 +137,16 @@ def test_a_number_that_is_logged_and_validated_has_one_panel_and_one_tile():
     assert (tiles["confidence"].value, tiles["confidence"].note) == ("0.500", "validation 0.900")
 
 
+def test_a_long_title_gets_smaller_before_it_is_cut():
+    source, name = FakeSource(ranks=2), "a rather long name of a number"
+    source.advance(20)
+    source.history.add(ScalarRecord(0, {"entropy": [(step, 0.5, 1.0) for step in range(1, 21)]}))
+    source.history.add(ScalarRecord(0, {name: [(step, 0.5, 1.0) for step in range(1, 21)]}))
+    source.history.add(Evaluation(20, 10, {"loss": 1.0, "accuracy": 0.9, "top5 accuracy": 0.9}))
+    title = panel(run_figure.draw_run(source), name)._left_title
+    assert 8 <= title.get_fontsize() < 10
+
+
 CELL_WIDTHS = {600: 484, 800: 692}
 """Width of a cell's output in JupyterLab by that of the window, in CSS pixels, as measured in Chromium."""
 

@@ -50,6 +50,7 @@ HOW_TO = [
             "own-loop",
             "torchrun-script",
             "other-trainers",
+            "from-wandb",
             "save-model",
             "fine-tune",
             "predict",

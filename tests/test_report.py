@@ -25,7 +25,7 @@ from dtkit.dashboard import report
 from dtkit.dashboard.figures import run_figure
 from dtkit.dashboard.report_cards import iterate_cards
 from dtkit.dashboard.report_page import format_notice
-from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower, make_row
+from dtkit.dashboard.summary.comparison import find_best_evaluation, make_row
 from dtkit.dashboard.summary.metrics import build_tiles, compute_run_metrics
 from dtkit.dashboard.summary.ticks import choose_log_ticks, choose_ticks
 from dtkit.dashboard.svg_chart import MAX_POINTS, Series, draw_chart
@@ -33,6 +33,7 @@ from dtkit.dashboard.text import run_text
 from dtkit.dashboard.text.comparison_text import make_table
 from dtkit.data.layers import MAX_LAYERS, summarize_model
 from dtkit.errors import EngineError
+from dtkit.history.metric_direction import is_better_lower
 from dtkit.history.scalars import ScalarRecord
 from dtkit.history.speed import compute_speed, split_time
 from dtkit.rpc.reference import StepTimes
@@ -434,12 +435,12 @@ def test_a_verification_of_one_process_compares_no_speed():
 
 @pytest.mark.parametrize("name", ["loss", "val_loss", "error", "rmse", "perplexity", "word error", "kl"])
 def test_losses_and_errors_are_better_when_lower(name):
-    assert is_better_lower(name)
+    assert is_better_lower(name, {})
 
 
 @pytest.mark.parametrize("name", ["accuracy", "f1", "auc", "reward", "weekly"])
 def test_other_metrics_are_better_when_higher(name):
-    assert not is_better_lower(name)
+    assert not is_better_lower(name, {})
 
 
 def test_values_that_are_not_finite_are_never_the_best():

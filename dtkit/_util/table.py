@@ -100,7 +100,10 @@ class Table:
         text = html.escape(_clean(cell))
         if self._is_text(column):
             unbroken = _MAX_NARROW_CHARS if self.is_narrow else _MAX_UNBROKEN_CHARS
-            style = f"text-align: left; min-width: {min(len(cell), unbroken)}ch"
+            width = f"{min(len(cell), unbroken)}ch"
+            if column == 0 and self.row_marks:
+                width = f"calc({width} + var(--mark-width, 36px))"
+            style = f"text-align: left; min-width: {width}"
             text = _add_breaks(text)
             if self.is_narrow:
                 style += "; overflow-wrap: anywhere"

@@ -25,6 +25,7 @@ from dtkit.dashboard.summary.comparison import (
     read_scalar,
 )
 from dtkit.dashboard.summary.run_lines import choose_dash
+from dtkit.dashboard.summary.series_names import MAX_TITLE_CHARS
 from dtkit.dashboard.summary.short_batches import SHORT_BATCH_NOTE, compute_drawn_losses, find_short_batches
 from dtkit.dashboard.svg_chart import Series, draw_chart
 from dtkit.dashboard.text.comparison_text import (
@@ -111,13 +112,13 @@ def _iterate_charts(labels: Sequence[str], histories: Sequence[History]) -> Iter
                 for line, step in zip(points, exits, strict=True)
             ]
         shown, note = _leave_out(points, find_metric_cap(histories, name))
-        title = f"Validation {formatting.sanitize_text(name, 40)}"
+        title = f"Validation {formatting.sanitize_text(name, MAX_TITLE_CHARS)}"
         yield draw_chart(title, note.removeprefix("; "), shown, format_y=formatting.format_loss)
     for name in list_shared_scalars(histories):
         logged = [
             Series(label, *read_scalar(history, name), color=k, dash=choose_dash(k)) for k, label, history in runs
         ]
-        title = formatting.sanitize_text(name, 40)
+        title = formatting.sanitize_text(name, MAX_TITLE_CHARS)
         yield draw_chart(title, "logged, mean over all nodes", logged, format_y=formatting.format_loss)
 
 

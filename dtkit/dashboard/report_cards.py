@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
 from dtkit.dashboard.report_charts import list_metric_names
-from dtkit.dashboard.summary.comparison import find_best_evaluation, is_better_lower
+from dtkit.dashboard.summary.comparison import find_best_evaluation
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_overall_rate, compute_run_metrics
 from dtkit.dashboard.summary.one_process import read_step_times
 from dtkit.dashboard.summary.time_outside_steps import list_times_outside_steps
 from dtkit.history.divergence import find_divergence
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS, count_final_steps
+from dtkit.history.metric_direction import is_better_lower
 from dtkit.history.speed import WHOLE_RUN_STEPS, compute_speed
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _iterate_validation_cards(history: History) -> Iterator[tuple[str, str, str]
         best = find_best_evaluation(history, name)
         if best is None:
             continue
-        (step, value), word = best, "lowest" if is_better_lower(name) else "highest"
+        (step, value), word = best, "lowest" if is_better_lower(name, history.directions) else "highest"
         shown, note = formatting.format_loss(value), f"{word}, at step {step:,}"
         last = next(e for e in reversed(history.evaluations) if e.values.get(name) is not None)
         if has_diverged and last.step != step:

@@ -19,7 +19,7 @@ from dtkit.dashboard.summary.curves import (
     format_overall_label,
     make_chart_layouts,
 )
-from dtkit.dashboard.summary.series_names import split_unit
+from dtkit.dashboard.summary.series_names import MAX_TITLE_CHARS, split_unit
 from dtkit.dashboard.svg_chart import MAX_POINTS, Series, draw_chart
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def _iterate_charts(history: History) -> Iterator[str]:
         yield draw(split_unit(name)[0], note, series, format_y=formatting.format_loss)
     for name in list_metric_names(history):
         if name not in logged:  # else its validations are in that chart, as in the live view
-            title, series = formatting.sanitize_text(name, 40), _make_validation_series(history, name, name)
+            title = formatting.sanitize_text(name, MAX_TITLE_CHARS)
+            series = _make_validation_series(history, name, name)
             yield draw(title, "validation", series, format_y=formatting.format_loss)
     if np.unique(history.column("lr")[np.isfinite(history.column("lr"))]).size > 1:
         yield draw("Learning rate", "", _make_series(history, LR, "lr"), format_y=formatting.format_learning_rate)

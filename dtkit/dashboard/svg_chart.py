@@ -57,6 +57,7 @@ svg.chart { width: 100%; height: auto; display: block; font: 11px system-ui, san
 .legend input { position: absolute; opacity: 0; } .legend input:not(:checked) + span { text-decoration: line-through;
   opacity: 0.55; } .legend input:focus-visible + span { outline: 2px solid var(--accent); }
 svg.sample { display: inline-block; width: 28px; height: 8px; margin-right: 3px; }
+@media (max-width: 700px) { .scroll { --mark-width: 0px; } svg.sample { display: block; } } /* above the name */
 .legend svg.chart { display: inline-block; width: 22px; height: 8px; margin-right: 5px; }
 """
 

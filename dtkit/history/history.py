@@ -100,6 +100,8 @@ class History:
         self._scalars = ScalarTables()
         self.workload: Workload | None = None
         """Operations and tokens of a sample, once they were measured."""
+        self.directions: dict[str, bool] = {}
+        """Whether higher is better, for metrics that state it."""
         self._versions = itertools.count(1)
 
     # -- writing (the run's driver thread) --------------------------------------------------------------------
@@ -183,7 +185,7 @@ class History:
         """Return a copy of the first `rows`, `events` and `evaluations`."""
         copy = History(ranks_per_replica=self.ranks_per_replica)
         copy.append_recorded(self.rows(0, rows), [back for back in self.returns if back.num_rows <= rows])
-        copy.events = self.events[:events]
+        copy.events, copy.directions = self.events[:events], dict(self.directions)
         copy.evaluations = self.evaluations[:evaluations]
         last_step = int(copy.column("step").max(initial=-1))
         for record in self.list_scalar_records():

@@ -18,6 +18,7 @@ from dtkit._util.completion import hide_from_completion
 from dtkit._util.guard import return_error, run_guarded, run_guarded_in_thread
 from dtkit.errors import CallbackError, DtkitError
 from dtkit.history.mean_loss import compute_mean_loss
+from dtkit.history.metric_direction import is_better_higher
 from dtkit.training.callback_log import add_logged
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ class EarlyStopping:
     min_delta
         Smallest change that counts as better.
     mode
-        "min" where smaller is better, as for a loss; "max" where larger is better, as for an accuracy.
+        "min" where smaller is better, as for a loss; "max" where larger is better, as for an accuracy. By default, the
+        metric's ``higher_is_better`` decides, then its name, and "min" if neither does.
     restore_best
         Whether a run that ends by itself or is stopped early ends with the weights of its best epoch, exactly, and with
         the optimizer's state of that epoch; steps and history stay. Each better epoch replaces the checkpoint in
@@ -111,7 +113,7 @@ class EarlyStopping:
         *,
         monitor: str = "loss",
         min_delta: float = 0.0,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         restore_best: bool = False,
     ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
@@ -121,7 +123,7 @@ class EarlyStopping:
             )
         if not (isinstance(min_delta, int | float) and min_delta >= 0):
             raise ValueError(f"min_delta={min_delta!r}; it must be a number from 0 up")
-        if mode not in ("min", "max"):
+        if mode not in ("min", "max", None):
             raise ValueError(f"mode={mode!r}; it must be 'min' (smaller is better) or 'max' (larger is better)")
         if not isinstance(restore_best, bool):
             raise TypeError(f"restore_best={restore_best!r}; it must be True or False")
@@ -166,10 +168,15 @@ class EarlyStopping:
 
     def _reset(self, run: StoppableRun | None) -> None:
         self._run = None if run is None else weakref.ref(run)
-        self.best = -math.inf if self.mode == "max" else math.inf
+        self.best = -math.inf if self._seeks_highest(run) else math.inf
         self.best_epoch = self._epoch = 0
         self._judged_step: int | None = None  # of an evaluation
         self.best_checkpoint = None
+
+    def _seeks_highest(self, run: StoppableRun | None) -> bool:
+        if self.mode is None:
+            return is_better_higher(self.monitor, {} if run is None else run.history.directions)
+        return self.mode == "max"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -204,7 +211,7 @@ class EarlyStopping:
         if self._epoch == 1 and not run.history.evaluations:
             run.note("EarlyStopping watches the training loss: there is no validation= with held-out data")
         value = self._get_value(run)
-        gain = value - self.best if self.mode == "max" else self.best - value
+        gain = value - self.best if self._seeks_highest(run) else self.best - value
         if gain > self.min_delta:
             self.best, self.best_epoch = value, self._epoch
             if self.restore_best:

@@ -17,6 +17,7 @@ from dtkit.data.distribute import DataHandle, StreamHandle
 from dtkit.data.partition import Partition
 from dtkit.data.torch_loader import is_data_loader, read_data_loader
 from dtkit.errors import EmptyEnginesError, format_ranks
+from dtkit.history.metric_direction import read_directions
 from dtkit.planning import planner
 from dtkit.rpc.captured import warn_of_large_functions
 from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions, count_steps_per_epoch
@@ -342,6 +343,7 @@ def _make_spec(
         settings=describe_settings(config),
         sources=collect_sources(config),
         model=model_handle.summary,
+        directions=tuple(read_directions(config.metrics or {}).items()),
         has_validation=config.validation is not None,
     )
 

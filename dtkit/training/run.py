@@ -66,6 +66,7 @@ class Run(ShownRun):
 
     def __init__(self, engine_group: EngineGroup, plan: RunPlan) -> None:
         super().__init__(History(ranks_per_replica=plan.options.ranks_per_replica))
+        self.history.directions = dict(plan.spec.directions)
         self._engine_group = engine_group
         driver = self._driver = Driver(engine_group, plan, self.history, self._notify, self._run_callbacks)
         self._step_callbacks = StepCallbacks(plan.options.callbacks, self, driver)

@@ -157,9 +157,7 @@ def test_a_number_that_is_logged_and_validated_has_one_chart(page: Page, tmp_pat
     expect(page.get_by_test_id("metric-chart")).to_have_count(0)
     expect(page.get_by_test_id("scalars-chart").locator("h3")).to_contain_text("◇ validation")
     drawn = page.locator(".drawn h3").all_text_contents()
-    assert [text.split("  ")[0].strip() for text in drawn if "accuracy" in text] == [
-        "accuracy (validation)", "accuracy logged",
-    ]  # fmt: skip
+    assert [text.strip() for text in drawn if "accuracy" in text] == ["accuracy logged, and its validation"]
 
 
 @pytest.mark.parametrize("name", ["run", "comparison"])

@@ -25,14 +25,16 @@ from dtkit.dashboard.summary.comparison import (
     find_exits,
     find_loss_cap,
     find_metric_cap,
-    is_better_lower,
+    join_directions,
     list_shared_scalars,
     make_row,
     read_scalar,
 )
 from dtkit.dashboard.summary.run_lines import choose_dash
+from dtkit.dashboard.summary.series_names import MAX_TITLE_CHARS
 from dtkit.dashboard.summary.short_batches import compute_drawn_losses
 from dtkit.dashboard.summary.value_scale import is_steep, spans_orders_of
+from dtkit.history.metric_direction import is_better_lower
 from dtkit.history.speed import read_step_ends
 
 if TYPE_CHECKING:
@@ -179,7 +181,7 @@ def _draw_metric(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
     """Draw one validation metric of all runs."""
     style.style_axes(ax)
     style.format_step_axis(ax)
-    style.set_title(ax, f"Validation {formatting.sanitize_text(name, 40)}")
+    style.set_title(ax, f"Validation {formatting.sanitize_text(name, MAX_TITLE_CHARS)}")
     drawn, exits = [np.empty(0)], find_exits(histories) if name == "loss" else [None] * len(labels)
     for k, (history, label) in enumerate(zip(histories, labels, strict=True)):
         points = [(e.step, e.values[name]) for e in history.evaluations if e.values.get(name) is not None]
@@ -191,7 +193,7 @@ def _draw_metric(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
     shown, cap = np.concatenate(drawn), find_metric_cap(histories, name)
     if cap is not None:
         shown = shown[shown <= cap]
-    if is_better_lower(name) and is_steep(shown):
+    if is_better_lower(name, join_directions(histories)) and is_steep(shown):
         _use_log_scale(ax)
     _leave_out(ax, shown, cap)
     _write_exits(ax, labels, exits)
@@ -201,7 +203,7 @@ def _draw_scalar(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
     """Draw a number from `dtkit.log` of all runs, as the mean over their ranks."""
     style.style_axes(ax)
     style.format_step_axis(ax)
-    style.set_title(ax, formatting.sanitize_text(name, 40), "logged, mean over all nodes")
+    style.set_title(ax, formatting.sanitize_text(name, MAX_TITLE_CHARS), "logged, mean over all nodes")
     drawn = [read_scalar(history, name) for history in histories]
     if spans_orders_of([values for _, values in drawn]):  # as in the live view
         _use_log_scale(ax)

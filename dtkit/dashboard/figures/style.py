@@ -159,11 +159,15 @@ def _fit_titles(ax: Axes, titles: Mapping[str | None, Text], gap: float) -> None
     if name.get_window_extent().x1 + gap > note.get_window_extent().x0:
         note.set_x((right - axes_box.x0) / axes_box.width)  # above the names of the lines
     while note.get_text() and name.get_window_extent().x1 + gap > note.get_window_extent().x0:
-        note.set_text(_drop_last_part(note.get_text()))
+        text = note.get_text()
+        note.set_text(text[: max(text.rfind(", "), text.rfind(": "), 0)])
     right = max(right, _find_next_name(ax) - gap)  # a note that is left doesn't touch the name
     room = (right - name.get_window_extent().x0) / max(1.0, name.get_window_extent().width)
     if room < 1:
-        name.set_text(formatting.sanitize_text(name.get_text(), int(room * len(name.get_text()))))
+        share = max(0.8, 0.98 * room)  # down to the size of notes; the width isn't quite proportional to it
+        name.set_fontsize(share * float(name.get_fontsize()))
+        if room < share:
+            name.set_text(formatting.sanitize_text(name.get_text(), int(room / share * len(name.get_text()))))
 
 
 def _find_free_edge(ax: Axes) -> float:
@@ -182,10 +186,6 @@ def _find_next_name(ax: Axes) -> float:
     places = [(other, other.get_subplotspec()) for other in figure.axes]
     right = [o for o, p in places if p and p.rowspan == place.rowspan and p.colspan.start >= place.colspan.stop]
     return min((other.get_window_extent().x0 for other in right), default=0.0)
-
-
-def _drop_last_part(text: str) -> str:
-    return text[: max(text.rfind(", "), text.rfind(": "), 0)]
 
 
 def _spread_end_labels(ax: Axes, labels: Sequence[Annotation]) -> None:

@@ -6,7 +6,7 @@ import math
 import weakref
 from typing import TYPE_CHECKING
 
-from dtkit.dashboard.summary.comparison import is_better_lower
+from dtkit.history.metric_direction import is_better_lower
 
 if TYPE_CHECKING:
     from dtkit.history.history import History
@@ -31,7 +31,7 @@ def find_best_value(history: History, name: str) -> float:
         value = evaluation.values.get(name)
         if value is None or not math.isfinite(value):
             continue
-        is_better = value < best.value if is_better_lower(name) else value > best.value
+        is_better = value < best.value if is_better_lower(name, history.directions) else value > best.value
         if is_better or math.isnan(best.value):
             best.value = float(value)
     best.num_read = len(evaluations)

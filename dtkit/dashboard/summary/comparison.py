@@ -12,6 +12,7 @@ import numpy as np
 from dtkit.dashboard.summary.curves import Chart, Curves
 from dtkit.dashboard.summary.short_batches import compute_drawn_losses, join_short_batches
 from dtkit.history.mean_loss import read_final_loss
+from dtkit.history.metric_direction import is_better_lower
 from dtkit.history.speed import compute_speed, split_time
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class ComparisonRow:
 
     basis: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What the numbers depend on, by its name, such as :data:`LOSS`; empty for a history."""
+    directions: dict[str, bool] = dataclasses.field(default_factory=dict)
+    """Whether higher is better, for metrics that state it."""
 
     @property
     def competes(self) -> bool:
@@ -113,6 +116,7 @@ def make_row(
         cause=cause,
         verified=_describe_verification(verification),
         basis={} if spec is None else _read_basis(spec),
+        directions=dict(history.directions),
         best={name: best[1] for name in _list_names(history) if (best := find_best_evaluation(history, name))},
     )
 
@@ -221,14 +225,6 @@ def downsample_losses(histories: Sequence[History]) -> list[CurveBuckets]:
     return [curves.get_all() for curves in all_curves]
 
 
-_LOWER_WORDS = ("loss", "error", "perplexity", "mse", "mae", "rmse", "distance", "divergence", "kl")
-_HIGHER_WORDS = (
-    "acc", "ap", "auc", "auroc", "bleu", "correlation", "dice", "f1", "f1score", "iou", "map", "mcc", "ndcg",
-    "precision", "psnr", "r2", "recall", "rouge", "score", "sensitivity", "specificity", "ssim",
-    "top1", "top5",
-)  # fmt: skip
-
-
 def list_shared_scalars(histories: Sequence[History]) -> list[str]:
     """Return the names of the numbers from `dtkit.log` that at least two runs have."""
     counts = collections.Counter(name for history in histories for name in history.scalar_names)
@@ -254,22 +250,14 @@ def read_rates(totals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return steps / count, samples / seconds
 
 
-def is_better_lower(name: str) -> bool:
-    """Return whether a metric of this name is better when it is lower: losses, errors, distances."""
-    return any(
-        word in name.lower().replace("-", "_").split("_") or name.lower().endswith(word) for word in _LOWER_WORDS
-    )
-
-
-def has_direction(name: str) -> bool:
-    """Return whether a metric's name says if lower or higher values are better: only then is one of them the best."""
-    words = name.lower().replace("-", "_").replace(" ", "_").split("_")
-    return is_better_lower(name) or name.lower().endswith("accuracy") or any(word in _HIGHER_WORDS for word in words)
+def join_directions(histories: Sequence[History]) -> dict[str, bool]:
+    """Return whether higher is better, by the metrics of any run that state it."""
+    return {name: is_higher for history in histories for name, is_higher in history.directions.items()}
 
 
 def find_metric_cap(histories: Sequence[History], name: str) -> float | None:
     """Return the largest value of a validation metric that an axis should show; None if it should show all."""
-    if not is_better_lower(name):
+    if not is_better_lower(name, join_directions(histories)):
         return None
     return find_loss_cap(
         [
@@ -285,4 +273,4 @@ def find_best_evaluation(history: History, name: str) -> tuple[int, float] | Non
     points = [point for point in points if math.isfinite(point[1])]
     if not points:
         return None
-    return (min if is_better_lower(name) else max)(points, key=lambda point: point[1])
+    return (min if is_better_lower(name, history.directions) else max)(points, key=lambda point: point[1])

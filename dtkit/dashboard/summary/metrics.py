@@ -11,7 +11,6 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit.dashboard.summary.activity import find_activity
 from dtkit.dashboard.summary.best_values import find_best_value
-from dtkit.dashboard.summary.comparison import has_direction
 from dtkit.dashboard.summary.curves import find_rows_without_loss
 from dtkit.dashboard.summary.ended_engines import find_ended_engines
 from dtkit.dashboard.summary.last_scalar import read_last_scalar
@@ -27,6 +26,7 @@ from dtkit.dashboard.summary.timing import (
 )
 from dtkit.history.between_steps import read_time_between
 from dtkit.history.mean_loss import count_final_steps, read_final_loss
+from dtkit.history.metric_direction import has_direction
 from dtkit.history.speed import WHOLE_RUN_STEPS, compute_speed
 from dtkit.history.workload import Efficiency
 
@@ -199,11 +199,11 @@ def _build_metric_tiles(run: RunView) -> Iterator[Tile]:
 def build_metric_tile(history: History, name: str, validation: float | None) -> Tile:
     """Return the tile of a metric's last `validation`. That of one which is also logged shows the training's value.
 
-    It has the best validation where the name says what is better.
+    It has the best validation where the metric or its name says what is better.
     """
     value, trained = formatting.format_loss(validation), read_last_scalar(history, name)
     notes = ["validation" if trained is None else f"validation {value}"]
-    if has_direction(name):
+    if has_direction(name, history.directions):
         best = formatting.format_loss(find_best_value(history, name))
         notes.append("best so far" if best == value else f"best {best}")
     shown = value if trained is None else formatting.format_loss(trained)

@@ -18,10 +18,9 @@ from dtkit.dashboard.summary.comparison import (
     VALIDATION_DATA,
     differ_in,
     differ_in_bytes,
-    has_direction,
-    is_better_lower,
 )
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS
+from dtkit.history.metric_direction import has_direction, is_better_higher, is_better_lower
 from dtkit.history.speed import WHOLE_RUN_STEPS
 
 if TYPE_CHECKING:
@@ -84,10 +83,8 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
         lines.append([row.label, *state, *cells[:split], *best, *cells[split:], *verified])
     values = _list_values(rows, header)
     bold, changes = _find_best_cells(rows, header, metrics), _describe_changes(rows, header, values)
-    high = [
-        "samples/s",
-        *(f"{BEST_PREFIX}{name}" for name in metrics if has_direction(name) and not is_better_lower(name)),
-    ]
+    stated = _join_directions(rows)
+    high = ["samples/s", *(f"{BEST_PREFIX}{name}" for name in metrics if is_better_higher(name, stated))]
     texts = {"run", "state", VERIFIED}
     return Table(header, lines, texts, bold, values=values, small_texts=changes, high_columns=high)
 
@@ -148,15 +145,16 @@ def _find_best_cells(
     Runs that failed or diverged don't compete: a crash in the first steps would be the fastest. Columns whose numbers
     mean different things in different runs have no best.
     """
+    stated = _join_directions(rows)
     keys: dict[str, list[float]] = {
         FINAL_LOSS: [-row.loss for row in rows],
         "samples/s": _drop_equal_speeds([row.samples_per_s if row.competes else math.nan for row in rows]),
         **{
             f"{BEST_PREFIX}{name}": [
-                (-1 if is_better_lower(name) else 1) * row.best.get(name, math.nan) for row in rows
+                (-1 if is_better_lower(name, stated) else 1) * row.best.get(name, math.nan) for row in rows
             ]
             for name in metrics
-            if has_direction(name)
+            if has_direction(name, stated)
         },
     }
     cells = []
@@ -171,6 +169,10 @@ def _find_best_cells(
         if len(best) < len(known):  # else all are equal
             cells += [(row, list(header).index(name)) for row in best]
     return cells
+
+
+def _join_directions(rows: Sequence[ComparisonRow]) -> dict[str, bool]:
+    return {name: is_higher for row in rows for name, is_higher in row.directions.items()}
 
 
 def list_unequal_bases(rows: Sequence[ComparisonRow], column: str) -> list[str]:

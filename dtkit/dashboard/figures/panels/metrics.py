@@ -12,6 +12,7 @@ from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.event_marks import mark_events
 from dtkit.dashboard.figures.panels import scalars
 from dtkit.dashboard.figures.validation_points import list_validation_points
+from dtkit.dashboard.summary.series_names import MAX_TITLE_CHARS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,5 +46,5 @@ def draw(ax: Axes, history: History, *, name: str) -> None:
     style.format_step_axis(ax)
     style.show_all_steps(ax, history)
     last, low, high = (formatting.format_loss(float(value)) for value in (values[-1], values.min(), values.max()))
-    style.set_title(ax, formatting.sanitize_text(name, 40), f"last {last}, from {low} to {high}")
+    style.set_title(ax, formatting.sanitize_text(name, MAX_TITLE_CHARS), f"last {last}, from {low} to {high}")
     mark_events(ax, history.events)

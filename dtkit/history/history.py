@@ -67,7 +67,9 @@ ROW_DTYPE = np.dtype(
 @hide_from_completion(
     "add", "append", "append_recorded", "close_run_log", "copy_until", "count_scalar_records", "extend"
 )
-@hide_from_completion("list_scalar_records", "num_inherited_events", "num_totals", "num_valid_rows", "read_totals")
+@hide_from_completion(
+    "directions", "list_scalar_records", "num_inherited_events", "num_totals", "num_valid_rows", "read_totals"
+)
 @hide_from_completion("read_position", "read_valid_rows", "read_valid_totals", "returns", "run_log", "version")
 class History:
     """All ranks' steps; ``len(history)`` is the number of rows (one for each rank and step).

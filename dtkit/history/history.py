@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +32,7 @@ from dtkit.history.undone_steps import UndoneSteps, split_returns
 from dtkit.types import Evaluation, Event, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import pandas as pd
 
@@ -67,7 +68,9 @@ ROW_DTYPE = np.dtype(
 @hide_from_completion(
     "add", "append", "append_recorded", "close_run_log", "copy_until", "count_scalar_records", "extend"
 )
-@hide_from_completion("list_scalar_records", "num_inherited_events", "num_totals", "num_valid_rows", "read_totals")
+@hide_from_completion(
+    "directions", "list_scalar_records", "num_inherited_events", "num_totals", "num_valid_rows", "read_totals"
+)
 @hide_from_completion("read_position", "read_valid_rows", "read_valid_totals", "returns", "run_log", "version")
 class History:
     """All ranks' steps; ``len(history)`` is the number of rows (one for each rank and step).
@@ -85,6 +88,8 @@ class History:
     """Log on disk to which the history is also written."""
     version = 0
     """Another number after each change, so that a reader knows whether its results are still the present ones."""
+    directions: Mapping[str, bool] = MappingProxyType({})
+    """Whether higher is better, for metrics that state it."""
     read_position: Callable[[], tuple[int, float]] | None = None
     """Returns the position of the run that writes this history."""
 
@@ -100,8 +105,6 @@ class History:
         self._scalars = ScalarTables()
         self.workload: Workload | None = None
         """Operations and tokens of a sample, once they were measured."""
-        self.directions: dict[str, bool] = {}
-        """Whether higher is better, for metrics that state it."""
         self._versions = itertools.count(1)
 
     # -- writing (the run's driver thread) --------------------------------------------------------------------

@@ -56,7 +56,9 @@ def test_the_table_agrees_with_the_histories():
     [
         ((1.0, 1.0 + 5e-7), []),
         ((1.0, 1.0), []),
-        ((1.0, 1.0 + 1e-5), [0]),
+        ((1.0, 1.0 + 1e-5), []),
+        ((1.0, 1.01), [0]),
+        ((2.0, 1.552, 1.5521), [1, 2]),
         ((2.0, 1.0, 1.0 + 5e-7), [1, 2]),
         ((2.0, float("nan"), 1.0), [2]),
         ((1.0, float("nan")), []),
@@ -77,7 +79,9 @@ def test_the_text_of_a_comparison_is_a_table(monkeypatch):
         .partition("\n\n")[0]
         .splitlines()
     )
-    columns = [name for name in comparison_text.NUMBER_COLUMNS if name not in ("nodes", "in steps")]  # which are equal
+    columns = [
+        name for name in comparison_text.NUMBER_COLUMNS if name not in ("nodes", "time in steps")
+    ]  # which are equal
     assert re.split(" {2,}", header) == ["run", "state", *columns]
     assert lines[0].startswith("DataParallel()  ")
     assert "32 MB" in lines[0]

@@ -37,7 +37,7 @@ NUMBER_COLUMNS = (
     "sent per node",
     "per step",
     "samples/s",
-    "in steps",
+    "time in steps",
     "duration",
 )
 VERIFIED = "verified"
@@ -45,10 +45,9 @@ VERIFIED = "verified"
 _USUAL_STATES = {"completed", KEPT_STATE}
 _FASTER_RATIO = 1.03
 _LONGER_RATIO, _LONGER_SECONDS = 1.05, 0.1  # from which a duration is more than the time in steps
-_ROUNDING = 1e-6  # relative difference up to which numbers are equal: float32 has no more digits
 _BYTE_COLUMNS = ("sent per node", "per step")
 _UNCOMPARED_COLUMNS = ("nodes", "steps")  # whose differences are read at a glance
-_WHOLE_RUN_COLUMNS = ("sent per node", "in steps", "duration")  # which grow as long as a run goes on
+_WHOLE_RUN_COLUMNS = ("sent per node", "time in steps", "duration")  # which grow as long as a run goes on
 _MANY_TIMES, _MOST_TIMES = 10.0, 1e6  # between which a ratio is told instead of a percentage
 _LEAST_SHARE = 0.01  # down to which a percentage is told: it has two digits at most
 
@@ -62,7 +61,11 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
     """
     hidden = [
         *(() if differ_in_bytes(rows) else _BYTE_COLUMNS),
-        *(["in steps"] if all(row.seconds < _LONGER_RATIO * row.steps_s + _LONGER_SECONDS for row in rows) else []),
+        *(
+            ["time in steps"]
+            if all(row.seconds < _LONGER_RATIO * row.steps_s + _LONGER_SECONDS for row in rows)
+            else []
+        ),
         *(["nodes"] if len({r.nodes for r in rows}) == 1 else []),
     ]
     metrics = list(dict.fromkeys(name for row in rows for name in row.best))
@@ -82,7 +85,7 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
         verified = [row.verified] if last else []
         lines.append([row.label, *state, *cells[:split], *best, *cells[split:], *verified])
     values = _list_values(rows, header)
-    bold, changes = _find_best_cells(rows, header, metrics), _describe_changes(rows, header, values)
+    bold, changes = _find_best_cells(rows, header, lines, metrics), _describe_changes(rows, header, values)
     stated = _join_directions(rows)
     high = ["samples/s", *(f"{BEST_PREFIX}{name}" for name in metrics if is_better_higher(name, stated))]
     texts = {"run", "state", VERIFIED}
@@ -138,12 +141,12 @@ def _describe_change(first: float, value: float) -> str:
 
 
 def _find_best_cells(
-    rows: Sequence[ComparisonRow], header: Sequence[str], metrics: Sequence[str]
+    rows: Sequence[ComparisonRow], header: Sequence[str], lines: Sequence[Sequence[str]], metrics: Sequence[str]
 ) -> list[tuple[int, int]]:
     """Return the cells (row, column) of the best runs in each column that has a better and a worse.
 
     Runs that failed or diverged don't compete: a crash in the first steps would be the fastest. Columns whose numbers
-    mean different things in different runs have no best.
+    mean different things in different runs have no best. Numbers that read alike in the table's `lines` are equal.
     """
     stated = _join_directions(rows)
     keys: dict[str, list[float]] = {
@@ -162,12 +165,11 @@ def _find_best_cells(
         if list_unequal_bases(rows, name):
             continue
         values = [value if row.competes else math.nan for row, value in zip(rows, all_values, strict=True)]
-        known = [value for value in values if math.isfinite(value)]
-        best = [
-            row for row, value in enumerate(values) if math.isclose(value, max(known, default=0), rel_tol=_ROUNDING)
-        ]
+        known, column = [row for row, value in enumerate(values) if math.isfinite(value)], list(header).index(name)
+        best_text = next((lines[row][column] for row in known if values[row] == max(values[k] for k in known)), "")
+        best = [row for row in known if lines[row][column] == best_text]
         if len(best) < len(known):  # else all are equal
-            cells += [(row, list(header).index(name)) for row in best]
+            cells += [(row, column) for row in best]
     return cells
 
 
@@ -215,8 +217,8 @@ def list_table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     if "per step" in table.header:
         parts.append("sent per node, per step: bytes that one node sent")
     parts.append(f"samples/s: of all nodes, in {WHOLE_RUN_STEPS}")
-    if "in steps" in table.header:
-        parts.append("in steps: all but the first")
+    if "time in steps" in table.header:
+        parts.append("time in steps: all but the first")
     parts.append("duration: all steps and the time between them, without pauses")
     if VERIFIED in table.header:
         parts.append("verified: run.verify() and the largest difference to one process")

@@ -1071,3 +1071,15 @@ def test_saved_tables_have_the_line_of_each_run_at_its_name(tmp_path):
     page = (tmp_path / "comparison.html").read_text(encoding="utf-8")
     looks = re.findall(r'<td [^>]*><svg class="chart sample"[^>]*><path class="series ([^"]*)"', page)
     assert looks == [f"s{k} dash{choose_dash(k)}" for k in range(5)]
+
+
+def test_a_run_of_less_than_a_second_is_not_the_fastest():
+    """Its own report says that its speed is no steady mean, and a comparison had it in bold."""
+    (row,) = dtkit.compare([make_source()]).rows
+    rows = [dataclasses.replace(row, label=f"run {k}", samples_per_s=1000.0 * k, steps_s=9 / k) for k in (1, 2, 10)]
+    for shown, bold in ((rows, [1]), (rows[:2], [1]), (rows[1:], [])):
+        table = comparison_text.make_table(shown)
+        column = list(table.header).index("samples/s")
+        assert [row for row, k in table.bold_cells if k == column] == bold
+    assert any("less than a second" in line for line in comparison_text.list_table_notes(rows))
+    assert not any("less than a second" in line for line in comparison_text.list_table_notes(rows[:2]))

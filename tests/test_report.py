@@ -868,7 +868,7 @@ def test_the_parts_of_a_duration_add_up_and_explain_the_samples_per_second(tmp_p
     row = make_row("a", source.history, "", (200, 50.0))
     assert row.steps_s == parts.steps_s
     columns = make_table([row]).header
-    assert list(columns[-3:]) == ["samples/s", "in steps", "duration"]
+    assert list(columns[-3:]) == ["samples/s", "time in steps", "duration"]
 
 
 def test_a_learning_rate_has_one_form_in_the_chart_the_table_and_the_settings(tmp_path):

@@ -15,7 +15,7 @@ from dtkit.dashboard.summary.time_outside_steps import list_times_outside_steps
 from dtkit.history.divergence import find_divergence
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS, count_final_steps
 from dtkit.history.metric_direction import is_better_lower
-from dtkit.history.speed import WHOLE_RUN_STEPS, compute_speed
+from dtkit.history.speed import STEADY_SECONDS, WHOLE_RUN_STEPS, compute_speed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -108,7 +108,7 @@ def _describe_throughput(history: History) -> str:
     total_s = speed.step_s * count
     if count < FINAL_LOSS_STEPS:
         return f"{note}; too few for a steady mean: {formatting.format_count(count, 'step')}"
-    if total_s < 1:  # seconds
+    if total_s < STEADY_SECONDS:
         return f"{note}; too short for a steady mean: these steps took {formatting.format_duration(total_s)}"
     return note
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _MIN_REST_SECONDS, _MIN_REST_SHARE = 0.1, 0.05
 _MAX_MEDIAN_STEPS = 1000  # a view asks again and again
 _BLOCK_ROWS = 16_384  # as a history stores them, so that nothing is copied
+STEADY_SECONDS = 1.0
+"""Time in steps from which their speed is worth a comparison: that of fewer is chance."""
 WHOLE_RUN_STEPS = "all steps but the first"
 """What views call the steps of a run's speed after its end. The first step warms up."""
 

@@ -21,7 +21,7 @@ from dtkit.dashboard.summary.comparison import (
 )
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS
 from dtkit.history.metric_direction import has_direction, is_better_higher, is_better_lower
-from dtkit.history.speed import WHOLE_RUN_STEPS
+from dtkit.history.speed import STEADY_SECONDS, WHOLE_RUN_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -151,7 +151,9 @@ def _find_best_cells(
     stated = _join_directions(rows)
     keys: dict[str, list[float]] = {
         FINAL_LOSS: [-row.loss for row in rows],
-        "samples/s": _drop_equal_speeds([row.samples_per_s if row.competes else math.nan for row in rows]),
+        "samples/s": _drop_equal_speeds(
+            [row.samples_per_s if row.competes and row.steps_s >= STEADY_SECONDS else math.nan for row in rows]
+        ),
         **{
             f"{BEST_PREFIX}{name}": [
                 (-1 if is_better_lower(name, stated) else 1) * row.best.get(name, math.nan) for row in rows
@@ -216,7 +218,9 @@ def list_table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
         parts.append("best validation: the best of a run's evaluations, on the rows of validation=")
     if "per step" in table.header:
         parts.append("sent per node, per step: bytes that one node sent")
-    parts.append(f"samples/s: of all nodes, in {WHOLE_RUN_STEPS}")
+    too_short = "; too short for a best where they took less than a second"
+    is_any_short = any(row.steps_s < STEADY_SECONDS for row in rows)
+    parts.append(f"samples/s: of all nodes, in {WHOLE_RUN_STEPS}{too_short if is_any_short else ''}")
     if "time in steps" in table.header:
         parts.append("time in steps: all but the first")
     parts.append("duration: all steps and the time between them, without pauses")

@@ -250,9 +250,9 @@ def read_rates(totals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return steps / count, samples / seconds
 
 
-def join_directions(histories: Sequence[History]) -> dict[str, bool]:
+def join_directions(runs: Sequence[History | ComparisonRow]) -> dict[str, bool]:
     """Return whether higher is better, by the metrics of any run that state it."""
-    return {name: is_higher for history in histories for name, is_higher in history.directions.items()}
+    return {name: is_higher for run in runs for name, is_higher in run.directions.items()}
 
 
 def find_metric_cap(histories: Sequence[History], name: str) -> float | None:

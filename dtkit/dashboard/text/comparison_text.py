@@ -18,6 +18,7 @@ from dtkit.dashboard.summary.comparison import (
     VALIDATION_DATA,
     differ_in,
     differ_in_bytes,
+    join_directions,
 )
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS
 from dtkit.history.metric_direction import has_direction, is_better_higher, is_better_lower
@@ -86,7 +87,7 @@ def make_table(rows: Sequence[ComparisonRow]) -> Table:
         lines.append([row.label, *state, *cells[:split], *best, *cells[split:], *verified])
     values = _list_values(rows, header)
     bold, changes = _find_best_cells(rows, header, lines, metrics), _describe_changes(rows, header, values)
-    stated = _join_directions(rows)
+    stated = join_directions(rows)
     high = ["samples/s", *(f"{BEST_PREFIX}{name}" for name in metrics if is_better_higher(name, stated))]
     texts = {"run", "state", VERIFIED}
     return Table(header, lines, texts, bold, values=values, small_texts=changes, high_columns=high)
@@ -148,7 +149,7 @@ def _find_best_cells(
     Runs that failed or diverged don't compete: a crash in the first steps would be the fastest. Columns whose numbers
     mean different things in different runs have no best. Numbers that read alike in the table's `lines` are equal.
     """
-    stated = _join_directions(rows)
+    stated = join_directions(rows)
     keys: dict[str, list[float]] = {
         FINAL_LOSS: [-row.loss for row in rows],
         "samples/s": _drop_equal_speeds(
@@ -173,10 +174,6 @@ def _find_best_cells(
         if len(best) < len(known):  # else all are equal
             cells += [(row, column) for row in best]
     return cells
-
-
-def _join_directions(rows: Sequence[ComparisonRow]) -> dict[str, bool]:
-    return {name: is_higher for row in rows for name, is_higher in row.directions.items()}
 
 
 def list_unequal_bases(rows: Sequence[ComparisonRow], column: str) -> list[str]:

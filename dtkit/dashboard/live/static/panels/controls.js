@@ -156,7 +156,7 @@ function faultField(store, ask, redraw) {
     slow.disabled ||= store.asked.has("slow");
     kill.disabled ||= store.asked.has("kill");
     if (kill.disabled) killing.end();
-    setAttr(kill, "title", "Kill ends the node's process; the run then replaces it.");
+    setAttr(kill, "title", "Kill ends the node's process, as a crash would.");
     setText(kill, killing.isOpen() ? `✕ Kill node ${node.value}?` : "✕ Kill");
   };
   return { el, update };

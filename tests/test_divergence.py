@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
 
+import dtkit
 from dtkit.dashboard import kept_picture, report
+from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.activity import name_state
 from dtkit.dashboard.summary.notices import collect_notices
 from dtkit.dashboard.summary.run_end import describe_end
 from dtkit.dashboard.summary.verdict import find_shown_verdict
-from dtkit.history.divergence import find_divergence, find_large_loss, find_ruined_step
+from dtkit.history.divergence import find_divergence, find_divergence_step, find_large_loss, find_ruined_step
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.training.divergence_watch import DivergenceWatch
 from dtkit.types import Event, State
@@ -49,7 +52,7 @@ def test_a_loss_far_above_its_start_is_the_first_notice_and_the_verdict(tmp_path
     assert verdict.arithmetic[-1].startswith("600,000 / 2.00 = 300,000")
     notices = MessageBuilder(source).build_snapshot().content["notices"]
     text = (
-        "the training diverged: the loss grew 300,000 times since its best at step 1, from 2.00 to 600,000 at step 81 "
+        "the training diverged: the loss grew 300,000 times since step 2, from 2.00 to 600,000 at step 81 "
         "(median of the last 20 steps)"
     )
     assert notices[0] == {"kind": "diverged", "text": text}
@@ -104,7 +107,7 @@ def test_a_loss_that_falls_and_explodes_is_compared_with_its_best_steps():
     divergence = find_divergence(history)
     assert divergence is not None
     best = falling[-20:].mean()
-    assert divergence.short == f"loss grew {2.2 / best:.0f} times since its best at step 119"
+    assert divergence.short == f"loss grew {2.2 / best:.0f} times since step 120"
     assert (
         divergence.text == f"the {divergence.short}, from {best:.4f} to 2.20 at step 149 (median of the last 20 steps)"
     )
@@ -164,10 +167,7 @@ def test_a_divergence_is_logged_once_and_again_after_a_recovery():
     for step in range(len(losses)):
         history.append(rows[step : step + 1])
         found += [(step, divergence.short)] if (divergence := watch.find_new()) else []
-    assert [text.partition(" times ")[2] for _, text in found] == [
-        "since its best at step 0",
-        "since its best at step 79",
-    ]
+    assert [text.partition(" times ")[2] for _, text in found] == ["since step 20", "since step 90"]
     assert 20 < found[0][0] < 50
     assert found[1][0] > 90
 
@@ -200,13 +200,28 @@ def test_the_advice_names_the_rate_with_which_the_loss_left():
     assert [notice.kind for notice in collect_notices(source)] == ["diverged"]  # not how to train on from there
 
 
+def test_all_views_name_one_step_for_a_divergence():
+    """The head named the best step, the verdict where the loss left it, and the comparison the edge of its chart."""
+    exploded = FakeSource(ranks=2, name="exploded")
+    exploded.advance(5, loss=np.repeat([2.3, 300.0, 600.0, 5e3, 1e5], 2))
+    exploded.advance(60, loss=1e9)
+    exploded.end()
+    good = FakeSource(ranks=2, name="good")
+    good.advance(65)
+    verdict, notice = find_shown_verdict(exploded), collect_notices(exploded)[0]
+    left = ComparisonMessageBuilder(dtkit.compare(good, exploded)).build_snapshot().content["head"]["left"]
+    steps = [re.findall(r"(?:since|at) step (\d+)", text)[0] for text in (verdict.text, notice.text, left[1])]
+    assert steps == [str(find_divergence_step(exploded.history))] * 3
+    assert find_divergence(exploded.history).departure.step == find_divergence_step(exploded.history) == 2
+
+
 def test_a_run_that_was_stopped_on_its_way_back_says_that_it_had_diverged():
     source = make_run_with_a_high_rate()
     source.advance(60, loss=0.4)
     assert not [notice for notice in collect_notices(source) if notice.kind == "diverged"]
     source.state = State.STOPPED
     (notice,) = [notice for notice in collect_notices(source) if notice.kind == "diverged"]
-    assert notice.text.startswith("its loss had diverged at step 83; best 0.0")
+    assert notice.text.startswith("its loss diverged at step 64; best 0.0")
     assert notice.text.endswith(". Train on, or go back to a checkpoint")  # the rate was lowered since
     assert describe_end(source, source.history) == ("diverged", notice.text.partition(". Train")[0])
     source.advance(60, loss=0.015)  # back at its best
@@ -230,10 +245,10 @@ def test_a_run_that_completed_after_a_divergence_names_the_remedy_first(tmp_path
     source.end()
     (notice,) = [notice for notice in collect_notices(source) if notice.kind in ("diverged", "unlearned")]
     remedy = "rain again with a lower learning rate than 30, such as 3"
-    assert notice.text == f"its loss had diverged at step 6; best 2.32. T{remedy}"
+    assert notice.text == f"its loss diverged at step 2; best 2.32. T{remedy}"
     verdict = find_shown_verdict(source)
     assert verdict.cause == "diverged"
-    assert verdict.text == f"the loss diverged at step 6 and is not back at its best (2.32): t{remedy}"
+    assert verdict.text == f"the loss diverged at step 2 and is not back at its best (2.32): t{remedy}"
     assert verdict.arithmetic[0] == "best so far: 2.32"
     assert MessageBuilder(source).build_snapshot().content["verdict"]["text"] == verdict.text
     report.write_report(source, tmp_path / "run.html")
@@ -264,7 +279,7 @@ def test_a_view_shows_a_divergence_in_its_head():
     run = make_diverged_run()
     assert (
         MessageBuilder(run).build_snapshot().content["status"]["diverged"]
-        == "loss grew 300,000 times since its best at step 1"
+        == "loss grew 300,000 times since step 2"
     )
     healthy = FakeSource(ranks=2)
     healthy.advance(50)

@@ -38,13 +38,15 @@ _VERY_LARGE = 1e15  # no loss of a training with usual numbers is as large
 _BACK_AT_START = 0.8  # share of the start's loss; a network whose units all died is a little below it
 _MIN_BLOCK_SAMPLES = 64  # of the best and of the present; with fewer samples, a few easy ones are a block of their own
 _BACK_RATIO = 2  # to its best loss, below which a run is back
+_AWAY_RATIO = 4  # to its best loss, above which a run that diverged has left it; a plateau below is no departure
 _EARLY_STEPS = 256  # among which a loss that can be negative is so
 
 
 class Departure(NamedTuple):
-    """Where a loss left its best, and the learning rate in force there."""
+    """Where a loss left its best, and the learning rate in force there. All views name this step for a divergence."""
 
     step: int
+    """The first step after the last one whose loss was near its best."""
     lr: float
     rate_step: int | None
     """The step at which that rate was set by hand; None if it was not."""
@@ -56,7 +58,7 @@ class Divergence:
 
     text: str
     short: str
-    """The text without its numbers, for the head of a view: ``loss grew 40 times since its best at step 120``."""
+    """The text without its numbers, for the head of a view: ``loss grew 40 times since step 120``."""
     lr: float
     since_step: int
     """The last step before the loss grew, or the first one whose loss is not finite."""
@@ -98,7 +100,7 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True)
 class PastDivergence:
-    """The step at which a loss was found to have diverged, and the losses from which it is not back."""
+    """The step at which a loss left its best, to which it is not back, and both losses."""
 
     step: int
     best: float
@@ -113,7 +115,7 @@ class PastDivergence:
     @property
     def text(self) -> str:
         """When the loss diverged, and its best."""
-        return f"its loss had diverged at step {self.step:,}; best {formatting.format_loss(self.best)}"
+        return f"its loss diverged at step {self.step:,}; best {formatting.format_loss(self.best)}"
 
     @property
     def remedy(self) -> str:
@@ -207,22 +209,17 @@ def _find_growth(history: History, early: _EarlySteps, last: np.ndarray) -> Dive
     is_lost = loss > MIN_GROWTH * best.loss > 0 and loss > _BACK_AT_START * start.loss and len(present) >= block // 2
     if not (is_far or is_lost):
         return None
-    departure = _find_departure(history, best, loss)
-    return dataclasses.replace(_describe_growth(best, present, _get_lr(history)), departure=departure)
+    return _describe_growth(best, present, _get_lr(history), _find_departure(history, best))
 
 
-def _find_departure(history: History, best: _Level, loss: float) -> Departure:
+def _find_departure(history: History, best: _Level) -> Departure:
     """Return where the loss left its best. It stays the same while that is the best, however the loss goes on."""
     key = (len(history.returns), best.step)
     with _lock:
         known = _departures.get(history)
     if known is not None and known[0] == key:
         return known[1]
-    since = select_known(history.read_valid_totals())
-    since = since[since["step"] > best.step]
-    low = np.flatnonzero(since["loss"] ** 2 <= best.loss * loss)  # nearer to the best, by ratio
-    step = int(since["step"][min(int(low[-1]) + 1, len(since) - 1) if len(low) else 0])
-    rows = history.read_valid_rows()
+    step, rows = _find_departure_step(history, best), history.read_valid_rows()
     lr = float(rows["lr"][rows["step"] == step][-1])
     set_at = max((event.step for event in history.events if event.kind == "lr" and event.step <= step), default=None)
     is_in_force = lr in rows["lr"][rows["step"] == set_at]  # a schedule may have changed it since
@@ -230,6 +227,23 @@ def _find_departure(history: History, best: _Level, loss: float) -> Departure:
     with _lock:
         _departures[history] = (key, departure)
     return departure
+
+
+def _find_departure_step(history: History, best: _Level, before: float = math.inf) -> int:
+    """Return the step after the last one near the best, among those of the best and step `before`."""
+    since = select_known(history.read_valid_totals())
+    since = since[(since["step"] > best.step) & (since["step"] < before)]
+    low = np.flatnonzero(since["loss"] <= _AWAY_RATIO * best.loss)
+    return int(since["step"][min(int(low[-1]) + 1, len(since) - 1) if len(low) else 0])
+
+
+def find_divergence_step(history: History) -> int | None:
+    """Return the step from which on the loss diverged, or had diverged and did not come back; None if it did not."""
+    divergence = find_divergence(history)
+    if divergence is not None:
+        return divergence.since_step if divergence.departure is None else divergence.departure.step
+    past = find_past_divergence(history)
+    return None if past is None else past.step
 
 
 @remember_last
@@ -242,13 +256,15 @@ def find_past_divergence(history: History) -> PastDivergence | None:
     early, last = _read_early_steps(history), history.read_valid_totals(history.num_steps - FINAL_LOSS_STEPS)
     if early is None:
         return None
-    best, now = min(early.start.loss, _get_best_block(history, early.block).loss), compute_mean_loss(select_known(last))
-    if not 0 < _BACK_RATIO * best < now:
+    best = min(early.start, _get_best_block(history, early.block), key=lambda level: level.loss)
+    now = compute_mean_loss(select_known(last))
+    if not 0 < _BACK_RATIO * best.loss < now:
         return None
-    step, rows = history.events[turn].step, history.read_valid_rows()
-    before = rows["lr"][rows["step"] < step]
+    found_at, rows = history.events[turn].step, history.read_valid_rows()
+    step = _find_departure_step(history, best, found_at) if best.step < found_at - 1 else found_at
+    before = rows["lr"][rows["step"] < found_at]
     lr = float(before[-1]) if len(before) else _get_lr(history)
-    return PastDivergence(step, best, now, len(last), lr, "lr" in kinds[turn:])
+    return PastDivergence(step, best.loss, now, len(last), lr, "lr" in kinds[turn:])
 
 
 @remember_while(lambda history: (min(history.num_steps, _EARLY_STEPS), len(history.returns)))
@@ -291,13 +307,13 @@ def _is_nan_alone(totals: np.ndarray, first: int) -> bool:
     return not len(finite) or bool(finite[-1] <= MIN_RATIO * finite[0])
 
 
-def _describe_growth(best: _Level, present: np.ndarray, lr: float) -> Divergence:
+def _describe_growth(best: _Level, present: np.ndarray, lr: float, departure: Departure) -> Divergence:
     """Return the growth to the median of `present`, with its step: a log is read when the loss has grown further."""
     loss = float(np.median(present["loss"]))
     ratio = loss / best.loss
     times = f"{ratio:,.0f}" if ratio < 1e5 else formatting.format_loss(ratio)
     before, now = formatting.format_loss(best.loss), formatting.format_loss(loss)
-    short = f"loss grew {times} times since its best at step {best.step:,}"
+    short = f"loss grew {times} times since step {departure.step:,}"
     median = f"median of the last {formatting.format_count(len(present), 'step')}"
     return Divergence(
         f"the {short}, from {before} to {now} at step {int(present['step'][-1]):,} ({median})",
@@ -309,6 +325,7 @@ def _describe_growth(best: _Level, present: np.ndarray, lr: float) -> Divergence
             f"{median}, to step {int(present['step'][-1]):,}: {now}",
             f"{now} / {before} = {times}: the training lost what it had gained",
         ),
+        departure=departure,
     )
 
 

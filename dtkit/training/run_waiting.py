@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from dtkit._util import timeouts
 from dtkit._util.deadline import wait_for_event
 from dtkit.errors import EngineError, NonFiniteError, PausedError, RunError
+from dtkit.history.divergence import find_divergence_step
 from dtkit.training.callbacks import CALLBACK_THREAD_NAME
 from dtkit.types import State
 
@@ -48,9 +49,12 @@ class RunWaiter:
         self._call_timeout_s, self._finish_callbacks, self._on_raise = call_timeout_s, finish_callbacks, on_raise
 
     def describe(self, state: State) -> str:
-        """Return what views say about the wait while the run is in this state."""
+        """Return what a status says besides the state: that the run is awaited, or how its loss ended."""
         from dtkit._util.notebook import in_notebook
 
+        if state in (State.COMPLETED, State.STOPPED):
+            step = find_divergence_step(self._run.history)
+            return "" if step is None else f"the loss diverged at step {step:,}"
         if self._message or not self._num_awaiting:
             return self._message
         if state is State.PAUSED:

@@ -18,7 +18,7 @@ from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.summary.comparison import (
-    describe_exit,
+    describe_exits,
     differ_in_bytes,
     downsample_losses,
     end_line,
@@ -138,7 +138,7 @@ def _list_loss_charts(labels: Sequence[str], histories: Sequence[History]) -> li
         _draw_runs(ax, x_values, parts, labels)
         format_panel(ax)
         _scale_loss_axis(ax, parts, cap)
-        _write_exits(ax, labels, exits)
+        _write_exits(ax, labels, describe_exits(histories, exits))
 
     def accumulate(column: str) -> list[np.ndarray]:
         return [_accumulate(history, part, column) for history, part in zip(histories, parts, strict=True)]
@@ -196,7 +196,7 @@ def _draw_metric(ax: Axes, name: str, histories: Sequence[History], labels: Sequ
     if is_better_lower(name, join_directions(histories)) and is_steep(shown):
         _use_log_scale(ax)
     _leave_out(ax, shown, cap)
-    _write_exits(ax, labels, exits)
+    _write_exits(ax, labels, describe_exits(histories, exits))
 
 
 def _draw_scalar(ax: Axes, name: str, histories: Sequence[History], labels: Sequence[str]) -> None:
@@ -288,14 +288,14 @@ def _leave_out(ax: Axes, shown: np.ndarray, cap: float | None) -> None:
     ax.set_xlabel(f"{ax.get_xlabel()}; {note}", fontsize=8, color=style.MUTED_COLOR)  # the title has no room
 
 
-def _write_exits(ax: Axes, labels: Sequence[str], exits: Sequence[int | None]) -> None:
+def _write_exits(ax: Axes, labels: Sequence[str], words: Sequence[str]) -> None:
     """Write below the upper edge where lines ended because their runs diverged, each in the color of its line."""
     lines, (left, right) = {line.get_label(): line for line in ax.get_lines()}, ax.get_xlim()
-    left_early = [(lines[label], step) for label, step in zip(labels, exits, strict=True) if step and label in lines]
-    for row, (line, step) in enumerate(left_early):
+    left_early = [(lines[label], text) for label, text in zip(labels, words, strict=True) if text and label in lines]
+    for row, (line, text) in enumerate(left_early):
         x = np.asarray(line.get_xdata(), float)[np.isfinite(np.asarray(line.get_ydata(), float))].max(initial=left)
         ax.text(
-            x, 0.98 - _EXIT_ROW * row, f" {describe_exit(step)} ", transform=ax.get_xaxis_transform(), fontsize=7,
+            x, 0.98 - _EXIT_ROW * row, f" {text} ", transform=ax.get_xaxis_transform(), fontsize=7,
             ha="right" if x > (left + right) / 2 else "left", va="top", color=line.get_color(), fontweight="bold",
         )  # fmt: skip
 

@@ -148,8 +148,10 @@ def _describe_effect(command: str, value: float | None, step: int) -> str:
     """Return a text such as ``paused at step 412 on all nodes``."""
     if command == "lr":
         return f"learning rate {formatting.format_learning_rate(value)} from step {step:,} on, on all nodes"
-    effect = {"pause": "paused", "resume": "resumed", "step": "one step taken: all nodes are", "stop": "stopped"}
-    return f"{effect[command]} at step {step:,}" + ("" if command == "step" else " on all nodes")
+    if command == "step":
+        return f"step {step - 1:,} taken on all nodes"  # steps count from 0, as in the charts
+    effect = {"pause": "paused", "resume": "resumed", "stop": "stopped"}
+    return f"{effect[command]} at step {step:,} on all nodes"
 
 
 def _parse_lr(value: Any) -> float:

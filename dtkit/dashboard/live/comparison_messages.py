@@ -27,7 +27,7 @@ from dtkit.dashboard.summary.activity import read_state
 from dtkit.dashboard.summary.comparison import (
     MEAN_LOSS,
     NUM_LOSS_BUCKETS,
-    describe_exit,
+    describe_exits,
     end_line,
     find_exits,
     find_loss_cap,
@@ -136,7 +136,7 @@ class ComparisonMessageBuilder:
                 "names": list(self._comparison.names),
                 "steep": is_steep(means if cap is None else means[means <= cap]),
                 "most": cap,
-                "left": [describe_exit(step) for step in exits],
+                "left": describe_exits(histories, exits),
                 "help": SHORT_BATCH_NOTE if has_short else "",
                 "axes": describe_axes(specs, histories, [part["step"] for part in totals], ends),
                 **self._build_tables(),

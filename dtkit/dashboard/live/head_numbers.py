@@ -40,7 +40,7 @@ def describe_head(run: RunView, status: Status, metrics: RunMetrics, lost_nodes:
             "diverged": None if divergence is None else divergence.short,
             **({"had_diverged": True} if _had_diverged(run, status) else {}),
             # A notice has the same text as a stall.
-            "message": "" if find_stall(run) else formatting.sanitize_text(status.message),
+            "message": "" if find_stall(run) or status.state.has_ended else formatting.sanitize_text(status.message),
         },
         "lr": replace_nonfinite(run.lr),
         **_describe_reference_rates(run),

@@ -11,6 +11,7 @@ import numpy as np
 
 from dtkit.dashboard.summary.curves import Chart, Curves
 from dtkit.dashboard.summary.short_batches import compute_drawn_losses, join_short_batches
+from dtkit.history.divergence import find_divergence_step
 from dtkit.history.mean_loss import read_final_loss
 from dtkit.history.metric_direction import is_better_lower
 from dtkit.history.speed import compute_speed, split_time
@@ -206,9 +207,19 @@ def end_line(steps: np.ndarray, values: np.ndarray, last_step: int | None) -> np
     return np.where(np.arange(len(values)) <= reached[0], values, np.nan)
 
 
-def describe_exit(step: int | None) -> str:
-    """Return the words at the end of a line that left a chart; nothing for one that did not."""
-    return "" if step is None else f"diverged at step {step:,}"
+def describe_exits(histories: Sequence[History], exits: Sequence[int | None]) -> list[str]:
+    """Return the words at the end of each line that left a chart; nothing for one that did not.
+
+    The step of a divergence is the one that the run's own views name. It may differ a little from the chart's edge.
+    """
+    return [_describe_exit(*pair) for pair in zip(histories, exits, strict=True)]
+
+
+def _describe_exit(history: History, step: int | None) -> str:
+    if step is None:
+        return ""
+    diverged_at = find_divergence_step(history)
+    return f"diverged at step {step if diverged_at is None else diverged_at:,}"
 
 
 def downsample_losses(histories: Sequence[History]) -> list[CurveBuckets]:

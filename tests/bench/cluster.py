@@ -17,29 +17,51 @@ import dtkit
 from dtkit.dashboard.live.widget import Dashboard
 from dtkit.rpc import shared_memory
 from tests.bench.pairs import PAIRS, Sample, alternate, ratios, report
-from tests.bench.work import SHORT, WORKS, Work, optimizer
+from tests.bench.speed import make_bare_command, make_bare_environment
+from tests.bench.work import FIRST, SHORT, WORKS, Work, optimizer
 
 SHARE_S, SHARE_WARM_STEPS = 3.0, 500
 
 
 def start() -> bool:
-    """Measure `Cluster(2)` up to the first record, the next training, and `close()`, each time in a new process."""
-    code = "import tests.bench.cluster as bench; bench.start_once()"
-    first, following, closed = [], [], []
+    """Measure `Cluster(2)` up to the first record, the next training, and `close()`, each time in a new process.
+
+    The reference is torchrun with the same training, from its command to the first step. It scales with the machine.
+    """
+    following, closed = [], []
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     compileall.compile_dir(Path(dtkit.__file__).parent, quiet=1)  # as pip does
-    for _ in range(PAIRS):
+
+    def measure_first() -> float:
+        code = "import tests.bench.cluster as bench; bench.start_once()"
         out = subprocess.run(
             [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True, timeout=120
         )
         first_s, following_s, close_s = map(float, out.stdout.split()[-3:])
-        first.append(first_s)
         following.append(following_s)
         closed.append(close_s)
-    print("  to the first record:", *(f"{t:.2f}" for t in first), " close:", *(f"{t:.2f}" for t in closed))
-    met = report("Cluster(2) to the first step's record", Sample(first), unit="s", most=3.5)
+        return first_s
+
+    first, bare = alternate(measure_first, _start_bare, PAIRS)
+    met = report("Cluster(2) to the first step's record", first, unit="s", most=3.5)
+    print(f"  torchrun to the first step: {bare} s")
+    met &= report("time to the first step, as a share of torchrun's", ratios(first, bare), most=1.0)
     met &= report("the next training, to its first step's record", Sample(following), unit="s", most=0.15)
     return report("close()", Sample(closed), unit="s", most=3.0) & met
+
+
+def _start_bare() -> float:
+    """Return the seconds from the command of torchrun to the end of its first step."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        make_bare_command(FIRST), env=make_bare_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    printed = process.stdout.readline()
+    seconds = time.perf_counter() - begin
+    if process.wait(60) or not printed:
+        raise RuntimeError(f"the reference ended with {process.returncode}")
+    return seconds
 
 
 def start_once() -> None:

@@ -62,12 +62,21 @@ def _measure_speed(
     return (work.steps - 1) / seconds
 
 
+def make_bare_command(name: str) -> list[str]:
+    """Return the command of the reference, a loop under torchrun; run it in `make_bare_environment()`."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return [*launcher, "-m", "tests.bench.bare", name]
+
+
+def make_bare_environment() -> dict[str, str]:
+    """Return the environment of the reference."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+
+
 def _run_bare(name: str) -> float:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     out = subprocess.run(
-        [*command, "-m", "tests.bench.bare", name],
-        env=environment,
+        make_bare_command(name),
+        env=make_bare_environment(),
         capture_output=True,
         text=True,
         timeout=300,

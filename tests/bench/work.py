@@ -36,6 +36,7 @@ SHORT, LONG, WIDE = "short steps (1 to 2 ms)", "steps of 20 ms and more", "100 M
 LINK, COMPUTING = "10 MB of gradients", "mostly computing"
 HEAVY, MEDIUM = "a split model, steps of 200 ms and more", "a split model, steps of 20 to 50 ms"
 QUICK = "a split model, short steps"
+FIRST = "the first step"
 SAVED_50, SAVED_200 = "50 MB of parameters and momentum", "200 MB of parameters and momentum"
 PIPELINE, TENSOR, SHARDED = "pipeline", "tensor", "sharded"
 MICRO_BATCHES = 4
@@ -47,6 +48,7 @@ WORKS = {
     COMPUTING: Work(width=256, depth=3, batch=4096, steps=60, warm=60),
     HEAVY: Work(width=1024, depth=4, batch=1024, steps=24, warm=6),
     MEDIUM: Work(width=512, depth=4, batch=512, steps=120, warm=40),
+    FIRST: Work(width=64, depth=1, batch=64, steps=1, warm=0),
     QUICK: Work(width=64, depth=4, batch=64, steps=200, warm=30),
     SAVED_50: Work(width=1750, depth=2, batch=16, steps=60, warm=20),
     SAVED_200: Work(width=3510, depth=2, batch=16, steps=40, warm=20),

@@ -950,6 +950,21 @@ def test_no_rate_is_over_time_that_no_duration_names():
     assert TimeParts(0.15, 0.0, 0.3).share_between == pytest.approx(2 / 3)
 
 
+def test_a_band_on_a_logarithmic_axis_ends_at_the_least_positive_value():
+    steps, mean = np.arange(6.0), np.array([100.0, 40, 10, 4, 1, 0.6])
+    low = np.array([90.0, 30, 0, 3, 0.5, 0.5])
+    page = draw_chart(
+        "Loss", "", [Series("mean", steps, mean, None, low=low, high=2 * mean, merged=2)],
+        format_y=lambda y: f"{y:.3g}", may_be_log=True,
+    )  # fmt: skip
+    assert "logarithmic" in page
+    line, band = read_heights(page)
+    assert max(band) == max(band[6:8])  # the edge at 0 is as high as the smallest one
+    assert max(band) < 240 - 44  # and above the bottom of the chart
+    assert max(line) > 0.9 * max(band)  # which is no further down
+    assert "10 (0 to 20)" in [tip[2] for tip in read_tips(page)]
+
+
 def test_a_learning_rate_has_one_form_in_the_chart_the_table_and_the_settings(tmp_path):
     source = FakeSource(ranks=2)
     source.lr = 5e-4

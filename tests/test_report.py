@@ -965,6 +965,19 @@ def test_a_band_on_a_logarithmic_axis_ends_at_the_least_positive_value():
     assert "10 (0 to 20)" in [tip[2] for tip in read_tips(page)]
 
 
+def test_a_report_has_a_rate_that_never_changes_in_a_line(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(20)
+    page = write(source, tmp_path)
+    assert '<p class="marks">learning rate 0.1 throughout</p>' in page
+    assert "<h3>Learning rate" not in page
+    source.lr = 0.01
+    source.advance(20)
+    page = write(source, tmp_path)
+    assert "throughout</p>" not in page
+    assert "<h3>Learning rate" in page
+
+
 def test_a_learning_rate_has_one_form_in_the_chart_the_table_and_the_settings(tmp_path):
     source = FakeSource(ranks=2)
     source.lr = 5e-4

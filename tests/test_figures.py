@@ -88,6 +88,9 @@ def test_signs_of_near_events_are_one_and_none_overlaps():
         assert urgent == {"†"}
         boxes = sorted((text.get_window_extent() for text in signs), key=lambda box: box.x0)
         assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+        dots = [text for text in panel(figure, name).texts if text.get_gid() == "between signs"]
+        assert {text.get_text() for text in dots} == {"·"}  # so that two events are not read as one
+        assert len(dots) >= 2
 
 
 def test_the_sign_of_an_event_after_the_last_values_is_at_their_end():
@@ -297,6 +300,25 @@ def test_marks_of_events_take_no_room_from_a_logarithmic_axis():
     loss = panel(run_figure.draw_run(source), "Loss")
     assert loss.get_yscale() == "log"
     assert loss.get_ylim()[1] < 200
+
+
+def test_a_band_on_a_logarithmic_axis_ends_at_the_least_positive_value():
+    source = FakeSource(ranks=1, steps=2000)
+    for steps, loss in ((1, 50.0), (300, 1.0), (1, 0.0), (300, 0.01)):
+        source.advance(steps, loss=loss)
+    loss = panel(run_figure.draw_run(source), "Loss")
+    assert loss.get_yscale() == "log"
+    edges = [float(path.vertices[:, 1].min()) for band in loss.collections for path in band.get_paths()]
+    assert min(edges) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(("ranks", "words"), [(1, "band: "), (2, "┅ with waiting, bands: "), (12, "band: ")])
+def test_the_bands_of_the_throughput_are_named_in_every_figure(ranks: int, words: str):
+    source = FakeSource(ranks=ranks)
+    source.advance(200)
+    charts = dict(list_charts(source))
+    for ax in (panel(run_figure.draw_run(source), "Throughput"), charts["Throughput"].axes[0]):
+        assert ax.get_xlabel() == f"step, {words}10 to 90 %"
 
 
 def test_prints_give_way_to_events_in_the_log_of_the_picture():

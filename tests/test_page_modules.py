@@ -338,7 +338,7 @@ def test_signs_of_events_next_to_each_other_are_one_in_their_order(tmp_path: Pat
         tmp_path, "chart/marks.js", ["mergeSigns"], f"[mergeSigns({marks}), mergeSigns({back})]"
     )
     first, last = (
-        {"at": 106, "half": 19, "glyphs": ["‖", "lr", "▶"], "marks": [0, 1, 2]},
+        {"at": 106, "half": 27, "glyphs": ["‖", "lr", "▶"], "marks": [0, 1, 2]},
         {"at": 300, "half": 4.5, "glyphs": ["‖"], "marks": [3]},
     )
     assert signs == [first, last]
@@ -565,6 +565,22 @@ def test_a_caption_loses_its_last_parts_where_they_have_no_room(tmp_path: Path):
     assert evaluate_page_code(tmp_path, "chart/caption.js", ["fitCaption"], f"[{calls}]") == [
         note, "log scale · validation, last 0.625", "log scale · validation", "log scale", "",
     ]  # fmt: skip
+
+
+def test_a_caption_is_never_cut_within_a_word(tmp_path: Path):
+    calls = ", ".join(f"fitCaption('Loss', 'mean over all nodes', {width})" for width in (150, 144, 110, 100))
+    assert evaluate_page_code(tmp_path, "chart/caption.js", ["fitCaption"], f"[{calls}]") == [
+        "mean over all…", "mean over all…", "mean over…", "mean…",
+    ]  # fmt: skip
+
+
+def test_a_band_whose_value_is_0_ends_at_the_least_positive_value_in_sight(tmp_path: Path):
+    rows = [[0.02, 0.5, 0.9], [0, 0.4, 0.8], [0.1, 0.3, 0.7]]
+    value = f"onlyPositive((_line, at, which) => {rows}[at][which])"
+    grain = f"{{ used: 3, lines: 1, value: {value}, span: (at) => [10 * at, 10 * at + 9] }}"
+    calls = ", ".join(f"leastInSight({grain}, () => true, {first}, 40)" for first in (0, 10))
+    found = evaluate_page_code(tmp_path, "chart/grain.js", ["leastInSight", "onlyPositive"], f"[{calls}]")
+    assert found == [0.02, 0.1]
 
 
 def test_a_tooltip_is_beside_the_pointer_on_the_side_with_more_room(tmp_path: Path):

@@ -27,6 +27,7 @@ from dtkit.dashboard.report_cards import iterate_cards
 from dtkit.dashboard.report_page import format_notice
 from dtkit.dashboard.summary.comparison import find_best_evaluation, make_row
 from dtkit.dashboard.summary.metrics import build_tiles, compute_run_metrics
+from dtkit.dashboard.summary.pauses import find_pauses
 from dtkit.dashboard.summary.ticks import choose_log_ticks, choose_ticks
 from dtkit.dashboard.svg_chart import MAX_POINTS, Series, draw_chart
 from dtkit.dashboard.text import run_text
@@ -34,8 +35,8 @@ from dtkit.dashboard.text.comparison_text import make_table
 from dtkit.data.layers import MAX_LAYERS, summarize_model
 from dtkit.errors import EngineError
 from dtkit.history.metric_direction import is_better_lower
-from dtkit.history.scalars import ScalarRecord
-from dtkit.history.speed import compute_speed, split_time
+from dtkit.history.scalars import BETWEEN_PREFIX, ScalarRecord
+from dtkit.history.speed import TimeParts, compute_speed, split_time
 from dtkit.rpc.reference import StepTimes
 from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.settings import describe_value
@@ -494,6 +495,60 @@ def test_a_report_has_the_length_of_the_pauses_beside_the_duration(tmp_path):
     assert "<br>step 12 of 20, epoch 2 of 2. Written <time>" in lead[0]
 
 
+def add_events(source: FakeSource, *events: tuple[float, int, str, str]) -> None:
+    for seconds, step, kind, text in events:
+        source.history.add(Event(step, kind, text, 1_700_000_000.0 + seconds, 1 if kind == "lost" else None))
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [
+        (("error", "not finite at step 10; all nodes paused before the update"), "not finite"),
+        (("lost", "node 1 lost at step 10: its process has ended"), "lost node"),
+        (("error", "a callback failed: ValueError: no"), "error"),
+    ],
+)
+@pytest.mark.parametrize("end", ["resume", "stop"])
+def test_a_pause_that_a_failure_caused_counts_with_its_cause(failure, cause, end):
+    source = FakeSource(ranks=2, steps=20)
+    source.advance(10)
+    add_events(source, (0, 0, "start", ""), (20, 10, *failure), (50, 10, "lr", ""), (80, 10, end, ""))
+    source.advance(2)
+    note = {name: note for name, _, note in iterate_cards(source, None)}["duration"]
+    assert note.partition(";")[0] == f"without 1 min 0 s of pauses ({cause})"
+
+
+def test_a_run_that_a_failure_has_paused_has_a_duration_without_pauses():
+    source = FakeSource(ranks=2, steps=20)
+    source.advance(10)
+    add_events(source, (0, 0, "start", ""), (20, 10, "error", "not finite at step 10"))
+    source.state, source.exception = State.PAUSED, ValueError("not finite")
+    note = {name: note for name, _, note in iterate_cards(source, None)}["duration"]
+    assert note.partition(";")[0] == "without pauses"
+
+
+def test_failures_that_paused_nothing_are_no_pauses():
+    history = FakeSource().history
+    lost = Event(10, "lost", "node 1 lost", 20.0, 1)
+    for event in (lost, Event(9, "repair", "replaced", 50.0), Event(10, "stop", "stopped", 60.0)):
+        history.add(event)
+    assert find_pauses(history) == (0.0, False, ())
+    history.add(Event(10, "error", "parameters are not equal", 70.0))
+    history.add(Event(30, "stop", "stopped at step 30", 80.0))
+    assert find_pauses(history) == (0.0, False, ())
+    history.add(Event(30, "error", "not finite at step 30", 90.0))
+    history.num_inherited_events = len(history.events)
+    history.add(Event(30, "resume", "resume at step 30", 5000.0))  # by a run that goes on from a checkpoint
+    assert find_pauses(history) == (0.0, False, ())
+
+
+def test_a_pause_after_a_repair_begins_with_its_own_failure():
+    history = FakeSource().history
+    for seconds, kind in ((0, "lost"), (30, "repair"), (40, "error"), (45, "lost"), (70, "repair"), (100, "resume")):
+        history.add(Event(10, kind, "not finite at step 10" if kind == "error" else "", seconds))
+    assert find_pauses(history) == (60.0, False, ("not finite",))
+
+
 def test_settings_and_model_are_in_the_report_as_typed(tmp_path):
     cluster = dtkit.Cluster.from_transport(FakeTransport(2), device="cpu")
     rows = torch.zeros(64, 4), torch.zeros(64, dtype=torch.int64)
@@ -819,6 +874,7 @@ def test_a_short_run_names_the_steps_of_its_numbers():
     brief = FakeSource(ranks=2)
     brief.slowness = {0: 0.1, 1: 0.1}
     brief.advance(30)
+    brief.elapsed_s = 0.9  # of which nothing is worth a word but the steps
     note = {name: note for name, _, note in iterate_cards(brief, None)}["throughput"]
     reason = "too short for a steady mean: these steps took"
     assert re.fullmatch(rf"samples/s, all steps but the first; {reason} \d+ ms", note)
@@ -863,12 +919,63 @@ def test_the_parts_of_a_duration_add_up_and_explain_the_samples_per_second(tmp_p
     assert read_cards(source, tmp_path)["duration"][1] == f"{note} (validation)"
     source.event("save", "checkpoint at step 100")
     assert read_cards(source, tmp_path)["duration"][1] == f"{note} (validation, saving)"
-    assert cards["throughput"][1] == "samples/s, all steps but the first"
+    overall = formatting.format_rate(199 * 128 / (parts.steps_s + parts.between_s))
+    assert cards["throughput"][1] == f"samples/s, all steps but the first, {overall} with the time between them"
     assert f"50 s elapsed, {note} (validation, saving)" in run_text.format_run(source)  # the words of the card
     row = make_row("a", source.history, "", (200, 50.0))
     assert row.steps_s == parts.steps_s
     columns = make_table([row]).header
     assert list(columns[-3:]) == ["samples/s", "time in steps", "duration"]
+
+
+def test_the_rate_overall_is_over_the_time_that_the_duration_names():
+    """A card had 298 ms between the steps, and the rate beside it was over 129 ms: what engines had measured."""
+    source = FakeSource(ranks=2)
+    source.advance(72)
+    source.history.add(ScalarRecord(0, {f"{BETWEEN_PREFIX}waiting": [(30, 2.0, 1.0)]}))
+    source.event("done", "done after 72 steps")
+    source.state, source.elapsed_s = State.COMPLETED, 12.0
+    parts = split_time(source.history, 12.0)
+    overall = formatting.format_rate(71 * 128 / (parts.steps_s + parts.between_s))
+    cards = {label: note for label, _, note in iterate_cards(source, None)}
+    assert cards["throughput"] == f"samples/s, all steps but the first, {overall} with the time between them"
+    assert cards["duration"] == f"{formatting.format_duration(parts.between_s)} of it between the steps"
+    assert next(build_tiles(source, compute_run_metrics(source.history, 2))).note == f"samples/s, {overall} overall"
+    assert f"in steps, {overall} with the time between them" in run_text.format_run(source)
+
+
+def test_no_rate_is_over_time_that_no_duration_names():
+    assert TimeParts(0.15, 0.0, 0.09).share_between == 0  # too short to be told apart from the whole
+    assert TimeParts(0.15, 9.0, 0.3).share_between == 0  # next to a long first step
+    assert TimeParts(0.15, 0.0, 0.3).share_between == pytest.approx(2 / 3)
+
+
+def test_a_band_on_a_logarithmic_axis_ends_at_the_least_positive_value():
+    steps, mean = np.arange(6.0), np.array([100.0, 40, 10, 4, 1, 0.6])
+    low = np.array([90.0, 30, 0, 3, 0.5, 0.5])
+    page = draw_chart(
+        "Loss", "", [Series("mean", steps, mean, None, low=low, high=2 * mean, merged=2)],
+        format_y=lambda y: f"{y:.3g}", may_be_log=True,
+    )  # fmt: skip
+    assert "logarithmic" in page
+    line, band = read_heights(page)
+    assert max(band) == max(band[6:8])  # the edge at 0 is as high as the smallest one
+    assert max(band) < 240 - 44  # and above the bottom of the chart
+    assert max(line) > 0.9 * max(band)  # which is no further down
+    assert "10 (0 to 20)" in [tip[2] for tip in read_tips(page)]
+
+
+def test_a_report_has_a_rate_that_never_changes_in_a_line(tmp_path):
+    source = FakeSource(ranks=2)
+    source.advance(20)
+    page = write(source, tmp_path)
+    assert '<p class="marks">learning rate 0.1 throughout</p>' in page
+    assert "<h3>Learning rate" not in page
+    source.lr = 0.01
+    source.advance(20)
+    page = write(source, tmp_path)
+    assert "throughout</p>" not in page
+    assert "<h3>Learning rate" in page
 
 
 def test_a_learning_rate_has_one_form_in_the_chart_the_table_and_the_settings(tmp_path):

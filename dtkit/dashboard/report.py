@@ -20,7 +20,7 @@ import numpy as np
 from dtkit._util import formatting, resources, timeouts
 from dtkit._util.table import Table
 from dtkit.dashboard.report_cards import iterate_cards
-from dtkit.dashboard.report_charts import draw_charts, list_metric_names
+from dtkit.dashboard.report_charts import draw_charts, find_only_rate, list_metric_names
 from dtkit.dashboard.report_live import format_run_charts
 from dtkit.dashboard.report_page import (
     MAX_OPEN_ROWS,
@@ -154,6 +154,8 @@ def _format_charts(run: RunView) -> Iterator[str]:
     yield "<h2>Charts</h2>"
     if legend := describe_event_marks(run.history.events):
         yield f'<p class="marks">marks: {escape(legend)}</p>'
+    if (rate := find_only_rate(run.history)) is not None:
+        yield f'<p class="marks">learning rate {formatting.format_learning_rate(rate)} throughout</p>'
     yield format_run_charts(run, draw_charts(run.history))
     yield from format_custom_panels(run.history)
 

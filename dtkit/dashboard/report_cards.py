@@ -11,20 +11,19 @@ from dtkit.dashboard.report_charts import list_metric_names
 from dtkit.dashboard.summary.comparison import find_best_evaluation
 from dtkit.dashboard.summary.metrics import compute_efficiency, compute_overall_rate, compute_run_metrics
 from dtkit.dashboard.summary.one_process import read_step_times
+from dtkit.dashboard.summary.pauses import find_pauses
 from dtkit.dashboard.summary.time_outside_steps import list_times_outside_steps
 from dtkit.history.divergence import find_divergence
 from dtkit.history.mean_loss import FINAL_LOSS_STEPS, count_final_steps
 from dtkit.history.metric_direction import is_better_lower
 from dtkit.history.speed import STEADY_SECONDS, WHOLE_RUN_STEPS, compute_speed
+from dtkit.types import State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from dtkit.dashboard.run_view import RunView
     from dtkit.history.history import History
-    from dtkit.types import Event
-
-_PAUSE_ENDS = ("start", "resume", "stop", "done")  # kinds of events
 
 
 def iterate_cards(run: RunView, single_process: History | None) -> Iterator[tuple[str, str, str]]:
@@ -36,7 +35,7 @@ def iterate_cards(run: RunView, single_process: History | None) -> Iterator[tupl
     if metrics.loss is not None:
         yield "training loss", formatting.format_loss(metrics.loss), _describe_mean(history)
     yield from _iterate_validation_cards(history)
-    yield "throughput", formatting.format_rate(rate), _describe_throughput(history)
+    yield "throughput", formatting.format_rate(rate), _describe_throughput(history, run.status.elapsed_s)
     efficiency = compute_efficiency(run, metrics)
     if efficiency is not None and efficiency.tokens_per_s is not None:
         yield "tokens", formatting.format_rate(efficiency.tokens_per_s), "tokens/s"
@@ -77,33 +76,31 @@ def _describe_mean(history: History) -> str:
 
 def _describe_duration(run: RunView) -> str:
     """Return the pauses, which the duration leaves out, and its parts beside the steps that are worth a word."""
-    events, notes = run.history.events, []
-    if any(event.kind == "pause" for event in events):
-        paused_s = _sum_pauses(events)
-        notes.append(f"without {formatting.format_duration(paused_s)} of pauses" if paused_s else "without pauses")
-    notes += list_times_outside_steps(run.history, run.status.elapsed_s)
+    notes = [*_describe_pauses(run), *list_times_outside_steps(run.history, run.status.elapsed_s)]
     return "; ".join(notes) or formatting.format_count(run.status.step, "step")
 
 
-def _sum_pauses(events: Sequence[Event]) -> float:
-    """Return the seconds of a run's pauses. One that still lasts has no length yet."""
-    paused_s, since = 0.0, None
-    for event in events:
-        if event.kind == "pause" and since is None:
-            since = event.time
-        elif event.kind in _PAUSE_ENDS and since is not None:
-            paused_s, since = paused_s + max(0.0, event.time - since), None
-    return paused_s
+def _describe_pauses(run: RunView) -> Iterator[str]:
+    """Return the length of the pauses, and what caused those that nobody requested: ``(not finite, lost node)``."""
+    pauses, is_failed_pause = find_pauses(run.history), run.exception is not None and run.status.state is State.PAUSED
+    causes = f" ({', '.join(pauses.causes)})" if pauses.causes else ""
+    if pauses.seconds:
+        yield f"without {formatting.format_duration(pauses.seconds)} of pauses{causes}"
+    elif pauses.has_requested or pauses.causes or is_failed_pause:
+        yield f"without pauses{causes}"
 
 
-def _describe_throughput(history: History) -> str:
-    """Return the steps of the rate, without the first, which warms up, and whether they are too few or too short."""
+def _describe_throughput(history: History, elapsed_s: float) -> str:
+    """Return the steps of the rate, without the first, which warms up, and whether they are too few or too short.
+
+    The rate overall is over the same steps and the time between them, as the card of the duration has it.
+    """
     count = max(1, history.num_steps - 1)
     speed = compute_speed(history)
     if history.num_steps < 2 or not math.isfinite(speed.step_s):
         return "samples/s" if not history.num_steps else "samples/s of the only step, which also warms up"
-    overall = compute_overall_rate(history, speed.samples_per_s)
-    overall_note = "" if overall is None else f", {formatting.format_rate(overall)} overall"
+    overall = compute_overall_rate(history, speed.samples_per_s, elapsed_s)
+    overall_note = "" if overall is None else f", {formatting.format_rate(overall)} with the time between them"
     note = f"samples/s, {WHOLE_RUN_STEPS}{overall_note}"
     total_s = speed.step_s * count
     if count < FINAL_LOSS_STEPS:

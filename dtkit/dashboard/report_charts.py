@@ -57,7 +57,7 @@ def _iterate_charts(history: History) -> Iterator[str]:
             title = formatting.sanitize_text(name, MAX_TITLE_CHARS)
             series = _make_validation_series(history, name, name)
             yield draw(title, "validation", series, format_y=formatting.format_loss)
-    if np.unique(history.column("lr")[np.isfinite(history.column("lr"))]).size > 1:
+    if find_only_rate(history) is None:
         yield draw("Learning rate", "", _make_series(history, LR, "lr"), format_y=formatting.format_learning_rate)
     norms = _make_series(history, GRAD_NORM, "norm")
     yield draw("Gradient norm", "over all nodes", norms, format_y=formatting.format_loss, may_be_log=True)
@@ -65,6 +65,13 @@ def _iterate_charts(history: History) -> Iterator[str]:
         title, unit = split_unit(name)
         series = _make_scalar_series(history, name)
         yield draw(title, f"{unit}, by node" if unit else "", series, format_y=formatting.format_loss, from_zero=True)
+
+
+def find_only_rate(history: History) -> float | None:
+    """Return the learning rate of all steps, which a line of text has instead of a chart; None if it changes."""
+    rates = history.column("lr")
+    rates = rates[np.isfinite(rates)]
+    return float(rates[0]) if len(rates) and (rates == rates[0]).all() else None
 
 
 def _get_range(history: History) -> tuple[float, float] | None:

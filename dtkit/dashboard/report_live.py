@@ -27,6 +27,7 @@ _CSS = """
 body { --jp-layout-color0: var(--page); --jp-layout-color1: var(--page); --jp-ui-font-color0: var(--ink); }
 #dtk-live, .dtk-is-live .drawn { display: none; } .dtk-is-live #dtk-live { display: block; }
 #dtk-live .dtkit { border: 0; max-width: none; } #dtk-live .dtk-body { padding: 0; }
+#dtk-live [data-testid="report-charts"] .dtk-lone { grid-column: 1 / -1; } /* no panel appears beside it later */
 #dtk-live .dtk-small { display: grid; grid-column: 1 / -1; gap: 12px 24px;
   grid-template-columns: repeat(auto-fit, minmax(min(250px, 100%), 1fr)); }
 #dtk-live .dtk-small .dtk-wide { grid-column: auto; }

@@ -134,12 +134,13 @@ def draw_chart(
     if not drawn:
         return ""
     is_log = may_be_log and is_steep(np.concatenate([line.y for line in drawn]))
-    frame = _Frame.around(drawn, from_zero=from_zero, is_log=is_log)
+    banded = _lift_bands(drawn) if is_log else drawn  # of which tooltips have the true edges
+    frame = _Frame.around(banded, from_zero=from_zero, is_log=is_log)
     if x_range is not None:
         low, high = min(frame.x_low, x_range[0]), max(frame.x_high, x_range[1])
         frame = dataclasses.replace(frame, x_low=low, x_high=high)
     parts = [*_draw_axes(frame, format_x, format_y, x_name)]
-    parts += [_draw_band(frame, line, k, 0.36 / (len(drawn) + 1)) for k, line in enumerate(drawn)]
+    parts += [_draw_band(frame, line, k, 0.36 / (len(drawn) + 1)) for k, line in enumerate(banded)]
     parts += [_draw_series(frame, line, k) for k, line in enumerate(drawn)]
     parts += _draw_strips(frame, drawn, format_x, format_y, x_name)
     label = html.escape(f"{title}: {'; '.join(f'{line.label} {format_y(float(line.y[-1]))}' for line in drawn)}")
@@ -182,6 +183,16 @@ def _merge_neighbors(series: Series, width: int) -> Series:
     )  # fmt: skip
 
 
+def _lift_bands(series: Sequence[Series]) -> list[Series]:
+    """Return series whose bands end at the smallest positive value of all, where a logarithmic axis can't show more."""
+    edges = np.concatenate([part for line in series for part in (line.y, line.low) if part is not None])
+    least = float(edges[edges > 0].min())
+    return [
+        line if line.low is None else dataclasses.replace(line, low=np.where(line.low <= 0, least, line.low))
+        for line in series
+    ]
+
+
 def _split_at_gaps(values: np.ndarray) -> list[np.ndarray]:
     """Return the indices of each part without a gap."""
     known = np.flatnonzero(np.isfinite(values))
@@ -214,7 +225,8 @@ class _Frame:
         high = max(float(np.nanmax(line.y if line.high is None else line.high)) for line in series)
         if is_log:  # a band of merged steps, or a loss of exactly 0, may reach further down than the axis
             values = np.concatenate([line.y for line in series])
-            low = max(low, float(values[values > 0].min()) / 10)
+            least = float(values[values > 0].min())
+            low = max(low if low > 0 else least, least / 10)
             return cls(float(x.min()), float(x.max()), low / 1.15, high * 1.15, is_log=True)
         low = min(0.0, low) if from_zero else low
         margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0

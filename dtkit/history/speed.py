@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
 
 _MIN_REST_SECONDS, _MIN_REST_SHARE = 0.1, 0.05
+_MIN_NOTED_SHARE = 0.05  # of the duration
 _MAX_MEDIAN_STEPS = 1000  # a view asks again and again
 _BLOCK_ROWS = 16_384  # as a history stores them, so that nothing is copied
 STEADY_SECONDS = 1.0
@@ -48,6 +49,15 @@ class TimeParts(NamedTuple):
         """Return whether the rest is too short to be told apart from the whole."""
         rest_s = self.first_step_s + self.between_s
         return rest_s < max(_MIN_REST_SECONDS, _MIN_REST_SHARE * self.steps_s)
+
+    def is_noted(self, part_s: float) -> bool:
+        """Return whether one of the parts is long enough for views to name it."""
+        return not self.is_mostly_steps and part_s >= _MIN_NOTED_SHARE * sum(self)
+
+    @property
+    def share_between(self) -> float:
+        """Share of the time between the steps in the duration without the first step; 0 where no view names it."""
+        return self.between_s / (self.steps_s + self.between_s) if self.is_noted(self.between_s) else 0.0
 
 
 def split_time(history: History, elapsed_s: float) -> TimeParts:

@@ -81,6 +81,47 @@ def test_caption_of_a_comparison_ends_before_the_tools(page: Page):
     assert page.evaluate(_CUT) == []
 
 
+@pytest.mark.parametrize("width", [600, 800, 1400])
+def test_captions_of_a_comparison_are_whole_on_each_axis(page: Page, width: int):
+    """One was "mean over all nod…" at 800 pixels."""
+    page.set_viewport_size({"width": width, "height": 1600})
+    runs = [FakeSource(steps=100, seed=k, name=f"run {k}") for k in range(2)]
+    for run in runs:
+        run.advance(100)
+        run.history.add(ScalarRecord(0, {"entropy": [(step, 0.5, 1.0) for step in range(1, 100)]}))
+    message = ComparisonMessageBuilder(dtkit.compare(*runs)).build_snapshot()
+    load_widget(page, str(ComparisonWidget._esm), message, "light")
+    notes = page.locator(".dtk-lines-chart").locator("xpath=..").locator("h3 .dtk-note")
+    for axis in ("step", "epoch", "time", "samples"):
+        page.get_by_test_id("x-axis").select_option(axis)
+        expect(page.get_by_test_id("comparison-chart").locator("h3")).to_contain_text("mean of nodes")
+        assert [text for text in notes.all_text_contents() if "…" in text] == []
+
+
+@pytest.mark.parametrize("width", [600, 800, 1400])
+def test_bands_of_the_throughput_have_a_key_and_a_row_at_the_pointer(page: Page, width: int):
+    page.set_viewport_size({"width": width, "height": 900})
+    run = FakeSource(ranks=2, steps=20_000)
+    run.advance(12_345)
+    view = StaticView(page, run)
+    throughput, loss = (view.root.get_by_test_id(f"{name}-chart") for name in ("throughput", "loss"))
+    key = throughput.locator(".dtk-grid text").last
+    expect(key).to_have_text("10\u201390 %")
+    expect(loss.locator(".dtk-grid").get_by_text("%")).to_have_count(0)
+    boxes = [text.bounding_box() for text in throughput.locator(".dtk-grid text").all()]
+    swatch, svg = (throughput.locator(name).bounding_box() for name in (".dtk-band-key", "svg.dtk-lines-chart"))
+    assert swatch
+    assert svg
+    assert boxes[-1]
+    assert boxes[-1]["x"] + boxes[-1]["width"] <= svg["x"] + svg["width"] + 1
+    beside = [box for box in boxes[:-1] if box and abs(box["y"] - boxes[-1]["y"]) < 5]
+    assert len(beside) > 1
+    assert all(box["x"] + box["width"] < swatch["x"] for box in beside)
+    for chart, words in ((throughput, "bands10 to 90 % of 256 steps"), (loss, "bandslowest to highest of 32 steps")):
+        chart.locator("svg.dtk-lines-chart").hover(position={"x": 200, "y": 60})
+        expect(chart.get_by_test_id("tooltip").locator(".dtk-tip-rows > div").last).to_have_text(words)
+
+
 def test_columns_of_the_log_are_aligned_from_step_10000_on(page: Page):
     run = FakeSource(ranks=2, steps=2_000_000)
     run.advance(300)

@@ -254,19 +254,29 @@ def test_machines_of_a_short_run_are_values_in_one_row(page: Page, tmp_path: Pat
 
 
 @pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)
-def test_a_learning_rate_that_did_not_change_is_a_chart_beside_the_norm(page: Page, tmp_path: Path):
+def test_a_learning_rate_has_a_chart_in_a_report_once_it_changes(page: Page, tmp_path: Path):
     source = FakeSource(ranks=2, strips=True)
     source.advance(12)
     write_report(source, tmp_path / "run.html")
     page.goto(f"file://{tmp_path}/run.html")
-    rate = page.get_by_test_id("learning-rate-chart")
-    expect(rate).to_contain_text("0.1, the same since the first step")
-    norm, line = page.get_by_test_id("gradient-norm-chart").bounding_box(), rate.bounding_box()
-    assert norm
-    assert line
-    assert line["height"] == norm["height"]
-    assert line["x"] > norm["x"] + norm["width"]
-    assert line["y"] == norm["y"]
+    rate, norm, loss = (page.get_by_test_id(f"{name}-chart") for name in ("learning-rate", "gradient-norm", "loss"))
+    expect(norm).to_be_visible()
+    expect(rate).to_be_hidden()
+    expect(page.get_by_text("learning rate 0.1 throughout")).to_be_visible()
+    wide, half = norm.bounding_box(), loss.bounding_box()
+    assert wide
+    assert half
+    assert wide["width"] > 1.9 * half["width"]  # no half of the row is empty
+    source.lr = 0.01
+    source.advance(12)
+    write_report(source, tmp_path / "run.html")
+    page.reload()
+    expect(rate).to_contain_text("0.01 since step 13")
+    expect(page.get_by_text("throughout")).to_have_count(0)
+    beside, left = rate.bounding_box(), norm.bounding_box()
+    assert beside
+    assert left
+    assert (beside["y"], beside["height"]) == (left["y"], left["height"])
 
 
 @pytest.mark.parametrize("look", [Look(width=1400)], indirect=True)

@@ -480,7 +480,7 @@ def test_marks_at_one_step_show_all_their_signs(page: Page, steps: int):
     run.event("save", "saved")
     run.advance(steps // 4)
     chart = StaticView(page, run).root.get_by_test_id("loss-chart")
-    expect(chart.locator(".dtk-sign text")).to_have_text(["†\u00a0+", "↓"])
+    expect(chart.locator(".dtk-sign text")).to_have_text(["†\u00a0·\u00a0+", "↓"])
     lost, repaired = (chart.locator(f".dtk-sign .dtk-mark-{kind}") for kind in ("lost", "repair"))
     assert lost.evaluate(_FILL) != repaired.evaluate(_FILL)  # each has its color, although they are one text
     key = chart.page.get_by_test_id("marks-key")

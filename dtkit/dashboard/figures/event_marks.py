@@ -21,7 +21,7 @@ _URGENT_EVENTS = ("error", "lost", "stuck", "diverged")
 _MAX_MARKED_EVENTS = 20
 _MAX_GLYPHS = 6
 _LETTER_PT = 7.0  # width of a letter of a sign, with the gap beside it
-_GLYPH_PT, _NARROW_LETTER_PT = 6.0, 3.0
+_GLYPH_PT, _NARROW_LETTER_PT, _DOT_PT = 6.0, 3.0, 4.0
 _SIGN_PAD_PT, _TITLE_PAD_PT = 2.0, 15.0  # of signs, and of the title above them, above the axes
 _AXES_SHARE = 0.8  # of the width of a column, which also has numbers and names
 
@@ -64,20 +64,27 @@ class _Sign:
         return list(self.colors)[-_MAX_GLYPHS:]
 
     def draw(self, ax: Axes) -> None:
-        """Draw the glyphs, apart from each other: a pause before an l would be read as a part of it."""
-        offset_pt = -sum(map(_measure_glyph_pt, self.glyphs)) / 2
-        for glyph in self.glyphs:
+        """Draw the glyphs with dots between them, as in the key: else they would be read as one glyph."""
+        offset_pt = -(sum(map(_measure_glyph_pt, self.glyphs)) + _DOT_PT * (len(self.glyphs) - 1)) / 2
+        for k, glyph in enumerate(self.glyphs):
+            if k:
+                self._write(ax, "·", offset_pt + _DOT_PT / 2, MUTED_COLOR, "between signs")
+                offset_pt += _DOT_PT
             half_pt = _measure_glyph_pt(glyph) / 2
-            ax.annotate(
-                glyph, (self.middle, 1.0), (offset_pt + half_pt, _SIGN_PAD_PT), ("data", "axes fraction"),
-                "offset points", va="bottom", ha="center", fontsize=8, color=self.colors[glyph],
-                annotation_clip=True, gid="sign",
-            )  # fmt: skip
+            self._write(ax, glyph, offset_pt + half_pt, self.colors[glyph], "sign")
             offset_pt += 2 * half_pt
+
+    def _write(self, ax: Axes, text: str, offset_pt: float, color: str, gid: str) -> None:
+        ax.annotate(
+            text, (self.middle, 1.0), (offset_pt, _SIGN_PAD_PT), ("data", "axes fraction"), "offset points",
+            va="bottom", ha="center", fontsize=8, color=color, annotation_clip=True, gid=gid,
+        )  # fmt: skip
 
     def touches(self, later: _Sign, per_letter: float) -> bool:
         """Return whether a later sign would be drawn over this one."""
-        letters = len("".join(self.glyphs + later.glyphs))
+        letters = sum(
+            len("".join(sign.glyphs)) + _DOT_PT / _LETTER_PT * (len(sign.glyphs) - 1) for sign in (self, later)
+        )
         return later.middle - self.middle < per_letter * (letters / 2 + 0.5)
 
     def join(self, later: _Sign) -> _Sign:

@@ -27,7 +27,7 @@ from dtkit.dashboard.summary.timing import (
 from dtkit.history.between_steps import read_time_between
 from dtkit.history.mean_loss import count_final_steps, read_final_loss
 from dtkit.history.metric_direction import has_direction
-from dtkit.history.speed import WHOLE_RUN_STEPS, compute_speed
+from dtkit.history.speed import WHOLE_RUN_STEPS, compute_speed, split_time
 from dtkit.history.workload import Efficiency
 
 if TYPE_CHECKING:
@@ -113,14 +113,23 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
         ranks_without_loss=silent,
         lost_nodes=lost_nodes,
         num_loss_steps=count_final_steps(history),
-        overall_throughput=compute_overall_rate(history, speed.samples_per_s),
+        overall_throughput=compute_overall_rate(
+            history, speed.samples_per_s, history.position[1] if has_ended else None
+        ),
         covers_whole_run=has_ended and history.num_steps > 2,  # the second of two steps is called the last one
     )
 
 
-def compute_overall_rate(history: History, samples_per_s: float) -> float | None:
-    """Return the rate with the run's share of time between steps; None if that share is small."""
-    share = read_time_between(history).total_share
+def compute_overall_rate(history: History, samples_per_s: float, elapsed_s: float | None) -> float | None:
+    """Return the rate with the run's share of time between steps; None if that share is small.
+
+    With the run's duration `elapsed_s`, it is the time that its card names. Without, for a run that takes steps, it is
+    what the engines have measured so far: the duration has a part of the next step, too.
+    """
+    if elapsed_s is None:
+        share = read_time_between(history).total_share
+    else:
+        share = split_time(history, elapsed_s).share_between
     return samples_per_s * (1 - share) if math.isfinite(samples_per_s) and share > MIN_SHARE_BETWEEN else None
 
 

@@ -10,8 +10,6 @@ from dtkit.history.speed import split_time
 if TYPE_CHECKING:
     from dtkit.history.history import History
 
-_MIN_NOTED_SHARE = 0.05  # of the duration
-
 
 def list_times_outside_steps(history: History, elapsed_s: float) -> list[str]:
     """Return the first step, which warms up, and the time between the steps, if they are worth a word.
@@ -19,12 +17,11 @@ def list_times_outside_steps(history: History, elapsed_s: float) -> list[str]:
     `elapsed_s` is the run's duration, without pauses.
     """
     parts = split_time(history, elapsed_s)
-    if not history.num_steps or parts.is_mostly_steps:
+    if not history.num_steps:
         return []
     places = {"in the first step": parts.first_step_s}
     places[f"between the steps{_name_work_between_steps(history)}"] = parts.between_s
-    worth_a_word = _MIN_NOTED_SHARE * sum(parts)
-    return [f"{formatting.format_duration(s)} of it {place}" for place, s in places.items() if s >= worth_a_word]
+    return [f"{formatting.format_duration(s)} of it {place}" for place, s in places.items() if parts.is_noted(s)]
 
 
 def _name_work_between_steps(history: History) -> str:

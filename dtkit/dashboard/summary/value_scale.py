@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from dtkit.dashboard.summary.curves import CurveBuckets
 
 _STEEP_RATIO = 50.0  # from this ratio of the losses of several runs on, an axis is logarithmic
 _MANY_ORDERS = 200.0
@@ -48,6 +51,21 @@ def spans_orders_of(lines: Sequence[np.ndarray]) -> bool:
         ends += [float(block.mean()) for block in _split_positive(line)]
         ends.append(float(np.nanmax(line, initial=0.0)))
     return is_steep(np.array(ends), _MANY_ORDERS)
+
+
+def lift_bands(buckets: CurveBuckets) -> CurveBuckets:
+    """Return buckets whose bands end at the smallest positive value, if their axis is logarithmic.
+
+    A value of 0 has no place there, and its band would reach the bottom of the chart.
+    """
+    values = buckets.values
+    if not spans_orders(values[:, -1]):
+        return buckets
+    low, mean = values[..., 0], values[..., 1]
+    edges = np.stack([low, mean])
+    least = edges[edges > 0].min()
+    lifted = np.where((low <= 0) & (mean > 0), least, low)
+    return dataclasses.replace(buckets, values=np.concatenate([lifted[..., None], values[..., 1:]], axis=-1))
 
 
 def find_log_floor(lines: Iterable[np.ndarray]) -> float | None:

@@ -10,6 +10,7 @@ from dtkit._util import formatting
 from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.event_marks import mark_events
 from dtkit.dashboard.summary.curves import GRAD_NORM, downsample, make_chart_layouts
+from dtkit.dashboard.summary.value_scale import lift_bands
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +22,7 @@ def draw(ax: Axes, history: History) -> None:
     """Draw the panel; spikes are kept as a band."""
     ranks = history.num_ranks
     (layout,) = make_chart_layouts([GRAD_NORM], ranks)
-    part = downsample(history, GRAD_NORM, ranks)
+    part = lift_bands(downsample(history, GRAD_NORM, ranks))
     style.draw_lines(ax, part, layout, formatting.format_loss(style.get_last_value(part)))
     style.draw_band(ax, part.middle_steps, part.values[:, -1], style.TEXT_COLOR, 0.14)
     style.scale_by_span(ax, part)

@@ -8,6 +8,7 @@ from dtkit.dashboard.figures import style
 from dtkit.dashboard.figures.event_marks import mark_events
 from dtkit.dashboard.figures.validation_points import draw_validation
 from dtkit.dashboard.summary.curves import LOSS, MAX_BUCKETS, downsample, make_chart_layouts
+from dtkit.dashboard.summary.value_scale import lift_bands
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +22,7 @@ def draw(ax: Axes, history: History, *, mean: str = "") -> None:
     """Draw the panel. `mean` is the mean loss of the tiles, which is at the line's end as in the live view."""
     ranks = history.num_ranks
     (layout,) = make_chart_layouts([LOSS], ranks)
-    buckets = downsample(history, LOSS, ranks)
+    buckets = lift_bands(downsample(history, LOSS, ranks))
     style.draw_lines(ax, buckets, layout, f"mean {mean}".rstrip() if len(mean) <= _MAX_VALUE_CHARS else "mean")
     style.scale_by_span(ax, buckets)
     style.draw_outliers(ax, history, LOSS, MAX_BUCKETS)

@@ -38,9 +38,8 @@ def draw(ax: Axes, history: History) -> None:
     if np.isfinite(buckets.values).any():
         ax.set_ylim(bottom=0)
         style.draw_end_labels(ax, style.collect_line_labels(ax))
-    if not layout.banded:  # else the note and the name at the line's end say it
-        notes = [f"┅ {overall_name}"] if layout.nodes > 1 else []
-        notes += ["bands: 10 to 90 %"] if buckets.width > 1 else []
-        ax.set_xlabel(", ".join(["step", *notes]), fontsize=8, color=style.MUTED_COLOR)
+    notes = [f"┅ {overall_name}"] if layout.nodes > 1 else []  # a mean of many nodes has its name at its end
+    notes += [f"band{'s' * (layout.nodes > 1)}: 10 to 90 %"] if buckets.width > 1 else []
+    ax.set_xlabel(", ".join(["step", *notes]), fontsize=8, color=style.MUTED_COLOR)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: formatting.format_rate(y) if y else "0"))
     mark_events(ax, history.events)

@@ -4,6 +4,7 @@
 //   chart/average.js  moving averages
 //   chart/caption.js  the note next to the title
 //   chart/axis.js     steps, epochs, time or samples
+//   chart/band.js     what bands are
 //   chart/lines.js    lines, bands, points, labels
 //   chart/run_labels.js  names or numbers of runs
 //   chart/marks.js    signs of events
@@ -13,9 +14,10 @@
 
 import { movingAverage } from "./chart/average.js";
 import { xAxis } from "./chart/axis.js";
+import { bandKey, bandName, bandRows } from "./chart/band.js";
 import { fitCaption } from "./chart/caption.js";
 import { newCursor } from "./chart/cursor.js";
-import { areShares, bucketGrain, hasNegative, inverted, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
+import { areShares, bucketGrain, hasNegative, inverted, leastInSight, onlyPositive, spansOrders, valueLimits } from "./chart/grain.js";
 import { drawLabels, drawLine, drawPoints, drawSpots, LABEL_LETTER_PX, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { GLYPH_SPACE, mergeSigns } from "./chart/marks.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
@@ -194,6 +196,7 @@ function drawChart(view, width) {
     y: (v) => Math.max(-FAR_PX, TOP + (size(high) - size(v)) / (size(high) - size(low)) * plot.height),
     stepAt: (x) => Math.min(end, Math.max(first, axis.step(from + (x - LEFT) / plot.width * long))),
   };
+  if (view.isLog) view.frame.least = leastInSight(grain, view.shown, first, end);
   clipToPlot(view, plot);
   drawGrid(view, width);
   drawMarks(view);
@@ -263,7 +266,7 @@ function drawGrid(view, width) {
     parts.push(["text", { x: at, y: view.height - 5, "text-anchor": "middle" }, name(v)]);
     free = at + half + 6;
   }
-  drawParts(view.layers.grid, parts);
+  drawParts(view.layers.grid, [...parts, ...bandKey(view, width)]);
 }
 
 const MOST_TEXTS = 12;
@@ -339,12 +342,12 @@ function tooltipRows(view, at) {
     const single = line === layout.nodes && layout.nodes === 1 && !layout.banded; // the same as its node
     if (view.shown(line) && !single && !Number.isNaN(view.grain.value(line, at, 1))) rows.push(lineRow(view, line, at));
   }
-  return [...rows, ...spotRows(view, at), ...pointRows(view, at)];
+  return [...rows, ...spotRows(view, at), ...pointRows(view, at), ...bandRows(view, at)];
 }
 function lineRow(view, line, at) {
   const { store, layout, grain, options } = view, overall = line === layout.nodes, mark = `dtk-${lineHue(layout, line)}`;
   const text = options.spanned ? formatSpan(view, line, at) : format(view, grain.value(line, at, 1));
-  if (layout.banded && !overall) return { label: "lowest to highest", value: `${format(view, grain.value(0, at, 0))} to ${format(view, grain.value(0, at, 2))}`, mark };
+  if (layout.banded && !overall) return { label: bandName(view), value: `${format(view, grain.value(0, at, 0))} to ${format(view, grain.value(0, at, 2))}`, mark };
   const label = overall ? overallName(options, store.head) ?? (layout.nodes ? "mean" : options.title) : options.lineName?.(store, line) ?? nodeName(store, line);
   return { label, value: withAverage(view, line, at, text), mark };
 }

@@ -82,7 +82,7 @@ function mainChart(store, redraw) {
     testid: "comparison-chart",
     most: (st) => st.head.most ?? Infinity,
     lead: () => describeCap(store.head.most),
-    note: () => "mean over all nodes",
+    note: () => "mean of nodes",
     grain: () => (axisOfRuns(store) ? placedGrain(store, buckets(store), false) : buckets(store)),
   }, redraw);
   const heading = panel.el.querySelector(".dtk-title");
@@ -112,7 +112,7 @@ function comparedChart(store, name, redraw) {
     get axis() { return axis(); },
     most: () => of().most ?? Infinity,
     lead: () => describeCap(of().most),
-    note: () => (isTime ? "time in steps only" : isRate ? "samples/s of all nodes" : isLogged ? "logged, mean over all nodes" : ""),
+    note: () => (isTime ? "time in steps only" : isRate ? "samples/s of all nodes" : isLogged ? "logged, mean of nodes" : ""),
     layout: () => ({ name, first: 0, nodes: of().lines - 1, banded: false }),
     grain: () => (!isTime && axis() ? placedGrain(store, seriesGrain(of()), isExact) : withSteps(store, seriesGrain(of()), isTime ? "time" : "step")),
     format: number,

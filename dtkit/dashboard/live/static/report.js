@@ -20,7 +20,12 @@ import { apply, newStore } from "./store.js";
 import { followTheme } from "./theme.js";
 import { toolbar } from "./toolbar.js";
 
-const CHARTS = [lossChart, throughputChart, gradientNormChart, scalars, metrics, learningRateChart, timeline, machines];
+const CHARTS = [lossChart, throughputChart, gradientNormChart, scalars, metrics, changedRate, timeline, machines];
+
+/** Return the chart of the learning rate; of one that never changes, the page has a line of text. */
+function changedRate(...args) {
+  return learningRateChart(...args, { onlyChanges: true });
+}
 
 /** Return the charts of the machines, which are small ones: all in one row of a wide page. */
 function machines(...args) {

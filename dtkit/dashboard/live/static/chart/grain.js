@@ -153,6 +153,22 @@ export function spansOrders(grain, most = Infinity, areRuns = false) {
   return high > 0 && high >= ORDERS * low;
 }
 
+/** Return the smallest value in sight, of lines and of bands: where a band ends whose own value a logarithmic scale can't show. */
+export function leastInSight(grain, shown, from, to) {
+  let least = Infinity;
+  for (let line = 0; line < grain.lines; line++) {
+    if (!shown(line)) continue;
+    for (let at = 0; at < grain.used; at++) {
+      if (grain.span(at)[1] < from || grain.span(at)[0] > to) continue;
+      for (const which of [0, 1]) {
+        const v = grain.value(line, at, which);
+        if (v < least) least = v;
+      }
+    }
+  }
+  return least;
+}
+
 const LOG_ROOM = 4; // times below the lowest part of a line
 
 /**

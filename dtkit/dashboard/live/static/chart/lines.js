@@ -49,7 +49,7 @@ function nextHeldValue(grain, line, at, before) {
 
 /** Draw a line's mean as a path, its extremes as a band behind it, and its moving average over it where one is asked for. */
 export function drawLine(view, line, ends) {
-  const { store, layers, options, layout, grain } = view, { x, y, first, end, low } = view.frame;
+  const { store, layers, options, layout, grain } = view, { x, y, first, end, least: lowest } = view.frame;
   const overall = line === layout.nodes, alone = !layout.nodes, crowd = layout.banded && !overall;
   const single = overall && layout.nodes === 1 && !layout.banded; // the line of a single node is also the overall line
   const hidden = !view.shown(line) || single;
@@ -68,7 +68,7 @@ export function drawLine(view, line, ends) {
     if (band) {
       drawn.up += `${pen}${left},${y(grain.value(line, at, 2)).toFixed(1)}`;
       const least = grain.value(line, at, 0); // NaN on a logarithmic scale, where it is 0
-      drawn.down = `L${left},${y(Number.isNaN(least) ? low : least).toFixed(1)}${drawn.down}`;
+      drawn.down = `L${left},${y(Number.isNaN(least) ? lowest : least).toFixed(1)}${drawn.down}`;
     }
     const [from, to] = grain.span(at);
     if (to >= first && from <= end) { drawn.last = means ? means[at] : v; drawn.end = Number(left); drawn.seen++; }

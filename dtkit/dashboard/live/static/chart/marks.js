@@ -26,7 +26,7 @@ function formatRanks(ranks) {
   return `nodes ${first.join(", ")} and ${last}`;
 }
 
-const GLYPH_LETTER_PX = 6, GLYPH_SYMBOL_PX = 9, GLYPH_SPACE_PX = 4, SIGN_GAP_PX = 3; // widths in a wide font
+const GLYPH_LETTER_PX = 6, GLYPH_SYMBOL_PX = 9, GLYPH_SPACE_PX = 12, SIGN_GAP_PX = 3; // widths in a wide font
 
 /**
  * Return the signs {at, half, glyphs, marks} of marks {at, glyph, kind}, both with positions in pixels and in the order of events.
@@ -51,8 +51,8 @@ export function mergeSigns(marks, from = -Infinity, to = Infinity) {
 function keepWithin(at, half, from, to) {
   return Math.max(from + half, Math.min(to - half, at));
 }
-/** Between glyphs of one sign: "‖" before an l would be read as a part of it. */
-export const GLYPH_SPACE = "\u00a0";
+/** Between glyphs of one sign, which are of several events, as in the key. Without it, they would be read as one glyph. */
+export const GLYPH_SPACE = "\u00a0·\u00a0";
 
 /** Return the glyphs of a sign in the order of events. */
 function glyphsOf({ marks }) {
@@ -68,6 +68,6 @@ function isOver(left, right) {
   return middleOf(right) - middleOf(left) < SIGN_GAP_PX + (widthOfSign(left) + widthOfSign(right)) / 2;
 }
 function widthOfSign(sign) {
-  const widths = [...glyphsOf(sign).join(GLYPH_SPACE)].map((each) => (each === GLYPH_SPACE ? GLYPH_SPACE_PX : /[a-z]/.test(each) ? GLYPH_LETTER_PX : GLYPH_SYMBOL_PX));
-  return widths.reduce((sum, width) => sum + width, 0);
+  const glyphs = glyphsOf(sign), widths = [...glyphs.join("")].map((each) => (/[a-z]/.test(each) ? GLYPH_LETTER_PX : GLYPH_SYMBOL_PX));
+  return widths.reduce((sum, width) => sum + width, GLYPH_SPACE_PX * (glyphs.length - 1));
 }

@@ -5,7 +5,8 @@ import { LONE } from "../grid.js";
 import { shortRate } from "../numbers.js";
 import { known } from "./gradient_norm.js";
 
-export function learningRateChart(store, _send, redraw) {
+/** Return the chart of the rate. With `onlyChanges`, there is none of a rate that never changes. */
+export function learningRateChart(store, _send, redraw, { onlyChanges = false } = {}) {
   return chart(store, "lr", {
     title: "Learning rate",
     testid: "learning-rate-chart",
@@ -17,7 +18,7 @@ export function learningRateChart(store, _send, redraw) {
     overall: (_head, last) => shortRate(lastRate(store, last)),
     spanned: true, // a mean of two rates is none that was ever set
     format: shortRate,
-    shown: (st) => !st.curves.used || known(st, st.head.charts.lr.first), // before the first step its place is kept
+    shown: (st) => !st.curves.used || (onlyChanges ? isRateChanging(rateRange(st, st.head.charts.lr.first)) : known(st, st.head.charts.lr.first)), // before the first step its place is kept
     isFlat: (st, el) => el.classList.contains(LONE) && !isRateChanging(rateRange(st, st.head.charts.lr.first)),
   }, redraw);
 }

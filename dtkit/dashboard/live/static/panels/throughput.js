@@ -3,7 +3,7 @@
 import { chart } from "../chart.js";
 import { number } from "../numbers.js";
 
-const WIDE = 430, NARROW = 320, NARROWEST = 250, LONG_RATE = 1000; // pixels of a plot; samples/s
+const NARROW = 320, NARROWEST = 250, LONG_RATE = 1000; // pixels of a plot; samples/s
 
 export function throughputChart(store, _send, redraw) {
   return chart(store, "throughput", {
@@ -16,17 +16,15 @@ export function throughputChart(store, _send, redraw) {
     overall: (head) => head.overall,
     overallName: (head) => head.overall,
     unit: "samples/s",
-    help: (head) => `Lines of nodes: samples per second of their own work. "${head.overall}": the same with the time in which they wait for each other; the nodes together make a multiple of it.`,
+    help: (head) => `Lines of nodes: samples per second of their own work. "${head.overall}": the same with the time in which they wait for each other; the nodes together make a multiple of it. Bands: from 10 to 90 % of the steps at each point.`,
   }, redraw);
 }
 
-/** Say what the band is, and how the nodes' rates add up to the tile's, in short where the panel is narrow. */
-function describeRates({ replicas, overall }, layout, { store, frame, grain }) {
-  const isNarrow = frame?.width < NARROW, hasRoom = !(frame?.width < (layout.nodes < 2 ? NARROW : WIDE));
-  const band = grain.wide > 1 && !layout.banded && hasRoom ? ", band 10 to 90 %" : "";
-  if (layout.nodes < 2 && !layout.banded) return `samples/s${band}`;
+/** Say how the nodes' rates add up to the tile's, in short where the panel is narrow. */
+function describeRates({ replicas, overall }, layout, { store, frame }) {
+  if (layout.nodes < 2 && !layout.banded) return "samples/s";
   const rate = replicas > 1 && !store.view.zoom ? store.throughput / replicas : NaN;
   if (rate >= LONG_RATE && frame?.width < NARROWEST) return `${replicas}\u00a0×\u00a0${number(rate)} samples/s`;
-  const unit = rate > 0 && isNarrow ? "samples/s" : "samples/s without waiting";
-  return `${unit}${band}${rate > 0 ? ` · ${overall} ${replicas}\u00a0×\u00a0${number(rate)}` : ""}`;
+  const unit = rate > 0 && frame?.width < NARROW ? "samples/s" : "samples/s without waiting";
+  return `${unit}${rate > 0 ? ` · ${overall} ${replicas}\u00a0×\u00a0${number(rate)}` : ""}`;
 }

@@ -229,7 +229,8 @@ def test_own_loops_run_as_described(done: NotebookNode):
 
 
 def mask_numbers(text: str) -> str:
-    """Return a text without what differs from run to run: numbers with units, and a ratio or why there is none."""
+    """Return a text without what differs from run to run: progress, numbers with units, and a ratio or its lack."""
+    text = re.sub(r"^repeating .*\n", "", text)  # printed where a check takes long
     text = re.sub(r"(in one process): .*", r"\1", text)
     return re.sub(r"[\d.,]*\d(e-\d+)?( (ms|µs|s)\b)?", "#", text)
 

@@ -922,6 +922,24 @@ def test_the_text_of_a_comparison_names_the_best_runs():
     assert "best: " not in repr(dtkit.compare([runs[0]]))
 
 
+def test_the_key_below_a_printed_table_has_the_words_of_the_page():
+    comparison = dtkit.compare(make_source(), make_source("B()", sent=100))
+    _, key = repr(comparison).split("\n\n")
+    (note,) = re.findall("<small>([^<]*)</small></div>", comparison._repr_html_())
+    assert set(key.splitlines()) == {line for line in note.split(" · ") if not line.startswith(("bold", "below"))}
+    assert [line.partition(":")[0] for line in key.splitlines()][-2:] == ["samples/s", "duration"]
+
+
+def test_printed_numbers_that_read_alike_have_their_difference():
+    rows = make_rows({"loss": 0.5034}, {"loss": 0.5026}, {"loss": 0.4})
+    text = comparison_text.format_text(rows)
+    assert re.findall(r"0\.\S+(?: \([^)]+\))?", text.partition("\nbest: ")[0]) == [
+        "0.503", "0.503 (\N{MINUS SIGN}0.2 %)", "0.400",
+    ]  # fmt: skip
+    assert text.endswith("\nin brackets: the difference from the first run")
+    assert "brackets" not in comparison_text.format_text(rows[::2])
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "None"), (torch.optim.SGD([torch.zeros(1)], lr=1), "an SGD"), (nn.LSTM(1, 1), "an LSTM"), (1, "an int")],
@@ -984,7 +1002,7 @@ def test_the_duration_of_a_run_that_goes_on_has_no_difference():
     assert (1, list(table.header).index("duration")) not in table.small_texts
 
 
-def test_pages_explain_the_differences_and_texts_have_none(tmp_path):
+def test_pages_explain_the_differences_and_texts_have_none_of_unlike_numbers(tmp_path):
     comparison = dtkit.compare(make_source(), make_source("B()", sent=100))
     comparison.report(tmp_path / "runs.html")
     for page in (comparison._repr_html_(), (tmp_path / "runs.html").read_text(encoding="utf-8")):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DIRECTIVE = re.compile(r"^```\{.*?^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "bash", "text"}  # only python is executed; text is code that needs TensorFlow
 GUIDES = [
     "README.md",
@@ -31,8 +32,11 @@ GUIDES = [
 FURTHER_GUIDES = [
     f"docs/guides/{name}.md" for name in ("dashboard", "data", "map-and-search", "trackers", "traditional")
 ]
+SET_UP = "docs/how-to/index.md"
+"""The page from whose code most how-to pages go on."""
 HOW_TO = [
     "docs/index.md",
+    SET_UP,
     *(
         f"docs/how-to/{name}.md"
         for name in (
@@ -66,6 +70,7 @@ pytestmark = pytest.mark.timeout(600)  # a fixture executes all blocks of many p
 
 PAGES = [*GUIDES, *FURTHER_GUIDES, *HOW_TO]
 START = "cluster = dtkit.Cluster(2)\n"
+LINK_TO_SET_UP = "First run the [set-up](index.md#set-up)"
 RAISES = "# raises"
 """Ends the line of a block that shows an error."""
 README_EPOCHS = "epochs=100,"
@@ -76,7 +81,8 @@ NOT_EXECUTED = {"docs/guides/several-hosts.md"}  # needs hosts of its reader
 
 def blocks(root: Path, pages: list[str] = PAGES) -> list[tuple[str, str]]:
     """Return (language, source) of all fenced blocks of the pages that are executed."""
-    return [block for page in pages for block in FENCE.findall((root / page).read_text(encoding="utf-8"))]
+    texts = [(root / page).read_text(encoding="utf-8") for page in pages]
+    return [block for text in texts for block in FENCE.findall(DIRECTIVE.sub("", text))]
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +146,9 @@ def test_each_page_with_python_is_executed(root: Path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_needs_no_other_page(root: Path, page: str):
-    """Its blocks name no variable or module that they don't define."""
-    sources = [source for language, source in blocks(root, [page]) if language == "python"]
+    """Its blocks, after the set-up that it names, name no variable or module that they don't define."""
+    pages = [SET_UP, page] if LINK_TO_SET_UP in (root / page).read_text(encoding="utf-8") else [page]
+    sources = [source for language, source in blocks(root, pages) if language == "python"]
     source = "".join(source for source in sources if not source.startswith("%%"))
     assert source.count(START.rstrip("\n")) == 1
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
@@ -149,10 +156,38 @@ def test_a_page_needs_no_other_page(root: Path, page: str):
     assert checked.returncode == 0, checked.stdout
 
 
+@pytest.mark.parametrize("page", [page for page in HOW_TO if page.startswith("docs/how-to/") and page != SET_UP])
+def test_how_to_pages_neither_repeat_nor_change_what_the_set_up_has(root: Path, page: str):
+    """A reader runs the set-up once, and then pages in any order."""
+    ((_, set_up),) = blocks(root, [SET_UP])
+    names = set(re.findall(r"^(\w+) =", set_up, re.MULTILINE))
+    sources = "".join(source for language, source in blocks(root, [page]) if language == "python")
+    sources = re.sub(r'""".*?"""', "", sources, flags=re.DOTALL)  # scripts
+    assigned = set(re.findall(r"^(\w+) =", sources, re.MULTILINE))
+    if LINK_TO_SET_UP in (root / page).read_text(encoding="utf-8"):
+        assert names & assigned == set()
+        assert [line for line in set_up.splitlines() if line and f"\n{line}\n" in f"\n{sources}"] == []
+    else:  # which needs a few lines only
+        first = sources.partition(START)[0]
+        assert names & assigned == {"cluster"}
+        assert len([line for line in first.splitlines() if line]) < 5
+
+
 def test_make_targets_in_the_readme_exist(root: Path):
     readme, makefile = ((root / name).read_text(encoding="utf-8") for name in ("README.md", "Makefile"))
     for target in re.findall(r"^make (\w+)", readme, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_links_to_this_repository_name_one_owner(root: Path):
+    """Its place on GitHub is unknown yet; pages with a link say what to replace."""
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *root.glob("docs/**/*.md"), *root.glob("notebooks/*.ipynb")]
+    owners = {}
+    for path in [*pages, root / "pyproject.toml"]:
+        text = path.read_text(encoding="utf-8")
+        owners |= dict.fromkeys(re.findall(r"https?://[\w./-]+/([\w-]+)/dtkit\b", text), path)
+        assert "/OWNER/" not in text or re.search("[Rr]eplace OWNER", text), path
+    assert len(owners) == 1, owners
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs"])
@@ -194,7 +229,8 @@ def test_own_loops_run_as_described(done: NotebookNode):
 
 
 def mask_numbers(text: str) -> str:
-    """Return a text without what differs from run to run: numbers with units, and a ratio or why there is none."""
+    """Return a text without what differs from run to run: progress, numbers with units, and a ratio or its lack."""
+    text = re.sub(r"^repeating .*\n", "", text)  # printed where a check takes long
     text = re.sub(r"(in one process): .*", r"\1", text)
     return re.sub(r"[\d.,]*\d(e-\d+)?( (ms|µs|s)\b)?", "#", text)
 

@@ -106,3 +106,4 @@ def test_a_page_says_that_short_batches_are_merged(tmp_path):
         comparison.report(tmp_path / "comparison.html")
         page = remove_own_scripts((tmp_path / "comparison.html").read_text(encoding="utf-8"))
         assert (SHORT_BATCH_NOTE[1:] in page) is is_told
+        assert ("he last batch of an epoch" in page) is is_told  # what a reader knows it by

@@ -277,7 +277,8 @@ class Cluster(Engines):
             With several losses and optimizers, ``step(model, batch, optimizers)`` calls ``backward`` and ``step``
             itself.
         metrics : names and functions of (output, target) that return means, or objects of torchmetrics, for
-            `validation` and `Run.evaluate`. With the model's own loss they get its logits and the labels.
+            `validation` and `Run.evaluate`. With the model's own loss they get its logits and the labels. The attribute
+            ``higher_is_better`` of a function says which value is the best.
         validation, validation_every : held-out data, evaluated after so many epochs each time, and at the end.
         lr_scheduler : a function from the optimizer to a torch scheduler, as in ``lambda optimizer: StepLR(optimizer,
             30)``. One that needs a loss (``ReduceLROnPlateau``) gets that of each evaluation, else of each epoch.

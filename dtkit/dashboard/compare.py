@@ -34,10 +34,9 @@ from dtkit.dashboard.summary.spec_differences import (
 )
 from dtkit.dashboard.text.comparison_order import order_rows
 from dtkit.dashboard.text.comparison_text import (
-    describe_best,
     describe_ends,
-    describe_limits,
     describe_rows,
+    format_text,
     list_table_notes,
     make_differences_table,
     make_table,
@@ -152,8 +151,7 @@ class Comparison:
 
     def __repr__(self) -> str:
         rows, differences, width = self.rows, self.differences, shutil.get_terminal_size((0, 0)).columns  # 0: a file
-        lines = [*describe_best(make_table(rows)), *describe_limits(rows), *describe_ends(rows)]
-        table = "\n".join([make_table(rows).to_text(max_width=width), *lines])
+        table = format_text(rows, width)
         settings = make_differences_table(self.labels, differences).to_text(max_width=width) if differences else ""
         return f"{table}\n\n{settings}" if settings else table
 

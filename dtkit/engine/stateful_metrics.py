@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit._util.metric_collections import split_collections
 from dtkit.engine.state.capture import all_gather_json
 
 if TYPE_CHECKING:
@@ -30,11 +31,8 @@ class StatefulMetrics:
     """One rank's copies of a user's metrics with state, by name."""
 
     def __init__(self, metrics: Mapping[str, Any], device: torch.device) -> None:
-        self._metrics: dict[str, Any] = {}
-        for name, metric in metrics.items():
-            if is_stateful(metric):  # for a collection, each of its metrics
-                parts = dict(metric.items()) if hasattr(metric, "items") else {name: metric}
-                self._metrics.update({key: part.clone() for key, part in parts.items()})
+        stateful = {name: metric for name, metric in metrics.items() if is_stateful(metric)}
+        self._metrics = {name: metric.clone() for name, metric in split_collections(stateful).items()}
         for metric in self._metrics.values():
             metric.reset()
             metric.to(device)

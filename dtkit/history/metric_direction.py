@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.metric_collections import split_collections
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -20,10 +22,7 @@ _HIGHER_WORDS = (
 
 def read_directions(metrics: Mapping[str, Any]) -> dict[str, bool]:
     """Return the metrics that state whether higher is better, by the names of their values."""
-    stated = {}
-    for name, metric in metrics.items():
-        parts = dict(metric.items()) if hasattr(metric, "items") else {name: metric}  # a collection of torchmetrics
-        stated.update({key: getattr(part, "higher_is_better", None) for key, part in parts.items()})
+    stated = {name: getattr(metric, "higher_is_better", None) for name, metric in split_collections(metrics).items()}
     return {name: is_higher for name, is_higher in stated.items() if isinstance(is_higher, bool)}
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit._util.formatting import name_type
 from dtkit._util.function_checks import check_method_takes, check_takes
+from dtkit._util.metric_collections import split_collections
 from dtkit._util.stacklevel import find_caller_stacklevel
 from dtkit.training.callbacks import EarlyStopping
 
@@ -65,11 +66,8 @@ def check_callbacks(config: TrainConfig) -> None:
 def _list_metric_names(config: TrainConfig) -> list[str]:
     """Return the names of all values of an evaluation, besides the loss. One metric of a library may have several."""
     names: list[str] = []
-    for name, metric in (config.metrics or {}).items():
-        if hasattr(metric, "list_names"):  # of Keras
-            names += metric.list_names()
-        else:
-            names += dict(metric.items()) if hasattr(metric, "items") else [name]  # a collection of torchmetrics
+    for name, metric in split_collections(config.metrics or {}).items():
+        names += metric.list_names() if hasattr(metric, "list_names") else [name]  # of Keras
     return names
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+SET_UP, SET_UP_LINK = "how-to/index", "(index.md#set-up)"
 THEMES = {"JupyterLab Light": ".png", "JupyterLab Dark": "-dark.png"}
 WINDOW = {"width": 1020, "height": 4000}
 """CSS pixels, hardly wider than the text of a page, in which all outputs of a page are on screen."""
@@ -79,17 +80,23 @@ PICTURES = {
 
 
 def read_blocks(page: str) -> list[str]:
-    """Return the Python blocks of a page."""
+    """Return the Python blocks of a page, after that of the set-up if the page goes on from it."""
+    needs_set_up = SET_UP_LINK in (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    return [*(_read_own_blocks(SET_UP) if needs_set_up else []), *_read_own_blocks(page)]
+
+
+def _read_own_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
 
 
 def take_page(lab: Lab, page: str, pictures: dict[str, Picture]) -> None:
     """Run the blocks of one page, and take all of its pictures."""
+    skipped = len(read_blocks(page)) - len(_read_own_blocks(page))
     cells = [new_code_cell(source.rstrip("\n")) for source in [*read_blocks(page), "cluster.close()"]]
     lab.open(new_notebook(cells=cells, metadata={"kernelspec": KERNEL}))
     for command in ("application:toggle-left-area", "statusbar:toggle"):
         lab.command(command)
-    for index in range(1 + max(picture.block for picture in pictures.values())):
+    for index in range(skipped + 1 + max(picture.block for picture in pictures.values())):
         lab.run_cell(index)
         with suppress(CellFailedError):  # a page may show an error
             lab.wait_idle(CELL_S)
@@ -98,7 +105,8 @@ def take_page(lab: Lab, page: str, pictures: dict[str, Picture]) -> None:
         # sleeps: two updates of a dashboard in its new colors
         lab.page.wait_for_timeout(2000)
         for name, picture in pictures.items():
-            write_small_png(take_part(lab, picture, theme), IMAGES / f"{name}{ending}")
+            placed = dataclasses.replace(picture, block=skipped + picture.block)
+            write_small_png(take_part(lab, placed, theme), IMAGES / f"{name}{ending}")
     lab.set_theme("JupyterLab Light")
     lab.run_cell(len(cells) - 1)
     lab.wait_idle()

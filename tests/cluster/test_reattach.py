@@ -115,6 +115,27 @@ def test_attached_run_survives_the_loss_of_an_engine():
             assert "repair" in [event.kind for event in run.history.events]
 
 
+def test_attached_run_knows_whether_higher_is_better():
+    """The metric's name does not say it. The notebook has defined the metric, and has been killed."""
+    metric = """
+def margin(output, target):
+    return output.mean()
+
+margin.higher_is_better = True
+
+if __name__ == "__main__":
+"""
+    options = "metrics={'margin': margin}, validation=oracle.data(), shuffle="
+    code = NOTEBOOK.replace('if __name__ == "__main__":\n', metric).replace("shuffle=", options)
+    with notebook(code) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        with dtkit.attach() as cluster:
+            run = cluster.current_run
+            assert run is not None
+            assert run.history.directions == {"margin": True}
+
+
 def list_stored_steps(folder: Path, rank: int) -> set[int]:
     """Return the steps of the dispatch results that a rank has on disk."""
     (job,) = (path.name for path in (folder / "runs").iterdir())

@@ -10,7 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 _SHORT_SHARE = 0.5  # of the rows of the batch before
-SHORT_BATCH_NOTE = "a batch with less than half the rows of the one before is drawn together with those before it"
+SHORT_BATCH_NOTE = (
+    "the last batch of an epoch has few rows: its loss and speed are drawn with those of the batches before"
+)
 
 
 def find_short_batches(totals: np.ndarray) -> np.ndarray:

@@ -50,6 +50,7 @@ _BYTE_COLUMNS = ("sent per node", "per step")
 _UNCOMPARED_COLUMNS = ("nodes", "steps")  # whose differences are read at a glance
 _WHOLE_RUN_COLUMNS = ("sent per node", "time in steps", "duration")  # which grow as long as a run goes on
 _MANY_TIMES, _MOST_TIMES = 10.0, 1e6  # between which a ratio is told instead of a percentage
+_CHANGE = "the difference from the first run"
 _LEAST_SHARE = 0.01  # down to which a percentage is told: it has two digits at most
 
 
@@ -206,9 +207,8 @@ def _drop_equal_speeds(speeds: list[float]) -> list[float]:
     return speeds if known and max(known) >= _FASTER_RATIO * min(known) else [math.nan] * len(speeds)
 
 
-def list_table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return what limits the comparison, and a line on what the numbers are, of those columns that there are."""
-    table = make_table(rows)
+def explain_columns(table: Table, rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return what the numbers of the table's columns are, such as ``time in steps: all but the first``."""
     short = "; all of them where a run has fewer" if any(row.steps < FINAL_LOSS_STEPS for row in rows) else ""
     parts = [f"{FINAL_LOSS}: mean of the last {FINAL_LOSS_STEPS} steps{short}"]
     if any(row.best for row in rows):
@@ -223,12 +223,33 @@ def list_table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     parts.append("duration: all steps and the time between them, without pauses")
     if VERIFIED in table.header:
         parts.append("verified: run.verify() and the largest difference to one process")
+    return parts
+
+
+def list_table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return what limits the comparison, and a line on what the table's columns, bold cells and small texts are."""
+    table = make_table(rows)
+    parts = explain_columns(table, rows)
     if table.bold_cells:
         is_open = all(row.competes for row in rows)
         parts.append(f"bold: the best{'' if is_open else ' of the runs that did not fail, diverge or learn nothing'}")
     if table.small_texts:
-        parts.append("below a number: the difference from the first run")
+        parts.append(f"below a number: {_CHANGE}")
     return [*describe_limits(rows), " · ".join(parts)]
+
+
+def format_text(rows: Sequence[ComparisonRow], max_width: int = 0) -> str:
+    """Return the table as text, and below it the best runs, what limits the comparison, and a key of the columns."""
+    table = make_table(rows)
+    alike = {(row, k): text for (row, k), text in table.small_texts.items() if table.rows[row][k] == table.rows[0][k]}
+    lines = [
+        [f"{cell} ({alike[row, k]})" if (row, k) in alike else cell for k, cell in enumerate(cells)]
+        for row, cells in enumerate(table.rows)
+    ]
+    shown = dataclasses.replace(table, rows=lines).to_text(max_width=max_width)
+    notes = [*describe_best(table), *describe_limits(rows), *describe_ends(rows)]
+    key = [*explain_columns(table, rows), *([f"in brackets: {_CHANGE}"] if alike else [])]
+    return "\n".join([shown, *notes, "", *key])
 
 
 def number_rows(rows: Sequence[ComparisonRow], names: Sequence[str]) -> list[ComparisonRow]:

@@ -1,6 +1,6 @@
-// Places of a view in the page (placement.py): the view is put into each of them, and the picture below is hidden.
+// Puts a view into each of its places in the page (placement.py), and hides the picture below the place.
 //
-// JupyterLab takes a cell out of the page while it is out of sight, and puts the same elements back.
+// JupyterLab removes a cell from the page while the cell is out of sight, and puts the same elements back later.
 
 const PLACE = "dtkit-live", MOUNTED = "dtkit-mounted", GONE_MS = 300_000;
 // The output with the view, whose next one is the picture. A rule with `:has` would make the browser compute the styles of
@@ -10,8 +10,12 @@ const OUTPUT = ".jp-OutputArea-child, .output_area", SHOWN = "dtkit-shown";
 const MAX_CLOCK_DIFFERENCE_MS = 2000; // of kernel and browser
 
 /**
- * Keep a view in each place with this name. `build(readKeptEnd)` returns {root, redraw, dispose}. A place that is older than
- * the page has the function, which returns the last step in the picture of an ended run; others have null. Return a function that redraws all views that are in the page.
+ * Put a view into each place with this name, also into places that appear later.
+ * Return a function that redraws all views in the page.
+ *
+ * `build(readKeptEnd)` makes a view and returns its {root, redraw, dispose}. `readKeptEnd` is null for a place that was made
+ * after the page was loaded. For an older place, it is a function. This function returns the last step in the saved picture
+ * of an ended run, or NaN.
  */
 export function mountViews(name, build) {
   const views = new Map(); // by place
@@ -36,19 +40,19 @@ export function mountViews(name, build) {
   return (isHeadOnly) => { for (const [place, view] of views) if (place.isConnected) view.redraw(isHeadOnly); };
 }
 
-/** Return the last step in the picture after a place; NaN unless it is of a run's end (kept_picture.py). */
+/** Return the last step in the picture after a place; NaN unless the picture shows the end of a run (kept_picture.py). */
 function readEnd(place) {
   const kept = place.closest(OUTPUT)?.nextElementSibling?.querySelector("[data-dtkit-end]");
   return Number(kept?.dataset.dtkitEnd ?? NaN);
 }
 
-/** Let the picture after a place be hidden, or not. */
+/** Hide the picture after a place while its view is shown. */
 function mark(place, isShown) {
   const output = place.closest(OUTPUT);
   if (output && output.classList.contains(SHOWN) !== isShown) output.classList.toggle(SHOWN, isShown);
 }
 
-/** End the views of places that are gone. */
+/** Dispose of the views whose places left the page some time ago. */
 function sweep(views) {
   for (const [place, view] of views) {
     if (place.isConnected) view.seen = Date.now();

@@ -1,0 +1,16 @@
+"""Collections of metrics, such as torchmetrics' ``MetricCollection``: the only place that looks into them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def split_collections(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics by the names of their values: for a collection, each of its metrics by its own name."""
+    parts: dict[str, Any] = {}
+    for name, metric in metrics.items():
+        parts.update(metric.items() if hasattr(metric, "items") else {name: metric})
+    return parts

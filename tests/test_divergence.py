@@ -277,10 +277,7 @@ def test_a_run_that_completed_back_at_its_best_has_a_verdict_on_its_speed():
 
 def test_a_view_shows_a_divergence_in_its_head():
     run = make_diverged_run()
-    assert (
-        MessageBuilder(run).build_snapshot().content["status"]["diverged"]
-        == "loss grew 300,000 times since step 2"
-    )
+    assert MessageBuilder(run).build_snapshot().content["status"]["diverged"] == "loss grew 300,000 times since step 2"
     healthy = FakeSource(ranks=2)
     healthy.advance(50)
     assert MessageBuilder(healthy).build_snapshot().content["status"]["diverged"] is None

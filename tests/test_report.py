@@ -508,7 +508,7 @@ def add_events(source: FakeSource, *events: tuple[float, int, str, str]) -> None
         (("error", "a callback failed: ValueError: no"), "error"),
     ],
 )
-@pytest.mark.parametrize("end", ["resume", "stop"])
+@pytest.mark.parametrize("end", ["resume", "start", "stop"])
 def test_a_pause_that_a_failure_caused_counts_with_its_cause(failure, cause, end):
     source = FakeSource(ranks=2, steps=20)
     source.advance(10)

@@ -552,7 +552,7 @@ def test_a_changed_rate_begins_at_the_step_of_its_event(page: Page):
     view = StaticView(page, run)
     chart = view.root.get_by_test_id("learning-rate-chart")
     expect(chart).to_contain_text("0.05 since step 1,666, the same on all nodes")
-    expect(chart.locator(".dtk-marks text")).to_have_text("‖ lr ▶")
+    expect(chart.locator(".dtk-marks text")).to_have_text("‖ · lr · ▶")
     texts = "step 1666: paused at step 1666\nstep 1666: learning rate 0.05\nstep 1666: resume at step 1666"
     expect(chart.locator(".dtk-marks g:has(text) title")).to_have_text(texts, use_inner_text=False)
 

@@ -77,9 +77,10 @@ class _PauseReader:
     def _has_paused(self, event: Event) -> bool:
         """Return whether the run was paused by its last failure when this event came.
 
-        Only a paused run is resumed. One that is stopped may have continued, with other engines or after more steps.
+        Only a paused run is resumed; before its first step, it is started again. One that is stopped may have
+        continued, with other engines or after more steps.
         """
-        if event.kind == "resume":
+        if event.kind in ("start", "resume"):
             return True
         failure = self._failure
         return event.kind == "stop" and failure is not None and failure.step == event.step and not self._is_repaired

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -246,6 +247,13 @@ class RunPlan:
     def steps_per_evaluation(self) -> int:
         """Steps from one evaluation on the validation data to the next."""
         return self.steps_per_epoch * self.options.validation_every
+
+    def list_due_evaluations(self, first_step: float, before_step: int) -> range:
+        """Return the steps from `first_step` on, and before another one, after which an evaluation is due."""
+        every = self.steps_per_evaluation
+        if self.options.validation is None:
+            return range(0)
+        return range(max(1, math.ceil(first_step / every)) * every, before_step, every)
 
     def end_at(self, steps: int, *, steps_per_epoch: int | None = None) -> RunPlan:
         """Return the plan with another last step."""

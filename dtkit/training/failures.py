@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,7 @@ class FailureHandler:
         self._rewind, self._fail, self._on_change = rewind, fail, on_change
         self._last_loss_step = -1  # the step of the last loss of engines
         self._loss_count = 0  # losses in a row at that step
+        self._settled_from = math.inf  # the step at which a call failed, from which on evaluations may be unread
         self._losses: list[EngineLoss] = []  # the last ones
         self._queue_text = ""  # the last state of a job in a scheduler's queue
 
@@ -96,6 +97,7 @@ class FailureHandler:
         progress = self._progress
         progress.needs_resync = True
         progress.retry_count += 1
+        self._settled_from = min(self._settled_from, progress.step)
         progress.recorder.clear_extra_rows()
         gone = _find_gone(failures)
         self._record_common_steps(dict(enumerate(replies)), gone)
@@ -189,13 +191,35 @@ class FailureHandler:
         """Rebuild the job on all ranks, and adapt the plan to the remaining ranks."""
         progress, transport = self._progress, self._engine_group.transport
         transport.on_queue = self._note_queue
-        record = functools.partial(progress.recorder.record_before_rebuild, progress.plan.job)
-        recover = Recovery(self._engine_group, progress.plan, self._snapshot_folder, record, self._note_further_losses)
+        recover = Recovery(
+            self._engine_group,
+            progress.plan,
+            self._snapshot_folder,
+            self._record_before_rebuild,
+            self._note_further_losses,
+        )
         result = recover(lost_ranks)
         progress.plan = progress.plan.adapt_to(self._engine_group.world_size)
         progress.history.ranks_per_replica = progress.plan.options.ranks_per_replica
         progress.delay_factors = {}  # the new jobs run at full speed
         return result
+
+    def _record_before_rebuild(self, step: int) -> None:
+        """Record what ranks did before `step`, from which a recovery continues: it ends what the engines keep."""
+        first_unread = self._progress.recorder.next_step
+        self._progress.recorder.record_before_rebuild(self._progress.plan.job, step)
+        self._record_evaluations(first_unread, step)
+
+    def _record_evaluations(self, first_unread: int, step: int) -> None:
+        """Record the evaluations before `step` that engines made after the failure of an earlier call."""
+        progress, ranks = self._progress, range(self._engine_group.world_size)
+        folder, job = self._engine_group.folder, progress.plan.job
+        kept = {rank: engine_outbox.read_evaluations(folder, job, rank) for rank in ranks}
+        # that of `step` itself is made again
+        unread = {rank: {at: sums for at, sums in found.items() if at < step} for rank, found in kept.items()}
+        due = progress.plan.list_due_evaluations(min(first_unread, self._settled_from), step)
+        progress.recorder.record_unread_evaluations(unread, due, step)
+        self._settled_from = math.inf
 
     def _note_further_losses(self, losses: Mapping[int, EngineLoss]) -> None:
         """Note engines that were lost during the repair, also new ones at ranks that the log names already."""
@@ -264,7 +288,9 @@ class FailureHandler:
             self.repair(recovery.explain_out_of_sync(positions))
             return None
         progress.step = next(iter(positions.values())).step
+        first_unread = progress.recorder.next_step
         progress.recorder.fill_gap(progress.plan.job, progress.step)
+        self._record_evaluations(first_unread, progress.step)
         return self._reform_group()
 
     def _reform_group(self) -> EngineError | None:

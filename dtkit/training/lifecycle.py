@@ -207,12 +207,8 @@ class RunLifecycle:
         recorder, plan = self._progress.recorder, self._progress.plan
         first_unread = recorder.next_step
         recorder.record_unread(unread_dispatches, common_step)
-        every = plan.steps_per_evaluation
-        first_due = max(1, -(-first_unread // every)) * every
-        due = range(first_due, common_step, every) if plan.options.validation is not None else ()
-        if missing := recorder.record_unread_evaluations(unread_evaluations, due):
-            steps = ", ".join(map(str, missing))
-            recorder.add_event(common_step, "note", f"what evaluations found after these steps was lost: {steps}")
+        due = plan.list_due_evaluations(first_unread, common_step)
+        recorder.record_unread_evaluations(unread_evaluations, due, common_step)
 
     def _restore_position(
         self, step: int, last_callback_step: int, last_evaluation_step: int, elapsed_s: float = 0.0

@@ -155,19 +155,21 @@ class Recorder:
             self._record_until(common_step, dispatches[first])
 
     def record_unread_evaluations(
-        self, unread_evaluations: Mapping[int, Mapping[int, EvaluationSums]], due_steps: Sequence[int]
-    ) -> list[int]:
+        self, unread_evaluations: Mapping[int, Mapping[int, EvaluationSums]], due_steps: Sequence[int], step: int
+    ) -> None:
         """Record the evaluations that engines kept, by rank, if all ranks have made them.
 
-        Returns the steps among `due_steps` without an evaluation.
+        The log at `step` names the steps among `due_steps` that have none.
         """
         known = {evaluation.step for evaluation in self._history.evaluations}
-        for step in sorted(set.intersection(*map(set, unread_evaluations.values())) - known):
-            parts = [unread_evaluations[rank][step] for rank in sorted(unread_evaluations)]
+        for at in sorted(set.intersection(*map(set, unread_evaluations.values())) - known):
+            parts = [unread_evaluations[rank][at] for rank in sorted(unread_evaluations)]
             if len({tuple(sums) for _, sums in parts}) == 1:
-                self.record_evaluation(step, parts)
-                known.add(step)
-        return [step for step in due_steps if step not in known]
+                self.record_evaluation(at, parts)
+                known.add(at)
+        if missing := [at for at in due_steps if at not in known]:
+            steps = ", ".join(map(str, missing))
+            self.add_event(step, "note", f"what evaluations found after these steps was lost: {steps}")
 
     def record_evaluation(self, step: int, parts: Sequence[EvaluationSums]) -> None:
         """Record an evaluation from the sums of all ranks."""

@@ -199,6 +199,37 @@ def test_evaluation_interrupted_by_a_lost_engine_is_repeated_and_counted_once(
     assert losses == pytest.approx(expected_losses, abs=BOUND)
 
 
+class DeadlyLoss(nn.Module):
+    """Mean loss that ends rank 1 in its 400th step while the file exists."""
+
+    def __init__(self, flag: Path) -> None:
+        super().__init__()
+        self.flag, self.num_calls = flag, 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.num_calls += self.training
+        if self.num_calls == 400 and torch.distributed.get_rank() == 1:
+            die_once(self.flag)
+        return mean_loss(output, target)
+
+
+def test_evaluations_that_engines_made_before_a_loss_are_recorded(cluster: dtkit.Cluster, tmp_path: Path):
+    """A message has many steps with evaluations between them. Those of the message with the loss were left out."""
+
+    def train(flag: Path) -> dtkit.Run:
+        run = start(cluster, loss=DeadlyLoss(flag), validation=data(), validation_every=1)
+        run.wait(120)
+        return run
+
+    undisturbed_run = train(tmp_path / "missing")
+    (tmp_path / "flag").touch()
+    run = train(tmp_path / "flag")
+    assert list_loss_events(run) == ["lost", "repair"]
+    expected = {e.step: e.values["loss"] for e in undisturbed_run.history.evaluations}
+    assert {e.step: e.values["loss"] for e in run.history.evaluations} == pytest.approx(expected, abs=BOUND)
+    assert not any("evaluations found" in event.text for event in run.history.events)
+
+
 def test_an_engine_that_ends_after_its_run_is_reported_until_it_is_replaced():
     with dtkit.Cluster(2, spares=0) as cluster:
         run = start(cluster)

@@ -112,8 +112,13 @@ def test_bytes_keep_enough_digits_to_compare_ratios():
 
 def test_to_pandas_has_a_row_for_each_run():
     pytest.importorskip("pandas")
-    frame = dtkit.compare([make_source(), make_source("B()")]).to_pandas()
-    assert list(frame.index) == ["DataParallel()", "B()"]
+    runs = [make_source(), make_source("B()")]
+    for run, rate in zip(runs, ("0.1", "0.02"), strict=True):
+        run.spec = dataclasses.replace(run.spec, settings=(("lr", rate),))
+    frame = dtkit.compare(runs, labels=["A", "B()"]).to_pandas()
+    assert list(frame.index) == ["A", "B()"]
+    assert list(frame["lr"]) == ["0.1", "0.02"]
+    assert not {"directions", "basis"} & set(frame.columns)
     assert frame.loc["B()", "sent_bytes"] == 80 * 400_000
 
 

@@ -6,7 +6,7 @@ import torchmetrics
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 import dtkit
-from dtkit._util.metric_collections import split_collections
+from dtkit._util.metric_collections import list_metric_modules, split_collections
 from dtkit.engine.stateful_metrics import StatefulMetrics
 from dtkit.history.metric_direction import read_directions
 from dtkit.testing.fake_transport import FakeTransport
@@ -24,6 +24,15 @@ def test_values_of_a_collection_have_its_own_names_for_every_reader():
     assert list(read_directions(make_metrics())) == names
     computed = StatefulMetrics(make_metrics(), torch.device("cpu"))
     assert sorted(computed._metrics) == sorted(names)
+
+
+def test_engines_get_the_modules_of_metrics_before_the_first_step():
+    def own(output, target):
+        return (output - target).mean()
+
+    own.__module__ = "__main__"
+    modules = list_metric_modules(make_metrics() | {"own": own, "built in": torch.nn.functional.l1_loss})
+    assert modules == (MulticlassAccuracy.__module__, MulticlassF1Score.__module__, "torch.nn.functional")
 
 
 @pytest.mark.parametrize("monitor", ["top_MulticlassF1Score", "alone"])

@@ -56,13 +56,15 @@ def test_tile_report_and_comparison_have_the_best_that_a_metric_states(is_higher
     assert undecided.header[undecided.header.index("best validation fid")] not in undecided.high_columns
 
 
-def test_a_training_reads_what_its_metrics_state():
+def test_a_training_reads_what_its_metrics_state(tmp_path):
     cluster = dtkit.Cluster.from_transport(FakeTransport(2), device="cpu")
     metrics = {"fid": fid, "explained": torchmetrics.ExplainedVariance()}
     run = train(cluster, net(), metrics=metrics, validation=data())
     run.stop()
     assert run.history.directions == {"explained": True}
     assert run.history.copy_until(0, 0, 0).directions == {"explained": True}
+    run.history.to_jsonl(tmp_path / "history.jsonl")
+    assert dtkit.History.from_jsonl(tmp_path / "history.jsonl").directions == {"explained": True}
     assert json.loads(json.dumps(run.spec.directions)) == [["explained", True]]
 
 

@@ -287,6 +287,16 @@ def test_recovered_rank_is_not_reported_as_a_straggler(world: World):
         assert (None if found is None else found.kind) == ("recovered" if now == 6.5 else None)
 
 
+def test_a_rank_that_imports_a_module_gets_the_longer_limit(world: World):
+    """The first validation with torchmetrics was a stall, since importing it takes seconds."""
+    importing = (Frame("<frozen importlib._bootstrap_external>", 147, "_path_stat"), LIBRARY, USER)
+    for stalled_s, is_reported in ((6.0, False), (31.0, True)):
+        world.ranks = ranks(seen(1, **AWAY | {"stack": importing, "stalled_s": stalled_s}))
+        detector = StallDetector(world)
+        detector.on_sent(0.0)
+        assert (detector.check(stalled_s + 1) is not None) == is_reported
+
+
 COMPILING = (
     Frame("/lib/torch/_inductor/codecache.py", 1, "load"),
     Frame("/lib/torch/_inductor/compile_fx.py", 9, "_compile_fx_inner"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,3 +15,10 @@ def split_collections(metrics: Mapping[str, Any]) -> dict[str, Any]:
     for name, metric in metrics.items():
         parts.update(metric.items() if hasattr(metric, "items") else {name: metric})
     return parts
+
+
+def list_metric_modules(metrics: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the modules that define metrics, without the notebook's own, which other processes can't import."""
+    parts = split_collections(metrics).values()
+    names = [getattr(part if inspect.isroutine(part) else type(part), "__module__", None) for part in parts]
+    return tuple(dict.fromkeys(name for name in names if name not in (None, "__main__", "builtins")))

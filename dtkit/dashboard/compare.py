@@ -129,11 +129,13 @@ class Comparison:
         return draw_comparison(self.labels, self.histories)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return the table as a DataFrame with the labels as its index. Needs pandas."""
+        """Return the table and the settings in which the runs differ. The index has the labels. Needs pandas."""
         import pandas as pd
 
         rows = [{**vars(row), **{f"best {name}": value for name, value in row.best.items()}} for row in self.rows]
-        return pd.DataFrame(rows).drop(columns=["best", "basis"]).set_index("label")
+        table = pd.DataFrame(rows).drop(columns=["best", "basis", "directions"]).set_index("label")
+        settings = pd.DataFrame({name: values for name, *values in self.differences}, index=table.index)
+        return table.join(settings.rename(columns={name: f"{name} (setting)" for name in settings if name in table}))
 
     def report(self, path: str | Path = "comparison.html", *, description: str = "") -> WrittenReport:
         """Write the comparison as one self-contained HTML file: table, differences, charts with tooltips.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from dtkit._util import timeouts
 from dtkit.health.diagnosis import CERTAIN_CAUSES, HALTED_STATES, diagnose, find_straggler, get_progress_marker
-from dtkit.health.frames import is_compiling
+from dtkit.health.frames import is_compiling, is_importing
 from dtkit.health.stall_report import report_all_stalled, report_compiling, report_straggler, report_stuck
 
 if TYPE_CHECKING:
@@ -140,7 +140,9 @@ class StallDetector:
             stalled = min(map(_get_scaled_stall_s, observations)) >= limit_s
             return report_all_stalled(diagnosis.cause, observations) if stalled else None
         culprit = observations[diagnosis.rank]
-        stuck = diagnosis.cause in CERTAIN_CAUSES or _get_scaled_stall_s(culprit) >= self.limit_s
+        is_import = culprit.status is not None and is_importing(culprit.status.stack)  # may take long, once
+        limit_s = max(self.limit_s, self._config.all_ranks_limit_s) if is_import else self.limit_s
+        stuck = diagnosis.cause in CERTAIN_CAUSES or _get_scaled_stall_s(culprit) >= limit_s
         return report_stuck(diagnosis.cause, culprit, len(observations)) if stuck else None
 
     def _find_moving_straggler(

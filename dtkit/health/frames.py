@@ -85,6 +85,11 @@ def is_compiling(stack: Sequence[Frame]) -> bool:
     )
 
 
+def is_importing(stack: Sequence[Frame]) -> bool:
+    """Return whether a module is being imported."""
+    return any(frame.file.startswith("<frozen importlib") for frame in stack)
+
+
 def has_user_code(stack: Sequence[Frame]) -> bool:
     """Return whether any frame is the user's."""
     return any(frame.kind == "user" for frame in stack)

@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import functools
 import itertools
-import json
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from dtkit._util.completion import hide_from_completion
 from dtkit._util.formatting import format_count
 from dtkit._util.suffixes import JSON_LINES, check_suffix
 from dtkit.history.growing_array import check_index, check_range
-from dtkit.history.items import LogItem, encode_line, read_lines
+from dtkit.history.items import LogItem, encode_head, encode_line, read_lines
 from dtkit.history.missing_steps import describe_missing_steps, find_missing_steps
 from dtkit.history.row_table import RowTable
 from dtkit.history.scalars import OWN_PREFIXES, SYSTEM_PREFIX, ScalarRecord, ScalarTables, raise_for_other_source
@@ -370,9 +369,7 @@ class History:
         if not folder.is_dir():
             raise FileNotFoundError(f"{str(path)!r}: the folder {folder} does not exist. Create it, or name another")
         with Path(path).open("w", encoding="utf-8") as file:
-            steps, elapsed_s = self.position
-            head = {"type": "head", "copies": self.ranks_per_replica, "steps": steps, "elapsed_s": elapsed_s}
-            file.write(json.dumps(head) + "\n")
+            file.write(encode_head(self.ranks_per_replica, self.position, self.directions))
             for items in (self, self.returns, self.evaluations, self.events, self.list_scalar_records()):
                 file.writelines(map(encode_line, items))
 
@@ -385,6 +382,7 @@ class History:
             raise FileNotFoundError(f"{str(path)!r}: there is no such file. history.to_jsonl(path) writes one")
         head, rows, items = read_lines(Path(path))
         history = cls(ranks_per_replica=head.get("copies", 1))
+        history.directions = head.get("directions", {})
         if "steps" in head:
             history.read_position = functools.partial(tuple, (head["steps"], head["elapsed_s"]))
         history.append_recorded(np.array([dataclasses.astuple(row) for row in rows], ROW_DTYPE), items)

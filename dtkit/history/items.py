@@ -11,6 +11,7 @@ from dtkit.history.undone_steps import UndoneSteps
 from dtkit.types import Evaluation, Event, StepRecord
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 LogItem = Evaluation | Event | ScalarRecord | UndoneSteps
@@ -24,6 +25,13 @@ _ITEM_CLASSES: dict[str, type[HistoryItem]] = {
     "scalars": ScalarRecord,
     "undone": UndoneSteps,
 }
+
+
+def encode_head(copies: int, position: tuple[int, float], directions: Mapping[str, bool]) -> str:
+    """Return the first line: ranks per replica, (steps, seconds) of the run, and whether a higher metric is better."""
+    steps, elapsed_s = position
+    head = {"copies": copies, "steps": steps, "elapsed_s": elapsed_s, "directions": dict(directions)}
+    return json.dumps({"type": "head", **head}) + "\n"
 
 
 def encode_line(item: HistoryItem) -> str:

@@ -70,6 +70,8 @@ class TrainingProgram:
     """Whether checkpoints leave frozen parameters out."""
     sampler: Any = None
     """Iterable of the row numbers of an epoch; None for dtkit's own order."""
+    metric_modules: Sequence[str] = ()
+    """Modules of the metrics, imported before the first step: that may take seconds, which no run should wait for."""
 
 
 ALWAYS_SHOWN = {"shown": True}

@@ -193,6 +193,7 @@ def _list_owned_keys(*pairs: tuple[Any, ModelHandle | DataHandle | None]) -> tup
 
 def _pickle_program(engine_group: EngineGroup, config: TrainConfig, strategy: Strategy) -> bytes:
     """Return the pickled program that the engines run on each batch."""
+    from dtkit._util.metric_collections import list_metric_modules
     from dtkit.strategies.base import TrainingProgram
     from dtkit.strategies.class_weights import convert_class_weights
     from dtkit.strategies.loss import Loss
@@ -208,6 +209,7 @@ def _pickle_program(engine_group: EngineGroup, config: TrainConfig, strategy: St
         activation_checkpointing=config.activation_checkpointing,
         checkpoint_trainable_only=config.checkpoint_trainable_only,
         sampler=config.sampler,
+        metric_modules=list_metric_modules(config.metrics or {}),
     )
     warn_of_large_functions("train", [config.loss, config.training_step, config.optimizer_factory])
     return engine_group.uploads.dumps(program, name="train")

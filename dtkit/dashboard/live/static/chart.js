@@ -8,6 +8,7 @@
 //   chart/lines.js    lines, bands, points, labels
 //   chart/run_labels.js  names or numbers of runs
 //   chart/marks.js    signs of events
+//   chart/table.js    values for a download
 //   chart/pointer.js  pointing and zooming
 //   chart/cursor.js   the line at the pointed step
 //   chart/tooltip.js  the box at the pointer
@@ -21,6 +22,7 @@ import { areShares, bucketGrain, hasNegative, inverted, leastInSight, onlyPositi
 import { drawLabels, drawLine, drawPoints, drawSpots, LABEL_LETTER_PX, lineAverages, lineHue, lineKey, smoothing, spotValue } from "./chart/lines.js";
 import { GLYPH_SPACE, mergeSigns } from "./chart/marks.js";
 import { drawDragged, listenToChart } from "./chart/pointer.js";
+import { describeExport, listValues } from "./chart/table.js";
 import { drawRunLabels } from "./chart/run_labels.js";
 import { newTooltip, within } from "./chart/tooltip.js";
 import { drawParts, s, h, setAttr, setText } from "./elements.js";
@@ -60,7 +62,7 @@ export function chart(store, name, options, redraw) {
     svg.append((layers[layer] = s("g", { class: `dtk-${layer}` })));
   }
   for (const layer of ["bands", "lines", "points"]) layers[layer].setAttribute("clip-path", `url(#${clip})`);
-  const frame = newFrame(options.title, note, { svg, csv: () => listValues(view) });
+  const frame = newFrame(options.title, note, { svg, csv: () => listValues(view, overallLabel(view)), about: () => describeExport(view) });
   const el = h("section", { class: "dtk-panel", "data-testid": options.testid, ...(options.title ? { "data-name": options.title } : {}) }, frame.head, svg, cursor.el);
   const ownScale = scaleOfOne(store, () => view), scale = scaleButton(ownScale, "chart-scale", "log");
   if (options.canLog) frame.add(scale.el);
@@ -348,7 +350,7 @@ function lineRow(view, line, at) {
   const { store, layout, grain, options } = view, overall = line === layout.nodes, mark = `dtk-${lineHue(layout, line)}`;
   const text = options.spanned ? formatSpan(view, line, at) : format(view, grain.value(line, at, 1));
   if (layout.banded && !overall) return { label: bandName(view), value: `${format(view, grain.value(0, at, 0))} to ${format(view, grain.value(0, at, 2))}`, mark };
-  const label = overall ? overallName(options, store.head) ?? (layout.nodes ? "mean" : options.title) : options.lineName?.(store, line) ?? nodeName(store, line);
+  const label = overall ? overallLabel(view) : options.lineName?.(store, line) ?? nodeName(store, line);
   return { label, value: withAverage(view, line, at, text), mark };
 }
 /** Return the lowest and the highest value of a point, or its only one. */
@@ -356,8 +358,8 @@ function formatSpan(view, line, at) {
   const edges = [0, 2].map((part) => format(view, view.grain.value(line, at, part)));
   return edges[0] === edges[1] ? edges[0] : edges.join(" to ");
 }
-function overallName({ overallName: name }, head) {
-  return typeof name === "function" ? name(head) : name;
+function overallLabel({ options: { overallName: name, title }, store, layout }) {
+  return (typeof name === "function" ? name(store.head) : name) ?? (layout.nodes ? "mean" : title);
 }
 function withAverage(view, line, at, text) {
   const weight = smoothing(view);
@@ -394,23 +396,4 @@ function describeRuns({ store, layout, grain, options, shown = () => true }) {
     if (at >= 0 && shown(line)) texts.push(`${options.lineName(store, line)} ${format({ options }, grain.value(line, at, 1))}`);
   }
   return texts.length ? `last values ${texts.join("; ")}` : "no step yet";
-}
-
-/** Return the drawn values as rows of a table, the first with the names of the columns. */
-function listValues({ grain, layout, options, store, axis }) {
-  const names = [], [low, high] = options.merged && grain.wide > 1 ? ["10 %", "90 %"] : ["lowest", "highest"];
-  for (let line = 0; line <= layout.nodes; line++) {
-    const name = line === layout.nodes ? overallName(options, store.head) ?? "overall" : layout.banded ? "band" : options.lineName?.(store, line) ?? `node ${line}`;
-    names.push(name, ...(grain.wide > 1 || layout.banded ? [`${name} ${low}`, `${name} ${high}`] : []));
-  }
-  const places = options.axis ? [`from (${axis.unit})`, `to (${axis.unit})`] : ["first step", "last step"];
-  const rows = [[...places, ...(axis.label === "step" ? [] : [axis.label]), ...names]];
-  for (let at = 0; at < grain.used; at++) {
-    const span = grain.span(at), values = [];
-    for (let line = 0; line <= layout.nodes; line++) {
-      values.push(...(grain.wide > 1 || layout.banded ? [1, 0, 2] : [1]).map((which) => grain.value(line, at, which)));
-    }
-    rows.push([...span, ...(axis.label === "step" ? [] : [axis.of(span[1])]), ...values.map((v) => (Number.isNaN(v) ? "" : v))]);
-  }
-  return rows;
 }

@@ -18,9 +18,11 @@ function lineName({ head: { names } }, line) {
   const isAlone = names.every((name, other) => other === line || name !== names[line]);
   return isAlone ? names[line] : `${line + 1}: ${names[line]}`;
 }
+const BREAKS = /(?<=[\s,])|(?<=\()(?!\))/; // after blanks, commas and brackets, but not within "()"
+
 /** Return a run's name from the last word on with which all names begin, and from the first that differs. */
 function distinctNames(runs, line) {
-  const words = runs.map((name) => name.split(/(?<=[\s,(])/)), shortest = Math.min(...words.map((each) => each.length)) - 1;
+  const words = runs.map((name) => name.split(BREAKS)), shortest = Math.min(...words.map((each) => each.length)) - 1;
   let common = 0;
   while (common < shortest && words.every((each) => each[common] === words[0][common])) common += 1;
   const ending = words[line].slice(common).join(""), isCommon = runs.length > 1;
@@ -41,7 +43,7 @@ const WIDE_PX = 520; // of a chart
 function wrapName(name, longest) {
   const pieces = (part) => (part.length <= longest ? [part] : part.split(/(?<=[a-z])(?=[A-Z])/).flatMap((word) => word.match(new RegExp(`.{1,${longest}}`, "g"))));
   const lines = [""];
-  for (const part of name.split(/(?<=[\s,(])/).flatMap(pieces)) {
+  for (const part of name.split(BREAKS).flatMap(pieces)) {
     if (lines.at(-1) && (lines.at(-1) + part).trimEnd().length > longest) lines.push("");
     lines.push(lines.pop() + part);
   }

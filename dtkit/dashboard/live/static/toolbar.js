@@ -63,7 +63,7 @@ function describeRange({ view: { zoom, x }, head, status }) {
 }
 
 function axisField(store) {
-  const select = h("select", { "data-testid": "x-axis", "aria-label": "x axis" }, ...AXES.map((name) => h("option", { value: name }, name)));
+  const select = h("select", { "data-testid": "x-axis", "aria-label": "x axis" }, ...AXES.map((name) => h("option", { value: name }, name === "time" ? "time in steps" : name)));
   const el = h("label", { class: "dtk-field" }, "x", select);
   select.addEventListener("change", () => {
     store.view.x = select.value;

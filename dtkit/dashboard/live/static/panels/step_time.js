@@ -22,7 +22,7 @@ export function stepTime(store, _send, redraw) {
   const svg = s("svg", { class: "dtk-chart dtk-bars", role: "list", "aria-label": "where a step's time goes, by node" },
     textures(view.prefix), layers.axis, layers.bars);
   const legend = h("ul", { class: "dtk-legend", "aria-label": "phases" });
-  const title = "Where a step's time goes", frame = newFrame(title, note, { svg, csv: () => listTimes(store) });
+  const title = "Where a step's time goes", frame = newFrame(title, note, { svg, csv: () => listTimes(store), about: () => store.head.name });
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "time-panel" }, frame.head, straggler, svg, legend);
   frame.attach(el, redraw);
   const readWidth = newWidth(el, redraw);

@@ -20,7 +20,7 @@ export function timeline(store, _send, redraw) {
   layers.axis.setAttribute("class", "dtk-grid");
   const svg = s("svg", { class: "dtk-chart", role: "img" }, textures(prefix), ...Object.values(layers));
   const legend = h("ul", { class: "dtk-legend", "aria-label": "kinds of work" });
-  const frame = newFrame("Timeline", note, { svg, csv: () => listBoxes(store) });
+  const frame = newFrame("Timeline", note, { svg, csv: () => listBoxes(store), about: () => store.head.name });
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "timeline-panel" }, frame.head, svg, legend);
   frame.attach(el, redraw);
   const readWidth = newWidth(el, redraw);

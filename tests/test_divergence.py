@@ -13,13 +13,14 @@ from dtkit.dashboard import kept_picture, report
 from dtkit.dashboard.live.comparison_messages import ComparisonMessageBuilder
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.activity import name_state
-from dtkit.dashboard.summary.notices import collect_notices
+from dtkit.dashboard.summary.notices import collect_notices, list_error_lines
 from dtkit.dashboard.summary.run_end import describe_end
 from dtkit.dashboard.summary.verdict import find_shown_verdict
+from dtkit.errors import NonFiniteError
 from dtkit.history.divergence import find_divergence, find_divergence_step, find_large_loss, find_ruined_step
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.training.divergence_watch import DivergenceWatch
-from dtkit.types import Event, State
+from dtkit.types import Event, Failure, State
 from tests.support.fake_source import FakeSource
 
 
@@ -213,6 +214,18 @@ def test_all_views_name_one_step_for_a_divergence():
     steps = [re.findall(r"(?:since|at) step (\d+)", text)[0] for text in (verdict.text, notice.text, left[1])]
     assert steps == [str(find_divergence_step(exploded.history))] * 3
     assert find_divergence(exploded.history).departure.step == find_divergence_step(exploded.history) == 2
+
+
+def test_a_step_that_was_not_finite_says_since_when_in_one_place():
+    """The error named one step, the notice that of the first infinite loss, and the title the last one."""
+    run = make_diverged_run()
+    assert collect_notices(run)[0].kind == "diverged"
+    remedies = ("The loss grew since step 2, so the parameters are ruined already.", "- train again")
+    message = "\n".join(("the gradients over all ranks are not finite", *remedies))
+    run.state = State.PAUSED
+    run.exception = NonFiniteError([Failure(0, "here", "NonFinite", message, "", step=82)])
+    assert [notice.kind for notice in collect_notices(run)] == []
+    assert list_error_lines(run.exception)[1:] == list(remedies)
 
 
 def test_a_run_that_was_stopped_on_its_way_back_says_that_it_had_diverged():

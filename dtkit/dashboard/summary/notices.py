@@ -96,15 +96,17 @@ _MAX_INDENT = 8
 def list_error_lines(error: BaseException, *, has_ended: bool = False) -> list[str]:
     """Return the first lines of an error. The notebook raises all of it from `wait`.
 
-    Of a step that was not finite, they are what happened and the remedies that hold, without those of a paused run once
-    it `has_ended`.
+    Of a step that was not finite, they are what happened, since when, and the remedies that hold, without those of a
+    paused run once it `has_ended`.
     """
     is_own_text = isinstance(error, NonFiniteError) or (isinstance(error, EngineError) and error.cause.kind == "lost")
     name_nodes = formatting.name_nodes if is_own_text else formatting.name_nodes_at_start
     first, *rest = str(error).strip().splitlines() or [""]
     lines = [f"{type(error).__name__}: {name_nodes(first)}".rstrip(": ")]
     if isinstance(error, NonFiniteError):
-        rest = [line for line in rest if line.startswith("- ") and not (has_ended and line.startswith("- run."))]
+        rest = [
+            line for line in rest if line.startswith(("- ", "The ")) and not (has_ended and line.startswith("- run."))
+        ]
     lines += [name_nodes(line) for line in rest]
     text = "\n".join(_sanitize_line(line) for line in lines[:_MAX_ERROR_LINES])[:_MAX_ERROR_CHARS]
     return text.splitlines()
@@ -189,7 +191,12 @@ def _make_verification_notice(verification: Verification | None) -> Iterator[Not
 
 
 def _make_divergence_notice(run: RunView) -> Iterator[Notice]:
-    """Return how the loss diverged. Once a run has ended, also that it had, unless its loss came back to its best."""
+    """Return how the loss diverged. Once a run has ended, also that it had, unless its loss came back to its best.
+
+    The error of a step that was not finite says it, with the step from which on it has a remedy.
+    """
+    if isinstance(run.exception, NonFiniteError):
+        return
     divergence = find_divergence(run.history)
     past = find_past_divergence(run.history) if run.status.state.has_ended else None
     if divergence is not None:

@@ -94,7 +94,7 @@ def test_titles_of_zoomed_charts_have_no_values_of_the_end(page: Page):
     expect(rate).to_have_text("the same on all nodes")
     expect(speed).not_to_contain_text("with waiting")
     told = view.root.get_by_test_id("range")
-    expect(told).to_have_text(re.compile(r"^only steps \d+ to \d+; new ones are not shown$"))
+    expect(told).to_have_text(re.compile(r"^only steps \d+ to \d+; newer hidden$"))
     view.root.get_by_test_id("reset-zoom").click()
     expect(told).to_have_text("")
     expect(rate).to_contain_text("0.01 since step 201")

@@ -59,7 +59,7 @@ function describeRange({ view: { zoom, x }, head, status }) {
   if (!zoom) return "";
   if (head.runs && x !== "step") return "only a part is shown";
   const [first, last] = wholeSteps(zoom).map((step) => step.toLocaleString("en-US")); // as the bars have it
-  return `only steps ${first} to ${last}${LIVE.includes(status.state) ? "; new ones are not shown" : ""}`;
+  return `only steps ${first} to ${last}${LIVE.includes(status.state) ? "; newer hidden" : ""}`;
 }
 
 function axisField(store) {

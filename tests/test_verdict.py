@@ -467,10 +467,16 @@ def test_steps_that_a_repair_undid_are_not_in_the_window():
 # -- between the steps ---------------------------------------------------------------------------------------------
 
 
+def add_first_validation(history: History) -> None:
+    """Add one that took long, since it loaded a module: it says nothing about the later ones."""
+    history.add(ScalarRecord(0, {f"{BETWEEN_PREFIX}validation": [(10, 300.0, 1.0)]}))
+
+
 def find_between(steps: int = 60, settings: tuple[tuple[str, str], ...] = (), **seconds: float) -> Verdict:
     """Return the verdict on a minute of computing, with these seconds between its steps, a third of them each."""
     history = History()
     history.append(make_phase_rows([{"forward": 400.0, "backward": 600.0}] * 2, steps + 1))
+    add_first_validation(history)
     for step in (20, 40, 60):
         numbers = {BETWEEN_PREFIX + kind: [(step, part / 3, 1.0)] for kind, part in seconds.items()}
         history.add(ScalarRecord(0, numbers))
@@ -493,9 +499,16 @@ def test_the_proposed_interval_of_validation_begins_at_the_present_one():
     assert "validation_every=10 would" in find_between(validation=25.7, settings=(("validation_every", "2"),)).text
 
 
+def test_a_single_validation_is_no_cause():
+    """The one that imported a module of metrics was said to take 96 % of the time."""
+    assert find_between().cause == "computing"
+    assert not [other for other in find_between().others if other.cause == "validation"]
+
+
 def test_a_run_of_two_epochs_is_validated_at_its_end():
     history = History()
     history.append(make_phase_rows([{"forward": 400.0, "backward": 600.0}] * 2, 61))
+    add_first_validation(history)
     history.add(ScalarRecord(0, {f"{BETWEEN_PREFIX}validation": [(30, 26.0, 1.0)]}))
     spec = dataclasses.replace(SPEC, strategy="Sharded()", steps=60, steps_per_epoch=30)
     assert "validation_every=2 would" in find_verdict(history, spec).text
@@ -549,6 +562,7 @@ def test_short_work_between_steps_is_in_the_arithmetic_alone():
 def test_a_cause_within_the_steps_counts_by_its_part_of_the_whole_time():
     history = History()
     history.append(make_phase_rows([computing(data=30)] * 2, 61))
+    add_first_validation(history)
     history.add(ScalarRecord(0, {f"{BETWEEN_PREFIX}validation": [(30, 10.0, 1.0)]}))
     verdict = find_verdict(history, dataclasses.replace(SPEC, strategy="Sharded()", steps=600, steps_per_epoch=20))
     assert verdict.cause == "validation"  # 33 % of the steps' time are data, which is 12 % of the whole

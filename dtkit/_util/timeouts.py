@@ -339,6 +339,8 @@ KEPT_PICTURE_INTERVAL_S = 30.0
 """Shortest interval between two such pictures during a run."""
 KEPT_TEXT_INTERVAL_S = 60.0
 """Shortest interval between two texts above such a picture, or in its place. Each takes a page 40 to 160 ms."""
+SHOWN_VALIDATION_S = 2.0
+"""Length from which views say that a validation is under way."""
 REPLACE_TIMEOUT_S = 30.0
 """Limit for the live displays of an ended run to become pictures."""
 GIT_TIMEOUT_S = 3.0

@@ -93,11 +93,15 @@ class StallDetector:
         """
         return max(self._config.min_limit_s, self._config.step_factor * self.median_step_s)
 
+    def measure_waiting_s(self, now: float) -> float:
+        """Return for how long the oldest call in flight has been the oldest; 0 without one."""
+        return now - self._waiting_since if self._num_pending else 0.0
+
     # -- checks by the driver ---------------------------------------------------------------------------------
 
     def check(self, now: float) -> StallReport | None:
         """Return a new report, of a stall or a recovery, or None."""
-        if not self._num_pending or now - self._waiting_since < self.limit_s:
+        if not self._num_pending or self.measure_waiting_s(now) < self.limit_s:
             self._first_markers = {}
             return self._report_recovery(now)
         observations = self._probe()

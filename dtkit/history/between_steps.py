@@ -38,6 +38,13 @@ class TimeBetween(NamedTuple):
 
     steps_s: float
     seconds: Mapping[str, float]
+    first_validation_s: float = 0.0
+    """Seconds of the first validation, which may load modules, or compile."""
+
+    def leave_out_warm_up(self) -> TimeBetween:
+        """Return the times without the first validation, as they are without the first step."""
+        later = self.seconds[VALIDATION] - self.first_validation_s
+        return self._replace(seconds={**self.seconds, VALIDATION: max(0.0, later)}, first_validation_s=0.0)
 
     @property
     def total_s(self) -> float:
@@ -65,7 +72,8 @@ def read_time_between(history: History) -> TimeBetween:
     with _lock:
         sums = _sums.setdefault(history, _Sums())
         sums.update(history)
-        return TimeBetween(sums.steps_s, {kind: of_kind.sum_s for kind, of_kind in sums.kinds.items()})
+        seconds = {kind: of_kind.sum_s for kind, of_kind in sums.kinds.items()}
+        return TimeBetween(sums.steps_s, seconds, sums.kinds[VALIDATION].first_s)
 
 
 def sum_time_since(history: History, num_steps: int) -> float:
@@ -104,7 +112,8 @@ class _KindSum:
     """Seconds of one kind: the sum up to a step, after which ranks may still report, and that of the later ones."""
 
     def __init__(self, name: str) -> None:
-        self.sum_s, self._name = 0.0, name
+        self.sum_s = self.first_s = 0.0
+        self._name = name
         self._settled_s, self._num_records, self._since = 0.0, 0, 0
 
     def update(self, history: History) -> None:
@@ -115,6 +124,8 @@ class _KindSum:
         self._num_records = num_records
         steps, seconds = history.scalar(self._name, since=self._since)
         self.sum_s = self._settled_s + float(seconds.sum())
+        if not self._since:
+            self.first_s = float(seconds[:1].sum())
         if len(steps) > _MAX_UNSETTLED_STEPS:
             count = len(steps) - _MAX_UNSETTLED_STEPS // 2
             self._settled_s += float(seconds[:count].sum())

@@ -122,6 +122,14 @@ class PendingCalls:
         """Number of messages in flight whose calls take steps."""
         return len({pending.message for pending in self.pending if pending.call.operation == "advance"})
 
+    @property
+    def evaluating_s(self) -> float:
+        """For how long engines have evaluated; 0 unless the oldest call in flight is an evaluation."""
+        with contextlib.suppress(IndexError):  # silent: nothing is in flight
+            if self.pending[0].call.operation == "evaluate":
+                return self.stall_detector.measure_waiting_s(time.monotonic())
+        return 0.0
+
     def send(self, call: PendingCall[R]) -> None:
         """Send a call to all ranks. `on_answered` is called with it when all have answered, or one has failed."""
         self.pending.append(call)
@@ -252,5 +260,6 @@ class PendingCalls:
         if report is not None:
             kind = "stuck" if report.kind == "stuck" else "note"
             self._progress.add_event(kind, name_nodes(report.text), report.rank)
-        if report is not None or self.stall_detector.stall_report is not None:  # views show for how long
+        is_stalled = report is not None or self.stall_detector.stall_report is not None
+        if is_stalled or self.evaluating_s >= timeouts.SHOWN_VALIDATION_S:  # views show for how long
             self._on_change()

@@ -49,12 +49,15 @@ class RunWaiter:
         self._call_timeout_s, self._finish_callbacks, self._on_raise = call_timeout_s, finish_callbacks, on_raise
 
     def describe(self, state: State) -> str:
-        """Return what a status says besides the state: that the run is awaited, or how its loss ended."""
+        """Return what a status says besides the state: a long validation, a wait for the run, or how its loss ended."""
         from dtkit._util.notebook import in_notebook
 
         if state in (State.COMPLETED, State.STOPPED):
             step = find_divergence_step(self._run.history)
             return "" if step is None else f"the loss diverged at step {step:,}"
+        evaluating_s = self._driver.calls.evaluating_s
+        if evaluating_s >= timeouts.SHOWN_VALIDATION_S:
+            return f"validating for {evaluating_s:.0f} s"
         if self._message or not self._num_awaiting:
             return self._message
         if state is State.PAUSED:

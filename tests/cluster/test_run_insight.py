@@ -18,7 +18,7 @@ from dtkit.errors import CallbackError
 from tests.support.marks import slow
 from tests.support.nets import get_worker, resume_and_wait
 from tests.support.small import LONG, check_usable, data, net, sgd, train
-from tests.support.waiting import ends_soon, wait_until
+from tests.support.waiting import ends_soon, wait_until, wait_until_run
 
 pytestmark = pytest.mark.cluster
 
@@ -55,6 +55,24 @@ def test_other_ranks_wait_for_a_slowed_rank(cluster2):
     run.inject_delay(1, 1)
     assert run.delay_factors == {}
     run.stop()
+
+
+def test_a_long_validation_says_that_it_is_one(cluster2, tmp_path):
+    """The state was "running", with no step for as long as it took."""
+    flag = tmp_path / "go on"
+
+    def patient(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        while torch.distributed.is_initialized() and not flag.exists():
+            time.sleep(0.02)
+        return (output.argmax(1) == target).float().mean()
+
+    run = train(cluster2, validation=data(), metrics={"patient": patient}, steps=60)
+    try:
+        wait_until_run(run, lambda: re.search(r"running, .*: validating for \d+ s$", repr(run.status)))
+    finally:
+        flag.touch()
+    run.wait(60)
+    assert "validating" not in repr(run.status)
 
 
 def costly(model: nn.Module, batch: Any) -> torch.Tensor:

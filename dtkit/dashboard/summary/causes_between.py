@@ -68,7 +68,8 @@ def _judge_repeated(spec: RunSpec, between: TimeBetween, kind: str, phrase: str,
     show = PrintedTimes(rest_s, seconds)
     rest, part = show.round(rest_s), show.round(seconds)
     rarer_s = rest + part / factor
-    ratio, calls = (rest + part) / rarer_s, " with the calls for it" if kind == VALIDATION else ""
+    ratio = (rest + part) / rarer_s
+    calls = " with the calls for it, but the first one" if kind == VALIDATION else ""
     return Cause(
         kind,
         f"{phrase} {formatting.format_percent(seconds / whole_s)} of the time",

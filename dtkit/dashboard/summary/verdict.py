@@ -121,7 +121,7 @@ def find_verdict(
         return Verdict("unknown", "the phases of the steps were not measured", 0.0)
     facts = Measurements(spec, timing, ranks, timing.seconds[ranks], history.ranks_per_replica)
     best, found = _judge(facts, history, measured, nodes)
-    between = read_time_between(history)
+    between = read_time_between(history).leave_out_warm_up()
     found += [cause for cause in find_causes_between(spec, between) if cause.gain >= MIN_GAIN / 2]
     best = _choose_between(best, found, between)
     verdicts = [_make_verdict(cause) for cause in found if cause.name != best.name]
